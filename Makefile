@@ -1,0 +1,55 @@
+# Gossamer: every target makes its own environment (.venv) when it is missing.
+# A different interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint bench bench-all clean
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+PYTEST := $(BIN)/python -m pytest -n 2
+
+# No look for a newer pyright on every run.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(STAMP) ## train a small network, make it sparse, show what it costs
+	@$(BIN)/python examples/digits.py
+
+test: lint ## style, types, layers, then the tests that take seconds
+	$(PYTEST) -m "not slow"
+
+test-all: lint ## the same with the slow tests
+	$(PYTEST)
+
+lint: $(STAMP) ## style, types and layers only
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench: $(STAMP) ## the benchmarks that take minutes
+	@$(BIN)/python -m benchmarks
+
+bench-all: $(STAMP) ## every benchmark
+	@$(BIN)/python -m benchmarks --all
+
+clean: ## remove the environment, caches and build output
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Two test workers share the processors; one thread each keeps them out of each other's way.
+test test-all: export OMP_NUM_THREADS ?= 1
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "error: Gossamer needs Python 3.11 or newer, and '$(PYTHON)' is not; name one, as in: make PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "Making .venv with $$($(PYTHON) --version)"; $(PYTHON) -m venv .venv; }
+	@echo "Installing Gossamer and its tools into .venv (the first time takes some minutes; PyTorch is large)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]' \
+	  | awk '$$1 == "Downloading" { print "  " $$2, $$3, $$4; fflush() } /^(Building|Installing) / { print "  " substr($$0, 1, 60) "…"; fflush() }'
+	@touch $@

@@ -1,0 +1,212 @@
+"""What a modifier is, and the little it may ask of a training run.
+
+A modifier is a frozen description (pydantic) with behaviour and no memory:
+whatever it has to remember between steps lives in `run.state`, so that one
+recipe can drive two models and a checkpoint is the run's state alone. `Run`
+is declared here and implemented by `training/`; nothing here knows the
+manager or recipe text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import nn
+
+from gossamer.errors import GossamerError, nearest
+
+Epoch = Annotated[float, Field(ge=-1, allow_inf_nan=False)]
+"""An epoch, 0-indexed; −1 means "at once" as a start and "never" as an end."""
+
+ParamNames = Annotated[str | list[str], Field(union_mode="left_to_right")]
+"""`__ALL__`, `__ALL_PRUNABLE__`, a name, or a list of names and `re:` patterns."""
+
+
+class Run(Protocol):
+    """A training run as one modifier sees it."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def steps_per_epoch(self) -> float: ...
+    @property
+    def start_step(self) -> int: ...
+    @property
+    def end_step(self) -> int | None: ...
+    @property
+    def targets(self) -> Sequence[str]:
+        """What `bind` returned: the names this modifier acts on."""
+        ...
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What must survive a restart: tensors, numbers, strings, lists and dicts of them."""
+        ...
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's model without DDP or torch.compile around it."""
+        ...
+
+    @property
+    def forward(self) -> nn.Module:
+        """The model as the user calls it, wrappers included."""
+        ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None: ...
+    @property
+    def grad_sampler(self) -> Callable[[nn.Module], Iterable[torch.Tensor]] | None: ...
+    @property
+    def next_update(self) -> int | None:
+        """The step of this modifier's next update, or None when there is none."""
+        ...
+
+    def parameter(self, name: str) -> nn.Parameter: ...
+    def gradient(self, name: str) -> torch.Tensor | None:
+        """The gradient of this step, without a loss scale; None when there is none or it overflowed."""
+        ...
+
+    def mask(self, name: str) -> torch.Tensor | None:
+        """Where this modifier keeps weights (True), or None when it holds no mask there."""
+        ...
+
+    def set_mask(self, name: str, keep: torch.Tensor) -> None:
+        """Hold `keep`; the weights outside it are zero from now on."""
+        ...
+
+    def release_mask(self, name: str) -> None: ...
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Overwrite a weight."""
+        ...
+
+    def reset_moments(self, name: str, where: torch.Tensor | None = None) -> None:
+        """Zero the optimizer's moments of a weight (at `where`, or all)."""
+        ...
+
+    def skip(self, name: str, reason: str) -> None:
+        """Say that a parameter is left alone, and why."""
+        ...
+
+    def log(self, tag: str, value: float) -> None: ...
+
+
+class Modifier(BaseModel):
+    """One thing that a recipe does to a training run, between two epochs.
+
+    A subclass overrides the hooks it needs. Order within one optimizer step:
+    `before_step` (gradients are there), the step, `after_step`, then at the
+    next step's number `end`, `start` or `update`, and then masks are applied.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, populate_by_name=True)
+
+    family: ClassVar[str] = "other"
+    """`pruning`, `quantization`, `distillation`, `learning_rate`, `parameters`, `optimizer`, `epoch`, `logging`."""
+    unavailable: ClassVar[str | None] = None
+    """Why the modifier loads but cannot run yet, as the end of a sentence; None when it runs."""
+    epoch_fields: ClassVar[tuple[str, ...]] = ("start_epoch", "end_epoch")
+    """Fields that hold points in time and move when a recipe is composed behind another."""
+    structural: ClassVar[bool] = False
+    """True when the modifier changes which modules the model has."""
+
+    start_epoch: Epoch = -1.0
+    end_epoch: Epoch = -1.0
+    log_types: Any = None
+    """Accepted and without effect, as are the next three."""
+    constant_logging: bool = False
+    available_gpus: Any = None
+    strict: bool = True
+
+    @model_validator(mode="after")
+    def _ends_after_it_starts(self) -> Self:
+        if self.end_epoch != -1 and self.end_epoch < self.start_epoch:
+            raise ValueError(f"end_epoch {self.end_epoch:g} lies before start_epoch {self.start_epoch:g}")
+        return self
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    @property
+    def updates_every(self) -> float | None:
+        """Epochs between updates, −1 for every step, None for no updates between start and end."""
+        return None
+
+    def warnings(self) -> list[str]:
+        """Sentences about fields that are accepted but have no effect here."""
+        ignored = [f for f in ("log_types", "available_gpus") if getattr(self, f) not in (None, "__ALL__")]
+        return [f"{field} has no effect in Gossamer" for field in ignored]
+
+    def shifted(self, epochs: float) -> Self:
+        """The same modifier, `epochs` later; a start of −1 becomes the shift itself."""
+        moved: dict[str, Any] = {}
+        for field in self.epoch_fields:
+            value = getattr(self, field)
+            if field == "start_epoch":
+                moved[field] = max(value, 0.0) + epochs
+            elif value is not None and value != -1:
+                moved[field] = value + epochs
+        return type(self).model_validate({**self.model_dump(exclude_unset=True), **moved})
+
+    # What a modifier does. Each hook may be left out.
+
+    def bind(self, run: Run) -> list[str]:
+        """Names this modifier acts on; raises `ModifierError` before anything is touched."""
+        return []
+
+    def start(self, run: Run) -> None: ...
+
+    def update(self, run: Run) -> None: ...
+
+    def end(self, run: Run) -> None: ...
+
+    def before_step(self, run: Run) -> None: ...
+
+    def after_step(self, run: Run) -> None: ...
+
+
+_registry: dict[str, type[Modifier]] = {}
+
+M = TypeVar("M", bound=type[Modifier])
+
+
+def register(cls: M) -> M:
+    """Class decorator: recipes may use this modifier by its class name.
+
+    Registering a name again replaces it, so that a notebook cell can be run twice.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Modifier)):
+        raise GossamerError(f"register: {cls!r} is not a subclass of gossamer.Modifier")
+    _registry[cls.__name__] = cls
+    return cls
+
+
+def registered() -> Mapping[str, type[Modifier]]:
+    """Every modifier that recipes may use, by name."""
+    return _registry
+
+
+def find(name: str) -> type[Modifier]:
+    """The modifier class of that name, or a `GossamerError` that says what to use."""
+    if name in _registry:
+        return _registry[name]
+    if name in NOT_OFFERED:
+        raise GossamerError(f"'{name}' is known but not built: {NOT_OFFERED[name]}")
+    raise GossamerError(f"unknown modifier '{name}'{nearest(name, [*_registry, *NOT_OFFERED])}")
+
+
+_LANGUAGE_MODEL = "one-shot language-model methods are not part of Gossamer; use {} instead"
+NOT_OFFERED: Mapping[str, str] = {
+    "SparseGPTModifier": _LANGUAGE_MODEL.format("OBSPruningModifier"),
+    "WandaPruningModifier": _LANGUAGE_MODEL.format("GMPruningModifier or OBSPruningModifier"),
+    "GPTQModifier": _LANGUAGE_MODEL.format("QuantizationModifier"),
+    "SmoothQuantModifier": _LANGUAGE_MODEL.format("QuantizationModifier"),
+    "LogarithmicEqualizationModifier": _LANGUAGE_MODEL.format("QuantizationModifier"),
+    "ASRegModifier": "activation regularization is not part of Gossamer; leave it out of the recipe",
+    "PowerpropagationModifier": "power propagation is not part of Gossamer; use GMPruningModifier instead",
+}
+"""Names that SparseML recipes use and Gossamer does not offer, with what to use instead."""

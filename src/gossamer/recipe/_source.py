@@ -1,0 +1,224 @@
+"""Where the text of a recipe comes from, and which part of it is YAML.
+
+A source is a path, an open file, a string that holds the recipe, or the name
+of a recipe that ships with the package. Nothing here knows what YAML means.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import IO, Any, cast
+
+from gossamer.errors import RecipeError, nearest
+
+MAX_BYTES = 4 * 1024 * 1024
+"""A recipe is refused when it is larger than this."""
+
+UNNAMED = "<recipe>"
+
+_ZOO_CLOSED = "the zoo is closed; `gossamer recipe list` shows the tested recipes that ship with the package"
+_FENCE = re.compile(r"<!--.*?-->|^---[ \t]*$", re.DOTALL | re.MULTILINE)
+_CLOSING = re.compile(r"^---[ \t]*$", re.MULTILINE)
+_OPENED = re.compile(r"(?:\s*<!--.*?-->)*\s*?^---[ \t]*\n", re.DOTALL | re.MULTILINE)
+_CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+_MORE_YAML = re.compile(r"^\w*modifiers\w*[ \t]*:|^[ \t]*- !\w", re.MULTILINE)
+_LOOKS_LIKE_TEXT = re.compile(r"[\n\r{\[]|(?:^|\s)![A-Za-z]|:\s|:$|^\s*-\s|^\s*$")
+_UNREADABLE = re.compile("[^\t\n\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A recipe's text, with line ends as `\\n`; the YAML is `text[start:end]`."""
+
+    name: str
+    text: str
+    start: int
+    end: int
+    newline: str = "\n"
+
+    @property
+    def yaml(self) -> str:
+        return self.text[self.start : self.end]
+
+    @property
+    def is_markdown(self) -> bool:
+        return (self.start, self.end) != (0, len(self.text))
+
+    def edited(self, yaml: str) -> Source:
+        """The same source with another YAML part; what surrounds it stays."""
+        if self.is_markdown and not yaml.endswith("\n"):
+            yaml += "\n"
+        text = self.text[: self.start] + yaml + self.text[self.end :]
+        return replace(self, text=text, end=self.start + len(yaml))
+
+
+class Problems:
+    """Collects what is wrong with one source, and raises all of it in file order."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._found: dict[tuple[int, str], None] = {}
+        self._line_starts = [0, *(match.end() for match in re.finditer("\n", source.text))]
+
+    def line(self, index: int) -> int:
+        return bisect_right(self._line_starts, index)
+
+    def place(self, index: int) -> str:
+        line = self.line(index)
+        return f"{self.source.name}:{line}:{index - self._line_starts[line - 1] + 1}"
+
+    def add(self, index: int, message: str) -> None:
+        self._found[index, message] = None
+
+    def fail(self, index: int, message: str) -> RecipeError:
+        """An error of this one problem, to raise at once."""
+        return RecipeError(f"{self.place(index)}: {message}")
+
+    def raise_if_any(self) -> None:
+        if self._found:
+            raise RecipeError([f"{self.place(index)}: {message}" for index, message in sorted(self._found)])
+
+
+def open_source(given: str | os.PathLike[str] | IO[str] | IO[bytes]) -> Source:
+    """Read a recipe from wherever it is; every failure is a `RecipeError`."""
+    if isinstance(given, str):
+        return _from_string(given)
+    if isinstance(given, os.PathLike):
+        return _from_file(os.fspath(given))
+    if hasattr(given, "read"):
+        return _from_stream(given)
+    raise RecipeError(f"{UNNAMED}: expected a path, an open file or the text of a recipe, found {type(given).__name__}")
+
+
+def source_of_text(text: str, name: str = UNNAMED) -> Source:
+    """A source for YAML text that was written by this package."""
+    return Source(name, text, 0, len(text))
+
+
+def _from_string(given: str) -> Source:
+    word = given.strip()
+    if "\n" not in word:
+        if word.startswith("zoo:"):
+            raise RecipeError(f"{word}: {_ZOO_CLOSED}")
+        if word.startswith("builtin:"):
+            return _from_package(word)
+        if word and os.path.exists(given):
+            return _from_file(given)
+    if _LOOKS_LIKE_TEXT.search(given):
+        return _source(UNNAMED, given)
+    raise RecipeError(f"{given}: {_no_such_file(given)}")
+
+
+def _from_package(given: str) -> Source:
+    wanted = given.removeprefix("builtin:").removesuffix(".yaml")
+    shipped: dict[str, Traversable] = {}
+    folder = importlib.resources.files("gossamer") / "recipes"
+    if folder.is_dir():
+        shipped = {file.name.removesuffix(".yaml"): file for file in folder.iterdir() if file.name.endswith(".yaml")}
+    if wanted not in shipped:
+        raise RecipeError(f"{given}: no recipe of that name ships with the package{nearest(wanted, shipped)}")
+    return _source(given, _decoded(given, _guarded(given, shipped[wanted].read_bytes)))
+
+
+def _from_file(path: str) -> Source:
+    if os.path.isdir(path):
+        raise RecipeError(f"{path}: expected a recipe file, found a folder")
+    if "\0" in path or not os.path.exists(path):
+        raise RecipeError(f"{path!r}: no such file" if "\0" in path else f"{path}: {_no_such_file(path)}")
+
+    def read() -> bytes:
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size > MAX_BYTES:
+                raise _too_large(path)
+            return file.read(MAX_BYTES + 1)
+
+    return _source(path, _decoded(path, _guarded(path, read)))
+
+
+def _from_stream(stream: IO[str] | IO[bytes]) -> Source:
+    named: object = getattr(stream, "name", None)
+    name = named if isinstance(named, str) else UNNAMED
+    found = _guarded(name, cast(Callable[[], object], lambda: stream.read(MAX_BYTES + 1)))
+    if isinstance(found, bytes):
+        found = _decoded(name, found)
+    if not isinstance(found, str):
+        raise RecipeError(f"{name}: expected text or bytes from the open file, found {type(found).__name__}")
+    return _source(name, found)
+
+
+def _guarded(name: str, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{name}: expected UTF-8 text, found other bytes at offset {error.start}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise RecipeError(f"{name}: cannot be read: {reason}") from None
+
+
+def _decoded(name: str, content: bytes) -> str:
+    if len(content) > MAX_BYTES:
+        raise _too_large(name)
+    return _guarded(name, lambda: content.decode("utf-8"))
+
+
+def _source(name: str, text: str) -> Source:
+    text = text.removeprefix("\ufeff")
+    if len(text) > MAX_BYTES:
+        raise _too_large(name)
+    newline = "\r\n" if "\r\n" in text else "\n"
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    start, end = _front_matter(name, text)
+    source = Source(name, text, start, end, newline)
+    if unreadable := _UNREADABLE.search(text):
+        found = f"U+{ord(unreadable[0]):04X}"
+        raise Problems(source).fail(unreadable.start(), f"expected text, found the control character {found}")
+    return source
+
+
+def _front_matter(name: str, text: str) -> tuple[int, int]:
+    """The range of `text` that is YAML; a file's ending says whether it is Markdown."""
+    suffix = Path(name).suffix.lower()
+    if suffix in (".md", ".markdown"):
+        found = _fenced(text)
+        if found is None:
+            raise RecipeError(f"{name}:1:1: expected YAML front matter between two lines '---', found none")
+        if isinstance(found, int):
+            line = text.count("\n", 0, found) + 1
+            raise RecipeError(f"{name}:{line}:1: the front matter that starts here is not closed by a line '---'")
+        return found
+    if suffix not in (".yaml", ".yml") and (_OPENED.match(text) or text.lstrip().startswith("<!--")):
+        found = _fenced(text)
+        if isinstance(found, tuple) and not _MORE_YAML.search(_CODE_BLOCK.sub("", text[found[1] :])):
+            return found
+    return 0, len(text)
+
+
+def _fenced(text: str) -> tuple[int, int] | int | None:
+    """The range between the first two `---` lines, where the first is when it stands alone, or None."""
+    opening = next((match for match in _FENCE.finditer(text) if match[0].startswith("---")), None)
+    if opening is None:
+        return None
+    start = min(opening.end() + 1, len(text))
+    closing = _CLOSING.search(text, start)
+    return opening.start() if closing is None else (start, closing.start())
+
+
+def _no_such_file(path: str) -> str:
+    folder, wanted = os.path.split(path)
+    try:
+        neighbours = os.listdir(folder or ".")
+    except (OSError, ValueError):
+        return "no such file"
+    return f"no such file{nearest(wanted, neighbours)}"
+
+
+def _too_large(name: str) -> RecipeError:
+    return RecipeError(f"{name}: expected a recipe of at most {MAX_BYTES // 1024 // 1024} MB, found more")

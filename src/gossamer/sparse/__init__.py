@@ -1,0 +1,33 @@
+"""Tensors in, tensors out: patterns, scores, schedules, allocation. Nothing here knows a model."""
+
+from gossamer.sparse.allocation import erdos_renyi, global_masks, uniform
+from gossamer.sparse.fisher import BlockFisher
+from gossamer.sparse.masking import pack, unpack, zero_where
+from gossamer.sparse.patterns import NM, Block, Channel, Filter, Pattern, Unstructured, parse_pattern
+from gossamer.sparse.schedules import cosine, fraction, interpolate
+from gossamer.sparse.scores import magnitude, movement
+from gossamer.sparse.selection import smallest, zero_count
+
+__all__ = [
+    "NM",
+    "Block",
+    "BlockFisher",
+    "Channel",
+    "Filter",
+    "Pattern",
+    "Unstructured",
+    "cosine",
+    "erdos_renyi",
+    "fraction",
+    "global_masks",
+    "interpolate",
+    "magnitude",
+    "movement",
+    "pack",
+    "parse_pattern",
+    "smallest",
+    "uniform",
+    "unpack",
+    "zero_count",
+    "zero_where",
+]

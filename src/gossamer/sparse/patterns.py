@@ -1,0 +1,219 @@
+"""Patterns: which shape the zeros of a weight may take.
+
+A pattern splits a weight `(out, in, *kernel)` into units that live or die
+together; a mask keeps the units with the highest scores, exactly as many as
+the sparsity asks for. Patterns are frozen and know no model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gossamer.errors import SparsityError, nearest
+from gossamer.sparse.selection import refuse_nan, smallest, zero_count
+
+
+class Pattern(Protocol):
+    """What every pattern answers. Masks are True where a weight is kept."""
+
+    def fits(self, shape: Sequence[int]) -> str | None:
+        """Why a weight of this shape cannot take the pattern, or None."""
+        ...
+
+    def unit_scores(self, scores: Tensor) -> Tensor:
+        """The mean score of each unit, flat."""
+        ...
+
+    def expand(self, units: Tensor, shape: Sequence[int]) -> Tensor:
+        """One value per unit, flat, as a tensor of the weight's shape."""
+        ...
+
+    def mask(self, scores: Tensor, sparsity: float) -> Tensor:
+        """The mask that zeroes exactly round(units · sparsity) units of the lowest scores."""
+        ...
+
+    def violations(self, weight: Tensor) -> int:
+        """How many units of the weight break the pattern."""
+        ...
+
+
+class _Units:
+    """Patterns whose units are zero as a whole: masks follow from scores per unit."""
+
+    def fits(self, shape: Sequence[int]) -> str | None:
+        raise NotImplementedError
+
+    def unit_scores(self, scores: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def expand(self, units: Tensor, shape: Sequence[int]) -> Tensor:
+        raise NotImplementedError
+
+    def mask(self, scores: Tensor, sparsity: float) -> Tensor:
+        reason = self.fits(scores.shape)
+        if reason:
+            raise SparsityError(f"{self} does not fit shape {tuple(scores.shape)}: {reason}")
+        units = self.unit_scores(scores)
+        zeros = smallest(units, zero_count(units.numel(), sparsity))
+        return self.expand(zeros.logical_not_(), scores.shape)
+
+    def violations(self, weight: Tensor) -> int:
+        share = self.unit_scores((weight == 0).double())
+        return int(((share > 0) & (share < 1)).count_nonzero())
+
+
+@dataclass(frozen=True)
+class Unstructured(_Units):
+    """Any weight may be zero."""
+
+    def fits(self, shape: Sequence[int]) -> str | None:
+        return None
+
+    def unit_scores(self, scores: Tensor) -> Tensor:
+        return scores.reshape(-1)
+
+    def expand(self, units: Tensor, shape: Sequence[int]) -> Tensor:
+        return units.reshape(tuple(shape))
+
+    def violations(self, weight: Tensor) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Block(_Units):
+    """Blocks of `rows` output by `cols` input channels, at each kernel position."""
+
+    rows: int
+    cols: int
+
+    def fits(self, shape: Sequence[int]) -> str | None:
+        if len(shape) < 2:
+            return "blocks need a weight with input and output channels"
+        for size, block, side in ((shape[0], self.rows, "output"), (shape[1], self.cols, "input")):
+            if size % block:
+                return f"{size} {side} channels do not divide by {block}"
+        return None
+
+    def unit_scores(self, scores: Tensor) -> Tensor:
+        blocks = scores.reshape(scores.shape[0] // self.rows, self.rows, scores.shape[1] // self.cols, self.cols, -1)
+        return _wide(blocks).mean(dim=(1, 3)).reshape(-1)
+
+    def expand(self, units: Tensor, shape: Sequence[int]) -> Tensor:
+        grid = units.reshape(shape[0] // self.rows, 1, shape[1] // self.cols, 1, -1)
+        return grid.expand(-1, self.rows, -1, self.cols, -1).reshape(tuple(shape))
+
+
+@dataclass(frozen=True)
+class Filter(_Units):
+    """Whole output filters."""
+
+    def fits(self, shape: Sequence[int]) -> str | None:
+        return None if len(shape) >= 2 else "filters need a weight with input and output channels"
+
+    def unit_scores(self, scores: Tensor) -> Tensor:
+        return _wide(scores).flatten(1).mean(dim=1)
+
+    def expand(self, units: Tensor, shape: Sequence[int]) -> Tensor:
+        return units.reshape(-1, *[1] * (len(shape) - 1)).expand(tuple(shape)).contiguous()
+
+
+@dataclass(frozen=True)
+class Channel(_Units):
+    """Whole input channels."""
+
+    def fits(self, shape: Sequence[int]) -> str | None:
+        return None if len(shape) >= 2 else "channels need a weight with input and output channels"
+
+    def unit_scores(self, scores: Tensor) -> Tensor:
+        return _wide(scores).transpose(0, 1).flatten(1).mean(dim=1)
+
+    def expand(self, units: Tensor, shape: Sequence[int]) -> Tensor:
+        return units.reshape(1, -1, *[1] * (len(shape) - 2)).expand(tuple(shape)).contiguous()
+
+
+@dataclass(frozen=True)
+class NM(Unstructured):
+    """Keep the `n` best of every `m` neighbouring input channels, at each kernel position.
+
+    Below its own sparsity of 1 − n/m the mask is unstructured, so that a
+    gradual schedule can lead up to the pattern.
+    """
+
+    n: int
+    m: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.n < self.m:
+            raise SparsityError(f"{self.n}:{self.m} is no pattern; write N:M with 0 < N < M, as in 2:4")
+
+    @property
+    def sparsity(self) -> float:
+        return 1 - self.n / self.m
+
+    def reached(self, sparsity: float) -> bool:
+        """Whether a schedule that stands at `sparsity` has come to the full pattern."""
+        return sparsity >= self.sparsity - 1e-9
+
+    def fits(self, shape: Sequence[int]) -> str | None:
+        channels = shape[1] if len(shape) > 1 else 0
+        if channels and channels % self.m == 0:
+            return None
+        return f"{channels} input channels do not divide by {self.m}"
+
+    def mask(self, scores: Tensor, sparsity: float) -> Tensor:
+        if not self.reached(sparsity):
+            return super().mask(scores, sparsity)
+        reason = self.fits(scores.shape)
+        if reason:
+            raise SparsityError(f"{self} does not fit shape {tuple(scores.shape)}: {reason}")
+        refuse_nan(scores)
+        groups = self._groups(scores)
+        order = groups.argsort(dim=2, descending=True, stable=True)
+        keep = torch.zeros_like(groups, dtype=torch.bool).scatter_(2, order[:, :, : self.n], True)
+        return keep.reshape(scores.shape)
+
+    def violations(self, weight: Tensor) -> int:
+        return int(((self._groups(weight) != 0).sum(dim=2) > self.n).count_nonzero())
+
+    def _groups(self, weight: Tensor) -> Tensor:
+        """`(out, in, *kernel)` as `(out, groups, m, positions)`."""
+        return weight.reshape(weight.shape[0], weight.shape[1] // self.m, self.m, -1)
+
+
+_NAMES = ("unstructured", "block4", "tensorrt", "filter", "channel", "N:M", "[rows, cols]")
+
+
+def parse_pattern(mask_type: str | Sequence[int]) -> Pattern:
+    """The pattern that a recipe's `mask_type` names.
+
+    >>> parse_pattern("block4"), parse_pattern("2:4"), parse_pattern([1, 4])
+    (Block(rows=1, cols=4), NM(n=2, m=4), Block(rows=1, cols=4))
+    """
+    if not isinstance(mask_type, str):
+        if len(mask_type) != 2 or min(mask_type) < 1:
+            raise SparsityError(f"a block is two positive numbers [rows, cols], found {list(mask_type)}")
+        return Block(*mask_type)
+    if match := re.fullmatch(r"(\d+):(\d+)", mask_type.strip()):
+        return NM(int(match[1]), int(match[2]))
+    named: dict[str, Pattern] = {
+        "unstructured": Unstructured(),
+        "block4": Block(1, 4),
+        "block": Block(1, 4),
+        "tensorrt": NM(2, 4),
+        "filter": Filter(),
+        "channel": Channel(),
+    }
+    if mask_type not in named:
+        raise SparsityError(f"unknown pattern '{mask_type}'{nearest(mask_type, named)}; known: {', '.join(_NAMES)}")
+    return named[mask_type]
+
+
+def _wide(scores: Tensor) -> Tensor:
+    """Half precision is averaged in float32."""
+    return scores if scores.dtype in (torch.float32, torch.float64) else scores.float()
