@@ -51,5 +51,5 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "Making .venv with $$($(PYTHON) --version)"; $(PYTHON) -m venv .venv; }
 	@echo "Installing Gossamer and its tools into .venv (the first time takes some minutes; PyTorch is large)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]' \
-	  | awk '$$1 == "Downloading" { print "  " $$2, $$3, $$4; fflush() } /^(Building|Installing) / { print "  " substr($$0, 1, 60) "…"; fflush() }'
+	  | awk '$$1 == "Downloading" { print "  " $$2, $$3, $$4; fflush() } /^Installing collected/ { print "  unpacking …"; fflush() }'
 	@touch $@

@@ -47,6 +47,11 @@ class Run(Protocol):
         ...
 
     @property
+    def scratch(self) -> dict[str, Any]:
+        """What need not survive a restart."""
+        ...
+
+    @property
     def module(self) -> nn.Module:
         """The user's model without DDP or torch.compile around it."""
         ...
@@ -70,6 +75,11 @@ class Run(Protocol):
         """The gradient of this step, without a loss scale; None when there is none or it overflowed."""
         ...
 
+    @property
+    def loss_scale(self) -> float:
+        """By how much the gradients in the model are scaled at this moment (1 almost always)."""
+        ...
+
     def mask(self, name: str) -> torch.Tensor | None:
         """Where this modifier keeps weights (True), or None when it holds no mask there."""
         ...
@@ -85,6 +95,14 @@ class Run(Protocol):
 
     def reset_moments(self, name: str, where: torch.Tensor | None = None) -> None:
         """Zero the optimizer's moments of a weight (at `where`, or all)."""
+        ...
+
+    def zeros(self, name: str) -> tuple[int, int]:
+        """How many weights of a parameter are zero now, and how many there are."""
+        ...
+
+    def masked_names(self) -> list[str]:
+        """Every parameter that any modifier holds a mask on."""
         ...
 
     def skip(self, name: str, reason: str) -> None:
@@ -167,6 +185,18 @@ class Modifier(BaseModel):
     def before_step(self, run: Run) -> None: ...
 
     def after_step(self, run: Run) -> None: ...
+
+    def restore(self, run: Run) -> None:
+        """Put what `state` says back into effect, after a checkpoint was loaded into a fresh model."""
+
+
+def to_step(epoch: float, steps_per_epoch: float) -> int:
+    """The integer step of an epoch; time is converted once and never accumulated.
+
+    >>> to_step(2.5, 10), to_step(-1, 10)
+    (25, 0)
+    """
+    return round(max(epoch, 0.0) * steps_per_epoch)
 
 
 _registry: dict[str, type[Modifier]] = {}

@@ -24,9 +24,7 @@ MAX_BYTES = 4 * 1024 * 1024
 UNNAMED = "<recipe>"
 
 _ZOO_CLOSED = "the zoo is closed; `gossamer recipe list` shows the tested recipes that ship with the package"
-_FENCE = re.compile(r"<!--.*?-->|^---[ \t]*$", re.DOTALL | re.MULTILINE)
-_CLOSING = re.compile(r"^---[ \t]*$", re.MULTILINE)
-_OPENED = re.compile(r"(?:\s*<!--.*?-->)*\s*?^---[ \t]*\n", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^---[ \t]*(?:\n|\Z)", re.MULTILINE)
 _CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _MORE_YAML = re.compile(r"^\w*modifiers\w*[ \t]*:|^[ \t]*- !\w", re.MULTILINE)
 _LOOKS_LIKE_TEXT = re.compile(r"[\n\r{\[]|(?:^|\s)![A-Za-z]|:\s|:$|^\s*-\s|^\s*$")
@@ -67,6 +65,10 @@ class Problems:
         self._found: dict[tuple[int, str], None] = {}
         self._line_starts = [0, *(match.end() for match in re.finditer("\n", source.text))]
 
+    @property
+    def any(self) -> bool:
+        return bool(self._found)
+
     def line(self, index: int) -> int:
         return bisect_right(self._line_starts, index)
 
@@ -91,7 +93,7 @@ def open_source(given: str | os.PathLike[str] | IO[str] | IO[bytes]) -> Source:
     if isinstance(given, str):
         return _from_string(given)
     if isinstance(given, os.PathLike):
-        return _from_file(os.fspath(given))
+        return _from_file(os.fsdecode(given))
     if hasattr(given, "read"):
         return _from_stream(given)
     raise RecipeError(f"{UNNAMED}: expected a path, an open file or the text of a recipe, found {type(given).__name__}")
@@ -186,29 +188,36 @@ def _source(name: str, text: str) -> Source:
 def _front_matter(name: str, text: str) -> tuple[int, int]:
     """The range of `text` that is YAML; a file's ending says whether it is Markdown."""
     suffix = Path(name).suffix.lower()
+    if suffix in (".yaml", ".yml"):
+        return 0, len(text)
+    opening, leads = _opening(text)
     if suffix in (".md", ".markdown"):
-        found = _fenced(text)
-        if found is None:
+        if opening is None:
             raise RecipeError(f"{name}:1:1: expected YAML front matter between two lines '---', found none")
-        if isinstance(found, int):
-            line = text.count("\n", 0, found) + 1
+        closing = _FENCE.search(text, opening.end())
+        if closing is None:
+            line = text.count("\n", 0, opening.start()) + 1
             raise RecipeError(f"{name}:{line}:1: the front matter that starts here is not closed by a line '---'")
-        return found
-    if suffix not in (".yaml", ".yml") and (_OPENED.match(text) or text.lstrip().startswith("<!--")):
-        found = _fenced(text)
-        if isinstance(found, tuple) and not _MORE_YAML.search(_CODE_BLOCK.sub("", text[found[1] :])):
-            return found
-    return 0, len(text)
+        return opening.end(), closing.start()
+    closing = _FENCE.search(text, opening.end()) if opening and leads else None
+    if opening is None or closing is None or _MORE_YAML.search(_CODE_BLOCK.sub("", text[closing.end() :])):
+        return 0, len(text)
+    return opening.end(), closing.start()
 
 
-def _fenced(text: str) -> tuple[int, int] | int | None:
-    """The range between the first two `---` lines, where the first is when it stands alone, or None."""
-    opening = next((match for match in _FENCE.finditer(text) if match[0].startswith("---")), None)
-    if opening is None:
-        return None
-    start = min(opening.end() + 1, len(text))
-    closing = _CLOSING.search(text, start)
-    return opening.start() if closing is None else (start, closing.start())
+def _opening(text: str) -> tuple[re.Match[str] | None, bool]:
+    """The first `---` line outside of comments, and whether only comments stand before it."""
+    at, leads = 0, True
+    fence = _FENCE.search(text)
+    while fence is not None:
+        comment = text.find("<!--", at, fence.start())
+        end = text.find("-->", comment) if comment >= 0 else -1
+        if end < 0:
+            return fence, leads and not text[at : fence.start()].strip()
+        leads = leads and not text[at:comment].strip()
+        at = end + 3
+        fence = fence if fence.start() >= at else _FENCE.search(text, at)
+    return None, leads
 
 
 def _no_such_file(path: str) -> str:

@@ -9,9 +9,11 @@ writer that quotes by it.
 from __future__ import annotations
 
 import enum
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence, Set
+from typing import cast
 
 from gossamer.errors import RecipeError
 
@@ -28,6 +30,7 @@ _WORDS: Mapping[str, bool | float | None] = {
 }
 _EXPRESSION = re.compile(r"\s*eval\((.*)\)\s*", re.DOTALL)
 _SAFE_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
+_PLAIN_EXPRESSION = re.compile(r"eval\([\w ().+*/%-]*\)", re.ASCII)
 _WIDTH = 100
 
 
@@ -65,14 +68,15 @@ def plain_data(value: object) -> object:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, os.PathLike):
-        return str(os.fspath(value))  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+        return str(cast("os.PathLike[str]", value))
     if isinstance(value, Mapping):
-        return {plain_data(key): plain_data(item) for key, item in value.items()}  # pyright: ignore
+        entries = cast("Mapping[object, object]", value)
+        return {plain_data(key): plain_data(item) for key, item in entries.items()}
     if isinstance(value, Set):
-        return sorted((plain_data(item) for item in value), key=str)  # pyright: ignore
+        return sorted((plain_data(item) for item in cast("Set[object]", value)), key=str)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [plain_data(item) for item in value]  # pyright: ignore
-    raise RecipeError(f"a recipe holds text, numbers, lists and mappings; {_short(value)} cannot be written")
+        return [plain_data(item) for item in cast("Sequence[object]", value)]
+    raise _unwritable(value)
 
 
 def inline(value: object, *, literal: bool = True) -> str:
@@ -82,10 +86,10 @@ def inline(value: object, *, literal: bool = True) -> str:
     "{params: ['re:.*', fc.weight], lr: 1e-05}"
     """
     if isinstance(value, list):
-        return "[" + ", ".join(inline(item, literal=literal) for item in value) + "]"  # pyright: ignore
+        return "[" + ", ".join(inline(item, literal=literal) for item in cast("list[object]", value)) + "]"
     if isinstance(value, dict):
-        pairs = value.items()  # pyright: ignore
-        return "{" + ", ".join(f"{_key(key)}: {inline(item, literal=literal)}" for key, item in pairs) + "}"  # pyright: ignore
+        entries = cast("dict[object, object]", value).items()
+        return "{" + ", ".join(f"{_key(key)}: {inline(item, literal=literal)}" for key, item in entries) + "}"
     return _scalar(value, literal)
 
 
@@ -93,11 +97,15 @@ def entry(key: object, value: object, indent: int, *, literal: bool = True) -> l
     """Lines of `key: value` in block style, indented by `indent` spaces."""
     head = f"{' ' * indent}{_key(key)}:"
     line = f"{head} {inline(value, literal=literal)}"
-    if len(line) <= _WIDTH or not isinstance(value, list | dict) or not value:
+    if len(line) <= _WIDTH or not value:
         return [line]
     if isinstance(value, list):
-        return [head, *(f"{' ' * (indent + 2)}- {inline(item, literal=literal)}" for item in value)]  # pyright: ignore
-    return [head, *(line for k, v in value.items() for line in entry(k, v, indent + 2, literal=literal))]  # pyright: ignore
+        items = cast("list[object]", value)
+        return [head, *(f"{' ' * (indent + 2)}- {inline(item, literal=literal)}" for item in items)]
+    if isinstance(value, dict):
+        entries = cast("dict[object, object]", value).items()
+        return [head, *(line for name, item in entries for line in entry(name, item, indent + 2, literal=literal))]
+    return [line]
 
 
 def _key(key: object) -> str:
@@ -117,13 +125,13 @@ def _scalar(value: object, literal: bool) -> str:
     if isinstance(value, str):
         quoted = _text(str(value))
         return f"!!str {quoted}" if literal and expression_in(value) is not None else quoted
-    raise RecipeError(f"a recipe holds text, numbers, lists and mappings; {_short(value)} cannot be written")
+    raise _unwritable(value)
 
 
 def _number(value: float) -> str:
-    if value != value:
+    if math.isnan(value):
         return ".nan"
-    if value in (float("inf"), float("-inf")):
+    if math.isinf(value):
         return ".inf" if value > 0 else "-.inf"
     return float.__repr__(value)
 
@@ -131,7 +139,7 @@ def _number(value: float) -> str:
 def _text(value: str) -> str:
     if _SAFE_PLAIN.fullmatch(value) and isinstance(scalar_value(value), str):
         return value
-    if expression_in(value) is not None and re.fullmatch(r"[\w ().+*/%-]*", value, re.ASCII):
+    if _PLAIN_EXPRESSION.fullmatch(value):
         return value
     if value.isprintable() and value.isascii():
         return "'" + value.replace("'", "''") + "'"
@@ -147,5 +155,6 @@ def _escaped(character: str) -> str:
     return f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
 
 
-def _short(value: object) -> str:
-    return f"a value of type {type(value).__name__}"
+def _unwritable(value: object) -> RecipeError:
+    found = f"a value of type {type(value).__name__}"
+    return RecipeError(f"<recipe>: expected text, numbers, lists and mappings, found {found}")

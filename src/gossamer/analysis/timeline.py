@@ -1,0 +1,217 @@
+"""What a recipe does over its epochs, as numbers: sparsity, learning rate, phases.
+
+The modifiers' own schedules are asked at many epochs; nothing here knows a
+formula of theirs, nor how the result is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gossamer.modifiers.base import Modifier
+from gossamer.modifiers.learning_rate import RateModifier
+from gossamer.modifiers.pruning import PruningModifier
+from gossamer.recipe import Recipe
+from gossamer.training.clock import Timing
+
+SAMPLES = 2000
+"""At about how many epochs a schedule is asked."""
+
+LANES = {
+    "pruning": "pruning",
+    "constant": "constant pruning",
+    "quantization": "quantization",
+    "distillation": "distillation",
+    "learning_rate": "learning rate",
+    "optimizer": "optimizer",
+    "parameters": "parameters",
+    "logging": "logging",
+    "other": "other",
+}
+"""Families of modifiers in the order in which they are shown, and their names in words."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """A value over epochs: `values[i]` holds from `epochs[i]` to the next one; None is no value."""
+
+    label: str
+    epochs: tuple[float, ...]
+    values: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Modifiers of one family at work between two epochs; `held` when only their masks still are."""
+
+    family: str
+    start: float
+    end: float
+    held: bool
+    label: str
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Everything a plot of a recipe shows."""
+
+    name: str
+    epochs: float
+    sparsity: tuple[Series, ...]
+    learning_rate: Series | None
+    spans: tuple[Span, ...]
+
+    def as_data(self) -> dict[str, Any]:
+        """Lists, numbers and text only, ready for JSON."""
+        return asdict(self)
+
+
+def timeline(recipe: Recipe, steps_per_epoch: float = 100, initial_lr: float | None = None) -> Timeline:
+    """Ask every modifier of `recipe` what it does when.
+
+    `initial_lr` is the optimizer's own learning rate, for recipes that do not
+    set one before they change it; without it such rates are relative to 1.
+
+    >>> from gossamer.recipe import load
+    >>> drawn = timeline(load("builtin:gmp-90"))
+    >>> drawn.sparsity[0].label, drawn.sparsity[0].values[-1]
+    ('GMPruningModifier to 90 %', 0.9)
+    """
+    horizon = float(max(recipe.max_epochs, 1))
+    pruning = [modifier for modifier in recipe.modifiers if isinstance(modifier, PruningModifier)]
+    rates = [modifier for modifier in recipe.modifiers if isinstance(modifier, RateModifier)]
+    curves = [(modifier, _sparsity(modifier, horizon, steps_per_epoch)) for modifier in pruning]
+    scheduled = [(modifier, curve) for modifier, curve in curves if any(value is not None for _, value in curve)]
+    return Timeline(
+        name=recipe.name,
+        epochs=horizon,
+        sparsity=_grouped(scheduled),
+        learning_rate=_learning_rate(rates, horizon, steps_per_epoch, initial_lr),
+        spans=_spans(recipe.modifiers, {id(modifier) for modifier, _ in scheduled}, horizon),
+    )
+
+
+Curve = tuple[tuple[float, float | None], ...]
+"""Epochs and the value that holds from each of them on."""
+
+
+def _sparsity(modifier: PruningModifier, horizon: float, steps_per_epoch: float) -> Curve:
+    """The sparsity in force: that of the last update, at the steps where the run will make one."""
+    timing, last = Timing.of(modifier, steps_per_epoch), round(horizon * steps_per_epoch)
+    stride = max(1, last // SAMPLES)
+    found: dict[float, float | None] = {0.0: None}
+    step = timing.next_after(-1)
+    while step is not None and step <= last:
+        found[step / steps_per_epoch] = modifier.sparsity_at(step / steps_per_epoch)
+        near = step + stride - 1
+        step = timing.next_after(near if timing.end is None or near < timing.end else max(step, timing.end - 1))
+    return _changes([*found.items(), (horizon, modifier.sparsity_at(horizon))])
+
+
+def _grouped(curves: Sequence[tuple[PruningModifier, Curve]]) -> tuple[Series, ...]:
+    """One series for all modifiers with the same curve, in order of start and final sparsity."""
+    groups: dict[Curve, list[PruningModifier]] = {}
+    for modifier, curve in curves:
+        groups.setdefault(curve, []).append(modifier)
+    ordered = sorted(groups, key=lambda curve: (next(e for e, value in curve if value is not None), _final(curve)))
+    labels = [_label(groups[curve], f"to {_percent(_final(curve))}") for curve in ordered]
+    distinct = [
+        label if labels.count(label) == 1 else f"{label}, {_epochs(groups[curve][0])}"
+        for label, curve in zip(labels, ordered, strict=True)
+    ]
+    return tuple(_series(label, curve) for label, curve in zip(distinct, ordered, strict=True))
+
+
+def _learning_rate(
+    rates: Sequence[RateModifier], horizon: float, steps_per_epoch: float, initial: float | None
+) -> Series | None:
+    """The rate that the recipe sets, from the epoch on at which it is known."""
+    if not rates:
+        return None
+    epochs = _sampled(rates, horizon, steps_per_epoch)
+    if initial is not None:
+        return _series("learning rate", _rates(rates, epochs, steps_per_epoch, initial))
+    first = min(max(modifier.start_epoch, 0.0) for modifier in rates)
+    curve, doubled = (
+        [(epoch, rate if epoch >= first else None) for epoch, rate in _rates(rates, epochs, steps_per_epoch, guess)]
+        for guess in (1.0, 2.0)
+    )
+    # A rate that doubles with the optimizer's own is known only in relation to it.
+    return _series("learning rate" if curve == doubled else "learning rate, relative to the optimizer's", curve)
+
+
+def _sampled(rates: Iterable[RateModifier], horizon: float, steps_per_epoch: float) -> list[float]:
+    """Epochs at which to ask: every step when there are few, and every start and end."""
+    steps = max(1, round(horizon * steps_per_epoch))
+    points = {step / steps_per_epoch for step in range(0, steps + 1, max(1, steps // SAMPLES))}
+    for modifier in rates:
+        points |= {epoch for epoch in (modifier.start_epoch, modifier.end_epoch) if 0 <= epoch}
+    return sorted({*(point for point in points if point < horizon), horizon})
+
+
+def _rates(
+    rates: Sequence[RateModifier], epochs: Sequence[float], steps_per_epoch: float, initial: float
+) -> list[tuple[float, float]]:
+    """The rate at each epoch; between two modifiers the one that started later has the last word."""
+    ordered = sorted(rates, key=lambda modifier: max(modifier.start_epoch, 0.0))
+    begun: dict[int, float] = {}
+    current, found = initial, list[tuple[float, float]]()
+    for epoch in epochs:
+        for index, modifier in enumerate(ordered):
+            if max(modifier.start_epoch, 0.0) <= epoch:
+                begun.setdefault(index, current)
+                rate = modifier.lr_at(epoch, steps_per_epoch, begun[index])
+                current = current if rate is None else rate
+        found.append((epoch, current))
+    return found
+
+
+def _spans(modifiers: Iterable[Modifier], scheduled: set[int], horizon: float) -> tuple[Span, ...]:
+    found: dict[tuple[str, float, float, bool], list[Modifier]] = {}
+    for modifier in modifiers:
+        family = modifier.family if modifier.family in LANES else "other"
+        if modifier.family == "epoch":
+            continue
+        if isinstance(modifier, PruningModifier) and id(modifier) not in scheduled:
+            family = "constant"
+        start = max(modifier.start_epoch, 0.0)
+        end = horizon if modifier.end_epoch == -1 else modifier.end_epoch
+        found.setdefault((family, start, end, False), []).append(modifier)
+        if id(modifier) in scheduled and isinstance(modifier, PruningModifier) and modifier.leave_enabled:
+            found.setdefault((family, end, horizon, True), []).append(modifier)
+    order = list(LANES)
+    spans = [Span(*key, _label(group)) for key, group in found.items() if key[2] > key[1] or not key[3]]
+    return tuple(sorted(spans, key=lambda span: (order.index(span.family), not span.held, span.start, span.end)))
+
+
+def _label(group: Sequence[Modifier], after: str = "") -> str:
+    """`3 × GMPruningModifier to 85 %`."""
+    names = list(dict.fromkeys(modifier.name for modifier in group))
+    count = f"{len(group)} × " if len(group) > 1 and len(names) == 1 else ""
+    return f"{count}{', '.join(names)} {after}".strip()
+
+
+def _epochs(modifier: Modifier) -> str:
+    end = "the end" if modifier.end_epoch == -1 else f"{modifier.end_epoch:g}"
+    return f"epochs {max(modifier.start_epoch, 0):g} to {end}"
+
+
+def _changes(curve: Sequence[tuple[float, float | None]]) -> Curve:
+    """The first point, the last one, and those between at which the value changes."""
+    last = len(curve) - 1
+    return tuple(point for i, point in enumerate(curve) if i in (0, last) or point[1] != curve[i - 1][1])
+
+
+def _series(label: str, curve: Sequence[tuple[float, float | None]]) -> Series:
+    epochs, values = zip(*_changes(curve), strict=True)
+    return Series(label, epochs, values)
+
+
+def _final(curve: Curve) -> float:
+    return next(value for _, value in reversed(curve) if value is not None)
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.4g} %"

@@ -1,0 +1,48 @@
+"""The command line, `gossamer`: the only place that prints, and that turns errors into exit codes.
+
+Commands parse arguments, call the library and show what it returns. Whatever
+is worth computing lives below; heavy libraries load when a command needs them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gossamer.cli import recipe
+from gossamer.cli.console import out
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="gossamer",
+    help="Make PyTorch networks sparse while they train.",
+    epilog="Example: gossamer recipe check builtin:gmp-90 --model resnet18",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    add_completion=False,
+)
+app.add_typer(recipe.app, name="recipe")
+
+
+def main() -> None:
+    """Entry point of the `gossamer` script."""
+    app(prog_name="gossamer")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        out.print(f"gossamer {version('gossamer')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Make PyTorch networks sparse while they train."""

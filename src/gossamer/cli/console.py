@@ -1,0 +1,64 @@
+"""How commands speak: results on stdout, errors as one sentence each on stderr.
+
+A command wrapped in `reports_errors` ends with exit code 1 on an error that
+the user can mend; anything unexpected keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable
+from typing import Annotated, ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+
+from gossamer.errors import GossamerError, RecipeError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+out = Console()
+err = Console(stderr=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable output only.")]
+
+
+def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a command: a `GossamerError` becomes sentences on stderr and exit code 1."""
+
+    @functools.wraps(command)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except GossamerError as error:
+            show_errors(problems(error))
+            raise typer.Exit(1) from None
+
+    return guarded
+
+
+def problems(error: GossamerError) -> list[str]:
+    """The sentences of an error, one for each thing to mend."""
+    return error.problems if isinstance(error, RecipeError) else [str(error)]
+
+
+def show_errors(sentences: Iterable[str]) -> None:
+    for sentence in sentences:
+        _say("error", "bold red", sentence)
+
+
+def show_warnings(sentences: Iterable[str]) -> None:
+    for sentence in sentences:
+        _say("warning", "bold yellow", sentence)
+
+
+def show_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def _say(kind: str, style: str, sentence: str) -> None:
+    """One line, however long: whoever reads it may be a program."""
+    err.print(f"[{style}]{kind}:[/]", end=" ")
+    err.print(sentence, markup=False, highlight=False, soft_wrap=True)

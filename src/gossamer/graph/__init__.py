@@ -1,0 +1,29 @@
+"""What a model is: its parameters by the names its author knows."""
+
+from gossamer.graph.parameters import (
+    ALL,
+    ALL_PRUNABLE,
+    Matches,
+    get_parameter,
+    is_transposed,
+    match,
+    match_prunable,
+    named_parameters,
+    owner_of,
+    prunable,
+    unwrap,
+)
+
+__all__ = [
+    "ALL",
+    "ALL_PRUNABLE",
+    "Matches",
+    "get_parameter",
+    "is_transposed",
+    "match",
+    "match_prunable",
+    "named_parameters",
+    "owner_of",
+    "prunable",
+    "unwrap",
+]

@@ -1,0 +1,223 @@
+"""Which parameters a model has, by the names that its author knows.
+
+Wrappers (DDP, torch.compile, FSDP) put prefixes into names; here they are
+taken off, so that a recipe is the same with and without them. Parameters are
+looked up by name at each use and never kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+
+from gossamer.errors import ModifierError, nearest
+
+ALL = "__ALL__"
+ALL_PRUNABLE = "__ALL_PRUNABLE__"
+_PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
+_WRAPPER_PART = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module)\.")
+_NORMALISATION = re.compile(r"(Norm|LRN|NormOnly)(\d?d)?$")
+
+
+@dataclass(frozen=True)
+class Matches:
+    """What a recipe's names came to: parameters to act on, and those left alone with the reason."""
+
+    names: list[str]
+    skipped: dict[str, str]
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The user's own model inside DDP, DataParallel or torch.compile."""
+    while True:
+        inner = getattr(module, "_orig_mod", None)
+        if inner is None and type(module).__name__ in ("DistributedDataParallel", "DataParallel"):
+            inner = module.module
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
+
+
+def clean(name: str) -> str:
+    """A parameter's or module's name without the prefixes of wrappers inside the model."""
+    return _WRAPPER_PART.sub("", name)
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter once, by its clean name; a tied weight under its first name."""
+    for name, parameter in unwrap(module).named_parameters():
+        yield clean(name), parameter
+
+
+def get_parameter(module: nn.Module, name: str) -> nn.Parameter:
+    """The parameter that has this clean name now."""
+    *path, leaf = name.split(".")
+    owner = unwrap(module)
+    for part in path:
+        owner = unwrap(cast(nn.Module, getattr(owner, part)))
+    return cast(nn.Parameter, getattr(owner, leaf))
+
+
+def owner_of(module: nn.Module, name: str) -> nn.Module:
+    """The module that holds a parameter."""
+    owner = unwrap(module)
+    for part in name.split(".")[:-1]:
+        owner = unwrap(cast(nn.Module, getattr(owner, part)))
+    return owner
+
+
+def is_transposed(module: nn.Module, name: str) -> bool:
+    """Whether the weight is stored `(in, out, …)`: transposed convolutions, and the Conv1D of Transformers."""
+    owner = owner_of(module, name)
+    transposed = isinstance(owner, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d)
+    return transposed or type(owner).__name__ == "Conv1D"
+
+
+def match(module: nn.Module, wanted: str | Sequence[str], *, field: str = "params") -> list[str]:
+    """Clean names of the parameters that a recipe's `wanted` stands for, in the model's order.
+
+    Raises `ModifierError` with the nearest names when a name or pattern matches nothing.
+    """
+    return _Resolver(module, field).resolve([wanted] if isinstance(wanted, str) else list(wanted))[0]
+
+
+def match_prunable(module: nn.Module, wanted: str | Sequence[str], *, field: str = "params") -> Matches:
+    """As `match`, for pruning: biases and normalisation that are not named exactly are left alone and listed."""
+    names, exact = _Resolver(module, field).resolve([wanted] if isinstance(wanted, str) else list(wanted))
+    kept: list[str] = []
+    skipped: dict[str, str] = {}
+    for name in names:
+        reason = None if name in exact else _not_for_pruning(module, name)
+        if reason is None:
+            kept.append(name)
+        else:
+            skipped[name] = reason
+    if not kept:
+        shown = wanted if isinstance(wanted, str) else ", ".join(wanted)
+        raise ModifierError(
+            f"{field}: {shown!r} matches only biases and normalisation parameters, which are pruned "
+            f"only when named exactly; name a weight{nearest('weight', prunable(module))}",
+            field,
+        )
+    return Matches(kept, skipped)
+
+
+def prunable(module: nn.Module) -> list[str]:
+    """Weights of convolutions, linear layers and attention projections, by clean name."""
+    names: list[str] = []
+    known = {name for name, _ in named_parameters(module)}
+    for path, layer in unwrap(module).named_modules():
+        prefix = clean(path + ".") if path else ""
+        names += [prefix + leaf for leaf in _prunable_leaves(layer) if prefix + leaf in known]
+    return list(dict.fromkeys(names))
+
+
+def _prunable_leaves(layer: nn.Module) -> list[str]:
+    convolution = isinstance(layer, nn.modules.conv._ConvNd)  # pyright: ignore[reportPrivateUsage]
+    if isinstance(layer, nn.Linear | nn.Bilinear) or convolution or type(layer).__name__ == "Conv1D":
+        return ["weight"]
+    if isinstance(layer, nn.MultiheadAttention):
+        return ["in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"]
+    return []
+
+
+def _not_for_pruning(module: nn.Module, name: str) -> str | None:
+    if get_parameter(module, name).dim() < 2:
+        return "fewer than two dimensions; name it exactly to prune it"
+    if _NORMALISATION.search(type(owner_of(module, name)).__name__):
+        return "a normalisation parameter; name it exactly to prune it"
+    return None
+
+
+class _Resolver:
+    """Turns one recipe field into parameter names."""
+
+    def __init__(self, module: nn.Module, field: str) -> None:
+        self.module = unwrap(module)
+        self.field = field
+        self.names = [name for name, _ in named_parameters(module)]
+        self.canonical = self._tied_names()
+
+    def resolve(self, wanted: Sequence[str]) -> tuple[list[str], set[str]]:
+        """All matched names in the model's order, and those that were named exactly."""
+        found: set[str] = set()
+        exact: set[str] = set()
+        for item in wanted:
+            names, is_exact = self._one(item)
+            found.update(names)
+            if is_exact:
+                exact.update(names)
+        if not found:
+            raise ModifierError(f"{self.field}: no parameter is named; list names, or write {ALL_PRUNABLE}", self.field)
+        return [name for name in self.names if name in found], exact
+
+    def _one(self, item: str) -> tuple[list[str], bool]:
+        if item == ALL:
+            return self.names, False
+        if item == ALL_PRUNABLE:
+            names = prunable(self.module)
+            if not names:
+                raise ModifierError(f"{self.field}: the model has no convolution or linear layer to prune", self.field)
+            return names, False
+        if item.startswith("re:"):
+            return self._pattern(item), False
+        for name in _without_prefixes(item):
+            if name in self.canonical:
+                return [self.canonical[name]], True
+            if f"{name}.weight" in self.canonical:
+                return [self.canonical[f"{name}.weight"]], True
+        raise self._nothing(item)
+
+    def _pattern(self, item: str) -> list[str]:
+        try:
+            pattern = re.compile(item[3:])
+        except re.error as error:
+            raise ModifierError(f"{self.field}: '{item}' is not a regular expression: {error}", self.field) from None
+        names = {target for alias, target in self.canonical.items() if pattern.match(alias)}
+        if not names and item[3:].startswith(_PREFIXES):
+            return self._pattern("re:" + next(_without_prefixes(item[3:], only_shortened=True)))
+        if not names:
+            raise self._nothing(item)
+        return [name for name in self.names if name in names]
+
+    def _nothing(self, item: str) -> ModifierError:
+        if "/" in item and not any("/" in name for name in self.names):
+            return ModifierError(
+                f"{self.field}: '{item}' is a TensorFlow-style name, and this is the PyTorch engine; "
+                f"PyTorch names have dots{nearest(item.replace('/', '.'), self.names)}",
+                self.field,
+            )
+        plain = re.sub(r"[\\^$*+?()\[\]|]", "", item.removeprefix("re:"))
+        close = nearest(plain, [*self.names, *prunable(self.module)]) or _by_last_part(plain, self.names)
+        return ModifierError(f"{self.field}: '{item}' matches none of {len(self.names)} parameters{close}", self.field)
+
+    def _tied_names(self) -> dict[str, str]:
+        """Every name a parameter goes by, to its first name."""
+        first: dict[int, str] = {}
+        names: dict[str, str] = {}
+        for raw, parameter in self.module.named_parameters(remove_duplicate=False):
+            name = clean(raw)
+            names[name] = first.setdefault(id(parameter), name)
+        return names
+
+
+def _without_prefixes(name: str, only_shortened: bool = False) -> Iterator[str]:
+    """The name, then the name without each wrapper prefix in turn."""
+    if not only_shortened:
+        yield name
+    while name.startswith(_PREFIXES):
+        name = name.split(".", 1)[1]
+        yield name
+
+
+def _by_last_part(wanted: str, names: Sequence[str]) -> str:
+    """A suggestion when nothing is similar as a whole: the name whose parts are closest."""
+    parts: dict[str, str] = {part: name for name in reversed(names) for part in name.split(".")}
+    close = nearest(wanted.strip(".").split(".")[-1], parts)
+    if close:
+        return f"; nearest: '{parts[cast(Any, close.split(chr(39)))[1]]}'"
+    return f"; the first is '{names[0]}'" if names else ""

@@ -1,0 +1,248 @@
+"""Methods whose masks open again: ACDC, RigL and Top-KAST.
+
+They share with gradual pruning the parameters and the pattern, and nothing of
+its schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor
+
+from gossamer.modifiers.base import Epoch, ParamNames, Run, register
+from gossamer.modifiers.pruning import Frequency, PruningModifier, Sparsity, check_frequency
+from gossamer.sparse import NM, cosine, erdos_renyi, fraction, magnitude, smallest, uniform
+
+
+class DynamicPruningModifier(PruningModifier):
+    """Masks that change between two epochs, every `update_frequency` epochs."""
+
+    params: ParamNames
+    start_epoch: Epoch
+    end_epoch: Epoch
+    update_frequency: Frequency
+    global_sparsity: bool = False
+
+    _sparsity_field: ClassVar[str]
+    _frequency = field_validator("update_frequency")(check_frequency)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        target = getattr(self, self._sparsity_field)
+        if isinstance(self.pattern, NM) and abs(target - self.pattern.sparsity) > 1e-6:
+            raise ValueError(
+                f"{self._sparsity_field}: mask_type {self.mask_type} means {self.pattern.sparsity:g}, found {target:g}"
+            )
+        return self
+
+    @property
+    def updates_every(self) -> float | None:
+        return self.update_frequency
+
+    def magnitude_masks(self, run: Run, sparsity: float, scores: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """Masks of the largest weights, layer by layer or over all layers."""
+        ranked = {name: magnitude(run.parameter(name)) for name in run.targets} if scores is None else scores
+        return self.masks(run, ranked, sparsity if self.global_sparsity else dict.fromkeys(run.targets, sparsity))
+
+
+@register
+class ACDCPruningModifier(DynamicPruningModifier):
+    """Alternate dense and sparse phases of `update_frequency` epochs (Peste et al. 2021).
+
+    Even phases are dense, odd ones sparse, and the last one is sparse.
+    """
+
+    _sparsity_field: ClassVar[str] = "compression_sparsity"
+
+    compression_sparsity: Sparsity
+    global_sparsity: bool = True
+    momentum_buffer_reset: bool = True
+
+    @model_validator(mode="after")
+    def _ends(self) -> Self:
+        if self.end_epoch == -1:
+            raise ValueError("end_epoch: expected the epoch after the last phase, found -1")
+        if self.update_frequency == -1:
+            raise ValueError("update_frequency: expected the length of a phase in epochs, found -1")
+        return self
+
+    def is_sparse(self, epoch: float) -> bool:
+        """Whether the phase at this epoch is a sparse one."""
+        phases = max(1, math.ceil(round((self.end_epoch - self.start_epoch) / self.update_frequency, 9)))
+        phase = math.floor(round((epoch - self.start_epoch) / self.update_frequency, 9))
+        return phase % 2 == 1 or phase >= phases - 1
+
+    def sparsity_at(self, epoch: float) -> float | None:
+        if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):
+            return None
+        return self.compression_sparsity if self.is_sparse(epoch) else 0.0
+
+    def start(self, run: Run) -> None:
+        self.update(run)
+
+    def update(self, run: Run) -> None:
+        sparse = self.is_sparse(run.step / run.steps_per_epoch)
+        if sparse and not run.state.get("sparse", False):
+            for name, keep in self.magnitude_masks(run, self.compression_sparsity).items():
+                run.set_mask(name, keep)
+        elif not sparse and run.state.get("sparse", False):
+            for name in run.targets:
+                run.release_mask(name)
+                if self.momentum_buffer_reset:
+                    run.reset_moments(name)
+        run.state["sparse"] = sparse
+
+    def end(self, run: Run) -> None:
+        self.update(run)
+        super().end(run)
+
+
+@register
+class RigLPruningModifier(DynamicPruningModifier):
+    """Drop the smallest weights, grow where gradients are largest, at constant sparsity (Evci et al. 2020).
+
+    The first mask keeps the largest weights, so that every rank finds the same one.
+    """
+
+    _sparsity_field: ClassVar[str] = "final_sparsity"
+
+    final_sparsity: Sparsity
+    sparsity_strategy: Literal["erdos_renyi_kernel", "erdos_renyi", "uniform"] = "erdos_renyi_kernel"
+    init_update_fraction: Annotated[float, Field(gt=0, le=1)] = 0.3
+    mask_type: Literal["unstructured"] = "unstructured"
+    num_grads: int = 1
+    grad_sampler_kwargs: dict[str, object] = Field(default_factory=dict)
+    momentum_buffer_reset: bool = True
+
+    @model_validator(mode="after")
+    def _ends(self) -> Self:
+        if self.end_epoch == -1:
+            raise ValueError("end_epoch: expected the epoch after the last exchange of weights, found -1")
+        return self
+
+    def sparsity_at(self, epoch: float) -> float | None:
+        if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):
+            return None
+        return self.final_sparsity
+
+    def start(self, run: Run) -> None:
+        shapes = {name: tuple(run.parameter(name).shape) for name in run.targets}
+        match self.sparsity_strategy:
+            case "uniform":
+                sparsity = uniform(shapes, self.final_sparsity)
+            case strategy:
+                sparsity = erdos_renyi(shapes, self.final_sparsity, kernel=strategy == "erdos_renyi_kernel")
+        scores = {name: magnitude(run.parameter(name)) for name in run.targets}
+        for name, keep in self.masks(run, scores, sparsity).items():
+            run.set_mask(name, keep)
+
+    def before_step(self, run: Run) -> None:
+        if run.next_update == run.step + 1:
+            gradients = {name: run.gradient(name) for name in run.targets}
+            run.scratch["gradients"] = {n: g.detach().abs() for n, g in gradients.items() if g is not None}
+
+    def update(self, run: Run) -> None:
+        assert run.end_step is not None
+        exchanged = cosine(self.init_update_fraction, 0.0, fraction(run.step, run.start_step, run.end_step))
+        gradients: dict[str, Tensor] = run.scratch.pop("gradients", {})
+        for name, gradient in gradients.items():
+            old = run.mask(name)
+            if old is None:
+                continue
+            keep = self.exchange(run.parameter(name).detach(), gradient, old, exchanged)
+            run.set_mask(name, keep)
+            if self.momentum_buffer_reset:
+                run.reset_moments(name, keep & ~old)
+
+    @staticmethod
+    def exchange(weight: Tensor, gradient: Tensor, keep: Tensor, share: float) -> Tensor:
+        """The mask after `share` of the kept weights made room for those with the largest gradients."""
+        kept = int(keep.count_nonzero())
+        moves = round(kept * share)
+        if moves == 0:
+            return keep
+        infinity = torch.tensor(float("inf"), dtype=weight.dtype, device=weight.device)
+        alive = torch.where(keep, weight.abs(), -infinity).reshape(-1)
+        stay = ~smallest(alive, alive.numel() - kept + moves)
+        wanted = torch.where(stay, -infinity, gradient.reshape(-1).to(weight.dtype))
+        grown = ~smallest(wanted, wanted.numel() - moves)
+        return (stay | grown).reshape(keep.shape)
+
+
+@register
+class TopKASTPruningModifier(DynamicPruningModifier):
+    """Run forward on the largest weights, train a larger set (Jayakumar et al. 2021).
+
+    The weights in the larger set B but not in the forward set A are zero in
+    the model and kept aside; they come back for the optimizer's step only.
+    """
+
+    _sparsity_field: ClassVar[str] = "forward_sparsity"
+
+    forward_sparsity: Sparsity
+    backward_sparsity: Sparsity
+    active_weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-4
+    mask_type: Literal["unstructured"] = "unstructured"
+
+    @model_validator(mode="after")
+    def _nested(self) -> Self:
+        if self.backward_sparsity > self.forward_sparsity:
+            raise ValueError(
+                f"backward_sparsity: expected at most forward_sparsity ({self.forward_sparsity:g}), "
+                f"found {self.backward_sparsity:g}"
+            )
+        return self
+
+    def sparsity_at(self, epoch: float) -> float | None:
+        if epoch < self.start_epoch or (self.end_epoch != -1 and epoch >= self.end_epoch and not self.leave_enabled):
+            return None
+        return self.forward_sparsity
+
+    def start(self, run: Run) -> None:
+        run.state["aside"] = {}
+        self.update(run)
+
+    def update(self, run: Run) -> None:
+        aside: dict[str, Tensor] = run.state["aside"]
+        whole = {n: run.parameter(n).detach() + aside[n] if n in aside else run.parameter(n) for n in run.targets}
+        scores = {name: magnitude(weight) for name, weight in whole.items()}
+        forward = self.magnitude_masks(run, self.forward_sparsity, scores)
+        run.state["backward"] = self.magnitude_masks(run, self.backward_sparsity, scores)
+        for name, keep in forward.items():
+            values = whole[name].detach()
+            aside[name] = values.masked_fill(keep, 0)
+            run.write(name, values.masked_fill(~keep, 0))
+            run.set_mask(name, keep)
+
+    def before_step(self, run: Run) -> None:
+        """Bring the weights outside A back, and let only B learn; A decays by λ, B∖A by λ / density of A."""
+        run.scratch["whole"] = []
+        backward: dict[str, Tensor] = run.state.get("backward", {})
+        for name, inside in backward.items():
+            parameter, forward = run.parameter(name), run.mask(name)
+            if parameter.grad is None or forward is None:
+                continue
+            aside: Tensor = run.state["aside"][name]
+            with torch.no_grad():
+                decay = torch.where(forward, parameter, aside / max(1 - self.forward_sparsity, 1e-9))
+                rate = self.active_weight_decay * run.loss_scale
+                parameter.grad.add_(decay.to(parameter.grad.dtype), alpha=rate)
+                parameter.grad.masked_fill_(~inside, 0)
+                parameter.add_(aside)
+            run.scratch["whole"].append(name)
+
+    def after_step(self, run: Run) -> None:
+        """Take the weights outside A out again; those outside B keep the value they had."""
+        for name in run.scratch.pop("whole", []):
+            values, inside, forward = run.parameter(name).detach(), run.state["backward"][name], run.mask(name)
+            assert forward is not None
+            run.state["aside"][name] = torch.where(inside, values, run.state["aside"][name]).masked_fill_(forward, 0)
+
+    def end(self, run: Run) -> None:
+        self.update(run)
+        run.state.clear()
+        super().end(run)

@@ -1,0 +1,202 @@
+"""Learning rates over time. Each modifier is a pure function of the step: `rate(...)`.
+
+Between two modifiers the one that started later has the last word, so a
+warm-up hands over whatever the order in the file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+
+from gossamer.errors import ModifierError
+from gossamer.modifiers.base import Epoch, Modifier, Run, register, to_step
+from gossamer.modifiers.pruning import Frequency, check_frequency
+from gossamer.sparse import cosine, fraction, interpolate
+
+Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def chosen_groups(run: Run, param_groups: Sequence[int] | None) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups that a modifier acts on; none without an optimizer."""
+    if run.optimizer is None:
+        return []
+    groups = run.optimizer.param_groups
+    if param_groups is None:
+        return groups
+    for index in param_groups:
+        if not 0 <= index < len(groups):
+            raise ModifierError(
+                f"param_groups: there is no group {index}; the optimizer has {len(groups)} (0 to {len(groups) - 1})",
+                "param_groups",
+            )
+    return [groups[index] for index in param_groups]
+
+
+class RateModifier(Modifier):
+    """What all learning-rate modifiers share."""
+
+    family: ClassVar[str] = "learning_rate"
+
+    param_groups: list[int] | None = None
+
+    def rate(self, step: int, start: int, end: int | None, steps_per_epoch: float, initial: float) -> float:
+        """The learning rate at a step between `start` and `end`."""
+        raise NotImplementedError
+
+    def lr_at(self, epoch: float, steps_per_epoch: float, initial: float) -> float | None:
+        """The learning rate at an epoch, or None before the start and after the end."""
+        step, start = to_step(epoch, steps_per_epoch), to_step(self.start_epoch, steps_per_epoch)
+        end = None if self.end_epoch == -1 else to_step(self.end_epoch, steps_per_epoch)
+        if step < start or (end is not None and step > end):
+            return None
+        return self.rate(step, start, end, steps_per_epoch, initial)
+
+    def bind(self, run: Run) -> list[str]:
+        chosen_groups(run, self.param_groups)
+        return []
+
+    def start(self, run: Run) -> None:
+        run.state["initial"] = [float(group["lr"]) for group in chosen_groups(run, self.param_groups)]
+        self.update(run)
+
+    def update(self, run: Run) -> None:
+        for group, initial in zip(chosen_groups(run, self.param_groups), run.state["initial"], strict=False):
+            value = self.rate(run.step, run.start_step, run.end_step, run.steps_per_epoch, initial)
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(value)
+            else:
+                group["lr"] = value
+
+
+@register
+class SetLearningRateModifier(RateModifier):
+    """Set the learning rate once."""
+
+    learning_rate: Rate
+
+    def rate(self, step: int, start: int, end: int | None, steps_per_epoch: float, initial: float) -> float:
+        return self.learning_rate
+
+
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "ExponentialLR": ("gamma",),
+    "StepLR": ("gamma", "step_size"),
+    "MultiStepLR": ("gamma", "milestones"),
+    "CosineAnnealingWarmRestarts": ("lr_min", "cycle_epochs"),
+}
+
+
+@register
+class LearningRateModifier(RateModifier):
+    """A classic schedule; its `lr_kwargs` are in epochs, milestones counted from the run's beginning."""
+
+    start_epoch: Epoch
+    lr_class: Literal["ExponentialLR", "StepLR", "MultiStepLR", "CosineAnnealingWarmRestarts"]
+    lr_kwargs: dict[str, float | list[float]]
+    init_lr: Rate | None = None
+    update_frequency: Frequency = -1.0
+
+    _frequency = field_validator("update_frequency")(check_frequency)
+
+    @field_validator("lr_kwargs")
+    @classmethod
+    def _fits_the_class(cls, kwargs: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        lr_class: str | None = info.data.get("lr_class")
+        if lr_class is None:
+            return kwargs
+        needed = _NEEDED[lr_class]
+        expected = f"expected {' and '.join(needed)} for {lr_class}"
+        if unknown := [key for key in kwargs if key not in needed]:
+            raise ValueError(f"{expected}, found '{unknown[0]}'")
+        if missing := [key for key in needed if key not in kwargs]:
+            raise ValueError(f"{expected}, '{missing[0]}' is missing")
+        for key in needed:
+            if isinstance(kwargs[key], list) != (key == "milestones"):
+                raise ValueError(f"{key}: expected {'a list of epochs' if key == 'milestones' else 'a number'}")
+            if key in ("step_size", "cycle_epochs") and kwargs[key] <= 0:
+                raise ValueError(f"{key}: expected a positive number of epochs, found {kwargs[key]:g}")
+        return kwargs
+
+    @property
+    def updates_every(self) -> float | None:
+        return self.update_frequency
+
+    def shifted(self, epochs: float) -> Self:
+        moved = super().shifted(epochs)
+        if self.lr_class != "MultiStepLR":
+            return moved
+        later = [milestone + epochs for milestone in self._milestones()]
+        return type(self).model_validate(
+            {**moved.model_dump(exclude_unset=True), "lr_kwargs": {**self.lr_kwargs, "milestones": later}}
+        )
+
+    def rate(self, step: int, start: int, end: int | None, steps_per_epoch: float, initial: float) -> float:
+        first = initial if self.init_lr is None else self.init_lr
+        passed = step - start
+        match self.lr_class:
+            case "ExponentialLR":
+                return first * self._number("gamma") ** math.floor(passed / steps_per_epoch)
+            case "StepLR":
+                period = max(1, to_step(self._number("step_size"), steps_per_epoch))
+                return first * self._number("gamma") ** (passed // period)
+            case "MultiStepLR":
+                reached = sum(step >= to_step(milestone, steps_per_epoch) for milestone in self._milestones())
+                return first * self._number("gamma") ** reached
+            case _:
+                cycle = max(1, to_step(self._number("cycle_epochs"), steps_per_epoch))
+                return cosine(first, self._number("lr_min"), (passed % cycle) / cycle)
+
+    def _number(self, key: str) -> float:
+        value = self.lr_kwargs[key]
+        assert not isinstance(value, list)
+        return value
+
+    def _milestones(self) -> list[float]:
+        value = self.lr_kwargs["milestones"]
+        assert isinstance(value, list)
+        return value
+
+
+@register
+class LearningRateFunctionModifier(RateModifier):
+    """From `init_lr` to `final_lr` in a straight line, half a cosine, or cycles of straight lines."""
+
+    start_epoch: Epoch
+    end_epoch: Epoch
+    lr_func: Literal["linear", "cosine", "cyclic_linear"]
+    init_lr: Rate
+    final_lr: Rate
+    cycle_epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    update_frequency: Frequency = -1.0
+
+    _frequency = field_validator("update_frequency")(check_frequency)
+
+    @model_validator(mode="after")
+    def _ends(self) -> Self:
+        if self.end_epoch == -1:
+            raise ValueError("end_epoch: expected the epoch at which final_lr is reached, found -1")
+        return self
+
+    @property
+    def updates_every(self) -> float | None:
+        return self.update_frequency
+
+    def rate(self, step: int, start: int, end: int | None, steps_per_epoch: float, initial: float) -> float:
+        assert end is not None
+        x = fraction(step, start, end)
+        match self.lr_func:
+            case "linear":
+                return interpolate(self.init_lr, self.final_lr, x, "linear")
+            case "cosine":
+                return cosine(self.init_lr, self.final_lr, x)
+            case _:
+                cycle = max(1, to_step(self.cycle_epochs, steps_per_epoch))
+                return interpolate(self.init_lr, self.final_lr, (step - start) % cycle / max(cycle - 1, 1), "linear")
+
+    def end(self, run: Run) -> None:
+        self.update(run)

@@ -1,0 +1,46 @@
+"""How long a run is, and what it logs about its sparsity."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import field_validator
+
+from gossamer.modifiers.base import Epoch, Modifier, Run, register
+from gossamer.modifiers.pruning import Frequency, check_frequency
+
+
+@register
+class EpochRangeModifier(Modifier):
+    """Says how long to train, and does nothing else."""
+
+    family: ClassVar[str] = "epoch"
+
+    start_epoch: Epoch
+    end_epoch: Epoch
+
+
+@register
+class SparsificationLoggingModifier(Modifier):
+    """Log the share of zeros, over all masked weights and of each."""
+
+    family: ClassVar[str] = "logging"
+
+    update_frequency: Frequency = 1.0
+
+    _frequency = field_validator("update_frequency")(check_frequency)
+
+    @property
+    def updates_every(self) -> float | None:
+        return self.update_frequency
+
+    def start(self, run: Run) -> None:
+        self.update(run)
+
+    def update(self, run: Run) -> None:
+        counts = {name: run.zeros(name) for name in run.masked_names()}
+        for name, (zeros, total) in counts.items():
+            run.log(f"sparsity/{name}", zeros / max(total, 1))
+        if counts:
+            zeros, total = (sum(column) for column in zip(*counts.values(), strict=True))
+            run.log("sparsity", zeros / max(total, 1))

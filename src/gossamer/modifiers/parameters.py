@@ -1,0 +1,145 @@
+"""Which parameters train, their values, and the optimizer's weight decay."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Self
+
+import torch
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor
+
+from gossamer.errors import ModifierError
+from gossamer.graph import match
+from gossamer.modifiers.base import Epoch, Modifier, ParamNames, Run, register
+from gossamer.modifiers.learning_rate import chosen_groups
+from gossamer.modifiers.pruning import Frequency, check_frequency
+from gossamer.sparse import fraction, interpolate
+from gossamer.sparse.schedules import Interpolation
+
+Value = float | list[Any]
+
+
+class ParameterModifier(Modifier):
+    """Acts on parameters of any kind, by name."""
+
+    family: ClassVar[str] = "parameters"
+
+    params: ParamNames
+    params_strict: bool = True
+
+    def bind(self, run: Run) -> list[str]:
+        return match(run.module, self.params)
+
+
+@register
+class TrainableParamsModifier(ParameterModifier):
+    """Let parameters train, or freeze them; at the end they are as they were before."""
+
+    trainable: bool = True
+
+    def start(self, run: Run) -> None:
+        run.state["before"] = {name: run.parameter(name).requires_grad for name in run.targets}
+        self.restore(run)
+
+    def restore(self, run: Run) -> None:
+        for name in run.state.get("before", {}):
+            run.parameter(name).requires_grad_(self.trainable)
+            if not self.trainable:
+                run.parameter(name).grad = None
+
+    def end(self, run: Run) -> None:
+        for name, trained in run.state.pop("before", {}).items():
+            run.parameter(name).requires_grad_(trained)
+
+
+@register
+class SetParamModifier(ParameterModifier):
+    """Set parameters to a value, once."""
+
+    val: Value
+
+    def bind(self, run: Run) -> list[str]:
+        names = super().bind(run)
+        for name in names:
+            filled(run, name, self.val, "val")
+        return names
+
+    def start(self, run: Run) -> None:
+        for name in run.targets:
+            run.write(name, filled(run, name, self.val, "val"))
+
+
+@register
+class GradualParamModifier(ParameterModifier):
+    """Lead parameters from one value to another."""
+
+    init_val: Value
+    final_val: Value
+    start_epoch: Epoch
+    end_epoch: Epoch
+    update_frequency: Frequency
+    inter_func: Interpolation = "linear"
+
+    _frequency = field_validator("update_frequency")(check_frequency)
+
+    @model_validator(mode="after")
+    def _ends(self) -> Self:
+        if self.end_epoch == -1:
+            raise ValueError("end_epoch: expected the epoch at which final_val is reached, found -1")
+        return self
+
+    @property
+    def updates_every(self) -> float | None:
+        return self.update_frequency
+
+    def bind(self, run: Run) -> list[str]:
+        names = super().bind(run)
+        for name in names:
+            filled(run, name, self.init_val, "init_val")
+            filled(run, name, self.final_val, "final_val")
+        return names
+
+    def start(self, run: Run) -> None:
+        self.update(run)
+
+    def update(self, run: Run) -> None:
+        assert run.end_step is not None
+        x = interpolate(0.0, 1.0, fraction(run.step, run.start_step, run.end_step), self.inter_func)
+        for name in run.targets:
+            first, last = filled(run, name, self.init_val, "init_val"), filled(run, name, self.final_val, "final_val")
+            run.write(name, last if x == 1.0 else first + (last - first) * x)
+
+    def end(self, run: Run) -> None:
+        self.update(run)
+
+
+@register
+class SetWeightDecayModifier(Modifier):
+    """Set the optimizer's weight decay once."""
+
+    family: ClassVar[str] = "optimizer"
+
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    param_groups: list[int] | None = None
+
+    def bind(self, run: Run) -> list[str]:
+        for group in chosen_groups(run, self.param_groups):
+            if "weight_decay" not in group:
+                kind = type(run.optimizer).__name__
+                raise ModifierError(f"weight_decay: {kind} has no weight decay to set", "weight_decay")
+        return []
+
+    def start(self, run: Run) -> None:
+        for group in chosen_groups(run, self.param_groups):
+            group["weight_decay"] = self.weight_decay
+
+
+def filled(run: Run, name: str, value: Value, field: str) -> Tensor:
+    """A tensor like the parameter that holds `value`, broadcast."""
+    parameter = run.parameter(name).detach()
+    try:
+        return torch.as_tensor(value, dtype=parameter.dtype, device=parameter.device).expand_as(parameter).clone()
+    except (RuntimeError, TypeError, ValueError):
+        raise ModifierError(
+            f"{field}: the value does not fill '{name}' of shape {tuple(parameter.shape)}", field
+        ) from None

@@ -1,0 +1,167 @@
+"""How a gradual pruning modifier ranks weights: by magnitude, movement or curvature.
+
+A scorer is chosen by a modifier's fields, reads weights and gradients through
+`Run`, and keeps its sums in `run.state`. It does not decide how many weights
+go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gossamer.errors import ModifierError
+from gossamer.modifiers.base import Run
+from gossamer.sparse import BlockFisher, magnitude, movement
+
+
+class Scorer(Protocol):
+    """One way to rank weights; higher scores are kept."""
+
+    def check(self, run: Run) -> None:
+        """Raise when the run lacks what the scorer needs."""
+        ...
+
+    def observe(self, run: Run) -> None:
+        """Called before each optimizer step, when gradients are there."""
+        ...
+
+    def scores(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]: ...
+
+    def settle(self, run: Run, masks: Mapping[str, Tensor]) -> None:
+        """Called with masks about to be held; may move the weights that stay."""
+        ...
+
+
+@dataclass(frozen=True)
+class MagnitudeScorer:
+    """|w|."""
+
+    def check(self, run: Run) -> None: ...
+
+    def observe(self, run: Run) -> None: ...
+
+    def scores(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: magnitude(run.parameter(name)) for name in names}
+
+    def settle(self, run: Run, masks: Mapping[str, Tensor]) -> None: ...
+
+
+@dataclass(frozen=True)
+class MovementScorer(MagnitudeScorer):
+    """The sum over steps of −w·∂L/∂w; by magnitude until a gradient was seen."""
+
+    def observe(self, run: Run) -> None:
+        sums: dict[str, Tensor] = run.state.setdefault("movement", {})
+        for name in run.targets:
+            gradient = run.gradient(name)
+            if gradient is None:
+                continue
+            moved = movement(run.parameter(name), gradient)
+            moved = moved if moved.dtype == torch.float64 else moved.float()
+            sums[name] = sums[name].add_(moved) if name in sums else moved
+
+    def scores(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]:
+        sums: dict[str, Tensor] = run.state.get("movement", {})
+        missing = [name for name in names if name not in sums]
+        if len(missing) == len(names):
+            return super().scores(run, names)
+        shapes = {name: run.parameter(name) for name in missing}
+        return {name: sums[name] if name in sums else torch.zeros_like(shapes[name]) for name in names}
+
+
+@dataclass(frozen=True)
+class FisherScorer(MagnitudeScorer):
+    """w² / (2·diag(F⁻¹)) from sampled gradients, or from those of the last training steps.
+
+    With `compensate`, the weights that stay are moved to make up for those
+    that go (optimal brain surgeon). Before any gradient was seen weights rank
+    by magnitude.
+    """
+
+    num_grads: int
+    damp: float
+    block_size: int
+    compensate: bool
+    needs_sampler: bool
+
+    def check(self, run: Run) -> None:
+        if self.needs_sampler and run.grad_sampler is None:
+            raise ModifierError(
+                "needs gradients of single batches: pass grad_sampler= to modify(), a mapping with "
+                "'data_loader_builder' and 'loss_function', or a function that takes the model and yields losses"
+            )
+
+    def observe(self, run: Run) -> None:
+        """Keep the gradients of the last steps before the next update."""
+        due = run.next_update
+        if run.grad_sampler is not None or due is None or due - run.step > self.num_grads:
+            return
+        rows: dict[str, list[Tensor]] = run.state.setdefault("gradients", {})
+        for name in run.targets:
+            gradient = run.gradient(name)
+            if gradient is not None:
+                kept = rows.setdefault(name, [])
+                kept.append(gradient.detach().reshape(-1).clone())
+                del kept[: -self.num_grads]
+
+    def scores(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]:
+        gradients = self._sampled(run, names) if run.grad_sampler is not None else self._kept(run)
+        run.scratch["fisher"] = {
+            name: BlockFisher(rows, self.damp, self.block_size) for name, rows in gradients.items() if name in names
+        }
+        fisher: dict[str, BlockFisher] = run.scratch["fisher"]
+        if not fisher:
+            return super().scores(run, names)
+        return {
+            name: fisher[name].saliency(run.parameter(name))
+            if name in fisher
+            else torch.zeros_like(run.parameter(name), dtype=torch.float64)
+            for name in names
+        }
+
+    def settle(self, run: Run, masks: Mapping[str, Tensor]) -> None:
+        fisher: dict[str, BlockFisher] = run.scratch.pop("fisher", {})
+        if self.compensate:
+            for name in fisher.keys() & masks.keys():
+                run.write(name, fisher[name].compensated(run.parameter(name), masks[name]))
+
+    def _kept(self, run: Run) -> dict[str, Tensor]:
+        rows: dict[str, list[Tensor]] = run.state.pop("gradients", {})
+        return {name: torch.stack(kept) for name, kept in rows.items() if kept}
+
+    def _sampled(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]:
+        """One gradient per loss that the sampler yields; the model's own gradients are put back."""
+        rows: dict[str, list[Tensor]] = {name: [] for name in names}
+        parameters = {name: run.parameter(name) for name in names}
+        before = {name: parameter.grad for name, parameter in run.module.named_parameters()}
+        frozen = [parameter for parameter in parameters.values() if not parameter.requires_grad]
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            for loss in islice(self._losses(run), self.num_grads):
+                run.module.zero_grad(set_to_none=True)
+                loss.backward()
+                for name, parameter in parameters.items():
+                    gradient = parameter.grad
+                    flat = torch.zeros_like(parameter) if gradient is None else gradient
+                    rows[name].append(flat.detach().reshape(-1).clone())
+        finally:
+            for name, parameter in run.module.named_parameters():
+                parameter.grad = before[name]
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+        found = len(next(iter(rows.values()), []))
+        if found == 0:
+            raise ModifierError("the gradient sampler yielded no loss; give it at least one batch")
+        return {name: torch.stack(kept) for name, kept in rows.items()}
+
+    def _losses(self, run: Run) -> Iterator[Tensor]:
+        assert run.grad_sampler is not None
+        with torch.enable_grad():
+            yield from run.grad_sampler(run.forward)

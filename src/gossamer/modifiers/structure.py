@@ -1,0 +1,144 @@
+"""Whole filters, channels and layers: masks in groups, and layers taken out.
+
+Physically removing what is zero (`LayerThinningModifier`) belongs to export.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from gossamer.errors import ModifierError, SparsityError, nearest
+from gossamer.graph import match, unwrap
+from gossamer.modifiers.base import Modifier, ParamNames, Run, register
+from gossamer.modifiers.pruning import GMPruningModifier
+from gossamer.sparse import smallest, zero_count
+
+
+@register
+class StructuredPruningModifier(GMPruningModifier):
+    """Gradual pruning of whole filters or input channels.
+
+    The weights of one list in `param_groups` lose the same filters (or
+    channels), ranked by the sum of their scores: what a residual addition needs.
+    """
+
+    mask_type: Literal["filter", "channel"] = "filter"
+    param_groups: list[list[str]] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _layer_by_layer(self) -> Self:
+        if self.param_groups and self.global_sparsity:
+            raise ValueError("param_groups: groups share one mask and cannot be ranked against other layers")
+        return self
+
+    def bind(self, run: Run) -> list[str]:
+        targets = super().bind(run)
+        groups = [match(run.module, names, field="param_groups") for names in self.param_groups]
+        for group in groups:
+            counts = {name: self._units(run, name) for name in group}
+            if missing := [name for name in group if name not in targets]:
+                raise ModifierError(f"param_groups: '{missing[0]}' is not among params", "param_groups")
+            if len(set(counts.values())) > 1:
+                shown = ", ".join(f"{name} has {count}" for name, count in counts.items())
+                raise ModifierError(
+                    f"param_groups: one group needs as many {self.mask_type}s everywhere: {shown}", "param_groups"
+                )
+        run.scratch["groups"] = groups
+        return targets
+
+    def masks(self, run: Run, scores: Mapping[str, Tensor], sparsity: Mapping[str, float] | float) -> dict[str, Tensor]:
+        groups: list[list[str]] = run.scratch["groups"]
+        if isinstance(sparsity, float) or not groups:
+            return super().masks(run, scores, sparsity)
+        grouped = {name for group in groups for name in group}
+        alone = {name: score for name, score in scores.items() if name not in grouped}
+        masks = super().masks(run, alone, sparsity)
+        for group in groups:
+            rows = {name: self._rows(run, name, scores[name]) for name in group}
+            units = sum(self.pattern.unit_scores(score).double() for score in rows.values())
+            assert isinstance(units, Tensor)
+            try:
+                keep = ~smallest(units, zero_count(units.numel(), sparsity[group[0]]))
+            except SparsityError as error:
+                raise ModifierError(f"{', '.join(group)} cannot be pruned at step {run.step}: {error}") from None
+            for name, score in rows.items():
+                expanded = self.pattern.expand(keep.to(score.device), score.shape)
+                masks[name] = self._rows(run, name, expanded).contiguous()
+        return masks
+
+    def _units(self, run: Run, name: str) -> int:
+        return self.pattern.unit_scores(self._rows(run, name, run.parameter(name).detach())).numel()
+
+
+@register
+class LayerPruningModifier(Modifier):
+    """Replace layers by `Identity` from the start until the end; their weights come back then."""
+
+    family: ClassVar[str] = "pruning"
+    structural: ClassVar[bool] = True
+
+    layers: ParamNames
+
+    def bind(self, run: Run) -> list[str]:
+        names = [name for name, _ in run.module.named_modules() if name]
+        wanted = [self.layers] if isinstance(self.layers, str) else self.layers
+        found: list[str] = []
+        for item in wanted:
+            if item.startswith("re:"):
+                hits = [name for name in names if re.fullmatch(item[3:], name)]
+            else:
+                hits = [item] if item in names else []
+            if not hits:
+                raise ModifierError(f"layers: '{item}' matches none of {len(names)} modules{nearest(item, names)}", "layers")
+            found += hits
+        return list(dict.fromkeys(found))
+
+    def start(self, run: Run) -> None:
+        run.state["layers"] = {
+            name: {key: value.detach().clone() for key, value in run.module.get_submodule(name).state_dict().items()}
+            for name in run.targets
+        }
+        self._take_out(run)
+
+    def restore(self, run: Run) -> None:
+        if "layers" in run.state:
+            self._take_out(run)
+
+    def end(self, run: Run) -> None:
+        originals: dict[str, nn.Module] = run.scratch.pop("originals", {})
+        saved: dict[str, Any] = run.state.pop("layers", {})
+        for name, layer in originals.items():
+            layer.load_state_dict(saved[name])
+            _replace(run.module, name, layer)
+
+    def _take_out(self, run: Run) -> None:
+        originals: dict[str, nn.Module] = run.scratch.setdefault("originals", {})
+        for name in run.targets:
+            layer = run.module.get_submodule(name)
+            if name not in originals:
+                originals[name] = layer
+                _replace(run.module, name, nn.Identity())
+
+
+@register
+class LayerThinningModifier(Modifier):
+    """Physically remove the structure that was pruned."""
+
+    family: ClassVar[str] = "pruning"
+    structural: ClassVar[bool] = True
+    unavailable: ClassVar[str | None] = "removing pruned filters comes with Gossamer's export (`gossamer export --format thin`)"
+
+    params: ParamNames = "__ALL_PRUNABLE__"
+    param_group_dependency_map: Any = None
+    structure_type: Literal["filter", "channel"] = "filter"
+    update_epochs: list[float] = Field(default_factory=list)
+
+
+def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
+    path, _, leaf = name.rpartition(".")
+    setattr(unwrap(module.get_submodule(path)), leaf, layer)

@@ -1,0 +1,177 @@
+"""Changes to the text of a recipe that leave the rest of it as it was.
+
+An edit replaces the characters of one value or adds lines behind the last
+one, so comments, quotes and layout elsewhere survive to the letter. Every
+edited text is loaded again by the caller, which checks it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from gossamer.errors import RecipeError, nearest
+from gossamer.modifiers.base import Modifier
+from gossamer.recipe.loading import distinct_name, outline_of
+from gossamer.recipe.nodes import AliasNode, ListNode, MapNode, Node, Pair, ScalarNode, content_start, pairs, target
+from gossamer.recipe.outline import Written
+from gossamer.recipe.scalars import entry, inline, plain_data
+from gossamer.recipe.source import Problems, Source
+from gossamer.recipe.writing import entry_head, item_lines, list_lines
+
+_REST_OF_LINE = re.compile(r"[ \t]*(?:#[^\n]*)?(?=\n|\Z)")
+_COLON = re.compile(r"\s*:")
+
+
+@dataclass(frozen=True, slots=True)
+class _Edit:
+    start: int
+    end: int
+    text: str
+
+
+class NotEditableError(RecipeError):
+    """The layout has no place for the addition; the text has to be written anew."""
+
+
+def override_variables(source: Source, overrides: Mapping[str, object]) -> Source:
+    """The source with other values for its variables, in stages too."""
+    if not overrides:
+        return source
+    parts = outline_of(source)
+    scopes = [(parts.root, parts.variables), *((section.body, section.variables) for section in parts.sections)]
+    known = {name for _, variables in scopes for name in variables}
+    unknown = [name for name in overrides if name not in known]
+    if unknown:
+        raise RecipeError([f"{source.name}: unknown variable '{name}'{nearest(name, known)}" for name in unknown])
+    edits: list[_Edit] = []
+    for body, variables in scopes:
+        for name, value in overrides.items():
+            if name in variables:
+                edits.append(_set_entry(source.text, body, variables[name], value))
+    return _applied(source, edits)
+
+
+def set_field(source: Source, index: int, field: str, value: object) -> Source:
+    """The source with one field of one modifier changed or added."""
+    written = outline_of(source).modifiers[index]
+    if isinstance(written.item, AliasNode) or isinstance(written.fields, AliasNode):
+        raise RecipeError(f"{source.name}: {written.name} is used by an alias; write it out to change its '{field}'")
+    body = target(written.fields)
+    value = plain_data(value)
+    if not isinstance(body, MapNode):
+        return _applied(source, [_first_field(source.text, written, {field: value})])
+    problems = Problems(source)
+    own = {pair.key: pair for pair in pairs(body, problems)}
+    if field in own and not own[field].merged:
+        return _applied(source, [_replaced(source.text, own[field], value)])
+    return _applied(source, [_appended(source.text, body, field, value)])
+
+
+def set_metadata(source: Source, metadata: object) -> Source:
+    """The source with its `metadata` replaced or added."""
+    root = outline_of(source).root
+    value = plain_data(metadata)
+    if isinstance(root, ListNode):
+        line_start = source.text.rfind("\n", 0, root.start) + 1
+        if root.flow or source.text[line_start : root.start].strip() or root.anchor:
+            raise NotEditableError(f"{source.name}: no place for 'metadata'")
+        end = _end_of_line(source.text, root.end)
+        lines = entry("metadata", value, 0)
+        return _applied(
+            source, [_Edit(line_start, line_start, "modifiers:\n"), _Edit(end, end, "\n\n" + "\n".join(lines))]
+        )
+    own = {pair.key: pair for pair in pairs(root, Problems(source)) if not pair.merged}
+    if "metadata" in own:
+        return _applied(source, [_replaced(source.text, own["metadata"], value)])
+    return _applied(source, [_appended(source.text, root, "metadata", value)])
+
+
+def add_modifiers(source: Source, modifiers: Sequence[Modifier]) -> Source:
+    """The source with modifiers behind those it has: a list of their own, or a stage in a staged recipe."""
+    parts = outline_of(source)
+    root, text = parts.root, source.text
+    if root.flow:
+        raise NotEditableError(f"{source.name}: no place for more modifiers")
+    end = _end_of_line(text, root.end)
+    if isinstance(root, ListNode):
+        lines = item_lines(modifiers, _column(text, content_start(text, root)))
+        return _applied(source, [_Edit(end, end, "\n" + "\n".join(lines))])
+    keys = {str(pair.key) for pair in pairs(root, Problems(source))}
+    indent = _column(text, root.entries[0][0].start)
+    if parts.is_staged:
+        stage = entry_head(distinct_name("added_stage", keys), indent)
+        lines = [*stage, *list_lines("modifiers", modifiers, indent + 2)]
+    else:
+        lines = list_lines(distinct_name("added_modifiers", keys), modifiers, indent)
+    return _applied(source, [_Edit(end, end, "\n\n" + "\n".join(lines))])
+
+
+def _set_entry(text: str, body: Node | None, pair: Pair, value: object) -> _Edit:
+    """Change an entry where it is written; one that was merged in gets a line of its own."""
+    if pair.merged and isinstance(body, MapNode):
+        return _appended(text, body, pair.key, value)
+    return _replaced(text, pair, value)
+
+
+def _replaced(text: str, pair: Pair, value: object) -> _Edit:
+    """Put another value behind a key; an anchor stays with the value."""
+    node = pair.value
+    shown = inline(value, literal=False)
+    if isinstance(node, AliasNode):
+        return _Edit(node.start, node.end, shown)
+    anchor = f"&{node.anchor} " if node.anchor is not None else ""
+    if isinstance(node, ScalarNode) and node.is_empty and not anchor and node.tag is None:
+        return _Edit(node.start, node.end, f" {shown}" if text[node.start - 1] == ":" else f": {shown}")
+    start = content_start(text, node)
+    if isinstance(node, ScalarNode) or node.flow or node.tag:
+        return _Edit(node.start, node.end, anchor + shown)
+    if isinstance(node, ListNode) and isinstance(value, list) and value:
+        between = "\n" + " " * _column(text, start)
+        items = cast("list[object]", value)
+        return _Edit(start, node.end, between.join(f"- {inline(item, literal=False)}" for item in items))
+    colon = _COLON.match(text, pair.key_node.end)
+    if colon and not text[colon.end() : node.start].strip() and not text[node.start : start].strip(" \n&" + anchor):
+        return _Edit(colon.end(), node.end, f" {anchor}{shown}")
+    return _Edit(start, node.end, f"  {shown}")
+
+
+def _appended(text: str, body: MapNode, key: object, value: object) -> _Edit:
+    """Add an entry behind the last one of a mapping."""
+    if body.flow:
+        at = text.index("{", content_start(text, body)) + 1
+        return _Edit(at, at, f"{inline({key: value}, literal=False)[1:-1]}{', ' if body.entries else ''}")
+    end = _end_of_line(text, body.end)
+    lines = entry(key, value, _column(text, body.entries[0][0].start), literal=False)
+    return _Edit(end, end, "\n" + "\n".join(lines))
+
+
+def _first_field(text: str, written: Written, fields: dict[str, object]) -> _Edit:
+    """Give fields to a modifier that stands without any."""
+    node, shown = written.fields, inline(fields, literal=False)
+    if node is written.item and target(node).tag is None:
+        return _Edit(node.end, node.end, f": {shown}")
+    if isinstance(node, ScalarNode) and node.is_empty:
+        return _Edit(node.end, node.end, f" {shown}")
+    return _Edit(content_start(text, node), node.end, shown)
+
+
+def _end_of_line(text: str, index: int) -> int:
+    """The end of the line that `index` is in, when only a comment follows on it."""
+    rest = _REST_OF_LINE.match(text, index)
+    if rest is None:
+        raise NotEditableError("the layout leaves no place to add to")
+    return rest.end()
+
+
+def _column(text: str, index: int) -> int:
+    return index - text.rfind("\n", 0, index) - 1
+
+
+def _applied(source: Source, edits: Sequence[_Edit]) -> Source:
+    text = source.text
+    for edit in sorted(set(edits), key=lambda edit: edit.start, reverse=True):
+        text = text[: edit.start] + edit.text + text[edit.end :]
+    return source.edited(text[source.start : source.end + len(text) - len(source.text)])

@@ -1,0 +1,344 @@
+"""YAML text to a tree of nodes in which everything knows its place in the file.
+
+The tree is built from the library's events, because its own composer forgets
+where an alias stood, warns through Python's warnings and cannot be bounded.
+Nodes hold text only; no object is ever constructed from a tag.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    MappingEndEvent,
+    MappingStartEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+)
+
+from gossamer.errors import RecipeError, nearest
+from gossamer.recipe.scalars import scalar_value
+from gossamer.recipe.source import Problems, Source
+
+MAX_NODES = 200_000
+"""A recipe is refused when it has more values than this, aliases written out."""
+
+MAX_DEPTH = 100
+_CORE = "tag:yaml.org,2002:"
+_CORE_TAGS = {_CORE + name for name in ("str", "int", "float", "bool", "null", "seq", "map", "merge")}
+_PROPERTIES = re.compile(r"(?:[&!]\S*(?:\s+|$)(?:#[^\n]*\n\s*)*)*")
+_COLON = re.compile(r"\s*:")
+_PARSER_FAULTS = (ValueError, TypeError, AttributeError, LookupError, AssertionError, ArithmeticError, RecursionError)
+"""What the YAML library raises by mistake on broken input, besides its own errors."""
+
+
+@dataclass(slots=True, eq=False)
+class ScalarNode:
+    text: str
+    plain: bool
+    tag: str | None
+    anchor: str | None
+    start: int
+    end: int
+    size: int = 1
+    height: int = 1
+
+    @property
+    def is_empty(self) -> bool:
+        return self.plain and self.text == ""
+
+
+@dataclass(slots=True, eq=False)
+class ListNode:
+    tag: str | None
+    anchor: str | None
+    start: int
+    end: int
+    flow: bool
+    items: list[Node] = field(default_factory=list["Node"])
+    size: int = 1
+    height: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class MapNode:
+    """`entries` are as written; `pairs` gives them with merge keys applied."""
+
+    tag: str | None
+    anchor: str | None
+    start: int
+    end: int
+    flow: bool
+    entries: list[tuple[Node, Node]] = field(default_factory=list[tuple["Node", "Node"]])
+    size: int = 1
+    height: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class AliasNode:
+    name: str
+    target: ScalarNode | ListNode | MapNode
+    start: int
+    end: int
+    size: int
+    height: int
+
+
+Node = ScalarNode | ListNode | MapNode | AliasNode
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One entry of a mapping; `merged` says that it came through `<<`."""
+
+    key: object
+    key_node: ScalarNode
+    value: Node
+    merged: bool = False
+
+
+def target(node: Node) -> ScalarNode | ListNode | MapNode:
+    """The node itself, or what its alias refers to."""
+    return node.target if isinstance(node, AliasNode) else node
+
+
+def modifier_tag(node: Node) -> str | None:
+    """`GMPruningModifier` for a node tagged `!GMPruningModifier`, else None."""
+    tag = target(node).tag
+    return tag[1:] if tag and tag.startswith("!") and len(tag) > 1 else None
+
+
+def content_start(text: str, node: Node) -> int:
+    """Where a node's own text starts, behind its anchor and tag."""
+    properties = _PROPERTIES.match(text, node.start, node.end)
+    return properties.end() if properties and not isinstance(node, AliasNode) else node.start
+
+
+def compose(source: Source, problems: Problems) -> Node:
+    """The tree of the source's only YAML document."""
+    composer = _Composer(source, problems)
+    try:
+        library: Any = YAML(typ="safe", pure=True)
+        for event in library.parse(source.yaml):
+            composer.take(event)
+    except RecipeError:
+        raise
+    except YAMLError as error:
+        raise _syntax_error(error, source, problems) from None
+    except _PARSER_FAULTS as error:
+        raise problems.fail(composer.reached, f"not valid YAML behind this place: {error}") from None
+    if composer.root is None or isinstance(composer.root, ScalarNode):
+        found = "nothing" if composer.root is None or composer.root.is_empty else "a single value"
+        raise problems.fail(source.start, f"expected a list of modifiers, found {found}; the recipe is empty or text")
+    return composer.root
+
+
+def constructed(node: ScalarNode, problems: Problems) -> object:
+    """The value of a scalar, after its quotes and its core tag; other tags are reported elsewhere."""
+    if node.tag is None:
+        return _number_checked(node, problems) if node.plain else node.text
+    if node.tag.startswith("!"):
+        return node.text
+    kind = node.tag.removeprefix(_CORE)
+    if kind in ("seq", "map", "merge"):
+        problems.add(node.start, f"expected text or a number, found the tag '!!{kind}'")
+        return node.text
+    if kind == "str":
+        return node.text
+    value = _number_checked(node, problems)
+    fits = {"int": type(value) is int, "float": type(value) in (int, float), "bool": type(value) is bool}
+    if not fits.get(kind, value is None):
+        problems.add(node.start, f"expected !!{kind}, found {node.text!r}")
+        return value
+    return float(value) if kind == "float" and isinstance(value, int) else value
+
+
+def _number_checked(node: ScalarNode, problems: Problems) -> object:
+    try:
+        return scalar_value(node.text)
+    except ValueError:
+        problems.add(node.start, f"expected a number, found one of {len(node.text)} digits")
+        return 0
+
+
+def pairs(node: MapNode, problems: Problems) -> list[Pair]:
+    """The entries of a mapping: no key twice, merge keys applied, own keys first."""
+    own: dict[object, Pair] = {}
+    merges: list[Node] = []
+    for key_node, value in node.entries:
+        key = target(key_node)
+        if not isinstance(key, ScalarNode):
+            problems.add(key_node.start, "expected a name as key, found a list or mapping")
+        elif (key.plain and key.text == "<<") or key.tag == _CORE + "merge":
+            if merges:
+                problems.add(key_node.start, "the key '<<' stands twice in one mapping")
+            merges.append(value)
+        elif modifier_tag(key):
+            problems.add(key_node.start, f"expected a name as key, found the tag '{key.tag}'")
+        else:
+            name = constructed(key, problems)
+            if name in own:
+                first = problems.line(own[name].key_node.start)
+                problems.add(key_node.start, f"the key {name!r} stands twice in one mapping, first in line {first}")
+            else:
+                own[name] = Pair(name, _placed(key, key_node), value)
+    for value in merges:
+        for pair in _merged(value, problems):
+            own.setdefault(pair.key, pair)
+    return list(own.values())
+
+
+def check_tags(node: Node, problems: Problems, *, known: frozenset[str]) -> None:
+    """Report every tag below `node`: nothing outside a modifier list may carry one."""
+    for inner in walk(node):
+        name = modifier_tag(inner)
+        if name and (name in known or name.endswith("Modifier")):
+            problems.add(inner.start, f"the modifier '!{name}' must stand in a list whose key contains 'modifiers'")
+        elif name:
+            problems.add(inner.start, f"unknown tag '!{name}'{nearest(name, known)}")
+
+
+def walk(node: Node) -> Iterator[ScalarNode | ListNode | MapNode]:
+    """Every node that is written at or below `node`; aliases are not followed."""
+    waiting = [node]
+    while waiting:
+        inner = waiting.pop()
+        if isinstance(inner, AliasNode):
+            continue
+        yield inner
+        if isinstance(inner, ListNode):
+            waiting.extend(inner.items)
+        elif isinstance(inner, MapNode):
+            waiting.extend(part for both in inner.entries for part in both)
+
+
+def _merged(value: Node, problems: Problems) -> Iterator[Pair]:
+    found = target(value)
+    for part in found.items if isinstance(found, ListNode) else [value]:
+        mapping = target(part)
+        if isinstance(mapping, MapNode):
+            yield from (Pair(pair.key, pair.key_node, pair.value, True) for pair in pairs(mapping, problems))
+        else:
+            problems.add(part.start, "expected a mapping, or a list of mappings, behind '<<'")
+
+
+def _placed(key: ScalarNode, written: Node) -> ScalarNode:
+    """The key with the place where it was written, also when it is an alias."""
+    if key is written:
+        return key
+    return ScalarNode(key.text, key.plain, key.tag, None, written.start, written.end)
+
+
+def _syntax_error(error: YAMLError, source: Source, problems: Problems) -> RecipeError:
+    if not isinstance(error, MarkedYAMLError):
+        return RecipeError(f"{source.name}: not valid YAML: {' '.join(str(error).split())}")
+    marked: Any = error
+    mark: Any = marked.problem_mark or marked.context_mark
+    index: int = source.start + (mark.index if mark else 0)
+    reason = ": ".join(str(part) for part in (marked.context, marked.problem) if part)
+    if source.text[index : index + 1] == "\t":
+        reason += "; YAML is indented by spaces, not by tabs"
+    return problems.fail(min(index, len(source.text)), f"not valid YAML: {reason}")
+
+
+class _Composer:
+    """Takes events one by one; holds the collections that are still open."""
+
+    def __init__(self, source: Source, problems: Problems) -> None:
+        self.root: Node | None = None
+        self.reached = source.start
+        self._source = source
+        self._problems = problems
+        self._open: list[ListNode | MapNode] = []
+        self._keys: list[Node | None] = []
+        self._anchors: dict[str, ScalarNode | ListNode | MapNode] = {}
+        self._documents = 0
+
+    def take(self, event: Any) -> None:
+        start, end = self._source.start + event.start_mark.index, self._source.start + event.end_mark.index
+        kind = cast("type[object]", type(event))
+        self.reached = end
+        if kind is AliasEvent:
+            self._place(self._alias(str(event.anchor), start, end))
+        elif kind is ScalarEvent:
+            node = ScalarNode(event.value, event.style is None, self._tag(event, start), event.anchor, start, end)
+            if event.style in ("|", ">"):
+                node.end = start + len(self._source.text[start:end].rstrip())
+            self._place(node)
+        elif kind in (SequenceStartEvent, MappingStartEvent):
+            collection = ListNode if kind is SequenceStartEvent else MapNode
+            flow = self._source.text[end - 1 : end] in ("[", "{")
+            self._begin(collection(self._tag(event, start), event.anchor, start, end, flow))
+        elif kind in (SequenceEndEvent, MappingEndEvent):
+            self._finish(end)
+        elif kind is DocumentStartEvent:
+            self._documents += 1
+            if self._documents > 1:
+                raise self._problems.fail(start, "expected one YAML document, found another behind it")
+
+    def _tag(self, event: Any, start: int) -> str | None:
+        tag: str | None = event.tag
+        if tag is None or tag in _CORE_TAGS or tag.startswith("!"):
+            return tag
+        shown = tag.replace(_CORE, "!!")
+        raise self._problems.fail(start, f"the tag '{shown}' is not allowed in a recipe")
+
+    def _alias(self, name: str, start: int, end: int) -> AliasNode:
+        if any(node.anchor == name for node in self._open):
+            raise self._problems.fail(start, f"the alias '*{name}' refers to the value it stands in")
+        found = self._anchors.get(name)
+        if found is None:
+            raise self._problems.fail(
+                start, f"no anchor '&{name}' stands before '*{name}'{nearest(name, self._anchors)}"
+            )
+        return AliasNode(name, found, start, end, found.size, found.height)
+
+    def _begin(self, node: ListNode | MapNode) -> None:
+        self._open.append(node)
+        self._keys.append(None)
+        if len(self._open) > MAX_DEPTH:
+            raise self._problems.fail(node.start, f"nested more than {MAX_DEPTH} levels deep")
+
+    def _finish(self, end: int) -> None:
+        node = self._open.pop()
+        self._keys.pop()
+        last = node.items[-1:] if isinstance(node, ListNode) else [value for _, value in node.entries[-1:]]
+        node.end = last[0].end if last and not node.flow else end
+        self._place(node)
+
+    def _place(self, node: Node) -> None:
+        if not isinstance(node, AliasNode) and node.anchor is not None:
+            self._anchors[node.anchor] = node
+        if not self._open:
+            self.root = node
+            return
+        parent = self._open[-1]
+        parent.size += node.size
+        parent.height = max(parent.height, node.height + 1)
+        if parent.size > MAX_NODES or parent.height > MAX_DEPTH:
+            what = f"more than {MAX_NODES:,} values" if parent.size > MAX_NODES else f"over {MAX_DEPTH} levels"
+            raise self._problems.fail(node.start, f"the recipe has {what} when its aliases are written out")
+        if isinstance(parent, ListNode):
+            if isinstance(node, ScalarNode) and node.is_empty and node.tag is None and node.anchor is None:
+                node.start = node.end = max(self._source.text.rfind("-", 0, node.start) + 1, parent.start)
+            parent.items.append(node)
+            return
+        key = self._keys[-1]
+        self._keys[-1] = node if key is None else None
+        if key is not None:
+            self._settle_empty(key, node)
+            parent.entries.append((key, node))
+
+    def _settle_empty(self, key: Node, node: Node) -> None:
+        """Put an empty value right behind its colon; the library reports the next token's place."""
+        if isinstance(node, ScalarNode) and node.is_empty and node.tag is None and node.anchor is None:
+            colon = _COLON.match(self._source.text, key.end)
+            node.start = node.end = colon.end() if colon else key.end

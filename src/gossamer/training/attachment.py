@@ -1,0 +1,151 @@
+"""One modifier at work in one run: the `Run` that the modifier sees.
+
+Holds the modifier's state, status and timing, and passes everything else on
+to the run's shared parts: model, optimizer, masks, clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.graph import get_parameter
+from gossamer.modifiers.base import Modifier
+from gossamer.training.clock import Timing
+from gossamer.training.masks import Masks
+from gossamer.training.sampling import Sampler, as_sampler
+
+logger = logging.getLogger("gossamer")
+
+Logger = Callable[[str, float, int], None]
+
+
+@dataclass
+class Shared:
+    """What all modifiers of a run have in common."""
+
+    forward: nn.Module
+    module: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    steps_per_epoch: float
+    grad_sampler: object = None
+    loggers: Sequence[Logger] = ()
+    step: int = 0
+    masks: Masks = field(default_factory=Masks)
+    ended: set[int] = field(default_factory=set[int])
+    loss_scale: float = 1.0
+    overflowed: bool = False
+    overwritten: dict[str, Tensor] | None = None
+    """Values that modifiers wrote over, while it is a dict: a later load can undo them."""
+
+
+class Attachment:
+    """A modifier and its place in the run; implements `modifiers.base.Run`."""
+
+    def __init__(self, index: int, key: str, modifier: Modifier, shared: Shared) -> None:
+        self.index = index
+        self.key = key
+        self.modifier = modifier
+        self.timing = Timing.of(modifier, shared.steps_per_epoch)
+        self.status: Literal["pending", "active", "ended"] = "pending"
+        self.targets: Sequence[str] = ()
+        self.state: dict[str, Any] = {}
+        self.scratch: dict[str, Any] = {}
+        self.skipped: dict[str, str] = {}
+        self._shared = shared
+
+    @property
+    def step(self) -> int:
+        return self._shared.step
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self._shared.steps_per_epoch
+
+    @property
+    def start_step(self) -> int:
+        return self.timing.start
+
+    @property
+    def end_step(self) -> int | None:
+        return self.timing.end
+
+    @property
+    def next_update(self) -> int | None:
+        return self.timing.next_after(self.step)
+
+    @property
+    def module(self) -> nn.Module:
+        return self._shared.module
+
+    @property
+    def forward(self) -> nn.Module:
+        return self._shared.forward
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self._shared.optimizer
+
+    @property
+    def grad_sampler(self) -> Sampler | None:
+        kwargs: Mapping[str, Any] = getattr(self.modifier, "grad_sampler_kwargs", {})
+        return as_sampler(self._shared.grad_sampler, kwargs)
+
+    @property
+    def loss_scale(self) -> float:
+        return self._shared.loss_scale
+
+    def parameter(self, name: str) -> nn.Parameter:
+        return get_parameter(self._shared.module, name)
+
+    def gradient(self, name: str) -> Tensor | None:
+        gradient = self.parameter(name).grad
+        if gradient is None or self._shared.overflowed:
+            return None
+        return gradient if self._shared.loss_scale == 1.0 else gradient / self._shared.loss_scale
+
+    def mask(self, name: str) -> Tensor | None:
+        return self._shared.masks.kept_by(self.index, name)
+
+    def set_mask(self, name: str, keep: Tensor) -> None:
+        ended = self._shared.ended - {self.index}
+        self._shared.masks.hold(self.index, name, keep, self.parameter(name), ended)
+
+    def release_mask(self, name: str) -> None:
+        self._shared.masks.release(self.index, name)
+
+    def write(self, name: str, values: Tensor) -> None:
+        parameter = self.parameter(name)
+        if self._shared.overwritten is not None:
+            self._shared.overwritten.setdefault(name, parameter.detach().clone())
+        with torch.no_grad():
+            parameter.copy_(values)
+
+    def reset_moments(self, name: str, where: Tensor | None = None) -> None:
+        if self._shared.optimizer is None:
+            return
+        parameter = self.parameter(name)
+        moments: Mapping[str, Any] = self._shared.optimizer.state.get(parameter, {})
+        for value in moments.values():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                value.zero_() if where is None else value.masked_fill_(where, 0)
+
+    def zeros(self, name: str) -> tuple[int, int]:
+        weight = self.parameter(name)
+        return weight.numel() - int(weight.detach().count_nonzero()), weight.numel()
+
+    def masked_names(self) -> list[str]:
+        return self._shared.masks.names()
+
+    def skip(self, name: str, reason: str) -> None:
+        self.skipped[name] = reason
+
+    def log(self, tag: str, value: float) -> None:
+        logger.info("%s at step %d: %.6g", tag, self.step, value)
+        for log in self._shared.loggers:
+            log(tag, value, self.step)

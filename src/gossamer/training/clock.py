@@ -1,0 +1,63 @@
+"""When a modifier acts, in whole optimizer steps.
+
+Epochs become steps once, by rounding; nothing is accumulated. Pure functions
+of the step, so that a run can be entered at any point.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gossamer.modifiers.base import Modifier, to_step
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Start, end and updates of one modifier; the k-th update is at round((start + k·every)·steps_per_epoch)."""
+
+    start: int
+    end: int | None
+    start_epoch: float
+    every: float | None
+    steps_per_epoch: float
+
+    @classmethod
+    def of(cls, modifier: Modifier, steps_per_epoch: float) -> Timing:
+        start_epoch = max(modifier.start_epoch, 0.0)
+        end = None if modifier.end_epoch == -1 else to_step(modifier.end_epoch, steps_per_epoch)
+        return cls(to_step(start_epoch, steps_per_epoch), end, start_epoch, modifier.updates_every, steps_per_epoch)
+
+    def updates_at(self, step: int) -> bool:
+        """Whether an update falls on this step, between start and end, both excluded.
+
+        >>> [s for s in range(11) if Timing(0, 10, 0.0, 0.25, 10).updates_at(s)]
+        [2, 5, 8]
+        """
+        if self.every is None or step <= self.start or (self.end is not None and step >= self.end):
+            return False
+        if self.every == -1:
+            return True
+        guess = round((step / self.steps_per_epoch - self.start_epoch) / self.every)
+        return any(self._update(k) == step for k in (guess - 1, guess, guess + 1))
+
+    def next_after(self, step: int) -> int | None:
+        """The next step at which the modifier starts, updates or ends."""
+        if step < self.start:
+            return self.start
+        if self.end is not None and step >= self.end:
+            return None
+        if self.every is None:
+            return self.end
+        if self.every == -1:
+            due = step + 1
+        else:
+            k = max(0, math.floor((step / self.steps_per_epoch - self.start_epoch) / self.every) - 1)
+            while self._update(k) <= step:
+                k += 1
+            due = self._update(k)
+        return due if self.end is None else min(due, self.end)
+
+    def _update(self, k: int) -> int:
+        assert self.every is not None
+        return round((self.start_epoch + k * self.every) * self.steps_per_epoch)

@@ -1,0 +1,288 @@
+"""The manager: attaches a recipe to a model and an optimizer, and keeps time.
+
+This is the public face of `run.py`; SparseML's names for the same things are
+in `gossamer.sparseml`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from gossamer.errors import GossamerError
+from gossamer.graph import get_parameter, unwrap
+from gossamer.modifiers import Modifier, PruningModifier
+from gossamer.recipe import Recipe, load
+from gossamer.training.attachment import Logger, Shared, logger
+from gossamer.training.run import TrainingRun, attachments, bind
+from gossamer.training.scaler import ClockedGradScaler
+
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+_ONE_SHOT_STEPS = 1000
+"""Steps that an epoch counts in one-shot application, where nothing trains."""
+
+
+class Manager:
+    """A recipe, and the run it drives once `modify` was called.
+
+    >>> model = nn.Linear(8, 4)
+    >>> manager = Manager("modifiers: [!ConstantPruningModifier {params: __ALL__}]")
+    >>> optimizer = manager.modify(model, torch.optim.SGD(model.parameters(), lr=0.1), steps_per_epoch=10)
+    """
+
+    def __init__(self, recipe: Recipe | str | os.PathLike[str] | IO[str]) -> None:
+        self.recipe_object = recipe if isinstance(recipe, Recipe) else load(recipe)
+        self._run: TrainingRun | None = None
+        self._pending: Mapping[str, Any] | None = None
+
+    # What the recipe says
+
+    @property
+    def recipe(self) -> str:
+        """The recipe's text."""
+        return self.recipe_object.text
+
+    @property
+    def modifiers(self) -> Sequence[Modifier]:
+        return self.recipe_object.modifiers
+
+    @property
+    def max_epochs(self) -> int:
+        return self.recipe_object.max_epochs
+
+    @property
+    def min_epochs(self) -> int:
+        return self.recipe_object.min_epochs
+
+    @property
+    def pruning_modifiers(self) -> list[Modifier]:
+        return self._family("pruning")
+
+    @property
+    def quantization_modifiers(self) -> list[Modifier]:
+        return self._family("quantization")
+
+    @property
+    def distillation_modifiers(self) -> list[Modifier]:
+        return self._family("distillation")
+
+    @property
+    def learning_rate_modifiers(self) -> list[Modifier]:
+        return self._family("learning_rate")
+
+    @property
+    def epoch_modifiers(self) -> list[Modifier]:
+        return self._family("epoch")
+
+    def iter_modifiers(self) -> Iterator[Modifier]:
+        return iter(self.modifiers)
+
+    def phase(self, epoch: float) -> str:
+        """`quantization`, `pruning`, `fine-tuning` (after pruning) or `training`, the first that holds."""
+        if self.qat_active(epoch):
+            return "quantization"
+        gradual = [m for m in self.pruning_modifiers if m.end_epoch != -1]
+        if any(m.start_epoch <= epoch < m.end_epoch for m in gradual):
+            return "pruning"
+        return "fine-tuning" if any(m.end_epoch <= epoch for m in gradual) else "training"
+
+    def qat_active(self, epoch: float) -> bool:
+        """Whether quantization-aware training has begun by this epoch."""
+        return any(modifier.start_epoch <= epoch for modifier in self.quantization_modifiers)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the recipe."""
+        self.recipe_object.save(path)
+
+    def __str__(self) -> str:
+        return self.recipe
+
+    # Training
+
+    @overload
+    def modify(self, module: nn.Module, optimizer: torch.optim.Optimizer, steps_per_epoch: float, wrap_optim: GradScaler, **options: Any) -> GradScaler: ...  # fmt: skip  # noqa: E501
+    @overload
+    def modify(self, module: nn.Module, optimizer: O, steps_per_epoch: float, wrap_optim: None = None, **options: Any) -> O: ...  # fmt: skip  # noqa: E501
+
+    def modify(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        steps_per_epoch: float,
+        wrap_optim: GradScaler | None = None,
+        epoch: float | None = None,
+        allow_parallel_module: bool = True,
+        distillation_teacher: nn.Module | str | None = None,
+        grad_sampler: object = None,
+        calibration_data: Iterable[Any] | None = None,
+        scaler: GradScaler | None = None,
+        loggers: Sequence[Logger] = (),
+    ) -> torch.optim.Optimizer | GradScaler:
+        """Attach the recipe: from now on the optimizer's own steps drive it.
+
+        Returns the optimizer, or, when a GradScaler was given, a scaler to
+        use in its place (so that steps which overflow count). `epoch` enters
+        the run in the middle. Nothing is touched when this raises.
+        """
+        self._check(module, optimizer, steps_per_epoch, allow_parallel_module)
+        for warning in self.recipe_object.warnings:
+            logger.warning("%s", warning)
+        run = TrainingRun(self.recipe_object, module, optimizer, float(steps_per_epoch), grad_sampler, loggers)
+        if self._pending is None:
+            run.begin(round(max(epoch or 0.0, 0.0) * steps_per_epoch))
+        else:
+            _report(run.load_state_dict(self._pending))
+            self._pending = None
+        run.hook()
+        self._run = run
+        scaler = wrap_optim if wrap_optim is not None else scaler
+        if scaler is None:
+            logger.info("time is counted in performed optimizer steps; with a GradScaler, pass scaler= to count skipped ones")
+            return optimizer
+        return ClockedGradScaler(scaler, run)
+
+    def finalize(self, module: nn.Module | None = None) -> None:
+        """End the run: the optimizer is free again, the zeros stay in the weights."""
+        run = self._attached()
+        run.apply_masks(module)
+        run.unhook()
+        self._run = None
+
+    def apply(
+        self,
+        module: nn.Module,
+        epoch: float = math.inf,
+        finalize: bool = True,
+        grad_sampler: object = None,
+        loggers: Sequence[Logger] = (),
+    ) -> None:
+        """One shot: bring a model to where the recipe has it at `epoch`, without training."""
+        run = TrainingRun(self.recipe_object, module, None, _ONE_SHOT_STEPS, grad_sampler, loggers)
+        run.begin(round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS))
+        if not finalize:
+            self._run = run
+
+    def apply_structure(self, module: nn.Module, epoch: float = math.inf) -> None:
+        """Only what changes which modules the model has, as before loading weights that were saved at `epoch`."""
+        structural = [modifier for modifier in self.modifiers if modifier.structural]
+        recipe = Recipe.of(structural, name=self.recipe_object.name)
+        run = TrainingRun(recipe, module, None, _ONE_SHOT_STEPS)
+        run.begin(round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS))
+
+    def loss_update(
+        self,
+        loss: torch.Tensor,
+        module: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        epoch: float = -1.0,
+        steps_per_epoch: float = -1.0,
+        student_outputs: Any = None,
+        student_inputs: Any = None,
+    ) -> torch.Tensor:
+        """The loss to train on: the given one, for no modifier that runs here changes it."""
+        return loss
+
+    # The run
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        return self._attached().step
+
+    @property
+    def epoch(self) -> float:
+        run = self._attached()
+        return run.step / run.shared.steps_per_epoch
+
+    @property
+    def skipped(self) -> dict[str, dict[str, str]]:
+        """By modifier: the parameters it leaves alone, with the reason."""
+        return {a.key: dict(a.skipped) for a in self._attached().attachments if a.skipped}
+
+    def masks(self) -> dict[str, torch.Tensor]:
+        """By parameter: True where the weight is kept."""
+        masks = self._attached().shared.masks
+        return {name: ~masks.zeros(name) for name in masks.names()}
+
+    def apply_masks(self, module: nn.Module) -> None:
+        """Zero the masked weights of another copy of the model, such as an average of it."""
+        self._attached().apply_masks(module)
+
+    def sparsity(self) -> dict[str, float]:
+        """By masked parameter: the share of its weights that are zero now."""
+        run = self._attached()
+        weights = {name: get_parameter(run.shared.module, name).detach() for name in run.shared.masks.names()}
+        return {name: float((weight == 0).double().mean()) for name, weight in weights.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the run needs to go on elsewhere; masks are packed to bits."""
+        return self._attached().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Go on from a state: before `modify` (the cleanest way) or after it, before or after the weights are loaded.
+
+        Returns what did not match, for a recipe that was edited since; it is logged too.
+        """
+        if self._run is None:
+            self._pending = state
+            return []
+        return _report(self._run.load_state_dict(state))
+
+    def _family(self, family: str) -> list[Modifier]:
+        return [modifier for modifier in self.modifiers if modifier.family == family]
+
+    def _attached(self) -> TrainingRun:
+        if self._run is None:
+            raise GossamerError("the manager is not attached to a model; call modify(model, optimizer, steps_per_epoch)")
+        return self._run
+
+    def _check(self, module: object, optimizer: object, steps_per_epoch: Any, allow_parallel: bool) -> None:
+        if self._run is not None:
+            raise GossamerError("the manager is attached already; call finalize() first, or use a second manager")
+        if not isinstance(module, nn.Module):
+            raise GossamerError(f"modify: expected a torch.nn.Module, found {type(module).__name__}")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise GossamerError(f"modify: expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
+        number = isinstance(steps_per_epoch, int | float) and not isinstance(steps_per_epoch, bool)
+        if not number or not 0 < steps_per_epoch < math.inf:
+            raise GossamerError(
+                f"steps_per_epoch: expected the number of optimizer steps in an epoch (1 or more), found {steps_per_epoch!r}"
+            )
+        if not allow_parallel and unwrap(module) is not module:
+            raise GossamerError(f"modify: {type(module).__name__} wraps the model, and allow_parallel_module is False")
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What one modifier comes to on one model."""
+
+    modifier: Modifier
+    targets: list[str]
+    skipped: dict[str, str]
+    error: str | None
+
+
+def bindings(recipe: Recipe, module: nn.Module) -> list[Binding]:
+    """Hold every modifier against a model without touching it; problems are collected, not raised."""
+    shared = Shared(module, unwrap(module), None, 1.0, grad_sampler=lambda _: iter(()))  # pyright: ignore[reportUnknownLambdaType]
+    found: list[Binding] = []
+    for attachment in attachments(recipe, shared):
+        error = None if attachment.modifier.unavailable else bind(recipe, attachment)
+        found.append(Binding(attachment.modifier, list(attachment.targets), dict(attachment.skipped), error))
+    return found
+
+
+def _report(problems: list[str]) -> list[str]:
+    for problem in problems:
+        logger.warning("state: %s", problem)
+    return problems
+
+
+__all__ = ["Binding", "Manager", "PruningModifier", "bindings"]

@@ -1,0 +1,83 @@
+"""The masks of a run: who holds which, and zeroing the weights they name.
+
+A weight is zero where any holder's mask says so. A holder that has ended and
+left its mask behind hands it over to the next modifier that prunes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.graph import get_parameter
+from gossamer.sparse import zero_where
+
+
+class Masks:
+    """By parameter and holder, True where a weight is zero; one byte a weight."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, dict[int, Tensor]] = {}
+        self._zeros: dict[str, Tensor] = {}
+
+    def hold(self, holder: int, name: str, keep: Tensor, weight: Tensor, ended: Collection[int] = ()) -> None:
+        """Let `holder` keep only these weights; the masks of `ended` holders on that weight go."""
+        zeros = torch.empty_like(weight, dtype=torch.bool)
+        torch.logical_not(keep, out=zeros)
+        holders = self._held.setdefault(name, {})
+        for other in ended:
+            holders.pop(other, None)
+        holders[holder] = zeros
+        self._combine(name)
+
+    def release(self, holder: int, name: str) -> None:
+        if self._held.get(name, {}).pop(holder, None) is not None:
+            self._combine(name)
+
+    def clear(self) -> None:
+        self._held.clear()
+        self._zeros.clear()
+
+    def kept_by(self, holder: int, name: str) -> Tensor | None:
+        """The mask of one holder, True where it keeps."""
+        zeros = self._held.get(name, {}).get(holder)
+        return None if zeros is None else ~zeros
+
+    def of(self, holder: int) -> dict[str, Tensor]:
+        """All masks of one holder by parameter name."""
+        return {name: ~holders[holder] for name, holders in self._held.items() if holder in holders}
+
+    def names(self) -> list[str]:
+        return list(self._zeros)
+
+    def zeros(self, name: str) -> Tensor:
+        return self._zeros[name]
+
+    def apply(self, module: nn.Module, names: Iterable[str] | None = None) -> None:
+        """Zero the masked weights of `module`, in place."""
+        for name in self._zeros if names is None else names:
+            weight = get_parameter(module, name)
+            zeros = self._zeros[name]
+            if zeros.device != weight.device:
+                zeros = self._move(name, weight.device)
+            zero_where(weight, zeros)
+
+    def _move(self, name: str, device: torch.device) -> Tensor:
+        """Follow a weight that was moved to another device."""
+        self._held[name] = {holder: zeros.to(device) for holder, zeros in self._held[name].items()}
+        self._combine(name)
+        return self._zeros[name]
+
+    def _combine(self, name: str) -> None:
+        holders = list(self._held[name].values())
+        if not holders:
+            del self._held[name], self._zeros[name]
+        elif len(holders) == 1:
+            self._zeros[name] = holders[0]
+        else:
+            together = holders[0].clone()
+            for zeros in holders[1:]:
+                together |= zeros.to(together.device)
+            self._zeros[name] = together
