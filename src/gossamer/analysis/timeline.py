@@ -115,7 +115,7 @@ def _grouped(curves: Sequence[tuple[PruningModifier, Curve]]) -> tuple[Series, .
     groups: dict[Curve, list[PruningModifier]] = {}
     for modifier, curve in curves:
         groups.setdefault(curve, []).append(modifier)
-    ordered = sorted(groups, key=lambda curve: (next(e for e, value in curve if value is not None), _final(curve)))
+    ordered = sorted(groups, key=lambda curve: (next(e for e, value in curve if value is not None), -_final(curve)))
     labels = [_label(groups[curve], f"to {_percent(_final(curve))}") for curve in ordered]
     distinct = [
         label if labels.count(label) == 1 else f"{label}, {_epochs(groups[curve][0])}"
@@ -130,12 +130,11 @@ def _learning_rate(
     """The rate that the recipe sets, from the epoch on at which it is known."""
     if not rates:
         return None
-    epochs = _sampled(rates, horizon, steps_per_epoch)
     if initial is not None:
-        return _series("learning rate", _rates(rates, epochs, steps_per_epoch, initial))
+        return _series("learning rate", _rates(rates, horizon, steps_per_epoch, initial))
     first = min(max(modifier.start_epoch, 0.0) for modifier in rates)
     curve, doubled = (
-        [(epoch, rate if epoch >= first else None) for epoch, rate in _rates(rates, epochs, steps_per_epoch, guess)]
+        [(epoch, rate if epoch >= first else None) for epoch, rate in _rates(rates, horizon, steps_per_epoch, guess)]
         for guess in (1.0, 2.0)
     )
     # A rate that doubles with the optimizer's own is known only in relation to it.
@@ -147,25 +146,25 @@ def _sampled(rates: Iterable[RateModifier], horizon: float, steps_per_epoch: flo
     steps = max(1, round(horizon * steps_per_epoch))
     points = {step / steps_per_epoch for step in range(0, steps + 1, max(1, steps // SAMPLES))}
     for modifier in rates:
-        points |= {epoch for epoch in (modifier.start_epoch, modifier.end_epoch) if 0 <= epoch}
-    return sorted({*(point for point in points if point < horizon), horizon})
+        points |= {epoch for epoch in (modifier.start_epoch, modifier.end_epoch) if epoch >= 0}
+    return sorted(point for point in points if point < horizon)
 
 
 def _rates(
-    rates: Sequence[RateModifier], epochs: Sequence[float], steps_per_epoch: float, initial: float
+    rates: Sequence[RateModifier], horizon: float, steps_per_epoch: float, initial: float
 ) -> list[tuple[float, float]]:
-    """The rate at each epoch; between two modifiers the one that started later has the last word."""
+    """The rate at each epoch; of two modifiers the one that started later has the last word."""
     ordered = sorted(rates, key=lambda modifier: max(modifier.start_epoch, 0.0))
     begun: dict[int, float] = {}
     current, found = initial, list[tuple[float, float]]()
-    for epoch in epochs:
+    for epoch in _sampled(rates, horizon, steps_per_epoch):
         for index, modifier in enumerate(ordered):
             if max(modifier.start_epoch, 0.0) <= epoch:
                 begun.setdefault(index, current)
                 rate = modifier.lr_at(epoch, steps_per_epoch, begun[index])
                 current = current if rate is None else rate
         found.append((epoch, current))
-    return found
+    return [*found, (horizon, current)]
 
 
 def _spans(modifiers: Iterable[Modifier], scheduled: set[int], horizon: float) -> tuple[Span, ...]:

@@ -33,9 +33,9 @@ def main() -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from gossamer import __version__
 
-        out.print(f"gossamer {version('gossamer')}", highlight=False)
+        out.print(f"gossamer {__version__}", highlight=False)
         raise typer.Exit
 
 

@@ -11,7 +11,7 @@ import typer
 from gossamer.cli import recipe_view as view
 from gossamer.cli.console import AsJson, out, problems, reports_errors, show_errors, show_json, show_warnings
 from gossamer.cli.models import import_module, load_model
-from gossamer.errors import GossamerError, RecipeError
+from gossamer.errors import RecipeError
 
 if TYPE_CHECKING:
     from gossamer.recipe import Recipe
@@ -59,7 +59,7 @@ def check(
         view.summary(out, recipe)
         if bound is not None:
             view.bindings(out, bound)
-        show_warnings(recipe.warnings)
+        show_warnings(view.warnings(recipe))
         show_errors(errors)
     if errors:
         raise typer.Exit(1)
@@ -75,7 +75,7 @@ def show(file: Source, imports: Imports = None, settings: Settings = None, as_js
         return
     view.modifiers(out, recipe)
     view.variables(out, recipe)
-    show_warnings(recipe.warnings)
+    show_warnings(view.warnings(recipe))
 
 
 @app.command(epilog="Example: gossamer recipe plot builtin:gmp-90 -o schedule.svg")
@@ -137,15 +137,11 @@ def _load(file: str, settings: list[str] | None, imports: list[str] | None) -> R
 
 
 def _bind(recipe: Recipe, model: str | None) -> list[dict[str, Any]] | None:
-    """What each modifier finds in the model; a problem says file and line where it can."""
+    """What each modifier finds in the model, or None when there is no model."""
     if model is None:
         return None
     from gossamer.training import bindings
 
-    try:
-        found = bindings(recipe, load_model(model))
-    except GossamerError as error:
-        raise GossamerError(f"{recipe.name}: {error}") from error
     return [
         {
             "modifier": binding.modifier.name,
@@ -153,5 +149,5 @@ def _bind(recipe: Recipe, model: str | None) -> list[dict[str, Any]] | None:
             "skipped": dict(binding.skipped),
             "error": binding.error,
         }
-        for binding in found
+        for binding in bindings(recipe, load_model(model))
     ]

@@ -39,12 +39,22 @@ def as_data(recipe: Recipe) -> dict[str, Any]:
             for index, modifier in enumerate(recipe.modifiers)
         ],
         "stages": [{"name": name, "modifiers": len(members)} for name, members in recipe.stages],
-        "warnings": list(recipe.warnings),
+        "warnings": warnings(recipe),
     }
 
 
+def warnings(recipe: Recipe) -> list[str]:
+    """What the recipe asks for without effect, and what it asks for that cannot run yet."""
+    waiting = [
+        f"{recipe.where(index)}: {modifier.name} is read but cannot run yet: {modifier.unavailable}"
+        for index, modifier in enumerate(recipe.modifiers)
+        if modifier.unavailable
+    ]
+    return [*recipe.warnings, *waiting]
+
+
 def rows(recipe: Recipe) -> list[tuple[str, str, str]]:
-    """Name, epochs and fields of each modifier as text; equal neighbours but for their parameters are counted."""
+    """Name, epochs and fields of each modifier as text."""
     found: list[tuple[str, str, str]] = []
     for modifier in recipe.modifiers:
         fields = ", ".join(f"{name}: {_short(value)}" for name, value in _fields(modifier).items())
@@ -119,7 +129,9 @@ def built_in(console: Console, found: Mapping[str, str]) -> None:
         table.add_row(f"builtin:{name}", escape(description))
     console.print(table)
     example = next(iter(found), "NAME")
-    console.print(f"Use one by its name wherever a recipe file is expected, as in:\n  gossamer recipe show builtin:{example}")
+    console.print(
+        f"Use one by its name wherever a recipe file is expected, as in:\n  gossamer recipe show builtin:{example}"
+    )
 
 
 def _grid() -> Table:

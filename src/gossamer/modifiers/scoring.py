@@ -136,10 +136,11 @@ class FisherScorer(MagnitudeScorer):
         return {name: torch.stack(kept) for name, kept in rows.items() if kept}
 
     def _sampled(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]:
-        """One gradient per loss that the sampler yields; the model's own gradients are put back."""
+        """One gradient per loss that the sampler yields; the model's own gradients and statistics are put back."""
         rows: dict[str, list[Tensor]] = {name: [] for name in names}
         parameters = {name: run.parameter(name) for name in names}
         before = {name: parameter.grad for name, parameter in run.module.named_parameters()}
+        buffers = {name: buffer.clone() for name, buffer in run.module.named_buffers()}
         frozen = [parameter for parameter in parameters.values() if not parameter.requires_grad]
         try:
             for parameter in frozen:
@@ -154,6 +155,8 @@ class FisherScorer(MagnitudeScorer):
         finally:
             for name, parameter in run.module.named_parameters():
                 parameter.grad = before[name]
+            for name, buffer in run.module.named_buffers():
+                buffer.copy_(buffers[name])
             for parameter in frozen:
                 parameter.requires_grad_(False)
         found = len(next(iter(rows.values()), []))

@@ -32,6 +32,7 @@ MAX_NODES = 200_000
 """A recipe is refused when it has more values than this, aliases written out."""
 
 MAX_DEPTH = 100
+MAX_TAG = 200
 _CORE = "tag:yaml.org,2002:"
 _CORE_TAGS = {_CORE + name for name in ("str", "int", "float", "bool", "null", "seq", "map", "merge")}
 _PROPERTIES = re.compile(r"(?:[&!]\S*(?:\s+|$)(?:#[^\n]*\n\s*)*)*")
@@ -285,6 +286,8 @@ class _Composer:
                 raise self._problems.fail(start, "expected one YAML document, found another behind it")
 
     def _tag(self, event: Any, start: int) -> str | None:
+        if event.ctag is not None and len(event.ctag.suffix or "") > MAX_TAG:
+            raise self._problems.fail(start, f"expected a tag of at most {MAX_TAG} characters")
         tag: str | None = event.tag
         if tag is None or tag in _CORE_TAGS or tag.startswith("!"):
             return tag

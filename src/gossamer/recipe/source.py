@@ -21,6 +21,8 @@ from gossamer.errors import RecipeError, nearest
 MAX_BYTES = 4 * 1024 * 1024
 """A recipe is refused when it is larger than this."""
 
+MAX_MESSAGE = 400
+MAX_PROBLEMS = 200
 UNNAMED = "<recipe>"
 
 _ZOO_CLOSED = "the zoo is closed; `gossamer recipe list` shows the tested recipes that ship with the package"
@@ -77,15 +79,22 @@ class Problems:
         return f"{self.source.name}:{line}:{index - self._line_starts[line - 1] + 1}"
 
     def add(self, index: int, message: str) -> None:
-        self._found[index, message] = None
+        self._found[index, _one_line(message)] = None
+        if len(self._found) >= MAX_PROBLEMS:
+            self.raise_if_any()
 
     def fail(self, index: int, message: str) -> RecipeError:
         """An error of this one problem, to raise at once."""
-        return RecipeError(f"{self.place(index)}: {message}")
+        return RecipeError(f"{self.place(index)}: {_one_line(message)}")
 
     def raise_if_any(self) -> None:
         if self._found:
             raise RecipeError([f"{self.place(index)}: {message}" for index, message in sorted(self._found)])
+
+
+def _one_line(message: str) -> str:
+    line = " ".join(message.split())
+    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."
 
 
 def open_source(given: str | os.PathLike[str] | IO[str] | IO[bytes]) -> Source:

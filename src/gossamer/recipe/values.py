@@ -47,23 +47,13 @@ class Budget:
 class Scope:
     """Variables by name, over those of an outer scope."""
 
-    def __init__(
-        self,
-        variables: dict[str, Pair],
-        problems: Problems,
-        outer: Scope | None = None,
-        *,
-        budget: Budget | None = None,
-    ) -> None:
+    def __init__(self, variables: dict[str, Pair], problems: Problems, outer: Scope | None = None) -> None:
         self._variables = variables
         self._problems = problems
         self._outer = outer
-        self._budget = outer._budget if outer else budget or Budget()
+        self._budget = outer._budget if outer else Budget()
         self._known: dict[str, object] = {}
         self._under_way: list[str] = []
-
-    def names(self) -> set[str]:
-        return set(self._variables) | (self._outer.names() if self._outer else set())
 
     def variables(self) -> dict[str, object]:
         """This scope's own variables, computed; those first that others are made of."""
@@ -96,7 +86,7 @@ class Scope:
         if expression is None:
             return value
         try:
-            if expression.strip() in self.names():
+            if self._owner(expression.strip()):
                 return self._lookup(expression.strip())
             return evaluate(expression, self._lookup)
         except _AlreadyReportedError:
@@ -106,15 +96,21 @@ class Scope:
             return BROKEN
 
     def _lookup(self, name: str) -> object:
-        if name not in self._variables:
-            if self._outer:
-                return self._outer._lookup(name)
-            raise ExpressionError(f"unknown variable '{name}'{nearest(name, self.names())}")
-        value = self._variable(name)
+        owner = self._owner(name)
+        if owner is None:
+            known = [*self._variables, *(self._outer._variables if self._outer else ())]
+            raise ExpressionError(f"unknown variable '{name}'{nearest(name, known)}")
+        value = owner._variable(name)
         if value is BROKEN:
             raise _AlreadyReportedError
         self._budget.spend(value)
         return copy.deepcopy(value)
+
+    def _owner(self, name: str) -> Scope | None:
+        """The innermost scope that has a variable of that name."""
+        if name in self._variables:
+            return self
+        return self._outer._owner(name) if self._outer else None
 
     def _variable(self, name: str) -> object:
         if name not in self._known:

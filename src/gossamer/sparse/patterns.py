@@ -7,6 +7,7 @@ the sparsity asks for. Patterns are frozen and know no model.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,11 +102,13 @@ class Block(_Units):
         return None
 
     def unit_scores(self, scores: Tensor) -> Tensor:
-        blocks = scores.reshape(scores.shape[0] // self.rows, self.rows, scores.shape[1] // self.cols, self.cols, -1)
-        return _wide(blocks).mean(dim=(1, 3)).reshape(-1)
+        out, channels, *kernel = scores.shape
+        blocks = scores.reshape(out // self.rows, self.rows, channels // self.cols, self.cols, math.prod(kernel))
+        return _mean(blocks, (1, 3)).reshape(-1)
 
     def expand(self, units: Tensor, shape: Sequence[int]) -> Tensor:
-        grid = units.reshape(shape[0] // self.rows, 1, shape[1] // self.cols, 1, -1)
+        out, channels, *kernel = shape
+        grid = units.reshape(out // self.rows, 1, channels // self.cols, 1, math.prod(kernel))
         return grid.expand(-1, self.rows, -1, self.cols, -1).reshape(tuple(shape))
 
 
@@ -117,7 +120,7 @@ class Filter(_Units):
         return None if len(shape) >= 2 else "filters need a weight with input and output channels"
 
     def unit_scores(self, scores: Tensor) -> Tensor:
-        return _wide(scores).flatten(1).mean(dim=1)
+        return _mean(scores.flatten(1), (1,))
 
     def expand(self, units: Tensor, shape: Sequence[int]) -> Tensor:
         return units.reshape(-1, *[1] * (len(shape) - 1)).expand(tuple(shape)).contiguous()
@@ -131,7 +134,7 @@ class Channel(_Units):
         return None if len(shape) >= 2 else "channels need a weight with input and output channels"
 
     def unit_scores(self, scores: Tensor) -> Tensor:
-        return _wide(scores).transpose(0, 1).flatten(1).mean(dim=1)
+        return _mean(scores.transpose(0, 1).flatten(1), (1,))
 
     def expand(self, units: Tensor, shape: Sequence[int]) -> Tensor:
         return units.reshape(1, -1, *[1] * (len(shape) - 2)).expand(tuple(shape)).contiguous()
@@ -161,10 +164,9 @@ class NM(Unstructured):
         return sparsity >= self.sparsity - 1e-9
 
     def fits(self, shape: Sequence[int]) -> str | None:
-        channels = shape[1] if len(shape) > 1 else 0
-        if channels and channels % self.m == 0:
-            return None
-        return f"{channels} input channels do not divide by {self.m}"
+        if len(shape) < 2:
+            return "N:M needs a weight with input and output channels"
+        return None if shape[1] % self.m == 0 else f"{shape[1]} input channels do not divide by {self.m}"
 
     def mask(self, scores: Tensor, sparsity: float) -> Tensor:
         if not self.reached(sparsity):
@@ -183,7 +185,8 @@ class NM(Unstructured):
 
     def _groups(self, weight: Tensor) -> Tensor:
         """`(out, in, *kernel)` as `(out, groups, m, positions)`."""
-        return weight.reshape(weight.shape[0], weight.shape[1] // self.m, self.m, -1)
+        out, channels, *kernel = weight.shape
+        return weight.reshape(out, channels // self.m, self.m, math.prod(kernel))
 
 
 _NAMES = ("unstructured", "block4", "tensorrt", "filter", "channel", "N:M", "[rows, cols]")
@@ -214,6 +217,7 @@ def parse_pattern(mask_type: str | Sequence[int]) -> Pattern:
     return named[mask_type]
 
 
-def _wide(scores: Tensor) -> Tensor:
-    """Half precision is averaged in float32."""
-    return scores if scores.dtype in (torch.float32, torch.float64) else scores.float()
+def _mean(scores: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The mean over `dims`, half precision in float32; 0 of nothing."""
+    wide = scores if scores.dtype in (torch.float32, torch.float64) else scores.float()
+    return wide.sum(dim=dims) / max(math.prod(scores.shape[dim] for dim in dims), 1)

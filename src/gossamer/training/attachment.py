@@ -40,8 +40,8 @@ class Shared:
     ended: set[int] = field(default_factory=set[int])
     loss_scale: float = 1.0
     overflowed: bool = False
-    overwritten: dict[str, Tensor] | None = None
-    """Values that modifiers wrote over, while it is a dict: a later load can undo them."""
+    before_write: Callable[[str], None] | None = None
+    """Told of each weight just before a modifier overwrites it."""
 
 
 class Attachment:
@@ -117,14 +117,16 @@ class Attachment:
         self._shared.masks.hold(self.index, name, keep, self.parameter(name), ended)
 
     def release_mask(self, name: str) -> None:
+        self._shared.masks.apply_changes(self._shared.module)
         self._shared.masks.release(self.index, name)
 
     def write(self, name: str, values: Tensor) -> None:
         parameter = self.parameter(name)
-        if self._shared.overwritten is not None:
-            self._shared.overwritten.setdefault(name, parameter.detach().clone())
+        if self._shared.before_write is not None:
+            self._shared.before_write(name)
         with torch.no_grad():
             parameter.copy_(values)
+        self._shared.masks.touched(name)
 
     def reset_moments(self, name: str, where: Tensor | None = None) -> None:
         if self._shared.optimizer is None:

@@ -6,7 +6,7 @@ left its mask behind hands it over to the next modifier that prunes there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ class Masks:
     def __init__(self) -> None:
         self._held: dict[str, dict[int, Tensor]] = {}
         self._zeros: dict[str, Tensor] = {}
+        self._stale: set[str] = set()
+        self.before_zeroing: Callable[[str, Tensor], None] | None = None
+        """Told of each weight, and where, just before it is zeroed."""
 
     def hold(self, holder: int, name: str, keep: Tensor, weight: Tensor, ended: Collection[int] = ()) -> None:
         """Let `holder` keep only these weights; the masks of `ended` holders on that weight go."""
@@ -36,9 +39,15 @@ class Masks:
         if self._held.get(name, {}).pop(holder, None) is not None:
             self._combine(name)
 
+    def touched(self, name: str) -> None:
+        """Say that a weight was written and its zeros may be gone."""
+        if name in self._zeros:
+            self._stale.add(name)
+
     def clear(self) -> None:
         self._held.clear()
         self._zeros.clear()
+        self._stale.clear()
 
     def kept_by(self, holder: int, name: str) -> Tensor | None:
         """The mask of one holder, True where it keeps."""
@@ -55,13 +64,23 @@ class Masks:
     def zeros(self, name: str) -> Tensor:
         return self._zeros[name]
 
-    def apply(self, module: nn.Module, names: Iterable[str] | None = None) -> None:
-        """Zero the masked weights of `module`, in place."""
-        for name in self._zeros if names is None else names:
+    def apply(self, module: nn.Module) -> None:
+        """Zero all masked weights of `module`, in place."""
+        self._apply(module, self._zeros)
+
+    def apply_changes(self, module: nn.Module) -> None:
+        """Zero the weights whose mask changed, or that were written, since the last call."""
+        self._apply(module, [name for name in self._zeros if name in self._stale])
+        self._stale.clear()
+
+    def _apply(self, module: nn.Module, names: Iterable[str]) -> None:
+        for name in list(names):
             weight = get_parameter(module, name)
             zeros = self._zeros[name]
             if zeros.device != weight.device:
                 zeros = self._move(name, weight.device)
+            if self.before_zeroing is not None:
+                self.before_zeroing(name, zeros)
             zero_where(weight, zeros)
 
     def _move(self, name: str, device: torch.device) -> Tensor:
@@ -71,6 +90,7 @@ class Masks:
         return self._zeros[name]
 
     def _combine(self, name: str) -> None:
+        self._stale.add(name)
         holders = list(self._held[name].values())
         if not holders:
             del self._held[name], self._zeros[name]

@@ -20,6 +20,7 @@ from gossamer.errors import GossamerError, ModifierError, RecipeError
 from gossamer.graph import get_parameter, named_parameters, unwrap
 from gossamer.recipe import Recipe
 from gossamer.training.attachment import Attachment, Logger, Shared, logger
+from gossamer.training.journal import Journal
 from gossamer.training.state import frozen, thawed
 
 STATE_FORMAT = 1
@@ -43,7 +44,7 @@ class TrainingRun:
         self.fired = 0
         self.skipped_steps = 0
         self._handles: list[RemovableHandle] = []
-        self._undo: dict[str, tuple[Tensor, Tensor | None, int]] = {}
+        self.journal = Journal()
         problems = [problem for attachment in self.attachments if (problem := bind(recipe, attachment)) is not None]
         if problems:
             raise RecipeError(problems)
@@ -58,25 +59,19 @@ class TrainingRun:
 
     def begin(self, step: int) -> None:
         """Do what is due up to `step`; a failure leaves model and optimizer as they were."""
-        self.shared.overwritten = {}
         groups = self._hyperparameters()
         trainable = {name: parameter.requires_grad for name, parameter in named_parameters(self.shared.module)}
+        self.journal.open(self.shared)
         try:
-            self.advance(step, apply=False)
+            self.advance(step)
         except Exception:
+            self.journal.undo(self.shared.module)
             self._restore_groups(groups)
-            for name, values in self.shared.overwritten.items():
-                self._put_back(name, values, None)
             for name, parameter in named_parameters(self.shared.module):
                 parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
             raise
-        self._remember_what_masks_hide()
-        self.apply_masks()
-        self._undo = {
-            name: (values, zeros, self._version(name)) for name, (values, zeros, _) in self._undo.items()
-        }
-        self.shared.overwritten = None
-        self._log()
+        finally:
+            self.journal.close(self.shared)
 
     def hook(self) -> None:
         """Register on the optimizer."""
@@ -93,17 +88,15 @@ class TrainingRun:
         """Zero the masked weights of the model, or of a copy of it."""
         self.shared.masks.apply(self.shared.module if module is None else module)
 
-    def advance(self, step: int, apply: bool = True) -> None:
+    def advance(self, step: int) -> None:
         """Move the clock to `step` and do what is due: ends first, then updates and starts by their start."""
         self.shared.step = step
         try:
             for attachment, action in self._due(step):
                 self._perform(attachment, action)
         finally:
-            if apply:
-                self.apply_masks()
-        if apply:
-            self._log()
+            self.shared.masks.apply_changes(self.shared.module)
+        self._log()
 
     def count_skipped(self) -> None:
         """A GradScaler skipped the optimizer's step: time passes all the same."""
@@ -136,7 +129,7 @@ class TrainingRun:
             raise GossamerError("this is not the state of a Gossamer manager: pass what manager.state_dict() returned")
         if state["format"] != STATE_FORMAT:
             raise GossamerError(f"the state has format {state['format']}; this version of Gossamer reads {STATE_FORMAT}")
-        self._undo_beginning()
+        self.journal.undo(self.shared.module)
         problems: list[str] = []
         step = int(state["step"])
         if state["steps_per_epoch"] != self.shared.steps_per_epoch:
@@ -218,11 +211,12 @@ class TrainingRun:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.fired += 1
-        self._undo.clear()
+        self.journal.clear()
         for attachment in self.attachments:
             if attachment.status == "active":
                 attachment.modifier.after_step(attachment)
         self.shared.loss_scale, self.shared.overflowed = 1.0, False
+        self.apply_masks()
         self.advance(self.step + 1)
 
     def _due(self, step: int) -> list[tuple[Attachment, str]]:
@@ -269,36 +263,6 @@ class TrainingRun:
                 self._perform(attachment, "update")
             if attachment.status == "active" and timing.end is not None and timing.end <= self.step:
                 self._perform(attachment, "end")
-
-    # Undoing what `begin` did, for a state that is loaded before the first step
-
-    def _remember_what_masks_hide(self) -> None:
-        assert self.shared.overwritten is not None
-        self._undo = {name: (values, None, 0) for name, values in self.shared.overwritten.items()}
-        for name in self.shared.masks.names():
-            if name not in self._undo:
-                zeros = self.shared.masks.zeros(name)
-                values = get_parameter(self.shared.module, name).detach()[zeros]
-                if bool(values.count_nonzero()):
-                    self._undo[name] = (values, zeros, 0)
-
-    def _undo_beginning(self) -> None:
-        """Weights that nobody touched since `begin` get their values from before it."""
-        for name, (values, zeros, version) in self._undo.items():
-            if self._version(name) == version:
-                self._put_back(name, values, zeros)
-        self._undo.clear()
-
-    def _put_back(self, name: str, values: Tensor, zeros: Tensor | None) -> None:
-        with torch.no_grad():
-            parameter = get_parameter(self.shared.module, name)
-            if zeros is None:
-                parameter.copy_(values)
-            else:
-                parameter[zeros] = values
-
-    def _version(self, name: str) -> int:
-        return get_parameter(self.shared.module, name)._version  # pyright: ignore[reportPrivateUsage]
 
     def _hyperparameters(self) -> list[dict[str, float]]:
         groups = self.optimizer.param_groups if self.optimizer is not None else []

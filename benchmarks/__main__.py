@@ -1,0 +1,98 @@
+"""The command: choose benchmarks, run them, show the table. See `--help`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from benchmarks.import_time import import_time
+from benchmarks.mask_size import mask_size
+from benchmarks.mask_update import mask_update, mask_update_of_patterns
+from benchmarks.measuring import Benchmark, Row
+from benchmarks.training_step import training_step
+
+SHORT: dict[str, Benchmark] = {
+    "training-step": training_step,
+    "mask-update": mask_update,
+    "mask-size": mask_size,
+    "import": import_time,
+}
+LONG: dict[str, Benchmark] = {"mask-update-patterns": mask_update_of_patterns}
+COLOURS = {"met": "green", "accepted": "yellow", "missed": "red"}
+
+console = Console(highlight=False)
+
+
+def main() -> None:
+    known = SHORT | LONG
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure what Gossamer costs.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run: {', '.join(known)}")
+    parser.add_argument("--all", action="store_true", help="the long ones too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    options = parser.parse_args()
+    for name in options.names:
+        if name not in known:
+            parser.error(f"no benchmark is called '{name}'; there are {', '.join(known)}")
+    chosen = options.names or list(known if options.all else SHORT)
+
+    console.print(", ".join(f"{key} {value}" for key, value in machine().items()), style="dim")
+    rows = [row for name in chosen for row in run(name, known[name])]
+    console.print(table(rows))
+    if options.json:
+        found = [{**asdict(row), "ratio": row.ratio, "verdict": row.verdict} for row in rows]
+        options.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=2) + "\n")
+
+
+def run(name: str, benchmark: Benchmark) -> list[Row]:
+    """The rows of one benchmark; a bar shows how far it is, or plain lines where there is no terminal."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+
+        def watch(what: str, rounds: int) -> Iterator[int]:
+            if not console.is_terminal:
+                console.print(f"{name}: {rounds} rounds of {what}")
+            yield from progress.track(range(rounds), description=f"{name}: {what}")
+
+        return list(benchmark(watch))
+
+
+def table(rows: Sequence[Row]) -> Table:
+    result = Table(box=box.SIMPLE_HEAD)
+    for column in ("measured", "ours", "peer", "ratio", "aim", "", "on"):
+        result.add_column(column, justify="right" if column in ("ours", "peer", "ratio", "aim") else "left")
+    for row in rows:
+        ours, peer = (
+            f"{value:,.0f}" if row.unit == "bytes" else f"{value:,.4g} {row.unit}" for value in (row.ours, row.peer)
+        )
+        aim = "" if row.aim is None else f"≤ {row.aim:g}"
+        colour = COLOURS.get(row.verdict, "default")
+        result.add_row(
+            row.name, ours, peer, f"[{colour}]{row.ratio:.3f}[/]", aim, f"[{colour}]{row.verdict}[/]", row.note
+        )
+    return result
+
+
+def machine() -> dict[str, str | int]:
+    """What the figures depend on."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "processors": os.cpu_count() or 0,
+        "architecture": platform.machine(),
+    }
+
+
+if __name__ == "__main__":
+    main()

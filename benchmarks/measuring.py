@@ -1,0 +1,110 @@
+"""Rows of results, and the way to get them: interleaved repetitions and their medians.
+
+Interleaving in a rotating order gives a busy machine, a warm cache or a
+falling clock rate to every contender alike. Nothing here knows what is timed.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+_PAGES = Path("/proc/self/statm")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: `ours` over `peer`, and what the ratio should come to."""
+
+    name: str
+    ours: float
+    peer: float
+    unit: str
+    aim: float | None = None
+    """The ratio we aim at, or better; None for a figure that is only shown for comparison."""
+    limit: float | None = None
+    """The ratio that is still accepted; the aim itself when not given."""
+    note: str = ""
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.peer
+
+    @property
+    def verdict(self) -> str:
+        """`met`, `accepted` (between aim and limit), `missed`, or nothing without an aim."""
+        if self.aim is None:
+            return ""
+        if self.ratio <= self.aim * (1 + 1e-9):
+            return "met"
+        return "accepted" if self.limit is not None and self.ratio <= self.limit else "missed"
+
+
+class Watch(Protocol):
+    """Shows that something goes on: `for i in watch("steps", 60)`."""
+
+    def __call__(self, what: str, rounds: int) -> Iterable[int]: ...
+
+
+Benchmark = Callable[[Watch], Iterable[Row]]
+
+
+def medians(
+    contenders: Mapping[str, Callable[[], object]], watch: Watch, what: str, rounds: int, warm_up: int = 1
+) -> dict[str, float]:
+    """The median seconds of each contender; every round runs all of them, each time starting with another."""
+    names = list(contenders)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    collecting = gc.isenabled()
+    try:
+        for number in watch(what, warm_up + rounds):
+            gc.collect()
+            gc.disable()
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                began = time.perf_counter()
+                contenders[name]()
+                if number >= warm_up:
+                    seconds[name].append(time.perf_counter() - began)
+            if collecting:
+                gc.enable()
+    finally:
+        if collecting:
+            gc.enable()
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def peak_memory(function: Callable[[], object]) -> int | None:
+    """Bytes that the process grows by at most while the function runs; None where that cannot be seen."""
+    if not _PAGES.exists():
+        return None
+    gc.collect()
+    before = peak = _resident()
+    done = threading.Event()
+
+    def look() -> None:
+        nonlocal peak
+        while not done.wait(0.002):
+            with suppress(OSError):
+                peak = max(peak, _resident())
+
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    try:
+        function()
+    finally:
+        done.set()
+        watcher.join()
+    return peak - before
+
+
+def _resident() -> int:
+    return int(_PAGES.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,72 @@
+"""A training step of ResNet-18 with masks on every layer, over the dense step.
+
+Three copies of one model take steps in turns: dense, with the masks of
+Gossamer, and with those of `torch.nn.utils.prune`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import torch
+import torchvision
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import prune
+
+from benchmarks.measuring import Row, Watch, medians
+from gossamer import Manager
+
+ROUNDS = 60
+SPARSITY = 0.9
+
+PRUNE = f"""
+modifiers:
+  - !GMPruningModifier {{params: __ALL_PRUNABLE__, init_sparsity: 0, final_sparsity: {SPARSITY},
+                         start_epoch: 0, end_epoch: 1, update_frequency: 1}}
+"""
+HOLD = "modifiers: [!ConstantPruningModifier {params: __ALL_PRUNABLE__}]"
+
+
+def training_step(watch: Watch) -> Iterator[Row]:
+    torch.manual_seed(0)
+    batch = torch.randn(32, 3, 64, 64), torch.randint(0, 1000, (32,))
+    dense = torchvision.models.resnet18()
+    held, reparametrized = copy.deepcopy(dense), copy.deepcopy(dense)
+
+    Manager(PRUNE).apply(held)
+    hold = Manager(HOLD)
+    optimizer = hold.modify(held, _optimizer(held), steps_per_epoch=ROUNDS)
+    for layer in reparametrized.modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            prune.l1_unstructured(layer, "weight", amount=SPARSITY)
+
+    contenders = {
+        "dense": _step(dense, _optimizer(dense), batch),
+        "gossamer": _step(held, optimizer, batch),
+        "prune": _step(reparametrized, _optimizer(reparametrized), batch),
+    }
+    found = medians(contenders, watch, "training steps", ROUNDS, warm_up=4)
+    layers = len(hold.masks())
+    note = f"{layers} layers at {SPARSITY:.0%}, batch 32 of 3×64×64"
+    step = {name: 1e3 * seconds for name, seconds in found.items()}
+    yield Row("training step with masks / dense", step["gossamer"], step["dense"], "ms", 1.02, 1.03, note)
+    yield Row("  the same with torch.nn.utils.prune", step["prune"], step["dense"], "ms")
+
+
+def _optimizer(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]
+) -> Callable[[], None]:
+    images, labels = batch
+
+    def step() -> None:
+        optimizer.zero_grad()
+        cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    return step

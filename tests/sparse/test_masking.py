@@ -1,0 +1,51 @@
+"""Masks at work: +0.0 whatever was there, in any layout and dtype; bits on disk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossamer.sparse import pack, unpack, zero_where
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", [(3, 5), (64, 80)], ids=["small", "kernel"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided", "channels_last"])
+def test_masked_weights_become_plus_zero_and_the_others_stay(
+    dtype: torch.dtype, size: tuple[int, int], layout: str
+) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(*size, 2, 2).to(dtype)
+    weight[0, 0, 0], weight[1, 1, 0], weight[2, 2, 1] = float("nan"), float("inf"), -1.0
+    weight = {
+        "contiguous": lambda w: w,
+        "transposed": lambda w: w.transpose(0, 1),
+        "strided": lambda w: torch.stack([w, w], -1)[..., 1],
+        "channels_last": lambda w: w.to(memory_format=torch.channels_last),
+    }[layout](weight)
+    before = weight.clone()
+    mask = torch.rand(weight.shape) < 0.5
+    mask[..., 0, 0] = True
+    zeros = torch.empty_like(weight, dtype=torch.bool).copy_(mask)
+    zero_where(weight, zeros)
+    assert bool((weight[mask] == 0).all())
+    assert not bool(torch.signbit(weight[mask]).any())
+    assert torch.equal(weight[~mask].nan_to_num(7), before[~mask].nan_to_num(7))
+
+
+def test_a_parameter_that_requires_grad_is_masked_and_autograd_notices() -> None:
+    weight = torch.nn.Parameter(torch.randn(100, 100))
+    loss = (weight * weight).sum()
+    zero_where(weight, torch.ones(100, 100, dtype=torch.bool))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@given(st.lists(st.integers(0, 9), max_size=4), st.integers(0, 100))
+def test_packing_masks_to_bits_loses_nothing(shape: list[int], seed: int) -> None:
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+    packed = pack(mask)
+    assert torch.equal(unpack(packed), mask)
+    assert packed["bits"].numel() == -(-mask.numel() // 8)
