@@ -69,18 +69,21 @@ def run(name: str, benchmark: Benchmark) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> Table:
     result = Table(box=box.SIMPLE_HEAD)
-    for column in ("measured", "ours", "peer", "ratio", "aim", "", "on"):
-        result.add_column(column, justify="right" if column in ("ours", "peer", "ratio", "aim") else "left")
+    for column in ("measured", "ours", "peer", "ratio", "aim", ""):
+        result.add_column(
+            column, justify="left" if column in ("measured", "") else "right", no_wrap=column != "measured"
+        )
     for row in rows:
-        ours, peer = (
-            f"{value:,.0f}" if row.unit == "bytes" else f"{value:,.4g} {row.unit}" for value in (row.ours, row.peer)
-        )
-        aim = "" if row.aim is None else f"≤ {row.aim:g}"
         colour = COLOURS.get(row.verdict, "default")
-        result.add_row(
-            row.name, ours, peer, f"[{colour}]{row.ratio:.3f}[/]", aim, f"[{colour}]{row.verdict}[/]", row.note
-        )
+        aim = "" if row.aim is None else f"≤ {row.aim:g}"
+        name = f"{row.name}\n[dim]{row.note}[/]" if row.note else row.name
+        ratio, verdict = (f"[{colour}]{text}[/]" for text in (f"{row.ratio:.3f}", row.verdict))
+        result.add_row(name, amount(row.ours, row.unit), amount(row.peer, row.unit), ratio, aim, verdict)
     return result
+
+
+def amount(value: float, unit: str) -> str:
+    return f"{value / 1e6:.2f} M" if unit == "bytes" else f"{value:,.4g} {unit}"
 
 
 def machine() -> dict[str, str | int]:

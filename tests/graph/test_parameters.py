@@ -14,7 +14,9 @@ from gossamer.graph import get_parameter, is_transposed, match, match_prunable, 
 
 def blocks() -> nn.Module:
     block = OrderedDict(conv=nn.Conv2d(4, 4, 3), norm=nn.BatchNorm2d(4))
-    return nn.Sequential(OrderedDict(blocks=nn.Sequential(nn.Sequential(block), nn.Sequential(OrderedDict(block))), fc=nn.Linear(4, 2)))
+    return nn.Sequential(
+        OrderedDict(blocks=nn.Sequential(nn.Sequential(block), nn.Sequential(OrderedDict(block))), fc=nn.Linear(4, 2))
+    )
 
 
 def tied() -> nn.Module:
@@ -31,7 +33,10 @@ def test_all_is_every_parameter_and_all_prunable_the_weights_of_layers() -> None
 
 def test_attention_projections_are_prunable() -> None:
     model = nn.MultiheadAttention(8, 2)
-    assert prunable(model) == ["out_proj.weight", "in_proj_weight"] or prunable(model) == ["in_proj_weight", "out_proj.weight"]
+    assert prunable(model) == ["out_proj.weight", "in_proj_weight"] or prunable(model) == [
+        "in_proj_weight",
+        "out_proj.weight",
+    ]
 
 
 def test_a_module_name_means_its_weight() -> None:
@@ -39,7 +44,9 @@ def test_a_module_name_means_its_weight() -> None:
 
 
 def test_patterns_match_from_the_start_of_the_name() -> None:
-    model = nn.Sequential(OrderedDict(conv1=nn.Linear(2, 2, bias=False), up=nn.Sequential(OrderedDict(conv1=nn.Linear(2, 2)))))
+    model = nn.Sequential(
+        OrderedDict(conv1=nn.Linear(2, 2, bias=False), up=nn.Sequential(OrderedDict(conv1=nn.Linear(2, 2))))
+    )
     assert match(model, ["re:conv1"]) == ["conv1.weight"]
     assert match(model, ["re:.*conv1"]) == ["conv1.weight", "up.conv1.weight", "up.conv1.bias"]
 
@@ -66,7 +73,9 @@ def test_wrappers_do_not_show_in_names(wrap) -> None:
 
 
 def test_a_compiled_part_inside_the_model_does_not_show_either() -> None:
-    model = nn.Sequential(OrderedDict(body=torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager"), fc=nn.Linear(4, 2)))
+    model = nn.Sequential(
+        OrderedDict(body=torch.compile(nn.Sequential(nn.Linear(4, 4)), backend="eager"), fc=nn.Linear(4, 2))
+    )
     assert match(model, ["body.0.weight"]) == ["body.0.weight"]
     assert prunable(model) == ["body.0.weight", "fc.weight"]
     assert get_parameter(model, "body.0.weight").shape == (4, 4)

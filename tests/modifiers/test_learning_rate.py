@@ -36,7 +36,9 @@ def rates(recipe: str, steps: int, steps_per_epoch: int = 4, groups: int = 1, lr
 
 @pytest.mark.parametrize("name", TRACES)
 def test_function_traces_equal_the_recorded_ones(name: str) -> None:
-    found = rates(f"modifiers: [!LearningRateFunctionModifier {{init_lr: 0.1, final_lr: 0.0, {FIELDS[name]}}}]", len(TRACES[name]))
+    found = rates(
+        f"modifiers: [!LearningRateFunctionModifier {{init_lr: 0.1, final_lr: 0.0, {FIELDS[name]}}}]", len(TRACES[name])
+    )
     assert [rate for [rate] in found] == pytest.approx([rate for _, rate in TRACES[name]], rel=1e-5, abs=1e-12)
 
 
@@ -46,18 +48,26 @@ def test_function_traces_equal_the_recorded_ones(name: str) -> None:
         ("lr_class: ExponentialLR, lr_kwargs: {gamma: 0.5}", [1, 1, 0.5, 0.5, 0.25, 0.25]),
         ("lr_class: StepLR, lr_kwargs: {gamma: 0.5, step_size: 2.0}", [1, 1, 1, 1, 0.5, 0.5]),
         ("lr_class: MultiStepLR, lr_kwargs: {gamma: 0.1, milestones: [0.5, 2.0]}", [1, 0.1, 0.1, 0.1, 0.01, 0.01]),
-        ("lr_class: CosineAnnealingWarmRestarts, lr_kwargs: {lr_min: 0.0, cycle_epochs: 2}", [1, 0.8535534, 0.5, 0.1464466, 1, 0.8535534]),
+        (
+            "lr_class: CosineAnnealingWarmRestarts, lr_kwargs: {lr_min: 0.0, cycle_epochs: 2}",
+            [1, 0.8535534, 0.5, 0.1464466, 1, 0.8535534],
+        ),
     ],
 )
 def test_classic_schedules_count_in_epochs(fields: str, expected: list[float]) -> None:
-    found = rates(f"modifiers: [!LearningRateModifier {{start_epoch: 0, init_lr: 1.0, {fields}}}]", 6, steps_per_epoch=2)
+    found = rates(
+        f"modifiers: [!LearningRateModifier {{start_epoch: 0, init_lr: 1.0, {fields}}}]", 6, steps_per_epoch=2
+    )
     assert [rate for [rate] in found] == pytest.approx(expected)
 
 
 def test_milestones_count_from_the_beginning_of_the_run_and_steps_from_the_start() -> None:
-    multi = "!LearningRateModifier {start_epoch: 2, init_lr: 1.0, lr_class: MultiStepLR, lr_kwargs: {gamma: 0.1, milestones: [3]}}"
+    multi = "{start_epoch: 2, init_lr: 1.0, lr_class: MultiStepLR, lr_kwargs: {gamma: 0.1, milestones: [3]}}"
+    multi = "!LearningRateModifier " + multi
     assert [rate for [rate] in rates(f"modifiers: [{multi}]", 5, 1)] == pytest.approx([0.1, 0.1, 1, 0.1, 0.1])
-    step = "!LearningRateModifier {start_epoch: 2, init_lr: 1.0, lr_class: StepLR, lr_kwargs: {gamma: 0.1, step_size: 2}}"
+    step = (
+        "!LearningRateModifier {start_epoch: 2, init_lr: 1.0, lr_class: StepLR, lr_kwargs: {gamma: 0.1, step_size: 2}}"
+    )
     assert [rate for [rate] in rates(f"modifiers: [{step}]", 5, 1)] == pytest.approx([0.1, 0.1, 1, 1, 0.1])
 
 
@@ -75,7 +85,9 @@ def test_a_warm_up_hands_over_whatever_the_order_in_the_file() -> None:
 
 
 def test_the_modifier_that_started_later_has_the_last_word() -> None:
-    endless = "!LearningRateModifier {start_epoch: 0, init_lr: 1.0, lr_class: StepLR, lr_kwargs: {gamma: 1.0, step_size: 1}}"
+    endless = (
+        "!LearningRateModifier {start_epoch: 0, init_lr: 1.0, lr_class: StepLR, lr_kwargs: {gamma: 1.0, step_size: 1}}"
+    )
     later = "!LearningRateFunctionModifier {start_epoch: 1, end_epoch: 3, lr_func: linear, init_lr: 0.2, final_lr: 0.0}"
     assert [rate for [rate] in rates(f"modifiers: [{later}, {endless}]", 3, 1)] == pytest.approx([1.0, 0.2, 0.1])
 

@@ -23,7 +23,14 @@ TRACE_FIELDS = {
 
 
 def gmp(fields: str = "", kind: str = "GMPruningModifier") -> str:
-    base = {"params": "['0.weight']", "init_sparsity": 0.05, "final_sparsity": 0.8, "start_epoch": 0, "end_epoch": 5, "update_frequency": 1.0}
+    base = {
+        "params": "['0.weight']",
+        "init_sparsity": 0.05,
+        "final_sparsity": 0.8,
+        "start_epoch": 0,
+        "end_epoch": 5,
+        "update_frequency": 1.0,
+    }
     given = {part.split(":")[0].strip() for part in fields.split(", ") if ":" in part}
     body = ", ".join(f"{key}: {value}" for key, value in base.items() if key not in given)
     return f"modifiers: [!{kind} {{{body}{', ' if fields else ''}{fields}}}]"
@@ -86,7 +93,9 @@ def test_leave_enabled_false_lets_the_weights_grow_again_after_the_end() -> None
 def test_a_descending_schedule_opens_the_mask() -> None:
     model = network()
     optimizer = sgd(model)
-    Manager(gmp("init_sparsity: 0.5, final_sparsity: 0.1, end_epoch: 2, inter_func: linear")).modify(model, optimizer, 4)
+    Manager(gmp("init_sparsity: 0.5, final_sparsity: 0.1, end_epoch: 2, inter_func: linear")).modify(
+        model, optimizer, 4
+    )
     train(model, optimizer, range(9))
     assert zeros(model[0].weight) == 29
 
@@ -94,7 +103,9 @@ def test_a_descending_schedule_opens_the_mask() -> None:
 def test_two_of_four_is_unstructured_up_to_its_ratio_and_exact_at_the_end() -> None:
     model = network()
     optimizer = sgd(model)
-    Manager(gmp("mask_type: 2:4, final_sparsity: 0.5, init_sparsity: 0.1, params: __ALL_PRUNABLE__, end_epoch: 2")).modify(model, optimizer, 4)
+    Manager(
+        gmp("mask_type: 2:4, final_sparsity: 0.5, init_sparsity: 0.1, params: __ALL_PRUNABLE__, end_epoch: 2")
+    ).modify(model, optimizer, 4)
     train(model, optimizer, range(4))
     assert 0.1 < zeros(model[0].weight) / 288 < 0.5
     train(model, optimizer, range(4, 10))
@@ -118,7 +129,9 @@ def test_a_global_threshold_prunes_the_smallest_of_all_layers() -> None:
 
 def test_movement_is_the_sum_of_minus_weight_times_gradient() -> None:
     model, twin = network(), network()
-    Manager(gmp("init_sparsity: 0.0, end_epoch: 1", "MovementPruningModifier")).modify(model, optimizer := sgd(model), 3)
+    Manager(gmp("init_sparsity: 0.0, end_epoch: 1", "MovementPruningModifier")).modify(
+        model, optimizer := sgd(model), 3
+    )
     by_hand, other = torch.zeros(8, 4, 3, 3), sgd(twin)
     for step in range(3):
         other.zero_grad()
@@ -254,13 +267,14 @@ def test_obs_in_several_recomputations_reaches_the_same_count() -> None:
 
 
 ACDC = (
-    "modifiers: [!ACDCPruningModifier {{params: __ALL_PRUNABLE__, compression_sparsity: 0.9, start_epoch: 1, end_epoch: {end}, "
-    "update_frequency: 1, global_sparsity: {wide}}}]"
+    "modifiers: [!ACDCPruningModifier {{params: __ALL_PRUNABLE__, compression_sparsity: 0.9, start_epoch: 1, "
+    "end_epoch: {end}, update_frequency: 1, global_sparsity: {wide}}}]"
 )
 
 
 @pytest.mark.parametrize(
-    ("end", "sparse_epochs"), [(5, [False, False, True, False, True, True]), (6, [False, False, True, False, True, True])]
+    ("end", "sparse_epochs"),
+    [(5, [False, False, True, False, True, True]), (6, [False, False, True, False, True, True])],
 )
 def test_acdc_alternates_dense_and_sparse_phases_and_ends_sparse(end: int, sparse_epochs: list[bool]) -> None:
     model = network()
@@ -287,7 +301,9 @@ def test_rigl_drops_the_smallest_and_grows_where_gradients_are_largest() -> None
     weight = torch.tensor([[4.0, 3.0, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
     gradient = torch.tensor([[9.0, 9.0, 0.1, 0.2, 0.4, 0.3, 0.9, 0.5]])
     keep = weight != 0
-    assert RigLPruningModifier.exchange(weight, gradient, keep, 0.5).tolist() == [[True, True, False, False, False, False, True, True]]
+    assert RigLPruningModifier.exchange(weight, gradient, keep, 0.5).tolist() == [
+        [True, True, False, False, False, False, True, True]
+    ]
     assert RigLPruningModifier.exchange(weight, gradient, keep, 0.0) is keep
 
 
@@ -362,7 +378,10 @@ def test_topkast_decays_the_forward_set_and_faster_the_rest_of_the_larger_one() 
 
 def test_structured_pruning_removes_the_same_filters_from_a_group() -> None:
     model = network()
-    text = gmp("params: ['0.weight', '3.weight'], mask_type: filter, final_sparsity: 0.5, param_groups: [['0.weight', '3.weight']]", "StructuredPruningModifier")
+    text = gmp(
+        "params: ['0.weight', '3.weight'], final_sparsity: 0.5, param_groups: [['0.weight', '3.weight']]",
+        "StructuredPruningModifier",
+    )
     norms = [model[i].weight.detach().abs().flatten(1).mean(dim=1).double() for i in (0, 3)]
     Manager(text).apply(model)
     dead = [(model[i].weight == 0).flatten(1).all(dim=1) for i in (0, 3)]
@@ -372,7 +391,9 @@ def test_structured_pruning_removes_the_same_filters_from_a_group() -> None:
 
 def test_channels_are_pruned_along_the_input() -> None:
     model = network()
-    Manager(gmp("params: ['3.weight'], mask_type: channel, final_sparsity: 0.25", "StructuredPruningModifier")).apply(model)
+    Manager(gmp("params: ['3.weight'], mask_type: channel, final_sparsity: 0.25", "StructuredPruningModifier")).apply(
+        model
+    )
     assert int((model[3].weight == 0).transpose(0, 1).flatten(1).all(dim=1).sum()) == 2
 
 
@@ -389,7 +410,9 @@ def test_pruned_layers_are_identities_until_the_end_and_come_back_as_they_were()
     model = nn.Sequential(nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, padding=1)), model[4:])
     kept = model[0][1].weight.detach().clone()
     optimizer = sgd(model)
-    Manager("modifiers: [!LayerPruningModifier {layers: ['0.1'], start_epoch: 1, end_epoch: 2}]").modify(model, optimizer, 2)
+    Manager("modifiers: [!LayerPruningModifier {layers: ['0.1'], start_epoch: 1, end_epoch: 2}]").modify(
+        model, optimizer, 2
+    )
     assert isinstance(model[0][1], nn.Conv2d)
     train(model, optimizer, range(2))
     changed = model[0].state_dict()

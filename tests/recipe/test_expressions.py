@@ -67,7 +67,7 @@ def test_expressions_work_inside_lists_and_mappings_quoted_or_not() -> None:
         "n: 4\n"
         "modifiers:\n"
         "  - !LearningRateModifier\n    start_epoch: 0\n    end_epoch: 'eval(n * 2)'\n    lr_class: MultiStepLR\n"
-        "    lr_kwargs: {gamma: 0.1, milestones: [1, eval(n - 1), \"eval(n)\"]}\n    init_lr: 0.1\n"
+        '    lr_kwargs: {gamma: 0.1, milestones: [1, eval(n - 1), "eval(n)"]}\n    init_lr: 0.1\n'
     )
     modifier = recipe.modifiers[0]
     assert modifier.end_epoch == 8
@@ -97,7 +97,6 @@ def test_text_that_is_tagged_as_text_is_not_computed() -> None:
         ("2.0 ** 5000", "too large"),
         ("1e308 * 10", "too large"),
         ("1e999", "too large"),
-        ("99999999999999999999 * 1", None),
         ("9223372036854775808 * 2", "too large"),
         ("round(1.5, 10**6)", "small whole number"),
         ("min()", "expected a number or a name"),
@@ -123,11 +122,8 @@ def test_text_that_is_tagged_as_text_is_not_computed() -> None:
         ("1+" * 1000 + "1", "at most 1000 characters"),
     ],
 )
-def test_everything_else_is_refused_with_its_place(expression: str, reason: str | None) -> None:
+def test_everything_else_is_refused_with_its_place(expression: str, reason: str) -> None:
     text = f'text: abc\nitems: [1]\na: 1\nx: "eval({expression})"\n{RANGE}'
-    if reason is None:
-        load(text)
-        return
     with pytest.raises(RecipeError, match=reason) as caught:
         load(text)
     assert [problem.startswith("<recipe>:4:4: ") for problem in caught.value.problems] == [True]
@@ -151,7 +147,14 @@ def test_a_list_that_two_fields_use_is_not_shared_between_them() -> None:
     assert recipe.variables["a"] == [1]
 
 
-OVERRIDABLE = "n: 3\nlr: 0.1\nmask: [1, 4]\na_stage:\n  n: 5\n  modifiers: [!EpochRangeModifier {start_epoch: 0, end_epoch: eval(n)}]\n"
+OVERRIDABLE = """
+n: 3
+lr: 0.1
+mask: [1, 4]
+a_stage:
+  n: 5
+  modifiers: [!EpochRangeModifier {start_epoch: 0, end_epoch: eval(n)}]
+"""
 
 
 @pytest.mark.parametrize(

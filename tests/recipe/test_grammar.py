@@ -16,9 +16,9 @@ def names(recipe: Recipe) -> list[str]:
     return [modifier.name for modifier in recipe.modifiers]
 
 
-def field(text: str, name: str) -> Any:
+def field(text: str, name: str, params: str = "[a]") -> Any:
     """The value of a field of a pruning modifier whose other fields are fixed."""
-    lines = {"params": "[a]", "init_sparsity": "0.05", "final_sparsity": "0.5", "start_epoch": "0", "end_epoch": "5"}
+    lines = {"params": params, "init_sparsity": "0.05", "final_sparsity": "0.5", "start_epoch": "0", "end_epoch": "5"}
     lines |= {"update_frequency": "1.0", name: text}
     body = "".join(f"    {key}: {value}\n" for key, value in lines.items())
     return getattr(load(f"modifiers:\n  - !GMPruningModifier\n{body}").modifiers[0], name)
@@ -110,7 +110,7 @@ def test_fields_take_what_the_documentation_writes() -> None:
     assert field("2:4", "mask_type") == "2:4"
     assert field("[1, 4]", "mask_type") == [1, 4]
     assert field("no", "leave_enabled") is False
-    assert field("{0.5: [a], 0.8: [b]}", "final_sparsity") == {0.5: ["a"], 0.8: ["b"]}
+    assert field("{0.5: [a], 0.8: [b]}", "final_sparsity", "[]") == {0.5: ["a"], 0.8: ["b"]}
 
 
 def test_anchors_aliases_and_merge_keys_work() -> None:
@@ -158,7 +158,9 @@ def test_an_empty_list_is_allowed_beside_a_full_one_and_is_mentioned() -> None:
 
 
 def test_fields_without_effect_are_mentioned_with_their_line() -> None:
-    recipe = load("modifiers:\n  - !EpochRangeModifier\n    start_epoch: 0\n    end_epoch: 1\n    log_types: [python]\n")
+    recipe = load(
+        "modifiers:\n  - !EpochRangeModifier\n    start_epoch: 0\n    end_epoch: 1\n    log_types: [python]\n"
+    )
     assert len(recipe.warnings) == 1
     assert recipe.warnings[0].startswith("<recipe>:5: ")
     assert "log_types" in recipe.warnings[0]
@@ -205,7 +207,9 @@ def test_recipes_are_values() -> None:
     ],
 )
 def test_a_modifier_in_another_place_is_an_error_that_says_where_it_belongs(text: str) -> None:
-    with pytest.raises(RecipeError, match="'!?EpochRangeModifier' must stand in a list whose key contains 'modifiers'"):
+    with pytest.raises(
+        RecipeError, match=r"'!?EpochRangeModifier' must stand in a list whose key contains 'modifiers'"
+    ):
         load(text)
 
 

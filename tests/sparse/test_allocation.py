@@ -24,7 +24,9 @@ shapes = st.dictionaries(
 
 
 @given(shapes, st.floats(0, 1), st.booleans())
-def test_erdos_renyi_zeros_add_up_to_the_budget(layers: dict[str, tuple[int, ...]], sparsity: float, kernel: bool) -> None:
+def test_erdos_renyi_zeros_add_up_to_the_budget(
+    layers: dict[str, tuple[int, ...]], sparsity: float, kernel: bool
+) -> None:
     shares = erdos_renyi(layers, sparsity, kernel)
     sizes = {name: math.prod(shape) for name, shape in layers.items()}
     total = sum(sizes.values())

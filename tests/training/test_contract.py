@@ -13,7 +13,8 @@ from gossamer import Manager
 from tests.loops import PRUNABLE, STEPS_PER_EPOCH, has_minus_zero, network, sampler, sgd, through_disk, train, zeros
 
 STEPS = 4 * STEPS_PER_EPOCH
-GRADUAL = "params: __ALL_PRUNABLE__, init_sparsity: 0.1, final_sparsity: {}, start_epoch: 0.5, end_epoch: 3, update_frequency: 0.5"
+SPAN = "params: __ALL_PRUNABLE__, start_epoch: 0.5, end_epoch: 3, update_frequency: 0.5"
+GRADUAL = SPAN + ", init_sparsity: 0.1, final_sparsity: {}"
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,15 @@ ROWS = [
         options={"grad_sampler": sampler},
     ),
     Row(
-        "ACDCPruningModifier {params: __ALL_PRUNABLE__, compression_sparsity: 0.9, start_epoch: 0.5, end_epoch: 3, update_frequency: 0.5}",
+        f"ACDCPruningModifier {{{SPAN}, compression_sparsity: 0.9}}",
         total=1066,
     ),
-    Row("RigLPruningModifier {params: __ALL_PRUNABLE__, final_sparsity: 0.8, start_epoch: 0.5, end_epoch: 3, update_frequency: 0.5}", total=947),
     Row(
-        "TopKASTPruningModifier {params: __ALL_PRUNABLE__, forward_sparsity: 0.8, backward_sparsity: 0.5, start_epoch: 0.5, end_epoch: 3, "
-        "update_frequency: 0.5}",
+        f"RigLPruningModifier {{{SPAN}, final_sparsity: 0.8}}",
+        total=947,
+    ),
+    Row(
+        f"TopKASTPruningModifier {{{SPAN}, forward_sparsity: 0.8, backward_sparsity: 0.5}}",
         each=(230, 461, 256),
     ),
     Row(f"StructuredPruningModifier {{{GRADUAL.format(0.5)}, mask_type: filter}}", each=(144, 288, 160)),

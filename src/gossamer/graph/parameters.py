@@ -53,6 +53,12 @@ def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield clean(name), parameter
 
 
+def named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Every module by its clean name."""
+    modules = cast(Iterator[tuple[str, nn.Module]], unwrap(module).named_modules())
+    return [(clean(f"{name}.")[:-1] if name else "", layer) for name, layer in modules]
+
+
 def get_parameter(module: nn.Module, name: str) -> nn.Parameter:
     """The parameter that has this clean name now."""
     *path, leaf = name.split(".")
@@ -110,8 +116,8 @@ def prunable(module: nn.Module) -> list[str]:
     """Weights of convolutions, linear layers and attention projections, by clean name."""
     names: list[str] = []
     known = {name for name, _ in named_parameters(module)}
-    for path, layer in unwrap(module).named_modules():
-        prefix = clean(path + ".") if path else ""
+    for path, layer in named_modules(module):
+        prefix = f"{path}." if path else ""
         names += [prefix + leaf for leaf in _prunable_leaves(layer) if prefix + leaf in known]
     return list(dict.fromkeys(names))
 

@@ -209,7 +209,7 @@ def register(cls: M) -> M:
 
     Registering a name again replaces it, so that a notebook cell can be run twice.
     """
-    if not (isinstance(cls, type) and issubclass(cls, Modifier)):
+    if Modifier not in getattr(cls, "__mro__", ()):
         raise GossamerError(f"register: {cls!r} is not a subclass of gossamer.Modifier")
     _registry[cls.__name__] = cls
     return cls

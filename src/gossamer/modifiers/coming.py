@@ -52,7 +52,9 @@ class QuantizationModifier(Modifier):
     @model_validator(mode="after")
     def _never_ends(self) -> Self:
         if self.end_epoch != -1:
-            raise ValueError(f"end_epoch: quantization cannot be switched off again; expected -1, found {self.end_epoch:g}")
+            raise ValueError(
+                f"end_epoch: quantization cannot be switched off again; expected -1, found {self.end_epoch:g}"
+            )
         return self
 
 

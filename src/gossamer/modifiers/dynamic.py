@@ -21,17 +21,21 @@ from gossamer.sparse import NM, cosine, erdos_renyi, fraction, magnitude, smalle
 class DynamicPruningModifier(PruningModifier):
     """Masks that change between two epochs, every `update_frequency` epochs."""
 
-    params: ParamNames
-    start_epoch: Epoch
-    end_epoch: Epoch
+    params: ParamNames = Field(default=...)
+    start_epoch: Epoch = Field(default=...)
+    end_epoch: Epoch = Field(default=...)
     update_frequency: Frequency
     global_sparsity: bool = False
 
+    any_pattern: ClassVar[bool] = True
+    """False when the method is defined for single weights only."""
     _sparsity_field: ClassVar[str]
     _frequency = field_validator("update_frequency")(check_frequency)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if not self.any_pattern and self.mask_type != "unstructured":
+            raise ValueError(f"mask_type: {self.name} is defined for 'unstructured' only, found {self.mask_type!r}")
         target = getattr(self, self._sparsity_field)
         if isinstance(self.pattern, NM) and abs(target - self.pattern.sparsity) > 1e-6:
             raise ValueError(
@@ -108,12 +112,12 @@ class RigLPruningModifier(DynamicPruningModifier):
     The first mask keeps the largest weights, so that every rank finds the same one.
     """
 
+    any_pattern: ClassVar[bool] = False
     _sparsity_field: ClassVar[str] = "final_sparsity"
 
     final_sparsity: Sparsity
     sparsity_strategy: Literal["erdos_renyi_kernel", "erdos_renyi", "uniform"] = "erdos_renyi_kernel"
     init_update_fraction: Annotated[float, Field(gt=0, le=1)] = 0.3
-    mask_type: Literal["unstructured"] = "unstructured"
     num_grads: int = 1
     grad_sampler_kwargs: dict[str, object] = Field(default_factory=dict)
     momentum_buffer_reset: bool = True
@@ -181,12 +185,12 @@ class TopKASTPruningModifier(DynamicPruningModifier):
     the model and kept aside; they come back for the optimizer's step only.
     """
 
+    any_pattern: ClassVar[bool] = False
     _sparsity_field: ClassVar[str] = "forward_sparsity"
 
     forward_sparsity: Sparsity
     backward_sparsity: Sparsity
     active_weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-4
-    mask_type: Literal["unstructured"] = "unstructured"
 
     @model_validator(mode="after")
     def _nested(self) -> Self:

@@ -95,7 +95,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 class LearningRateModifier(RateModifier):
     """A classic schedule; its `lr_kwargs` are in epochs, milestones counted from the run's beginning."""
 
-    start_epoch: Epoch
+    start_epoch: Epoch = Field(default=...)
     lr_class: Literal["ExponentialLR", "StepLR", "MultiStepLR", "CosineAnnealingWarmRestarts"]
     lr_kwargs: dict[str, float | list[float]]
     init_lr: Rate | None = None
@@ -166,8 +166,8 @@ class LearningRateModifier(RateModifier):
 class LearningRateFunctionModifier(RateModifier):
     """From `init_lr` to `final_lr` in a straight line, half a cosine, or cycles of straight lines."""
 
-    start_epoch: Epoch
-    end_epoch: Epoch
+    start_epoch: Epoch = Field(default=...)
+    end_epoch: Epoch = Field(default=...)
     lr_func: Literal["linear", "cosine", "cyclic_linear"]
     init_lr: Rate
     final_lr: Rate

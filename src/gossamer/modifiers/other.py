@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from gossamer.modifiers.base import Epoch, Modifier, Run, register
 from gossamer.modifiers.pruning import Frequency, check_frequency
@@ -16,8 +16,8 @@ class EpochRangeModifier(Modifier):
 
     family: ClassVar[str] = "epoch"
 
-    start_epoch: Epoch
-    end_epoch: Epoch
+    start_epoch: Epoch = Field(default=...)
+    end_epoch: Epoch = Field(default=...)
 
 
 @register

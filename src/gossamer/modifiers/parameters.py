@@ -75,8 +75,8 @@ class GradualParamModifier(ParameterModifier):
 
     init_val: Value
     final_val: Value
-    start_epoch: Epoch
-    end_epoch: Epoch
+    start_epoch: Epoch = Field(default=...)
+    end_epoch: Epoch = Field(default=...)
     update_frequency: Frequency
     inter_func: Interpolation = "linear"
 

@@ -116,8 +116,8 @@ class GMPruningModifier(PruningModifier):
 
     init_sparsity: Literal["__FROM_PARAM__"] | Sparsity
     final_sparsity: Sparsity | dict[Sparsity, list[str]]
-    start_epoch: Epoch
-    end_epoch: Epoch
+    start_epoch: Epoch = Field(default=...)
+    end_epoch: Epoch = Field(default=...)
     update_frequency: Frequency
     inter_func: Interpolation = "cubic"
     global_sparsity: bool = False
@@ -251,9 +251,7 @@ class GMPruningModifier(PruningModifier):
         final = self.final_sparsity
         single = 0.0 if isinstance(final, dict) else final
         initial: dict[str, float] = run.state["init_sparsity"]
-        return {
-            name: interpolate(initial[name], finals.get(name, single), x, self.inter_func) for name in run.targets
-        }
+        return {name: interpolate(initial[name], finals.get(name, single), x, self.inter_func) for name in run.targets}
 
 
 @register
@@ -321,7 +319,7 @@ class MFACPruningModifier(_SecondOrder):
 class ConstantPruningModifier(PruningModifier):
     """Hold the zeros that the weights have at the start."""
 
-    params: ParamNames
+    params: ParamNames = Field(default=...)
 
     def start(self, run: Run) -> None:
         for name in run.targets:
@@ -334,4 +332,3 @@ class ConstantPruningModifier(PruningModifier):
     def end(self, run: Run) -> None:
         for name in run.targets:
             run.release_mask(name)
-

@@ -140,7 +140,7 @@ class FisherScorer(MagnitudeScorer):
         rows: dict[str, list[Tensor]] = {name: [] for name in names}
         parameters = {name: run.parameter(name) for name in names}
         before = {name: parameter.grad for name, parameter in run.module.named_parameters()}
-        buffers = {name: buffer.clone() for name, buffer in run.module.named_buffers()}
+        buffers: dict[str, Tensor] = {name: buffer.clone() for name, buffer in run.module.named_buffers()}
         frozen = [parameter for parameter in parameters.values() if not parameter.requires_grad]
         try:
             for parameter in frozen:

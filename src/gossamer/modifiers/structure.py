@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from gossamer.errors import ModifierError, SparsityError, nearest
-from gossamer.graph import match, unwrap
+from gossamer.graph import match, named_modules, unwrap
 from gossamer.modifiers.base import Modifier, ParamNames, Run, register
 from gossamer.modifiers.pruning import GMPruningModifier
 from gossamer.sparse import smallest, zero_count
@@ -27,8 +27,15 @@ class StructuredPruningModifier(GMPruningModifier):
     channels), ranked by the sum of their scores: what a residual addition needs.
     """
 
-    mask_type: Literal["filter", "channel"] = "filter"
-    param_groups: list[list[str]] = Field(default_factory=list)
+    mask_type: str | list[int] = "filter"
+    param_groups: list[list[str]] = Field(default_factory=list[list[str]])
+
+    @field_validator("mask_type")
+    @classmethod
+    def _whole_structures(cls, value: str | list[int]) -> str | list[int]:
+        if value not in ("filter", "channel"):
+            raise ValueError(f"expected filter or channel, found {value!r}")
+        return value
 
     @model_validator(mode="after")
     def _layer_by_layer(self) -> Self:
@@ -53,7 +60,7 @@ class StructuredPruningModifier(GMPruningModifier):
 
     def masks(self, run: Run, scores: Mapping[str, Tensor], sparsity: Mapping[str, float] | float) -> dict[str, Tensor]:
         groups: list[list[str]] = run.scratch["groups"]
-        if isinstance(sparsity, float) or not groups:
+        if not isinstance(sparsity, Mapping) or not groups:
             return super().masks(run, scores, sparsity)
         grouped = {name for group in groups for name in group}
         alone = {name: score for name, score in scores.items() if name not in grouped}
@@ -85,7 +92,7 @@ class LayerPruningModifier(Modifier):
     layers: ParamNames
 
     def bind(self, run: Run) -> list[str]:
-        names = [name for name, _ in run.module.named_modules() if name]
+        names = [name for name, _ in named_modules(run.module) if name]
         wanted = [self.layers] if isinstance(self.layers, str) else self.layers
         found: list[str] = []
         for item in wanted:
@@ -94,7 +101,9 @@ class LayerPruningModifier(Modifier):
             else:
                 hits = [item] if item in names else []
             if not hits:
-                raise ModifierError(f"layers: '{item}' matches none of {len(names)} modules{nearest(item, names)}", "layers")
+                raise ModifierError(
+                    f"layers: '{item}' matches none of {len(names)} modules{nearest(item, names)}", "layers"
+                )
             found += hits
         return list(dict.fromkeys(found))
 
@@ -131,12 +140,14 @@ class LayerThinningModifier(Modifier):
 
     family: ClassVar[str] = "pruning"
     structural: ClassVar[bool] = True
-    unavailable: ClassVar[str | None] = "removing pruned filters comes with Gossamer's export (`gossamer export --format thin`)"
+    unavailable: ClassVar[str | None] = (
+        "removing pruned filters comes with Gossamer's export (`gossamer export --format thin`)"
+    )
 
     params: ParamNames = "__ALL_PRUNABLE__"
     param_group_dependency_map: Any = None
     structure_type: Literal["filter", "channel"] = "filter"
-    update_epochs: list[float] = Field(default_factory=list)
+    update_epochs: list[float] = Field(default_factory=list[float])
 
 
 def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:

@@ -190,9 +190,9 @@ def _check_misplaced(pair: Pair, problems: Problems) -> None:
     known = _known()
     check_tags(pair.value, problems, known=known)
     for node in walk(pair.value):
-        for key, _ in node.entries if isinstance(node, MapNode) else ():
+        for key, value in node.entries if isinstance(node, MapNode) else ():
             name = key.text if isinstance(key, ScalarNode) else ""
-            if name in known:
+            if name in known and isinstance(target(value), MapNode):
                 message = f"the modifier '{name}' must stand in a list whose key contains 'modifiers'"
                 problems.add(key.start, message)
 

@@ -64,7 +64,8 @@ def report(
         if not location:
             if not broken:
                 message = _validator_words(details)
-                problems.add(_place_of_sentence(message, at, fields), f"{cls.__name__}: {message}")
+                joint = "." if message.partition(": ")[0] in cls.model_fields else ": "
+                problems.add(_place_of_sentence(message, at, fields), f"{cls.__name__}{joint}{message}")
         elif details["type"] == "missing" and len(location) == 1:
             problems.add(at, f"{cls.__name__}: missing field '{location[0]}'")
         elif details["type"] == "extra_forbidden" and len(location) == 1:

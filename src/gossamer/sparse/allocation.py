@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -68,7 +70,7 @@ def global_masks(scores: Mapping[str, Tensor], pattern: Pattern, sparsity: float
     first = next(iter(units.values()))
     together = torch.cat([part.to(first.device) for part in units.values()])
     keep = smallest(together, zero_count(together.numel(), sparsity)).logical_not_()
-    parts = keep.split([part.numel() for part in units.values()])
+    parts = cast(Sequence[Tensor], keep.split([part.numel() for part in units.values()]))
     return {
         name: pattern.expand(part.to(scores[name].device), scores[name].shape)
         for name, part in zip(units, parts, strict=True)

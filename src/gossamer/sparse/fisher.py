@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -33,11 +34,12 @@ class BlockFisher:
         for rows in self._blocks(self.gradients):
             count, block = rows.shape[1:]
             if count >= block:
-                parts.append(torch.cholesky_inverse(torch.linalg.cholesky(self._dense(rows))).diagonal(dim1=1, dim2=2))
+                factor = cast(Tensor, torch.linalg.cholesky(self._dense(rows)))
+                parts.append(torch.cholesky_inverse(factor).diagonal(dim1=1, dim2=2))
             else:
                 gram = rows @ rows.transpose(1, 2)
                 gram.diagonal(dim1=1, dim2=2).add_(count * self.damp)
-                whitened = torch.linalg.solve_triangular(torch.linalg.cholesky(gram), rows, upper=False)
+                whitened = cast(Tensor, torch.linalg.solve_triangular(torch.linalg.cholesky(gram), rows, upper=False))
                 parts.append((1 - whitened.square().sum(dim=1)) / self.damp)
         return self._join(parts)
 
@@ -56,11 +58,12 @@ class BlockFisher:
         kept = keep.reshape(1, -1).double()
         parts: list[Tensor] = []
         blocks = zip(self._blocks(self.gradients), self._blocks(values), self._blocks(kept), strict=True)
-        for rows, value, survivors in blocks:
-            fisher, value, mask = self._dense(rows), value.squeeze(1), survivors.squeeze(1)
+        for rows, value_rows, kept_rows in blocks:
+            fisher, value, mask = self._dense(rows), value_rows.squeeze(1), kept_rows.squeeze(1)
             pull = (fisher @ (value * (1 - mask)).unsqueeze(2)).squeeze(2) * mask
             system = fisher * mask.unsqueeze(1) * mask.unsqueeze(2) + torch.diag_embed(1 - mask)
-            parts.append((value * mask) + torch.linalg.solve(system, pull) * mask)
+            move = cast(Tensor, torch.linalg.solve(system, pull))
+            parts.append((value + move) * mask)
         return self._join(parts).reshape(weight.shape).to(weight.dtype)
 
     def _dense(self, rows: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def _flat_alike(weight: Tensor, zeros: Tensor) -> bool:
 
 @cache
 def _fill_kernel() -> Callable[[Any, Any], None]:
-    import numba  # noqa: PLC0415  (heavy: loaded when the first mask is applied)
+    import numba
 
     def fill(words: Any, zeros: Any) -> None:
         for i in range(words.shape[0]):

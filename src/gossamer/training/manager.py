@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, TypeVar, overload
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -18,13 +18,13 @@ from torch.amp.grad_scaler import GradScaler
 
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, unwrap
-from gossamer.modifiers import Modifier, PruningModifier
+from gossamer.modifiers import Modifier
 from gossamer.recipe import Recipe, load
 from gossamer.training.attachment import Logger, Shared, logger
 from gossamer.training.run import TrainingRun, attachments, bind
+from gossamer.training.sampling import Sampler
 from gossamer.training.scaler import ClockedGradScaler
 
-O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 _ONE_SHOT_STEPS = 1000
 """Steps that an epoch counts in one-shot application, where nothing trains."""
 
@@ -106,11 +106,6 @@ class Manager:
 
     # Training
 
-    @overload
-    def modify(self, module: nn.Module, optimizer: torch.optim.Optimizer, steps_per_epoch: float, wrap_optim: GradScaler, **options: Any) -> GradScaler: ...  # fmt: skip  # noqa: E501
-    @overload
-    def modify(self, module: nn.Module, optimizer: O, steps_per_epoch: float, wrap_optim: None = None, **options: Any) -> O: ...  # fmt: skip  # noqa: E501
-
     def modify(
         self,
         module: nn.Module,
@@ -124,7 +119,7 @@ class Manager:
         calibration_data: Iterable[Any] | None = None,
         scaler: GradScaler | None = None,
         loggers: Sequence[Logger] = (),
-    ) -> torch.optim.Optimizer | GradScaler:
+    ) -> Any:
         """Attach the recipe: from now on the optimizer's own steps drive it.
 
         Returns the optimizer, or, when a GradScaler was given, a scaler to
@@ -144,7 +139,9 @@ class Manager:
         self._run = run
         scaler = wrap_optim if wrap_optim is not None else scaler
         if scaler is None:
-            logger.info("time is counted in performed optimizer steps; with a GradScaler, pass scaler= to count skipped ones")
+            logger.info(
+                "time is counted in performed optimizer steps; with a GradScaler, pass scaler= to count skipped ones"
+            )
             return optimizer
         return ClockedGradScaler(scaler, run)
 
@@ -240,7 +237,9 @@ class Manager:
 
     def _attached(self) -> TrainingRun:
         if self._run is None:
-            raise GossamerError("the manager is not attached to a model; call modify(model, optimizer, steps_per_epoch)")
+            raise GossamerError(
+                "the manager is not attached to a model; call modify(model, optimizer, steps_per_epoch)"
+            )
         return self._run
 
     def _check(self, module: object, optimizer: object, steps_per_epoch: Any, allow_parallel: bool) -> None:
@@ -253,7 +252,8 @@ class Manager:
         number = isinstance(steps_per_epoch, int | float) and not isinstance(steps_per_epoch, bool)
         if not number or not 0 < steps_per_epoch < math.inf:
             raise GossamerError(
-                f"steps_per_epoch: expected the number of optimizer steps in an epoch (1 or more), found {steps_per_epoch!r}"
+                "steps_per_epoch: expected the number of optimizer steps in an epoch (1 or more), "
+                f"found {steps_per_epoch!r}"
             )
         if not allow_parallel and unwrap(module) is not module:
             raise GossamerError(f"modify: {type(module).__name__} wraps the model, and allow_parallel_module is False")
@@ -271,7 +271,8 @@ class Binding:
 
 def bindings(recipe: Recipe, module: nn.Module) -> list[Binding]:
     """Hold every modifier against a model without touching it; problems are collected, not raised."""
-    shared = Shared(module, unwrap(module), None, 1.0, grad_sampler=lambda _: iter(()))  # pyright: ignore[reportUnknownLambdaType]
+    sampler: Sampler = lambda _: ()  # noqa: E731  (never called: nothing starts)
+    shared = Shared(module, unwrap(module), None, 1.0, grad_sampler=sampler)
     found: list[Binding] = []
     for attachment in attachments(recipe, shared):
         error = None if attachment.modifier.unavailable else bind(recipe, attachment)
@@ -283,6 +284,3 @@ def _report(problems: list[str]) -> list[str]:
     for problem in problems:
         logger.warning("state: %s", problem)
     return problems
-
-
-__all__ = ["Binding", "Manager", "PruningModifier", "bindings"]

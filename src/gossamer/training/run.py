@@ -128,7 +128,9 @@ class TrainingRun:
         if not {"format", "step", "steps_per_epoch", "modifiers"} <= state.keys():
             raise GossamerError("this is not the state of a Gossamer manager: pass what manager.state_dict() returned")
         if state["format"] != STATE_FORMAT:
-            raise GossamerError(f"the state has format {state['format']}; this version of Gossamer reads {STATE_FORMAT}")
+            raise GossamerError(
+                f"the state has format {state['format']}; this version of Gossamer reads {STATE_FORMAT}"
+            )
         self.journal.undo(self.shared.module)
         problems: list[str] = []
         step = int(state["step"])
@@ -199,7 +201,7 @@ class TrainingRun:
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": observed}
-        return (args[0], observed, *args[2:]), kwargs
+        return (*args[:1], observed, *args[2:]), kwargs
 
     def _observe(self) -> None:
         scale, found_inf = (getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf"))

@@ -7,7 +7,7 @@ SparseML's integrations pass: a builder of batches and a loss function.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -21,19 +21,19 @@ def as_sampler(given: object, kwargs: Mapping[str, Any]) -> Sampler | None:
     if given is None:
         return None
     if isinstance(given, Mapping):
-        return _from_mapping(given, kwargs)
+        return _from_mapping(cast(Mapping[str, Any], given), kwargs)
     if callable(given):
-        return given
+        return cast(Sampler, given)
     raise GossamerError(
         f"grad_sampler: expected a function of the model that yields losses, or a mapping with "
         f"'data_loader_builder' and 'loss_function', found {type(given).__name__}"
     )
 
 
-def _from_mapping(given: Mapping[Any, Any], kwargs: Mapping[str, Any]) -> Sampler:
+def _from_mapping(given: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Sampler:
     builder: Any = given.get("data_loader_builder")
     loss_function: Any = given.get("loss_function", given.get("loss_fn"))
-    if not callable(builder) or not callable(loss_function):
+    if builder is None or loss_function is None:
         raise GossamerError(
             "grad_sampler: the mapping needs 'data_loader_builder' (yields forward arguments, "
             "forward keywords and targets) and 'loss_function' (outputs, targets)"
@@ -42,6 +42,7 @@ def _from_mapping(given: Mapping[Any, Any], kwargs: Mapping[str, Any]) -> Sample
     def sample(model: nn.Module) -> Iterator[Tensor]:
         batches: Any = builder(dict(kwargs))
         for args, keywords, target in batches:
-            yield loss_function(model(*args, **keywords), target)
+            loss: Tensor = loss_function(model(*args, **keywords), target)
+            yield loss
 
     return sample

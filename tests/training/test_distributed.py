@@ -1,0 +1,53 @@
+"""Two processes with DDP: the same masks on both ranks, whatever their seeds."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import distributed, multiprocessing
+from torch.nn.parallel import DistributedDataParallel
+
+from gossamer import Manager
+from tests.loops import loss_at, network, sgd
+
+RECIPE = """
+modifiers:
+  - !GlobalMagnitudePruningModifier
+    params: ['0.weight', '3.weight']
+    init_sparsity: 0.1
+    final_sparsity: 0.9
+    start_epoch: 0
+    end_epoch: 1
+    update_frequency: 0.25
+    score_type: movement
+  - !RigLPruningModifier {params: ['7.weight'], final_sparsity: 0.5, start_epoch: 0, end_epoch: 2, update_frequency: 0.5}
+"""
+
+
+def worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    model = DistributedDataParallel(network(seed=rank))
+    torch.manual_seed(100 + rank)
+    manager = Manager(RECIPE)
+    optimizer = manager.modify(model, sgd(model), 4)
+    for step in range(8):
+        optimizer.zero_grad()
+        loss_at(model, 10 * step + rank).backward()
+        optimizer.step()
+    torch.save([manager.masks(), model.module.state_dict()], f"{folder}/rank{rank}.pt")
+    distributed.destroy_process_group()
+
+
+def test_two_ranks_end_with_the_same_masks_and_weights() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(worker, args=(folder,), nprocs=2)
+        first, second = (torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in range(2))
+    assert set(first[0]) == {"0.weight", "3.weight", "7.weight"}
+    assert sum(int((~first[0][name]).sum()) for name in ("0.weight", "3.weight")) == round(864 * 0.9)
+    for name, mask in first[0].items():
+        assert torch.equal(mask, second[0][name])
+        assert torch.equal(first[1][name], second[1][name])
+        assert bool((first[1][name][~mask] == 0).all())
