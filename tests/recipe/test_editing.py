@@ -151,7 +151,7 @@ LAYOUTS = [
     "[!EpochRangeModifier {start_epoch: 0, end_epoch: 3}]",
     "modifiers: [!EpochRangeModifier {start_epoch: 0, end_epoch: 3}]",
     "a_stage:\n  n: 3\n  modifiers:\n    - !EpochRangeModifier {start_epoch: 0, end_epoch: eval(n)}  # x\n# end",
-    "  modifiers:\n    - !EpochRangeModifier\n      start_epoch: 0\n      end_epoch: 3\n  note: |\n    two\n    lines\n",
+    "  modifiers:\n    - !EpochRangeModifier\n      start_epoch: 0\n      end_epoch: 3\n  note: |\n    a\n    b\n",
     "---\nmodifiers:\n- !EpochRangeModifier {start_epoch: 0, end_epoch: 3}\nlast:\n...\n",
     "---\nmodifiers:\n- !EpochRangeModifier {start_epoch: 0, end_epoch: 3}\n---\n# Body\n",
     "metadata: old\nadded_modifiers: [!EpochRangeModifier {start_epoch: 0, end_epoch: 3}]",

@@ -40,7 +40,9 @@ texts = st.one_of(
     ),
 )
 scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), texts)
-keys = st.one_of(texts.filter(lambda text: not text.endswith("Modifier")), st.integers(), st.floats(allow_nan=False), st.booleans())
+keys = st.one_of(
+    texts.filter(lambda text: not text.endswith("Modifier")), st.integers(), st.floats(allow_nan=False), st.booleans()
+)
 values = st.recursive(
     scalars,
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(keys, inner, max_size=4)),

@@ -22,7 +22,8 @@ modifiers:
     end_epoch: 1
     update_frequency: 0.25
     score_type: movement
-  - !RigLPruningModifier {params: ['7.weight'], final_sparsity: 0.5, start_epoch: 0, end_epoch: 2, update_frequency: 0.5}
+  - !RigLPruningModifier {params: ['7.weight'], final_sparsity: 0.5, start_epoch: 0,
+                          end_epoch: 2, update_frequency: 0.5}
 """
 
 

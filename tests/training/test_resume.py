@@ -26,7 +26,8 @@ modifiers:
     start_epoch: 0.5
     end_epoch: 2
     update_frequency: 0.25
-  - !RigLPruningModifier {params: ['7.weight'], final_sparsity: 0.5, start_epoch: 0, end_epoch: 3, update_frequency: 0.5}
+  - !RigLPruningModifier {params: ['7.weight'], final_sparsity: 0.5, start_epoch: 0,
+                          end_epoch: 3, update_frequency: 0.5}
 """
 
 CONTINUE = """
@@ -165,7 +166,7 @@ def test_a_pruned_layer_survives_an_interruption() -> None:
 
 
 def test_state_before_modify_waits_for_it() -> None:
-    model, optimizer, manager = started(GMP.format(params="__ALL_PRUNABLE__", final=0.9))
+    model, _optimizer, manager = started(GMP.format(params="__ALL_PRUNABLE__", final=0.9))
     second, copy = Manager(manager.recipe), network()
     copy.load_state_dict(model.state_dict())
     second.load_state_dict(manager.state_dict())

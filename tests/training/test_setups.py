@@ -326,7 +326,8 @@ def test_parameters_freeze_and_thaw_and_take_values() -> None:
     modifiers:
       - !TrainableParamsModifier {params: ['re:0.*'], trainable: false, start_epoch: 0, end_epoch: 1}
       - !SetParamModifier {params: ['7.bias'], val: 0.5, start_epoch: 1}
-      - !GradualParamModifier {params: ['3.bias'], init_val: 1.0, final_val: 2.0, start_epoch: 1, end_epoch: 2, update_frequency: 0.5}
+      - !GradualParamModifier {params: ['3.bias'], init_val: 1.0, final_val: 2.0, start_epoch: 1,
+                               end_epoch: 2, update_frequency: 0.5}
       - !SetWeightDecayModifier {weight_decay: 0.25, start_epoch: 1}
     """
     optimizer = Manager(recipe).modify(model, torch.optim.SGD(model.parameters(), lr=0.0), 4)

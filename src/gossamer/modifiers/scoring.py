@@ -159,8 +159,7 @@ class FisherScorer(MagnitudeScorer):
                 buffer.copy_(buffers[name])
             for parameter in frozen:
                 parameter.requires_grad_(False)
-        found = len(next(iter(rows.values()), []))
-        if found == 0:
+        if not all(rows.values()):
             raise ModifierError("the gradient sampler yielded no loss; give it at least one batch")
         return {name: torch.stack(kept) for name, kept in rows.items()}
 

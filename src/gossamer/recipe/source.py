@@ -102,7 +102,8 @@ def open_source(given: str | os.PathLike[str] | IO[str] | IO[bytes]) -> Source:
     if isinstance(given, str):
         return _from_string(given)
     if isinstance(given, os.PathLike):
-        return _from_file(os.fsdecode(given))
+        path = os.fsdecode(given)
+        return _from_string(path) if path.startswith("zoo:") else _from_file(path)
     if hasattr(given, "read"):
         return _from_stream(given)
     raise RecipeError(f"{UNNAMED}: expected a path, an open file or the text of a recipe, found {type(given).__name__}")
