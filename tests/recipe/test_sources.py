@@ -95,6 +95,13 @@ def test_the_zoo_is_closed() -> None:
     assert "gossamer recipe list" in message
 
 
+def test_a_recipe_that_ships_with_the_package_is_found_by_name() -> None:
+    recipe = load("builtin:gmp-90")
+    assert recipe.modifiers
+    assert recipe.where(0).startswith("builtin:gmp-90:")
+    assert "nearest: 'gmp-90'" in one_problem("builtin:gmp90")
+
+
 def test_an_unknown_shipped_recipe_is_refused() -> None:
     assert "no recipe of that name ships" in one_problem("builtin:no-such-thing")
     assert "no recipe of that name ships" in one_problem("builtin:../recipes/x")
