@@ -435,3 +435,24 @@ def test_a_bare_constant_pruning_holds_the_zeros_and_says_what_is_dense() -> Non
     assert zeros(model[0].weight) == 144
     assert manager.skipped["ConstantPruningModifier.0"]["3.weight"] == "dense: it has no zeros to hold"
     assert "1.weight" in manager.skipped["ConstantPruningModifier.0"]
+
+
+def test_pruning_goes_on_around_layers_that_are_taken_out_and_returns_with_them() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, padding=1), *network()[4:])
+    recipe = gmp("params: __ALL_PRUNABLE__, end_epoch: 2").removesuffix("]")
+    manager = Manager(recipe + ", !LayerPruningModifier {layers: ['1'], start_epoch: 0.5, end_epoch: 3}]")
+    optimizer = manager.modify(model, sgd(model), 2)
+    train(model, optimizer, range(5))
+    assert isinstance(model[1], nn.Identity)
+    assert zeros(model[0].weight) == 230
+    train(model, optimizer, range(5, 7))
+    assert isinstance(model[1], nn.Conv2d)
+    assert zeros(model[1].weight) > 0
+
+
+def test_names_that_match_nothing_are_allowed_where_params_are_not_strict() -> None:
+    model = network()
+    Manager(gmp("params: ['0.weight', 'gone.weight'], params_strict: false")).apply(model)
+    assert zeros(model[0].weight) == 230
+    with pytest.raises(GossamerError, match=r"'gone\.weight' matches none"):
+        Manager(gmp("params: ['gone.weight'], params_strict: false")).apply(model)

@@ -24,7 +24,8 @@ METHODS = {
     "GlobalMagnitudePruningModifier": GRADUAL,
     "MovementPruningModifier": GRADUAL,
     "MFACPruningModifier": GRADUAL.replace("0.5", "2") + "    num_grads: 16\n    fisher_block_size: 64\n",
-    "OBSPruningModifier": GRADUAL.replace("0.5", "2") + "    num_grads: 64\n    fisher_block_size: 32\n    damp: 1e-4\n",
+    "OBSPruningModifier": GRADUAL.replace("0.5", "2")
+    + "    num_grads: 64\n    fisher_block_size: 32\n    damp: 1e-4\n",
     "ACDCPruningModifier": "    compression_sparsity: 0.9\n    update_frequency: 2\n",
     "RigLPruningModifier": "    final_sparsity: 0.9\n    update_frequency: 0.5\n",
     "TopKASTPruningModifier": "    forward_sparsity: 0.9\n    backward_sparsity: 0.6\n    update_frequency: 0.5\n",
@@ -39,7 +40,9 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_network_at_ninety_percent_sparsity_reads_digits(method: str, digits: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_a_network_at_ninety_percent_sparsity_reads_digits(
+    method: str, digits: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     images, labels = digits
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))

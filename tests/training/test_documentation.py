@@ -54,4 +54,6 @@ def test_the_sample_recipe_runs_its_seventy_epochs() -> None:
     assert sparsities[0] == round(144 * 0.05) / 144
     assert sparsities[40:] == [round(144 * 0.85) / 144] * 30
     assert sparsities == sorted(sparsities)
-    assert all(int((conv.weight == 0).sum()) == round(conv.weight.numel() * 0.85) for conv in model.sections[0][0].children())
+    assert all(
+        int((conv.weight == 0).sum()) == round(conv.weight.numel() * 0.85) for conv in model.sections[0][0].children()
+    )

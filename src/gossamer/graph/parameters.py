@@ -68,6 +68,14 @@ def get_parameter(module: nn.Module, name: str) -> nn.Parameter:
     return cast(nn.Parameter, getattr(owner, leaf))
 
 
+def has_parameter(module: nn.Module, name: str) -> bool:
+    """Whether the parameter is in the model now; the layer that held it may have been taken out."""
+    try:
+        return bool(get_parameter(module, name).dim() + 1)
+    except AttributeError:
+        return False
+
+
 def owner_of(module: nn.Module, name: str) -> nn.Module:
     """The module that holds a parameter."""
     owner = unwrap(module)
@@ -83,17 +91,20 @@ def is_transposed(module: nn.Module, name: str) -> bool:
     return transposed or type(owner).__name__ == "Conv1D"
 
 
-def match(module: nn.Module, wanted: str | Sequence[str], *, field: str = "params") -> list[str]:
+def match(module: nn.Module, wanted: str | Sequence[str], *, field: str = "params", strict: bool = True) -> list[str]:
     """Clean names of the parameters that a recipe's `wanted` stands for, in the model's order.
 
-    Raises `ModifierError` with the nearest names when a name or pattern matches nothing.
+    Raises `ModifierError` with the nearest names when a name or pattern matches nothing, or, when not
+    `strict`, when none of them does.
     """
-    return _Resolver(module, field).resolve([wanted] if isinstance(wanted, str) else list(wanted))[0]
+    return _Resolver(module, field, strict).resolve([wanted] if isinstance(wanted, str) else list(wanted))[0]
 
 
-def match_prunable(module: nn.Module, wanted: str | Sequence[str], *, field: str = "params") -> Matches:
+def match_prunable(
+    module: nn.Module, wanted: str | Sequence[str], *, field: str = "params", strict: bool = True
+) -> Matches:
     """As `match`, for pruning: biases and normalisation that are not named exactly are left alone and listed."""
-    names, exact = _Resolver(module, field).resolve([wanted] if isinstance(wanted, str) else list(wanted))
+    names, exact = _Resolver(module, field, strict).resolve([wanted] if isinstance(wanted, str) else list(wanted))
     kept: list[str] = []
     skipped: dict[str, str] = {}
     for name in names:
@@ -142,7 +153,8 @@ def _not_for_pruning(module: nn.Module, name: str) -> str | None:
 class _Resolver:
     """Turns one recipe field into parameter names."""
 
-    def __init__(self, module: nn.Module, field: str) -> None:
+    def __init__(self, module: nn.Module, field: str, strict: bool) -> None:
+        self.strict = strict
         self.module = unwrap(module)
         self.field = field
         self.names = [name for name, _ in named_parameters(module)]
@@ -153,7 +165,12 @@ class _Resolver:
         found: set[str] = set()
         exact: set[str] = set()
         for item in wanted:
-            names, is_exact = self._one(item)
+            try:
+                names, is_exact = self._one(item)
+            except ModifierError:
+                if self.strict or (item == wanted[-1] and not found):
+                    raise
+                continue
             found.update(names)
             if is_exact:
                 exact.update(names)

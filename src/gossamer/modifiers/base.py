@@ -10,13 +10,15 @@ manager or recipe text.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
 from gossamer.errors import GossamerError, nearest
+
+_NEWER = {"start": "start_epoch", "end": "end_epoch", "targets": "params"}
 
 Epoch = Annotated[float, Field(ge=-1, allow_inf_nan=False)]
 """An epoch, 0-indexed; −1 means "at once" as a start and "never" as an end."""
@@ -138,6 +140,17 @@ class Modifier(BaseModel):
     constant_logging: bool = False
     available_gpus: Any = None
     strict: bool = True
+    update_frequency: float = Field(default=-1.0, allow_inf_nan=False)
+    """Epochs between updates; without effect on modifiers that never update."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _newer_names(cls, fields: Any) -> Any:
+        """SparseML's later recipes say `start`, `end` and `targets`."""
+        if not isinstance(fields, dict):
+            return fields
+        given = cast(dict[str, Any], fields)
+        return {_NEWER.get(key, key) if key not in cls.model_fields else key: given[key] for key in given}
 
     @model_validator(mode="after")
     def _ends_after_it_starts(self) -> Self:

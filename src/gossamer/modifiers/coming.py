@@ -72,7 +72,6 @@ class DistillationModifier(Modifier):
     temperature: Annotated[float, Field(gt=0)] = 2.0
     distill_output_keys: list[str | int] | None = None
     teacher_input_keys: list[str] | None = None
-    update_frequency: float = -1.0
 
 
 @register
@@ -87,5 +86,6 @@ class PerLayerDistillationModifier(Modifier):
     project_features: bool = True
     student_layer_names: list[str] | None = None
     teacher_layer_names: list[str] | None = None
+    distill_output_keys: list[str | int] | None = None
+    teacher_input_keys: list[str] | None = None
     epsilon: float | None = None
-    update_frequency: float = -1.0

@@ -24,7 +24,7 @@ class DynamicPruningModifier(PruningModifier):
     params: ParamNames = Field(default=...)
     start_epoch: Epoch = Field(default=...)
     end_epoch: Epoch = Field(default=...)
-    update_frequency: Frequency
+    update_frequency: Frequency = Field(default=...)
     global_sparsity: bool = False
 
     any_pattern: ClassVar[bool] = True

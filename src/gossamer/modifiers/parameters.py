@@ -28,7 +28,7 @@ class ParameterModifier(Modifier):
     params_strict: bool = True
 
     def bind(self, run: Run) -> list[str]:
-        return match(run.module, self.params)
+        return match(run.module, self.params, strict=self.params_strict)
 
 
 @register
@@ -77,7 +77,7 @@ class GradualParamModifier(ParameterModifier):
     final_val: Value
     start_epoch: Epoch = Field(default=...)
     end_epoch: Epoch = Field(default=...)
-    update_frequency: Frequency
+    update_frequency: Frequency = Field(default=...)
     inter_func: Interpolation = "linear"
 
     _frequency = field_validator("update_frequency")(check_frequency)

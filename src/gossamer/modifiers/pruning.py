@@ -7,7 +7,7 @@ The modifier says which weights, how sparse and when; `scoring.py` ranks,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
@@ -64,7 +64,7 @@ class PruningModifier(Modifier):
 
     def bind_params(self, run: Run, wanted: str | Sequence[str], field: str = "params") -> list[str]:
         """The weights to prune; what the pattern does not fit is skipped, or refused when named exactly."""
-        matches = match_prunable(run.module, wanted, field=field)
+        matches = match_prunable(run.module, wanted, field=field, strict=self.params_strict)
         for name, reason in matches.skipped.items():
             run.skip(name, reason)
         named = {wanted} if isinstance(wanted, str) else set(wanted)
@@ -118,7 +118,7 @@ class GMPruningModifier(PruningModifier):
     final_sparsity: Sparsity | dict[Sparsity, list[str]]
     start_epoch: Epoch = Field(default=...)
     end_epoch: Epoch = Field(default=...)
-    update_frequency: Frequency
+    update_frequency: Frequency = Field(default=...)
     inter_func: Interpolation = "cubic"
     global_sparsity: bool = False
     score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "magnitude"
@@ -161,9 +161,9 @@ class GMPruningModifier(PruningModifier):
             case "movement":
                 return MovementScorer()
             case "OBS":
-                return FisherScorer(1024, 1e-7, 50, compensate=True, needs_sampler=True)
+                return FisherScorer(lambda _: 1024, 1e-7, 50, compensate=True, needs_sampler=True)
             case "MFAC":
-                return FisherScorer(64, 1e-5, 2000, compensate=False, needs_sampler=False)
+                return FisherScorer(lambda _: 64, 1e-5, 2000, compensate=False, needs_sampler=False)
             case _:
                 return MagnitudeScorer()
 
@@ -251,7 +251,11 @@ class GMPruningModifier(PruningModifier):
         final = self.final_sparsity
         single = 0.0 if isinstance(final, dict) else final
         initial: dict[str, float] = run.state["init_sparsity"]
-        return {name: interpolate(initial[name], finals.get(name, single), x, self.inter_func) for name in run.targets}
+        first = 0.0 if isinstance(self.init_sparsity, str) else self.init_sparsity
+        return {
+            name: interpolate(initial.get(name, first), finals.get(name, single), x, self.inter_func)
+            for name in run.targets
+        }
 
 
 @register
@@ -273,26 +277,38 @@ class MovementPruningModifier(GMPruningModifier):
     score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "movement"
 
 
+Count = Annotated[int, Field(ge=1)]
+
+
 class _SecondOrder(GMPruningModifier):
-    num_grads: Annotated[int, Field(ge=1)]
+    num_grads: Count | dict[Sparsity, Count]
+    """A number, or `{sparsity: number}`: the number of the last sparsity that was reached."""
     damp: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    fisher_block_size: Annotated[int, Field(ge=1)]
+    fisher_block_size: Count | None
+    """Weights in a block; null: a whole parameter is one block."""
     grad_sampler_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def gradients_at(self, sparsity: float) -> int:
+        """How many gradients a sparsity asks for."""
+        if isinstance(self.num_grads, int):
+            return self.num_grads
+        reached = [share for share in self.num_grads if share <= sparsity + 1e-9]
+        return self.num_grads[max(reached, default=min(self.num_grads))]
 
 
 @register
 class OBSPruningModifier(_SecondOrder):
     """Gradual pruning by the optimal brain surgeon on a block-wise Fisher matrix (Kurtic et al. 2022)."""
 
-    num_grads: Annotated[int, Field(ge=1)] = 1024
+    num_grads: Count | dict[Sparsity, Count] = 1024
     damp: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-7
-    fisher_block_size: Annotated[int, Field(ge=1)] = 50
-    num_recomputations: Annotated[int, Field(ge=1)] = 1
+    fisher_block_size: Count | None = 50
+    num_recomputations: Count = 1
     score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "OBS"
 
     @property
     def scorer(self) -> Scorer:
-        return FisherScorer(self.num_grads, self.damp, self.fisher_block_size, compensate=True, needs_sampler=True)
+        return FisherScorer(self.gradients_at, self.damp, self.fisher_block_size, compensate=True, needs_sampler=True)
 
     @property
     def rounds(self) -> int:
@@ -303,16 +319,25 @@ class OBSPruningModifier(_SecondOrder):
 class MFACPruningModifier(_SecondOrder):
     """Gradual pruning by the Fisher saliency of the last training gradients (Frantar et al. 2021)."""
 
-    num_grads: Annotated[int, Field(ge=1)] = 64
+    num_grads: Count | dict[Sparsity, Count] = 64
     damp: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-5
-    fisher_block_size: Annotated[int, Field(ge=1)] = 2000
+    fisher_block_size: Count | None = 2000
     num_pages: int = 1
     available_devices: Any = None
     score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "MFAC"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _older_options(cls, fields: Any) -> Any:
+        """SparseML's first recipes put the fields of M-FAC into a mapping `mfac_options`."""
+        if not isinstance(fields, dict) or not isinstance(cast(dict[str, Any], fields).get("mfac_options"), dict):
+            return cast(Any, fields)
+        given = cast(dict[str, Any], fields)
+        return {**{key: value for key, value in given.items() if key != "mfac_options"}, **given["mfac_options"]}
+
     @property
     def scorer(self) -> Scorer:
-        return FisherScorer(self.num_grads, self.damp, self.fisher_block_size, compensate=False, needs_sampler=False)
+        return FisherScorer(self.gradients_at, self.damp, self.fisher_block_size, compensate=False, needs_sampler=False)
 
 
 @register

@@ -7,7 +7,7 @@ go.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -84,9 +84,10 @@ class FisherScorer(MagnitudeScorer):
     by magnitude.
     """
 
-    num_grads: int
+    num_grads: Callable[[float], int]
+    """How many gradients to use at a sparsity."""
     damp: float
-    block_size: int
+    block_size: int | None
     compensate: bool
     needs_sampler: bool
 
@@ -99,8 +100,8 @@ class FisherScorer(MagnitudeScorer):
 
     def observe(self, run: Run) -> None:
         """Keep the gradients of the last steps before the next update."""
-        due = run.next_update
-        if run.grad_sampler is not None or due is None or due - run.step > self.num_grads:
+        due, count = run.next_update, self.num_grads(_reached(run))
+        if run.grad_sampler is not None or due is None or due - run.step > count:
             return
         rows: dict[str, list[Tensor]] = run.state.setdefault("gradients", {})
         for name in run.targets:
@@ -108,12 +109,14 @@ class FisherScorer(MagnitudeScorer):
             if gradient is not None:
                 kept = rows.setdefault(name, [])
                 kept.append(gradient.detach().reshape(-1).clone())
-                del kept[: -self.num_grads]
+                del kept[:-count]
 
     def scores(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]:
         gradients = self._sampled(run, names) if run.grad_sampler is not None else self._kept(run)
         run.scratch["fisher"] = {
-            name: BlockFisher(rows, self.damp, self.block_size) for name, rows in gradients.items() if name in names
+            name: BlockFisher(rows, self.damp, self.block_size or max(rows.shape[1], 1))
+            for name, rows in gradients.items()
+            if name in names
         }
         fisher: dict[str, BlockFisher] = run.scratch["fisher"]
         if not fisher:
@@ -145,7 +148,7 @@ class FisherScorer(MagnitudeScorer):
         try:
             for parameter in frozen:
                 parameter.requires_grad_(True)
-            for loss in islice(self._losses(run), self.num_grads):
+            for loss in islice(self._losses(run), self.num_grads(_reached(run))):
                 run.module.zero_grad(set_to_none=True)
                 loss.backward()
                 for name, parameter in parameters.items():
@@ -167,3 +170,8 @@ class FisherScorer(MagnitudeScorer):
         assert run.grad_sampler is not None
         with torch.enable_grad():
             yield from run.grad_sampler(run.forward)
+
+
+def _reached(run: Run) -> float:
+    """The largest sparsity that the modifier has scheduled so far."""
+    return max(run.state.get("sparsity", {}).values(), default=0.0)

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from gossamer.errors import ModifierError, SparsityError, nearest
-from gossamer.graph import match, named_modules, unwrap
+from gossamer.graph import ALL_PRUNABLE, match, named_modules, prunable, unwrap
 from gossamer.modifiers.base import Modifier, ParamNames, Run, register
 from gossamer.modifiers.pruning import GMPruningModifier
 from gossamer.sparse import smallest, zero_count
@@ -96,7 +96,9 @@ class LayerPruningModifier(Modifier):
         wanted = [self.layers] if isinstance(self.layers, str) else self.layers
         found: list[str] = []
         for item in wanted:
-            if item.startswith("re:"):
+            if item == ALL_PRUNABLE:
+                hits = [name.rpartition(".")[0] for name in prunable(run.module)]
+            elif item.startswith("re:"):
                 hits = [name for name in names if re.fullmatch(item[3:], name)]
             else:
                 hits = [item] if item in names else []

@@ -19,6 +19,7 @@ from gossamer.recipe.nodes import AliasNode, ListNode, MapNode, Node, Pair, Scal
 from gossamer.recipe.outline import Written
 from gossamer.recipe.scalars import entry, inline, plain_data
 from gossamer.recipe.source import Problems, Source
+from gossamer.recipe.values import mentioned
 from gossamer.recipe.writing import entry_head, item_lines, list_lines
 
 _REST_OF_LINE = re.compile(r"[ \t]*(?:#[^\n]*)?(?=\n|\Z)")
@@ -37,16 +38,22 @@ class NotEditableError(RecipeError):
 
 
 def override_variables(source: Source, overrides: Mapping[str, object]) -> Source:
-    """The source with other values for its variables, in stages too."""
+    """The source with other values for its variables, in stages too, and for those it leaves to the caller."""
     if not overrides:
         return source
     parts = outline_of(source)
     scopes = [(parts.root, parts.variables), *((section.body, section.variables) for section in parts.sections)]
     known = {name for _, variables in scopes for name in variables}
-    unknown = [name for name in overrides if name not in known]
-    if unknown:
+    used = mentioned(parts.root)
+    missing = [name for name in overrides if name not in known]
+    if unknown := [name for name in missing if name not in used]:
+        known |= used
         raise RecipeError([f"{source.name}: unknown variable '{name}'{nearest(name, known)}" for name in unknown])
-    edits: list[_Edit] = []
+    if missing and isinstance(parts.root, ListNode):
+        raise RecipeError(f"{source.name}: no place for the variable '{missing[0]}'; put the list below 'modifiers:'")
+    edits = [
+        _appended(source.text, parts.root, name, overrides[name]) for name in missing if isinstance(parts.root, MapNode)
+    ]
     for body, variables in scopes:
         for name, value in overrides.items():
             if name in variables:

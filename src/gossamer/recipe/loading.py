@@ -81,7 +81,7 @@ def _read(source: Source, problems: Problems) -> Content:
         version,
         _distinct(stages) if parts.is_staged else (),
         tuple(lines),
-        (*_list_warnings(parts, problems), *_modifier_warnings(modifiers, lines, source.name)),
+        (*problems.notes, *_list_warnings(parts, problems), *_modifier_warnings(modifiers, lines, source.name)),
     )
 
 

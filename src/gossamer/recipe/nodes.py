@@ -32,10 +32,13 @@ MAX_NODES = 200_000
 """A recipe is refused when it has more values than this, aliases written out."""
 
 MAX_DEPTH = 100
-MAX_TAG = 200
+MAX_TAG = 1000
+"""The YAML library takes quadratic time over a tag."""
+
 _CORE = "tag:yaml.org,2002:"
 _CORE_TAGS = {_CORE + name for name in ("str", "int", "float", "bool", "null", "seq", "map", "merge")}
 _PROPERTIES = re.compile(r"(?:[&!]\S*(?:\s+|$)(?:#[^\n]*\n\s*)*)*")
+_LONG_TAG = re.compile(rf"(?:^|[\s,\[{{])!\S{{{MAX_TAG}}}")
 _COLON = re.compile(r"\s*:")
 _PARSER_FAULTS = (ValueError, TypeError, AttributeError, LookupError, AssertionError, ArithmeticError, RecursionError)
 """What the YAML library raises by mistake on broken input, besides its own errors."""
@@ -126,6 +129,8 @@ def content_start(text: str, node: Node) -> int:
 def compose(source: Source, problems: Problems) -> Node:
     """The tree of the source's only YAML document."""
     composer = _Composer(source, problems)
+    if long_tag := _LONG_TAG.search(source.text, source.start, source.end):
+        raise problems.fail(long_tag.end() - MAX_TAG - 1, f"expected a tag of at most {MAX_TAG} characters")
     try:
         library: Any = YAML(typ="safe", pure=True)
         for event in library.parse(source.yaml):
@@ -171,7 +176,7 @@ def _number_checked(node: ScalarNode, problems: Problems) -> object:
 
 
 def pairs(node: MapNode, problems: Problems) -> list[Pair]:
-    """The entries of a mapping: no key twice, merge keys applied, own keys first."""
+    """The entries of a mapping, of a repeated key the last; merge keys applied, own keys first."""
     own: dict[object, Pair] = {}
     merges: list[Node] = []
     for key_node, value in node.entries:
@@ -187,14 +192,21 @@ def pairs(node: MapNode, problems: Problems) -> list[Pair]:
         else:
             name = constructed(key, problems)
             if name in own:
-                first = problems.line(own[name].key_node.start)
-                problems.add(key_node.start, f"the key {name!r} stands twice in one mapping, first in line {first}")
-            else:
-                own[name] = Pair(name, _placed(key, key_node), value)
+                _repeated(name, own[name], key_node, problems)
+            own[name] = Pair(name, _placed(key, key_node), value)
     for value in merges:
         for pair in _merged(value, problems):
             own.setdefault(pair.key, pair)
     return list(own.values())
+
+
+def _repeated(name: object, first: Pair, again: Node, problems: Problems) -> None:
+    """Real recipes repeat keys, and the last one counts; but modifiers must not get lost like that."""
+    line = problems.line(first.key_node.start)
+    if isinstance(name, str) and "modifiers" in name:
+        problems.add(again.start, f"the key '{name}' stands in line {line} already; give each list its own name")
+    else:
+        problems.note(again.start, f"the key {name!r} stands in line {line} already; this one counts")
 
 
 def check_tags(node: Node, problems: Problems, *, known: frozenset[str]) -> None:
@@ -286,8 +298,6 @@ class _Composer:
                 raise self._problems.fail(start, "expected one YAML document, found another behind it")
 
     def _tag(self, event: Any, start: int) -> str | None:
-        if event.ctag is not None and len(event.ctag.suffix or "") > MAX_TAG:
-            raise self._problems.fail(start, f"expected a tag of at most {MAX_TAG} characters")
         tag: str | None = event.tag
         if tag is None or tag in _CORE_TAGS or tag.startswith("!"):
             return tag

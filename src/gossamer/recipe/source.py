@@ -65,6 +65,7 @@ class Problems:
     def __init__(self, source: Source) -> None:
         self.source = source
         self._found: dict[tuple[int, str], None] = {}
+        self._notes: dict[tuple[int, str], None] = {}
         self._line_starts = [0, *(match.end() for match in re.finditer("\n", source.text))]
 
     @property
@@ -82,6 +83,15 @@ class Problems:
         self._found[index, _one_line(message)] = None
         if len(self._found) >= MAX_PROBLEMS:
             self.raise_if_any()
+
+    def note(self, index: int, message: str) -> None:
+        """Something that is no error, and that the author may want to know."""
+        self._notes[index, _one_line(message)] = None
+
+    @property
+    def notes(self) -> list[str]:
+        """What was noted, in file order, each with its file and line."""
+        return [f"{self.source.name}:{self.line(index)}: {message}" for index, message in sorted(self._notes)]
 
     def fail(self, index: int, message: str) -> RecipeError:
         """An error of this one problem, to raise at once."""

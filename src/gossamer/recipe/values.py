@@ -63,7 +63,7 @@ class Scope:
 
     def _order(self) -> list[str]:
         """An order in which no computation goes deep, however long a chain of variables is."""
-        uses = {name: _mentioned(pair.value) & self._variables.keys() for name, pair in self._variables.items()}
+        uses = {name: mentioned(pair.value) & self._variables.keys() for name, pair in self._variables.items()}
         try:
             return list(TopologicalSorter(uses).static_order())
         except CycleError:
@@ -137,7 +137,8 @@ def unevaluated(node: Node, problems: Problems) -> object:
     return {pair.key: unevaluated(pair.value, problems) for pair in pairs(found, problems)}
 
 
-def _mentioned(node: Node) -> set[str]:
+def mentioned(node: Node) -> set[str]:
+    """The names that expressions at or below a node use."""
     texts = [scalar.text for scalar in walk(node) if isinstance(scalar, ScalarNode)]
     expressions = [expression for text in texts if (expression := expression_in(text)) is not None]
     return {name for expression in expressions for name in (*_NAME.findall(expression), expression.strip())}

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gossamer.graph import get_parameter
+from gossamer.graph import get_parameter, has_parameter
 from gossamer.modifiers.base import Modifier
 from gossamer.training.clock import Timing
 from gossamer.training.masks import Masks
@@ -53,11 +53,18 @@ class Attachment:
         self.modifier = modifier
         self.timing = Timing.of(modifier, shared.steps_per_epoch)
         self.status: Literal["pending", "active", "ended"] = "pending"
-        self.targets: Sequence[str] = ()
+        self.bound: Sequence[str] = ()
         self.state: dict[str, Any] = {}
         self.scratch: dict[str, Any] = {}
         self.skipped: dict[str, str] = {}
         self._shared = shared
+
+    @property
+    def targets(self) -> list[str]:
+        """The bound names, without parameters of layers that are taken out at the moment."""
+        if self.modifier.structural:
+            return list(self.bound)
+        return [name for name in self.bound if has_parameter(self._shared.module, name)]
 
     @property
     def step(self) -> int:

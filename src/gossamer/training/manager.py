@@ -276,7 +276,7 @@ def bindings(recipe: Recipe, module: nn.Module) -> list[Binding]:
     found: list[Binding] = []
     for attachment in attachments(recipe, shared):
         error = None if attachment.modifier.unavailable else bind(recipe, attachment)
-        found.append(Binding(attachment.modifier, list(attachment.targets), dict(attachment.skipped), error))
+        found.append(Binding(attachment.modifier, list(attachment.bound), dict(attachment.skipped), error))
     return found
 
 

@@ -296,7 +296,7 @@ def bind(recipe: Recipe, attachment: Attachment) -> str | None:
     if modifier.unavailable is not None:
         return f"{recipe.where(attachment.index)}: {modifier.name} cannot run yet: {modifier.unavailable}"
     try:
-        attachment.targets = modifier.bind(attachment)
+        attachment.bound = modifier.bind(attachment)
     except ModifierError as error:
         return str(located(recipe, attachment, error))
     if attachment.skipped:
