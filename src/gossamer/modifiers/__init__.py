@@ -21,11 +21,10 @@ from gossamer.modifiers.pruning import (
     GlobalMagnitudePruningModifier,
     GMPruningModifier,
     MagnitudePruningModifier,
-    MFACPruningModifier,
     MovementPruningModifier,
-    OBSPruningModifier,
     PruningModifier,
 )
+from gossamer.modifiers.second_order import MFACPruningModifier, OBSPruningModifier
 from gossamer.modifiers.structure import LayerPruningModifier, LayerThinningModifier, StructuredPruningModifier
 
 __all__ = [

@@ -7,7 +7,7 @@ The modifier says which weights, how sparse and when; `scoring.py` ranks,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
@@ -275,69 +275,6 @@ class MovementPruningModifier(GMPruningModifier):
     """Gradual pruning of the weights that training moves towards zero (Sanh et al. 2020)."""
 
     score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "movement"
-
-
-Count = Annotated[int, Field(ge=1)]
-
-
-class _SecondOrder(GMPruningModifier):
-    num_grads: Count | dict[Sparsity, Count]
-    """A number, or `{sparsity: number}`: the number of the last sparsity that was reached."""
-    damp: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    fisher_block_size: Count | None
-    """Weights in a block; null: a whole parameter is one block."""
-    grad_sampler_kwargs: dict[str, Any] = Field(default_factory=dict)
-
-    def gradients_at(self, sparsity: float) -> int:
-        """How many gradients a sparsity asks for."""
-        if isinstance(self.num_grads, int):
-            return self.num_grads
-        reached = [share for share in self.num_grads if share <= sparsity + 1e-9]
-        return self.num_grads[max(reached, default=min(self.num_grads))]
-
-
-@register
-class OBSPruningModifier(_SecondOrder):
-    """Gradual pruning by the optimal brain surgeon on a block-wise Fisher matrix (Kurtic et al. 2022)."""
-
-    num_grads: Count | dict[Sparsity, Count] = 1024
-    damp: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-7
-    fisher_block_size: Count | None = 50
-    num_recomputations: Count = 1
-    score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "OBS"
-
-    @property
-    def scorer(self) -> Scorer:
-        return FisherScorer(self.gradients_at, self.damp, self.fisher_block_size, compensate=True, needs_sampler=True)
-
-    @property
-    def rounds(self) -> int:
-        return self.num_recomputations
-
-
-@register
-class MFACPruningModifier(_SecondOrder):
-    """Gradual pruning by the Fisher saliency of the last training gradients (Frantar et al. 2021)."""
-
-    num_grads: Count | dict[Sparsity, Count] = 64
-    damp: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-5
-    fisher_block_size: Count | None = 2000
-    num_pages: int = 1
-    available_devices: Any = None
-    score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "MFAC"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _older_options(cls, fields: Any) -> Any:
-        """SparseML's first recipes put the fields of M-FAC into a mapping `mfac_options`."""
-        if not isinstance(fields, dict) or not isinstance(cast(dict[str, Any], fields).get("mfac_options"), dict):
-            return cast(Any, fields)
-        given = cast(dict[str, Any], fields)
-        return {**{key: value for key, value in given.items() if key != "mfac_options"}, **given["mfac_options"]}
-
-    @property
-    def scorer(self) -> Scorer:
-        return FisherScorer(self.gradients_at, self.damp, self.fisher_block_size, compensate=False, needs_sampler=False)
 
 
 @register

@@ -129,6 +129,10 @@ class Manager:
         self._check(module, optimizer, steps_per_epoch, allow_parallel_module)
         for warning in self.recipe_object.warnings:
             logger.warning("%s", warning)
+        if distillation_teacher is not None and not self.distillation_modifiers:
+            logger.warning("distillation_teacher has no effect: the recipe holds no distillation modifier")
+        if calibration_data is not None and not self.quantization_modifiers:
+            logger.warning("calibration_data has no effect: the recipe holds no quantization modifier")
         run = TrainingRun(self.recipe_object, module, optimizer, float(steps_per_epoch), grad_sampler, loggers)
         if self._pending is None:
             run.begin(round(max(epoch or 0.0, 0.0) * steps_per_epoch))

@@ -1,0 +1,79 @@
+"""Gradual pruning by curvature: the optimal brain surgeon and M-FAC.
+
+Schedule, parameters and patterns are those of gradual magnitude pruning; only
+the scores differ, and those are in `scoring.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import Field, model_validator
+
+from gossamer.modifiers.base import register
+from gossamer.modifiers.pruning import GMPruningModifier, Sparsity
+from gossamer.modifiers.scoring import FisherScorer, Scorer
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class SecondOrderModifier(GMPruningModifier):
+    """What both share: how many gradients, and the blocks of the Fisher matrix."""
+
+    num_grads: Count | dict[Sparsity, Count]
+    """A number, or `{sparsity: number}`: the number of the last sparsity that was reached."""
+    damp: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    fisher_block_size: Count | None
+    """Weights in a block; null: a whole parameter is one block."""
+    grad_sampler_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def gradients_at(self, sparsity: float) -> int:
+        """How many gradients a sparsity asks for."""
+        if isinstance(self.num_grads, int):
+            return self.num_grads
+        reached = [share for share in self.num_grads if share <= sparsity + 1e-9]
+        return self.num_grads[max(reached, default=min(self.num_grads))]
+
+
+@register
+class OBSPruningModifier(SecondOrderModifier):
+    """Gradual pruning by the optimal brain surgeon on a block-wise Fisher matrix (Kurtic et al. 2022)."""
+
+    num_grads: Count | dict[Sparsity, Count] = 1024
+    damp: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-7
+    fisher_block_size: Count | None = 50
+    num_recomputations: Count = 1
+    score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "OBS"
+
+    @property
+    def scorer(self) -> Scorer:
+        return FisherScorer(self.gradients_at, self.damp, self.fisher_block_size, compensate=True, needs_sampler=True)
+
+    @property
+    def rounds(self) -> int:
+        return self.num_recomputations
+
+
+@register
+class MFACPruningModifier(SecondOrderModifier):
+    """Gradual pruning by the Fisher saliency of the last training gradients (Frantar et al. 2021)."""
+
+    num_grads: Count | dict[Sparsity, Count] = 64
+    damp: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-5
+    fisher_block_size: Count | None = 2000
+    num_pages: int = 1
+    available_devices: Any = None
+    score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "MFAC"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_options(cls, fields: Any) -> Any:
+        """SparseML's first recipes put the fields of M-FAC into a mapping `mfac_options`."""
+        if not isinstance(fields, dict) or not isinstance(cast(dict[str, Any], fields).get("mfac_options"), dict):
+            return cast(Any, fields)
+        given = cast(dict[str, Any], fields)
+        return {**{key: value for key, value in given.items() if key != "mfac_options"}, **given["mfac_options"]}
+
+    @property
+    def scorer(self) -> Scorer:
+        return FisherScorer(self.gradients_at, self.damp, self.fisher_block_size, compensate=False, needs_sampler=False)
