@@ -58,8 +58,7 @@ def test_dense_phases_of_acdc_show_as_zero():
 
 
 def test_the_learning_rate_is_that_of_the_modifier_which_started_last():
-    series = timeline(load("builtin:gmp-90")).learning_rate
-    assert series is not None
+    [series] = timeline(load("builtin:gmp-90")).learning_rate
     assert value_at(series, 5) == 0.01
     assert value_at(series, 24) == pytest.approx((0.01 + 0.0001) / 2)
     assert series.label == "learning rate"
@@ -73,16 +72,30 @@ modifiers:
 
 
 def test_a_rate_that_depends_on_the_optimizer_says_so():
-    series = timeline(load(RELATIVE)).learning_rate
-    assert series is not None
+    [series] = timeline(load(RELATIVE)).learning_rate
     assert "relative" in series.label
     assert value_at(series, 2.5) == 0.25
 
 
 def test_the_optimizers_own_rate_can_be_given():
-    series = timeline(load(RELATIVE), initial_lr=0.2).learning_rate
-    assert series is not None
+    [series] = timeline(load(RELATIVE), initial_lr=0.2).learning_rate
     assert (series.label, value_at(series, 2.5)) == ("learning rate", pytest.approx(0.05))
+
+
+GROUPS = """
+modifiers:
+  - !LearningRateFunctionModifier {start_epoch: 3, end_epoch: 6, lr_func: linear, init_lr: 0.1, final_lr: 0.0}
+  - !LearningRateFunctionModifier {start_epoch: 0, end_epoch: 3, lr_func: linear, init_lr: 0, final_lr: 0.1,
+                                   param_groups: [0, 1]}
+  - !SetLearningRateModifier {start_epoch: 0, learning_rate: 0.5, param_groups: [2]}
+"""
+
+
+def test_parameter_groups_that_go_their_own_way_have_their_own_curves():
+    first, second = timeline(load(GROUPS), steps_per_epoch=4).learning_rate
+    assert [first.label, second.label] == ["learning rate, groups 0, 1", "learning rate, group 2"]
+    assert [value_at(first, 1.5), value_at(second, 1.5)] == [pytest.approx(0.05), 0.5]
+    assert value_at(first, 4.5) == value_at(second, 4.5)
 
 
 def test_phases_tell_pruning_from_holding_and_from_the_rest(shared_recipe):

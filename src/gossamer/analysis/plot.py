@@ -195,19 +195,24 @@ def _draw_sparsity(ax: Axes, found: Sequence[Series]) -> None:
     ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, borderaxespad=0)
 
 
-def _draw_rate(ax: Axes, series: Series) -> None:
-    highest, typical = _highest_and_typical(series)
+def _draw_rate(ax: Axes, found: Sequence[Series]) -> None:
+    highest, typical = max(_highest_and_typical(series) for series in found)
     if 0 < typical < highest / 5:
         # Steps by factors of ten are invisible on a linear axis; what is next to nothing need not fit on this one.
         ax.set_yscale("log")
-        lowest = min(value for value in series.values if value)
+        lowest = min(value for series in found for value in series.values if value)
         ax.set_ylim(max(lowest, highest / 10_000) / 1.3, highest * 1.3)
     else:
         ax.set_ylim(0, highest * 1.08 or 1)
         ax.ticklabel_format(axis="y", style="sci", scilimits=(-3, 4))
-    ax.plot(series.epochs, _numbers(series), drawstyle="steps-post", color=FAMILY_COLOURS["learning_rate"], linewidth=2)
-    relative = series.label.removeprefix("learning rate").lstrip(", ")
-    ax.set_ylabel("learning rate" + (f"\n({relative})" if relative else ""))
+    colours = [FAMILY_COLOURS["learning_rate"], *COLOURS]
+    for series, colour in zip(found, colours, strict=False):
+        label = series.label.removeprefix("learning rate").lstrip(", ")
+        numbers = _numbers(series)
+        ax.plot(series.epochs, numbers, drawstyle="steps-post", color=colour, linewidth=2, label=label)
+    ax.set_ylabel("learning rate")
+    if len(found) > 1 or found[0].label != "learning rate":
+        ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, borderaxespad=0)
 
 
 def _draw_phases(ax: Axes, lanes: Sequence[str], spans: Sequence[Span], horizon: float) -> None:

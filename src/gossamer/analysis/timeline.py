@@ -7,7 +7,7 @@ formula of theirs, nor how the result is drawn.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gossamer.modifiers.base import Modifier
@@ -60,7 +60,8 @@ class Timeline:
     name: str
     epochs: float
     sparsity: tuple[Series, ...]
-    learning_rate: Series | None
+    learning_rate: tuple[Series, ...]
+    """One, or one for each set of parameter groups that goes its own way."""
     spans: tuple[Span, ...]
 
     def as_data(self) -> dict[str, Any]:
@@ -126,10 +127,25 @@ def _grouped(curves: Sequence[tuple[PruningModifier, Curve]]) -> tuple[Series, .
 
 def _learning_rate(
     rates: Sequence[RateModifier], horizon: float, steps_per_epoch: float, initial: float | None
-) -> Series | None:
-    """The rate that the recipe sets, from the epoch on at which it is known."""
-    if not rates:
-        return None
+) -> tuple[Series, ...]:
+    """The rates of the parameter groups that the recipe names; groups with the same modifiers share one."""
+    named = sorted({index for modifier in rates for index in modifier.param_groups or ()})
+    together: dict[tuple[int, ...], list[int]] = {}
+    for group in named or [0]:
+        chosen = [i for i, m in enumerate(rates) if m.param_groups is None or group in m.param_groups]
+        together.setdefault(tuple(chosen), []).append(group)
+    found: list[Series] = []
+    for chosen, groups in together.items():
+        own = [rates[index] for index in chosen]
+        if own:
+            series = _one_rate(own, horizon, steps_per_epoch, initial)
+            of = f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"
+            found.append(replace(series, label=f"{series.label}, {of}") if len(together) > 1 else series)
+    return tuple(found)
+
+
+def _one_rate(rates: Sequence[RateModifier], horizon: float, steps_per_epoch: float, initial: float | None) -> Series:
+    """The rate that these modifiers set, from the epoch on at which it is known."""
     if initial is not None:
         return _series("learning rate", _rates(rates, horizon, steps_per_epoch, initial))
     first = min(max(modifier.start_epoch, 0.0) for modifier in rates)
