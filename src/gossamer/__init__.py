@@ -1,10 +1,41 @@
-"""Gossamer makes PyTorch networks sparse while they train."""
+"""Gossamer makes PyTorch networks sparse while they train.
 
-from gossamer.errors import GossamerError, RecipeError
-from gossamer.modifiers import Modifier, register
-from gossamer.recipe import Recipe, compose, load
-from gossamer.training import Manager
+The names below are imported when they are first used, so that `import
+gossamer` and the command line start at once.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gossamer.errors import GossamerError, RecipeError
+    from gossamer.modifiers import Modifier, register
+    from gossamer.recipe import Recipe, compose, load
+    from gossamer.training import Manager
 
 __version__ = "0.1.0"
 
 __all__ = ["GossamerError", "Manager", "Modifier", "Recipe", "RecipeError", "compose", "load", "register"]
+
+_HOMES = {
+    "GossamerError": "errors",
+    "RecipeError": "errors",
+    "Modifier": "modifiers",
+    "register": "modifiers",
+    "Recipe": "recipe",
+    "compose": "recipe",
+    "load": "recipe",
+    "Manager": "training",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'gossamer' has no attribute '{name}'")
+    value = getattr(import_module(f"gossamer.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -122,7 +122,7 @@ class Modifier(BaseModel):
     next step's number `end`, `start` or `update`, and then masks are applied.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, defer_build=True)
 
     family: ClassVar[str] = "other"
     """`pruning`, `quantization`, `distillation`, `learning_rate`, `parameters`, `optimizer`, `epoch`, `logging`."""
