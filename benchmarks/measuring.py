@@ -1,13 +1,15 @@
 """Rows of results, and the way to get them: interleaved repetitions and their medians.
 
-Interleaving in a rotating order gives a busy machine, a warm cache or a
-falling clock rate to every contender alike. Nothing here knows what is timed.
+Interleaving in a random order gives a busy machine, the cache that another
+left warm or a falling clock rate to every contender alike. Nothing here knows
+what is timed.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import random
 import statistics
 import threading
 import time
@@ -60,16 +62,15 @@ Benchmark = Callable[[Watch], Iterable[Row]]
 def medians(
     contenders: Mapping[str, Callable[[], object]], watch: Watch, what: str, rounds: int, warm_up: int = 1
 ) -> dict[str, float]:
-    """The median seconds of each contender; every round runs all of them, each time starting with another."""
-    names = list(contenders)
+    """The median seconds of each contender; every round runs all of them, in an order drawn anew."""
+    names, order = list(contenders), random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     collecting = gc.isenabled()
     try:
         for number in watch(what, warm_up + rounds):
             gc.collect()
             gc.disable()
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
+            for name in order.sample(names, len(names)):
                 began = time.perf_counter()
                 contenders[name]()
                 if number >= warm_up:

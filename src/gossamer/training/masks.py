@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch import Tensor, nn
 
-from gossamer.graph import get_parameter, has_parameter
+from gossamer.graph import get_parameter
 from gossamer.sparse import zero_where
 
 
@@ -75,9 +75,10 @@ class Masks:
 
     def _apply(self, module: nn.Module, names: Iterable[str]) -> None:
         for name in list(names):
-            if not has_parameter(module, name):
+            try:
+                weight = get_parameter(module, name)
+            except AttributeError:  # The layer is taken out at the moment.
                 continue
-            weight = get_parameter(module, name)
             zeros = self._zeros[name]
             if zeros.device != weight.device:
                 zeros = self._move(name, weight.device)
