@@ -456,3 +456,13 @@ def test_names_that_match_nothing_are_allowed_where_params_are_not_strict() -> N
     assert zeros(model[0].weight) == 230
     with pytest.raises(GossamerError, match=r"'gone\.weight' matches none"):
         Manager(gmp("params: ['gone.weight'], params_strict: false")).apply(model)
+
+
+def test_a_reset_takes_adams_first_moment_and_leaves_the_second() -> None:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    Manager(ACDC.format(end=6, wide="false")).modify(model, optimizer, STEPS_PER_EPOCH)
+    train(model, optimizer, range(12))
+    state = optimizer.state[model[0].weight]
+    assert bool((state["exp_avg"] == 0).all())
+    assert bool((state["exp_avg_sq"] != 0).any())

@@ -96,7 +96,7 @@ class Run(Protocol):
         ...
 
     def reset_moments(self, name: str, where: torch.Tensor | None = None) -> None:
-        """Zero the optimizer's moments of a weight (at `where`, or all)."""
+        """Zero the optimizer's momentum of a weight (at `where`, or all)."""
         ...
 
     def zeros(self, name: str) -> tuple[int, int]:

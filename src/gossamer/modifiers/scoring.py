@@ -64,7 +64,7 @@ class MovementScorer(MagnitudeScorer):
                 continue
             moved = movement(run.parameter(name), gradient)
             moved = moved if moved.dtype == torch.float64 else moved.float()
-            sums[name] = sums[name].add_(moved) if name in sums else moved
+            sums[name] = sums[name].to(moved.device).add_(moved) if name in sums else moved
 
     def scores(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]:
         sums: dict[str, Tensor] = run.state.get("movement", {})

@@ -24,6 +24,9 @@ logger = logging.getLogger("gossamer")
 
 Logger = Callable[[str, float, int], None]
 
+FIRST_MOMENTS = ("momentum_buffer", "exp_avg")
+"""Without its second moment, which stays, Adam would take a leap after a reset."""
+
 
 @dataclass
 class Shared:
@@ -139,8 +142,8 @@ class Attachment:
         if self._shared.optimizer is None:
             return
         parameter = self.parameter(name)
-        moments: Mapping[str, Any] = self._shared.optimizer.state.get(parameter, {})
-        for value in moments.values():
+        state: Mapping[str, Any] = self._shared.optimizer.state.get(parameter, {})
+        for value in (state.get(key) for key in FIRST_MOMENTS):
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 value.zero_() if where is None else value.masked_fill_(where, 0)
 
