@@ -106,3 +106,17 @@ def test_a_name_that_matches_nothing_is_an_error_with_the_nearest(wanted: list[s
 def test_transposed_convolutions_are_known() -> None:
     model = nn.Sequential(nn.ConvTranspose2d(2, 4, 3), nn.Conv2d(4, 2, 3))
     assert [is_transposed(model, f"{i}.weight") for i in range(2)] == [True, False]
+
+
+def test_a_parallel_part_inside_the_model_does_not_show() -> None:
+    model = nn.Sequential(OrderedDict(features=nn.DataParallel(nn.Sequential(nn.Linear(4, 4))), fc=nn.Linear(4, 2)))
+    assert match(model, "__ALL_PRUNABLE__") == ["features.0.weight", "fc.weight"]
+    assert get_parameter(model, "features.0.weight").shape == (4, 4)
+
+
+def test_a_linear_layer_that_is_tied_to_an_embedding_is_prunable_under_its_first_name() -> None:
+    assert prunable(tied()) == ["embed.weight"]
+
+
+def test_an_exact_name_with_a_prefix_is_exact() -> None:
+    assert match_prunable(blocks(), ["module.fc.weight"]).exact == {"fc.weight"}

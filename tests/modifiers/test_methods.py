@@ -405,23 +405,18 @@ def test_a_transposed_convolution_is_pruned_along_its_own_input_channels() -> No
 
 
 def test_pruned_layers_are_identities_until_the_end_and_come_back_as_they_were() -> None:
-    model = network()
-    conv = model[3]
-    model = nn.Sequential(nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, padding=1)), model[4:])
-    kept = model[0][1].weight.detach().clone()
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, padding=1)), network()[4:])
+    layer = model[0][1]
     optimizer = sgd(model)
-    Manager("modifiers: [!LayerPruningModifier {layers: ['0.1'], start_epoch: 1, end_epoch: 2}]").modify(
-        model, optimizer, 2
-    )
-    assert isinstance(model[0][1], nn.Conv2d)
+    recipe = "modifiers: [!LayerPruningModifier {layers: ['0.1'], start_epoch: 1, end_epoch: 2}]"
+    Manager(recipe).modify(model, optimizer, 2)
     train(model, optimizer, range(2))
-    changed = model[0].state_dict()
+    taken_out = layer.weight.detach().clone()
     assert isinstance(model[0][1], nn.Identity)
+    assert "1.weight" not in model[0].state_dict()
     train(model, optimizer, range(2, 4))
-    assert isinstance(model[0][1], nn.Conv2d)
-    assert not torch.equal(model[0][1].weight.detach(), kept)
-    assert conv is not model[0][1]
-    assert "1.weight" not in changed
+    assert model[0][1] is layer
+    assert torch.equal(layer.weight.detach(), taken_out)
 
 
 def test_a_bare_constant_pruning_holds_the_zeros_and_says_what_is_dense() -> None:
@@ -445,9 +440,11 @@ def test_pruning_goes_on_around_layers_that_are_taken_out_and_returns_with_them(
     train(model, optimizer, range(5))
     assert isinstance(model[1], nn.Identity)
     assert zeros(model[0].weight) == 230
-    train(model, optimizer, range(5, 7))
+    assert set(manager.sparsity()) == {"0.weight", "5.weight"}
+    train(model, optimizer, range(5, 6))
     assert isinstance(model[1], nn.Conv2d)
-    assert zeros(model[1].weight) > 0
+    assert bool((model[1].weight.detach()[~manager.masks()["1.weight"]] == 0).all())
+    assert zeros(model[1].weight) >= round(576 * 0.05)
 
 
 def test_names_that_match_nothing_are_allowed_where_params_are_not_strict() -> None:
@@ -466,3 +463,71 @@ def test_a_reset_takes_adams_first_moment_and_leaves_the_second() -> None:
     state = optimizer.state[model[0].weight]
     assert bool((state["exp_avg"] == 0).all())
     assert bool((state["exp_avg_sq"] != 0).any())
+
+
+def test_movement_does_not_bring_back_what_it_pruned_first() -> None:
+    model = network()
+    manager = Manager(gmp("init_sparsity: 0.5, final_sparsity: 0.6, end_epoch: 2", "MovementPruningModifier"))
+    optimizer = manager.modify(model, sgd(model), STEPS_PER_EPOCH)
+    first = ~manager.masks()["0.weight"]
+    train(model, optimizer, range(8))
+    assert bool((model[0].weight.detach()[first] == 0).all())
+    assert zeros(model[0].weight) == round(288 * 0.6)
+
+
+def test_a_frozen_layer_is_ranked_by_magnitude_and_that_is_said() -> None:
+    model = network()
+    model[3].requires_grad_(False)
+    text = gmp("params: ['0.weight', '3.weight'], init_sparsity: 0.0, end_epoch: 1", "MovementPruningModifier")
+    manager = Manager(text)
+    optimizer = manager.modify(model, sgd(model), 2)
+    weight = model[3].weight.detach().clone()
+    train(model, optimizer, range(2))
+    assert float(weight[model[3].weight == 0].abs().max()) <= float(weight[model[3].weight != 0].abs().min())
+    assert manager.skipped["MovementPruningModifier.0"] == {"3.weight": "no gradient was seen: ranked by magnitude"}
+    again = network()
+    again[3].requires_grad_(False)
+    wide = Manager(text.replace("end_epoch: 1", "end_epoch: 1, global_sparsity: true"))
+    optimizer = wide.modify(again, sgd(again), 2)
+    with pytest.raises(GossamerError, match=r"'3\.weight' has no gradient and cannot be ranked"):
+        train(again, optimizer, range(2))
+
+
+@pytest.mark.parametrize("start", [-1, 0])
+def test_phases_of_acdc_change_at_its_update_steps_whatever_their_rounding(start: int) -> None:
+    model = network()
+    recipe = (
+        "modifiers: [!ACDCPruningModifier {params: ['0.weight'], compression_sparsity: 0.5, "
+        f"start_epoch: {start}, end_epoch: 1.5, update_frequency: 0.25}}]"
+    )
+    manager = Manager(recipe)
+    optimizer = manager.modify(model, sgd(model), 10)
+    sparse: list[bool] = [bool(manager.masks())]
+    train(model, optimizer, range(15), after=lambda _: sparse.append(bool(manager.masks())))
+    changes = [step for step in range(1, 16) if sparse[step] != sparse[step - 1]]
+    assert not sparse[0]
+    assert changes == [2, 5, 8, 10, 12]
+
+
+def test_mfac_remembers_gradients_across_updates() -> None:
+    model = network()
+    manager = Manager(gmp("num_grads: 4, update_frequency: -1", "MFACPruningModifier"))
+    optimizer = manager.modify(model, sgd(model), STEPS_PER_EPOCH)
+    train(model, optimizer, range(6))
+    state = manager.state_dict()["modifiers"]["MFACPruningModifier.0"]["state"]
+    assert len(state["gradients"]["0.weight"]) == 4
+
+
+def test_groups_that_overlap_are_refused() -> None:
+    text = gmp(
+        "params: ['0.weight', '3.weight'], final_sparsity: 0.5, param_groups: [['0.weight'], ['0.weight', '3.weight']]",
+        "StructuredPruningModifier",
+    )
+    with pytest.raises(GossamerError, match=r"'0\.weight' stands in two groups; join them"):
+        Manager(text).apply(network())
+
+
+def test_layers_inside_layers_are_taken_out_once() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Identity())), network())
+    Manager("modifiers: [!LayerPruningModifier {layers: ['re:0.*']}]").modify(model, sgd(model), 2)
+    assert isinstance(model[0], nn.Identity)

@@ -173,3 +173,81 @@ def test_state_before_modify_waits_for_it() -> None:
     second.modify(copy, sgd(copy), 4)
     assert second.step == 5
     assert torch.equal(second.masks()["0.weight"], manager.masks()["0.weight"])
+
+
+@pytest.mark.parametrize("order", ["state before modify", "state after modify"])
+def test_what_ended_before_the_interruption_does_not_come_back(order: str) -> None:
+    recipe = """
+    modifiers:
+      - !TrainableParamsModifier {params: ['0.weight'], trainable: false, start_epoch: 0, end_epoch: 1}
+      - !LayerPruningModifier {layers: ['4'], start_epoch: 0, end_epoch: 1}
+    """
+    model, _, manager = started(recipe)
+    again, second = network(), Manager(recipe)
+    if order == "state before modify":
+        second.load_state_dict(manager.state_dict())
+    second.modify(again, sgd(again), 4)
+    if order == "state after modify":
+        assert not again[0].weight.requires_grad
+        assert isinstance(again[4], nn.Identity)
+        assert second.load_state_dict(manager.state_dict()) == []
+    assert model[0].weight.requires_grad
+    assert again[0].weight.requires_grad
+    assert isinstance(again[4], nn.ReLU)
+
+
+def test_a_modifier_put_in_front_of_another_does_not_take_its_state() -> None:
+    alone = GMP.format(params="['0.weight']", final=0.9)
+    _, _, manager = started(alone)
+    both = GMP.format(params="['7.weight']", final=0.9) + alone.split("modifiers:\n")[1]
+    _, _, second = started(both, steps=0)
+    assert second.load_state_dict(manager.state_dict()) == ["GMPruningModifier.0 is not in the state and starts anew"]
+    assert torch.equal(second.masks()["0.weight"], manager.masks()["0.weight"])
+
+
+def test_a_parameter_that_the_recipe_no_longer_names_loses_its_mask_and_that_is_said() -> None:
+    _, _, manager = started(GMP.format(params="['0.weight', '3.weight']", final=0.9))
+    _, _, second = started(GMP.format(params="['0.weight']", final=0.9), steps=0)
+    assert second.load_state_dict(manager.state_dict()) == [
+        "GMPruningModifier.0: the mask of '3.weight' (8, 8, 3, 3) is dropped: the recipe no longer names it there"
+    ]
+    assert set(second.masks()) == {"0.weight"}
+
+
+def test_the_end_is_reached_with_another_number_of_steps_per_epoch() -> None:
+    recipe = GMP.format(params="['0.weight']", final=0.9).replace("0.5\n    final", "0.1\n    final")
+    recipe = recipe.replace("end_epoch: 2", "end_epoch: 4").replace("update_frequency: 0.5", "update_frequency: 2")
+    _, _, manager = started(recipe, steps=8)
+    model = network()
+    second = Manager(recipe)
+    optimizer = second.modify(model, sgd(model), 2)
+    second.load_state_dict(manager.state_dict())
+    train(model, optimizer, range(4))
+    assert zeros(model[0].weight) == 259
+
+
+def test_a_learning_rate_that_no_modifier_sets_is_the_users() -> None:
+    _, _, manager = started(GMP.format(params="['0.weight']", final=0.9))
+    model = network()
+    second = Manager(manager.recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    second.modify(model, optimizer, 4)
+    second.load_state_dict(manager.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.001
+
+
+def test_a_mask_on_a_layer_that_is_out_is_restored_with_it() -> None:
+    recipe = "modifiers:\n  - !LayerPruningModifier {layers: ['3'], start_epoch: 1, end_epoch: 2}\n"
+    recipe += (
+        GMP.format(params="['0.weight', '3.weight']", final=0.9)
+        .split("modifiers:\n")[1]
+        .replace("end_epoch: 2", "end_epoch: 1")
+    )
+    model, _, manager = started(recipe, steps=6)
+    saved = model.state_dict(), manager.state_dict()
+    again, second = network(), Manager(recipe)
+    again.load_state_dict(saved[0], strict=False)
+    other = second.modify(again, sgd(again), 4)
+    assert second.load_state_dict(saved[1]) == []
+    train(again, other, range(6, 8))
+    assert zeros(again[3].weight) == 518

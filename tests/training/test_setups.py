@@ -224,8 +224,10 @@ def test_an_averaged_copy_is_masked_by_one_call() -> None:
     average = torch.optim.swa_utils.AveragedModel(model)
     train(model, optimizer, range(9), after=lambda _: average.update_parameters(model))
     assert zeros(average.module[0].weight) < 259
-    manager.apply_masks(average.module)
+    manager.apply_masks(average)
     assert zeros(average.module[0].weight) == 259
+    with pytest.raises(GossamerError, match="this is no copy of the model"):
+        manager.apply_masks(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -373,3 +375,44 @@ def test_phases_say_what_a_run_does_when() -> None:
         GossamerError, match="QuantizationModifier cannot run yet: quantization-aware training comes with"
     ):
         manager.modify(network(), sgd(network()), 4)
+
+
+def test_a_modifier_that_starts_where_another_ends_sees_its_zeros() -> None:
+    model = network()
+    held = (
+        RECIPE.replace("end_epoch: 2", "end_epoch: 1")
+        + "  - !ConstantPruningModifier {params: ['0.weight'], start_epoch: 1}\n"
+    )
+    manager = Manager(held)
+    optimizer = manager.modify(model, sgd(model), 4)
+    train(model, optimizer, range(6))
+    assert zeros(model[0].weight) == 259
+
+
+def test_two_managers_share_one_scaler_and_each_counts_its_own_steps() -> None:
+    class OwnScaler(torch.amp.GradScaler):
+        pass
+
+    models = [network(0), network(1)]
+    managers = [Manager(RECIPE), Manager(RECIPE)]
+    optimizers = [sgd(model) for model in models]
+    scaler = OwnScaler("cpu", init_scale=4.0)
+    for manager, model, optimizer in zip(managers, models, optimizers, strict=True):
+        scaler = manager.modify(model, optimizer, 4, scaler=scaler)
+    assert isinstance(scaler, OwnScaler)
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            scaler.scale(loss_at(model, step) * (float("inf") if step == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+        scaler.update()
+    assert [manager.step for manager in managers] == [3, 3]
+    assert type(deepcopy(scaler)) is OwnScaler
+    with pytest.raises(GossamerError, match=r"expected a torch.amp.GradScaler, found str"):
+        Manager(RECIPE).modify(network(), sgd(network()), 4, wrap_optim="amp")  # type: ignore[arg-type]
+
+
+def test_structure_is_left_alone_by_a_recipe_without_any() -> None:
+    model = network()
+    Manager(RECIPE).apply_structure(model, epoch=1)
+    assert zeros(model[0].weight) == 0

@@ -19,7 +19,8 @@ from gossamer.errors import ModifierError, nearest
 ALL = "__ALL__"
 ALL_PRUNABLE = "__ALL_PRUNABLE__"
 _PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
-_WRAPPER_PART = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module)\.")
+_INNER = ("_orig_mod", "_fsdp_wrapped_module")
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "AveragedModel")
 _NORMALISATION = re.compile(r"(Norm|LRN|NormOnly)(\d?d)?$")
 
 
@@ -29,59 +30,77 @@ class Matches:
 
     names: list[str]
     skipped: dict[str, str]
+    exact: set[str]
+    """Those of `names` that were named exactly."""
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The user's own model inside DDP, DataParallel or torch.compile."""
+    """The user's own model inside DDP, DataParallel, torch.compile or an average of it."""
     while True:
-        inner = getattr(module, "_orig_mod", None)
-        if inner is None and type(module).__name__ in ("DistributedDataParallel", "DataParallel"):
+        inner = next((getattr(module, name) for name in _INNER if hasattr(module, name)), None)
+        if inner is None and type(module).__name__ in _WRAPPERS:
             inner = module.module
         if not isinstance(inner, nn.Module):
             return module
         module = inner
 
 
-def clean(name: str) -> str:
-    """A parameter's or module's name without the prefixes of wrappers inside the model."""
-    return _WRAPPER_PART.sub("", name)
+def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module by each of its names, wrappers inside the model left out."""
+    owner = unwrap(module)
+    yield "", owner
+    for name, child in owner.named_children():
+        for path, inner in named_modules(child):
+            yield f"{name}.{path}" if path else name, inner
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter once, by its clean name; a tied weight under its first name."""
-    for name, parameter in unwrap(module).named_parameters():
-        yield clean(name), parameter
+    seen: set[int] = set()
+    for name, parameter in _all_names(module):
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield name, parameter
 
 
-def named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module by its clean name."""
-    modules = cast(Iterator[tuple[str, nn.Module]], unwrap(module).named_modules())
-    return [(clean(f"{name}.")[:-1] if name else "", layer) for name, layer in modules]
+def _all_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for path, owner in named_modules(module):
+        for leaf, parameter in owner.named_parameters(recurse=False):
+            yield f"{path}.{leaf}" if path else leaf, parameter
+
+
+def first_names(module: nn.Module) -> dict[str, str]:
+    """Every name that a parameter goes by, to its first name."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(parameter), name) for name, parameter in _all_names(module)}
 
 
 def get_parameter(module: nn.Module, name: str) -> nn.Parameter:
     """The parameter that has this clean name now."""
-    *path, leaf = name.split(".")
+    path, _, leaf = name.rpartition(".")
+    return cast(nn.Parameter, getattr(get_module(module, path), leaf))
+
+
+def get_module(module: nn.Module, name: str) -> nn.Module:
+    """The module that has this clean name now; the model itself for an empty one."""
     owner = unwrap(module)
-    for part in path:
+    for part in name.split(".") if name else ():
         owner = unwrap(cast(nn.Module, getattr(owner, part)))
-    return cast(nn.Parameter, getattr(owner, leaf))
+    return owner
 
 
 def has_parameter(module: nn.Module, name: str) -> bool:
     """Whether the parameter is in the model now; the layer that held it may have been taken out."""
     try:
-        return bool(get_parameter(module, name).dim() + 1)
+        get_parameter(module, name)
     except AttributeError:
         return False
+    return True
 
 
 def owner_of(module: nn.Module, name: str) -> nn.Module:
     """The module that holds a parameter."""
-    owner = unwrap(module)
-    for part in name.split(".")[:-1]:
-        owner = unwrap(cast(nn.Module, getattr(owner, part)))
-    return owner
+    return get_module(module, name.rpartition(".")[0])
 
 
 def is_transposed(module: nn.Module, name: str) -> bool:
@@ -120,16 +139,18 @@ def match_prunable(
             f"only when named exactly; name a weight{nearest('weight', prunable(module))}",
             field,
         )
-    return Matches(kept, skipped)
+    return Matches(kept, skipped, exact)
 
 
 def prunable(module: nn.Module) -> list[str]:
     """Weights of convolutions, linear layers and attention projections, by clean name."""
-    names: list[str] = []
-    known = {name for name, _ in named_parameters(module)}
-    for path, layer in named_modules(module):
-        prefix = f"{path}." if path else ""
-        names += [prefix + leaf for leaf in _prunable_leaves(layer) if prefix + leaf in known]
+    known = first_names(module)
+    names = [
+        known[name]
+        for path, layer in named_modules(module)
+        for leaf in _prunable_leaves(layer)
+        if (name := f"{path}.{leaf}" if path else leaf) in known
+    ]
     return list(dict.fromkeys(names))
 
 
@@ -158,22 +179,24 @@ class _Resolver:
         self.module = unwrap(module)
         self.field = field
         self.names = [name for name, _ in named_parameters(module)]
-        self.canonical = self._tied_names()
+        self.canonical = first_names(self.module)
 
     def resolve(self, wanted: Sequence[str]) -> tuple[list[str], set[str]]:
         """All matched names in the model's order, and those that were named exactly."""
         found: set[str] = set()
         exact: set[str] = set()
+        missed: list[ModifierError] = []
         for item in wanted:
             try:
                 names, is_exact = self._one(item)
-            except ModifierError:
-                if self.strict or (item == wanted[-1] and not found):
-                    raise
+            except ModifierError as error:
+                missed.append(error)
                 continue
             found.update(names)
             if is_exact:
                 exact.update(names)
+        if missed and (self.strict or not found):
+            raise missed[0]
         if not found:
             raise ModifierError(f"{self.field}: no parameter is named; list names, or write {ALL_PRUNABLE}", self.field)
         return [name for name in self.names if name in found], exact
@@ -217,15 +240,6 @@ class _Resolver:
         plain = re.sub(r"[\\^$*+?()\[\]|]", "", item.removeprefix("re:"))
         close = nearest(plain, [*self.names, *prunable(self.module)]) or _by_last_part(plain, self.names)
         return ModifierError(f"{self.field}: '{item}' matches none of {len(self.names)} parameters{close}", self.field)
-
-    def _tied_names(self) -> dict[str, str]:
-        """Every name a parameter goes by, to its first name."""
-        first: dict[int, str] = {}
-        names: dict[str, str] = {}
-        for raw, parameter in self.module.named_parameters(remove_duplicate=False):
-            name = clean(raw)
-            names[name] = first.setdefault(id(parameter), name)
-        return names
 
 
 def _without_prefixes(name: str, only_shortened: bool = False) -> Iterator[str]:

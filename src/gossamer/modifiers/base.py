@@ -49,8 +49,13 @@ class Run(Protocol):
         ...
 
     @property
+    def plan(self) -> dict[str, Any]:
+        """What `bind` found out; not saved, for it can be found out again."""
+        ...
+
+    @property
     def scratch(self) -> dict[str, Any]:
-        """What need not survive a restart."""
+        """What one step leaves for the next moment; not saved, and gone when a state is loaded."""
         ...
 
     @property
@@ -67,6 +72,11 @@ class Run(Protocol):
     def optimizer(self) -> torch.optim.Optimizer | None: ...
     @property
     def grad_sampler(self) -> Callable[[nn.Module], Iterable[torch.Tensor]] | None: ...
+    @property
+    def updates_done(self) -> int:
+        """How many of this modifier's updates fall at or before this step, the start not counted."""
+        ...
+
     @property
     def next_update(self) -> int | None:
         """The step of this modifier's next update, or None when there is none."""
@@ -201,6 +211,9 @@ class Modifier(BaseModel):
 
     def restore(self, run: Run) -> None:
         """Put what `state` says back into effect, after a checkpoint was loaded into a fresh model."""
+
+    def undo(self, run: Run) -> None:
+        """Take back what `start` did to the model besides weights, masks and learning rates."""
 
 
 def to_step(epoch: float, steps_per_epoch: float) -> int:

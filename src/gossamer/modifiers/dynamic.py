@@ -13,6 +13,7 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
+from gossamer.errors import ModifierError, SparsityError
 from gossamer.modifiers.base import Epoch, ParamNames, Run, register
 from gossamer.modifiers.pruning import Frequency, PruningModifier, Sparsity, check_frequency
 from gossamer.sparse import NM, cosine, erdos_renyi, fraction, magnitude, smallest, uniform
@@ -74,22 +75,23 @@ class ACDCPruningModifier(DynamicPruningModifier):
             raise ValueError("update_frequency: expected the length of a phase in epochs, found -1")
         return self
 
-    def is_sparse(self, epoch: float) -> bool:
-        """Whether the phase at this epoch is a sparse one."""
-        phases = max(1, math.ceil(round((self.end_epoch - self.start_epoch) / self.update_frequency, 9)))
-        phase = math.floor(round((epoch - self.start_epoch) / self.update_frequency, 9))
+    def is_sparse(self, phase: int) -> bool:
+        """Whether a phase, counted from 0, is a sparse one."""
+        length = self.end_epoch - max(self.start_epoch, 0.0)
+        phases = max(1, math.ceil(round(length / self.update_frequency, 9)))
         return phase % 2 == 1 or phase >= phases - 1
 
     def sparsity_at(self, epoch: float) -> float | None:
         if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):
             return None
-        return self.compression_sparsity if self.is_sparse(epoch) else 0.0
+        phase = math.floor(round((epoch - max(self.start_epoch, 0.0)) / self.update_frequency, 9))
+        return self.compression_sparsity if self.is_sparse(phase) else 0.0
 
     def start(self, run: Run) -> None:
         self.update(run)
 
     def update(self, run: Run) -> None:
-        sparse = self.is_sparse(run.step / run.steps_per_epoch)
+        sparse = self.is_sparse(run.updates_done)
         if sparse and not run.state.get("sparse", False):
             for name, keep in self.magnitude_masks(run, self.compression_sparsity).items():
                 run.set_mask(name, keep)
@@ -149,6 +151,10 @@ class RigLPruningModifier(DynamicPruningModifier):
             gradients = {name: run.gradient(name) for name in run.targets}
             run.scratch["gradients"] = {n: g.detach().abs() for n, g in gradients.items() if g is not None}
 
+    def end(self, run: Run) -> None:
+        run.scratch.pop("gradients", None)
+        super().end(run)
+
     def update(self, run: Run) -> None:
         assert run.end_step is not None
         exchanged = cosine(self.init_update_fraction, 0.0, fraction(run.step, run.start_step, run.end_step))
@@ -157,7 +163,10 @@ class RigLPruningModifier(DynamicPruningModifier):
             old = run.mask(name)
             if old is None:
                 continue
-            keep = self.exchange(run.parameter(name).detach(), gradient, old, exchanged)
+            try:
+                keep = self.exchange(run.parameter(name).detach(), gradient, old, exchanged)
+            except SparsityError as error:
+                raise ModifierError(f"'{name}' cannot be pruned at step {run.step}: {error}") from None
             run.set_mask(name, keep)
             if self.momentum_buffer_reset:
                 run.reset_moments(name, keep & ~old)

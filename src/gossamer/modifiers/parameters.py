@@ -47,9 +47,13 @@ class TrainableParamsModifier(ParameterModifier):
             if not self.trainable:
                 run.parameter(name).grad = None
 
-    def end(self, run: Run) -> None:
-        for name, trained in run.state.pop("before", {}).items():
+    def undo(self, run: Run) -> None:
+        for name, trained in run.state.get("before", {}).items():
             run.parameter(name).requires_grad_(trained)
+
+    def end(self, run: Run) -> None:
+        self.undo(run)
+        run.state.pop("before", None)
 
 
 @register

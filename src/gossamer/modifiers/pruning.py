@@ -67,14 +67,13 @@ class PruningModifier(Modifier):
         matches = match_prunable(run.module, wanted, field=field, strict=self.params_strict)
         for name, reason in matches.skipped.items():
             run.skip(name, reason)
-        named = {wanted} if isinstance(wanted, str) else set(wanted)
         targets: list[str] = []
         for name in matches.names:
             parameter = run.parameter(name)
             if parameter.numel() and bool(parameter.detach().isnan().any()):
                 raise ModifierError(f"'{name}' holds NaN and cannot be pruned; repair the weights first", field)
             reason = self.pattern.fits(self._rows(run, name, parameter).shape)
-            if reason and named & {name, name.removesuffix(".weight")}:
+            if reason and name in matches.exact:
                 raise ModifierError(f"mask_type {self.mask_type} does not fit '{name}': {reason}", "mask_type")
             if reason:
                 run.skip(name, f"mask_type {self.mask_type} does not fit: {reason}")
@@ -179,13 +178,13 @@ class GMPruningModifier(PruningModifier):
     def sparsity_at(self, epoch: float) -> float | None:
         if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):
             return None
-        final = self.final_sparsity
+        start, final = max(self.start_epoch, 0.0), self.final_sparsity
         target = final if not isinstance(final, dict) else sum(s * len(p) for s, p in final.items())
         if isinstance(final, dict):
             target /= sum(len(names) for names in final.values())
         initial = 0.0 if isinstance(self.init_sparsity, str) else self.init_sparsity
-        span = self.end_epoch - self.start_epoch
-        x = 1.0 if span <= 0 else (epoch - self.start_epoch) / span
+        span = self.end_epoch - start
+        x = 1.0 if span <= 0 else (epoch - start) / span
         return interpolate(initial, target, x, self.inter_func)
 
     def bind(self, run: Run) -> list[str]:
@@ -197,7 +196,7 @@ class GMPruningModifier(PruningModifier):
             for name in self.bind_params(run, wanted, "final_sparsity"):
                 if finals.setdefault(name, sparsity) != sparsity:
                     raise ModifierError(f"final_sparsity: '{name}' is listed at two sparsities", "final_sparsity")
-        run.scratch["final"] = finals
+        run.plan["final"] = finals
         return list(finals)
 
     def start(self, run: Run) -> None:
@@ -216,12 +215,12 @@ class GMPruningModifier(PruningModifier):
             step = {n: before.get(n, 0.0) + (s - before.get(n, 0.0)) * share for n, s in target.items()}
             self._prune(run, target if part == self.rounds else step)
         run.state["sparsity"] = target
-        run.state["updated"] = run.step
 
     def end(self, run: Run) -> None:
-        if run.state.get("updated") != run.step:
+        if run.state.get("sparsity") != self._sparsity(run):
             self.update(run)
-        run.state.pop("movement", None)
+        for sums in ("movement", "gradients"):
+            run.state.pop(sums, None)
         super().end(run)
 
     def before_step(self, run: Run) -> None:
@@ -230,7 +229,15 @@ class GMPruningModifier(PruningModifier):
     def _prune(self, run: Run, sparsity: Mapping[str, float]) -> None:
         scorer = self.scorer
         scores = scorer.scores(run, run.targets)
+        if scorer.below_zero:
+            self._rank_masked_last(run, scores, sparsity)
         if self.global_sparsity:
+            if unseen := run.scratch.get("unseen"):
+                raise ModifierError(
+                    f"'{unseen[0]}' has no gradient and cannot be ranked against layers that have one; "
+                    "take it out of params, or set global_sparsity: false",
+                    "global_sparsity",
+                )
             sizes = {name: run.parameter(name).numel() for name in run.targets}
             total = sum(sizes.values())
             shared = sum(sparsity[name] * size for name, size in sizes.items()) / max(total, 1)
@@ -243,11 +250,19 @@ class GMPruningModifier(PruningModifier):
         for name, keep in masks.items():
             run.set_mask(name, keep)
 
+    @staticmethod
+    def _rank_masked_last(run: Run, scores: dict[str, Tensor], sparsity: Mapping[str, float]) -> None:
+        """A masked weight scores 0, above what training moves towards zero; it must not come back for that."""
+        for name, score in scores.items():
+            keep = run.mask(name)
+            if keep is not None and round(keep.numel() * sparsity[name]) >= keep.numel() - int(keep.count_nonzero()):
+                scores[name] = score.masked_fill(~keep, -float("inf"))
+
     def _sparsity(self, run: Run) -> dict[str, float]:
         """Each target's scheduled sparsity at the run's step."""
         assert run.end_step is not None
         x = fraction(run.step, run.start_step, run.end_step)
-        finals: dict[str, float] = run.scratch.get("final", {})
+        finals: dict[str, float] = run.plan.get("final", {})
         final = self.final_sparsity
         single = 0.0 if isinstance(final, dict) else final
         initial: dict[str, float] = run.state["init_sparsity"]

@@ -23,6 +23,11 @@ from gossamer.sparse import BlockFisher, magnitude, movement
 class Scorer(Protocol):
     """One way to rank weights; higher scores are kept."""
 
+    @property
+    def below_zero(self) -> bool:
+        """Whether a weight that counts for something can score less than one that is zero."""
+        ...
+
     def check(self, run: Run) -> None:
         """Raise when the run lacks what the scorer needs."""
         ...
@@ -42,6 +47,10 @@ class Scorer(Protocol):
 class MagnitudeScorer:
     """|w|."""
 
+    @property
+    def below_zero(self) -> bool:
+        return False
+
     def check(self, run: Run) -> None: ...
 
     def observe(self, run: Run) -> None: ...
@@ -56,6 +65,10 @@ class MagnitudeScorer:
 class MovementScorer(MagnitudeScorer):
     """The sum over steps of −w·∂L/∂w; by magnitude until a gradient was seen."""
 
+    @property
+    def below_zero(self) -> bool:
+        return True
+
     def observe(self, run: Run) -> None:
         sums: dict[str, Tensor] = run.state.setdefault("movement", {})
         for name in run.targets:
@@ -68,11 +81,7 @@ class MovementScorer(MagnitudeScorer):
 
     def scores(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]:
         sums: dict[str, Tensor] = run.state.get("movement", {})
-        missing = [name for name in names if name not in sums]
-        if len(missing) == len(names):
-            return super().scores(run, names)
-        shapes = {name: run.parameter(name) for name in missing}
-        return {name: sums[name] if name in sums else torch.zeros_like(shapes[name]) for name in names}
+        return _or_magnitude(run, names, {name: sums[name] for name in names if name in sums})
 
 
 @dataclass(frozen=True)
@@ -119,14 +128,7 @@ class FisherScorer(MagnitudeScorer):
             if name in names
         }
         fisher: dict[str, BlockFisher] = run.scratch["fisher"]
-        if not fisher:
-            return super().scores(run, names)
-        return {
-            name: fisher[name].saliency(run.parameter(name))
-            if name in fisher
-            else torch.zeros_like(run.parameter(name), dtype=torch.float64)
-            for name in names
-        }
+        return _or_magnitude(run, names, {name: block.saliency(run.parameter(name)) for name, block in fisher.items()})
 
     def settle(self, run: Run, masks: Mapping[str, Tensor]) -> None:
         fisher: dict[str, BlockFisher] = run.scratch.pop("fisher", {})
@@ -135,7 +137,7 @@ class FisherScorer(MagnitudeScorer):
                 run.write(name, fisher[name].compensated(run.parameter(name), masks[name]))
 
     def _kept(self, run: Run) -> dict[str, Tensor]:
-        rows: dict[str, list[Tensor]] = run.state.pop("gradients", {})
+        rows: dict[str, list[Tensor]] = run.state.get("gradients", {})
         return {name: torch.stack(kept) for name, kept in rows.items() if kept}
 
     def _sampled(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]:
@@ -170,6 +172,15 @@ class FisherScorer(MagnitudeScorer):
         assert run.grad_sampler is not None
         with torch.enable_grad():
             yield from run.grad_sampler(run.forward)
+
+
+def _or_magnitude(run: Run, names: Sequence[str], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Scores by name; layers that never had a gradient rank by magnitude, and that is said."""
+    unseen = [name for name in names if name not in found]
+    run.scratch["unseen"] = unseen if found else []
+    for name in run.scratch["unseen"]:
+        run.skip(name, "no gradient was seen: ranked by magnitude")
+    return {name: found[name] if name in found else magnitude(run.parameter(name)) for name in names}
 
 
 def _reached(run: Run) -> float:

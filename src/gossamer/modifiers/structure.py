@@ -6,6 +6,7 @@ Physically removing what is zero (`LayerThinningModifier`) belongs to export.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
@@ -13,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from gossamer.errors import ModifierError, SparsityError, nearest
-from gossamer.graph import ALL_PRUNABLE, match, named_modules, prunable, unwrap
+from gossamer.graph import ALL_PRUNABLE, get_module, match, named_modules, named_parameters, prunable
 from gossamer.modifiers.base import Modifier, ParamNames, Run, register
 from gossamer.modifiers.pruning import GMPruningModifier
 from gossamer.sparse import smallest, zero_count
@@ -46,6 +47,9 @@ class StructuredPruningModifier(GMPruningModifier):
     def bind(self, run: Run) -> list[str]:
         targets = super().bind(run)
         groups = [match(run.module, names, field="param_groups") for names in self.param_groups]
+        repeated = [name for name, count in Counter(name for group in groups for name in group).items() if count > 1]
+        if repeated:
+            raise ModifierError(f"param_groups: '{repeated[0]}' stands in two groups; join them", "param_groups")
         for group in groups:
             counts = {name: self._units(run, name) for name in group}
             if missing := [name for name in group if name not in targets]:
@@ -55,11 +59,12 @@ class StructuredPruningModifier(GMPruningModifier):
                 raise ModifierError(
                     f"param_groups: one group needs as many {self.mask_type}s everywhere: {shown}", "param_groups"
                 )
-        run.scratch["groups"] = groups
+        run.plan["groups"] = groups
         return targets
 
     def masks(self, run: Run, scores: Mapping[str, Tensor], sparsity: Mapping[str, float] | float) -> dict[str, Tensor]:
-        groups: list[list[str]] = run.scratch["groups"]
+        present = [[name for name in group if name in scores] for group in run.plan["groups"]]
+        groups: list[list[str]] = [group for group in present if group]
         if not isinstance(sparsity, Mapping) or not groups:
             return super().masks(run, scores, sparsity)
         grouped = {name for group in groups for name in group}
@@ -107,11 +112,13 @@ class LayerPruningModifier(Modifier):
                     f"layers: '{item}' matches none of {len(names)} modules{nearest(item, names)}", "layers"
                 )
             found += hits
-        return list(dict.fromkeys(found))
+        return [name for name in dict.fromkeys(found) if not any(name.startswith(f"{other}.") for other in found)]
 
     def start(self, run: Run) -> None:
         run.state["layers"] = {
-            name: {key: value.detach().clone() for key, value in run.module.get_submodule(name).state_dict().items()}
+            name: {key: value.detach().clone() for key, value in get_module(run.module, name).state_dict().items()}
+            if run.end_step is not None
+            else {}
             for name in run.targets
         }
         self._take_out(run)
@@ -121,18 +128,26 @@ class LayerPruningModifier(Modifier):
             self._take_out(run)
 
     def end(self, run: Run) -> None:
-        originals: dict[str, nn.Module] = run.scratch.pop("originals", {})
         saved: dict[str, Any] = run.state.pop("layers", {})
-        for name, layer in originals.items():
+        returned: dict[str, nn.Module] = dict(run.plan.get("originals", {}))
+        self.undo(run)
+        for name, layer in returned.items():
             layer.load_state_dict(saved[name])
+            like = next((p for _, p in named_parameters(run.module) if p.is_floating_point()), None)
+            if like is not None:
+                layer.to(like.device, like.dtype)
+
+    def undo(self, run: Run) -> None:
+        originals: dict[str, nn.Module] = run.plan.pop("originals", {})
+        for name, layer in originals.items():
             _replace(run.module, name, layer)
 
     def _take_out(self, run: Run) -> None:
-        originals: dict[str, nn.Module] = run.scratch.setdefault("originals", {})
+        originals: dict[str, nn.Module] = run.plan.setdefault("originals", {})
         for name in run.targets:
-            layer = run.module.get_submodule(name)
             if name not in originals:
-                originals[name] = layer
+                originals[name] = get_module(run.module, name)
+                originals[name].zero_grad(set_to_none=True)
                 _replace(run.module, name, nn.Identity())
 
 
@@ -154,4 +169,4 @@ class LayerThinningModifier(Modifier):
 
 def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:
     path, _, leaf = name.rpartition(".")
-    setattr(unwrap(module.get_submodule(path)), leaf, layer)
+    setattr(get_module(module, path), leaf, layer)

@@ -1,9 +1,9 @@
 """Second-order scores from a block-diagonal empirical Fisher matrix.
 
 F = λI + (1/m) Σ g gᵀ over m gradients, in blocks of consecutive weights. The
-blocks are solved exactly in float64: as B×B matrices when m ≥ B, and through
-the m×m Gram matrix (Woodbury) when blocks are larger than m, so no B×B
-matrix of a large block is ever held. Kurtic et al. 2022 (oBERT) and Frantar
+blocks are solved exactly in float64, some at a time: as B×B matrices when m ≥ B,
+and for scores through the m×m Gram matrix (Woodbury) when blocks are larger
+than m. Kurtic et al. 2022 (oBERT) and Frantar
 et al. 2021 (M-FAC) estimate the same quantities by m rank-one updates.
 """
 
@@ -31,7 +31,7 @@ class BlockFisher:
     def inverse_diagonal(self) -> Tensor:
         """diag(F⁻¹), flat, float64."""
         parts: list[Tensor] = []
-        for rows in self._blocks(self.gradients):
+        for rows in self._blocks(self.gradients, self.gradients.shape[0]):
             count, block = rows.shape[1:]
             if count >= block:
                 factor = cast(Tensor, torch.linalg.cholesky(self._dense(rows)))
@@ -57,7 +57,8 @@ class BlockFisher:
         values = weight.detach().reshape(1, -1).double()
         kept = keep.reshape(1, -1).double()
         parts: list[Tensor] = []
-        blocks = zip(self._blocks(self.gradients), self._blocks(values), self._blocks(kept), strict=True)
+        width = max(self.gradients.shape[0], min(self.block_size, values.shape[1]))
+        blocks = zip(*(self._blocks(part, width) for part in (self.gradients, values, kept)), strict=True)
         for rows, value_rows, kept_rows in blocks:
             fisher, value, mask = self._dense(rows), value_rows.squeeze(1), kept_rows.squeeze(1)
             pull = (fisher @ (value * (1 - mask)).unsqueeze(2)).squeeze(2) * mask
@@ -72,12 +73,14 @@ class BlockFisher:
         fisher.diagonal(dim1=1, dim2=2).add_(self.damp)
         return fisher
 
-    def _blocks(self, flat: Tensor) -> Iterator[Tensor]:
-        """`(m, weights)` as chunks of `(blocks, m, block)` in float64; the last block is padded with zeros."""
+    def _blocks(self, flat: Tensor, width: int) -> Iterator[Tensor]:
+        """`(m, weights)` as chunks of `(blocks, m, block)` in float64; the last block is padded with zeros.
+
+        A chunk has room for `width` numbers a weight.
+        """
         count, weights = flat.shape
         block = min(self.block_size, weights)
-        widest = max(self.gradients.shape[0], min(block, self.gradients.shape[0]))
-        per_chunk = max(1, _CHUNK // (block * max(widest, 1)))
+        per_chunk = max(1, _CHUNK // max(block * width, 1))
         for start in range(0, weights, per_chunk * block):
             piece = flat[:, start : start + per_chunk * block].double()
             padding = -piece.shape[1] % block

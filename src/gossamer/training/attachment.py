@@ -58,6 +58,7 @@ class Attachment:
         self.status: Literal["pending", "active", "ended"] = "pending"
         self.bound: Sequence[str] = ()
         self.state: dict[str, Any] = {}
+        self.plan: dict[str, Any] = {}
         self.scratch: dict[str, Any] = {}
         self.skipped: dict[str, str] = {}
         self._shared = shared
@@ -84,6 +85,10 @@ class Attachment:
     @property
     def end_step(self) -> int | None:
         return self.timing.end
+
+    @property
+    def updates_done(self) -> int:
+        return self.timing.updates_until(self.step)
 
     @property
     def next_update(self) -> int | None:
@@ -152,7 +157,7 @@ class Attachment:
         return weight.numel() - int(weight.detach().count_nonzero()), weight.numel()
 
     def masked_names(self) -> list[str]:
-        return self._shared.masks.names()
+        return [name for name in self._shared.masks.names() if has_parameter(self._shared.module, name)]
 
     def skip(self, name: str, reason: str) -> None:
         self.skipped[name] = reason

@@ -49,14 +49,23 @@ class Timing:
             return None
         if self.every is None:
             return self.end
-        if self.every == -1:
-            due = step + 1
-        else:
-            k = max(0, math.floor((step / self.steps_per_epoch - self.start_epoch) / self.every) - 1)
-            while self._update(k) <= step:
-                k += 1
-            due = self._update(k)
+        due = step + 1 if self.every == -1 else self._update(self.updates_until(step) + 1)
         return due if self.end is None else min(due, self.end)
+
+    def updates_until(self, step: int) -> int:
+        """The largest k whose update falls at or before this step.
+
+        >>> [Timing(0, 10, 0.0, 0.25, 10).updates_until(s) for s in (0, 1, 2, 4, 5, 10)]
+        [0, 0, 1, 1, 2, 4]
+        """
+        if self.every is None or self.every == -1:
+            return max(step - self.start, 0)
+        k = math.floor(((step + 0.5) / self.steps_per_epoch - self.start_epoch) / self.every)
+        while self._update(k) > step:
+            k -= 1
+        while self._update(k + 1) <= step:
+            k += 1
+        return max(k, 0)
 
     def _update(self, k: int) -> int:
         assert self.every is not None

@@ -49,7 +49,7 @@ class Journal:
                     if zeros is None:
                         parameter.copy_(values)
                     else:
-                        parameter[zeros] = values
+                        parameter[zeros.to(parameter.device)] = values.to(parameter)
         self.clear()
 
     def clear(self) -> None:

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import IO, Any
 
 import torch
@@ -17,13 +18,13 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from gossamer.errors import GossamerError
-from gossamer.graph import get_parameter, unwrap
+from gossamer.graph import get_parameter, has_parameter, unwrap
 from gossamer.modifiers import Modifier
 from gossamer.recipe import Recipe, load
 from gossamer.training.attachment import Logger, Shared, logger
 from gossamer.training.run import TrainingRun, attachments, bind
 from gossamer.training.sampling import Sampler
-from gossamer.training.scaler import ClockedGradScaler
+from gossamer.training.scaler import clocked
 
 _ONE_SHOT_STEPS = 1000
 """Steps that an epoch counts in one-shot application, where nothing trains."""
@@ -126,7 +127,8 @@ class Manager:
         use in its place (so that steps which overflow count). `epoch` enters
         the run in the middle. Nothing is touched when this raises.
         """
-        self._check(module, optimizer, steps_per_epoch, allow_parallel_module)
+        scaler = wrap_optim if wrap_optim is not None else scaler
+        self._check(module, optimizer, steps_per_epoch, allow_parallel_module, scaler)
         for warning in self.recipe_object.warnings:
             logger.warning("%s", warning)
         if distillation_teacher is not None and not self.distillation_modifiers:
@@ -141,18 +143,19 @@ class Manager:
             self._pending = None
         run.hook()
         self._run = run
-        scaler = wrap_optim if wrap_optim is not None else scaler
         if scaler is None:
             logger.info(
                 "time is counted in performed optimizer steps; with a GradScaler, pass scaler= to count skipped ones"
             )
             return optimizer
-        return ClockedGradScaler(scaler, run)
+        return clocked(scaler, run)
 
     def finalize(self, module: nn.Module | None = None) -> None:
         """End the run: the optimizer is free again, the zeros stay in the weights."""
         run = self._attached()
-        run.apply_masks(module)
+        run.apply_masks()
+        if module is not None:
+            self.apply_masks(module)
         run.unhook()
         self._run = None
 
@@ -165,6 +168,7 @@ class Manager:
         loggers: Sequence[Logger] = (),
     ) -> None:
         """One shot: bring a model to where the recipe has it at `epoch`, without training."""
+        self._check_model(module)
         run = TrainingRun(self.recipe_object, module, None, _ONE_SHOT_STEPS, grad_sampler, loggers)
         run.begin(round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS))
         if not finalize:
@@ -173,6 +177,8 @@ class Manager:
     def apply_structure(self, module: nn.Module, epoch: float = math.inf) -> None:
         """Only what changes which modules the model has, as before loading weights that were saved at `epoch`."""
         structural = [modifier for modifier in self.modifiers if modifier.structural]
+        if not structural:
+            return
         recipe = Recipe.of(structural, name=self.recipe_object.name)
         run = TrainingRun(recipe, module, None, _ONE_SHOT_STEPS)
         run.begin(round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS))
@@ -214,12 +220,15 @@ class Manager:
 
     def apply_masks(self, module: nn.Module) -> None:
         """Zero the masked weights of another copy of the model, such as an average of it."""
-        self._attached().apply_masks(module)
+        missing = self._attached().shared.masks.apply_to_copy(module)
+        if missing == set(self._attached().shared.masks.names()) and missing:
+            raise GossamerError(f"apply_masks: this is no copy of the model: it has no parameter '{min(missing)}'")
 
     def sparsity(self) -> dict[str, float]:
         """By masked parameter: the share of its weights that are zero now."""
         run = self._attached()
-        weights = {name: get_parameter(run.shared.module, name).detach() for name in run.shared.masks.names()}
+        names = [name for name in run.shared.masks.names() if has_parameter(run.shared.module, name)]
+        weights = {name: get_parameter(run.shared.module, name).detach() for name in names}
         return {name: float((weight == 0).double().mean()) for name, weight in weights.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -246,15 +255,22 @@ class Manager:
             )
         return self._run
 
-    def _check(self, module: object, optimizer: object, steps_per_epoch: Any, allow_parallel: bool) -> None:
+    def _check_model(self, module: object) -> None:
         if self._run is not None:
             raise GossamerError("the manager is attached already; call finalize() first, or use a second manager")
         if not isinstance(module, nn.Module):
             raise GossamerError(f"modify: expected a torch.nn.Module, found {type(module).__name__}")
+
+    def _check(
+        self, module: nn.Module, optimizer: object, steps_per_epoch: Any, allow_parallel: bool, scaler: object
+    ) -> None:
+        self._check_model(module)
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise GossamerError(f"wrap_optim: expected a torch.amp.GradScaler, found {type(scaler).__name__}")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise GossamerError(f"modify: expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
-        number = isinstance(steps_per_epoch, int | float) and not isinstance(steps_per_epoch, bool)
-        if not number or not 0 < steps_per_epoch < math.inf:
+        number = isinstance(steps_per_epoch, Real) and steps_per_epoch is not True
+        if not number or not 0 < float(steps_per_epoch) < math.inf:
             raise GossamerError(
                 "steps_per_epoch: expected the number of optimizer steps in an epoch (1 or more), "
                 f"found {steps_per_epoch!r}"

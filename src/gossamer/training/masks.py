@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 import torch
 from torch import Tensor, nn
 
-from gossamer.graph import get_parameter
+from gossamer.graph import get_parameter, has_parameter
 from gossamer.sparse import zero_where
 
 
@@ -65,19 +65,30 @@ class Masks:
         return self._zeros[name]
 
     def apply(self, module: nn.Module) -> None:
-        """Zero all masked weights of `module`, in place."""
-        self._apply(module, self._zeros)
+        """Zero all masked weights of the run's model, in place."""
+        self._stale = self._apply(module, self._zeros)
 
     def apply_changes(self, module: nn.Module) -> None:
         """Zero the weights whose mask changed, or that were written, since the last call."""
-        self._apply(module, [name for name in self._zeros if name in self._stale])
-        self._stale.clear()
+        if self._stale:
+            self._stale = self._apply(module, [name for name in self._zeros if name in self._stale])
 
-    def _apply(self, module: nn.Module, names: Iterable[str]) -> None:
+    def apply_to_copy(self, module: nn.Module) -> set[str]:
+        """Zero all masked weights of a copy of the model; names that it does not have."""
+        missing = {name for name in self._zeros if not has_parameter(module, name)}
+        for name in self._zeros.keys() - missing:
+            weight = get_parameter(module, name)
+            zero_where(weight, self._zeros[name].to(weight.device))
+        return missing
+
+    def _apply(self, module: nn.Module, names: Iterable[str]) -> set[str]:
+        """Zero the named weights; returns those whose layer is taken out at the moment."""
+        out: set[str] = set()
         for name in list(names):
             try:
                 weight = get_parameter(module, name)
-            except AttributeError:  # The layer is taken out at the moment.
+            except AttributeError:
+                out.add(name)
                 continue
             zeros = self._zeros[name]
             if zeros.device != weight.device:
@@ -85,6 +96,7 @@ class Masks:
             if self.before_zeroing is not None:
                 self.before_zeroing(name, zeros)
             zero_where(weight, zeros)
+        return out
 
     def _move(self, name: str, device: torch.device) -> Tensor:
         """Follow a weight that was moved to another device."""

@@ -9,21 +9,22 @@ optimizer is hooked, never wrapped.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gossamer.errors import GossamerError, ModifierError, RecipeError
-from gossamer.graph import get_parameter, named_parameters, unwrap
+from gossamer.errors import GossamerError, ModifierError, RecipeError, SparsityError
+from gossamer.graph import named_parameters, unwrap
 from gossamer.recipe import Recipe
 from gossamer.training.attachment import Attachment, Logger, Shared, logger
 from gossamer.training.journal import Journal
-from gossamer.training.state import frozen, thawed
+from gossamer.training.state import STATE_FORMAT, check_state, frozen, matched, thawed
 
-STATE_FORMAT = 1
+SETTINGS = {"learning_rate": "lr", "optimizer": "weight_decay"}
+"""What the modifiers of a family set in an optimizer's groups."""
 
 
 class TrainingRun:
@@ -60,15 +61,13 @@ class TrainingRun:
     def begin(self, step: int) -> None:
         """Do what is due up to `step`; a failure leaves model and optimizer as they were."""
         groups = self._hyperparameters()
-        trainable = {name: parameter.requires_grad for name, parameter in named_parameters(self.shared.module)}
         self.journal.open(self.shared)
         try:
             self.advance(step)
         except Exception:
+            self._undo_modifiers()
             self.journal.undo(self.shared.module)
             self._restore_groups(groups)
-            for name, parameter in named_parameters(self.shared.module):
-                parameter.requires_grad_(trainable.get(name, parameter.requires_grad))
             raise
         finally:
             self.journal.close(self.shared)
@@ -84,18 +83,15 @@ class TrainingRun:
             handle.remove()
         self._handles.clear()
 
-    def apply_masks(self, module: nn.Module | None = None) -> None:
-        """Zero the masked weights of the model, or of a copy of it."""
-        self.shared.masks.apply(self.shared.module if module is None else module)
+    def apply_masks(self) -> None:
+        """Zero the masked weights of the model."""
+        self.shared.masks.apply(self.shared.module)
 
     def advance(self, step: int) -> None:
         """Move the clock to `step` and do what is due: ends first, then updates and starts by their start."""
         self.shared.step = step
-        try:
-            for attachment, action in self._due(step):
-                self._perform(attachment, action)
-        finally:
-            self.shared.masks.apply_changes(self.shared.module)
+        for attachment, action in self._due(step):
+            self._perform(attachment, action)
         self._log()
 
     def count_skipped(self) -> None:
@@ -109,6 +105,7 @@ class TrainingRun:
         modifiers = {
             attachment.key: {
                 "status": attachment.status,
+                "targets": list(attachment.bound),
                 "state": frozen(attachment.state),
                 "masks": frozen(self.shared.masks.of(attachment.index)),
             }
@@ -119,18 +116,14 @@ class TrainingRun:
             "step": self.step,
             "steps_per_epoch": self.shared.steps_per_epoch,
             "skipped_steps": self.skipped_steps,
-            "groups": self._hyperparameters(),
+            "groups": self._hyperparameters(self._driven()),
             "modifiers": modifiers,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Continue from `state`; returns what did not match this recipe and model, a sentence each."""
-        if not {"format", "step", "steps_per_epoch", "modifiers"} <= state.keys():
-            raise GossamerError("this is not the state of a Gossamer manager: pass what manager.state_dict() returned")
-        if state["format"] != STATE_FORMAT:
-            raise GossamerError(
-                f"the state has format {state['format']}; this version of Gossamer reads {STATE_FORMAT}"
-            )
+        check_state(state)
+        self._undo_modifiers()
         self.journal.undo(self.shared.module)
         problems: list[str] = []
         step = int(state["step"])
@@ -143,17 +136,21 @@ class TrainingRun:
         self.shared.step = step
         self.skipped_steps = int(state.get("skipped_steps", 0))
         self.shared.masks.clear()
-        self.shared.ended.clear()
         saved: dict[str, Any] = dict(state["modifiers"])
-        for attachment in self.attachments:
-            attachment.scratch = {k: v for k, v in attachment.scratch.items() if k not in ("gradients", "whole")}
-            if attachment.key in saved:
-                problems += self._load_one(attachment, saved.pop(attachment.key))
+        found = matched([(attachment.key, attachment.bound) for attachment in self.attachments], saved)
+        for attachment, key in zip(self.attachments, found, strict=True):
+            attachment.scratch.clear()
+            if key is not None:
+                problems += self._load_one(attachment, saved.pop(key))
             else:
                 attachment.status, attachment.state = "pending", {}
                 problems.append(f"{attachment.key} is not in the state and starts anew")
         problems += [f"{key} is in the state but not in the recipe, and is dropped" for key in saved]
+        self.shared.ended = {a.index for a in self.attachments if a.status == "ended"}
         self._restore_groups(state.get("groups", []))
+        for attachment in self.attachments:
+            if attachment.status == "active":
+                attachment.modifier.restore(attachment)
         for attachment, action in self._due(step):
             if action == "start":
                 self._perform(attachment, action)
@@ -162,22 +159,28 @@ class TrainingRun:
 
     def _load_one(self, attachment: Attachment, saved: Mapping[str, Any]) -> list[str]:
         problems: list[str] = []
-        device = next((p.device for _, p in named_parameters(self.shared.module)), torch.device("cpu"))
+        parameters = dict(named_parameters(self.shared.module))
+        device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
         attachment.status = saved["status"]
         attachment.state = thawed(saved["state"], device)
-        if attachment.status == "ended":
-            self.shared.ended.add(attachment.index)
-        shapes = {name: tuple(parameter.shape) for name, parameter in named_parameters(self.shared.module)}
         for name, keep in thawed(saved["masks"], device).items():
-            if shapes.get(name) != tuple(keep.shape):
-                found = f"has shape {shapes[name]}" if name in shapes else "is not in the model"
-                problems.append(f"{attachment.key}: the mask of '{name}' {tuple(keep.shape)} is dropped: it {found}")
+            reason = None
+            if name not in parameters:
+                reason = "it is not in the model"
+            elif tuple(parameters[name].shape) != tuple(keep.shape):
+                reason = f"it has shape {tuple(parameters[name].shape)}"
+            elif name not in attachment.bound:
+                reason = "the recipe no longer names it there"
+            if reason:
+                problems.append(f"{attachment.key}: the mask of '{name}' {tuple(keep.shape)} is dropped: {reason}")
             else:
-                parameter = get_parameter(self.shared.module, name)
-                self.shared.masks.hold(attachment.index, name, keep.to(parameter.device), parameter)
-        if attachment.status == "active":
-            attachment.modifier.restore(attachment)
+                self.shared.masks.hold(attachment.index, name, keep.to(parameters[name].device), parameters[name])
         return problems
+
+    def _undo_modifiers(self) -> None:
+        for attachment in reversed(self.attachments):
+            if attachment.status == "active":
+                attachment.modifier.undo(attachment)
 
     # Steps
 
@@ -252,6 +255,11 @@ class TrainingRun:
                     self.shared.ended.add(attachment.index)
         except ModifierError as error:
             raise located(self.recipe, attachment, error) from error
+        except SparsityError as error:
+            at = f"{self.recipe.where(attachment.index)}: {attachment.modifier.name}"
+            raise GossamerError(f"{at} at step {self.step}: {error}") from error
+        finally:
+            self.shared.masks.apply_changes(self.shared.module)
 
     def _log(self) -> None:
         """Logging modifiers run last, when the masks are on."""
@@ -266,9 +274,14 @@ class TrainingRun:
             if attachment.status == "active" and timing.end is not None and timing.end <= self.step:
                 self._perform(attachment, "end")
 
-    def _hyperparameters(self) -> list[dict[str, float]]:
+    def _driven(self) -> list[str]:
+        """The settings of the optimizer that modifiers of this recipe set."""
+        families = {attachment.modifier.family for attachment in self.attachments}
+        return [key for family, key in SETTINGS.items() if family in families]
+
+    def _hyperparameters(self, keys: Iterable[str] = ("lr", "weight_decay")) -> list[dict[str, float]]:
         groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return [{key: float(group[key]) for key in ("lr", "weight_decay") if key in group} for group in groups]
+        return [{key: float(group[key]) for key in keys if key in group} for group in groups]
 
     def _restore_groups(self, saved: Sequence[Mapping[str, float]]) -> None:
         groups = self.optimizer.param_groups if self.optimizer is not None else []

@@ -1,7 +1,8 @@
 """A GradScaler that tells the clock about the steps it skips.
 
 An optimizer's hooks do not fire on a step that overflowed; only the scaler
-knows of it. This one shares all state with the scaler it stands in for.
+knows of it. This one is of the class of the scaler it stands in for and
+shares all state with it, so that either may be saved.
 """
 
 from __future__ import annotations
@@ -25,20 +26,31 @@ class StepCounter(Protocol):
     def count_skipped(self) -> None: ...
 
 
-class ClockedGradScaler(GradScaler):
-    """The user's scaler, with skipped steps counted."""
+def clocked(scaler: GradScaler, counter: StepCounter) -> GradScaler:
+    """The user's scaler, with the steps that it skips counted; a copy of it is a plain scaler."""
+    kind = type(scaler)
+    plain: type[GradScaler] = getattr(kind, "plain_class", kind)
 
-    def __init__(self, scaler: GradScaler, counter: StepCounter) -> None:
-        self.__dict__ = scaler.__dict__
-        self._gossamer_counter = counter
+    class Clocked(kind):
+        plain_class = plain
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        counter = self._gossamer_counter
-        fired = counter.fired
-        result = super().step(optimizer, *args, **kwargs)
-        if optimizer is counter.optimizer and counter.fired == fired:
-            counter.count_skipped()
-        return result
+        def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+            fired = counter.fired
+            result = super().step(optimizer, *args, **kwargs)
+            if optimizer is counter.optimizer and counter.fired == fired:
+                counter.count_skipped()
+            return result
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in super().__getstate__().items() if key != "_gossamer_counter"}
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return _plain, (plain, self.__getstate__())
+
+    Clocked.__name__ = Clocked.__qualname__ = kind.__name__
+    result = Clocked.__new__(Clocked)
+    result.__dict__ = scaler.__dict__
+    return result
+
+
+def _plain(kind: type[GradScaler], state: dict[str, Any]) -> GradScaler:
+    scaler = kind.__new__(kind)
+    scaler.__setstate__(state)
+    return scaler

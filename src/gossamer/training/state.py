@@ -6,15 +6,56 @@ that was edited since, and names what does not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from gossamer.errors import GossamerError
 from gossamer.sparse import pack, unpack
 
+STATE_FORMAT = 1
 _BITS = "__bits__"
+
+
+def check_state(state: Any) -> None:
+    """Raise `GossamerError` unless this is what `state_dict` of a manager returns."""
+    if not isinstance(state, Mapping):
+        raise GossamerError(f"the state of a manager is a mapping, found {type(state).__name__}")
+    given = cast(Mapping[str, Any], state)
+    if not {"format", "step", "steps_per_epoch", "modifiers"} <= given.keys():
+        raise GossamerError("this is not the state of a Gossamer manager: pass what manager.state_dict() returned")
+    if given["format"] != STATE_FORMAT:
+        raise GossamerError(f"the state has format {given['format']}; this version of Gossamer reads {STATE_FORMAT}")
+    for key, entry in given["modifiers"].items():
+        if not {"status", "state", "masks", "targets"} <= entry.keys():
+            raise GossamerError(f"the state of {key} is not complete; save it anew with manager.state_dict()")
+
+
+def matched(modifiers: Sequence[tuple[str, Sequence[str]]], saved: Mapping[str, Any]) -> list[str | None]:
+    """For each modifier (key and targets) of a recipe the entry of the state that is its own, or None.
+
+    An entry of the same class with the same targets is the modifier's, wherever it stood; failing that, the one
+    under the same key whose targets it shares.
+
+    >>> matched([("A.0", ["x"]), ("A.1", ["y"])], {"A.0": {"targets": ["y"]}})
+    [None, 'A.0']
+    """
+    found: list[str | None] = [None] * len(modifiers)
+    free = dict(saved)
+
+    def take(fits: Callable[[str, Sequence[str], str, Sequence[str]], bool]) -> None:
+        for index, (key, targets) in enumerate(modifiers):
+            if found[index] is None:
+                hits = (name for name, entry in free.items() if fits(key, targets, name, entry["targets"]))
+                found[index] = next(hits, None)
+                free.pop(found[index] or "", None)
+
+    take(lambda key, targets, name, held: key == name and list(targets) == list(held))
+    take(lambda key, targets, name, held: key.rpartition(".")[0] == name.rpartition(".")[0] and targets == held != [])
+    take(lambda key, targets, name, held: key == name and bool(set(targets) & set(held) or not targets or not held))
+    return found
 
 
 def frozen(value: Any) -> Any:
