@@ -134,7 +134,7 @@ def test_a_sampler_of_the_wrong_kind_is_refused() -> None:
     recipe = GMP.format(params="['3.weight']").replace("GMP", "OBSP")
     for sampler in (3, {"loss_function": None}):
         with pytest.raises(GossamerError, match="grad_sampler: "):
-            Manager(recipe).modify(network(), sgd(network()), 4, grad_sampler=sampler)
+            Manager(recipe).modify(model := network(), sgd(model), 4, grad_sampler=sampler)
 
 
 def test_a_users_own_modifier_is_used_by_its_name_and_gets_the_same_errors() -> None:
@@ -171,3 +171,33 @@ def test_fields_without_effect_are_accepted_and_said() -> None:
         "log_types has no effect in Gossamer",
         "epsilon has no effect in Gossamer: counts are exact",
     ]
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(GossamerError, match="the optimizer holds none of the model's parameters"):
+        attach(GMP.format(params="__ALL_PRUNABLE__"), network(), optimizer=sgd(network()))
+
+
+def test_every_name_that_matches_nothing_is_reported() -> None:
+    with pytest.raises(GossamerError) as caught:
+        attach(GMP.format(params="['a.weight', '0.weight', 'b.weight']"), network())
+    assert [line.split("'")[1] for line in str(caught.value).splitlines()] == ["a.weight", "b.weight"]
+    assert all(line.startswith("<recipe>:3: params: ") for line in str(caught.value).splitlines())
+
+
+@pytest.mark.parametrize("state", [None, [], {}, {"a": 1}])
+def test_what_is_no_state_is_refused_before_modify_as_well(state: object) -> None:
+    with pytest.raises(GossamerError, match="state"):
+        Manager(GMP.format(params="__ALL__")).load_state_dict(state)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("epoch", ["a", float("nan")])
+def test_an_epoch_must_be_a_number(epoch: object) -> None:
+    model = network()
+    with pytest.raises(GossamerError, match="epoch: expected the epoch at which to enter"):
+        Manager(GMP.format(params="__ALL__")).modify(model, sgd(model), 4, epoch=epoch)  # type: ignore[arg-type]
+
+
+def test_holding_zeros_of_a_dense_model_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    attach("modifiers: [!ConstantPruningModifier {params: __ALL_PRUNABLE__}]", network())
+    assert "holds nothing: no weight it names has a zero" in caplog.text

@@ -374,7 +374,7 @@ def test_phases_say_what_a_run_does_when() -> None:
     with pytest.raises(
         GossamerError, match="QuantizationModifier cannot run yet: quantization-aware training comes with"
     ):
-        manager.modify(network(), sgd(network()), 4)
+        manager.modify(model := network(), sgd(model), 4)
 
 
 def test_a_modifier_that_starts_where_another_ends_sees_its_zeros() -> None:
@@ -409,7 +409,7 @@ def test_two_managers_share_one_scaler_and_each_counts_its_own_steps() -> None:
     assert [manager.step for manager in managers] == [3, 3]
     assert type(deepcopy(scaler)) is OwnScaler
     with pytest.raises(GossamerError, match=r"expected a torch.amp.GradScaler, found str"):
-        Manager(RECIPE).modify(network(), sgd(network()), 4, wrap_optim="amp")  # type: ignore[arg-type]
+        Manager(RECIPE).modify(models[0], optimizers[0], 4, wrap_optim="amp")  # type: ignore[arg-type]
 
 
 def test_structure_is_left_alone_by_a_recipe_without_any() -> None:

@@ -196,7 +196,7 @@ class _Resolver:
             if is_exact:
                 exact.update(names)
         if missed and (self.strict or not found):
-            raise missed[0]
+            raise ModifierError("\n".join(str(error) for error in missed), self.field)
         if not found:
             raise ModifierError(f"{self.field}: no parameter is named; list names, or write {ALL_PRUNABLE}", self.field)
         return [name for name in self.names if name in found], exact

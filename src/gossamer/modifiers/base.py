@@ -252,7 +252,8 @@ def find(name: str) -> type[Modifier]:
         return _registry[name]
     if name in NOT_OFFERED:
         raise GossamerError(f"'{name}' is known but not built: {NOT_OFFERED[name]}")
-    raise GossamerError(f"unknown modifier '{name}'{nearest(name, [*_registry, *NOT_OFFERED])}")
+    close = nearest(name, _registry) or "; one of your own must be registered first (gossamer.register, or --import)"
+    raise GossamerError(f"unknown modifier '{name}'{close}")
 
 
 _LANGUAGE_MODEL = "one-shot language-model methods are not part of Gossamer; use {} instead"

@@ -6,6 +6,7 @@ The modifier says which weights, how sparse and when; `scoring.py` ranks,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -13,16 +14,17 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from gossamer.errors import ModifierError, SparsityError
-from gossamer.graph import is_transposed, match_prunable
+from gossamer.graph import is_transposed, match_prunable, prunable
 from gossamer.modifiers.base import Epoch, Modifier, ParamNames, Run, register
 from gossamer.modifiers.scoring import FisherScorer, MagnitudeScorer, MovementScorer, Scorer
-from gossamer.sparse import NM, Pattern, fraction, global_masks, interpolate, parse_pattern
+from gossamer.sparse import NM, Filter, Pattern, fraction, global_masks, interpolate, parse_pattern
 from gossamer.sparse.schedules import Interpolation
 from gossamer.sparse.selection import refuse_nan
 
 Sparsity = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Frequency = Annotated[float, Field(allow_inf_nan=False)]
 FROM_PARAM = "__FROM_PARAM__"
+logger = logging.getLogger("gossamer")
 
 
 def check_frequency(value: float) -> float:
@@ -68,10 +70,14 @@ class PruningModifier(Modifier):
         for name, reason in matches.skipped.items():
             run.skip(name, reason)
         targets: list[str] = []
+        outputs = next(reversed(prunable(run.module)), None)
         for name in matches.names:
             parameter = run.parameter(name)
             if parameter.numel() and bool(parameter.detach().isnan().any()):
                 raise ModifierError(f"'{name}' holds NaN and cannot be pruned; repair the weights first", field)
+            if isinstance(self.pattern, Filter) and name == outputs and name not in matches.exact:
+                run.skip(name, "the last layer: pruning its filters would remove outputs; name it exactly to prune it")
+                continue
             reason = self.pattern.fits(self._rows(run, name, parameter).shape)
             if reason and name in matches.exact:
                 raise ModifierError(f"mask_type {self.mask_type} does not fit '{name}': {reason}", "mask_type")
@@ -305,6 +311,8 @@ class ConstantPruningModifier(PruningModifier):
                 run.skip(name, "dense: it has no zeros to hold")
             else:
                 run.set_mask(name, keep)
+        if not any(run.mask(name) is not None for name in run.targets):
+            logger.warning("%s holds nothing: no weight it names has a zero; load the sparse weights first", self.name)
 
     def end(self, run: Run) -> None:
         for name in run.targets:

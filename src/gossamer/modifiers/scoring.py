@@ -142,21 +142,21 @@ class FisherScorer(MagnitudeScorer):
 
     def _sampled(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]:
         """One gradient per loss that the sampler yields; the model's own gradients and statistics are put back."""
-        rows: dict[str, list[Tensor]] = {name: [] for name in names}
         parameters = {name: run.parameter(name) for name in names}
+        count, found = self.num_grads(_reached(run)), 0
+        rows = {name: parameter.new_empty(count, parameter.numel()) for name, parameter in parameters.items()}
         before = {name: parameter.grad for name, parameter in run.module.named_parameters()}
         buffers: dict[str, Tensor] = {name: buffer.clone() for name, buffer in run.module.named_buffers()}
         frozen = [parameter for parameter in parameters.values() if not parameter.requires_grad]
         try:
             for parameter in frozen:
                 parameter.requires_grad_(True)
-            for loss in islice(self._losses(run), self.num_grads(_reached(run))):
+            for found, loss in enumerate(islice(self._losses(run), count), start=1):
                 run.module.zero_grad(set_to_none=True)
                 loss.backward()
                 for name, parameter in parameters.items():
                     gradient = parameter.grad
-                    flat = torch.zeros_like(parameter) if gradient is None else gradient
-                    rows[name].append(flat.detach().reshape(-1).clone())
+                    rows[name][found - 1] = 0 if gradient is None else gradient.detach().reshape(-1)
         finally:
             for name, parameter in run.module.named_parameters():
                 parameter.grad = before[name]
@@ -164,9 +164,9 @@ class FisherScorer(MagnitudeScorer):
                 buffer.copy_(buffers[name])
             for parameter in frozen:
                 parameter.requires_grad_(False)
-        if not all(rows.values()):
+        if found == 0:
             raise ModifierError("the gradient sampler yielded no loss; give it at least one batch")
-        return {name: torch.stack(kept) for name, kept in rows.items()}
+        return {name: kept[:found] for name, kept in rows.items()}
 
     def _losses(self, run: Run) -> Iterator[Tensor]:
         assert run.grad_sampler is not None

@@ -25,6 +25,7 @@ from gossamer.training.attachment import Logger, Shared, logger
 from gossamer.training.run import TrainingRun, attachments, bind
 from gossamer.training.sampling import Sampler
 from gossamer.training.scaler import clocked
+from gossamer.training.state import check_state
 
 _ONE_SHOT_STEPS = 1000
 """Steps that an epoch counts in one-shot application, where nothing trains."""
@@ -129,6 +130,8 @@ class Manager:
         """
         scaler = wrap_optim if wrap_optim is not None else scaler
         self._check(module, optimizer, steps_per_epoch, allow_parallel_module, scaler)
+        if epoch is not None and not (isinstance(epoch, Real) and math.isfinite(epoch)):
+            raise GossamerError(f"epoch: expected the epoch at which to enter the run, found {epoch!r}")
         for warning in self.recipe_object.warnings:
             logger.warning("%s", warning)
         if distillation_teacher is not None and not self.distillation_modifiers:
@@ -238,8 +241,10 @@ class Manager:
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Go on from a state: before `modify` (the cleanest way) or after it, before or after the weights are loaded.
 
-        Returns what did not match, for a recipe that was edited since; it is logged too.
+        Returns what did not match, for a recipe that was edited since, and logs it; before `modify` the model is
+        not known yet, and it is logged there.
         """
+        check_state(state)
         if self._run is None:
             self._pending = state
             return []
@@ -272,9 +277,12 @@ class Manager:
         number = isinstance(steps_per_epoch, Real) and steps_per_epoch is not True
         if not number or not 0 < float(steps_per_epoch) < math.inf:
             raise GossamerError(
-                "steps_per_epoch: expected the number of optimizer steps in an epoch (1 or more), "
+                "steps_per_epoch: expected the number of optimizer steps in an epoch, more than 0, "
                 f"found {steps_per_epoch!r}"
             )
+        own = {id(parameter) for parameter in module.parameters()}
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise GossamerError("modify: the optimizer holds none of the model's parameters; pass the model's own")
         if not allow_parallel and unwrap(module) is not module:
             raise GossamerError(f"modify: {type(module).__name__} wraps the model, and allow_parallel_module is False")
 

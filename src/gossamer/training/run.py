@@ -323,5 +323,7 @@ def located(recipe: Recipe, attachment: Attachment, error: ModifierError) -> Gos
     """The error with file and line, and the modifier's name."""
     text = str(error)
     field = error.field or ""
-    said = text if text.startswith(f"{field}:") else f"{attachment.modifier.name} {text}"
-    return GossamerError(f"{recipe.where(attachment.index, error.field)}: {said}")
+    said = [
+        line if line.startswith(f"{field}:") else f"{attachment.modifier.name} {line}" for line in text.splitlines()
+    ]
+    return GossamerError("\n".join(f"{recipe.where(attachment.index, error.field)}: {line}" for line in said))
