@@ -51,12 +51,12 @@ def check(
         show_json({"ok": False, "recipe": file, "errors": problems(error)})
         raise typer.Exit(1) from None
     bound = _bind(recipe, model)
-    errors = [binding["error"] for binding in bound or () if binding["error"]]
+    errors = [line for binding in bound or () for line in (binding["error"] or "").splitlines()]
     if as_json:
         summary = view.as_data(recipe)
         show_json({"ok": not errors, **summary, "errors": errors, **({} if bound is None else {"bindings": bound})})
     else:
-        view.summary(out, recipe)
+        view.summary(out, recipe, fits=not errors)
         if bound is not None:
             view.bindings(out, bound)
         show_warnings(view.warnings(recipe))

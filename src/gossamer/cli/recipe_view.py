@@ -62,8 +62,8 @@ def rows(recipe: Recipe) -> list[tuple[str, str, str]]:
     return found
 
 
-def summary(console: Console, recipe: Recipe) -> None:
-    """What is in a recipe, in a few lines."""
+def summary(console: Console, recipe: Recipe, fits: bool = True) -> None:
+    """What is in a recipe, in a few lines, below the verdict on it."""
     counts: dict[str, int] = {}
     for modifier in recipe.modifiers:
         counts[modifier.name] = counts.get(modifier.name, 0) + 1
@@ -76,7 +76,8 @@ def summary(console: Console, recipe: Recipe) -> None:
     table = _grid()
     for name, text in lines.items():
         table.add_row(f"[dim]{name}[/]", escape(text))
-    console.print(f"[bold]{escape(recipe.name)}[/] reads well", highlight=False)
+    verdict = "reads well" if fits else "reads well, but does not fit the model"
+    console.print(f"[bold]{escape(recipe.name)}[/] {verdict}", highlight=False)
     console.print(table)
 
 
