@@ -110,7 +110,7 @@ def test_an_error_is_one_sentence_and_exit_code_one(run, words, said, monkeypatc
 
 
 def test_something_unexpected_keeps_its_traceback(run, monkeypatch):
-    def breaks(*_: object) -> None:
+    def breaks(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(recipe_view, "summary", breaks)
