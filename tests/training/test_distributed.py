@@ -5,11 +5,12 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 from torch import distributed, multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
-from gossamer import Manager
+from gossamer import GossamerError, Manager
 from tests.loops import loss_at, network, sgd
 
 RECIPE = """
@@ -39,6 +40,17 @@ def worker(rank: int, folder: str) -> None:
         loss_at(model, 10 * step + rank).backward()
         optimizer.step()
     torch.save([manager.masks(), model.module.state_dict()], f"{folder}/rank{rank}.pt")
+    freeze = (
+        "modifiers: [!TrainableParamsModifier {params: ['0.weight'], trainable: false, start_epoch: 0.5, end_epoch: 1}]"
+    )
+    with pytest.raises(GossamerError, match="find_unused_parameters=True"):
+        Manager(freeze).modify(model, sgd(model), 4)
+    patient = DistributedDataParallel(network(), find_unused_parameters=True)
+    optimizer = Manager(freeze).modify(patient, sgd(patient), 4)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_at(patient, step).backward()
+        optimizer.step()
     distributed.destroy_process_group()
 
 

@@ -45,6 +45,11 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = inner
 
 
+def expects_every_gradient(module: nn.Module) -> bool:
+    """Whether DDP is around the model and fails when a parameter drops out of the backward pass."""
+    return type(module).__name__ == "DistributedDataParallel" and not getattr(module, "find_unused_parameters", False)
+
+
 def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module by each of its names, wrappers inside the model left out."""
     owner = unwrap(module)

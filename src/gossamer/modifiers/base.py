@@ -16,7 +16,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import nn
 
-from gossamer.errors import GossamerError, nearest
+from gossamer.errors import GossamerError, ModifierError, nearest
+from gossamer.graph import expects_every_gradient
 
 _NEWER = {"start": "start_epoch", "end": "end_epoch", "targets": "params"}
 
@@ -214,6 +215,12 @@ class Modifier(BaseModel):
 
     def undo(self, run: Run) -> None:
         """Take back what `start` did to the model besides weights, masks and learning rates."""
+
+
+def check_gradients_may_vanish(run: Run) -> None:
+    """Raise when parameters cannot drop out of the backward pass, because of how DDP was set up."""
+    if expects_every_gradient(run.forward):
+        raise ModifierError("needs DistributedDataParallel(model, find_unused_parameters=True) around the model")
 
 
 def to_step(epoch: float, steps_per_epoch: float) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossamer.errors import ModifierError
 from gossamer.graph import match
-from gossamer.modifiers.base import Epoch, Modifier, ParamNames, Run, register
+from gossamer.modifiers.base import Epoch, Modifier, ParamNames, Run, check_gradients_may_vanish, register
 from gossamer.modifiers.learning_rate import chosen_groups
 from gossamer.modifiers.pruning import Frequency, check_frequency
 from gossamer.sparse import fraction, interpolate
@@ -36,6 +36,11 @@ class TrainableParamsModifier(ParameterModifier):
     """Let parameters train, or freeze them; at the end they are as they were before."""
 
     trainable: bool = True
+
+    def bind(self, run: Run) -> list[str]:
+        if not self.trainable:
+            check_gradients_may_vanish(run)
+        return super().bind(run)
 
     def start(self, run: Run) -> None:
         run.state["before"] = {name: run.parameter(name).requires_grad for name in run.targets}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import ModifierError, SparsityError, nearest
 from gossamer.graph import ALL_PRUNABLE, get_module, match, named_modules, named_parameters, prunable
-from gossamer.modifiers.base import Modifier, ParamNames, Run, register
+from gossamer.modifiers.base import Modifier, ParamNames, Run, check_gradients_may_vanish, register
 from gossamer.modifiers.pruning import GMPruningModifier
 from gossamer.sparse import smallest, zero_count
 
@@ -97,6 +97,7 @@ class LayerPruningModifier(Modifier):
     layers: ParamNames
 
     def bind(self, run: Run) -> list[str]:
+        check_gradients_may_vanish(run)
         names = [name for name, _ in named_modules(run.module) if name]
         wanted = [self.layers] if isinstance(self.layers, str) else self.layers
         found: list[str] = []
