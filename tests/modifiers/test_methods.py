@@ -531,3 +531,14 @@ def test_layers_inside_layers_are_taken_out_once() -> None:
     model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Identity())), network())
     Manager("modifiers: [!LayerPruningModifier {layers: ['re:0.*']}]").modify(model, sgd(model), 2)
     assert isinstance(model[0], nn.Identity)
+
+
+def test_movement_under_one_threshold_does_not_bring_back_what_it_pruned_either() -> None:
+    model = network()
+    fields = "params: __ALL_PRUNABLE__, init_sparsity: 0.5, final_sparsity: 0.6, end_epoch: 2, score_type: movement"
+    manager = Manager(gmp(fields, "GlobalMagnitudePruningModifier"))
+    optimizer = manager.modify(model, sgd(model), STEPS_PER_EPOCH)
+    first = manager.masks()
+    train(model, optimizer, range(8))
+    assert all(bool((model.get_parameter(name).detach()[~keep] == 0).all()) for name, keep in first.items())
+    assert sum(zeros(model.get_parameter(name)) for name in PRUNABLE) == round(1184 * 0.6)

@@ -201,3 +201,10 @@ def test_an_epoch_must_be_a_number(epoch: object) -> None:
 def test_holding_zeros_of_a_dense_model_is_said(caplog: pytest.LogCaptureFixture) -> None:
     attach("modifiers: [!ConstantPruningModifier {params: __ALL_PRUNABLE__}]", network())
     assert "holds nothing: no weight it names has a zero" in caplog.text
+
+
+def test_a_weight_that_stays_dense_because_the_pattern_does_not_fit_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    recipe = GMP.format(params="__ALL_PRUNABLE__").replace("0.9", "0.625") + "    mask_type: 3:8\n"
+    attach(recipe, network())
+    assert "leaves '0.weight' alone: mask_type 3:8 does not fit: 4 input channels do not divide by 8" in caplog.text
+    assert "bias" not in caplog.text

@@ -14,8 +14,8 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from gossamer.errors import ModifierError, SparsityError
-from gossamer.modifiers.base import Epoch, ParamNames, Run, register
-from gossamer.modifiers.pruning import Frequency, PruningModifier, Sparsity, check_frequency
+from gossamer.modifiers.base import Epoch, Frequency, ParamNames, Run, check_frequency, register
+from gossamer.modifiers.pruning import PruningModifier, Sparsity
 from gossamer.sparse import NM, cosine, erdos_renyi, fraction, magnitude, smallest, uniform
 
 

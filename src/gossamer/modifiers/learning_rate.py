@@ -7,6 +7,7 @@ warm-up hands over whatever the order in the file.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -14,8 +15,7 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from gossamer.errors import ModifierError
-from gossamer.modifiers.base import Epoch, Modifier, Run, register, to_step
-from gossamer.modifiers.pruning import Frequency, check_frequency
+from gossamer.modifiers.base import Epoch, Frequency, Modifier, Run, check_frequency, register, to_step
 from gossamer.sparse import cosine, fraction, interpolate
 
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -44,9 +44,9 @@ class RateModifier(Modifier):
 
     param_groups: list[int] | None = None
 
+    @abstractmethod
     def rate(self, step: int, start: int, end: int | None, steps_per_epoch: float, initial: float) -> float:
         """The learning rate at a step between `start` and `end`."""
-        raise NotImplementedError
 
     def lr_at(self, epoch: float, steps_per_epoch: float, initial: float) -> float | None:
         """The learning rate at an epoch, or None before the start and after the end."""

@@ -6,8 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator
 
-from gossamer.modifiers.base import Epoch, Modifier, Run, register
-from gossamer.modifiers.pruning import Frequency, check_frequency
+from gossamer.modifiers.base import Epoch, Frequency, Modifier, Run, check_frequency, register
 
 
 @register

@@ -10,9 +10,17 @@ from torch import Tensor
 
 from gossamer.errors import ModifierError
 from gossamer.graph import match
-from gossamer.modifiers.base import Epoch, Modifier, ParamNames, Run, check_gradients_may_vanish, register
+from gossamer.modifiers.base import (
+    Epoch,
+    Frequency,
+    Modifier,
+    ParamNames,
+    Run,
+    check_frequency,
+    check_gradients_may_vanish,
+    register,
+)
 from gossamer.modifiers.learning_rate import chosen_groups
-from gossamer.modifiers.pruning import Frequency, check_frequency
 from gossamer.sparse import fraction, interpolate
 from gossamer.sparse.schedules import Interpolation
 

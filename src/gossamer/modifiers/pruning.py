@@ -15,23 +15,15 @@ from torch import Tensor
 
 from gossamer.errors import ModifierError, SparsityError
 from gossamer.graph import is_transposed, match_prunable, prunable
-from gossamer.modifiers.base import Epoch, Modifier, ParamNames, Run, register
-from gossamer.modifiers.scoring import FisherScorer, MagnitudeScorer, MovementScorer, Scorer
+from gossamer.modifiers.base import Epoch, Frequency, Modifier, ParamNames, Run, check_frequency, register
+from gossamer.modifiers.scoring import MFAC, OBS, FisherScorer, MagnitudeScorer, MovementScorer, Scorer
 from gossamer.sparse import NM, Filter, Pattern, fraction, global_masks, interpolate, parse_pattern
 from gossamer.sparse.schedules import Interpolation
 from gossamer.sparse.selection import refuse_nan
 
 Sparsity = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Frequency = Annotated[float, Field(allow_inf_nan=False)]
 FROM_PARAM = "__FROM_PARAM__"
 logger = logging.getLogger("gossamer")
-
-
-def check_frequency(value: float) -> float:
-    """−1 (every step) or a positive number of epochs."""
-    if value != -1 and value <= 0:
-        raise ValueError(f"expected a positive number of epochs, or -1 for every step, found {value:g}")
-    return value
 
 
 class PruningModifier(Modifier):
@@ -166,9 +158,11 @@ class GMPruningModifier(PruningModifier):
             case "movement":
                 return MovementScorer()
             case "OBS":
-                return FisherScorer(lambda _: 1024, 1e-7, 50, compensate=True, needs_sampler=True)
+                return FisherScorer(lambda _: OBS.num_grads, OBS.damp, OBS.block, compensate=True, needs_sampler=True)
             case "MFAC":
-                return FisherScorer(lambda _: 64, 1e-5, 2000, compensate=False, needs_sampler=False)
+                return FisherScorer(
+                    lambda _: MFAC.num_grads, MFAC.damp, MFAC.block, compensate=False, needs_sampler=False
+                )
             case _:
                 return MagnitudeScorer()
 
@@ -261,7 +255,8 @@ class GMPruningModifier(PruningModifier):
         """A masked weight scores 0, above what training moves towards zero; it must not come back for that."""
         for name, score in scores.items():
             keep = run.mask(name)
-            if keep is not None and round(keep.numel() * sparsity[name]) >= keep.numel() - int(keep.count_nonzero()):
+            before: dict[str, float] = run.state.get("sparsity", {})
+            if keep is not None and sparsity[name] >= before.get(name, 0.0):
                 scores[name] = score.masked_fill(~keep, -float("inf"))
 
     def _sparsity(self, run: Run) -> dict[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,18 @@ from torch import Tensor
 from gossamer.errors import ModifierError
 from gossamer.modifiers.base import Run
 from gossamer.sparse import BlockFisher, magnitude, movement
+
+
+class FisherDefaults(NamedTuple):
+    """Gradients, damping and block size that a method takes unless the recipe says otherwise."""
+
+    num_grads: int
+    damp: float
+    block: int
+
+
+OBS = FisherDefaults(1024, 1e-7, 50)
+MFAC = FisherDefaults(64, 1e-5, 2000)
 
 
 class Scorer(Protocol):

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from gossamer.modifiers.base import register
 from gossamer.modifiers.pruning import GMPruningModifier, Sparsity
-from gossamer.modifiers.scoring import FisherScorer, Scorer
+from gossamer.modifiers.scoring import MFAC, OBS, FisherScorer, Scorer
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -39,9 +39,9 @@ class SecondOrderModifier(GMPruningModifier):
 class OBSPruningModifier(SecondOrderModifier):
     """Gradual pruning by the optimal brain surgeon on a block-wise Fisher matrix (Kurtic et al. 2022)."""
 
-    num_grads: Count | dict[Sparsity, Count] = 1024
-    damp: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-7
-    fisher_block_size: Count | None = 50
+    num_grads: Count | dict[Sparsity, Count] = OBS.num_grads
+    damp: Annotated[float, Field(gt=0, allow_inf_nan=False)] = OBS.damp
+    fisher_block_size: Count | None = OBS.block
     num_recomputations: Count = 1
     score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "OBS"
 
@@ -58,9 +58,9 @@ class OBSPruningModifier(SecondOrderModifier):
 class MFACPruningModifier(SecondOrderModifier):
     """Gradual pruning by the Fisher saliency of the last training gradients (Frantar et al. 2021)."""
 
-    num_grads: Count | dict[Sparsity, Count] = 64
-    damp: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-5
-    fisher_block_size: Count | None = 2000
+    num_grads: Count | dict[Sparsity, Count] = MFAC.num_grads
+    damp: Annotated[float, Field(gt=0, allow_inf_nan=False)] = MFAC.damp
+    fisher_block_size: Count | None = MFAC.block
     num_pages: int = 1
     available_devices: Any = None
     score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "MFAC"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -44,17 +45,17 @@ class Pattern(Protocol):
         ...
 
 
-class _Units:
+class _Units(ABC):
     """Patterns whose units are zero as a whole: masks follow from scores per unit."""
 
-    def fits(self, shape: Sequence[int]) -> str | None:
-        raise NotImplementedError
+    @abstractmethod
+    def fits(self, shape: Sequence[int]) -> str | None: ...
 
-    def unit_scores(self, scores: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def unit_scores(self, scores: Tensor) -> Tensor: ...
 
-    def expand(self, units: Tensor, shape: Sequence[int]) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def expand(self, units: Tensor, shape: Sequence[int]) -> Tensor: ...
 
     def mask(self, scores: Tensor, sparsity: float) -> Tensor:
         reason = self.fits(scores.shape)

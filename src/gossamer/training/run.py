@@ -8,6 +8,7 @@ optimizer is hooked, never wrapped.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import GossamerError, ModifierError, RecipeError, SparsityError
-from gossamer.graph import named_parameters, unwrap
+from gossamer.graph import named_parameters, prunable, unwrap
 from gossamer.recipe import Recipe
 from gossamer.training.attachment import Attachment, Logger, Shared, logger
 from gossamer.training.journal import Journal
@@ -312,10 +313,10 @@ def bind(recipe: Recipe, attachment: Attachment) -> str | None:
         attachment.bound = modifier.bind(attachment)
     except ModifierError as error:
         return str(located(recipe, attachment, error))
-    if attachment.skipped:
-        names = list(attachment.skipped)
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        logger.info("%s leaves alone %s; manager.skipped has the reasons", modifier.name, shown)
+    weights = set(prunable(attachment.module))
+    for name, reason in attachment.skipped.items():
+        level = logging.WARNING if name in weights else logging.INFO
+        logger.log(level, "%s leaves '%s' alone: %s", modifier.name, name, reason)
     return None
 
 
