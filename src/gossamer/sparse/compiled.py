@@ -7,8 +7,8 @@ nothing beside the work that is worth splitting.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -46,11 +46,11 @@ def over_rows(loop: Callable[[int, int], None], rows: int, grain: int = 1) -> No
     """
     parts = max(1, min(torch.get_num_threads(), rows // max(grain, 1)))
     edges = [rows * part // parts for part in range(parts + 1)]
-    threads = [
-        threading.Thread(target=loop, args=(first, last)) for first, last in zip(edges[1:-1], edges[2:], strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    loop(edges[0], edges[1])
-    for thread in threads:
-        thread.join()
+    if parts == 1:
+        loop(0, rows)
+        return
+    with ThreadPoolExecutor(parts - 1) as pool:
+        others = [pool.submit(loop, first, last) for first, last in zip(edges[1:-1], edges[2:], strict=True)]
+        loop(edges[0], edges[1])
+    for other in others:
+        other.result()
