@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from gossamer.errors import ModifierError, nearest
 
@@ -74,6 +74,17 @@ def _all_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield f"{path}.{leaf}" if path else leaf, parameter
 
 
+def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer once, by its clean name."""
+    seen: set[int] = set()
+    for path, owner in named_modules(module):
+        held = [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]
+        for leaf, tensor in held:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{path}.{leaf}" if path else leaf, tensor
+
+
 def first_names(module: nn.Module) -> dict[str, str]:
     """Every name that a parameter goes by, to its first name."""
     first: dict[int, str] = {}
@@ -84,6 +95,11 @@ def get_parameter(module: nn.Module, name: str) -> nn.Parameter:
     """The parameter that has this clean name now."""
     path, _, leaf = name.rpartition(".")
     return cast(nn.Parameter, getattr(get_module(module, path), leaf))
+
+
+def get_tensor(module: nn.Module, name: str) -> Tensor:
+    """The parameter or buffer that has this clean name now."""
+    return get_parameter(module, name)
 
 
 def get_module(module: nn.Module, name: str) -> nn.Module:

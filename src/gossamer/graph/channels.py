@@ -1,0 +1,230 @@
+"""Which channels of a network are one and the same: the algebra behind permuting them.
+
+Each channel dimension of a parameter is made of *atoms*. A dimension of any
+tensor says, position by position, which atom lies there and which *copy* of
+it (flattening repeats a channel once per pixel). What an operation requires
+becomes one of two statements: these positions hold the same channels
+(`unify`), or channels must not leave their place along a dimension (`fix`).
+In the end atoms form classes, and classes that no statement tells apart may
+change places. Nothing here knows tensors, modules or operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Labels = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """Channels along `dims` of a tensor: atom and copy at each position, arrays of the dimensions' sizes."""
+
+    dims: tuple[int, ...]
+    atoms: Ints
+    copies: Labels
+
+    def along(self, dims: Sequence[int]) -> Factor:
+        """The same channels on other dimensions, given in the order of the present ones."""
+        order = np.argsort(dims)
+        same = list(order) == list(range(len(dims)))
+        atoms = self.atoms if same else self.atoms.transpose(order)
+        copies = self.copies if same else self.copies.transpose(order)
+        return Factor(tuple(sorted(dims)), atoms, copies)
+
+    def spread(self, dims: Sequence[int], sizes: Sequence[int]) -> Factor:
+        """Repeated over further dimensions, each repetition a copy of its own; `dims` hold the present ones."""
+        if tuple(dims) == self.dims:
+            return self
+        shape = [size if dim in self.dims else 1 for dim, size in zip(dims, sizes, strict=True)]
+        index = np.zeros(tuple(sizes), np.int64)
+        for dim, grid, size in zip(dims, np.indices(tuple(sizes), sparse=True), sizes, strict=True):
+            if dim not in self.dims:
+                index = index * size + grid
+        atoms = np.broadcast_to(self.atoms.reshape(shape), tuple(sizes))
+        return Factor(tuple(dims), atoms, self.copies.reshape(shape) + copy_label(index))
+
+    def simplified(self) -> Factor | None:
+        """Without dimensions along which only the copy changes, in the same way everywhere; None when none is left."""
+        dims, atoms, copies = list(self.dims), self.atoms, self.copies
+        for axis in reversed(range(len(dims))):
+            first, label = atoms.take([0], axis), copies.take([0], axis)
+            steps = copies - label
+            corner = steps[tuple(slice(None) if a == axis else slice(0, 1) for a in range(steps.ndim))]
+            if bool((atoms == first).all()) and bool((steps == corner).all()):
+                atoms, copies = first.squeeze(axis), label.squeeze(axis)
+                del dims[axis]
+        if not dims:
+            return None
+        return self if len(dims) == len(self.dims) else Factor(tuple(dims), atoms, copies)
+
+
+Layout = tuple[Factor, ...]
+"""The channels of one tensor; dimensions that no factor names never move."""
+
+
+def copy_label(index: Ints) -> Labels:
+    """Copy 0 is the channel itself; labels add up."""
+    return np.where(index == 0, np.uint64(0), _mixed(index.astype(np.uint64)))
+
+
+def _mixed(values: Labels) -> Labels:
+    """splitmix64's finaliser: different numbers, unrelated sums."""
+    z = values + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@dataclass
+class Channels:
+    """All atoms of a network and what is known about them.
+
+    `_root` and `_offset` are a union-find, always compressed: atom a is copy `_offset[a]` of the channel whose
+    first atom is `_root[a]`.
+    """
+
+    _root: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    _offset: Labels = field(default_factory=lambda: np.zeros(0, np.uint64))
+    _alone: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    _seen: dict[tuple[int, int], Factor] = field(default_factory=dict[tuple[int, int], Factor])
+    _fixes: list[tuple[Factor, Ints]] = field(default_factory=list[tuple[Factor, Ints]])
+    _reasons: dict[str, list[Ints]] = field(default_factory=dict[str, list[Ints]])
+
+    def fresh(self, dim: int, size: int) -> Factor:
+        """Channels that nothing is known about yet."""
+        first = len(self._root)
+        atoms = np.arange(first, first + size)
+        self._root = np.concatenate([self._root, atoms])
+        self._offset = np.concatenate([self._offset, np.zeros(size, np.uint64)])
+        self._alone = np.concatenate([self._alone, np.ones(size, np.bool_)])
+        return Factor((dim,), atoms, np.zeros(size, np.uint64))
+
+    def fresh_over(self, dims: Sequence[int], sizes: Sequence[int]) -> Factor:
+        """Such channels over several dimensions."""
+        flat = self.fresh(0, int(np.prod(sizes)))
+        return Factor(tuple(dims), flat.atoms.reshape(tuple(sizes)), flat.copies.reshape(tuple(sizes)))
+
+    def register(self, factor: Factor) -> Factor:
+        """Note that a tensor is laid out so: channels change places only with those of the same copies in it."""
+        self._seen.setdefault((id(factor.atoms), id(factor.copies)), factor)
+        return factor
+
+    def fix(self, factor: Factor, dims: Sequence[int], why: str) -> None:
+        """Channels stay where they are along `dims`."""
+        axes = [factor.dims.index(dim) for dim in dims]
+        if not axes:
+            return
+        index = np.zeros(factor.atoms.shape, np.int64)
+        for axis in axes:
+            shape = [-1 if a == axis else 1 for a in range(index.ndim)]
+            index = index * factor.atoms.shape[axis] + np.arange(factor.atoms.shape[axis]).reshape(shape)
+        self._fixes.append((factor, index))
+        if len(axes) == factor.atoms.ndim:
+            self._reasons.setdefault(why, []).append(factor.atoms.reshape(-1))
+
+    def fix_all(self, layout: Layout, why: str) -> None:
+        for factor in layout:
+            self.fix(factor, factor.dims, why)
+
+    def shared_roots(self, a: Factor, b: Factor) -> bool:
+        """Whether some channel lies in both."""
+        return bool(np.intersect1d(self._root[a.atoms], self._root[b.atoms]).size)
+
+    def unify(self, a: Factor, b: Factor, why: str) -> None:
+        """Both hold the same channels, position by position; contradictions fix the channels in question."""
+        if a.atoms is b.atoms and a.copies is b.copies:
+            return
+        atoms_a, atoms_b = a.atoms.reshape(-1), b.atoms.reshape(-1)
+        copies_a, copies_b = a.copies.reshape(-1), b.copies.reshape(-1)
+        if self._adopt(atoms_a, copies_a, atoms_b, copies_b):
+            return
+        while True:
+            root_a, root_b = self._root[atoms_a], self._root[atoms_b]
+            label_a, label_b = copies_a + self._offset[atoms_a], copies_b + self._offset[atoms_b]
+            differ = root_a != root_b
+            if not differ.any():
+                break
+            swap = root_a > root_b
+            high, low = np.where(swap, root_a, root_b)[differ], np.where(swap, root_b, root_a)[differ]
+            # high + label_high = low + label_low, hence high is copy (label_low − label_high) of low.
+            shift = np.where(swap, label_b - label_a, label_a - label_b)[differ]
+            unique, first = np.unique(high, return_index=True)
+            self._attach(unique, low[first], shift[first])
+        clash = label_a != label_b
+        if clash.any():
+            self._reasons.setdefault(why, []).append(atoms_a[clash])
+            everywhere = Factor((0,), atoms_a[clash], np.zeros(int(clash.sum()), np.uint64))
+            self._fixes.append((everywhere, np.arange(int(clash.sum()))))
+
+    def _adopt(self, atoms_a: Ints, copies_a: Labels, atoms_b: Ints, copies_b: Labels) -> bool:
+        """The common case, fast: one side is new, and takes the channels of the other."""
+        for new, new_copies, old, old_copies in (
+            (atoms_b, copies_b, atoms_a, copies_a),
+            (atoms_a, copies_a, atoms_b, copies_b),
+        ):
+            if new.size and new.min() > old.max() and self._alone[new].all() and np.unique(new).size == new.size:
+                self._root[new] = self._root[old]
+                self._offset[new] = self._offset[old] + old_copies - new_copies
+                self._alone[new] = False
+                self._alone[self._root[old]] = False
+                return True
+        return False
+
+    def _attach(self, high: Ints, low: Ints, shift: Labels) -> None:
+        """Make each root `high` the copy `shift` of the root `low`, which has a lower number."""
+        target, moved = np.arange(len(self._root)), np.zeros(len(self._root), np.uint64)
+        target[high], moved[high] = low, shift
+        while True:
+            beyond = target[target]
+            if (beyond == target).all():
+                break
+            moved = moved + np.where(beyond != target, moved[target], np.uint64(0))
+            target = beyond
+        self._offset = self._offset + moved[self._root]
+        self._root = target[self._root]
+        self._alone[high] = False
+        self._alone[low] = False
+
+    def resolve(self, layouts: Sequence[Layout]) -> Classes:
+        """What may change places, given the layouts of all parameters and buffers."""
+        for layout in layouts:
+            for factor in layout:
+                self.register(factor)
+        colour = np.zeros(len(self._root), np.uint64)
+        pinned = np.zeros(len(self._root), np.bool_)
+        places: list[tuple[Factor, Ints | None]] = [(factor, None) for factor in self._seen.values()]
+        for number, (factor, index) in enumerate([*places, *self._fixes]):
+            roots, labels = self.resolved(factor)
+            roots, labels = roots.reshape(-1), labels.reshape(-1)
+            if index is None:
+                order = np.lexsort((labels, roots))
+                same = (roots[order][1:] == roots[order][:-1]) & (labels[order][1:] == labels[order][:-1])
+                pinned[roots[order][1:][same]] = True
+            where = np.uint64(0) if index is None else _mixed(index.reshape(-1).astype(np.uint64))
+            np.add.at(colour, roots, _mixed(labels + where * np.uint64(3) + _mixed(np.array([number], np.uint64))))
+        colour[pinned] = _mixed(colour[pinned] + np.flatnonzero(pinned).astype(np.uint64))
+        reasons: dict[int, str] = {}
+        for why, atoms in self._reasons.items():
+            for root in np.unique(self._root[np.concatenate(atoms)]).tolist():
+                reasons.setdefault(root, why)
+        for root in np.flatnonzero(pinned).tolist():
+            reasons.setdefault(root, "a channel is combined with another channel of the same tensor")
+        return Classes(colour, reasons)
+
+    def resolved(self, factor: Factor) -> tuple[Ints, Labels]:
+        """Class and copy at each position."""
+        return self._root[factor.atoms], self._offset[factor.atoms] + factor.copies
+
+
+@dataclass(frozen=True)
+class Classes:
+    """`colour` by class: those of one colour may change places. `reasons`: why a class cannot move at all."""
+
+    colour: Labels
+    reasons: dict[int, str]

@@ -1,0 +1,62 @@
+"""A guess at what a model takes, for those who give no example of its input.
+
+The first layer with a weight tells how many channels come in; the sizes are
+tried from the usual ones. Only shapes matter to who asks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+IMAGE_SIZES = (224, 32, 28, 64, 299, 8, 16, 48, 96, 128, 256, 384, 512, 12, 14, 20, 24, 40, 56, 112)
+"""Sides of square images, most common first."""
+LENGTHS = (16, 64, 128, 256, 512, 1024, 4096)
+CLIPS = ((16, 112), (16, 224), (8, 32), (4, 16), (8, 8))
+
+
+def guesses(module: nn.Module) -> Iterator[Any]:
+    """Arguments for `forward`, likely ones first; nothing when the model takes more than one tensor."""
+    needed = [
+        parameter
+        for parameter in inspect.signature(module.forward).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    first = next((layer for layer in module.modules() if isinstance(layer, _FIRST)), None)
+    if len(needed) > 1 or first is None:
+        return
+    weight: Tensor = first.weight  # pyright: ignore[reportAssignmentType]
+    for guess in _tensors_for(first):
+        yield guess.to(weight.device, weight.dtype if guess.is_floating_point() else guess.dtype)
+
+
+_FIRST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.Embedding)
+
+
+def _tensors_for(first: nn.Module) -> Iterator[Tensor]:
+    match first:
+        case nn.Conv2d() | nn.ConvTranspose2d():
+            for size in IMAGE_SIZES:
+                yield torch.empty(2, first.in_channels, size, size)
+        case nn.Conv1d() | nn.ConvTranspose1d():
+            for length in LENGTHS:
+                yield torch.empty(2, first.in_channels, length)
+        case nn.Conv3d():
+            for frames, size in CLIPS:
+                yield torch.empty(2, first.in_channels, frames, size, size)
+        case nn.Linear():
+            yield torch.empty(2, first.in_features)
+            for length in LENGTHS:
+                yield torch.empty(2, length, first.in_features)
+            for size in IMAGE_SIZES:
+                if first.in_features % size**2 == 0:
+                    yield torch.empty(2, first.in_features // size**2, size, size)
+        case nn.Embedding():
+            for length in LENGTHS:
+                yield torch.empty(2, length, dtype=torch.long)
+        case _:
+            return
