@@ -25,6 +25,9 @@ Progress = Callable[[str, float], None]
 """Told what is being searched and how much of all the work is done, 0 to 1."""
 
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
 @dataclass(frozen=True)
 class Layer:
     """What a permutation does for one weight."""
@@ -85,23 +88,38 @@ class Permutation:
     def apply(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers = None,
         companions: Mapping[str, Iterable[Tensor]] | None = None,
     ) -> None:
         """Reorder the model in place, gradients, optimizer state and `companions` (tensors by weight name) with it."""
         for name in self.moves:
-            tensor = get_tensor(model, name)
-            followers = [tensor, *(() if tensor.grad is None else (tensor.grad,)), *(companions or {}).get(name, ())]
-            if optimizer is not None:
-                followers += [v for v in state_of(optimizer, tensor).values() if v.shape == tensor.shape]
-            for follower in followers:
-                follower.copy_(self.of(name, follower))
+            self.apply_to(name, get_tensor(model, name), optimizer, (companions or {}).get(name, ()))
+
+    @torch.no_grad()
+    def apply_to(
+        self,
+        name: str,
+        tensor: Tensor,
+        optimizer: Optimizers = None,
+        companions: Iterable[Tensor] = (),
+    ) -> None:
+        """Reorder one parameter or buffer in place, and what goes with it."""
+        followers = [tensor, *(() if tensor.grad is None else (tensor.grad,)), *companions]
+        followers += [value for _, value in state_of(optimizer, tensor) if value.shape == tensor.shape]
+        for follower in followers:
+            follower.copy_(self.of(name, follower))
 
 
-def state_of(optimizer: torch.optim.Optimizer, tensor: Tensor) -> dict[str, Tensor]:
-    """What an optimizer keeps for a parameter, tensors with more than one number only."""
-    kept: Mapping[str, Any] = optimizer.state.get(tensor, {}) if tensor in optimizer.state else {}
-    return {key: value for key, value in kept.items() if isinstance(value, Tensor) and value.numel() > 1}
+def state_of(optimizer: Optimizers, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """What optimizers keep for a parameter, tensors with more than one number only."""
+    several = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    return [
+        (key, value)
+        for one in several
+        if tensor in one.state
+        for key, value in cast(Mapping[str, Any], one.state[tensor]).items()
+        if isinstance(value, Tensor) and value.numel() > 1
+    ]
 
 
 def find(
@@ -111,7 +129,7 @@ def find(
     m: int = 4,
     *,
     example_inputs: Any = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers = None,
     effort: float = 1.0,
     progress: Progress | None = None,
 ) -> Permutation:
@@ -145,7 +163,7 @@ class _Finder:
         n: int,
         m: int,
         coupling: Coupling,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers,
     ) -> None:
         self.model, self.names, self.n, self.m = model, names, n, m
         self.coupling = coupling
@@ -297,12 +315,11 @@ class _Finder:
             if moves:
                 yield name, moves
 
-    def _hold_odd_states(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def _hold_odd_states(self, optimizer: Optimizers) -> None:
         """Channels of weights whose optimizer state has another shape stay where they are."""
-        for name, layout in self.coupling.layouts.items() if optimizer is not None else ():
+        for name, layout in self.coupling.layouts.items():
             tensor = get_tensor(self.model, name)
-            states = state_of(cast(torch.optim.Optimizer, optimizer), tensor)
-            odd = [key for key, value in states.items() if value.shape != tensor.shape]
+            odd = [key for key, value in state_of(optimizer, tensor) if value.shape != tensor.shape]
             for factor in layout if odd else ():
                 roots = np.unique(self.coupling.channels.resolved(factor)[0])
                 self.colour[roots] = np.arange(1, len(roots) + 1).astype(np.uint64) + self.colour[roots]

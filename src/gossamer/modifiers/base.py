@@ -109,6 +109,10 @@ class Run(Protocol):
         """Overwrite a weight."""
         ...
 
+    def permute(self, names: Sequence[str], n: int, m: int) -> None:
+        """Reorder channels of the model, its function unchanged, so that n:m keeps more of these weights."""
+        ...
+
     def reset_moments(self, name: str, where: torch.Tensor | None = None) -> None:
         """Zero the optimizer's momentum of a weight (at `where`, or all)."""
         ...

@@ -119,6 +119,8 @@ class GMPruningModifier(PruningModifier):
     inter_func: Interpolation = "cubic"
     global_sparsity: bool = False
     score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "magnitude"
+    permute: bool = False
+    """Reorder channels first, so that N:M keeps larger weights; what the model computes stays the same."""
     phased: bool = False
     epsilon: float | None = None
 
@@ -130,6 +132,8 @@ class GMPruningModifier(PruningModifier):
             raise ValueError("end_epoch: expected the epoch at which the final sparsity is reached, found -1")
         if self.phased:
             raise ValueError("phased: true is not supported; use ACDCPruningModifier for alternating phases")
+        if self.permute and not isinstance(self.pattern, NM):
+            raise ValueError(f"permute: expected mask_type N:M, as in 2:4, beside it, found {self.mask_type!r}")
         if isinstance(self.final_sparsity, dict):
             if self.params:
                 raise ValueError("params: expected none beside a final_sparsity that lists its own, found both")
@@ -205,6 +209,8 @@ class GMPruningModifier(PruningModifier):
             zeros, total = run.zeros(name)
             initial[name] = zeros / max(total, 1) if self.init_sparsity == FROM_PARAM else float(self.init_sparsity)
         run.state["init_sparsity"] = initial
+        if self.permute and isinstance(self.pattern, NM):
+            run.permute(run.targets, self.pattern.n, self.pattern.m)
         self.update(run)
 
     def update(self, run: Run) -> None:

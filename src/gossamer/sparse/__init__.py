@@ -3,7 +3,8 @@
 from gossamer.sparse.allocation import erdos_renyi, global_masks, uniform
 from gossamer.sparse.fisher import BlockFisher
 from gossamer.sparse.masking import pack, unpack, zero_where
-from gossamer.sparse.patterns import NM, Block, Channel, Filter, Pattern, Unstructured, parse_pattern
+from gossamer.sparse.nm import NM, NM2d
+from gossamer.sparse.patterns import Block, Channel, Filter, Pattern, Unstructured, parse_pattern
 from gossamer.sparse.schedules import cosine, fraction, interpolate
 from gossamer.sparse.scores import magnitude, movement
 from gossamer.sparse.selection import smallest, zero_count
@@ -14,6 +15,7 @@ __all__ = [
     "BlockFisher",
     "Channel",
     "Filter",
+    "NM2d",
     "Pattern",
     "Unstructured",
     "cosine",

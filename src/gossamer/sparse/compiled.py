@@ -9,34 +9,46 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, update_wrapper
+from types import FunctionType
 from typing import Any
 
 import torch
 
 Kernel = Callable[..., Any]
 
+_loops: set[Kernel] = set()
 
-def compiled(*, fastmath: bool = False) -> Callable[[Kernel], Callable[[], Kernel]]:
+
+def compiled(*, fastmath: bool = False) -> Callable[[FunctionType], Callable[..., Any]]:
     """Decorator: `name()` gives the machine code of the loop, made once per process and kept on disk if possible.
 
-    The loop must be a module-level function without Python objects. `fastmath` lets sums be reordered.
+    The loop must be a module-level function without Python objects. It may call, with their own arguments, other
+    loops of the same module (the copy on disk follows changes of that file only). `fastmath` lets sums be reordered.
     """
 
-    def wrap(loop: Kernel) -> Callable[[], Kernel]:
+    def wrap(loop: FunctionType) -> Callable[..., Any]:
         @cache
         def get() -> Kernel:
             import numba
 
+            scope = {name: it() if callable(it) and it in _loops else it for name, it in _globals(loop).items()}
+            body = update_wrapper(FunctionType(loop.__code__, scope, loop.__name__), loop)
             options = {"nogil": True, "fastmath": fastmath}
             try:
-                return numba.njit(cache=True, **options)(loop)
+                return numba.njit(cache=True, **options)(body)
             except RuntimeError:  # no folder to keep it in
-                return numba.njit(**options)(loop)
+                return numba.njit(**options)(body)
 
+        _loops.add(get)
         return get
 
     return wrap
+
+
+def _globals(loop: FunctionType) -> dict[str, Any]:
+    """What the loop's own text names of its module, and no more."""
+    return {name: loop.__globals__[name] for name in loop.__code__.co_names if name in loop.__globals__}
 
 
 def over_rows(loop: Callable[[int, int], None], rows: int, grain: int = 1) -> None:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import SparsityError, nearest
-from gossamer.sparse.selection import refuse_nan, smallest, zero_count
+from gossamer.sparse.nm import NM, NM2d
+from gossamer.sparse.selection import smallest, zero_count
 
 
 class Pattern(Protocol):
@@ -141,56 +142,7 @@ class Channel(_Units):
         return units.reshape(1, -1, *[1] * (len(shape) - 2)).expand(tuple(shape)).contiguous()
 
 
-@dataclass(frozen=True)
-class NM(Unstructured):
-    """Keep the `n` best of every `m` neighbouring input channels, at each kernel position.
-
-    Below its own sparsity of 1 − n/m the mask is unstructured, so that a
-    gradual schedule can lead up to the pattern.
-    """
-
-    n: int
-    m: int
-
-    def __post_init__(self) -> None:
-        if not 0 < self.n < self.m:
-            raise SparsityError(f"{self.n}:{self.m} is no pattern; write N:M with 0 < N < M, as in 2:4")
-
-    @property
-    def sparsity(self) -> float:
-        return 1 - self.n / self.m
-
-    def reached(self, sparsity: float) -> bool:
-        """Whether a schedule that stands at `sparsity` has come to the full pattern."""
-        return sparsity >= self.sparsity - 1e-9
-
-    def fits(self, shape: Sequence[int]) -> str | None:
-        if len(shape) < 2:
-            return "N:M needs a weight with input and output channels"
-        return None if shape[1] % self.m == 0 else f"{shape[1]} input channels do not divide by {self.m}"
-
-    def mask(self, scores: Tensor, sparsity: float) -> Tensor:
-        if not self.reached(sparsity):
-            return super().mask(scores, sparsity)
-        reason = self.fits(scores.shape)
-        if reason:
-            raise SparsityError(f"{self} does not fit shape {tuple(scores.shape)}: {reason}")
-        refuse_nan(scores)
-        groups = self._groups(scores)
-        order = groups.argsort(dim=2, descending=True, stable=True)
-        keep = torch.zeros_like(groups, dtype=torch.bool).scatter_(2, order[:, :, : self.n], True)
-        return keep.reshape(scores.shape)
-
-    def violations(self, weight: Tensor) -> int:
-        return int(((self._groups(weight) != 0).sum(dim=2) > self.n).count_nonzero())
-
-    def _groups(self, weight: Tensor) -> Tensor:
-        """`(out, in, *kernel)` as `(out, groups, m, positions)`."""
-        out, channels, *kernel = weight.shape
-        return weight.reshape(out, channels // self.m, self.m, math.prod(kernel))
-
-
-_NAMES = ("unstructured", "block4", "tensorrt", "filter", "channel", "N:M", "[rows, cols]")
+_NAMES = "unstructured, block4, [rows, cols], N:M, tensorrt, mMnN_1d, mMnN_2d_best, mMnN_2d_greedy, filter, channel"
 
 
 def parse_pattern(mask_type: str | Sequence[int]) -> Pattern:
@@ -198,6 +150,8 @@ def parse_pattern(mask_type: str | Sequence[int]) -> Pattern:
 
     >>> parse_pattern("block4"), parse_pattern("2:4"), parse_pattern([1, 4])
     (Block(rows=1, cols=4), NM(n=2, m=4), Block(rows=1, cols=4))
+    >>> parse_pattern("m4n2_1d"), parse_pattern("m4n2_2d_greedy")  # the names of NVIDIA's ASP
+    (NM(n=2, m=4), NM2d(n=2, m=4, method='greedy'))
     """
     if not isinstance(mask_type, str):
         if len(mask_type) != 2 or min(mask_type) < 1:
@@ -205,16 +159,22 @@ def parse_pattern(mask_type: str | Sequence[int]) -> Pattern:
         return Block(*mask_type)
     if match := re.fullmatch(r"(\d+):(\d+)", mask_type.strip()):
         return NM(int(match[1]), int(match[2]))
+    if match := re.fullmatch(r"m(\d+)n(\d+)_(?:1d|2d_(best|greedy))", mask_type.strip()):
+        n, m = int(match[2]), int(match[1])
+        return NM(n, m) if match[3] is None else NM2d(n, m, "best" if match[3] == "best" else "greedy")
     named: dict[str, Pattern] = {
         "unstructured": Unstructured(),
         "block4": Block(1, 4),
         "block": Block(1, 4),
         "tensorrt": NM(2, 4),
+        "m4n2_1d": NM(2, 4),
+        "m4n2_2d_best": NM2d(2, 4),
+        "m4n2_2d_greedy": NM2d(2, 4, "greedy"),
         "filter": Filter(),
         "channel": Channel(),
     }
     if mask_type not in named:
-        raise SparsityError(f"unknown pattern '{mask_type}'{nearest(mask_type, named)}; known: {', '.join(_NAMES)}")
+        raise SparsityError(f"unknown pattern '{mask_type}'{nearest(mask_type, named)}; known: {_NAMES}")
     return named[mask_type]
 
 

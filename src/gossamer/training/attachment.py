@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from gossamer.modifiers.base import Modifier
 from gossamer.training.clock import Timing
 from gossamer.training.masks import Masks
 from gossamer.training.sampling import Sampler, as_sampler
+
+if TYPE_CHECKING:
+    from gossamer.graph.permutation import Permutation
 
 logger = logging.getLogger("gossamer")
 
@@ -38,6 +41,7 @@ class Shared:
     steps_per_epoch: float
     grad_sampler: object = None
     loggers: Sequence[Logger] = ()
+    example_inputs: Any = None
     step: int = 0
     masks: Masks = field(default_factory=Masks)
     ended: set[int] = field(default_factory=set[int])
@@ -45,6 +49,8 @@ class Shared:
     overflowed: bool = False
     before_write: Callable[[str], None] | None = None
     """Told of each weight just before a modifier overwrites it."""
+    reorder: Callable[[Permutation], None] | None = None
+    """Puts channels of the whole run into another order."""
 
 
 class Attachment:
@@ -142,6 +148,21 @@ class Attachment:
         with torch.no_grad():
             parameter.copy_(values)
         self._shared.masks.touched(name)
+
+    def permute(self, names: Sequence[str], n: int, m: int) -> None:
+        from gossamer.graph.permutation import find
+
+        shared = self._shared
+        found = find(
+            shared.module, names, n, m, example_inputs=shared.example_inputs, optimizer=shared.optimizer
+        )
+        if found.untraceable:
+            logger.warning("%s goes on without permutation: %s", self.modifier.name, found.untraceable)
+        for layer in found.layers:
+            told = layer.reason or f"{layer.kept_before:.1%} of the magnitude kept, {layer.kept:.1%} after permutation"
+            logger.info("%s: '%s': %s", self.modifier.name, layer.name, told)
+        if shared.reorder is not None:
+            shared.reorder(found)
 
     def reset_moments(self, name: str, where: Tensor | None = None) -> None:
         if self._shared.optimizer is None:

@@ -121,12 +121,15 @@ class Manager:
         calibration_data: Iterable[Any] | None = None,
         scaler: GradScaler | None = None,
         loggers: Sequence[Logger] = (),
+        example_inputs: Any = None,
     ) -> Any:
         """Attach the recipe: from now on the optimizer's own steps drive it.
 
         Returns the optimizer, or, when a GradScaler was given, a scaler to
         use in its place (so that steps which overflow count). `epoch` enters
-        the run in the middle. Nothing is touched when this raises.
+        the run in the middle. `example_inputs` (a tensor, or a tuple or dict of
+        arguments for the model) is what `permute: true` follows the model with;
+        without it common shapes are tried. Nothing is touched when this raises.
         """
         scaler = wrap_optim if wrap_optim is not None else scaler
         self._check(module, optimizer, steps_per_epoch, allow_parallel_module, scaler)
@@ -138,7 +141,8 @@ class Manager:
             logger.warning("distillation_teacher has no effect: the recipe holds no distillation modifier")
         if calibration_data is not None and not self.quantization_modifiers:
             logger.warning("calibration_data has no effect: the recipe holds no quantization modifier")
-        run = TrainingRun(self.recipe_object, module, optimizer, float(steps_per_epoch), grad_sampler, loggers)
+        steps = float(steps_per_epoch)
+        run = TrainingRun(self.recipe_object, module, optimizer, steps, grad_sampler, loggers, example_inputs)
         if self._pending is None:
             run.begin(round(max(epoch or 0.0, 0.0) * steps_per_epoch))
         else:
@@ -169,10 +173,11 @@ class Manager:
         finalize: bool = True,
         grad_sampler: object = None,
         loggers: Sequence[Logger] = (),
+        example_inputs: Any = None,
     ) -> None:
         """One shot: bring a model to where the recipe has it at `epoch`, without training."""
         self._check_model(module)
-        run = TrainingRun(self.recipe_object, module, None, _ONE_SHOT_STEPS, grad_sampler, loggers)
+        run = TrainingRun(self.recipe_object, module, None, _ONE_SHOT_STEPS, grad_sampler, loggers, example_inputs)
         run.begin(round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS))
         if not finalize:
             self._run = run

@@ -58,6 +58,13 @@ class Masks:
         """All masks of one holder by parameter name."""
         return {name: ~holders[holder] for name, holders in self._held.items() if holder in holders}
 
+    def by_name(self) -> dict[str, list[Tensor]]:
+        """Every mask in use, for whoever reorders them in place."""
+        return {
+            name: [*holders.values(), *([self._zeros[name]] if len(holders) > 1 else [])]
+            for name, holders in self._held.items()
+        }
+
     def names(self) -> list[str]:
         return list(self._zeros)
 

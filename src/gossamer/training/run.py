@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,12 @@ from gossamer.errors import GossamerError, ModifierError, RecipeError, SparsityE
 from gossamer.graph import named_parameters, prunable, unwrap
 from gossamer.recipe import Recipe
 from gossamer.training.attachment import Attachment, Logger, Shared, logger
+from gossamer.training.closures import with_gradients
 from gossamer.training.journal import Journal
-from gossamer.training.state import STATE_FORMAT, check_state, frozen, matched, thawed
+from gossamer.training.state import STATE_FORMAT, check_state, frozen, matched, reordered, thawed
+
+if TYPE_CHECKING:
+    from gossamer.graph.permutation import Permutation
 
 SETTINGS = {"learning_rate": "lr", "optimizer": "weight_decay"}
 """What the modifiers of a family set in an optimizer's groups."""
@@ -39,9 +43,11 @@ class TrainingRun:
         steps_per_epoch: float,
         grad_sampler: object = None,
         loggers: Sequence[Logger] = (),
+        example_inputs: Any = None,
     ) -> None:
         self.recipe = recipe
-        self.shared = Shared(module, unwrap(module), optimizer, steps_per_epoch, grad_sampler, loggers)
+        self.shared = Shared(module, unwrap(module), optimizer, steps_per_epoch, grad_sampler, loggers, example_inputs)
+        self.shared.reorder = self._reorder
         self.attachments = attachments(recipe, self.shared)
         self.fired = 0
         self.skipped_steps = 0
@@ -99,6 +105,13 @@ class TrainingRun:
         """A GradScaler skipped the optimizer's step: time passes all the same."""
         self.skipped_steps += 1
         self.advance(self.step + 1)
+
+    def _reorder(self, permutation: Permutation) -> None:
+        """Put channels into another order: weights, masks, and what the optimizer and the modifiers remember."""
+        self.journal.before_reordering(permutation, self.optimizer)
+        permutation.apply(self.shared.module, self.optimizer, self.shared.masks.by_name())
+        for attachment in self.attachments:
+            attachment.state = reordered(attachment.state, permutation, self.shared.module)
 
     # State
 
@@ -188,24 +201,7 @@ class TrainingRun:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Look at the gradients, or, with a closure, at those that its first call leaves."""
-        closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None:
-            self._observe()
-            return None
-        seen = False
-
-        def observed() -> Any:
-            nonlocal seen
-            loss = closure()
-            if not seen:
-                seen = True
-                self._observe()
-            return loss
-
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": observed}
-        return (*args[:1], observed, *args[2:]), kwargs
+        return with_gradients(args, kwargs, self._observe)
 
     def _observe(self) -> None:
         scale, found_inf = (getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf"))

@@ -6,14 +6,19 @@ that was edited since, and names what does not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
+from gossamer.graph import get_parameter
 from gossamer.sparse import pack, unpack
+
+if TYPE_CHECKING:
+    from gossamer.graph.permutation import Permutation
 
 STATE_FORMAT = 1
 _BITS = "__bits__"
@@ -66,6 +71,28 @@ def frozen(value: Any) -> Any:
         return {key: frozen(item) for key, item in cast(Mapping[Any, Any], value).items()}
     if isinstance(value, list | tuple):
         return [frozen(item) for item in cast(list[Any], value)]
+    return value
+
+
+def reordered(value: Any, permutation: Permutation, module: nn.Module) -> Any:
+    """The same values with everything that belongs to a weight, by its name, in the weight's new order."""
+    if not isinstance(value, Mapping):
+        return value
+    entries = cast(Mapping[str, Any], value)
+    return {
+        key: _in_order_of(key, item, permutation, tuple(get_parameter(module, key).shape))
+        if key in permutation.moves
+        else reordered(item, permutation, module)
+        for key, item in entries.items()
+    }
+
+
+def _in_order_of(name: str, value: Any, permutation: Permutation, shape: tuple[int, ...]) -> Any:
+    """One number per weight, in the weight's shape or flat; alone or in a list."""
+    if isinstance(value, list):
+        return [_in_order_of(name, item, permutation, shape) for item in cast(list[Any], value)]
+    if isinstance(value, Tensor) and value.numel() == math.prod(shape):
+        return permutation.of(name, value.reshape(shape)).reshape(value.shape)
     return value
 
 
