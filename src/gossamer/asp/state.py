@@ -99,6 +99,9 @@ class State:
                 "the masks were computed already, and the pruned values are gone; to compute them again later, "
                 "call init_model_for_pruning with allow_recompute_mask=True"
             )
+        for name in self.weights:
+            if bool(get_parameter(self.model(), name).detach().isnan().any()):
+                raise GossamerError(f"'{name}' cannot be pruned: it holds NaN; repair the weights first")
         again = self.enabled
         sparse = {name: get_parameter(self.model(), name).detach().clone() for name in self.weights if again}
         for name in sparse:

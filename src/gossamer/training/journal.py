@@ -1,13 +1,14 @@
-"""What the beginning of a run changed in the weights, so that it can be undone.
+"""What the beginning of a run changed, so that it can be undone.
 
 A state may be loaded into weights that came from a checkpoint before the
-manager was attached; what attaching did to them is taken back first. Weights
+manager was attached; what attaching did to them is taken back first. Tensors
 that somebody wrote since are left as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,12 +22,24 @@ if TYPE_CHECKING:
     from gossamer.graph.permutation import Permutation
 
 
+@dataclass
+class _Entry:
+    """One change: to a parameter or buffer by its name, or to a tensor of the optimizer's state."""
+
+    where: str | Tensor
+    restore: Callable[[Tensor], object]
+    version: int | None = None
+    """Of the tensor when the journal was closed; None while it is open."""
+
+    def tensor(self, module: nn.Module) -> Tensor:
+        return get_parameter(module, self.where) if isinstance(self.where, str) else self.where
+
+
 class Journal:
     """How to take each change back, in order; forgotten at the first optimizer step."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[str, Callable[[Tensor], object]]] = []
-        self._versions: dict[str, int] = {}
+        self._entries: list[_Entry] = []
         self._open = False
 
     def open(self, shared: Shared) -> None:
@@ -35,45 +48,54 @@ class Journal:
         def before_zeroing(name: str, zeros: Tensor) -> None:
             hidden = get_parameter(shared.module, name).detach()[zeros]
             if bool(hidden.count_nonzero()):
-                self._entries.append((name, partial(_fill, where=zeros.clone(), values=hidden)))
+                self._entries.append(_Entry(name, partial(_fill, where=zeros.clone(), values=hidden)))
 
         def before_write(name: str) -> None:
             values = get_parameter(shared.module, name).detach().clone()
-            self._entries.append((name, lambda tensor: tensor.copy_(values)))
+            self._entries.append(_Entry(name, lambda tensor: tensor.copy_(values)))
 
         self._open = True
         shared.masks.before_zeroing, shared.before_write = before_zeroing, before_write
 
-    def before_reordering(self, permutation: Permutation, optimizer: torch.optim.Optimizer | None) -> None:
+    def before_reordering(self, permutation: Permutation, shared: Shared) -> None:
         """Note that channels are about to be put into another order."""
-        if self._open:
-            back = permutation.inverse
-            for name in permutation.moves:
-                self._entries.append((name, lambda tensor, name=name: back.apply_to(name, tensor, optimizer)))
+        if not self._open:
+            return
+        from gossamer.graph.permutation import state_of
+
+        back = permutation.inverse
+        for name in permutation.moves:
+            restore = partial(_reorder, back=back, name=name)
+            weight = get_parameter(shared.module, name)
+            followers = [value for _, value in state_of(shared.optimizer, weight) if value.shape == weight.shape]
+            self._entries += [_Entry(where, restore) for where in (name, *followers)]
 
     def close(self, shared: Shared) -> None:
-        """Stop noting, and remember which weights are still as they are now."""
+        """Stop noting, and remember which tensors are still as they are now."""
         self._open = False
         shared.masks.before_zeroing = shared.before_write = None
-        self._versions = {name: _version(shared.module, name) for name, _ in self._entries}
+        for entry in self._entries:
+            entry.version = _version(entry.tensor(shared.module))
 
     def undo(self, module: nn.Module) -> None:
         """Put the old values back, the last change first."""
         with torch.no_grad():
-            untouched = {n for n, version in self._versions.items() if _version(module, n) == version}
-            for name, restore in reversed(self._entries):
-                if name in untouched or not self._versions:
-                    restore(get_parameter(module, name))
+            untouched = [e for e in self._entries if e.version in (None, _version(e.tensor(module)))]
+            for entry in reversed(untouched):
+                entry.restore(entry.tensor(module))
         self.clear()
 
     def clear(self) -> None:
         self._entries.clear()
-        self._versions.clear()
 
 
-def _version(module: nn.Module, name: str) -> int:
-    return get_parameter(module, name)._version  # pyright: ignore[reportPrivateUsage]
+def _version(tensor: Tensor) -> int:
+    return tensor._version  # pyright: ignore[reportPrivateUsage]
 
 
 def _fill(tensor: Tensor, where: Tensor, values: Tensor) -> None:
     tensor[where.to(tensor.device)] = values.to(tensor)
+
+
+def _reorder(tensor: Tensor, back: Permutation, name: str) -> None:
+    tensor.copy_(back.of(name, tensor))

@@ -108,7 +108,7 @@ class TrainingRun:
 
     def _reorder(self, permutation: Permutation) -> None:
         """Put channels into another order: weights, masks, and what the optimizer and the modifiers remember."""
-        self.journal.before_reordering(permutation, self.optimizer)
+        self.journal.before_reordering(permutation, self.shared)
         permutation.apply(self.shared.module, self.optimizer, self.shared.masks.by_name())
         for attachment in self.attachments:
             attachment.state = reordered(attachment.state, permutation, self.shared.module)

@@ -1,0 +1,247 @@
+"""`gossamer permute` and `gossamer check`: N:M sparsity of a model, what it keeps and where it holds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from gossamer.cli.console import AsJson, err, out, reports_errors, show_json, show_warnings
+from gossamer.cli.models import load_model
+from gossamer.cli.weights import check_format, load_weights, save_weights
+from gossamer.errors import GossamerError, SparsityError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from gossamer.analysis.eligibility import Eligibility
+    from gossamer.graph.permutation import Layer, Permutation
+    from gossamer.sparse import NM, NM2d
+
+ModelWord = Annotated[
+    str, typer.Argument(metavar="MODEL", help="package.module:function, or the name of a torchvision model.")
+]
+Weights = Annotated[
+    Path | None,
+    typer.Option("--weights", metavar="FILE", help="Trained weights for it: .safetensors, or a .pt state dict."),
+]
+PatternName = Annotated[str, typer.Option("--pattern", metavar="N:M", help="The pattern, as in 2:4 or m4n2_2d_best.")]
+
+
+@reports_errors
+def permute(
+    model: ModelWord,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the weights: .safetensors, .pt, .pth.")
+    ] = None,
+    weights: Weights = None,
+    pattern: PatternName = "2:4",
+    shape: Annotated[
+        str | None,
+        typer.Option("--input", metavar="SHAPE", help="Shape of the input, as in 1,3,224,224; guessed when left out."),
+    ] = None,
+    every_layer: Annotated[
+        bool, typer.Option("--every-layer", help="Also layers that hardware cannot run in 2:4.")
+    ] = False,
+    effort: Annotated[float, typer.Option(help="How long to search: 1 is the usual, 4 four times that.")] = 1.0,
+    picture: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the table: .png, .svg.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Reorder a model's channels so that N:M keeps larger weights. What the model computes stays the same."""
+    from gossamer.graph.permutation import find
+    from gossamer.sparse import NM
+
+    chosen = _pattern(pattern)
+    if not isinstance(chosen, NM):
+        raise GossamerError(f"--pattern: channels are permuted for patterns such as 2:4, found '{pattern}'")
+    if output is not None:
+        check_format(output)
+    if effort <= 0:
+        raise GossamerError(f"--effort: expected a number above 0, found {effort:g}")
+    network = _model(model, weights)
+    names, skipped = _searchable(network, chosen, every_layer)
+    if not names:
+        raise GossamerError(f"{model}: no layer can be {pattern}; {next(iter(skipped.values()), 'it has no layer')}")
+    inputs = _example(shape)
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal or as_json) as progress:
+        task = progress.add_task("searching", total=1.0)
+
+        def show(layer: str, share: float) -> None:
+            progress.update(task, completed=share, description=f"searching {escape(layer)}".strip())
+
+        found = find(network, names, chosen.n, chosen.m, example_inputs=inputs, effort=effort, progress=show)
+    if output is not None:
+        found.apply(network)
+        save_weights(network, output)
+    if picture is not None:
+        from gossamer.analysis.permutation_plot import plot_permutation
+
+        plot_permutation(found, picture)
+    if as_json:
+        show_json(_as_data(model, pattern, found, skipped, output))
+        return
+    _show_permutation(found, skipped, pattern)
+    if found.untraceable:
+        show_warnings([f"nothing was permuted: {found.untraceable}"])
+    for path in filter(None, (output, picture)):
+        out.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+@reports_errors
+def check(
+    model: ModelWord,
+    weights: Weights = None,
+    pattern: PatternName = "2:4",
+    require: Annotated[
+        bool, typer.Option("--require", help="Exit with code 1 unless every layer that can hold to it does.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say which layers of a model hold to N:M now, where they do not, and which cannot, and why."""
+    from gossamer.analysis.eligibility import eligibility
+
+    chosen = _pattern(pattern)
+    found = eligibility(_model(model, weights), chosen)
+    able = [layer for layer in found if layer.reason is None]
+    holding = [layer for layer in able if layer.holds]
+    if as_json:
+        rows = [{**asdict(layer), "holds": layer.holds} for layer in found]
+        show_json({"model": model, "pattern": pattern, "holds": len(holding), "able": len(able), "layers": rows})
+    else:
+        _show_check(found, pattern, chosen.m)
+        cannot = len(found) - len(able)
+        out.print(f"{len(holding)} of {len(able)} layers that can be {pattern} are; {cannot} cannot", highlight=False)
+    if require and len(holding) < len(able):
+        raise typer.Exit(1)
+
+
+def _model(word: str, weights: Path | None) -> nn.Module:
+    network = load_model(word)
+    if weights is not None:
+        load_weights(network, weights)
+    return network
+
+
+def _pattern(name: str) -> NM | NM2d:
+    from gossamer.sparse import NM, NM2d, parse_pattern
+
+    try:
+        found = parse_pattern(name)
+    except SparsityError as error:
+        raise GossamerError(f"--pattern: {error}") from None
+    if not isinstance(found, NM | NM2d):
+        raise GossamerError(f"--pattern: expected N:M, as in 2:4 or m4n2_2d_best, found '{name}'")
+    return found
+
+
+def _example(shape: str | None) -> Tensor | None:
+    import torch
+
+    if shape is None:
+        return None
+    try:
+        sizes = [int(size) for size in shape.replace("x", ",").split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise GossamerError(f"--input: expected a shape such as 1,3,224,224, found '{shape}'")
+    return torch.zeros(sizes)
+
+
+def _searchable(network: nn.Module, pattern: NM, every_layer: bool) -> tuple[list[str], dict[str, str]]:
+    """Names of the layers to search on, and the others with the reason."""
+    from gossamer.analysis.eligibility import eligibility, ineligible
+
+    names: list[str] = []
+    skipped: dict[str, str] = {}
+    for layer in eligibility(network, pattern):
+        reason = pattern.fits(layer.shape) or (None if every_layer else ineligible(layer.shape))
+        if reason is None:
+            names.append(layer.name)
+        else:
+            skipped[layer.name] = reason
+    return names, skipped
+
+
+def _show_permutation(found: Permutation, skipped: dict[str, str], pattern: str) -> None:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("layer", no_wrap=True)
+    for column in (f"{pattern} keeps", "permuted", "bound", "efficacy"):
+        table.add_column(column, justify="right", no_wrap=True)
+    if skipped or any(layer.reason for layer in found.layers):
+        table.add_column("", overflow="fold", style="dim", ratio=1)
+    for layer in found.layers:
+        gained = "" if layer.reason else _percent(efficacy(layer))
+        kept = "" if layer.reason else _percent(layer.kept)
+        before, bound = _percent(layer.kept_before), _percent(layer.bound)
+        reason = [escape(layer.reason or "")] if len(table.columns) > 5 else []
+        table.add_row(escape(layer.name), before, kept, bound, gained, *reason)
+    for name, reason in skipped.items():
+        table.add_row(escape(name), "", "", "", "", escape(reason))
+    out.print(table)
+    moved = [layer for layer in found.layers if layer.reason is None]
+    share = sum(layer.weights for layer in moved) / max(sum(layer.weights for layer in found.layers), 1)
+    out.print(
+        f"{len(moved)} of {len(found.layers)} layers permuted, {share:.0%} of the weights that can be {pattern}",
+        highlight=False,
+    )
+
+
+def efficacy(layer: Layer) -> float:
+    """How much of what N:M loses the permutation gives back."""
+    room = layer.bound - layer.kept_before
+    return (layer.kept - layer.kept_before) / room if room > 0 else 0.0
+
+
+def _show_check(found: list[Eligibility], pattern: str, step: int) -> None:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("layer", no_wrap=True)
+    table.add_column("shape", no_wrap=True)
+    table.add_column(pattern, no_wrap=True)
+    table.add_column("", overflow="fold", style="dim")
+    for layer in found:
+        shape = "×".join(str(size) for size in layer.shape)
+        if layer.groups == 0:
+            verdict, told = "[dim]cannot[/]", layer.reason or ""
+        elif layer.holds:
+            verdict, told = "[green]holds[/]", layer.reason or ""
+        else:
+            verdict = "[red]no[/]"
+            told = f"{layer.violations:,} of {layer.groups:,} groups keep too much" + _place(layer.first, step)
+            told += f"; besides, {layer.reason}" if layer.reason else ""
+        table.add_row(escape(layer.name), shape, verdict, escape(told))
+    out.print(table)
+
+
+def _place(first: tuple[int, ...] | None, step: int) -> str:
+    """Where a group lies, as one would index the weight."""
+    if first is None:
+        return ", all of them columns of tiles"
+    out_channel, in_channel, *position = first
+    return f", first [{', '.join([str(out_channel), f'{in_channel}:{in_channel + step}', *map(str, position)])}]"
+
+
+def _as_data(
+    model: str, pattern: str, found: Permutation, skipped: dict[str, str], output: Path | None
+) -> dict[str, object]:
+    rows = [{**asdict(layer), "efficacy": efficacy(layer)} for layer in found.layers]
+    return {
+        "model": model,
+        "pattern": pattern,
+        "untraceable": found.untraceable,
+        "layers": rows,
+        "skipped": skipped,
+        "groups": list(found.groups),
+        "output": None if output is None else str(output),
+    }
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
