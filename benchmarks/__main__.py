@@ -6,8 +6,9 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,26 +20,37 @@ from rich.table import Table
 from benchmarks.import_time import import_time
 from benchmarks.mask_size import mask_size
 from benchmarks.mask_update import mask_update, mask_update_of_patterns
-from benchmarks.measuring import Benchmark, Row
+from benchmarks.measuring import Benchmark, Row, Watch
+from benchmarks.nm_masks import nm_masks
+from benchmarks.permutation_search import permutation_search, permutation_search_large
 from benchmarks.training_step import training_step
+from benchmarks.two_of_four_accuracy import two_of_four_accuracy
 
 SHORT: dict[str, Benchmark] = {
     "training-step": training_step,
     "mask-update": mask_update,
     "mask-size": mask_size,
+    "nm-masks": nm_masks,
+    "permutation": permutation_search,
     "import": import_time,
 }
-LONG: dict[str, Benchmark] = {"mask-update-patterns": mask_update_of_patterns}
+LONG: dict[str, Benchmark] = {
+    "mask-update-patterns": mask_update_of_patterns,
+    "permutation-large": permutation_search_large,
+}
+ON_DATA: dict[str, Callable[[Watch, Path | None], Iterable[Row]]] = {"2of4-accuracy": two_of_four_accuracy}
+"""Long ones that need a dataset."""
 COLOURS = {"met": "green", "accepted": "yellow", "missed": "red"}
 
 console = Console(highlight=False)
 
 
 def main() -> None:
-    known = SHORT | LONG
+    known = [*SHORT, *LONG, *ON_DATA]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure what Gossamer costs.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run: {', '.join(known)}")
     parser.add_argument("--all", action="store_true", help="the long ones too")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="the folder with Fashion-MNIST's IDX files")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     options = parser.parse_args()
     for name in options.names:
@@ -47,11 +59,21 @@ def main() -> None:
     chosen = options.names or list(known if options.all else SHORT)
 
     console.print(", ".join(f"{key} {value}" for key, value in machine().items()), style="dim")
-    rows = [row for name in chosen for row in run(name, known[name])]
+    benchmarks = SHORT | LONG | {name: partial(_on_data, on_data, options.data) for name, on_data in ON_DATA.items()}
+    rows = [row for name in chosen for row in run(name, benchmarks[name])]
     console.print(table(rows))
     if options.json:
         found = [{**asdict(row), "ratio": row.ratio, "verdict": row.verdict} for row in rows]
         options.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=2) + "\n")
+
+
+def _on_data(benchmark: Callable[[Watch, Path | None], Iterable[Row]], folder: Path | None, watch: Watch) -> list[Row]:
+    """The rows, or none and a sentence when the data is not there."""
+    try:
+        return list(benchmark(watch, folder))
+    except FileNotFoundError as error:
+        console.print(str(error), style="yellow")
+        return []
 
 
 def run(name: str, benchmark: Benchmark) -> list[Row]:

@@ -323,7 +323,9 @@ def test_a_failure_after_the_permutation_takes_it_back(monkeypatch: pytest.Monke
 def test_a_mask_of_the_wrong_shape_is_refused_by_the_layers_name(wrong: object, found: str) -> None:
     model = network()
     ASP.init_model_for_pruning(model, wrong, verbosity=0)  # type: ignore[arg-type]
-    with pytest.raises(GossamerError, match=rf"mask_calculator: expected a mask of shape \(32, 16\) for '0.weight'.*{found}"):
+    with pytest.raises(
+        GossamerError, match=rf"mask_calculator: expected a mask of shape \(32, 16\) for '0.weight'.*{found}"
+    ):
         ASP.compute_sparse_masks()
     assert not ASP.is_sparsity_enabled()
 
@@ -468,7 +470,7 @@ def test_an_optimizer_of_another_model_is_told() -> None:
     ASP.init_model_for_pruning(model, verbosity=0)
     with pytest.raises(GossamerError, match="holds no parameter of a model that was initialised"):
         ASP.init_optimizer_for_pruning(torch.optim.SGD(network().parameters(), lr=0.1))
-    with pytest.raises(GossamerError, match="expected a torch.optim.Optimizer"):
+    with pytest.raises(GossamerError, match=r"expected a torch\.optim\.Optimizer"):
         ASP.init_optimizer_for_pruning("adam")  # type: ignore[arg-type]
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer.errors import SparsityError
-from gossamer.sparse import NM, Block, Channel, Filter, Unstructured, parse_pattern, smallest, zero_count
+from gossamer.sparse import NM, Block, Channel, Filter, NM2d, Unstructured, parse_pattern, smallest, zero_count
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
@@ -136,6 +136,11 @@ def test_a_pattern_says_why_it_does_not_fit(pattern: NM | Block | Filter, shape:
         ([4, 1], Block(4, 1)),
         ("2:4", NM(2, 4)),
         ("tensorrt", NM(2, 4)),
+        ("m4n2_1d", NM(2, 4)),
+        ("m8n3_1d", NM(3, 8)),
+        ("m4n2_2d_best", NM2d(2, 4)),
+        ("m4n2_2d_greedy", NM2d(2, 4, "greedy")),
+        ("m64n32_2d_greedy", NM2d(32, 64, "greedy")),
         ("filter", Filter()),
         ("channel", Channel()),
     ],
@@ -144,10 +149,17 @@ def test_mask_types_name_patterns(text: str | list[int], pattern: object) -> Non
     assert parse_pattern(text) == pattern
 
 
-@pytest.mark.parametrize("text", ["unstructred", "4:2", "4:4", "0:4", [1], [0, 4], ""])
+@pytest.mark.parametrize(
+    "text", ["unstructred", "4:2", "4:4", "0:4", [1], [0, 4], "", "m2n4_1d", "m4n2_2d", "m64n32_2d_best"]
+)
 def test_unknown_patterns_are_refused(text: str | list[int]) -> None:
     with pytest.raises(SparsityError):
         parse_pattern(text)
+
+
+def test_an_unknown_name_is_answered_with_the_nearest_and_all_known() -> None:
+    with pytest.raises(SparsityError, match=r"unknown pattern 'm4n2_2d_bets'; nearest: 'm4n2_2d_best'; known: .*N:M"):
+        parse_pattern("m4n2_2d_bets")
 
 
 def test_nan_scores_are_refused_and_infinities_rank() -> None:

@@ -46,12 +46,12 @@ def ineligible(shape: Sequence[int]) -> str | None:
     return " and ".join(problems) or None
 
 
-def eligibility(model: nn.Module, pattern: NM | NM2d) -> list[Eligibility]:
+def eligibility(model: nn.Module, pattern: NM) -> list[Eligibility]:
     """Every convolution, linear and attention weight of the model, in its order."""
     return [_held_against(pattern, name, _rows(model, name)) for name in prunable(model)]
 
 
-def _held_against(pattern: NM | NM2d, name: str, weight: Tensor) -> Eligibility:
+def _held_against(pattern: NM, name: str, weight: Tensor) -> Eligibility:
     shape = tuple(weight.shape)
     reason = pattern.fits(shape)
     if reason is not None:
@@ -62,14 +62,15 @@ def _held_against(pattern: NM | NM2d, name: str, weight: Tensor) -> Eligibility:
     return Eligibility(name, shape, groups, violations, first, ineligible(shape))
 
 
-def _first_violation(weight: Tensor, pattern: NM | NM2d) -> tuple[int, ...] | None:
+def _first_violation(weight: Tensor, pattern: NM) -> tuple[int, ...] | None:
     """The first group along input channels that keeps too much; None when only columns do."""
-    blocks = (weight != 0).unflatten(1, (-1, pattern.m)).sum(dim=2) > pattern.n
-    found = torch.nonzero(blocks)
+    out, channels, *kernel = weight.shape
+    groups = (weight != 0).reshape(out, channels // pattern.m, pattern.m, *kernel)
+    found = torch.nonzero(groups.sum(dim=2) > pattern.n)
     if not len(found):
         return None
-    out, group, *position = (int(index) for index in found[0])
-    return out, group * pattern.m, *position
+    row, group, *position = (int(index) for index in found[0])
+    return row, group * pattern.m, *position
 
 
 def _rows(model: nn.Module, name: str) -> Tensor:

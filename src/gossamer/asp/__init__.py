@@ -16,7 +16,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -36,9 +36,9 @@ __all__ = ["ASP", "set_identical_seed"]
 class ASP:
     """Automatic sparsity. Calls that name no model mean the one initialised last."""
 
-    _states: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary()
-    _last: weakref.ref[nn.Module] | None = None
-    _saving: tuple[bool, str] = (False, ".")
+    _states: ClassVar[weakref.WeakKeyDictionary[nn.Module, State]] = weakref.WeakKeyDictionary()
+    _last: ClassVar[weakref.ref[nn.Module] | None] = None
+    _saving: ClassVar[tuple[bool, str]] = (False, ".")
 
     @classmethod
     def prune_trained_model(
@@ -69,8 +69,7 @@ class ASP:
         weight to its mask. `verbosity`: 0 errors only, 1 with warnings, 2 with what was done, 3 with details, all
         through the logger `gossamer.asp`. Buffers that came with the model, from a checkpoint, are kept.
         """
-        if not isinstance(model, nn.Module):
-            raise GossamerError(f"init_model_for_pruning: expected a torch.nn.Module, found {type(model).__name__}")
+        _expect(model, nn.Module, "init_model_for_pruning", "torch.nn.Module")
         owner = unwrap(model)
         again = cls._states.pop(owner, None)
         if again is not None:
@@ -99,9 +98,7 @@ class ASP:
     @classmethod
     def init_optimizer_for_pruning(cls, optimizer: torch.optim.Optimizer, *, model: nn.Module | None = None) -> None:
         """Mask gradients before and weights after each step of the optimizer; it finds its model by its parameters."""
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            found = type(optimizer).__name__
-            raise GossamerError(f"init_optimizer_for_pruning: expected a torch.optim.Optimizer, found {found}")
+        _expect(optimizer, torch.optim.Optimizer, "init_optimizer_for_pruning", "torch.optim.Optimizer")
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         states = [cls._state(model)] if model is not None or not cls._states else list(cls._states.values())
         own = [s for s in states if any(id(parameter) in held for parameter in s.model().parameters())]
@@ -168,7 +165,7 @@ class ASP:
     ) -> Permutation:
         """Only permute: the model computes what it did, and 2:4 would keep larger weights."""
         names = [name for name in prunable(model) if ineligible(get_parameter(model, name).shape) is None]
-        found = search(model, names, NM(2, 4), optimizer, example_inputs, verbosity)
+        found = search(model, names, NM(2, 4), [optimizer] if optimizer else [], example_inputs, verbosity)
         found.apply(model, optimizer)
         if dump_fx_graph:
             save_graph(found, Path(save_dumped_fx_graph))
@@ -194,6 +191,11 @@ class ASP:
         if state is None:
             raise GossamerError("the model is not initialised; call ASP.init_model_for_pruning(model) first")
         return state
+
+
+def _expect(given: object, kind: type, call: str, name: str) -> None:
+    if not isinstance(given, kind):
+        raise GossamerError(f"{call}: expected a {name}, found {type(given).__name__}")
 
 
 def set_identical_seed(identical_seed: int = 1) -> None:

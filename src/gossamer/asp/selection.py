@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from gossamer.analysis.eligibility import ineligible
 from gossamer.errors import GossamerError, SparsityError, nearest
 from gossamer.graph import first_names, get_module, named_modules, unwrap
-from gossamer.sparse import NM, NM2d, parse_pattern
+from gossamer.sparse import NM, parse_pattern
 
 MaskCalculator = str | Callable[[Tensor], Tensor]
-Calculate = NM | NM2d | Callable[[Tensor], Tensor]
+Calculate = NM | Callable[[Tensor], Tensor]
 
 LAYERS: dict[type[nn.Module], list[str]] = {
     nn.Linear: ["weight"],
@@ -35,7 +35,7 @@ def calculator(given: MaskCalculator) -> Calculate:
         pattern = parse_pattern(given)
     except SparsityError as error:
         raise GossamerError(f"mask_calculator: {error}") from None
-    if not isinstance(pattern, NM | NM2d):
+    if not isinstance(pattern, NM):
         raise GossamerError(f"mask_calculator: expected a pattern such as m4n2_1d or 2:4, found '{given}'")
     return pattern
 
@@ -80,7 +80,7 @@ def why_not(weight: nn.Parameter, calculate: Calculate) -> str | None:
     if not weight.is_floating_point():
         return f"its weights are {weight.dtype}"
     reason = ineligible(weight.shape)
-    if reason is None and isinstance(calculate, NM | NM2d):
+    if reason is None and isinstance(calculate, NM):
         reason = calculate.fits(weight.shape)
     return reason
 

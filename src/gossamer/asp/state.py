@@ -26,7 +26,7 @@ from gossamer.graph import get_parameter
 from gossamer.graph.permutation import Permutation, find
 from gossamer.modifiers.pruning import GMPruningModifier
 from gossamer.recipe import Recipe
-from gossamer.sparse import NM, NM2d, zero_where
+from gossamer.sparse import NM, zero_where
 from gossamer.training.closures import with_gradients
 from gossamer.training.masks import Masks
 
@@ -152,9 +152,9 @@ class State:
     def _computed(self, name: str) -> Tensor:
         weight = get_parameter(self.model(), name).detach()
         try:
-            if isinstance(self.calculate, NM | NM2d):
+            if isinstance(self.calculate, NM):
                 return self.calculate.keep_largest(weight)
-            keep = self.calculate(weight)
+            keep = cast(object, self.calculate(weight))
         except SparsityError as error:
             raise GossamerError(f"'{name}' cannot be pruned: {error}") from error
         if not isinstance(keep, Tensor) or keep.shape != weight.shape:
@@ -165,10 +165,12 @@ class State:
         return keep.to(weight.device, torch.bool)
 
     def _permuted(self, example_inputs: Any) -> Permutation | None:
-        if not isinstance(self.calculate, NM):
+        if not (isinstance(self.calculate, NM) and self.calculate.permutable):
             self._say(1, "channels are not permuted: that serves patterns N:M along input channels only")
             return None
-        found = search(self.model(), self.weights, self.calculate, list(self.optimizers), example_inputs, self.verbosity)
+        found = search(
+            self.model(), self.weights, self.calculate, list(self.optimizers), example_inputs, self.verbosity
+        )
         self._apply(found)
         if self.saving[0]:
             save_graph(found, Path(self.saving[1]) / GRAPH_FILE)
@@ -229,13 +231,13 @@ class State:
     # Telling
 
     def recipe(self) -> Recipe:
-        if not isinstance(self.calculate, NM | NM2d):
+        if not isinstance(self.calculate, NM):
             raise GossamerError("recipe: a mask_calculator that is a function cannot be written down")
         sparsity = self.calculate.sparsity
         modifier = GMPruningModifier(
             params=list(self.weights),
             mask_type=cast(str, self.given),
-            permute=self.permute and isinstance(self.calculate, NM),
+            permute=self.permute and self.calculate.permutable,
             init_sparsity=sparsity,
             final_sparsity=sparsity,
             start_epoch=0.0,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from gossamer.analysis.eligibility import Eligibility
     from gossamer.graph.permutation import Layer, Permutation
-    from gossamer.sparse import NM, NM2d
+    from gossamer.sparse import NM
 
 ModelWord = Annotated[
     str, typer.Argument(metavar="MODEL", help="package.module:function, or the name of a torchvision model.")
@@ -55,10 +55,9 @@ def permute(
 ) -> None:
     """Reorder a model's channels so that N:M keeps larger weights. What the model computes stays the same."""
     from gossamer.graph.permutation import find
-    from gossamer.sparse import NM
 
     chosen = _pattern(pattern)
-    if not isinstance(chosen, NM):
+    if not chosen.permutable:
         raise GossamerError(f"--pattern: channels are permuted for patterns such as 2:4, found '{pattern}'")
     if output is not None:
         check_format(output)
@@ -129,14 +128,14 @@ def _model(word: str, weights: Path | None) -> nn.Module:
     return network
 
 
-def _pattern(name: str) -> NM | NM2d:
-    from gossamer.sparse import NM, NM2d, parse_pattern
+def _pattern(name: str) -> NM:
+    from gossamer.sparse import NM, parse_pattern
 
     try:
         found = parse_pattern(name)
     except SparsityError as error:
         raise GossamerError(f"--pattern: {error}") from None
-    if not isinstance(found, NM | NM2d):
+    if not isinstance(found, NM):
         raise GossamerError(f"--pattern: expected N:M, as in 2:4 or m4n2_2d_best, found '{name}'")
     return found
 

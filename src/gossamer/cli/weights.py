@@ -53,7 +53,7 @@ def save_weights(model: nn.Module, path: Path) -> None:
     part = Path(name)
     try:
         if path.suffix == ".safetensors":
-            from safetensors.torch import save_file
+            from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
             save_file({name: tensor.clone() for name, tensor in state.items()}, part)
         else:
@@ -72,14 +72,14 @@ def check_format(path: Path) -> None:
 
 def _read(path: Path, torch: Any) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
+        from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
         return load_file(path)
     loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
     for key in ("state_dict", "model_state_dict", "model"):
         if isinstance(loaded, Mapping) and isinstance(cast(Mapping[str, Any], loaded).get(key), Mapping):
             loaded = cast(Mapping[str, Any], loaded)[key]
-    entries = cast(Mapping[str, Any], loaded) if isinstance(loaded, Mapping) else {}
+    entries: Mapping[str, Any] = cast(Mapping[str, Any], loaded) if isinstance(loaded, Mapping) else {}
     if not entries or not all(isinstance(value, torch.Tensor) for value in entries.values()):
         raise ValueError("it holds no state dict")
     return dict(entries)

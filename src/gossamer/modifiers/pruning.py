@@ -132,7 +132,7 @@ class GMPruningModifier(PruningModifier):
             raise ValueError("end_epoch: expected the epoch at which the final sparsity is reached, found -1")
         if self.phased:
             raise ValueError("phased: true is not supported; use ACDCPruningModifier for alternating phases")
-        if self.permute and not isinstance(self.pattern, NM):
+        if self.permute and not (isinstance(self.pattern, NM) and self.pattern.permutable):
             raise ValueError(f"permute: expected mask_type N:M, as in 2:4, beside it, found {self.mask_type!r}")
         if isinstance(self.final_sparsity, dict):
             if self.params:
@@ -209,7 +209,7 @@ class GMPruningModifier(PruningModifier):
             zeros, total = run.zeros(name)
             initial[name] = zeros / max(total, 1) if self.init_sparsity == FROM_PARAM else float(self.init_sparsity)
         run.state["init_sparsity"] = initial
-        if self.permute and isinstance(self.pattern, NM):
+        if self.permute and isinstance(self.pattern, NM) and self.pattern.permutable:
             run.permute(run.targets, self.pattern.n, self.pattern.m)
         self.update(run)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, update_wrapper
+from itertools import pairwise
 from types import FunctionType
 from typing import Any
 
@@ -34,7 +35,7 @@ def compiled(*, fastmath: bool = False) -> Callable[[FunctionType], Callable[...
 
             scope = {name: it() if callable(it) and it in _loops else it for name, it in _globals(loop).items()}
             body = update_wrapper(FunctionType(loop.__code__, scope, loop.__name__), loop)
-            options = {"nogil": True, "fastmath": fastmath}
+            options: dict[str, Any] = {"nogil": True, "fastmath": fastmath}
             try:
                 return numba.njit(cache=True, **options)(body)
             except RuntimeError:  # no folder to keep it in
@@ -62,7 +63,7 @@ def over_rows(loop: Callable[[int, int], None], rows: int, grain: int = 1) -> No
         loop(0, rows)
         return
     with ThreadPoolExecutor(parts - 1) as pool:
-        others = [pool.submit(loop, first, last) for first, last in zip(edges[1:-1], edges[2:], strict=True)]
+        others = [pool.submit(loop, first, last) for first, last in pairwise(edges[1:])]
         loop(edges[0], edges[1])
     for other in others:
         other.result()

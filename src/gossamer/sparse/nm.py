@@ -51,6 +51,11 @@ class NM:
     def sparsity(self) -> float:
         return 1 - self.n / self.m
 
+    @property
+    def permutable(self) -> bool:
+        """Whether `permutation.search` serves the pattern: groups lie along input channels only."""
+        return True
+
     def reached(self, sparsity: float) -> bool:
         """Whether a schedule that stands at `sparsity` has come to the full pattern."""
         return sparsity >= self.sparsity - 1e-9
@@ -130,6 +135,10 @@ class NM2d(NM):
                 f"the best {self.n}:{self.m} tile takes too long to find above {BEST_UP_TO}×{BEST_UP_TO}; "
                 "use the method 'greedy'"
             )
+
+    @property
+    def permutable(self) -> bool:
+        return False
 
     def fits(self, shape: Sequence[int]) -> str | None:
         reason = super().fits(shape)

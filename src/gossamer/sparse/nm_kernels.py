@@ -16,7 +16,8 @@ import torch
 from gossamer.sparse.compiled import compiled
 
 _BLOCK = 512
-"""Weights, or tiles, that are worked on together: enough for full vectors, few enough for the nearest cache."""
+_TILES = 256
+"""Weights and tiles that are worked on together: enough for full vectors, few enough for the nearest cache."""
 GRAIN = 1 << 20
 """The fewest weights that are worth a thread when each costs a few operations."""
 _FROM = 4096
@@ -70,7 +71,8 @@ def n_of_m(bits: Any, keep: Any, n: int, m: int, magnitude: Any, signed: bool) -
     bands, span = bits.shape
     positions = span // m
     step = max(1, _BLOCK // span)
-    keys, won, lost, earlier = np.empty((4, step * span), bits.dtype)
+    keys, won = np.empty(step * span, bits.dtype), np.empty(step * span, bits.dtype)
+    lost, earlier = np.empty(step * span, bits.dtype), np.empty(step * span, bits.dtype)
     inside = np.empty((m, step * span), bits.dtype)
     for q in range(step * span):
         earlier[q] = q % span // positions
@@ -103,6 +105,7 @@ def best_of_table(
     keep: Any,
     signed: bool,
     packed: bool,
+    limit: float,
     rows: Any,
     tops: Any,
     rests: Any,
@@ -113,11 +116,11 @@ def best_of_table(
     """The best mask of each tile of `(out / m, m, in / m, m, positions)`, from a `nm_tiles.Table`.
 
     `packed` tells that m is 4, that there is one position and that four bool bytes make a word.
-    Returns 1 if a value is infinite or NaN, when sums say nothing and the masks are of no use; otherwise 0.
+    Returns 1 if a value is NaN or not below the limit, when sums may overflow and the masks are of no use; else 0.
     """
     bands, m, blocks, _, positions = values.shape
     choices, n = rows.shape
-    step = max(1, _BLOCK // 2 // positions)
+    step = max(1, _TILES // positions)
     width = step * positions
     tile = np.empty((m, m, width), values.dtype)
     sums = np.zeros((m * choices + 1, width), values.dtype)  # the last one stays zero: no row
@@ -131,10 +134,10 @@ def best_of_table(
             for r in range(m):
                 if packed:
                     line = values[band, r].reshape(-1)[4 * start : 4 * (start + count)]
-                    for c in range(4):
-                        column = tile[r, c]
-                        for g in range(tiles):
-                            column[g] = line[4 * g + c]
+                    columns = tile[r].reshape(-1)  # one array and a constant width: the compiler sees no overlap
+                    for g in range(tiles):
+                        columns[g], columns[_TILES + g] = line[4 * g], line[4 * g + 1]
+                        columns[2 * _TILES + g], columns[3 * _TILES + g] = line[4 * g + 2], line[4 * g + 3]
                 else:
                     for block in range(count):
                         source = values[band, r, start + block]
@@ -144,7 +147,7 @@ def best_of_table(
                 for c in range(m):
                     column = tile[r, c]
                     for g in range(tiles):
-                        strange |= np.int32(not abs(column[g]) < np.inf)
+                        strange |= np.int32(not abs(column[g]) < limit)
                         column[g] = column[g] if signed else abs(column[g])
                 for choice in range(choices):
                     total, first = sums[r * choices + choice], tile[r, rows[choice, 0]]
@@ -198,6 +201,9 @@ def fill_tiles(scores: Any, keep: Any, n: int, improve: bool) -> None:
     """
     tiles, m, _ = scores.shape
     rank, order = np.empty(m * m, np.int32), np.empty(m * m, np.int64)
+    row_of, column_of = np.empty(m * m, np.int64), np.empty(m * m, np.int64)
+    for q in range(m * m):
+        row_of[q], column_of[q] = q // m, q % m
     in_row, in_column = np.empty(m, np.int64), np.empty(m, np.int64)
     gain, via = np.empty((m, m), scores.dtype), np.empty((m, m), np.int64)
     reach, parent = np.empty(m, scores.dtype), np.empty(m, np.int64)
@@ -205,23 +211,21 @@ def fill_tiles(scores: Any, keep: Any, n: int, improve: bool) -> None:
         x, kept, flat = scores[t], keep[t], scores[t].reshape(-1)
         rank[:] = 0
         for p in range(m * m):
-            for q in range(p):
-                rank[q] += flat[p] > flat[q]
-            for q in range(p + 1, m * m):
-                rank[q] += flat[p] >= flat[q]
+            value = flat[p]
+            for q in range(m * m):
+                rank[q] += (value > flat[q]) | ((value == flat[q]) & (p < q))
         for q in range(m * m):
             order[rank[q]] = q
-        kept[:] = False
         in_row[:] = 0
         in_column[:] = 0
         held = 0
-        for place in order:
-            row, column = place // m, place % m
-            if in_row[row] < n and in_column[column] < n:
-                kept[row, column] = True
-                in_row[row] += 1
-                in_column[column] += 1
-                held += 1
+        for k in range(m * m):
+            row, column = row_of[order[k]], column_of[order[k]]
+            room = (in_row[row] < n) & (in_column[column] < n)
+            kept[row, column] = room
+            in_row[row] += room
+            in_column[column] += room
+            held += room
         # A row r and a column c with room left cross at a kept weight. All columns that r could still take are
         # full, all rows that c could still take are full, and one of those columns holds one of those rows
         # (counting): give that weight up for one in row r and one in column c.

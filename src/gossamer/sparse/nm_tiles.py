@@ -141,16 +141,17 @@ def table(n: int, m: int) -> Table:
 
 
 def best_by_kernel(grid: Tensor, n: int, signed: bool) -> Tensor | None:
-    """The best masks of a CPU grid with m ≤ 4; None when it holds infinities or NaN."""
+    """The best masks of a CPU grid with m ≤ 4; None when it holds NaN, infinities or numbers near the largest."""
     halves = table(n, grid.shape[1])
     keep = torch.empty(grid.shape, dtype=torch.bool)
     values: Any = grid.contiguous().numpy()
     kept: Any = keep.numpy()
     packed = (grid.shape[1], grid.shape[4], sys.byteorder) == (4, 1, "little")
+    limit = values.dtype.type(torch.finfo(grid.dtype).max / 64)
     strange: list[int] = []
 
     def run(first: int, end: int) -> None:
-        tables = halves.rows, halves.tops, halves.rests, halves.bottoms, halves.ends, halves.masks
+        tables = limit, halves.rows, halves.tops, halves.rests, halves.bottoms, halves.ends, halves.masks
         strange.append(nm_kernels.best_of_table()(values[first:end], kept[first:end], signed, packed, *tables))
 
     over_rows(run, grid.shape[0], nm_kernels.GRAIN // 8 // max(grid[0].numel(), 1))
@@ -181,7 +182,7 @@ def best_by_torch(tiles: Tensor, n: int) -> Tensor:
 
 def best_by_cycles(tiles: Tensor, n: int) -> Tensor:
     """The best masks of tiles of any size, found on the CPU."""
-    mantissa, exponent = np.frexp(tiles.cpu().double().numpy())
+    mantissa, exponent = np.frexp(tiles.cpu().double().contiguous().numpy())
     # Whole numbers, 40 bits for the largest of a tile: sums are exact, so that the search ends.
     peak = exponent.max(axis=(1, 2), keepdims=True, where=mantissa != 0, initial=-(1 << 14))
     whole = (mantissa * float(1 << 40)).astype(np.int64) >> np.clip(peak - exponent, 0, 62)
@@ -215,14 +216,14 @@ def greedy_by_torch(tiles: Tensor, n: int) -> Tensor:
     for rank in range(m * m):
         place = order[:, rank : rank + 1]
         row, column = place // m, place % m
-        room = (rows.gather(1, row) < n) & (columns.gather(1, column) < n)
+        in_row, in_column = rows.gather(1, row), columns.gather(1, column)
+        room = (in_row < n) & (in_column < n)
         keep.scatter_(1, place, room)
-        rows.scatter_add_(1, row, room.long())
-        columns.scatter_add_(1, column, room.long())
+        rows.scatter_(1, row, in_row + room)
+        columns.scatter_(1, column, in_column + room)
     kept = keep.reshape(tiles.shape)
-    while (short := (rows.sum(dim=1) < n * m).nonzero().flatten()).numel():
+    while (short := (kept.sum(dim=(1, 2)) < n * m).nonzero().flatten()).numel():
         kept[short] = _complete(tiles[short], kept[short], n)
-        rows[short], columns[short] = kept[short].sum(dim=2), kept[short].sum(dim=1)
     return kept
 
 
@@ -233,6 +234,7 @@ def _complete(tiles: Tensor, kept: Tensor, n: int) -> Tensor:
     column = (kept.sum(dim=1) < n).int().argmax(dim=1)
     free = kept & ~kept[each, row].unsqueeze(1) & ~kept[each, :, column].unsqueeze(2)
     gain = (tiles[each, row].unsqueeze(1) + tiles[each, :, column].unsqueeze(2)) - tiles
+    gain = gain.clamp(min=torch.finfo(gain.dtype).min)  # even an overflow stays above what is not free
     place = torch.where(free, gain, -torch.inf).flatten(1).argmax(dim=1)
     i, j = place // tiles.shape[1], place % tiles.shape[1]
     kept = kept.clone()

@@ -65,7 +65,7 @@ def search(
     if not effort > 0 or not math.isfinite(effort):
         raise SparsityError(f"effort {effort} is no amount of work; give a number above 0, 1 for the usual")
     channels = weights.shape[1]
-    magnitudes, largest = _normalised(weights)
+    magnitudes, unit = _normalised(weights)
     before = _kept(magnitudes, n, m)
     order, kept = torch.arange(channels, device=weights.device), before
     if channels > m and before > 0:
@@ -76,7 +76,7 @@ def search(
                 order, kept = candidate, reached
     if progress is not None:
         progress(1.0)
-    return Found(order, before * largest, kept * largest, _bound(magnitudes, n, m) * largest)
+    return Found(order, before * unit, kept * unit, _bound(magnitudes, n, m) * unit)
 
 
 def kept_magnitude(weights: Tensor, n: int = 2, m: int = 4) -> float:
@@ -86,8 +86,8 @@ def kept_magnitude(weights: Tensor, n: int = 2, m: int = 4) -> float:
     7.0
     """
     _check(weights, n, m)
-    magnitudes, largest = _normalised(weights)
-    return _kept(magnitudes, n, m) * largest
+    magnitudes, unit = _normalised(weights)
+    return _kept(magnitudes, n, m) * unit
 
 
 def _silent(share: float) -> None:
@@ -113,15 +113,16 @@ def _largest(weights: Tensor) -> float:
 
 
 def _normalised(weights: Tensor) -> tuple[Tensor, float]:
-    """Magnitudes divided by the largest, at least float32, and the largest."""
-    largest = _largest(weights) if weights.numel() else 0.0
+    """Magnitudes in float32 or float64 over a power of two, which rounds nothing, so that they sum up; the power."""
+    exponent = math.frexp(_largest(weights))[1] if weights.numel() else 0
+    half = exponent // 2
     wide = weights.detach().to(weights.dtype if weights.dtype == torch.float64 else torch.float32)
-    return wide.abs() / (largest or 1.0), largest
+    return wide.abs() * 2.0**-half * 2.0 ** (half - exponent), 2.0**half * 2.0 ** (exponent - half)
 
 
 def _kept(magnitudes: Tensor, n: int, m: int) -> float:
     """The sum of the n largest of every m neighbours: each value sinks past the n largest before it."""
-    slots = magnitudes.unflatten(1, (-1, m)).unbind(2)
+    slots: list[Tensor] = [magnitudes[:, slot::m] for slot in range(m)]
     largest = [torch.zeros_like(slots[0]) for _ in range(n)]
     for slot in slots:
         falling = slot
@@ -136,7 +137,9 @@ def _bound(magnitudes: Tensor, n: int, m: int) -> float:
     count = channels // m * n
     if magnitudes.device.type != "cpu":
         return _sum(magnitudes.topk(count, dim=1, sorted=False).values)
-    return float(np.partition(magnitudes.numpy(), channels - count, axis=1)[:, channels - count :].sum(dtype=np.float64))
+    return float(
+        np.partition(magnitudes.numpy(), channels - count, axis=1)[:, channels - count :].sum(dtype=np.float64)
+    )
 
 
 def _sum(values: Tensor) -> float:

@@ -28,17 +28,18 @@ Array = Any
 GainOf = Callable[[Array, Array, Array], Array]
 """(order, slots, taken) to the gain matrix of a round."""
 
-_WARM_UP = 10
-"""Rounds without noise before the noise is measured against the gains."""
-_ROUNDS, _ROUND_COST = 5000, 5e6
+_ROUNDS, _ROUND_COST = 5000, 4e6
 """Rounds of a matrix whose rounds cost this many terms; fewer of larger ones, by the square root."""
 _LARGE = 3e7
 """From this many terms a round is split among threads; below, threads run whole chains."""
 _CHAINS = 2
-_ACCEPTED = 0.03
-"""The temperature at which this share of the swaps that lose something would be taken (Metropolis) ..."""
-_HOT, _COOLING = 0.1, 6.0
-"""... times this and the logarithm of the rounds is where the noise starts; it ends at a sixth."""
+_WARM_UP, _WARM_UP_LARGE = 40, 10
+"""Rounds without noise before the noise is measured against the gains."""
+_ACCEPTED, _SMALL = 0.1, 16
+"""The temperature at which this share of the swaps that lose something would be taken (Metropolis), with this many
+stripes or more; of fewer, as many swaps ..."""
+_HOT, _COOLING = 0.07, 8.0
+"""... times this and the logarithm of the rounds is where the noise starts; it ends at an eighth."""
 _REPORT_EVERY = 2e9
 """Terms between two reports of progress: about a fifth of a second."""
 
@@ -49,86 +50,80 @@ def annealed(
     """Orders of the channels of `magnitudes` (rows, channels), values 0 to 1, that keep much; each (channels,)."""
     rows, channels = magnitudes.shape
     cost = round_cost(rows, channels // m)
-    rounds = max(_WARM_UP, round(effort * _ROUNDS * max(1, m / 4) * min(1, math.sqrt(_ROUND_COST / cost))))
-    grid = (magnitudes.T * kernels.LEVELS).round_()
-    if magnitudes.device.type != "cpu":
-        gain_of = by_torch(grid.float(), n)
-        chains = one_chain(gain_of, channels, m, rounds, progress)
+    rounds = max(10, round(effort * _ROUNDS * max(1, m / 4) * min(1, math.sqrt(_ROUND_COST / cost))))
+    grid = (magnitudes.T / magnitudes.max() * kernels.LEVELS).round_()
+    if cost < _LARGE:
+        chains = parallel_chains(_numbers(grid), n, m, rounds, cost, progress)
     else:
-        numbers = grid.to(torch.int32).contiguous().numpy()
-        gain_of = by_kernel(numbers, n)
-        if cost >= _LARGE:
-            chains = one_chain(gain_of, channels, m, rounds, progress)
-        else:
-            chains = parallel_chains(numbers, gain_of, n, m, rounds, cost, progress)
+        gain_of = by_kernel(_numbers(grid), n) if grid.device.type == "cpu" else by_torch(grid.float(), n)
+        chains = one_chain(gain_of, channels, m, rounds, progress)
     for order in chains:
         order.sort(axis=1)
         yield order[order[:, 0].argsort()].reshape(-1)
 
 
 def round_cost(rows: int, stripes: int) -> float:
-    """Gain terms of one round, and what comes beside them in the time of as many terms."""
-    return rows * stripes * (stripes + 16) + 150 * stripes * stripes
+    """Gain terms of one round; thresholds and assignment count as the terms that would take as long."""
+    return rows * stripes * (stripes + 16) + stripes * stripes * (stripes + 100)
 
 
-def one_chain(
-    gain_of: GainOf, channels: int, m: int, rounds: int, progress: Callable[[float], None]
+def parallel_chains(
+    grid: Array, n: int, m: int, rounds: int, cost: float, progress: Callable[[float], None]
 ) -> list[Array]:
+    """Several chains, each on one thread, from the same beginning with other random numbers."""
+    anneal = kernels.anneal()
+    begin, state = _as_given(grid.shape[0], m), _random_state(0)
+    anneal(grid, n, begin, begin.copy(), np.zeros(1), np.zeros(_WARM_UP), _WARM_UP, state)
+    hot = temperature(by_kernel(grid, n), begin, rounds, state)
+    orders, bests = ([begin.copy() for _ in range(_CHAINS)] for _ in range(2))
+    states = [_random_state(1 + chain) for chain in range(_CHAINS)]
+    ahead = np.zeros((_CHAINS, 1))
+    noise = np.concatenate([cooling(hot, rounds), np.zeros(max(200, rounds // 8))])
+    step = max(1, int(_REPORT_EVERY / cost))
+
+    def cool(first: int, last: int) -> None:
+        for chain in range(first, last):
+            anneal(grid, n, orders[chain], bests[chain], ahead[chain], part, 2 * m, states[chain])
+
+    for done in range(0, rounds, step):
+        progress(done / rounds)
+        part = noise[done : done + step] if done + step < rounds else noise[done:]
+        over_rows(cool, _CHAINS)
+    return bests
+
+
+def one_chain(gain_of: GainOf, channels: int, m: int, rounds: int, progress: Callable[[float], None]) -> list[Array]:
     """One chain, every round of which is split among threads or done on an accelerator."""
-    order, state = np.arange(channels).reshape(-1, m), _random_state(0)
-    for done in range(_WARM_UP):
+    order, state = _as_given(channels, m), _random_state(0)
+    every = _WARM_UP_LARGE + rounds
+    for done in range(_WARM_UP_LARGE):
+        progress(done / every)
         play(gain_of, order, 0.0, state)
-        progress(done / (rounds + _WARM_UP))
-    hot = temperature(gain_of, order, rounds, state)
-    if hot == 0:
-        return [order]
-    for done in range(rounds):
-        play(gain_of, order, hot * _COOLING ** (-done / rounds), state)
-        progress((done + _WARM_UP) / (rounds + _WARM_UP))
+    for done, spread in enumerate(cooling(temperature(gain_of, order, rounds, state), rounds), _WARM_UP_LARGE):
+        progress(done / every)
+        play(gain_of, order, spread, state)
     still = 0
     for _ in range(max(20, rounds // 8)):
-        still = 0 if play(gain_of, order, 0.0, state) else still + 1
+        still = still + 1 if play(gain_of, order, 0.0, state) == 0 else 0
         if still == 2 * m:
             break
     return [order]
 
 
-def parallel_chains(
-    grid: Array, gain_of: GainOf, n: int, m: int, rounds: int, cost: float, progress: Callable[[float], None]
-) -> list[Array]:
-    """Several chains, each on one thread, from the same beginning with other random numbers."""
-    anneal = kernels.anneal()
-    begin, state = np.arange(grid.shape[0]).reshape(-1, m), _random_state(0)
-    anneal(grid, begin, n, 0.0, 0.0, 0, _WARM_UP, _WARM_UP, _WARM_UP, state)
-    hot = temperature(gain_of, begin, rounds, state)
-    if hot == 0:
-        return [begin]
-    orders = [begin.copy() for _ in range(_CHAINS)]
-    states = [_random_state(1 + chain) for chain in range(_CHAINS)]
-    step = max(1, int(_REPORT_EVERY / cost))
-
-    def cool(first: int, last: int) -> None:
-        for chain in range(first, last):
-            until = min(rounds, done + step)
-            anneal(grid, orders[chain], n, hot, hot / _COOLING, done, until, rounds, 1, states[chain])
-            if until == rounds:
-                anneal(grid, orders[chain], n, 0.0, 0.0, 0, max(200, rounds // 8), 1, 2 * m, states[chain])
-
-    for done in range(0, rounds, step):
-        progress(done / rounds)
-        over_rows(cool, _CHAINS)
-    return orders
-
-
-def play(gain_of: GainOf, order: Array, temperature: float, state: Array) -> bool:
-    """One round, which changes `order`; whether it is better than before (without noise)."""
+def play(gain_of: GainOf, order: Array, spread: float, state: Array) -> float:
+    """One round, which changes `order`; how much more it keeps."""
     slots, taken, place = np.empty((3, order.shape[0]), np.int64)
     kernels.take_out()(order, slots, taken, state)
     gain = gain_of(order, slots, taken)
-    if temperature > 0:
-        kernels.perturb()(gain, temperature, state)
-    kernels.assign()(gain, place)
-    return bool(kernels.put_back()(gain, place, order, slots, taken))
+    seen = np.empty_like(gain)
+    kernels.perturb()(gain, spread, state, seen)
+    kernels.assign()(seen, place)
+    return kernels.put_back()(gain, place, order, slots, taken)
+
+
+def cooling(hot: float, rounds: int) -> Array:
+    """The spread of the noise in each round."""
+    return hot * _COOLING ** -(np.arange(rounds) / rounds)
 
 
 def temperature(gain_of: GainOf, order: Array, rounds: int, state: Array) -> float:
@@ -146,10 +141,11 @@ def temperature(gain_of: GainOf, order: Array, rounds: int, state: Array) -> flo
     loss = np.concatenate(losses)[: 1 << 18]
     if not len(loss):
         return 0.0
+    accepted = min(0.5, _ACCEPTED * max(1, _SMALL / order.shape[0]))
     low, high = 1e-9 * float(loss.max()), 10 * float(loss.max())
     for _ in range(50):
         middle = math.sqrt(low * high)
-        low, high = (low, middle) if float(np.exp(-loss / middle).mean()) > _ACCEPTED else (middle, high)
+        low, high = (low, middle) if float(np.exp(-loss / middle).mean()) > accepted else (middle, high)
     return low * _HOT * math.log10(max(rounds, 10))
 
 
@@ -160,7 +156,7 @@ def by_kernel(grid: Array, n: int) -> GainOf:
     def gain_of(order: Array, slots: Array, taken: Array) -> Array:
         stripes = order.shape[0]
         rest, gain = np.empty((stripes, grid.shape[1]), np.int32), np.empty((stripes, stripes))
-        grain = max(1, int(1e6 / (grid.shape[1] * stripes)))
+        grain = 1 + int(1e6 / (1 + grid.shape[1] * stripes))
         over_rows(lambda first, last: thresholds(grid, order, slots, n, first, last, rest), stripes, 32 * grain)
         over_rows(lambda first, last: gains(grid, taken, rest, first, last, gain), stripes, grain)
         return gain
@@ -184,6 +180,16 @@ def by_torch(grid: Tensor, n: int) -> GainOf:
         return gain.cpu().double().round_().numpy()
 
     return gain_of
+
+
+def _as_given(channels: int, m: int) -> Array:
+    """The order (stripes, m) in which nothing is moved."""
+    return np.arange(channels).reshape(-1, m)
+
+
+def _numbers(grid: Tensor) -> Array:
+    """The grid as the kernels take it."""
+    return grid.cpu().to(torch.int32).contiguous().numpy()
 
 
 def _random_state(number: int) -> Array:

@@ -34,33 +34,37 @@ _SPREAD = 37837.0
 
 
 @compiled()
-def anneal(
-    grid: Any, order: Any, n: Any, hot: Any, cold: Any, first: Any, last: Any, total: Any, patience: Any, state: Any
-) -> Any:
-    """Rounds `first` to `last` of `total` that cool from `hot` to `cold`; with `hot` 0, until `patience` bring nothing.
+def anneal(grid: Any, n: Any, order: Any, best: Any, ahead: Any, noise: Any, patience: Any, state: Any) -> None:
+    """One round for each entry of `noise` (rounds,), until `patience` of them in a row bring nothing without noise.
 
     A round takes one channel out of every stripe and puts all of them back where they gain most, seen through
-    noise whose spread is the temperature. The number of rounds done.
+    noise of that spread. `best` becomes the best `order` that was seen; `ahead` (1,) is what `order` keeps more
+    than it, so far.
     """
-    stripes, m = order.shape
+    stripes = order.shape[0]
     rest = np.empty((stripes, grid.shape[1]), np.int32)
     gain = np.empty((stripes, stripes))
+    seen = np.empty((stripes, stripes))
     slots = np.empty(stripes, np.int64)
     taken = np.empty(stripes, np.int64)
     place = np.empty(stripes, np.int64)
     still = 0
-    done = first
-    while done < last and still < patience:
+    for spread in noise:
         take_out(order, slots, taken, state)
         thresholds(grid, order, slots, n, 0, stripes, rest)
         gains(grid, taken, rest, 0, stripes, gain)
-        if hot > 0:
-            perturb(gain, hot * (cold / hot) ** (done / total), state)
-        assign(gain, place)
-        better = put_back(gain, place, order, slots, taken)
-        still = 0 if better or hot > 0 else still + 1
-        done += 1
-    return done - first
+        perturb(gain, spread, state, seen)
+        assign(seen, place)
+        more = put_back(gain, place, order, slots, taken)
+        ahead[0] += more
+        if ahead[0] > 0:
+            ahead[0] = 0
+            for b in range(stripes):
+                for j in range(order.shape[1]):
+                    best[b, j] = order[b, j]
+        still = still + 1 if more == 0 and spread == 0 else 0
+        if still >= patience:
+            break
 
 
 @compiled()
@@ -79,12 +83,12 @@ def take_out(order: Any, slots: Any, taken: Any, state: Any) -> None:
 
 @compiled()
 def put_back(gain: Any, place: Any, order: Any, slots: Any, taken: Any) -> Any:
-    """Put the taken channels where `place` says; whether that is better than where they were."""
+    """Put the taken channels where `place` says; how much more that keeps than where they were."""
     more = 0.0
     for b in range(place.shape[0]):
         more += gain[place[b], b] - gain[b, b]
         order[b, slots[b]] = taken[place[b]]
-    return more > 0
+    return more
 
 
 @compiled()
@@ -164,8 +168,8 @@ def gains(grid: Any, taken: Any, rest: Any, first: Any, last: Any, gain: Any) ->
 
 
 @compiled()
-def perturb(gain: Any, spread: Any, state: Any) -> None:
-    """Add whole random numbers of standard deviation `spread`, nearly normal (four 16-bit numbers each)."""
+def perturb(gain: Any, spread: Any, state: Any, seen: Any) -> None:
+    """seen = gain + whole random numbers of standard deviation `spread`, nearly normal (four 16-bit numbers each)."""
     z = state[0]
     low = np.uint64(65535)
     scale = np.int64(spread / _SPREAD * 65536.0)
@@ -175,10 +179,9 @@ def perturb(gain: Any, spread: Any, state: Any) -> None:
             z ^= z << np.uint64(25)
             z ^= z >> np.uint64(27)
             bits = z * np.uint64(2685821657736338717)
-            four = (
-                (bits >> np.uint64(48)) + ((bits >> np.uint64(32)) & low) + ((bits >> np.uint64(16)) & low) + (bits & low)
-            )
-            gain[i, b] += (scale * (np.int64(four) - 131070)) >> 16
+            four = (bits >> np.uint64(48)) + (bits & low)
+            four += ((bits >> np.uint64(32)) & low) + ((bits >> np.uint64(16)) & low)
+            seen[i, b] = gain[i, b] + ((scale * (np.int64(four) - 131070)) >> 16)
     state[0] = z
 
 

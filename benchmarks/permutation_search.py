@@ -1,0 +1,110 @@
+"""The channel-permutation search on the matrices of `spec/asp.md`: efficacy against its table, and time.
+
+A time is shown beside that of one gain matrix by `torch.cdist`, of as many
+channels and stripes as one round of the search uses: the machine's speed
+falls out of the ratio. Efficacies do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.measuring import Row, Watch, medians
+from gossamer.sparse.permutation import Found, search
+
+SHORT_EFFORT = 0.25
+"""At which the search takes about the time of the table's fourth column; at 1, that of its fifth."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A matrix of the table and its columns: efficacies in %, seconds on an idle machine of two cores."""
+
+    name: str
+    matrix: Callable[[], Tensor]
+    floor: float
+    floor_seconds: float
+    aim: float | None = None
+    aim_seconds: float | None = None
+    best_seen: float | None = None
+    rounds: int = 5
+    efforts: tuple[float, ...] = (SHORT_EFFORT, 1.0)
+
+
+def gaussian(size: int) -> Callable[[], Tensor]:
+    return lambda: torch.from_numpy(np.random.RandomState(0).randn(size, size)).float()
+
+
+def lognormal_columns(size: int) -> Callable[[], Tensor]:
+    def matrix() -> Tensor:
+        draws = np.random.RandomState(1)
+        return torch.from_numpy(draws.randn(size, size) * np.exp(draws.randn(1, size))).float()
+
+    return matrix
+
+
+def convolution() -> Tensor:
+    """256×256×3×3 as a ResNet initialises it, rows = h·w·out."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        weight = torch.nn.init.kaiming_normal_(torch.empty(256, 256, 3, 3), mode="fan_out")
+    return weight.permute(2, 3, 0, 1).reshape(-1, 256)
+
+
+SMALL = [
+    Case("Gaussian 64×64", gaussian(64), 44.5, 0.01, 47.2, 0.02, 48.5),
+    Case("Gaussian 128×128", gaussian(128), 35.5, 0.02, 37.8, 0.07, 40.3),
+    Case("Gaussian 256×256", gaussian(256), 30.0, 0.2, 30.0, 0.6, 31.1, rounds=3),
+    Case("lognormal columns 64×64", lognormal_columns(64), 80.7, 0.01, 82.2, 0.03, 82.2),
+    Case("lognormal columns 128×128", lognormal_columns(128), 77.2, 0.04, 77.6, 0.14, 77.8),
+    Case("lognormal columns 256×256", lognormal_columns(256), 65.7, 0.1, 66.4, 0.6, 66.6, rounds=3),
+]
+LARGE = [
+    Case("Gaussian 512×512", gaussian(512), 23.5, 0.9, 23.9, 3.2, 24.4, rounds=3),
+    Case("lognormal columns 512×512", lognormal_columns(512), 65.8, 1.0, 65.9, 4.4, 66.2, rounds=3),
+    Case("convolution 256×256×3×3", convolution, 9.8, 0.6, 10.4, 2.4, 10.6, rounds=3),
+    Case("Gaussian 4096×4096", gaussian(4096), 9.9, 29.0, rounds=1, efforts=(1.0,)),
+]
+
+
+def permutation_search(watch: Watch) -> Iterator[Row]:
+    for case in SMALL:
+        yield from _rows(case, watch)
+
+
+def permutation_search_large(watch: Watch) -> Iterator[Row]:
+    for case in LARGE:
+        yield from _rows(case, watch)
+
+
+def _rows(case: Case, watch: Watch) -> Iterator[Row]:
+    weights = case.matrix()
+    channels, stripes = weights.T.contiguous(), weights.shape[1] // 4
+    found: dict[float, Found] = {}
+
+    def run(effort: float) -> None:
+        found[effort] = search(weights, effort=effort)
+
+    efforts = {f"effort {effort:g}": effort for effort in case.efforts}
+    if case.rounds == 1:  # compiles without a warm-up on the matrix itself
+        search(torch.rand(3000, 512), effort=0.01)
+    contenders: dict[str, Callable[[], object]] = {name: partial(run, effort) for name, effort in efforts.items()}
+    contenders["cdist"] = partial(torch.cdist, channels[:stripes], channels[-stripes:], p=1)
+    seconds = medians(contenders, watch, f"searches, {case.name}", case.rounds, warm_up=int(case.rounds > 1))
+    for name, effort in efforts.items():
+        ours = 100 * found[effort].efficacy
+        aim, aim_seconds = (case.aim, case.aim_seconds) if effort == 1.0 else (None, None)
+        beside = f"; floor {case.floor:g} % in {case.floor_seconds:g} s"
+        beside += "" if aim is None else f", aim {aim:g} % in {aim_seconds:g} s"
+        best = "" if case.best_seen is None else f", best seen {case.best_seen:g} %"
+        note = f"efficacy {ours:.2f} %{beside}{best}"
+        yield Row(f"{case.name}, {name} / one gain matrix by cdist", seconds[name], seconds["cdist"], "s", note=note)
+        yield Row(f"{case.name}, {name}: efficacy floor / ours", case.floor, ours, "%", 1.0)
+        if aim is not None:
+            yield Row(f"{case.name}, {name}: efficacy aim / ours", aim, ours, "%", 1.0)
