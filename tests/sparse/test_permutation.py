@@ -380,3 +380,13 @@ def test_importing_the_search_needs_neither_numba_nor_scipy(name: str, monkeypat
         monkeypatch.setitem(sys.modules, heavy, None)
     spec = importlib.util.find_spec(f"gossamer.sparse.{name}")
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_one_extreme_weight_does_not_blind_the_search_to_the_others() -> None:
+    weights = gaussian(64, 64)
+    plain = search(weights).kept
+    weights[3, 5] = 1e7
+    found = search(weights)
+    check(weights, found)
+    others = kept_by_mask(weights.index_fill(0, torch.tensor([3]), 0.0)[:, found.order], 2, 4)
+    assert others > 0.97 * plain

@@ -47,7 +47,7 @@ class Factor:
             if dim not in self.dims:
                 index = index * size + grid
         atoms = np.broadcast_to(self.atoms.reshape(shape), tuple(sizes))
-        return Factor(tuple(dims), atoms, self.copies.reshape(shape) + copy_label(index))
+        return Factor(tuple(dims), atoms, self.copies.reshape(shape) + copy_label(index, self.copies))
 
     def simplified(self) -> Factor | None:
         """Without dimensions along which only the copy changes, in the same way everywhere; None when none is left."""
@@ -68,17 +68,22 @@ Layout = tuple[Factor, ...]
 """The channels of one tensor; dimensions that no factor names never move."""
 
 
-def copy_label(index: Ints) -> Labels:
-    """Copy 0 is the channel itself; labels add up."""
-    return np.where(index == 0, np.uint64(0), _mixed(index.astype(np.uint64)))
+def copy_label(index: Ints, among: Labels) -> Labels:
+    """Labels to add to those of channels that are `among` copies already; copy 0 is the channel itself.
+
+    Copies of copies get other labels than copies, for otherwise 1 + 0 and 0 + 1 would look the same.
+    """
+    generation = 1 if not among.size or bool((among == among.flat[0]).all()) else np.unique(among).size
+    return np.where(index == 0, np.uint64(0), _mixed(index.astype(np.uint64) + np.uint64(generation << 40)))
 
 
 def _mixed(values: Labels) -> Labels:
     """splitmix64's finaliser: different numbers, unrelated sums."""
-    z = values + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    with np.errstate(over="ignore"):
+        z = values + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
 
 
 @dataclass
@@ -94,7 +99,8 @@ class Channels:
     _alone: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     _seen: dict[tuple[int, int], Factor] = field(default_factory=dict[tuple[int, int], Factor])
     _fixes: list[tuple[Factor, Ints]] = field(default_factory=list[tuple[Factor, Ints]])
-    _reasons: dict[str, list[Ints]] = field(default_factory=dict[str, list[Ints]])
+    _reasons: list[tuple[str, Ints]] = field(default_factory=list[tuple[str, Ints]])
+    _limits: list[tuple[str, Ints]] = field(default_factory=list[tuple[str, Ints]])
 
     def fresh(self, dim: int, size: int) -> Factor:
         """Channels that nothing is known about yet."""
@@ -116,17 +122,17 @@ class Channels:
         return factor
 
     def fix(self, factor: Factor, dims: Sequence[int], why: str) -> None:
-        """Channels stay where they are along `dims`."""
+        """Channels stay where they are along `dims`: all of them in place, or some within a part of the tensor."""
         axes = [factor.dims.index(dim) for dim in dims]
-        if not axes:
+        if not axes or not factor.atoms.size:
             return
         index = np.zeros(factor.atoms.shape, np.int64)
         for axis in axes:
             shape = [-1 if a == axis else 1 for a in range(index.ndim)]
             index = index * factor.atoms.shape[axis] + np.arange(factor.atoms.shape[axis]).reshape(shape)
         self._fixes.append((factor, index))
-        if len(axes) == factor.atoms.ndim:
-            self._reasons.setdefault(why, []).append(factor.atoms.reshape(-1))
+        whole = len(axes) == factor.atoms.ndim
+        (self._reasons if whole else self._limits).append((why, factor.atoms.reshape(-1)))
 
     def fix_all(self, layout: Layout, why: str) -> None:
         for factor in layout:
@@ -158,7 +164,7 @@ class Channels:
             self._attach(unique, low[first], shift[first])
         clash = label_a != label_b
         if clash.any():
-            self._reasons.setdefault(why, []).append(atoms_a[clash])
+            self._reasons.append((why, atoms_a[clash]))
             everywhere = Factor((0,), atoms_a[clash], np.zeros(int(clash.sum()), np.uint64))
             self._fixes.append((everywhere, np.arange(int(clash.sum()))))
 
@@ -203,19 +209,16 @@ class Channels:
             roots, labels = self.resolved(factor)
             roots, labels = roots.reshape(-1), labels.reshape(-1)
             if index is None:
-                order = np.lexsort((labels, roots))
-                same = (roots[order][1:] == roots[order][:-1]) & (labels[order][1:] == labels[order][:-1])
-                pinned[roots[order][1:][same]] = True
+                keys = _mixed(labels + _mixed(~roots.astype(np.uint64)))
+                order = np.argsort(keys)
+                pinned[roots[order[1:]][keys[order[1:]] == keys[order[:-1]]]] = True
             where = np.uint64(0) if index is None else _mixed(index.reshape(-1).astype(np.uint64))
             np.add.at(colour, roots, _mixed(labels + where * np.uint64(3) + _mixed(np.array([number], np.uint64))))
         colour[pinned] = _mixed(colour[pinned] + np.flatnonzero(pinned).astype(np.uint64))
-        reasons: dict[int, str] = {}
-        for why, atoms in self._reasons.items():
-            for root in np.unique(self._root[np.concatenate(atoms)]).tolist():
-                reasons.setdefault(root, why)
-        for root in np.flatnonzero(pinned).tolist():
-            reasons.setdefault(root, "a channel is combined with another channel of the same tensor")
-        return Classes(colour, reasons)
+        doubled = [("one of its channels meets another channel of the same tensor", np.flatnonzero(pinned))]
+        reasons = Reasons.first(len(colour), [(why, self._root[atoms]) for why, atoms in self._reasons] + doubled)
+        limits = Reasons.first(len(colour), [(why, self._root[atoms]) for why, atoms in self._limits])
+        return Classes(colour, reasons, limits)
 
     def resolved(self, factor: Factor) -> tuple[Ints, Labels]:
         """Class and copy at each position."""
@@ -223,8 +226,34 @@ class Channels:
 
 
 @dataclass(frozen=True)
+class Reasons:
+    """One sentence for each class that has one: `sentences[number[class]]`, where the number is not -1."""
+
+    sentences: list[str]
+    number: Ints
+
+    @staticmethod
+    def first(size: int, told: Sequence[tuple[str, Ints]]) -> Reasons:
+        """Of several sentences about a class, the one that was told first."""
+        number = np.full(size, -1, np.int64)
+        for index in reversed(range(len(told))):
+            number[told[index][1]] = index
+        return Reasons([why for why, _ in told], number)
+
+    def most_common(self, classes: Ints) -> str | None:
+        """The sentence that holds for most of these classes."""
+        found, counts = np.unique(self.number[classes], return_counts=True)
+        found, counts = found[found >= 0], counts[found >= 0]
+        return self.sentences[int(found[np.argmax(counts)])] if found.size else None
+
+
+@dataclass(frozen=True)
 class Classes:
-    """`colour` by class: those of one colour may change places. `reasons`: why a class cannot move at all."""
+    """`colour` by class: those of one colour may change places.
+
+    `reasons`: why a class cannot move at all. `limits`: why it may move only within a part of some tensor.
+    """
 
     colour: Labels
-    reasons: dict[int, str]
+    reasons: Reasons
+    limits: Reasons

@@ -7,7 +7,7 @@ Layouts in, layouts out, with the statements that an operation makes given to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,14 +18,16 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that takes part in an element-wise operation.
+    """A tensor that meets others.
 
-    `neutral`: the same everywhere (zeros, noise), so that no permutation changes what it is.
+    `neutral`: the same everywhere (zeros, noise), so that no permutation changes what it is. `holds`: the reason to
+    give when channels stay because they meet a dimension of this tensor that has none.
     """
 
     layout: Layout
     shape: Shape
     neutral: bool = False
+    holds: str | None = None
 
 
 class Layouts:
@@ -83,16 +85,19 @@ class Layouts:
                 continue
             axis = factor.dims.index(dim)
             atoms = np.concatenate([factor.atoms] * times, axis)
-            copies = np.concatenate([factor.copies + copy_label(np.array(block)) for block in range(times)], axis)
+            copies = np.concatenate([factor.copies + copy_label(np.array(block), factor.copies) for block in range(times)], axis)
             result.append(self.channels.register(Factor(factor.dims, atoms, copies)))
         return tuple(result)
 
     def joined(self, operands: Sequence[Operand], dim: int, why: str) -> Layout:
         """Concatenation along `dim`; all other dimensions must agree."""
-        ndim = len(operands[0].shape)
         dims = _closure({dim}, [factor.dims for operand in operands for factor in operand.layout])
         rest = [
-            Operand(tuple(f for f in operand.layout if not set(f.dims) & dims), _with(operand.shape, dims, 1))
+            replace(
+                operand,
+                layout=tuple(f for f in operand.layout if not set(f.dims) & dims),
+                shape=_with(operand.shape, dims, 1),
+            )
             for operand in operands
         ]
         across = self.combined(rest, _with(operands[0].shape, dims, 1), why)
@@ -107,15 +112,16 @@ class Layouts:
                 part = own[0].spread(along, sizes)
             else:
                 part = self.channels.fresh_over(along, sizes)
-                self.channels.fix(part, along, why)
+                self.channels.register(part)
+                if not operand.neutral:
+                    self.channels.fix(part, along, operand.holds or why)
                 self.channels.fix_all(tuple(own), why)
             if any(self.channels.shared_roots(part, other) for other in parts):
-                part = Factor(along, part.atoms, part.copies + copy_label(np.array(len(parts))))
+                part = Factor(along, part.atoms, part.copies + copy_label(np.array(len(parts)), part.copies))
             parts.append(part)
         axis = along.index(dim)
         atoms = np.concatenate([part.atoms for part in parts], axis)
         copies = np.concatenate([part.copies for part in parts], axis)
-        assert all(0 <= d < ndim for d in along)
         return (*across, *self._kept(Factor(along, atoms, copies)))
 
     # Tensors meet
@@ -137,6 +143,7 @@ class Layouts:
         """Unify all factors over `dims`; operands without one hold the channels in place."""
         found: Factor | None = None
         still: set[int] = set()
+        holds = why
         for operand in operands:
             own = [factor for factor in operand.layout if set(factor.dims) & set(dims)]
             if len(own) > 1:
@@ -144,7 +151,9 @@ class Layouts:
                     self.channels.fix_all(tuple(f for f in other.layout if set(f.dims) & set(dims)), why)
                 return []
             if not own:
-                still |= {dim for dim in dims if operand.shape[dim] > 1}
+                here = {dim for dim in dims if operand.shape[dim] > 1}
+                holds = operand.holds or holds if here - still else holds
+                still |= here
                 continue
             factor = own[0].spread(dims, [shape[dim] for dim in dims])
             if found is None:
@@ -154,10 +163,12 @@ class Layouts:
                 self.channels.register(factor)
         if found is None:
             return []
-        self.channels.fix(found, sorted(still), why)
+        self.channels.fix(found, sorted(still), holds)
         return [] if still >= set(dims) else [self.channels.register(found)]
 
     def _kept(self, factor: Factor) -> list[Factor]:
+        if not factor.atoms.size:
+            return []
         self.channels.register(factor)
         simple = factor.simplified()
         return [] if simple is None else [self.channels.register(simple)]
@@ -167,7 +178,7 @@ def _broadcast(operand: Operand, shape: Shape) -> Operand:
     """The operand with its dimensions numbered as in the result."""
     shift = len(shape) - len(operand.shape)
     layout = tuple(factor.along([dim + shift for dim in factor.dims]) for factor in operand.layout)
-    return Operand(layout, (1,) * shift + operand.shape)
+    return replace(operand, layout=layout, shape=(1,) * shift + operand.shape)
 
 
 def _closure(dims: set[int], factors: Iterable[tuple[int, ...]]) -> set[int]:

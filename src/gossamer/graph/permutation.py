@@ -1,125 +1,31 @@
-"""Reorder the channels of a network so that N:M keeps larger weights; what the network computes stays the same.
+"""Find orders for the channels of a network with which N:M keeps larger weights; what it computes stays the same.
 
-`find` looks for the orders and changes nothing; what it returns applies them
-to parameters, buffers, gradients, masks and an optimizer's state alike.
 Layers that read the same channels share one order, found on their weights
-together.
+together. What cannot move is listed with the reason. How channels hang
+together comes from `coupling`, how good an order is from `sparse`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gossamer.graph.channels import Factor, Ints, Labels
-from gossamer.graph.parameters import get_tensor, is_transposed
-from gossamer.graph.tracing import Coupling, Untraceable, couple
+from gossamer.graph.coupling import Untraceable, couple
+from gossamer.graph.parameters import first_names, get_tensor, is_transposed
+from gossamer.graph.reordering import Layer, Move, Optimizers, Permutation, odd_state, state_of
+from gossamer.graph.tracing import Coupling
 from gossamer.sparse.permutation import kept_magnitude, search
+
+__all__ = ["Layer", "Move", "Optimizers", "Permutation", "Progress", "find", "state_of"]
 
 Progress = Callable[[str, float], None]
 """Told what is being searched and how much of all the work is done, 0 to 1."""
-
-
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What a permutation does for one weight."""
-
-    name: str
-    weights: int
-    kept_before: float
-    """The magnitude that N:M keeps, as a share of all."""
-    kept: float
-    bound: float
-    """What the largest weights of each row would keep, without a pattern."""
-    reason: str | None = None
-    """Why its input channels stay where they are; None when they could move."""
-
-
-@dataclass(frozen=True)
-class Move:
-    """Positions along `dims` of a tensor are filled from elsewhere: position i takes `source[i]`, counted flat."""
-
-    dims: tuple[int, ...]
-    source: Tensor
-
-    def of(self, tensor: Tensor) -> Tensor:
-        front = tensor.movedim(self.dims, tuple(range(len(self.dims))))
-        flat = front.reshape(-1, *front.shape[len(self.dims) :])
-        taken = flat.index_select(0, self.source.to(tensor.device)).reshape(front.shape)
-        return taken.movedim(tuple(range(len(self.dims))), self.dims)
-
-    @property
-    def inverse(self) -> Move:
-        return Move(self.dims, torch.argsort(self.source))
-
-
-@dataclass(frozen=True)
-class Permutation:
-    """Orders of channels for one model: what moves, and what each layer gains."""
-
-    moves: Mapping[str, Sequence[Move]]
-    """By clean name of a parameter or buffer; applied one after the other."""
-    layers: Sequence[Layer]
-    untraceable: str | None = None
-    """Why nothing could move at all."""
-    groups: Sequence[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
-    """Which layers share channels, for whoever wants to look at it."""
-
-    def of(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor shaped like the named one, in the new order."""
-        for move in self.moves.get(name, ()):
-            tensor = move.of(tensor)
-        return tensor
-
-    @property
-    def inverse(self) -> Permutation:
-        back = {name: [move.inverse for move in reversed(moves)] for name, moves in self.moves.items()}
-        return replace(self, moves=back)
-
-    @torch.no_grad()
-    def apply(
-        self,
-        model: nn.Module,
-        optimizer: Optimizers = None,
-        companions: Mapping[str, Iterable[Tensor]] | None = None,
-    ) -> None:
-        """Reorder the model in place, gradients, optimizer state and `companions` (tensors by weight name) with it."""
-        for name in self.moves:
-            self.apply_to(name, get_tensor(model, name), optimizer, (companions or {}).get(name, ()))
-
-    @torch.no_grad()
-    def apply_to(
-        self,
-        name: str,
-        tensor: Tensor,
-        optimizer: Optimizers = None,
-        companions: Iterable[Tensor] = (),
-    ) -> None:
-        """Reorder one parameter or buffer in place, and what goes with it."""
-        followers = [tensor, *(() if tensor.grad is None else (tensor.grad,)), *companions]
-        followers += [value for _, value in state_of(optimizer, tensor) if value.shape == tensor.shape]
-        for follower in followers:
-            follower.copy_(self.of(name, follower))
-
-
-def state_of(optimizer: Optimizers, tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """What optimizers keep for a parameter, tensors with more than one number only."""
-    several = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    return [
-        (key, value)
-        for one in several
-        if tensor in one.state
-        for key, value in cast(Mapping[str, Any], one.state[tensor]).items()
-        if isinstance(value, Tensor) and value.numel() > 1
-    ]
 
 
 def find(
@@ -135,171 +41,216 @@ def find(
 ) -> Permutation:
     """The orders that let n:m keep the most of the named weights; changes nothing and never raises for a model.
 
-    An optimizer with state of a shape that cannot be reordered (Adafactor's) holds its weights in place.
+    `example_inputs`: a tensor, a tuple of arguments for `forward`, or a dict of keyword arguments; without it common
+    shapes are tried. An optimizer with state of a shape that cannot be reordered (Adafactor's) holds its weights in
+    place.
     """
+    weights = {name: _Weight.of(model, name) for name in names}
     try:
         coupling = couple(model, example_inputs)
     except Untraceable as error:
-        return Permutation({}, [_measured(model, name, n, m, None, str(error)) for name in names], str(error))
-    return _Finder(model, names, n, m, coupling, optimizer).find(effort, progress or (lambda _, __: None))
+        return Permutation({}, [weight.measured(n, m, (), str(error)) for weight in weights.values()], str(error))
+    odd = odd_state(optimizer, {name: get_tensor(model, name) for name in coupling.layouts})
+    aliases = first_names(model)
+    layouts = {name: aliases.get(name, name) for name in names}
+    return _Finder(weights, layouts, n, m, coupling, odd).find(effort, progress or (lambda _, __: None))
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A weight with output channels first."""
+
+    name: str
+    values: Tensor
+    transposed: bool
+    finite: bool
+
+    @staticmethod
+    def of(model: nn.Module, name: str) -> _Weight:
+        stored = get_tensor(model, name).detach()
+        transposed = is_transposed(model, name) and stored.dim() > 1
+        finite = stored.numel() == 0 or bool(torch.isfinite(stored.sum(dtype=torch.float64)))
+        return _Weight(name, stored.transpose(0, 1) if transposed else stored, transposed, finite)
+
+    @property
+    def input_dim(self) -> int:
+        return 0 if self.transposed else 1
+
+    @property
+    def channels(self) -> int:
+        return int(self.values.shape[1]) if self.values.dim() > 1 else 0
+
+    def unfit(self, m: int) -> str | None:
+        """Why no order of its input channels could matter."""
+        if not self.finite:
+            return "its weights hold NaN or infinity"
+        if self.channels == 0 or self.channels % m:
+            return f"its {self.channels} input channels do not divide by {m}"
+        return "its input channels fill one stripe: any order keeps the same" if self.channels == m else None
+
+    def columns(self, rows: slice, columns: Ints) -> Tensor:
+        """Magnitudes (rows · kernel, columns)."""
+        taken = self.values[rows].index_select(1, torch.from_numpy(columns).to(self.values.device))
+        return _flat(taken)
+
+    def measured(self, n: int, m: int, moves: Sequence[Move], reason: str | None) -> Layer:
+        if not self.finite or self.channels == 0 or self.channels % m:
+            return Layer(self.name, self.values.numel(), 1.0, 1.0, 1.0, reason)
+        before = _flat(self.values)
+        total = max(float(before.sum(dtype=torch.float64)), 1e-300)
+        kept = kept_before = kept_magnitude(before, n, m) / total
+        if moves:
+            moved = self.values.transpose(0, 1) if self.transposed else self.values
+            for move in moves:
+                moved = move.of(moved)
+            kept = kept_magnitude(_flat(moved.transpose(0, 1) if self.transposed else moved), n, m) / total
+        largest = before.topk(self.channels // m * n, dim=1, sorted=False).values.sum(dtype=torch.float64)
+        return Layer(self.name, self.values.numel(), kept_before, kept, float(largest) / total, reason)
 
 
 @dataclass(frozen=True)
 class _View:
     """Columns of a weight that hold one copy of some channels, in whole stripes."""
 
-    name: str
+    weight: _Weight
     rows: slice
     columns: Ints
     classes: Ints
     """The channel of each column."""
 
+    @property
+    def size(self) -> int:
+        height = len(range(*self.rows.indices(int(self.weight.values.shape[0]))))
+        return height * len(self.columns) * int(np.prod(self.weight.values.shape[2:]))
+
 
 class _Finder:
     def __init__(
         self,
-        model: nn.Module,
-        names: Sequence[str],
+        weights: Mapping[str, _Weight],
+        layout_names: Mapping[str, str],
         n: int,
         m: int,
         coupling: Coupling,
-        optimizer: Optimizers,
+        odd: Mapping[str, str],
     ) -> None:
-        self.model, self.names, self.n, self.m = model, names, n, m
+        self.weights, self.layout_names, self.n, self.m = weights, layout_names, n, m
         self.coupling = coupling
         self.colour = coupling.classes.colour.copy()
-        self.reasons = dict(coupling.classes.reasons)
         self.target = np.arange(len(self.colour))
-        self.holders: dict[int, list[str]] = {}
-        for name, layout in coupling.layouts.items():
-            roots = [coupling.channels.resolved(factor)[0].reshape(-1) for factor in layout]
-            for root in np.unique(np.concatenate(roots)).tolist() if roots else ():
-                self.holders.setdefault(root, []).append(name)
-        self._hold_odd_states(optimizer)
+        self.odd: dict[int, str] = {}
+        for name, key in odd.items():
+            self._hold(name, f"the optimizer's '{key}' cannot be reordered with its weight")
 
     def find(self, effort: float, progress: Progress) -> Permutation:
         views: dict[int, list[_View]] = {}
-        for name in self.names:
-            for view in self._views(name):
+        for weight in self.weights.values():
+            for view in self._views(weight):
                 views.setdefault(int(self.colour[view.classes[0]]), []).append(view)
         chosen = [self._structure(group) for group in views.values()]
         chosen = [group for group in chosen if len(group[0].classes) > self.m]
-        costs = np.array([self._cost(group) for group in chosen], dtype=np.float64)
-        done = np.concatenate([[0.0], np.cumsum(costs)]) / max(costs.sum(), 1.0)
+        costs = [sum(view.size for view in group) * float(len(group[0].classes)) ** 0.5 for group in chosen]
+        done = np.concatenate([[0.0], np.cumsum(costs)]) / max(sum(costs), 1.0)
         moved: set[str] = set()
         groups: list[dict[str, Any]] = []
         for number, group in enumerate(chosen):
-            label = group[0].name
+            label = group[0].weight.name
             start, share = float(done[number]), float(done[number + 1] - done[number])
 
             def report(part: float, label: str = label, start: float = start, share: float = share) -> None:
                 progress(label, start + share * part)
 
-            found = search(self._stacked(group), self.n, self.m, effort=effort, progress=report)
+            found = search(_stacked(group), self.n, self.m, effort=effort, progress=report)
             classes = group[0].classes
             self.target[classes] = classes[found.order.cpu().numpy()]
-            moved |= {view.name for view in group}
+            moved |= {view.weight.name for view in group}
             groups.append(self._described(group, found.kept_before, found.kept, found.bound))
         progress("", 1.0)
         moves = dict(self._moves())
         layers = [
-            _measured(self.model, name, self.n, self.m, moves.get(name), None if name in moved else self._reason(name))
-            for name in self.names
+            weight.measured(
+                self.n, self.m, moves.get(self.layout_names[name], ()), None if name in moved else self._reason(weight)
+            )
+            for name, weight in self.weights.items()
         ]
-        return Permutation(moves, layers, None, groups)
+        return Permutation(moves, layers, None, groups, self.coupling.note)
 
     # Which columns may move
 
-    def _views(self, name: str) -> Iterator[_View]:
-        factor = self._input_factor(name)
-        if factor is None:
+    def _views(self, weight: _Weight) -> Iterator[_View]:
+        factor = self._input_factor(weight)
+        if factor is None or weight.unfit(self.m):
             return
         roots, labels = self.coupling.channels.resolved(factor)
         if roots.ndim == 1:
-            yield from self._stripes(name, slice(None), roots, labels)
+            yield from self._stripes(weight, slice(None), roots, labels)
             return
         starts = [0, *(np.flatnonzero((roots[1:] != roots[:-1]).any(axis=1)) + 1).tolist(), len(roots)]
         for first, last in zip(starts[:-1], starts[1:], strict=True):
-            yield from self._stripes(name, slice(first, last), roots[first], labels[first])
+            yield from self._stripes(weight, slice(first, last), roots[first], labels[first])
 
-    def _stripes(self, name: str, rows: slice, roots: Ints, labels: Labels) -> Iterator[_View]:
+    def _stripes(self, weight: _Weight, rows: slice, roots: Ints, labels: Labels) -> Iterator[_View]:
         """Whole stripes of channels that may change places, one view for each kind of channel and copy."""
-        if len(roots) % self.m:
-            return
         kinds = np.stack([self.colour[roots], labels], axis=1).reshape(-1, self.m, 2)
-        even = (kinds == kinds[:, :1]).all(axis=(1, 2))
-        found, inverse = np.unique(kinds[:, 0], axis=0, return_inverse=True)
-        for kind in range(len(found)):
-            stripes = np.flatnonzero((inverse.reshape(-1) == kind) & even)
-            if len(stripes):
-                columns = (stripes[:, None] * self.m + np.arange(self.m)).reshape(-1)
-                yield _View(name, rows, columns, roots[columns])
+        even = np.flatnonzero((kinds == kinds[:, :1]).all(axis=(1, 2)))
+        by_kind: dict[tuple[int, int], list[int]] = {}
+        for stripe, kind in zip(even.tolist(), kinds[even, 0].tolist(), strict=True):
+            by_kind.setdefault((kind[0], kind[1]), []).append(stripe)
+        for stripes in by_kind.values():
+            columns = (np.array(stripes)[:, None] * self.m + np.arange(self.m)).reshape(-1)
+            yield _View(weight, rows, columns, roots[columns])
 
     def _structure(self, views: Sequence[_View]) -> list[_View]:
         """Those views that cut the same channels into the same stripes; of several cuts, the one with most weights."""
-        cuts: dict[frozenset[tuple[int, ...]], list[_View]] = {}
+        cuts: dict[bytes, list[_View]] = {}
         for view in views:
-            stripes = frozenset(tuple(sorted(stripe)) for stripe in view.classes.reshape(-1, self.m).tolist())
-            cuts.setdefault(stripes, []).append(view)
-        return max(cuts.values(), key=lambda group: sum(self._size(view) for view in group))
+            stripes = np.sort(view.classes.reshape(-1, self.m), axis=1)
+            cuts.setdefault(stripes[np.argsort(stripes[:, 0])].tobytes(), []).append(view)
+        return max(cuts.values(), key=lambda group: sum(view.size for view in group))
 
-    def _input_factor(self, name: str) -> Factor | None:
-        dim = 0 if is_transposed(self.model, name) else 1
-        wanted = ((dim,),) if dim == 0 else ((1,), (0, 1))
-        return next((factor for factor in self.coupling.layouts[name] if factor.dims in wanted), None)
+    def _input_factor(self, weight: _Weight) -> Factor | None:
+        wanted = ((0,),) if weight.transposed else ((1,), (0, 1))
+        layout = self.coupling.layouts.get(self.layout_names[weight.name], ())
+        return next((factor for factor in layout if factor.dims in wanted), None)
 
-    def _reason(self, name: str) -> str:
-        factor = self._input_factor(name)
-        shape = tuple(get_tensor(self.model, name).shape)
-        into = 0 if is_transposed(self.model, name) else 1
-        if len(shape) < 2 or shape[into] % self.m:
-            return f"{shape[into] if len(shape) > 1 else 0} input channels do not divide by {self.m}"
-        if shape[into] == self.m:
-            return "one stripe: any order keeps the same"
+    def _reason(self, weight: _Weight) -> str:
+        unfit = weight.unfit(self.m)
+        if unfit is not None:
+            return unfit
+        factor = self._input_factor(weight)
         if factor is None:
-            return "its input channels come from the network's input, or the network does not use it"
-        roots, _ = self.coupling.channels.resolved(factor)
-        reasons = [self.reasons[root] for root in np.unique(roots).tolist() if root in self.reasons]
-        if reasons:
-            return max(set(reasons), key=lambda reason: (reasons.count(reason), reason))
-        if len(np.unique(roots)) < roots.shape[-1]:
+            used = bool(self.coupling.layouts.get(self.layout_names[weight.name]))
+            return "its input channels are not known" if used else "the network does not use it, as far as followed"
+        classes = np.unique(self.coupling.channels.resolved(factor)[0])
+        odd = next((self.odd[root] for root in classes.tolist() if root in self.odd), None)
+        found = odd or self.coupling.classes.reasons.most_common(classes)
+        if found is None and factor.atoms.ndim == 1 and len(classes) < factor.atoms.size:
             return "each channel fills its stripes alone, for it is repeated at every pixel"
-        return "no stripe has channels that could change places with others"
+        if found is None:
+            found = self.coupling.classes.limits.most_common(classes)
+        return found or "no stripe has channels that could change places with others"
 
     # Searching
 
-    def _stacked(self, group: Sequence[_View]) -> Tensor:
-        """All rows of all views over the same channels, in the order of the first view."""
-        order = np.argsort(group[0].classes)
-        blocks: list[Tensor] = []
-        for view in group:
-            columns = np.empty_like(view.columns)
-            columns[order] = view.columns[np.argsort(view.classes)]
-            blocks.append(self._matrix(view, columns))
-        return torch.cat(blocks)
-
-    def _matrix(self, view: _View, columns: Ints) -> Tensor:
-        weight = rows_of(self.model, view.name)[view.rows]
-        taken = weight.index_select(1, torch.from_numpy(columns).to(weight.device))
-        return taken.movedim(1, -1).reshape(-1, len(columns)).abs().float()
-
-    def _size(self, view: _View) -> int:
-        weight = rows_of(self.model, view.name)[view.rows]
-        return weight[:, 0].numel() * len(view.columns)
-
-    def _cost(self, group: Sequence[_View]) -> float:
-        return sum(self._size(view) for view in group) * float(len(group[0].classes)) ** 0.5
-
     def _described(self, group: Sequence[_View], before: float, kept: float, bound: float) -> dict[str, Any]:
-        readers = list(dict.fromkeys(view.name for view in group))
-        along = {name for root in group[0].classes.tolist() for name in self.holders.get(root, ())}
+        readers = list(dict.fromkeys(view.weight.name for view in group))
+        along = self._holders(int(group[0].classes[0]))
         return {
             "channels": len(group[0].classes),
             "searched_on": readers,
-            "moved_along": sorted(along - set(readers)),
+            "moved_along": sorted(along - {self.layout_names[name] for name in readers}),
             "kept_before": before,
             "kept": kept,
             "bound": bound,
+        }
+
+    def _holders(self, root: int) -> set[str]:
+        """Tensors that hold a channel; those of one colour are held by the same."""
+        return {
+            name
+            for name, layout in self.coupling.layouts.items()
+            for factor in layout
+            if bool((self.coupling.channels.resolved(factor)[0] == root).any())
         }
 
     # Applying
@@ -315,22 +266,28 @@ class _Finder:
             if moves:
                 yield name, moves
 
-    def _hold_odd_states(self, optimizer: Optimizers) -> None:
-        """Channels of weights whose optimizer state has another shape stay where they are."""
-        for name, layout in self.coupling.layouts.items():
-            tensor = get_tensor(self.model, name)
-            odd = [key for key, value in state_of(optimizer, tensor) if value.shape != tensor.shape]
-            for factor in layout if odd else ():
-                roots = np.unique(self.coupling.channels.resolved(factor)[0])
-                self.colour[roots] = np.arange(1, len(roots) + 1).astype(np.uint64) + self.colour[roots]
-                why = f"the optimizer's '{odd[0]}' has another shape than its weight and cannot be reordered"
-                self.reasons |= dict.fromkeys(roots.tolist(), why)
+    def _hold(self, name: str, why: str) -> None:
+        """Every channel of a tensor gets a colour of its own."""
+        for factor in self.coupling.layouts.get(name, ()):
+            roots = np.unique(self.coupling.channels.resolved(factor)[0])
+            self.colour[roots] = roots.astype(np.uint64)  # small numbers, which no hash comes near
+            self.odd |= dict.fromkeys(roots.tolist(), why)
 
 
-def rows_of(model: nn.Module, name: str) -> Tensor:
-    """A weight with output channels first, without gradient."""
-    weight = get_tensor(model, name).detach()
-    return weight.transpose(0, 1) if is_transposed(model, name) else weight
+def _stacked(group: Sequence[_View]) -> Tensor:
+    """All rows of all views over the same channels, in the order of the first view."""
+    order = np.argsort(group[0].classes)
+    blocks: list[Tensor] = []
+    for view in group:
+        columns = np.empty_like(view.columns)
+        columns[order] = view.columns[np.argsort(view.classes)]
+        blocks.append(view.weight.columns(view.rows, columns))
+    return torch.cat([block.to(blocks[0].device) for block in blocks])
+
+
+def _flat(weight: Tensor) -> Tensor:
+    """`(out, in, *kernel)` as magnitudes `(out · kernel, in)`."""
+    return weight.movedim(1, -1).reshape(-1, weight.shape[1]).abs().float()
 
 
 def _positions(roots: Ints, goal: Ints, labels: Labels) -> Ints:
@@ -342,24 +299,3 @@ def _positions(roots: Ints, goal: Ints, labels: Labels) -> Ints:
     flat = (roots.reshape(-1)[source] == goal.reshape(-1)) & (labels.reshape(-1)[source] == labels.reshape(-1))
     assert flat.all(), "channels that change places must have the same copies"
     return source
-
-
-def _measured(
-    model: nn.Module, name: str, n: int, m: int, moves: Sequence[Move] | None, reason: str | None
-) -> Layer:
-    weight = get_tensor(model, name).detach()
-    transposed = is_transposed(model, name)
-    before = _flat(weight.transpose(0, 1) if transposed else weight)
-    for move in moves or ():
-        weight = move.of(weight)
-    after = _flat(weight.transpose(0, 1) if transposed else weight)
-    total = max(float(before.sum(dtype=torch.float64)), 1e-300)
-    fits = before.shape[1] % m == 0
-    kept = [kept_magnitude(matrix, n, m) / total if fits else 1.0 for matrix in (before, after)]
-    largest = before.topk(max(1, before.shape[1] * n // m), dim=1).values.sum(dtype=torch.float64)
-    return Layer(name, before.numel(), kept[0], kept[1], float(largest) / total if fits else 1.0, reason)
-
-
-def _flat(weight: Tensor) -> Tensor:
-    """`(out, in, *kernel)` as magnitudes `(out · kernel, in)`."""
-    return weight.movedim(1, -1).reshape(-1, weight.shape[1]).abs().float()

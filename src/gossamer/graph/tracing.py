@@ -3,28 +3,33 @@
 Shapes are enough: parameters, buffers and inputs become fake tensors, and the
 operations are watched as torch performs them, below all Python code of the
 model. Both modes are watched, for some layers work only in training. Whatever
-the model keeps, returns or stores is held in place.
+the model keeps, returns or stores is held in place. Uses torch's
+FakeTensorMode and TorchDispatchMode, which are not public but have no public
+equal.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gossamer.errors import GossamerError
-from gossamer.graph.channels import Channels, Classes, Factor, Layout
-from gossamer.graph.inputs import guesses
+from gossamer.graph.channels import Channels, Classes, Layout
 from gossamer.graph.parameters import named_state, unwrap
-from gossamer.graph.rules import Rules
+from gossamer.graph.rules import observe
+from gossamer.graph.tensors import Tensors
+from gossamer.graph.undisturbed import forget, undisturbed
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a `forward`."""
 
 
 @dataclass(frozen=True)
@@ -34,68 +39,108 @@ class Coupling:
     layouts: Mapping[str, Layout]
     classes: Classes
     channels: Channels
+    note: str | None = None
+    """What was done when the model could not be followed as a whole."""
 
 
-class Untraceable(GossamerError):
-    """The model cannot be followed; the message says why."""
+class Follower:
+    """Follows a model, or parts of it, and gathers what couples its channels."""
 
+    def __init__(self, model: nn.Module, fake: FakeTensorMode | None = None) -> None:
+        self.module = unwrap(model)
+        self.fake = fake or FakeTensorMode(allow_non_fake_inputs=True)
+        self.tensors = Tensors(Channels())
+        self.state = dict(named_state(self.module))
+        self.names = {id(tensor): name for name, tensor in self.state.items()}
 
-def couple(model: nn.Module, example_inputs: Any = None) -> Coupling:
-    """Follow the model once in each mode; raises `Untraceable`.
+    def follow(self, part: nn.Module, inputs: Sequence[Arguments], entering: str, leaving: str) -> None:
+        """Run a part of the model in both modes; raises whatever the part raises.
 
-    `example_inputs`: a tensor, or a tuple of arguments for `forward` (a dict: keyword arguments). Only shapes and
-    types matter. Without them common shapes are tried.
-    """
-    module = unwrap(model)
-    tried = [example_inputs] if example_inputs is not None else guesses(module)
-    failure = "it has no layer from which the shape of its input could be guessed"
-    for inputs in tried:
-        try:
-            return _follow(module, inputs)
-        except Exception as error:  # noqa: BLE001  (any model, any reason)
-            failure = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    told = "" if example_inputs is not None else " (give example_inputs)"
-    raise Untraceable(f"the model could not be followed{told}: {failure}")
-
-
-def _follow(module: nn.Module, inputs: Any) -> Coupling:
-    channels = Channels()
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    real = dict(named_state(module))
-    unique = {id(tensor): fake.from_tensor(tensor.detach(), static_shapes=True) for tensor in real.values()}
-    rules = Rules(channels)
-    for tensor in unique.values():
-        rules.add_leaf(tensor)
-    substitutes = {name: unique[id(tensor)] for name, tensor in _own_names(module) if id(tensor) in unique}
-    args, kwargs = arguments(inputs)
-    with undisturbed(module), _eager():
-        for training in (False, True):
-            _set_mode(module, training)
-            fake_args, fake_kwargs = pytree.tree_map_only(
-                Tensor, lambda t: fake.from_tensor(t.detach(), static_shapes=True), (args, kwargs)
-            )
-            with torch.no_grad(), fake, _Watch(rules):
-                output = torch.func.functional_call(module, substitutes, fake_args, fake_kwargs)
-            del fake_args, fake_kwargs
+        `entering` names its input, `leaving` is the reason to give for what it returns or keeps.
+        """
+        with undisturbed(self.module):
+            for training in (False, True):
+                _set_mode(self.module, training)
+                for args, kwargs in inputs:
+                    output = self._run(part, args, kwargs, entering)
+                    returned = {id(tensor) for tensor in pytree.tree_leaves(output)}
+                    if any(id(tensor) not in returned for tensor in self.tensors.remaining()):
+                        gc.collect()
+                    self.tensors.hold_remaining(leaving)
+                    del output
+        if self.tensors.remaining():
             gc.collect()
-            rules.fix_remaining("it leaves the network: it is returned or kept")
-            del output
-    layouts = {name: rules.leaf_layout(unique[id(tensor)]) for name, tensor in real.items()}
-    return Coupling(layouts, channels.resolve(list(layouts.values())), channels)
+            forget(self.tensors.remaining())
+
+    def hold(self, name: str, why: str) -> None:
+        self.tensors.hold_leaf(name, why)
+
+    def coupling(self, note: str | None = None) -> Coupling:
+        """What has been found; what cannot be reordered on its own stays in place."""
+        for name, why in (*self._unsaved(), *_overlapping(self.state)):
+            self.hold(name, why)
+        self.tensors.hold_leaves()
+        layouts = {name: self.tensors.leaves.get(name, ()) for name in self.state}
+        return Coupling(layouts, self.tensors.channels.resolve(list(layouts.values())), self.tensors.channels, note)
+
+    def faked(self, value: Any) -> Any:
+        """Every tensor in a value without its numbers."""
+        return pytree.tree_map_only(
+            Tensor, lambda t: t if isinstance(t, FakeTensor) else self.fake.from_tensor(t.detach()), value
+        )
+
+    def _unsaved(self) -> Iterator[tuple[str, str]]:
+        """A buffer that a checkpoint leaves out is made anew by the model's code, in its own order."""
+        for owner in self.module.modules():
+            for leaf in owner._non_persistent_buffers_set:
+                buffer = owner._buffers.get(leaf)
+                if buffer is not None:
+                    yield self.names[id(buffer)], "it meets a buffer that checkpoints leave out and code makes anew"
+
+    def _run(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entering: str) -> Any:
+        leaves = {id(tensor): self.faked(tensor) for tensor in self.state.values()}
+        for key, leaf in leaves.items():
+            self.tensors.add_leaf(self.names[key], leaf)
+        fake_args, fake_kwargs = self.faked((args, kwargs))
+        for tensor in pytree.tree_leaves((fake_args, fake_kwargs)):
+            if isinstance(tensor, Tensor):
+                self.tensors.add_input(tensor, entering)
+        own = [*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)]
+        substitutes = {name: leaves[id(tensor)] for name, tensor in own}
+        with torch.no_grad(), self.fake, _Watch(self.tensors, leaves, self.state):
+            return torch.func.functional_call(part, substitutes, fake_args, fake_kwargs)
 
 
 class _Watch(TorchDispatchMode):
-    def __init__(self, rules: Rules) -> None:
+    """Tells the rules of every operation.
+
+    A parameter that the model reaches by another way than its name (a list, a view made earlier) is recognised by
+    itself or by its memory.
+    """
+
+    def __init__(self, tensors: Tensors, leaves: Mapping[int, Tensor], state: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.rules = rules
+        self.tensors, self.leaves = tensors, leaves
+        self.storages: dict[int, list[str]] = {}
+        for name, tensor in state.items():
+            self.storages.setdefault(storage_of(tensor), []).append(name)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(Tensor, self._leaf, (args, kwargs or {}))
         still = func is torch.ops.aten.as_strided_.default and _only_spelled_anew(*args)
-        result = func(*args, **(kwargs or {}))
-        if still:
-            return result
-        self.rules.observe(func, args, kwargs or {}, result)
+        result = func(*args, **kwargs)
+        if not still:
+            observe(self.tensors, func, args, kwargs, result)
         return result
+
+    def _leaf(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        leaf = self.leaves.get(id(tensor))
+        if leaf is None:
+            for name in self.storages.get(storage_of(tensor), ()):
+                self.tensors.hold_leaf(name, "the model also reaches its memory by another name")
+        return tensor if leaf is None else leaf
 
 
 def _only_spelled_anew(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:
@@ -105,52 +150,34 @@ def _only_spelled_anew(tensor: Tensor, size: Sequence[int], stride: Sequence[int
     return not moved and list(size) == list(tensor.shape) and all(n == 1 or old == new for n, old, new in strides)
 
 
-def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments for `forward`."""
-    if isinstance(inputs, dict):
-        return (), inputs
-    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
-
-
-def _own_names(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by every name that torch knows them by."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
 def _set_mode(module: nn.Module, training: bool) -> None:
-    """Train or evaluate; synchronised batch norm cannot talk to other processes here, and evaluates."""
+    """Train or evaluate; torch's batch norm evaluates, which treats channels alike and asks for no second sample."""
+    usual = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
     for child in module.modules():
-        child.training = training and not isinstance(child, nn.SyncBatchNorm)
+        child.training = training and not (isinstance(child, _BatchNorm) and type(child).forward in usual)
 
 
-@contextmanager
-def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Put everything back that running the model leaves in its modules: modes, counters, caches."""
-    before = [(child, dict(child.__dict__), _copied(child.__dict__)) for child in module.modules()]
-    try:
-        yield
-    finally:
-        for child, attributes, registries in before:
-            child.__dict__.clear()
-            child.__dict__.update(attributes)
-            for key, content in registries.items():
-                child.__dict__[key].clear()
-                child.__dict__[key].update(content)
+def _overlapping(state: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Parameters and buffers that cannot be reordered without changing others, with the reason."""
+    spans = sorted((*_span(tensor), name) for name, tensor in state.items() if tensor.numel())
+    reach, holder = (-1, -1), ""
+    for storage, first, last, name in spans:
+        if (storage, first) < reach:
+            yield name, "it shares memory with another parameter or buffer"
+            yield holder, "it shares memory with another parameter or buffer"
+        if last - first < state[name].numel():
+            yield name, "its memory holds some of its numbers more than once"
+        if (storage, last) > reach:
+            reach, holder = (storage, last), name
 
 
-def _copied(attributes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    return {key: dict(value) for key, value in attributes.items() if key in ("_parameters", "_buffers", "_modules")}
+def _span(tensor: Tensor) -> tuple[int, int, int]:
+    """The storage of a tensor, and its first and one after its last element there."""
+    first = tensor.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return storage_of(tensor), first, last + 1
 
 
-@contextmanager
-def _eager() -> Iterator[None]:
-    """Compiled parts run as they were written, and attention without its fused short cut."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    with ExitStack() as stack:
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
+def storage_of(tensor: Tensor) -> int:
+    """The memory of a tensor, which its views share."""
+    return int(cast(Any, tensor.untyped_storage())._cdata)

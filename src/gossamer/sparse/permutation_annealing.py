@@ -40,6 +40,9 @@ _ACCEPTED, _SMALL = 0.1, 16
 stripes or more; of fewer, as many swaps ..."""
 _HOT, _COOLING = 0.07, 8.0
 """... times this and the logarithm of the rounds is where the noise starts; it ends at an eighth."""
+_OUTLIER = 4096.0
+"""Weights this many times as large as the largest of a usual channel count as that large: they are kept anyway, and
+the grid stays fine for the others."""
 _REPORT_EVERY = 2e9
 """Terms between two reports of progress: about a fifth of a second."""
 
@@ -51,7 +54,7 @@ def annealed(
     rows, channels = magnitudes.shape
     cost = round_cost(rows, channels // m)
     rounds = max(10, round(effort * _ROUNDS * max(1, m / 4) * min(1, math.sqrt(_ROUND_COST / cost))))
-    grid = (magnitudes.T / magnitudes.max() * kernels.LEVELS).round_()
+    grid = (magnitudes.T / _top(magnitudes) * kernels.LEVELS).round_().clamp_(max=kernels.LEVELS)
     if cost < _LARGE:
         chains = parallel_chains(_numbers(grid), n, m, rounds, cost, progress)
     else:
@@ -60,6 +63,13 @@ def annealed(
     for order in chains:
         order.sort(axis=1)
         yield order[order[:, 0].argsort()].reshape(-1)
+
+
+def _top(magnitudes: Tensor) -> Tensor:
+    """What the grid's largest number stands for; found by selection, so that every processor finds the same."""
+    channels = magnitudes.amax(dim=0)
+    usual = channels.median() * _OUTLIER
+    return torch.where(usual > 0, torch.minimum(usual, channels.max()), channels.max())
 
 
 def round_cost(rows: int, stripes: int) -> float:

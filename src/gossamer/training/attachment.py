@@ -153,9 +153,7 @@ class Attachment:
         from gossamer.graph.permutation import find
 
         shared = self._shared
-        found = find(
-            shared.module, names, n, m, example_inputs=shared.example_inputs, optimizer=shared.optimizer
-        )
+        found = find(shared.module, names, n, m, example_inputs=shared.example_inputs, optimizer=shared.optimizer)
         if found.untraceable:
             logger.warning("%s goes on without permutation: %s", self.modifier.name, found.untraceable)
         for layer in found.layers:
