@@ -24,7 +24,7 @@ from benchmarks.measuring import Row, Watch
 from gossamer.asp import ASP
 
 SEEDS = (0, 1, 2)
-EPOCHS = 6
+EPOCHS = 5
 IMAGES = 20_000
 """Of the 60,000 for training; all 10,000 for testing are used."""
 BATCH = 128
@@ -66,7 +66,7 @@ def _rows(found: dict[str, tuple[float, float]]) -> Iterator[Row]:
 
 def _experiment(seed: int, train: Split, test: Split, steps: Iterator[int]) -> dict[str, float]:
     torch.manual_seed(seed)
-    dense = SmallResNet()
+    dense = SmallResNet().to(memory_format=torch.channels_last)
     _train(dense, _sgd(dense), train, seed, steps)
     found = {"dense": _accuracy(dense, test)}
     for variant in VARIANTS:
@@ -83,7 +83,7 @@ def _experiment(seed: int, train: Split, test: Split, steps: Iterator[int]) -> d
 
 
 class SmallResNet(nn.Module):
-    """Six convolutions in three residual blocks of 32, 32 and 64 channels: 90 thousand weights."""
+    """Six convolutions in three residual blocks of 32, 32 and 64 channels: 97 thousand weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,8 @@ def _split(folder: Path, part: str, count: int) -> Split:
     files = _files(folder)
     images = _idx(files[f"{part}-images-idx3-ubyte"], 16).reshape(-1, 1, 28, 28)[:count]
     labels = _idx(files[f"{part}-labels-idx1-ubyte"], 8)[:count]
-    return (torch.from_numpy(images).float() / 255 - 0.286) / 0.353, torch.from_numpy(labels).long()
+    pixels = (torch.from_numpy(images).float() / 255 - 0.286) / 0.353
+    return pixels.to(memory_format=torch.channels_last), torch.from_numpy(labels).long()
 
 
 def _idx(path: Path, header: int) -> Any:

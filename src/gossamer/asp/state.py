@@ -291,8 +291,10 @@ def search(
             optimizer=optimizers,
             progress=lambda _, share: bar.update(task, completed=share),
         )
-    if found.untraceable and verbosity >= 1:
-        logger.warning("pruning goes on without permutation: %s", found.untraceable)
+    if (told := found.untraceable or found.note) and verbosity >= 1:
+        logger.warning(
+            "%s: %s", "permutation was possible in part" if found.moves else "pruned without permutation", told
+        )
     for layer in found.layers if verbosity >= 2 else ():
         kept = f"{layer.kept_before:.2%} of the magnitude kept, {layer.kept:.2%} after permutation"
         logger.info("'%s': %s", layer.name, f"not permuted: {layer.reason}" if layer.reason else kept)
@@ -303,7 +305,7 @@ def save_graph(permutation: Permutation, path: Path) -> None:
     """Which layers share channels and what each gains, as JSON, with a picture beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
-        "untraceable": permutation.untraceable,
+        "note": permutation.untraceable or permutation.note,
         "groups": list(permutation.groups),
         "layers": [asdict(layer) for layer in permutation.layers],
     }

@@ -87,8 +87,8 @@ def permute(
         show_json(_as_data(model, pattern, found, skipped, output))
         return
     _show_permutation(found, skipped, pattern)
-    if found.untraceable:
-        show_warnings([f"nothing was permuted: {found.untraceable}"])
+    if told := found.untraceable or found.note:
+        show_warnings([told if found.moves else f"nothing was permuted: {told}"])
     for path in filter(None, (output, picture)):
         out.print(f"wrote {path}", highlight=False, soft_wrap=True)
 
@@ -234,7 +234,7 @@ def _as_data(
     return {
         "model": model,
         "pattern": pattern,
-        "untraceable": found.untraceable,
+        "note": found.untraceable or found.note,
         "layers": rows,
         "skipped": skipped,
         "groups": list(found.groups),

@@ -71,10 +71,13 @@ Layout = tuple[Factor, ...]
 def copy_label(index: Ints, among: Labels) -> Labels:
     """Labels to add to those of channels that are `among` copies already; copy 0 is the channel itself.
 
-    Copies of copies get other labels than copies, for otherwise 1 + 0 and 0 + 1 would look the same.
+    Labels are multiples of an odd number: copies over several dimensions are labelled alike whether these dimensions
+    are counted one by one or merged. Copies of copies get another number, lest 1 + 0 and 0 + 1 look the same.
     """
     generation = 1 if not among.size or bool((among == among.flat[0]).all()) else np.unique(among).size
-    return np.where(index == 0, np.uint64(0), _mixed(index.astype(np.uint64) + np.uint64(generation << 40)))
+    unit = _mixed(np.array([generation], np.uint64)) | np.uint64(1)
+    with np.errstate(over="ignore"):
+        return index.astype(np.uint64) * unit[0]
 
 
 def _mixed(values: Labels) -> Labels:
@@ -97,6 +100,10 @@ class Channels:
     _root: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     _offset: Labels = field(default_factory=lambda: np.zeros(0, np.uint64))
     _alone: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    _home: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Channels that were made together have the same number here: they lie in one tensor."""
+    _count: int = 0
+    _shifts: int = 0
     _seen: dict[tuple[int, int], Factor] = field(default_factory=dict[tuple[int, int], Factor])
     _fixes: list[tuple[Factor, Ints]] = field(default_factory=list[tuple[Factor, Ints]])
     _reasons: list[tuple[str, Ints]] = field(default_factory=list[tuple[str, Ints]])
@@ -104,12 +111,19 @@ class Channels:
 
     def fresh(self, dim: int, size: int) -> Factor:
         """Channels that nothing is known about yet."""
-        first = len(self._root)
-        atoms = np.arange(first, first + size)
-        self._root = np.concatenate([self._root, atoms])
-        self._offset = np.concatenate([self._offset, np.zeros(size, np.uint64)])
-        self._alone = np.concatenate([self._alone, np.ones(size, np.bool_)])
-        return Factor((dim,), atoms, np.zeros(size, np.uint64))
+        first, self._count = self._count, self._count + size
+        if self._count > len(self._root):
+            self._make_room(2 * self._count)
+        self._home[first : self._count] = first
+        return Factor((dim,), np.arange(first, self._count), np.zeros(size, np.uint64))
+
+    def _make_room(self, size: int) -> None:
+        """For so many atoms; those that are not in use yet are their own channels."""
+        more = size - len(self._root)
+        self._root = np.concatenate([self._root, np.arange(len(self._root), size)])
+        self._offset = np.concatenate([self._offset, np.zeros(more, np.uint64)])
+        self._alone = np.concatenate([self._alone, np.ones(more, np.bool_)])
+        self._home = np.concatenate([self._home, np.full(more, -1)])
 
     def fresh_over(self, dims: Sequence[int], sizes: Sequence[int]) -> Factor:
         """Such channels over several dimensions."""
@@ -126,10 +140,11 @@ class Channels:
         axes = [factor.dims.index(dim) for dim in dims]
         if not axes or not factor.atoms.size:
             return
-        index = np.zeros(factor.atoms.shape, np.int64)
+        sizes: tuple[int, ...] = factor.atoms.shape
+        index: Ints = np.zeros(sizes, np.int64)
         for axis in axes:
-            shape = [-1 if a == axis else 1 for a in range(index.ndim)]
-            index = index * factor.atoms.shape[axis] + np.arange(factor.atoms.shape[axis]).reshape(shape)
+            shape = [-1 if a == axis else 1 for a in range(len(sizes))]
+            index = index * sizes[axis] + np.arange(sizes[axis]).reshape(shape)
         self._fixes.append((factor, index))
         whole = len(axes) == factor.atoms.ndim
         (self._reasons if whole else self._limits).append((why, factor.atoms.reshape(-1)))
@@ -138,16 +153,17 @@ class Channels:
         for factor in layout:
             self.fix(factor, factor.dims, why)
 
-    def shared_roots(self, a: Factor, b: Factor) -> bool:
-        """Whether some channel lies in both."""
-        return bool(np.intersect1d(self._root[a.atoms], self._root[b.atoms]).size)
-
     def unify(self, a: Factor, b: Factor, why: str) -> None:
-        """Both hold the same channels, position by position; contradictions fix the channels in question."""
+        """Both hold the same channels, position by position; contradictions fix the channels in question.
+
+        The copies of one may differ from those of the other, by the same at every position: the halves of a tensor
+        that are multiplied with each other hold two copies of the same channels.
+        """
         if a.atoms is b.atoms and a.copies is b.copies:
             return
         atoms_a, atoms_b = a.atoms.reshape(-1), b.atoms.reshape(-1)
         copies_a, copies_b = a.copies.reshape(-1), b.copies.reshape(-1)
+        copies_b = copies_b + self._shift(atoms_a, copies_a, atoms_b, copies_b)
         if self._adopt(atoms_a, copies_a, atoms_b, copies_b):
             return
         while True:
@@ -167,6 +183,19 @@ class Channels:
             self._reasons.append((why, atoms_a[clash]))
             everywhere = Factor((0,), atoms_a[clash], np.zeros(int(clash.sum()), np.uint64))
             self._fixes.append((everywhere, np.arange(int(clash.sum()))))
+
+    def _shift(self, atoms_a: Ints, copies_a: Labels, atoms_b: Ints, copies_b: Labels) -> np.uint64:
+        """What to add to the copies of `b`: as it is where channels are the same already, new within one tensor."""
+        root_a, root_b = self._root[atoms_a], self._root[atoms_b]
+        same = root_a == root_b
+        if same.any():
+            apart = (copies_a + self._offset[atoms_a] - copies_b - self._offset[atoms_b])[same]
+            found, counts = np.unique(apart, return_counts=True)
+            return found[np.argmax(counts)]
+        if (self._home[root_a] == self._home[root_b]).any():
+            self._shifts += 1
+            return _mixed(np.array([self._shifts << 20], np.uint64))[0]
+        return np.uint64(0)
 
     def _adopt(self, atoms_a: Ints, copies_a: Labels, atoms_b: Ints, copies_b: Labels) -> bool:
         """The common case, fast: one side is new, and takes the channels of the other."""
@@ -202,8 +231,8 @@ class Channels:
         for layout in layouts:
             for factor in layout:
                 self.register(factor)
-        colour = np.zeros(len(self._root), np.uint64)
-        pinned = np.zeros(len(self._root), np.bool_)
+        colour = np.zeros(self._count, np.uint64)
+        pinned = np.zeros(self._count, np.bool_)
         places: list[tuple[Factor, Ints | None]] = [(factor, None) for factor in self._seen.values()]
         for number, (factor, index) in enumerate([*places, *self._fixes]):
             roots, labels = self.resolved(factor)

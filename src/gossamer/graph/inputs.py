@@ -24,7 +24,8 @@ def guesses(module: nn.Module) -> Iterator[Any]:
     needed = [
         parameter
         for parameter in inspect.signature(module.forward).parameters.values()
-        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     first = next((layer for layer in module.modules() if isinstance(layer, _FIRST)), None)
     if len(needed) > 1 or first is None:
@@ -34,7 +35,16 @@ def guesses(module: nn.Module) -> Iterator[Any]:
         yield guess.to(weight.device, weight.dtype if guess.is_floating_point() else guess.dtype)
 
 
-_FIRST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.Embedding)
+_FIRST = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Embedding,
+)
 
 
 def _tensors_for(first: nn.Module) -> Iterator[Tensor]:
@@ -45,7 +55,7 @@ def _tensors_for(first: nn.Module) -> Iterator[Tensor]:
         case nn.Conv1d() | nn.ConvTranspose1d():
             for length in LENGTHS:
                 yield torch.empty(2, first.in_channels, length)
-        case nn.Conv3d():
+        case nn.Conv3d() | nn.ConvTranspose3d():
             for frames, size in CLIPS:
                 yield torch.empty(2, first.in_channels, frames, size, size)
         case nn.Linear():

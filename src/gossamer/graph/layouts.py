@@ -85,7 +85,9 @@ class Layouts:
                 continue
             axis = factor.dims.index(dim)
             atoms = np.concatenate([factor.atoms] * times, axis)
-            copies = np.concatenate([factor.copies + copy_label(np.array(block), factor.copies) for block in range(times)], axis)
+            copies = np.concatenate(
+                [factor.copies + copy_label(np.array(block), factor.copies) for block in range(times)], axis
+            )
             result.append(self.channels.register(Factor(factor.dims, atoms, copies)))
         return tuple(result)
 
@@ -116,9 +118,8 @@ class Layouts:
                 if not operand.neutral:
                     self.channels.fix(part, along, operand.holds or why)
                 self.channels.fix_all(tuple(own), why)
-            if any(self.channels.shared_roots(part, other) for other in parts):
-                part = Factor(along, part.atoms, part.copies + copy_label(np.array(len(parts)), part.copies))
-            parts.append(part)
+            label = copy_label(np.array(len(parts)), part.copies)  # the parts may be, or become, the same channels
+            parts.append(Factor(along, part.atoms, part.copies + label))
         axis = along.index(dim)
         atoms = np.concatenate([part.atoms for part in parts], axis)
         copies = np.concatenate([part.copies for part in parts], axis)

@@ -7,6 +7,7 @@ together comes from `coupling`, how good an order is from `sparse`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,8 +105,8 @@ class _Weight:
             for move in moves:
                 moved = move.of(moved)
             kept = kept_magnitude(_flat(moved.transpose(0, 1) if self.transposed else moved), n, m) / total
-        largest = before.topk(self.channels // m * n, dim=1, sorted=False).values.sum(dtype=torch.float64)
-        return Layer(self.name, self.values.numel(), kept_before, kept, float(largest) / total, reason)
+        bound = _largest(before, self.channels // m * n) / total
+        return Layer(self.name, self.values.numel(), kept_before, kept, bound, reason)
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,25 @@ class _View:
         return height * len(self.columns) * int(np.prod(self.weight.values.shape[2:]))
 
 
+class _Holders:
+    """Which parameters and buffers hold a channel."""
+
+    def __init__(self, coupling: Coupling) -> None:
+        self.names = list(coupling.layouts)
+        held: list[tuple[Ints, Ints]] = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+        for number, layout in enumerate(coupling.layouts.values()):
+            for factor in layout:
+                roots = np.unique(coupling.channels.resolved(factor)[0])
+                held.append((roots, np.full(len(roots), number)))
+        roots = np.concatenate([roots for roots, _ in held])
+        order = np.argsort(roots)
+        self._roots, self._numbers = roots[order], np.concatenate([numbers for _, numbers in held])[order]
+
+    def of(self, root: int) -> set[str]:
+        first, last = np.searchsorted(self._roots, [root, root + 1])
+        return {self.names[number] for number in self._numbers[first:last].tolist()}
+
+
 class _Finder:
     def __init__(
         self,
@@ -139,6 +159,7 @@ class _Finder:
         self.colour = coupling.classes.colour.copy()
         self.target = np.arange(len(self.colour))
         self.odd: dict[int, str] = {}
+        self.holders = _Holders(coupling)
         for name, key in odd.items():
             self._hold(name, f"the optimizer's '{key}' cannot be reordered with its weight")
 
@@ -186,7 +207,7 @@ class _Finder:
             yield from self._stripes(weight, slice(None), roots, labels)
             return
         starts = [0, *(np.flatnonzero((roots[1:] != roots[:-1]).any(axis=1)) + 1).tolist(), len(roots)]
-        for first, last in zip(starts[:-1], starts[1:], strict=True):
+        for first, last in itertools.pairwise(starts):
             yield from self._stripes(weight, slice(first, last), roots[first], labels[first])
 
     def _stripes(self, weight: _Weight, rows: slice, roots: Ints, labels: Labels) -> Iterator[_View]:
@@ -234,7 +255,7 @@ class _Finder:
 
     def _described(self, group: Sequence[_View], before: float, kept: float, bound: float) -> dict[str, Any]:
         readers = list(dict.fromkeys(view.weight.name for view in group))
-        along = self._holders(int(group[0].classes[0]))
+        along = self.holders.of(int(group[0].classes[0]))  # those of one colour are held by the same
         return {
             "channels": len(group[0].classes),
             "searched_on": readers,
@@ -242,15 +263,6 @@ class _Finder:
             "kept_before": before,
             "kept": kept,
             "bound": bound,
-        }
-
-    def _holders(self, root: int) -> set[str]:
-        """Tensors that hold a channel; those of one colour are held by the same."""
-        return {
-            name
-            for name, layout in self.coupling.layouts.items()
-            for factor in layout
-            if bool((self.coupling.channels.resolved(factor)[0] == root).any())
         }
 
     # Applying
@@ -288,6 +300,14 @@ def _stacked(group: Sequence[_View]) -> Tensor:
 def _flat(weight: Tensor) -> Tensor:
     """`(out, in, *kernel)` as magnitudes `(out · kernel, in)`."""
     return weight.movedim(1, -1).reshape(-1, weight.shape[1]).abs().float()
+
+
+def _largest(magnitudes: Tensor, count: int) -> float:
+    """The sum of the largest of each row."""
+    if magnitudes.device.type != "cpu":
+        return float(magnitudes.topk(count, dim=1, sorted=False).values.sum(dtype=torch.float64))
+    split = magnitudes.shape[1] - count
+    return float(np.partition(magnitudes.numpy(), split, axis=1)[:, split:].sum(dtype=np.float64))
 
 
 def _positions(roots: Ints, goal: Ints, labels: Labels) -> Ints:

@@ -21,23 +21,86 @@ from gossamer.graph.rules_values import VALUES, in_place, pointwise, same
 from gossamer.graph.tensors import Call, Rule, Tensors, tensors_in
 
 _RULES: dict[str, Rule] = VALUES | STRUCTURE | LAYERS
-_SAME = "clone _to_copy detach alias lift_fresh lift_fresh_copy contiguous pin_memory".split()
-_ELEMENTWISE = (
-    "copy copy_ hardswish_ hardswish _prelu_kernel masked_fill masked_fill_ native_dropout log_sigmoid_forward "
-    "bernoulli dropout feature_dropout fill_ zero_ bernoulli_ uniform_ normal_ exponential_ random_"
-).split()
-_CONSTANT = (
-    "empty empty_like new_empty zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full "
-    "rand rand_like randn randn_like scalar_tensor empty_strided new_empty_strided"
-).split()
-_EVEN = (
-    "view _unsafe_view expand slice select squeeze unsqueeze permute transpose t clone detach alias _to_copy repeat "
-    "fill_ zero_ bernoulli_ uniform_ normal_ exponential_ bernoulli"
-).split()
-_POOLS = (
-    "avg_pool max_pool _adaptive_avg_pool adaptive_max_pool adaptive_avg_pool upsample _upsample reflection_pad "
-    "replication_pad fractional_max_pool mkldnn_max_pool"
-).split()
+_SAME = ["clone", "_to_copy", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous", "pin_memory"]
+_ELEMENTWISE = [
+    "copy",
+    "copy_",
+    "hardswish_",
+    "hardswish",
+    "_prelu_kernel",
+    "masked_fill",
+    "masked_fill_",
+    "native_dropout",
+    "log_sigmoid_forward",
+    "bernoulli",
+    "dropout",
+    "feature_dropout",
+    "fill_",
+    "zero_",
+    "bernoulli_",
+    "uniform_",
+    "normal_",
+    "exponential_",
+    "random_",
+]
+_CONSTANT = [
+    "empty",
+    "empty_like",
+    "new_empty",
+    "zeros",
+    "zeros_like",
+    "new_zeros",
+    "ones",
+    "ones_like",
+    "new_ones",
+    "full",
+    "full_like",
+    "new_full",
+    "rand",
+    "rand_like",
+    "randn",
+    "randn_like",
+    "scalar_tensor",
+    "empty_strided",
+    "new_empty_strided",
+]
+_EVEN = [
+    "view",
+    "_unsafe_view",
+    "expand",
+    "slice",
+    "select",
+    "squeeze",
+    "unsqueeze",
+    "permute",
+    "transpose",
+    "t",
+    "clone",
+    "detach",
+    "alias",
+    "_to_copy",
+    "repeat",
+    "fill_",
+    "zero_",
+    "bernoulli_",
+    "uniform_",
+    "normal_",
+    "exponential_",
+    "bernoulli",
+]
+_POOLS = [
+    "avg_pool",
+    "max_pool",
+    "_adaptive_avg_pool",
+    "adaptive_max_pool",
+    "adaptive_avg_pool",
+    "upsample",
+    "_upsample",
+    "reflection_pad",
+    "replication_pad",
+    "fractional_max_pool",
+    "mkldnn_max_pool",
+]
 
 
 def observe(tensors: Tensors, operation: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
@@ -94,21 +157,26 @@ def _tracked(call: Call, inputs: list[Tensor], outputs: list[Tensor], writes: bo
         tensors.inherit(outputs, (), f"the result of {call.title}, whose effect on channels is not known")
         return
     layouts: Sequence[Layout] = found if isinstance(found, list) else [found] * len(outputs)
-    lost = next((_combined(call, tensors.origin(t)) for t in inputs if t.dim() and not tensors.is_tracked(t)), None)
+    lost = _lost(call, inputs)
     for tensor, layout in zip(outputs, layouts, strict=False):
-        tensors.inherit([tensor], inputs if layout else (), lost or f"the result of {call.title}")
+        tensors.inherit([tensor], inputs if layout else (), lost)
         if layout and not tensors.is_known(tensor):
             tensors.set(tensor, layout)
 
 
-def _combined(call: Call, origin: str) -> str:
-    """What is left when channels meet a tensor that has none; of a chain of operations, the first is named."""
-    return origin if origin.startswith("something") else f"something that {call.title} combines with {origin}"
+def _lost(call: Call, inputs: list[Tensor]) -> str:
+    """What to call a result without channels: of a chain of operations, the first that met something without."""
+    tensors = call.tensors
+    origin = next((tensors.origin(t) for t in inputs if t.dim() and not tensors.is_tracked(t)), None)
+    if origin is None:
+        return f"the result of {call.title}"
+    if origin.startswith(("what", "something")):
+        return origin
+    met = any(tensors.is_tracked(t) and not tensors.is_leaf(t) for t in inputs)
+    return f"something that {call.title} combines with {origin}" if met else f"what {call.title} makes of {origin}"
 
 
-def _untracked(
-    tensors: Tensors, inputs: Sequence[Tensor], outputs: Sequence[Tensor], writes: bool, even: bool
-) -> None:
+def _untracked(tensors: Tensors, inputs: Sequence[Tensor], outputs: Sequence[Tensor], writes: bool, even: bool) -> None:
     """Nothing moves here; but constants stay constants only while they are filled evenly and as a whole."""
     neutral = even and all(tensors.is_neutral(tensor) for tensor in inputs)
     if writes:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gossamer.graph.channels import Channels, Classes, Layout
 from gossamer.graph.parameters import named_state, unwrap
 from gossamer.graph.rules import observe
-from gossamer.graph.tensors import Tensors
+from gossamer.graph.tensors import Tensors, tensors_in
 from gossamer.graph.undisturbed import forget, undisturbed
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -52,6 +52,7 @@ class Follower:
         self.tensors = Tensors(Channels())
         self.state = dict(named_state(self.module))
         self.names = {id(tensor): name for name, tensor in self.state.items()}
+        self.leaves: dict[int, Tensor] = {id(tensor): self.faked(tensor) for tensor in self.state.values()}
 
     def follow(self, part: nn.Module, inputs: Sequence[Arguments], entering: str, leaving: str) -> None:
         """Run a part of the model in both modes; raises whatever the part raises.
@@ -92,13 +93,14 @@ class Follower:
     def _unsaved(self) -> Iterator[tuple[str, str]]:
         """A buffer that a checkpoint leaves out is made anew by the model's code, in its own order."""
         for owner in self.module.modules():
-            for leaf in owner._non_persistent_buffers_set:
-                buffer = owner._buffers.get(leaf)
-                if buffer is not None:
+            unsaved: set[str] = vars(owner).get("_non_persistent_buffers_set", set())
+            for leaf, buffer in owner.named_buffers(recurse=False):
+                if leaf in unsaved:
                     yield self.names[id(buffer)], "it meets a buffer that checkpoints leave out and code makes anew"
 
     def _run(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entering: str) -> Any:
-        leaves = {id(tensor): self.faked(tensor) for tensor in self.state.values()}
+        with self.fake:  # new ones in each run, so that those which the model keeps can be told
+            leaves = {key: leaf.detach() for key, leaf in self.leaves.items()}
         for key, leaf in leaves.items():
             self.tensors.add_leaf(self.names[key], leaf)
         fake_args, fake_kwargs = self.faked((args, kwargs))
@@ -107,7 +109,8 @@ class Follower:
                 self.tensors.add_input(tensor, entering)
         own = [*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)]
         substitutes = {name: leaves[id(tensor)] for name, tensor in own}
-        with torch.no_grad(), self.fake, _Watch(self.tensors, leaves, self.state):
+        # In inference mode operations would arrive in one piece.
+        with torch.inference_mode(False), torch.no_grad(), self.fake, _Watch(self, leaves):
             return torch.func.functional_call(part, substitutes, fake_args, fake_kwargs)
 
 
@@ -115,18 +118,22 @@ class _Watch(TorchDispatchMode):
     """Tells the rules of every operation.
 
     A parameter that the model reaches by another way than its name (a list, a view made earlier) is recognised by
-    itself or by its memory.
+    itself or by its memory. What the model writes into a tensor of its own is not written.
     """
 
-    def __init__(self, tensors: Tensors, leaves: Mapping[int, Tensor], state: Mapping[str, Tensor]) -> None:
+    def __init__(self, follower: Follower, leaves: Mapping[int, Tensor]) -> None:
         super().__init__()
-        self.tensors, self.leaves = tensors, leaves
+        self.follower, self.tensors, self.leaves = follower, follower.tensors, leaves
         self.storages: dict[int, list[str]] = {}
-        for name, tensor in state.items():
+        for name, tensor in follower.state.items():
             self.storages.setdefault(storage_of(tensor), []).append(name)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(Tensor, self._leaf, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        if not all(isinstance(tensor, FakeTensor) for tensor in tensors_in([args, list(kwargs.values())])):
+            args, kwargs = pytree.tree_map_only(Tensor, self._leaf, (args, kwargs))
+            if func._schema.is_mutable:
+                args, kwargs = self.follower.faked((args, kwargs))
         still = func is torch.ops.aten.as_strided_.default and _only_spelled_anew(*args)
         result = func(*args, **kwargs)
         if not still:
@@ -173,9 +180,9 @@ def _overlapping(state: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
 
 def _span(tensor: Tensor) -> tuple[int, int, int]:
     """The storage of a tensor, and its first and one after its last element there."""
-    first = tensor.storage_offset()
+    first = int(tensor.storage_offset())
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return storage_of(tensor), first, last + 1
+    return storage_of(tensor), first, int(last) + 1
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -154,8 +154,9 @@ class Attachment:
 
         shared = self._shared
         found = find(shared.module, names, n, m, example_inputs=shared.example_inputs, optimizer=shared.optimizer)
-        if found.untraceable:
-            logger.warning("%s goes on without permutation: %s", self.modifier.name, found.untraceable)
+        if told := found.untraceable or found.note:
+            share = "permutes in part" if found.moves else "goes on without permutation"
+            logger.warning("%s %s: %s", self.modifier.name, share, told)
         for layer in found.layers:
             told = layer.reason or f"{layer.kept_before:.1%} of the magnitude kept, {layer.kept:.1%} after permutation"
             logger.info("%s: '%s': %s", self.modifier.name, layer.name, told)

@@ -1,0 +1,199 @@
+"""Every torchvision model computes the same after permutation, and most of its weights take part in it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gossamer.graph import permutation
+from gossamer.graph.parameters import get_parameter, get_tensor, prunable
+from gossamer.graph.permutation import Permutation, find
+from tests.graph.keeping import LIMIT, distance, random_search, randomised, tensors_in
+
+models = pytest.importorskip("torchvision.models")
+
+SMALL = {
+    "convnext_tiny": 0.99,
+    "densenet121": 0.99,
+    "efficientnet_b0": 0.99,
+    "mnasnet0_5": 0.99,
+    "mobilenet_v2": 0.99,
+    "mobilenet_v3_small": 0.99,
+    "regnet_y_400mf": 0.99,
+    "resnet18": 0.99,
+    "resnext50_32x4d": 0.99,
+    "shufflenet_v2_x0_5": 0.6,
+    "squeezenet1_1": 0.99,
+    "swin_t": 0.99,
+    "vit_b_32": 0.99,
+}
+"""One of each family, with the least share of the weights that fit 2:4 on hardware whose input channels can move."""
+FLOORS = {
+    "alexnet": 0.38,
+    "vgg": 0.2,
+    "googlenet": 0.67,
+    "maxvit": 0.97,
+    "shufflenet": 0.6,
+    "resnext": 0.99,
+}
+"""The others, by the beginning of their names; 0.99 where none is given."""
+SIZES = {"inception_v3": 299, "maxvit_t": 224, "vit": 224}
+
+
+@pytest.fixture(autouse=True)
+def _every_channel_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(permutation, "search", random_search)
+
+
+@contextmanager
+def _uninitialised() -> Iterator[None]:
+    """Models leave out their initialisation, which takes longer than all else."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "normal_", "uniform_", "xavier_uniform_"):
+            patch.setattr(nn.init, name, lambda tensor, *_, **__: tensor)
+        yield
+
+
+def built(name: str) -> nn.Module:
+    options: dict[str, Any] = {"init_weights": False} if name in {"googlenet", "inception_v3"} else {}
+    with _uninitialised():
+        return randomised(models.get_model(name, weights=None, **options))
+
+
+def permuted(model: nn.Module, example_inputs: Any = None) -> tuple[Permutation, float]:
+    """The permutation, and the share of weights that fit hardware whose input channels can move."""
+    shapes = {name: get_parameter(model, name).shape for name in prunable(model)}
+    found = find(
+        model,
+        [name for name, shape in shapes.items() if shape[0] % 8 == 0 and shape[1] % 16 == 0],
+        example_inputs=example_inputs,
+    )
+    moving = sum(layer.weights for layer in found.layers if layer.reason is None)
+    return found, moving / sum(layer.weights for layer in found.layers)
+
+
+@torch.no_grad()
+def check(name: str, least: float, training: bool) -> None:
+    model = built(name).eval()
+    size = next((size for start, size in SIZES.items() if name.startswith(start)), 64)
+    example = torch.zeros(2, 3, size, size, dtype=torch.float64)
+    found, share = permuted(model, example)
+    assert found.untraceable is None
+    assert found.note is None
+    assert share >= least, {layer.name: layer.reason for layer in found.layers if layer.reason}
+    x = torch.randn(2, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    statistics = copy.deepcopy(dict(model.named_buffers()))
+    before = {mode: _run(model, x, mode, statistics) for mode in ((False, True) if training else (False,))}
+    found.apply(model)
+    statistics = {name: found.of(name, buffer) for name, buffer in statistics.items()}
+    for mode, expected in before.items():
+        assert distance(expected, _run(model, x, mode, statistics)) < LIMIT
+    wrong = next(name for name in reversed(found.moves) if get_tensor(model, name).dim() > 1)
+    get_tensor(model, wrong).copy_(found.inverse.of(wrong, get_tensor(model, wrong)))
+    assert distance(before[False], _run(model, x, False, statistics)) > 1e-6, "a wrong order is noticed"
+
+
+def _run(model: nn.Module, x: Tensor, training: bool, statistics: dict[str, Tensor]) -> list[Tensor]:
+    model.train(training)
+    for module in model.modules():
+        if type(module).__name__ == "StochasticDepth":
+            module.eval()
+    found = [tensor.clone() for tensor in tensors_in(model(x))]
+    for name, buffer in model.named_buffers():
+        buffer.copy_(statistics[name])
+    return found
+
+
+@pytest.mark.parametrize(("name", "least"), SMALL.items())
+def test_one_of_each_family_computes_the_same_and_moves(name: str, least: float):
+    check(name, least, training=False)
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v3_small", "googlenet"])
+def test_models_compute_the_same_in_training(name: str):
+    check(name, 0.6, training=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in models.list_models(module=models) if name not in SMALL])
+def test_every_classification_model_computes_the_same_and_moves(name: str):
+    least = next((floor for start, floor in FLOORS.items() if name.startswith(start)), 0.99)
+    check(name, least, training=not name.startswith(("regnet_y_128gf", "vit_h", "vit_l")))
+
+
+# Detection
+
+
+def detector(name: str) -> nn.Module:
+    options: dict[str, Any] = {} if "ssd" in name else {"min_size": 96, "max_size": 128}
+    with _uninitialised():
+        model = models.get_model(name, weights=None, weights_backbone=None, **options)
+    return randomised(model).eval()
+
+
+def images() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.rand(3, 90, 100, dtype=torch.float64, generator=generator) for _ in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["retinanet_resnet50_fpn", "fasterrcnn_mobilenet_v3_large_320_fpn", "ssdlite320_mobilenet_v3_large"]
+)
+def test_backbones_of_detectors_compute_the_same_and_move(name: str):
+    backbone = detector(name).backbone
+    x = torch.stack(images())
+    with torch.no_grad():
+        before = list(tensors_in(dict(backbone(x))))
+        found, share = permuted(backbone, x)
+        found.apply(backbone)
+        assert distance(before, list(tensors_in(dict(backbone(x))))) < LIMIT
+    assert found.note is None
+    assert share > 0.8
+
+
+@torch.no_grad()
+def check_detector(name: str, parts: list[str], least: float) -> None:
+    """What its parts compute on the way is the same; boxes are too, up to the order of equal scores."""
+    model = detector(name)
+    found, share = permuted(model, (images(),))
+    assert found.untraceable is None
+    assert "could not be followed as a whole" in (found.note or "")
+    assert share > least, found.note
+    seen: list[Tensor] = []
+    for part in parts:
+        model.get_submodule(part).register_forward_hook(lambda _, __, output: seen.extend(tensors_in(output)))
+    model(images())
+    before = list(seen)
+    seen.clear()
+    found.apply(model)
+    model(images())
+    assert len(before) > 1
+    assert distance(before, seen) < LIMIT
+
+
+def test_a_detector_is_permuted_in_parts():
+    check_detector("ssdlite320_mobilenet_v3_large", ["backbone", "head"], 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("fasterrcnn_resnet50_fpn", ["backbone", "rpn.head", "roi_heads.box_predictor"]),
+        ("fasterrcnn_mobilenet_v3_large_fpn", ["backbone", "rpn.head", "roi_heads.box_predictor"]),
+        ("retinanet_resnet50_fpn", ["backbone", "head"]),
+        ("fcos_resnet50_fpn", ["backbone", "head"]),
+        ("ssd300_vgg16", ["backbone", "head"]),
+        ("maskrcnn_resnet50_fpn", ["backbone", "rpn.head", "roi_heads.mask_predictor"]),
+        ("keypointrcnn_resnet50_fpn", ["backbone", "rpn.head", "roi_heads.box_predictor"]),
+    ],
+)
+def test_every_detector_is_permuted_in_parts(name: str, parts: list[str]):
+    check_detector(name, parts, 0.5)
