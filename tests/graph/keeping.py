@@ -103,8 +103,11 @@ def keeps(
     modes = {name: module.training for name, module in model.named_modules()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(permutation, "search", random_search)
-        found = permutation.find(model, wanted, m // 2, m, example_inputs=inputs if example_inputs is None else example_inputs)
-    assert found.untraceable is None and found.note is None, found.untraceable or found.note
+        found = permutation.find(
+            model, wanted, m // 2, m, example_inputs=inputs if example_inputs is None else example_inputs
+        )
+    assert found.untraceable is None
+    assert found.note is None
     assert {name: module.training for name, module in model.named_modules()} == modes
     assert distance(before[False], outputs(model, inputs, False)) == 0, "finding changes nothing"
     found.apply(model)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812  (as everybody writes it)
 from torch import Tensor, nn
 
 from tests.graph.keeping import keeps, randomised, reason
@@ -24,6 +24,9 @@ class Written(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         return self.run(self, *inputs)
+
+
+SAMPLES = torch.rand(2, 16, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def image(channels: int = 8, size: int = 6) -> Tensor:
@@ -58,9 +61,7 @@ def test_a_residual_with_the_networks_own_input_stays_in_place():
 
 
 def test_a_concatenation_with_the_networks_own_input_moves_only_the_networks_channels():
-    model = randomised(
-        Written(lambda self, x: self.last(torch.cat([self.a(x), x], 1)), a=conv(8), last=conv(24, 8))
-    )
+    model = randomised(Written(lambda self, x: self.last(torch.cat([self.a(x), x], 1)), a=conv(8), last=conv(24, 8)))
     found = keeps(model, image(), moving=["last.weight"])
     (move,) = found.moves["last.weight"]
     assert move.source[16:].tolist() == list(range(16, 24))
@@ -141,8 +142,28 @@ def test_prelu_with_a_slope_for_each_channel_moves_with_them():
         lambda self, x: x[:, torch.arange(15, -1, -1)],
         lambda self, x: x.unfold(1, 16, 1).squeeze(1).movedim(-1, 1),
         lambda self, x: x.gather(1, torch.zeros_like(x, dtype=torch.long)),
+        lambda self, x: x + x.max(1, keepdim=True).indices,
+        lambda self, x: (
+            x + torch.zeros_like(x).bernoulli_(torch.linspace(0, 1, 16).round().view(-1, 1, 1).expand_as(x))
+        ),
+        lambda self, x: F.fractional_max_pool2d(x, 2, 3, _random_samples=SAMPLES).repeat(1, 1, 2, 2),
+        lambda self, x: x + torch.linspace(0, 1, 16).view(-1, 1, 1),
     ],
-    ids="response_norm add_flipped add_shuffled cumulative sorted by_position indexed unfolded gathered".split(),
+    ids=[
+        "response_norm",
+        "add_flipped",
+        "add_shuffled",
+        "cumulative",
+        "sorted",
+        "by_position",
+        "indexed",
+        "unfolded",
+        "gathered",
+        "largest",
+        "chosen",
+        "sampled",
+        "shifted",
+    ],
 )
 def test_operations_that_depend_on_the_order_of_channels_hold_them(run: Callable[..., Tensor]):
     checked(run, False)
@@ -167,10 +188,23 @@ def test_operations_that_depend_on_the_order_of_channels_hold_them(run: Callable
         lambda self, x: x.masked_fill(x > 1, 0.0),
         lambda self, x: x + torch.zeros_like(x).normal_() * 0,
     ],
-    ids=(
-        "flipped flipped_image rolled shuffled group_norm normalised softmax spatial_attention cumulative_rows "
-        "pooled padded swapped_halves zero_channels masked noise"
-    ).split(),
+    ids=[
+        "flipped",
+        "flipped_image",
+        "rolled",
+        "shuffled",
+        "group_norm",
+        "normalised",
+        "softmax",
+        "spatial_attention",
+        "cumulative_rows",
+        "pooled",
+        "padded",
+        "swapped_halves",
+        "zero_channels",
+        "masked",
+        "noise",
+    ],
 )
 def test_operations_that_treat_channels_alike_let_them_move(run: Callable[..., Tensor]):
     checked(run, True)
@@ -184,7 +218,9 @@ def test_functional_group_norm_keeps_channels_in_their_group():
 
 
 def test_shuffled_channels_of_two_kinds_are_told_apart():
-    checked(lambda self, x: F.channel_shuffle(torch.cat([x[:, :8], F.relu(self.a(x[:, 8:]))], 1), 2), True, a=conv(8, 8))
+    checked(
+        lambda self, x: F.channel_shuffle(torch.cat([x[:, :8], F.relu(self.a(x[:, 8:]))], 1), 2), True, a=conv(8, 8)
+    )
 
 
 def test_an_attribute_whose_length_matches_on_the_wrong_dimension_is_left_alone():
@@ -239,7 +275,9 @@ def test_an_embedding_tied_to_the_output_moves_along_its_width_only():
 
 
 def test_a_weight_tied_to_its_own_transpose_is_right():
-    checked(lambda self, x: F.conv2d(F.relu(self.a(x)), self.a.weight.transpose(0, 1)), ["last.weight"], a=conv(16, 24, 1))
+    checked(
+        lambda self, x: F.conv2d(F.relu(self.a(x)), self.a.weight.transpose(0, 1)), ["last.weight"], a=conv(16, 24, 1)
+    )
 
 
 def test_weights_that_share_memory_stay_in_place():
@@ -394,12 +432,18 @@ def test_squeeze_and_excitation_moves_with_what_it_scales():
 
 def test_residual_additions_tie_their_producers():
     layers = {"a": conv(), "b": conv(), "norm": nn.BatchNorm2d(16)}
-    checked(lambda self, x: F.relu(self.norm(self.b(F.relu(self.a(x)))) + x), ["a.weight", "b.weight", "last.weight"], **layers)
+    checked(
+        lambda self, x: F.relu(self.norm(self.b(F.relu(self.a(x)))) + x),
+        ["a.weight", "b.weight", "last.weight"],
+        **layers,
+    )
 
 
 def test_concatenation_keeps_segments_apart():
     model = randomised(
-        Written(lambda self, x: self.last(torch.cat([self.a(x), self.b(x)], 1)), a=conv(8), b=conv(8, 8), last=conv(24, 8))
+        Written(
+            lambda self, x: self.last(torch.cat([self.a(x), self.b(x)], 1)), a=conv(8), b=conv(8, 8), last=conv(24, 8)
+        )
     )
     found = keeps(model, image(), moving=["last.weight"])
     (move,) = found.moves["last.weight"]
@@ -556,7 +600,12 @@ def test_activations_that_a_hook_keeps_stay_in_place():
 def test_recurrent_layers_are_right():
     for kind in (nn.LSTM, nn.GRU, nn.RNN):
         model = randomised(
-            Written(lambda self, x: self.c(self.b(F.relu(self.a(x)))[0]), a=nn.Linear(8, 16), b=kind(16, 16), c=nn.Linear(16, 8))
+            Written(
+                lambda self, x: self.c(self.b(F.relu(self.a(x)))[0]),
+                a=nn.Linear(8, 16),
+                b=kind(16, 16),
+                c=nn.Linear(16, 8),
+            )
         )
         keeps(model, torch.randn(3, 2, 8, dtype=torch.float64))
 
@@ -569,9 +618,7 @@ def test_reparametrised_weights_are_right():
     parametrizations.spectral_norm(spectral)
     with torch.no_grad():
         prune.random_unstructured(pruned, "weight", 0.5)
-    model = written(
-        lambda self, x: self.c(F.relu(self.b(F.relu(self.a(x))))), a=weight_normed, b=spectral, c=pruned
-    )
+    model = written(lambda self, x: self.c(F.relu(self.b(F.relu(self.a(x))))), a=weight_normed, b=spectral, c=pruned)
     keeps(model, image(), names=["last.weight", "c.weight_orig"])
 
 
@@ -600,7 +647,8 @@ def test_an_unknown_operation_holds_its_channels_and_says_so():
     model = written(lambda self, x: torch.special.i0(x.clamp(-1, 1)) + torch.cdist(x, x)[..., :6])
     found = keeps(model, image(), moving=False)
     assert reason(found, "last.weight") == (
-        "its input is something that 'add' combines with the result of 'cdist_forward', whose effect on channels is not known"
+        "its input is something that 'add' combines with the result of 'cdist_forward', "
+        "whose effect on channels is not known"
     )
 
 
@@ -631,11 +679,37 @@ def test_weights_in_any_memory_layout_move(layout: str):
     assert strides == [parameter.stride() for parameter in model.parameters()]
 
 
+def test_models_without_values_are_answered_with_reasons():
+    from gossamer.graph.permutation import find
+
+    with torch.device("meta"):
+        meta = nn.Sequential(conv(8), conv())
+    lazy = nn.Sequential(nn.LazyConv2d(16, 3), nn.LazyConv2d(16, 3))
+    for model in (meta, lazy):
+        found = find(model, ["0.weight", "1.weight"], example_inputs=image().float())
+        assert all(layer.reason for layer in found.layers)
+        assert not found.moves
+
+
+def test_a_hook_that_changes_what_passes_is_followed():
+    model = written(lambda self, x: F.relu(self.a(x)), a=conv())
+    scale = torch.linspace(1, 2, 16, dtype=torch.float64).view(-1, 1, 1)
+    model.a.register_forward_hook(lambda module, args, output: output * scale)
+    found = keeps(model, image(), moving=["a.weight"])
+    assert reason(found, "last.weight") is not None
+
+
+def test_circular_padding_is_right():
+    checked(lambda self, x: self.a(x), True, a=conv(padding_mode="circular"))
+
+
 def test_a_weight_with_nan_is_left_alone():
     model = written(lambda self, x: self.b(self.a(x)), a=conv(), b=conv())
     with torch.no_grad():
         model.b.weight[0, 0, 0, 0] = torch.nan
     from gossamer.graph.permutation import find
 
-    reasons = {layer.name: layer.reason for layer in find(model, ["a.weight", "b.weight"], example_inputs=image()).layers}
-    assert reasons == {"a.weight": None, "b.weight": "its weights hold NaN or infinity"}
+    reasons = {
+        layer.name: layer.reason for layer in find(model, ["a.weight", "b.weight"], example_inputs=image()).layers
+    }
+    assert reasons == {"a.weight": None, "b.weight": "its weights hold NaN or infinity, or nothing yet"}

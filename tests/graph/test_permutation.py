@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812  (as everybody writes it)
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -159,7 +159,9 @@ def test_a_checkpoint_of_the_permuted_model_loads_into_a_new_one():
 
 def test_layers_that_read_the_same_channels_share_one_order():
     model = randomised(
-        Written(lambda self, x: (self.b(F.relu(self.a(x))), self.c(F.relu(self.a(x)))), a=conv(8), b=conv(), c=conv(16, 8))
+        Written(
+            lambda self, x: (self.b(F.relu(self.a(x))), self.c(F.relu(self.a(x)))), a=conv(8), b=conv(), c=conv(16, 8)
+        )
     )
     found = keeps(model, image(), moving=["b.weight", "c.weight"])
     (group,) = found.groups

@@ -19,27 +19,21 @@ from tests.graph.keeping import LIMIT, distance, random_search, randomised, tens
 models = pytest.importorskip("torchvision.models")
 
 SMALL = {
-    "convnext_tiny": 0.99,
-    "densenet121": 0.99,
     "efficientnet_b0": 0.99,
     "mnasnet0_5": 0.99,
     "mobilenet_v2": 0.99,
     "mobilenet_v3_small": 0.99,
     "regnet_y_400mf": 0.99,
     "resnet18": 0.99,
-    "resnext50_32x4d": 0.99,
     "shufflenet_v2_x0_5": 0.6,
     "squeezenet1_1": 0.99,
-    "swin_t": 0.99,
-    "vit_b_32": 0.99,
 }
-"""One of each family, with the least share of the weights that fit 2:4 on hardware whose input channels can move."""
+"""Models that are quick to run, with the least share of the weights that fit 2:4 on hardware whose inputs can move."""
 FLOORS = {
-    "alexnet": 0.38,
+    "alexnet": 0.35,
     "vgg": 0.2,
     "googlenet": 0.67,
-    "maxvit": 0.97,
-    "shufflenet": 0.6,
+    "shufflenet": 0.5,
     "resnext": 0.99,
 }
 """The others, by the beginning of their names; 0.99 where none is given."""
@@ -66,6 +60,25 @@ def built(name: str) -> nn.Module:
         return randomised(models.get_model(name, weights=None, **options))
 
 
+def small(name: str) -> nn.Module:
+    """A family whose models are all large, built small."""
+    convnext, swin = models.convnext, models.swin_transformer
+    match name:
+        case "resnext":
+            return models.ResNet(models.resnet.Bottleneck, [1, 1, 1, 1], 16, groups=4, width_per_group=16)
+        case "densenet":
+            return models.DenseNet(16, (2, 2, 2), 32, num_classes=16)
+        case "convnext":
+            return models.ConvNeXt([convnext.CNBlockConfig(32, 64, 2), convnext.CNBlockConfig(64, None, 2)], 0.0)
+        case "vit":
+            return models.VisionTransformer(64, 16, 2, 2, 64, 128, num_classes=16)
+        case "swin":
+            return models.SwinTransformer([4, 4], 32, [2, 2], [2, 4], [4, 4], num_classes=16)
+        case _:
+            block = {"block": swin.SwinTransformerBlockV2, "downsample_layer": swin.PatchMergingV2}
+            return models.SwinTransformer([4, 4], 32, [2, 2], [2, 4], [4, 4], num_classes=16, **block)
+
+
 def permuted(model: nn.Module, example_inputs: Any = None) -> tuple[Permutation, float]:
     """The permutation, and the share of weights that fit hardware whose input channels can move."""
     shapes = {name: get_parameter(model, name).shape for name in prunable(model)}
@@ -79,15 +92,15 @@ def permuted(model: nn.Module, example_inputs: Any = None) -> tuple[Permutation,
 
 
 @torch.no_grad()
-def check(name: str, least: float, training: bool) -> None:
-    model = built(name).eval()
+def check(name: str, least: float, training: bool, model: nn.Module | None = None) -> None:
+    model = model or built(name)
     size = next((size for start, size in SIZES.items() if name.startswith(start)), 64)
-    example = torch.zeros(2, 3, size, size, dtype=torch.float64)
-    found, share = permuted(model, example)
+    x = torch.randn(2, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    _calibrate(model, x)
+    found, share = permuted(model, torch.zeros_like(x))
     assert found.untraceable is None
     assert found.note is None
     assert share >= least, {layer.name: layer.reason for layer in found.layers if layer.reason}
-    x = torch.randn(2, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     statistics = copy.deepcopy(dict(model.named_buffers()))
     before = {mode: _run(model, x, mode, statistics) for mode in ((False, True) if training else (False,))}
     found.apply(model)
@@ -97,6 +110,17 @@ def check(name: str, least: float, training: bool) -> None:
     wrong = next(name for name in reversed(found.moves) if get_tensor(model, name).dim() > 1)
     get_tensor(model, wrong).copy_(found.inverse.of(wrong, get_tensor(model, wrong)))
     assert distance(before[False], _run(model, x, False, statistics)) > 1e-6, "a wrong order is noticed"
+
+
+def _calibrate(model: nn.Module, x: Tensor) -> None:
+    """Statistics that fit the random weights, lest a deep network blow rounding up."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 1.0
+    model.train()(x)
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
 
 
 def _run(model: nn.Module, x: Tensor, training: bool, statistics: dict[str, Tensor]) -> list[Tensor]:
@@ -111,13 +135,13 @@ def _run(model: nn.Module, x: Tensor, training: bool, statistics: dict[str, Tens
 
 
 @pytest.mark.parametrize(("name", "least"), SMALL.items())
-def test_one_of_each_family_computes_the_same_and_moves(name: str, least: float):
-    check(name, least, training=False)
+def test_small_models_compute_the_same_and_move(name: str, least: float):
+    check(name, least, training=True)
 
 
-@pytest.mark.parametrize("name", ["mobilenet_v3_small", "googlenet"])
-def test_models_compute_the_same_in_training(name: str):
-    check(name, 0.6, training=True)
+@pytest.mark.parametrize("name", ["resnext", "densenet", "convnext", "vit", "swin", "swin_v2"])
+def test_small_models_of_large_families_compute_the_same_and_move(name: str):
+    check("small", 0.99, training=True, model=randomised(small(name)))
 
 
 @pytest.mark.slow
@@ -159,9 +183,8 @@ def test_backbones_of_detectors_compute_the_same_and_move(name: str):
 
 
 @torch.no_grad()
-def check_detector(name: str, parts: list[str], least: float) -> None:
+def check_detector(model: nn.Module, parts: list[str], least: float) -> None:
     """What its parts compute on the way is the same; boxes are too, up to the order of equal scores."""
-    model = detector(name)
     found, share = permuted(model, (images(),))
     assert found.untraceable is None
     assert "could not be followed as a whole" in (found.note or "")
@@ -178,14 +201,26 @@ def check_detector(name: str, parts: list[str], least: float) -> None:
     assert distance(before, seen) < LIMIT
 
 
-def test_a_detector_is_permuted_in_parts():
-    check_detector("ssdlite320_mobilenet_v3_large", ["backbone", "head"], 0.5)
+def test_a_small_detector_is_permuted_in_parts():
+    backbone = nn.Sequential(nn.Conv2d(3, 32, 3, 4), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3, 4), nn.ReLU())
+    backbone.add_module("last", nn.Conv2d(64, 32, 1))
+    backbone.out_channels = 32
+    anchors = models.detection.anchor_utils.AnchorGenerator(((16,),), ((1.0,),))
+    pool = models.detection.faster_rcnn.MultiScaleRoIAlign(["0"], 3, 2)
+    with _uninitialised():
+        model = models.detection.FasterRCNN(
+            backbone, None, 96, 128, rpn_anchor_generator=anchors, box_roi_pool=pool,
+            box_head=models.detection.faster_rcnn.TwoMLPHead(32 * 9, 64),
+            box_predictor=models.detection.faster_rcnn.FastRCNNPredictor(64, 5),
+        )  # fmt: skip
+    check_detector(randomised(model).eval(), ["backbone", "rpn.head", "roi_heads.box_predictor"], 0.05)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
+        ("ssdlite320_mobilenet_v3_large", ["backbone", "head"]),
         ("fasterrcnn_resnet50_fpn", ["backbone", "rpn.head", "roi_heads.box_predictor"]),
         ("fasterrcnn_mobilenet_v3_large_fpn", ["backbone", "rpn.head", "roi_heads.box_predictor"]),
         ("retinanet_resnet50_fpn", ["backbone", "head"]),
@@ -196,4 +231,4 @@ def test_a_detector_is_permuted_in_parts():
     ],
 )
 def test_every_detector_is_permuted_in_parts(name: str, parts: list[str]):
-    check_detector(name, parts, 0.5)
+    check_detector(detector(name), parts, 0.5)

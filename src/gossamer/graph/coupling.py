@@ -72,10 +72,10 @@ def _arguments(inputs: Any) -> Arguments:
 
 def _couple_parts(module: nn.Module, example_inputs: Any, failure: str) -> Coupling | None:
     """Run the model once with values, and follow on its own what can be followed."""
-    follower = Follower(module)
     tried = [example_inputs] if example_inputs is not None else map(_with_values, guesses(module))
     for inputs in tried:
         try:
+            follower = Follower(module)
             recording = _Recording(follower)
             recording.run(*_arguments(inputs))
         except Exception:  # noqa: BLE001  (any model, any reason)
@@ -139,7 +139,7 @@ class _Recording(TorchDispatchMode):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         module: nn.Module = copy.deepcopy(self.follower.module).eval()
-        for name, tensor in named_state(module):
+        for name, tensor in (*named_state(module), *self.follower.state.items()):  # a closure may hold the original
             self._leaves.setdefault(storage_of(tensor), []).append(name)
         with undisturbed(module), torch.no_grad():
             for name, child in cast(Iterator[tuple[str, nn.Module]], module.named_modules()):

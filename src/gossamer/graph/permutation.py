@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gossamer.graph.channels import Factor, Ints, Labels
 from gossamer.graph.coupling import Untraceable, couple
@@ -68,9 +69,12 @@ class _Weight:
 
     @staticmethod
     def of(model: nn.Module, name: str) -> _Weight:
-        stored = get_tensor(model, name).detach()
+        parameter = get_tensor(model, name)
+        if parameter.is_meta or is_lazy(parameter):
+            return _Weight(name, torch.zeros(0), False, False)
+        stored = parameter.detach()
         transposed = is_transposed(model, name) and stored.dim() > 1
-        finite = stored.numel() == 0 or bool(torch.isfinite(stored.sum(dtype=torch.float64)))
+        finite = stored.numel() == 0 or bool(torch.isfinite(stored.sum()))
         return _Weight(name, stored.transpose(0, 1) if transposed else stored, transposed, finite)
 
     @property
@@ -84,7 +88,7 @@ class _Weight:
     def unfit(self, m: int) -> str | None:
         """Why no order of its input channels could matter."""
         if not self.finite:
-            return "its weights hold NaN or infinity"
+            return "its weights hold NaN or infinity, or nothing yet"
         if self.channels == 0 or self.channels % m:
             return f"its {self.channels} input channels do not divide by {m}"
         return "its input channels fill one stripe: any order keeps the same" if self.channels == m else None

@@ -81,9 +81,12 @@ class Tensors:
             self.channels.fix_all(self.leaves.get(name, ()), why)
 
     def remaining(self) -> list[Tensor]:
-        """The tensors that still exist, of all that were seen."""
-        kinds = (self._known, self._leaf_names, self._revealing, self._origins, self._neutral)
-        return [tensor for kind in kinds for tensor in kind.tensors()]
+        """The tensors that still exist, of those that have channels or tell where they lie."""
+        return [tensor for kind in (self._known, self._leaf_names, self._revealing) for tensor in kind.tensors()]
+
+    def without_channels(self) -> list[Tensor]:
+        """The others that still exist."""
+        return [tensor for kind in (self._origins, self._neutral) for tensor in kind.tensors()]
 
     def hold_remaining(self, why: str) -> None:
         """Whatever still exists stays in place: it leaves the network."""

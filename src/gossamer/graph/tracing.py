@@ -69,9 +69,9 @@ class Follower:
                         gc.collect()
                     self.tensors.hold_remaining(leaving)
                     del output
-        if self.tensors.remaining():
-            gc.collect()
-            forget(self.tensors.remaining())
+        own = {id(tensor) for tensor in pytree.tree_leaves(inputs)}
+        if left := [t for t in (*self.tensors.remaining(), *self.tensors.without_channels()) if id(t) not in own]:
+            forget(left)
 
     def hold(self, name: str, why: str) -> None:
         self.tensors.hold_leaf(name, why)

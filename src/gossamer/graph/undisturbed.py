@@ -57,10 +57,9 @@ def undisturbed(module: nn.Module) -> Generator[None]:
 
 def forget(tensors: Iterable[Tensor]) -> None:
     """Empty the caches of functions (`functools.lru_cache`) that have kept one of these tensors."""
-    for tensor in tensors:
-        for holder in gc.get_referrers(tensor):
-            if isinstance(holder, functools._lru_cache_wrapper):  # pyright: ignore[reportPrivateUsage]
-                holder.cache_clear()
+    for holder in gc.get_referrers(*tensors):
+        if isinstance(holder, functools._lru_cache_wrapper):  # pyright: ignore[reportPrivateUsage]
+            holder.cache_clear()
 
 
 def _restorers(module: nn.Module) -> Iterator[Callable[[], None]]:
