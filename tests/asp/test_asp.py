@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gossamer import Manager
-from gossamer.asp import ASP, set_identical_seed
+from gossamer.asp import ASP, create_mask, set_identical_seed
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter
 from gossamer.sparse import NM, NM2d
@@ -394,7 +394,7 @@ def test_a_model_that_cannot_be_followed_is_pruned_without_permutation_and_says_
     model = Undecided()
     with caplog.at_level(logging.WARNING, "gossamer.asp"):
         ASP.prune_trained_model(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert "without permutation" in caplog.text
+    assert "channels are permuted nowhere" in caplog.text
     assert two_of_four(model, "a.weight", "b.weight")
 
 
@@ -518,7 +518,7 @@ def test_set_identical_seed_exists_and_is_not_needed() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_pruned_values_follow_a_permutation_and_deep_copies_stand_alone() -> None:
+def test_switching_sparsity_off_after_a_permutation_computes_what_it_did() -> None:
     model = network(hidden=64)
     ASP.init_model_for_pruning(model, allow_recompute_mask=True, verbosity=0)
     x = torch.randn(4, 16)
@@ -526,3 +526,197 @@ def test_pruned_values_follow_a_permutation_and_deep_copies_stand_alone() -> Non
     ASP.compute_sparse_masks()
     ASP.restore_pruned_weights()
     assert torch.allclose(model(x), before, atol=1e-5)
+
+
+def test_initialising_again_keeps_the_masks_and_the_optimizer() -> None:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    ASP.prune_trained_model(model, optimizer)
+    zeros = model[2].weight == 0
+    ASP.init_model_for_pruning(model, verbosity=0)
+    assert ASP.is_sparsity_enabled(model) is True
+    train(model, optimizer, 3)
+    assert torch.equal(model[2].weight == 0, zeros)
+
+
+def test_initialising_again_with_fewer_layers_lets_the_others_go_dense() -> None:
+    model = network()
+    ASP.init_model_for_pruning(model, allow_recompute_mask=True, allow_permutation=False, verbosity=0)
+    dense = model[5].weight.detach().clone()
+    ASP.compute_sparse_masks()
+    ASP.init_model_for_pruning(model, allow_recompute_mask=True, disallowed_layer_names=["5"], verbosity=0)
+    assert torch.equal(model[5].weight, dense)
+    assert two_of_four(model, "2.weight")
+    assert {name for name in model.state_dict() if "mma" in name and name.startswith("5")} == set()
+
+
+def test_a_mistake_in_a_second_initialisation_changes_nothing() -> None:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    ASP.prune_trained_model(model, optimizer)
+    with pytest.raises(GossamerError, match="disallowed_layer_names"):
+        ASP.init_model_for_pruning(model, disallowed_layer_names=["nine"])
+    train(model, optimizer, 3)
+    assert two_of_four(model, "0.weight", "2.weight", "5.weight")
+
+
+def test_permuting_a_pruned_model_takes_its_masks_along() -> None:
+    model = network(hidden=64).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ASP.init_model_for_pruning(model, allow_permutation=False, verbosity=0)
+    ASP.init_optimizer_for_pruning(optimizer)
+    ASP.compute_sparse_masks()
+    x = torch.randn(4, 16, dtype=torch.double)
+    before = model(x)
+    ASP.permute_model(model)
+    model(x).sum().backward()
+    optimizer.step()
+    assert float((model[2].weight == 0).double().mean()) == 0.5
+    assert torch.allclose(model(x), before, atol=1e-12, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated.*")
+def test_a_pruned_model_goes_on_to_quantization_with_its_zeros_held() -> None:
+    """Preparing for quantization-aware training replaces the layers; masks and zeros stay."""
+
+    class Observed(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            zero, scale = torch.zeros((), dtype=torch.int32), self.weight.detach().abs().max() / 127
+            rounded = torch.fake_quantize_per_tensor_affine(self.weight, scale, zero, -128, 127)
+            return nn.functional.linear(x, rounded, self.bias)
+
+    model = network()
+    ASP.prune_trained_model(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    zeros = model[2].weight == 0
+    for index in (0, 2, 5):
+        replaced = Observed(model[index].in_features, model[index].out_features)
+        replaced.weight, replaced.bias = model[index].weight, model[index].bias
+        model[index] = replaced
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ASP.init_optimizer_for_pruning(optimizer)
+    train(model, optimizer, 5)
+    assert torch.equal(model[2].weight == 0, zeros)
+    assert "2.__weight_mma_mask" in model.state_dict()
+
+
+def test_weights_that_are_stored_transposed_are_pruned_along_input_channels() -> None:
+    class Conv1D(nn.Module):
+        """As in Transformers: the weight is (in, out)."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(32, 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight
+
+    model = nn.Sequential(Conv1D())
+    ASP.init_model_for_pruning(model, custom_layer_dict={Conv1D: ["weight"]}, verbosity=0)
+    ASP.compute_sparse_masks()
+    assert NM(2, 4).violations(model[0].weight.detach().t()) == 0
+
+
+def test_an_optimizer_with_moments_that_comes_after_a_permutation_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = network(hidden=64)
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, 2)
+    ASP.init_model_for_pruning(model, verbosity=1)
+    ASP.compute_sparse_masks()
+    with caplog.at_level(logging.WARNING, "gossamer.asp"):
+        ASP.init_optimizer_for_pruning(optimizer)
+    assert "call init_optimizer_for_pruning before compute_sparse_masks" in caplog.text
+
+
+def test_attentions_output_can_be_left_out_by_name() -> None:
+    model = nn.TransformerEncoderLayer(32, 4, 64)
+    ASP.init_model_for_pruning(model, disallowed_layer_names=["self_attn.out_proj"], verbosity=0)
+    assert "self_attn.out_proj.weight" not in ASP.layers()
+    assert ASP.layers()["self_attn.in_proj_weight"] is None
+
+
+def test_the_mask_of_a_tied_weight_lies_in_the_layer_that_was_chosen() -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(16, 32), "head": nn.Linear(32, 16, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    ASP.init_model_for_pruning(model, verbosity=0)
+    assert [name for name in model.state_dict() if "mma" in name] == ["head.__weight_mma_mask"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"whitelist": nn.Linear}, "whitelist: expected a list of layer types, found Linear"),
+        ({"whitelist": ["Linear"]}, "whitelist: expected types of layers, such as nn.Linear, found 'Linear'"),
+        ({"allowed_layer_names": "02"}, "allowed_layer_names: expected a list of layer names, found '02'"),
+        ({"custom_layer_dict": {nn.LayerNorm: ["wieght"]}}, "LayerNorm has no parameter 'wieght'; nearest: 'weight'"),
+        ({"custom_layer_dict": {nn.LayerNorm: "weight"}}, "LayerNorm: expected a list of parameter names"),
+        ({"verbosity": "high"}, "verbosity: expected a number from 0 to 3, found str"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_told_in_one_sentence(arguments: dict, sentence: str) -> None:
+    with pytest.raises(GossamerError, match=sentence):
+        ASP.init_model_for_pruning(network(), **arguments)
+
+
+def test_names_of_weights_serve_as_names_of_layers() -> None:
+    model = network()
+    ASP.init_model_for_pruning(model, allowed_layer_names=["2.weight", "module.5"], verbosity=0)
+    assert list(ASP.layers()) == ["2.weight", "5.weight"]
+
+
+def test_scores_instead_of_a_mask_are_refused() -> None:
+    model = network()
+    ASP.init_model_for_pruning(model, lambda weight: weight.abs(), verbosity=0)
+    with pytest.raises(GossamerError, match=r"expected a mask of zeros and ones for '0\.weight'"):
+        ASP.compute_sparse_masks()
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_changed(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    model = network()
+    before = model[2].weight.detach().clone()
+    ASP.set_permutation_saving_params(True, True, tmp_path / "file" / "graphs")
+    try:
+        ASP.init_model_for_pruning(model, verbosity=0)
+        with pytest.raises(GossamerError, match="the folder for the graph cannot be made"):
+            ASP.compute_sparse_masks()
+    finally:
+        ASP.set_permutation_saving_params(True)
+    assert torch.equal(model[2].weight, before)
+
+
+def test_saving_parameters_never_allow_what_was_forbidden() -> None:
+    model = network(hidden=64)
+    ASP.init_model_for_pruning(model, allow_permutation=False, verbosity=0)
+    ASP.set_permutation_saving_params(True)
+    ASP.compute_sparse_masks()
+    assert ASP.permutation() is None
+
+
+def test_masks_are_made_of_single_tensors_too() -> None:
+    weight = torch.tensor([[1.0, -4.0, 2.0, -3.0]])
+    assert create_mask(weight).tolist() == [[0.0, 1.0, 0.0, 1.0]]
+    assert create_mask(weight[0], "m4n1_1d").tolist() == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_a_child_that_outlives_its_model_trains_on() -> None:
+    model = network()
+    child = model[2]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ASP.prune_trained_model(model, optimizer)
+    del model
+    gc.collect()
+    child(torch.randn(2, 32)).sum().backward()
+    optimizer.step()
+
+
+def test_inference_mode_around_the_calls_does_no_harm() -> None:
+    model = network()
+    with torch.inference_mode():
+        ASP.init_model_for_pruning(model, verbosity=0)
+        ASP.compute_sparse_masks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ASP.init_optimizer_for_pruning(optimizer)
+    train(model, optimizer, 2)
+    assert two_of_four(model, "2.weight")

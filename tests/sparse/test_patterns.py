@@ -84,8 +84,15 @@ def test_nm_keeps_n_of_every_m_input_channels_at_each_position(n: int, m: int, d
 
 
 @given(weights((1, 4)), st.floats(0, 0.499))
-def test_nm_below_its_ratio_is_unstructured(weight: torch.Tensor, sparsity: float) -> None:
-    assert torch.equal(NM(2, 4).mask(weight.abs(), sparsity), Unstructured().mask(weight.abs(), sparsity))
+def test_nm_below_its_ratio_takes_the_lowest_of_what_the_full_pattern_removes(
+    weight: torch.Tensor, sparsity: float
+) -> None:
+    scores = weight.abs()
+    keep, full = NM(2, 4).mask(scores, sparsity), NM(2, 4).mask(scores, 0.5)
+    assert int((~keep).sum()) == round(weight.numel() * sparsity)
+    assert bool((keep | ~full).all())
+    removed, spared = scores[~keep], scores[keep & ~full]
+    assert not removed.numel() or not spared.numel() or removed.max() <= spared.min()
 
 
 def test_of_equal_weights_the_lower_index_is_kept() -> None:

@@ -16,21 +16,22 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 
 from gossamer.analysis.eligibility import ineligible
-from gossamer.asp.selection import LAYERS, MaskCalculator, calculator, chosen, why_not
-from gossamer.asp.state import State, save_graph, search
+from gossamer.asp.graphs import save_graph, search
+from gossamer.asp.selection import LAYERS, MaskCalculator, calculator, chosen, leaves_by_type, outputs_first, why_not
+from gossamer.asp.state import State, mask_buffers
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, prunable, unwrap
 from gossamer.graph.permutation import Permutation
 from gossamer.recipe import Recipe
 from gossamer.sparse import NM
 
-__all__ = ["ASP", "set_identical_seed"]
+__all__ = ["ASP", "create_mask", "set_identical_seed"]
 
 
 class ASP:
@@ -38,17 +39,24 @@ class ASP:
 
     _states: ClassVar[weakref.WeakKeyDictionary[nn.Module, State]] = weakref.WeakKeyDictionary()
     _last: ClassVar[weakref.ref[nn.Module] | None] = None
-    _saving: ClassVar[tuple[bool, str]] = (False, ".")
+    _saving: ClassVar[tuple[bool, Path | None]] = (True, None)
+    """Whether to permute at all, and where to write graphs, for models that are initialised from now on."""
 
     @classmethod
     def prune_trained_model(
-        cls, model: nn.Module, optimizer: torch.optim.Optimizer, *, example_inputs: Any = None
+        cls,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        example_inputs: Any = None,
+        effort: float = 1.0,
     ) -> None:
-        """Prune to 2:4 now, and keep the zeros through training with this optimizer."""
+        """Prune to 2:4 now, and keep the zeros through training with this optimizer; a pruned model stays as it is."""
         whitelist = [nn.Linear, nn.Conv2d, nn.MultiheadAttention]
         cls.init_model_for_pruning(model, "m4n2_1d", verbosity=2, whitelist=whitelist)
         cls.init_optimizer_for_pruning(optimizer, model=model)
-        cls.compute_sparse_masks(model, example_inputs=example_inputs)
+        if not cls.is_sparsity_enabled(model):
+            cls.compute_sparse_masks(model, example_inputs=example_inputs, effort=effort)
 
     @classmethod
     def init_model_for_pruning(
@@ -67,30 +75,24 @@ class ASP:
 
         `mask_calculator`: a pattern (`m4n2_1d`, `2:4`, `m4n2_2d_best`, `m4n2_2d_greedy`, …) or a function from a
         weight to its mask. `verbosity`: 0 errors only, 1 with warnings, 2 with what was done, 3 with details, all
-        through the logger `gossamer.asp`. Buffers that came with the model, from a checkpoint, are kept.
+        through the logger `gossamer.asp`. Masks that the model has already, from an earlier call or a checkpoint,
+        stay in force.
         """
         _expect(model, nn.Module, "init_model_for_pruning", "torch.nn.Module")
+        _expect(verbosity, int, "verbosity", "number from 0 to 3")
         owner = unwrap(model)
-        again = cls._states.pop(owner, None)
-        if again is not None:
-            again.release()
-        custom = dict(custom_layer_dict or {})
-        leaves = {kind: list(names) for kind, names in (LAYERS | custom).items() if kind in (*whitelist, *custom)}
-        for kind in whitelist:
-            if kind not in leaves:
-                raise GossamerError(
-                    f"whitelist: how to prune {kind.__name__} is not known; name its weights in custom_layer_dict, "
-                    f"as in {{{kind.__name__}: ['weight']}}"
-                )
         state = State(weakref.ref(owner), calculator(mask_calculator), mask_calculator, verbosity)
-        state.recompute, state.permute, state.saving = allow_recompute_mask, allow_permutation, cls._saving
-        for name in chosen(model, leaves, allowed_layer_names, disallowed_layer_names):
-            reason = why_not(get_parameter(owner, name), state.calculate)
+        allowed, state.saving = cls._saving
+        state.recompute, state.permute = allow_recompute_mask, allow_permutation and allowed
+        leaves = leaves_by_type(whitelist, custom_layer_dict or {})
+        for name, home in chosen(model, leaves, allowed_layer_names, disallowed_layer_names).items():
+            reason = why_not(owner, name, get_parameter(owner, name), state.calculate)
             if reason is None:
-                state.weights.append(name)
+                state.weights[name] = home
             else:
                 state.skipped[name] = reason
-        state.register_buffers(fresh=again is not None)
+        with torch.inference_mode(False):
+            state.take_over(cls._states.pop(owner, None))
         cls._states[owner] = state
         cls._last = weakref.ref(owner)
         state.tell_skipped()
@@ -111,13 +113,16 @@ class ASP:
             state.hook(optimizer)
 
     @classmethod
-    def compute_sparse_masks(cls, model: nn.Module | None = None, *, example_inputs: Any = None) -> None:
+    def compute_sparse_masks(
+        cls, model: nn.Module | None = None, *, example_inputs: Any = None, effort: float = 1.0
+    ) -> None:
         """Permute channels if allowed (the first time), then compute the masks and zero the weights.
 
         Again later, it needs `allow_recompute_mask`: the dense weights are put back first. When anything fails the
-        model is as it was. `example_inputs` is what the permutation follows the model with.
+        model is as it was. `example_inputs` is what the permutation follows the model with; `effort` says how long
+        it searches, 1 being the usual.
         """
-        cls._state(model).compute(example_inputs)
+        cls._state(model).compute(example_inputs, effort)
 
     @classmethod
     def restore_pruned_weights(cls, model: nn.Module | None = None) -> None:
@@ -131,7 +136,7 @@ class ASP:
 
     @classmethod
     def already_init_asp_model(cls, model: nn.Module | None = None) -> bool:
-        """Whether the model, or any that still exists, was initialised."""
+        """Whether the model was initialised; without one, whether the model initialised last still exists."""
         if model is not None:
             return unwrap(model) in cls._states
         return cls._last is not None and cls._last() is not None
@@ -161,12 +166,21 @@ class ASP:
         *,
         optimizer: torch.optim.Optimizer | None = None,
         example_inputs: Any = None,
+        effort: float = 1.0,
         verbosity: int = 2,
     ) -> Permutation:
-        """Only permute: the model computes what it did, and 2:4 would keep larger weights."""
-        names = [name for name in prunable(model) if ineligible(get_parameter(model, name).shape) is None]
-        found = search(model, names, NM(2, 4), [optimizer] if optimizer else [], example_inputs, verbosity)
-        found.apply(model, optimizer)
+        """Only permute: the model computes what it did, and 2:4 would keep larger weights.
+
+        Moments of the `optimizer` and masks that ASP has put on the model go along.
+        """
+        names = [
+            name
+            for name in prunable(model)
+            if ineligible(outputs_first(model, name, get_parameter(model, name)).shape) is None
+        ]
+        optimizers = [optimizer] if optimizer is not None else []
+        found = search(model, names, NM(2, 4), optimizers, example_inputs, verbosity, effort)
+        found.apply(model, optimizers, mask_buffers(model, found.moves))
         if dump_fx_graph:
             save_graph(found, Path(save_dumped_fx_graph))
         return found
@@ -178,11 +192,14 @@ class ASP:
         save_permutation_graph: bool = False,
         permutation_output_dir: str | os.PathLike[str] = ".",
     ) -> None:
-        """Where `compute_sparse_masks` writes which layers share channels: JSON, and a picture."""
-        cls._saving = (save_permutation_graph, os.fspath(permutation_output_dir))
+        """Whether to permute, and where `compute_sparse_masks` writes which layers share channels (JSON, a picture).
+
+        Holds for the model initialised last and for those after it; what was forbidden there stays so.
+        """
+        cls._saving = (allow_permutation, Path(permutation_output_dir) if save_permutation_graph else None)
         if cls.already_init_asp_model():
             state = cls._state(None)
-            state.permute, state.saving = allow_permutation, cls._saving
+            state.permute, state.saving = state.permute and allow_permutation, cls._saving[1]
 
     @classmethod
     def _state(cls, model: nn.Module | None) -> State:
@@ -196,6 +213,13 @@ class ASP:
 def _expect(given: object, kind: type, call: str, name: str) -> None:
     if not isinstance(given, kind):
         raise GossamerError(f"{call}: expected a {name}, found {type(given).__name__}")
+
+
+def create_mask(tensor: torch.Tensor, pattern: str = "m4n2_1d", density: float = 0.5) -> torch.Tensor:
+    """The mask of a pattern on one tensor, ones and zeros of its type; the pattern says the density."""
+    found = calculator(pattern)
+    rows = tensor.detach() if tensor.dim() > 1 else tensor.detach().reshape(1, -1)
+    return cast(NM, found).keep_largest(rows).reshape(tensor.shape).to(tensor.dtype)
 
 
 def set_identical_seed(identical_seed: int = 1) -> None:

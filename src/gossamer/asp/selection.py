@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import cast
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gossamer.analysis.eligibility import ineligible
 from gossamer.errors import GossamerError, SparsityError, nearest
-from gossamer.graph import first_names, get_module, named_modules, unwrap
+from gossamer.graph import first_names, get_module, is_transposed, named_modules
 from gossamer.sparse import NM, parse_pattern
 
 MaskCalculator = str | Callable[[Tensor], Tensor]
@@ -40,49 +42,101 @@ def calculator(given: MaskCalculator) -> Calculate:
     return pattern
 
 
+def leaves_by_type(
+    whitelist: Sequence[type[nn.Module]], custom: Mapping[type[nn.Module], Sequence[str]]
+) -> dict[type[nn.Module], list[str]]:
+    """Which weights of which types of layers may be pruned."""
+    _expect_several(whitelist, "whitelist", "a list of layer types")
+    for kind, names in custom.items():
+        _expect_several(names, f"custom_layer_dict: {_name(kind)}", "a list of parameter names")
+    known = LAYERS | {kind: list(names) for kind, names in custom.items()}
+    given: list[object] = [*whitelist, *custom]
+    for kind in given:
+        if not isinstance(kind, type):
+            raise GossamerError(f"whitelist: expected types of layers, such as nn.Linear, found {kind!r}")
+        if kind not in known:
+            raise GossamerError(
+                f"whitelist: how to prune {_name(kind)} is not known; name its weights in custom_layer_dict, "
+                f"as in {{{_name(kind)}: ['weight']}}"
+            )
+    return {kind: names for kind, names in known.items() if kind in (*whitelist, *custom)}
+
+
 def chosen(
     model: nn.Module,
     leaves: Mapping[type[nn.Module], Sequence[str]],
     allowed: Sequence[str] | None,
     disallowed: Sequence[str],
-) -> list[str]:
-    """Clean names of the weights of all layers that types and names admit; a tied weight once."""
-    prefix = "" if unwrap(model) is model else "module."
-    wanted = None if allowed is None else {name.removeprefix(prefix) for name in allowed}
-    unwanted = {name.removeprefix(prefix) for name in disallowed}
-    known = {name for name, _ in named_modules(model)}
-    for field, names in (("allowed_layer_names", wanted or ()), ("disallowed_layer_names", unwanted)):
-        for name in names:
-            if name not in known:
-                raise GossamerError(f"{field}: the model has no layer '{name}'{nearest(name, known)}")
+) -> dict[str, str]:
+    """The weights that types and names admit, by clean name; a tied weight once, with its name in that layer."""
     first = first_names(model)
-    found: list[str] = []
+    known = {name for name, _ in named_modules(model)}
+    wanted = None if allowed is None else _layers(allowed, "allowed_layer_names", known, first)
+    unwanted = _layers(disallowed, "disallowed_layer_names", known, first)
+    found: dict[str, str] = {}
     for path, layer in named_modules(model):
         if path in unwanted or (wanted is not None and path not in wanted):
             continue
         for leaf in _leaves_of(layer, leaves):
             name = f"{path}.{leaf}" if path else leaf
-            if name in first and first[name] not in found:
-                found.append(first[name])
+            if name in first and name.rpartition(".")[0] not in unwanted:
+                found.setdefault(first[name], name)
+    return found
+
+
+def _layers(given: Sequence[str], field: str, known: set[str], first: Mapping[str, str]) -> set[str]:
+    """Paths of layers, from their names or those of their weights, with or without a wrapper's prefix."""
+    _expect_several(given, field, "a list of layer names")
+    found: set[str] = set()
+    for name in given:
+        plain = name
+        while plain not in known and plain not in first and plain.startswith(("module.", "_orig_mod.")):
+            plain = plain.partition(".")[2]
+        if plain not in known and plain not in first:
+            raise GossamerError(f"{field}: the model has no layer '{name}'{nearest(name, known)}")
+        found.add(plain if plain in known else plain.rpartition(".")[0])
     return found
 
 
 def _leaves_of(layer: nn.Module, leaves: Mapping[type[nn.Module], Sequence[str]]) -> Iterator[str]:
     for kind, names in leaves.items():
         if isinstance(layer, kind):
+            own = [name for name, _ in layer.named_parameters()]
+            for name in names if kind not in LAYERS else ():
+                if name not in own:
+                    close = nearest(name, own) or f"; it has {', '.join(own) or 'none'}"
+                    raise GossamerError(f"custom_layer_dict: {_name(kind)} has no parameter '{name}'{close}")
             yield from names
 
 
-def why_not(weight: nn.Parameter, calculate: Calculate) -> str | None:
+def _expect_several(given: object, field: str, what: str) -> None:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        shown = given.__name__ if isinstance(given, type) else repr(given)
+        raise GossamerError(f"{field}: expected {what}, found {shown}")
+
+
+def _name(kind: object) -> str:
+    return cast(str, getattr(kind, "__name__", repr(kind)))
+
+
+def why_not(model: nn.Module, name: str, weight: nn.Parameter, calculate: Calculate) -> str | None:
     """Why a weight is left dense, or None."""
+    if is_lazy(weight):
+        return "its shape is not known yet; run the model once before"
     if not weight.requires_grad:
         return "it is frozen"
     if not weight.is_floating_point():
         return f"its weights are {weight.dtype}"
-    reason = ineligible(weight.shape)
+    rows = outputs_first(model, name, weight)
+    reason = ineligible(rows.shape)
     if reason is None and isinstance(calculate, NM):
-        reason = calculate.fits(weight.shape)
+        reason = calculate.fits(rows.shape)
     return reason
+
+
+def outputs_first(model: nn.Module, name: str, weight: Tensor) -> Tensor:
+    """The weight as `(out, in, …)`, however it is stored."""
+    return weight.transpose(0, 1) if weight.dim() > 1 and is_transposed(model, name) else weight
 
 
 def buffer_home(model: nn.Module, name: str) -> tuple[nn.Module, str]:

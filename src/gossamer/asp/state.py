@@ -6,13 +6,10 @@ The masks of a checkpoint are the buffers of the layers; the engine's own
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,17 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gossamer.asp.selection import Calculate, MaskCalculator, buffer_home
+from gossamer.asp.graphs import logger, make_folder, save_graph, search
+from gossamer.asp.selection import Calculate, MaskCalculator, buffer_home, outputs_first
 from gossamer.errors import GossamerError, SparsityError
-from gossamer.graph import get_parameter
-from gossamer.graph.permutation import Permutation, find
+from gossamer.graph import get_parameter, has_parameter
+from gossamer.graph.permutation import Permutation, state_of
 from gossamer.modifiers.pruning import GMPruningModifier
 from gossamer.recipe import Recipe
 from gossamer.sparse import NM, zero_where
 from gossamer.training.closures import with_gradients
 from gossamer.training.masks import Masks
-
-logger = logging.getLogger("gossamer.asp")
 
 GRAPH_FILE = "model_offline_permutation_graph.json"
 
@@ -45,8 +41,9 @@ class State:
     verbosity: int
     recompute: bool = False
     permute: bool = True
-    saving: tuple[bool, str] = (False, ".")
-    weights: list[str] = field(default_factory=list[str])
+    saving: Path | None = None
+    weights: dict[str, str] = field(default_factory=dict[str, str])
+    """Clean names, each with the weight's name in the layer that holds its buffers."""
     skipped: dict[str, str] = field(default_factory=dict[str, str])
     permutation: Permutation | None = None
     optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = field(
@@ -65,33 +62,73 @@ class State:
 
     # Buffers: what a checkpoint holds
 
-    def register_buffers(self, fresh: bool) -> None:
+    def take_over(self, before: State | None) -> None:
+        """Give the layers their buffers; masks that are there stay in force, also those of an earlier call."""
         for name in self.weights:
-            owner, leaf = buffer_home(self.model(), name)
-            weight = get_parameter(self.model(), name)
-            shapes = {f"__{leaf}_mma_mask": torch.ones_like(weight, dtype=torch.bool)}
-            if self.recompute:
-                shapes[f"__{leaf}_mma_pruned_p"] = torch.zeros_like(weight, device="cpu").detach()
-            for key, value in shapes.items():
-                if fresh or key not in owner._buffers:  # pyright: ignore[reportPrivateUsage]
-                    owner.register_buffer(key, value)
+            self.mask(name)
+            self.pruned(name)
+        if before is None:
+            return
+        for name in before.weights.keys() - self.weights.keys():
+            before.drop(name)
+        for name, home in before.weights.items():
+            if name in self.weights and not self.recompute:
+                owner, leaf = buffer_home(self.model(), home)
+                owner._buffers.pop(f"__{leaf}_mma_pruned_p", None)  # pyright: ignore[reportPrivateUsage]
+        self.permutation = before.permutation
+        for optimizer in list(before.optimizers):
+            before.release(optimizer)
+            self.hook(optimizer)
+
+    @torch.no_grad()
+    def drop(self, name: str) -> None:
+        """Let a layer go: dense again if its values were kept, and without buffers."""
+        if self.recompute and has_parameter(self.model(), name):
+            get_parameter(self.model(), name).copy_(self._dense(name))
+        owner, leaf = buffer_home(self.model(), self.weights[name])
+        for key in (f"__{leaf}_mma_mask", f"__{leaf}_mma_pruned_p"):
+            owner._buffers.pop(key, None)  # pyright: ignore[reportPrivateUsage]
 
     def mask(self, name: str) -> Tensor:
-        owner, leaf = buffer_home(self.model(), name)
-        return cast(Tensor, getattr(owner, f"__{leaf}_mma_mask"))
+        """True where the weight is kept. A layer that was replaced, as quantization does, gets its mask anew."""
+
+        def anew(weight: Tensor) -> Tensor:
+            held = self._masks.kept_by(0, name)
+            same = held is not None and held.shape == weight.shape
+            return cast(Tensor, held) if same else torch.ones_like(weight, dtype=torch.bool)
+
+        return self._buffer(name, "mask", anew)
 
     def pruned(self, name: str) -> Tensor | None:
-        owner, leaf = buffer_home(self.model(), name)
-        return getattr(owner, f"__{leaf}_mma_pruned_p", None) if self.recompute else None
+        """The values that are masked, where they are kept."""
+        return self._buffer(name, "pruned_p", lambda w: torch.zeros_like(w, device="cpu")) if self.recompute else None
+
+    def _buffer(self, name: str, kind: str, anew: Callable[[Tensor], Tensor]) -> Tensor:
+        owner, leaf = buffer_home(self.model(), self.weights[name])
+        found = owner._buffers.get(f"__{leaf}_mma_{kind}")  # pyright: ignore[reportPrivateUsage]
+        weight = get_parameter(self.model(), name).detach()
+        if found is None or found.shape != weight.shape:
+            found = anew(weight)
+            owner.register_buffer(f"__{leaf}_mma_{kind}", found)
+        return found
+
+    def _drop_missing(self) -> None:
+        """Layers that are no longer in the model take no part."""
+        for name in [name for name in self.weights if not has_parameter(self.model(), name)]:
+            del self.weights[name]
+            self._masks.forget(name)
+            self.skipped[name] = "it is no longer in the model"
 
     @property
     def enabled(self) -> bool:
+        self._drop_missing()
         return any(not bool(self.mask(name).all()) for name in self.weights)
 
     # Computing
 
+    @torch.inference_mode(False)
     @torch.no_grad()
-    def compute(self, example_inputs: Any) -> None:
+    def compute(self, example_inputs: Any, effort: float) -> None:
         if not self.weights:
             raise GossamerError(f"no layer can be pruned: {self._reasons() or 'the whitelist matches none'}")
         if self.enabled and not self.recompute:
@@ -106,14 +143,18 @@ class State:
         sparse = {name: get_parameter(self.model(), name).detach().clone() for name in self.weights if again}
         for name in sparse:
             get_parameter(self.model(), name).copy_(self._dense(name))
+        if self.saving is not None:
+            make_folder(self.saving)
         moved: Permutation | None = None
         try:
             if self.permute and not again and self.permutation is None:
-                moved = self._permuted(example_inputs)
+                moved = self._permutation(example_inputs, effort)
+                if moved is not None:
+                    moved.apply(self.model(), list(self.optimizers))
             masks = {name: self._computed(name) for name in self.weights}
         except BaseException:
             if moved is not None:
-                self._apply(moved.inverse)
+                moved.inverse.apply(self.model(), list(self.optimizers))
             for name, values in sparse.items():
                 get_parameter(self.model(), name).copy_(values)
             raise
@@ -126,6 +167,8 @@ class State:
         self._synchronise()
         self._masks.apply(self.model())
         self._tell_sparsity(masks)
+        if moved is not None and self.saving is not None:
+            save_graph(moved, self.saving / GRAPH_FILE)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -153,7 +196,8 @@ class State:
         weight = get_parameter(self.model(), name).detach()
         try:
             if isinstance(self.calculate, NM):
-                return self.calculate.keep_largest(weight)
+                keep = self.calculate.keep_largest(outputs_first(self.model(), name, weight))
+                return outputs_first(self.model(), name, keep)
             keep = cast(object, self.calculate(weight))
         except SparsityError as error:
             raise GossamerError(f"'{name}' cannot be pruned: {error}") from error
@@ -162,52 +206,58 @@ class State:
             raise GossamerError(
                 f"mask_calculator: expected a mask of shape {tuple(weight.shape)} for '{name}', found {shown}"
             )
+        if not bool(((keep == 0) | (keep == 1)).all()):
+            raise GossamerError(f"mask_calculator: expected a mask of zeros and ones for '{name}', found other values")
         return keep.to(weight.device, torch.bool)
 
-    def _permuted(self, example_inputs: Any) -> Permutation | None:
+    def _permutation(self, example_inputs: Any, effort: float) -> Permutation | None:
         if not (isinstance(self.calculate, NM) and self.calculate.permutable):
             self._say(1, "channels are not permuted: that serves patterns N:M along input channels only")
             return None
-        found = search(
-            self.model(), self.weights, self.calculate, list(self.optimizers), example_inputs, self.verbosity
-        )
-        self._apply(found)
-        if self.saving[0]:
-            save_graph(found, Path(self.saving[1]) / GRAPH_FILE)
-        return found
-
-    def _apply(self, permutation: Permutation) -> None:
-        pruned = {name: [p] for name in self.weights if (p := self.pruned(name)) is not None}
-        permutation.apply(self.model(), list(self.optimizers), pruned)
+        optimizers, names = list(self.optimizers), list(self.weights)
+        return search(self.model(), names, self.calculate, optimizers, example_inputs, self.verbosity, effort)
 
     # Training
 
     def hook(self, optimizer: torch.optim.Optimizer) -> None:
-        for handle in self.optimizers.pop(optimizer, []):
-            handle.remove()
+        self.release(optimizer)
 
         def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return with_gradients(args, kwargs, self._mask_gradients, every=True)
 
         def after(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._synchronise()
-            self._masks.apply(self.model())
+            self.apply_masks()
 
+        self._tell_of_old_moments(optimizer)
         self.optimizers[optimizer] = [
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(after),
         ]
-        self._synchronise()
-        self._masks.apply(self.model())
+        self.apply_masks()
 
-    def release(self) -> None:
-        """Let go of the optimizers."""
-        for handles in self.optimizers.values():
-            for handle in handles:
-                handle.remove()
-        self.optimizers.clear()
+    def release(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let go of an optimizer."""
+        for handle in self.optimizers.pop(optimizer, []):
+            handle.remove()
+
+    def apply_masks(self) -> None:
+        """Zero the masked weights; nothing when the model is gone and only parts of it live on."""
+        if self.reference() is not None:
+            self._synchronise()
+            self._masks.apply(self.model())
+
+    def _tell_of_old_moments(self, optimizer: torch.optim.Optimizer) -> None:
+        moves = [] if self.permutation is None else list(self.permutation.moves)
+        if any(state_of(optimizer, get_parameter(self.model(), name)) for name in moves):
+            self._say(
+                1,
+                "the optimizer was not known when the channels were permuted: what it remembers is in the old order; "
+                "call init_optimizer_for_pruning before compute_sparse_masks",
+            )
 
     def _mask_gradients(self) -> None:
+        if self.reference() is None:
+            return
         self._synchronise()
         for name in self._masks.names():
             gradient = get_parameter(self.model(), name).grad
@@ -216,11 +266,12 @@ class State:
 
     def _synchronise(self) -> None:
         """Follow the buffers, which a checkpoint may have overwritten since."""
+        self._drop_missing()
         for name in self.weights:
             mask = self.mask(name)
-            version = mask._version  # pyright: ignore[reportPrivateUsage]
+            version = -1 if mask.is_inference() else mask._version  # pyright: ignore[reportPrivateUsage]
             known, seen = self._read.get(name, (None, -1))
-            if known is not None and known() is mask and seen == version:
+            if known is not None and known() is mask and seen == version >= 0:
                 continue
             self._read[name] = (weakref.ref(mask), version)
             if bool(mask.all()):
@@ -267,52 +318,11 @@ class State:
             logger.log({1: logging.WARNING, 2: logging.INFO}.get(level, logging.DEBUG), message, *args)
 
 
-def search(
-    model: nn.Module,
-    names: Sequence[str],
-    pattern: NM,
-    optimizers: Sequence[torch.optim.Optimizer],
-    example_inputs: Any,
-    verbosity: int,
-) -> Permutation:
-    """Look for a permutation; a bar shows how far it is where somebody watches."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    watched = verbosity >= 2 and sys.stderr.isatty()
-    with Progress(console=Console(stderr=True), transient=True, disable=not watched) as bar:
-        task = bar.add_task("permuting channels", total=1.0)
-        found = find(
-            model,
-            names,
-            pattern.n,
-            pattern.m,
-            example_inputs=example_inputs,
-            optimizer=optimizers,
-            progress=lambda _, share: bar.update(task, completed=share),
-        )
-    if (told := found.untraceable or found.note) and verbosity >= 1:
-        logger.warning(
-            "%s: %s", "permutation was possible in part" if found.moves else "pruned without permutation", told
-        )
-    for layer in found.layers if verbosity >= 2 else ():
-        kept = f"{layer.kept_before:.2%} of the magnitude kept, {layer.kept:.2%} after permutation"
-        logger.info("'%s': %s", layer.name, f"not permuted: {layer.reason}" if layer.reason else kept)
+def mask_buffers(model: nn.Module, names: Iterable[str]) -> dict[str, list[Tensor]]:
+    """The masks and pruned values that ASP has put on a model, by the weights they belong to."""
+    found: dict[str, list[Tensor]] = {}
+    for name in names:
+        owner, leaf = buffer_home(model, name)
+        keys = (f"__{leaf}_mma_mask", f"__{leaf}_mma_pruned_p")
+        found[name] = [buffer for key in keys if (buffer := owner._buffers.get(key)) is not None]  # pyright: ignore[reportPrivateUsage]
     return found
-
-
-def save_graph(permutation: Permutation, path: Path) -> None:
-    """Which layers share channels and what each gains, as JSON, with a picture beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "note": permutation.untraceable or permutation.note,
-        "groups": list(permutation.groups),
-        "layers": [asdict(layer) for layer in permutation.layers],
-    }
-    path.write_text(json.dumps(content, indent=2) + "\n")
-    if find_spec("matplotlib") is None:
-        logger.warning("no picture beside %s: matplotlib is not installed (pip install 'gossamer[report]')", path)
-        return
-    from gossamer.analysis.permutation_plot import plot_permutation
-
-    plot_permutation(permutation, path.with_suffix(".png"))

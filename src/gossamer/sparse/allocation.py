@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import SparsityError
-from gossamer.sparse.patterns import NM, Pattern, Unstructured
+from gossamer.sparse.patterns import NM, Pattern
 from gossamer.sparse.selection import smallest, zero_count
 
 
@@ -56,10 +56,8 @@ def global_masks(scores: Mapping[str, Tensor], pattern: Pattern, sparsity: float
     An N:M pattern that the schedule has reached is the same share of every
     layer by definition.
     """
-    if isinstance(pattern, NM):
-        if pattern.reached(sparsity):
-            return {name: pattern.mask(score, sparsity) for name, score in scores.items()}
-        pattern = Unstructured()
+    if isinstance(pattern, NM) and pattern.reached(sparsity):
+        return {name: pattern.mask(score, sparsity) for name, score in scores.items()}
     for name, score in scores.items():
         if reason := pattern.fits(score.shape):
             raise SparsityError(f"{pattern} does not fit {name}: {reason}")

@@ -33,8 +33,9 @@ _PAIRS_UP_TO = 16
 class NM:
     """Keep the `n` best of every `m` neighbouring input channels, at each kernel position.
 
-    Below its own sparsity of 1 − n/m the mask is unstructured, so that a
-    gradual schedule can lead up to the pattern.
+    Below its own sparsity of 1 − n/m the mask takes the lowest scores among
+    those that the full pattern would remove, so that a gradual schedule leads
+    up to the pattern and no group ever loses more than m − n.
 
     >>> NM(2, 4).keep_largest(torch.tensor([[1.0, -4.0, 2.0, -3.0]]))
     tensor([[False,  True, False,  True]])
@@ -67,8 +68,9 @@ class NM:
         return None if shape[1] % self.m == 0 else f"{shape[1]} input channels do not divide by {self.m}"
 
     def unit_scores(self, scores: Tensor) -> Tensor:
-        """The scores, flat: on the way to the pattern every weight stands for itself."""
-        return scores.reshape(-1)
+        """The scores, flat; what the full pattern keeps counts as infinite and goes last."""
+        keep = self._keep(scores.detach(), signed=True)
+        return scores.detach().masked_fill(keep, float("inf")).reshape(-1)
 
     def expand(self, units: Tensor, shape: Sequence[int]) -> Tensor:
         """Flat values in the weight's shape."""

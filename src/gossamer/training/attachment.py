@@ -160,6 +160,13 @@ class Attachment:
         for layer in found.layers:
             told = layer.reason or f"{layer.kept_before:.1%} of the magnitude kept, {layer.kept:.1%} after permutation"
             logger.info("%s: '%s': %s", self.modifier.name, layer.name, told)
+        if found.moves and shared.step > 0:
+            logger.warning(
+                "%s reorders channels at step %d: copies of the model that were made before, such as an average, "
+                "keep the old order; make them anew",
+                self.modifier.name,
+                shared.step,
+            )
         if shared.reorder is not None:
             shared.reorder(found)
 

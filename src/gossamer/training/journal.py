@@ -68,6 +68,7 @@ class Journal:
             restore = partial(_reorder, back=back, name=name)
             weight = get_parameter(shared.module, name)
             followers = [value for _, value in state_of(shared.optimizer, weight) if value.shape == weight.shape]
+            followers += [] if weight.grad is None else [weight.grad]
             self._entries += [_Entry(where, restore) for where in (name, *followers)]
 
     def close(self, shared: Shared) -> None:

@@ -39,6 +39,12 @@ class Masks:
         if self._held.get(name, {}).pop(holder, None) is not None:
             self._combine(name)
 
+    def forget(self, name: str) -> None:
+        """Drop all masks of a weight that is gone."""
+        self._held.pop(name, None)
+        self._zeros.pop(name, None)
+        self._stale.discard(name)
+
     def touched(self, name: str) -> None:
         """Say that a weight was written and its zeros may be gone."""
         if name in self._zeros:
