@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -274,10 +274,10 @@ def outputs_of_both_ways(model: nn.Module) -> list[Tensor]:
         return [twin(image()), twin(-image()), twin(image() * 100), twin(image() - 100)]
 
 
-def test_a_model_with_data_dependent_control_flow_is_followed_in_parts():
+def test_a_model_with_data_dependent_control_flow_is_followed_in_parts_if_asked_to():
     model = randomised(Branching())
     before = outputs_of_both_ways(model)
-    found = find(model, prunable(model), example_inputs=image())
+    found = find(model, prunable(model), example_inputs=image(), parts=True)
     assert found.untraceable is None
     assert "could not be followed as a whole" in (found.note or "")
     assert "held in place: body" in (found.note or "")
@@ -297,11 +297,141 @@ def test_a_weight_that_code_around_a_part_uses_stays_in_place():
 
     model = randomised(Reaching())
     before = outputs_of_both_ways(model)
-    found = find(model, prunable(model), example_inputs=image())
+    found = find(model, prunable(model), example_inputs=image(), parts=True)
     found.apply(model)
     for a, b in zip(before, outputs_of_both_ways(model), strict=True):
         assert (a - b).abs().max() / a.abs().max() < 1e-9
     assert "used outside the parts" in (reason(found, "body.5.weight") or "")
+
+
+def test_a_model_with_data_dependent_control_flow_is_left_alone_unless_asked():
+    """Its code may reach for layers inside a part on a path that the example does not take."""
+    found = find(randomised(Branching()), ["body.3.weight"], example_inputs=image())
+    assert not found.moves
+    assert "its path depends on values" in (reason(found, "body.3.weight") or "")
+
+
+def test_a_part_that_is_called_in_too_many_ways_is_not_followed():
+    class Many(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            for size in range(8, 24):
+                x = self.body(x[..., :8, :8].repeat(1, 1, 1, 3)[..., :size])[..., :8]
+            return self.left(x) if x.sum() > 0 else self.right(x)
+
+    found = find(randomised(Many()), prunable(Many()), example_inputs=image(), parts=True)
+    assert reason(found, "body.3.weight") is not None
+
+
+def test_wrong_guesses_leave_no_report_of_torch(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]):
+    model = nn.Sequential(nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(16 * 9 * 7, 16))
+    assert "could not be followed" in (find(model, ["2.weight"]).untraceable or "")
+    assert not caplog.text
+    assert "".join(capfd.readouterr()) == ""
+
+
+def test_a_model_with_layers_that_are_not_made_yet_is_told_of():
+    assert find(nn.Sequential(nn.LazyLinear(16), nn.Linear(16, 16)), ["1.weight"]).untraceable
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.b(x + y)
+
+
+def test_the_number_of_inputs_is_given_as_the_reason():
+    assert "forward takes 2 inputs (x, y)" in (find(TwoInputs(), ["b.weight"]).untraceable or "")
+
+
+class Caching(nn.Module):
+    """Keeps what it computes where only its class, its module or a function holds it."""
+
+    shared: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = conv(8), conv()
+
+    def forward(self, x: Tensor) -> Tensor:
+        key = str(tuple(x.shape))
+        if key not in self.shared:
+            self.shared[key] = (torch.linspace(0, 1, 16, dtype=x.dtype).view(1, 16, 1, 1), 1)
+        if key not in KEPT:
+            KEPT[key] = torch.ones(1, 16, 1, 1, dtype=x.dtype)
+        return self.b(self.a(x) * self.shared[key][0] * KEPT[key] + made(16)["one"])
+
+
+KEPT: dict[str, Tensor] = {}
+
+
+@functools.cache
+def made(size: int) -> dict[str, Tensor]:
+    return {"one": torch.ones(1, size, 1, 1, dtype=torch.float64)}
+
+
+def test_caches_outside_the_model_keep_nothing_of_it():
+    Caching.shared.clear()
+    KEPT.clear()
+    made.cache_clear()
+    model = randomised(Caching())
+    find(model, ["b.weight"], example_inputs=image())
+    output = model(image())
+    assert not isinstance(output, FakeTensor)
+    assert output.detach().numpy().size == output.numel()
+
+
+def test_an_object_with_slots_is_put_back():
+    class Counter:
+        __slots__ = ("calls", "last")
+
+        def __init__(self) -> None:
+            self.calls, self.last = 0, None
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counter, self.a, self.b = Counter(), conv(8), conv()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.counter.calls += 1
+            self.counter.last = self.a(x)
+            return self.b(self.counter.last)
+
+    model = randomised(Counting())
+    find(model, ["b.weight"], example_inputs=image())
+    assert (model.counter.calls, model.counter.last) == (0, None)
+
+
+def test_a_model_that_seeds_its_random_numbers_is_left_alone():
+    class Seeding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = conv(8), conv()
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch.manual_seed(3)
+            return self.b(self.a(x) * torch.rand(16, 1, 1, dtype=x.dtype))
+
+    assert "seeds the random numbers" in (
+        find(Seeding().double(), ["b.weight"], example_inputs=image()).untraceable or ""
+    )
+
+
+def test_a_model_that_puts_other_memory_under_a_tensor_is_left_alone():
+    class Assigning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = conv(8), conv()
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.a(x)
+            hidden.data = hidden * torch.linspace(0, 1, 16, dtype=x.dtype).view(1, 16, 1, 1)
+            return self.b(hidden)
+
+    assert "other memory" in (find(Assigning().double(), ["b.weight"], example_inputs=image()).untraceable or "")
 
 
 # The model is left as it was
@@ -400,7 +530,7 @@ def test_a_model_that_could_only_be_followed_in_parts_is_left_as_it_was():
     model = randomised(LeavingAndBranching())
     model.train()
     state = copy.deepcopy(model.state_dict())
-    find(model, prunable(model), example_inputs=image())
+    find(model, prunable(model), example_inputs=image(), parts=True)
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     assert not fakes_in(model, set())
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())

@@ -1,14 +1,16 @@
 """Which channels of a model belong together, whatever the model.
 
 A model is followed as a whole if it can be. One whose path depends on values,
-such as a detector, is not: then its largest parts that can be are followed
-each on its own, with what enters and leaves them held in place.
+such as a detector, is not: then, if asked to, its largest parts that can be
+are followed each on its own, with what enters and leaves them held in place.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -18,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer.errors import GossamerError
-from gossamer.graph.inputs import guesses
+from gossamer.graph.inputs import guesses, unguessable
 from gossamer.graph.parameters import named_state, unwrap
 from gossamer.graph.tensors import tensors_in
 from gossamer.graph.tracing import Arguments, Coupling, Follower, storage_of
@@ -32,30 +34,58 @@ class Untraceable(GossamerError):  # noqa: N818  (it is an answer, not a mistake
     """The model cannot be followed, not even in parts; the message says why."""
 
 
-def couple(model: nn.Module, example_inputs: Any = None) -> Coupling:
+def couple(model: nn.Module, example_inputs: Any = None, *, parts: bool = False) -> Coupling:
     """Follow the model in both modes; raises `Untraceable`.
 
     `example_inputs`: a tensor, or a tuple of arguments for `forward` (a dict: keyword arguments). Only shapes and
-    types matter where the model is followed as a whole. Without them common shapes are tried.
+    types matter where the model is followed as a whole. Without them common shapes are tried. With `parts`, a model
+    whose path depends on values is followed in parts. That is right as long as its own code calls those parts as a
+    whole and does not reach for layers inside them on a path that the example does not take.
     """
     module = unwrap(model)
+    with _quiet():
+        try:
+            return _coupled(module, example_inputs, parts)
+        except Untraceable:
+            raise
+        except Exception as error:  # any model, any reason
+            raise Untraceable(f"the model could not be followed: {_told(error)}") from error
+
+
+def _coupled(module: nn.Module, example_inputs: Any, parts: bool) -> Coupling:
     tried = [example_inputs] if example_inputs is not None else guesses(module)
-    failure = "it has no layer from which the shape of its input could be guessed"
+    failure = unguessable(module)
     for inputs in tried:
         try:
             follower = Follower(module)
             follower.follow(module, [_arguments(inputs)], "the network's input", _LEAVES)
             return follower.coupling()
         except Exception as error:  # noqa: BLE001  (any model, any reason)
-            failure = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            failure = _told(error)
             if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
                 failure = f"its path depends on values ({failure})"
                 break
-    found = _couple_parts(module, example_inputs, failure)
+    found = _couple_parts(module, example_inputs, failure) if parts else None
     if found is None:
         told = "" if example_inputs is not None else " (give example_inputs)"
         raise Untraceable(f"the model could not be followed{told}: {failure}")
     return found
+
+
+def _told(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Without torch's own report of each operation that a wrong guess made fail."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 _LEAVES = "it reaches the network's output, or the model keeps it"
@@ -108,7 +138,7 @@ def _parts(
         name = f"{prefix}{child_name}"
         if next(child.parameters(), None) is None:
             continue
-        if _can_be_followed(follower, child, calls.get(name, [])):
+        if len(calls.get(name, [])) < _MOST_CALLS and _can_be_followed(follower, child, calls.get(name, [])):
             yield name, child
         else:
             yield from _parts(follower, child, calls, f"{name}.")
@@ -146,6 +176,9 @@ class _Recording(TorchDispatchMode):
                 child.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=True)
                 child.register_forward_hook(self._leave, always_call=True)
             with self:
+                module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+            with self, suppress(Exception):  # a detector wants answers to train, which nobody gave
+                module.train()
                 module(*copy.deepcopy(args), **copy.deepcopy(kwargs))
 
     def _entering(self, name: str) -> Callable[..., None]:

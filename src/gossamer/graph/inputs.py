@@ -21,18 +21,32 @@ CLIPS = ((16, 112), (16, 224), (8, 32), (4, 16), (8, 8))
 
 def guesses(module: nn.Module) -> Iterator[Any]:
     """Arguments for `forward`, likely ones first; nothing when the model takes more than one tensor."""
-    needed = [
-        parameter
-        for parameter in inspect.signature(module.forward).parameters.values()
+    first = next((layer for layer in module.modules() if isinstance(layer, _FIRST)), None)
+    if len(_needed(module)) > 1 or first is None:
+        return
+    weight: Any = getattr(first, "weight", None)
+    for guess in _tensors_for(first, module):
+        if isinstance(weight, Tensor):
+            yield guess.to(weight.device, weight.dtype if guess.is_floating_point() else guess.dtype)
+        else:
+            yield guess
+
+
+def unguessable(module: nn.Module) -> str:
+    """Why no input is guessed, if none is."""
+    needed = _needed(module)
+    if len(needed) > 1:
+        return f"its forward takes {len(needed)} inputs ({', '.join(needed)}), of which no guess is made"
+    return "it has no layer from which the shape of its input could be guessed"
+
+
+def _needed(module: nn.Module) -> list[str]:
+    return [
+        name
+        for name, parameter in inspect.signature(module.forward).parameters.items()
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
-    first = next((layer for layer in module.modules() if isinstance(layer, _FIRST)), None)
-    if len(needed) > 1 or first is None:
-        return
-    weight: Tensor = first.weight  # pyright: ignore[reportAssignmentType]
-    for guess in _tensors_for(first):
-        yield guess.to(weight.device, weight.dtype if guess.is_floating_point() else guess.dtype)
 
 
 _FIRST = (
@@ -47,7 +61,7 @@ _FIRST = (
 )
 
 
-def _tensors_for(first: nn.Module) -> Iterator[Tensor]:
+def _tensors_for(first: nn.Module, module: nn.Module) -> Iterator[Tensor]:
     match first:
         case nn.Conv2d() | nn.ConvTranspose2d():
             for size in IMAGE_SIZES:
@@ -60,6 +74,9 @@ def _tensors_for(first: nn.Module) -> Iterator[Tensor]:
                 yield torch.empty(2, first.in_channels, frames, size, size)
         case nn.Linear():
             yield torch.empty(2, first.in_features)
+            for norm in module.modules():  # one over the batch tells its size
+                if isinstance(norm, nn.LayerNorm) and len(norm.normalized_shape) > 1:
+                    yield torch.empty(norm.normalized_shape[0], first.in_features)
             for length in LENGTHS:
                 yield torch.empty(2, length, first.in_features)
             for size in IMAGE_SIZES:

@@ -39,17 +39,18 @@ def find(
     example_inputs: Any = None,
     optimizer: Optimizers = None,
     effort: float = 1.0,
+    parts: bool = False,
     progress: Progress | None = None,
 ) -> Permutation:
     """The orders that let n:m keep the most of the named weights; changes nothing and never raises for a model.
 
     `example_inputs`: a tensor, a tuple of arguments for `forward`, or a dict of keyword arguments; without it common
-    shapes are tried. An optimizer with state of a shape that cannot be reordered (Adafactor's) holds its weights in
-    place.
+    shapes are tried. `parts`: see `couple`. An optimizer with state of a shape that cannot be reordered (Adafactor's)
+    holds its weights in place.
     """
     weights = {name: _Weight.of(model, name) for name in names}
     try:
-        coupling = couple(model, example_inputs)
+        coupling = couple(model, example_inputs, parts=parts)
     except Untraceable as error:
         return Permutation({}, [weight.measured(n, m, (), str(error)) for weight in weights.values()], str(error))
     odd = odd_state(optimizer, {name: get_tensor(model, name) for name in coupling.layouts})
@@ -189,7 +190,7 @@ class _Finder:
             classes = group[0].classes
             self.target[classes] = classes[found.order.cpu().numpy()]
             moved |= {view.weight.name for view in group}
-            groups.append(self._described(group, found.kept_before, found.kept, found.bound))
+            groups.append(self._described(group))
         progress("", 1.0)
         moves = dict(self._moves())
         layers = [
@@ -257,16 +258,13 @@ class _Finder:
 
     # Searching
 
-    def _described(self, group: Sequence[_View], before: float, kept: float, bound: float) -> dict[str, Any]:
+    def _described(self, group: Sequence[_View]) -> dict[str, Any]:
         readers = list(dict.fromkeys(view.weight.name for view in group))
         along = self.holders.of(int(group[0].classes[0]))  # those of one colour are held by the same
         return {
             "channels": len(group[0].classes),
             "searched_on": readers,
             "moved_along": sorted(along - {self.layout_names[name] for name in readers}),
-            "kept_before": before,
-            "kept": kept,
-            "bound": bound,
         }
 
     # Applying
@@ -291,13 +289,18 @@ class _Finder:
 
 
 def _stacked(group: Sequence[_View]) -> Tensor:
-    """All rows of all views over the same channels, in the order of the first view."""
+    """All rows of all views over the same channels, in the order of the first view.
+
+    Layers count by their number of weights, whatever the scale of each.
+    """
     order = np.argsort(group[0].classes)
     blocks: list[Tensor] = []
     for view in group:
         columns = np.empty_like(view.columns)
         columns[order] = view.columns[np.argsort(view.classes)]
-        blocks.append(view.weight.columns(view.rows, columns))
+        block = view.weight.columns(view.rows, columns)
+        mean = float(block.mean(dtype=torch.float64))
+        blocks.append(block / mean if mean > 0 and len(group) > 1 else block)
     return torch.cat([block.to(blocks[0].device) for block in blocks])
 
 

@@ -56,12 +56,12 @@ class Move:
 class Permutation:
     """Orders of channels for one model: what moves, and what each layer gains."""
 
-    moves: Mapping[str, Sequence[Move]]
+    moves: Mapping[str, Sequence[Move]] = field(repr=False)
     """By clean name of a parameter or buffer; applied one after the other."""
     layers: Sequence[Layer]
     untraceable: str | None = None
     """Why nothing could move at all."""
-    groups: Sequence[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
+    groups: Sequence[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]], repr=False)
     """Which layers share channels, for whoever wants to look at it."""
     note: str | None = None
     """What was done when the model could be followed only in parts."""

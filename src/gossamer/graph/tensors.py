@@ -58,6 +58,7 @@ class Tensors:
         self._origins = _ByTensor[str]()
         self._revealing = _ByTensor[tuple[Layout, str]]()
         self._neutral = _ByTensor[bool]()
+        self._memory = _ByTensor[int]()
         self._written: set[int] = set()
         self._storages: list[object] = []
 
@@ -66,6 +67,7 @@ class Tensors:
     def add_leaf(self, name: str, tensor: Tensor) -> None:
         """A tensor that stands for a parameter or buffer, whose channels are named when it is first used."""
         self._leaf_names[tensor] = name
+        self._memory[tensor] = _storage_key(tensor)
 
     def add_input(self, tensor: Tensor, origin: str) -> None:
         """A tensor that comes from outside."""
@@ -101,6 +103,8 @@ class Tensors:
     # Channels
 
     def layout(self, tensor: Tensor) -> Layout:
+        if self._memory.get(tensor) not in (None, _storage_key(tensor)):
+            raise RuntimeError("it puts other memory under a tensor (.data =), which cannot be followed")
         name = self._leaf_names.get(tensor)
         if name is None:
             return self._known.get(tensor) or ()
@@ -150,6 +154,7 @@ class Tensors:
 
     def set(self, tensor: Tensor, layout: Layout) -> None:
         self._known[tensor] = layout
+        self._memory[tensor] = _storage_key(tensor)
 
     def hold(self, tensors: Iterable[Tensor], why: str) -> None:
         for tensor in tensors:

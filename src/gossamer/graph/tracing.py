@@ -110,8 +110,12 @@ class Follower:
         own = [*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)]
         substitutes = {name: leaves[id(tensor)] for name, tensor in own}
         # In inference mode operations would arrive in one piece.
+        seed = torch.initial_seed()
         with torch.inference_mode(False), torch.no_grad(), self.fake, _Watch(self, leaves):
-            return torch.func.functional_call(part, substitutes, fake_args, fake_kwargs)
+            output = torch.func.functional_call(part, substitutes, fake_args, fake_kwargs)
+        if torch.initial_seed() != seed:
+            raise RuntimeError("it seeds the random numbers that it draws, which makes them weights in disguise")
+        return output
 
 
 class _Watch(TorchDispatchMode):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import random
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -24,6 +25,10 @@ from torch import Tensor, nn
 _MOST_OBJECTS = 100_000
 _LONGEST = 10_000
 """Longer containers hold data, not what a forward pass leaves."""
+_DEEPEST = 4
+"""Containers inside each other that a cache may hold a tensor in."""
+_running = threading.RLock()
+"""Some of what is put back belongs to the process."""
 _OPAQUE = (Tensor, str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, np.ndarray)
 
 
@@ -33,11 +38,12 @@ def undisturbed(module: nn.Module) -> Generator[None]:
 
     Compiled parts run as they were written, and attention without its fused short cut.
     """
-    restore = list(_restorers(module))
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    fast = torch.backends.mha.get_fastpath_enabled()
-    python, numpy = random.getstate(), np.random.get_state()
     with ExitStack() as stack:
+        stack.enter_context(_running)
+        restore = list(_restorers(module))
+        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        fast = torch.backends.mha.get_fastpath_enabled()
+        python, numpy = random.getstate(), np.random.get_state()
         stack.enter_context(cast(AbstractContextManager[None], torch.random.fork_rng()))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         torch.backends.mha.set_fastpath_enabled(False)
@@ -51,15 +57,55 @@ def undisturbed(module: nn.Module) -> Generator[None]:
                 undo()
             with torch.no_grad():
                 for buffer, before in buffers:
-                    if not torch.equal(buffer, before):
+                    if buffer.layout == torch.strided and not torch.equal(buffer, before):
                         buffer.copy_(before)
 
 
-def forget(tensors: Iterable[Tensor]) -> None:
-    """Empty the caches of functions (`functools.lru_cache`) that have kept one of these tensors."""
-    for holder in gc.get_referrers(*tensors):
-        if isinstance(holder, functools._lru_cache_wrapper):  # pyright: ignore[reportPrivateUsage]
-            holder.cache_clear()
+def forget(tensors: list[Tensor]) -> None:
+    """Take tensors out of what keeps them outside the model: caches of functions, and containers anywhere.
+
+    A container that cannot change (a tuple) is taken out of those that hold it, in turn. Above a container that can,
+    only caches of functions are looked for.
+    """
+    things: list[Any] = list(tensors)
+    remove = [True] * len(things)
+    for _ in range(_DEEPEST):
+        above: list[Any] = []
+        above_remove: list[bool] = []
+        ours = {id(it) for it in (tensors, things, above)}
+        for thing, out in zip(things, remove, strict=True):
+            for holder in gc.get_referrers(thing):
+                if id(holder) in ours:
+                    continue
+                if isinstance(holder, functools._lru_cache_wrapper):  # pyright: ignore[reportPrivateUsage]
+                    cast(Any, holder).cache_clear()
+                elif isinstance(holder, tuple | frozenset):
+                    above.append(holder)
+                    above_remove.append(out)
+                elif isinstance(holder, dict | list | set | deque) and not _is_namespace(holder):
+                    if out:
+                        _take_out(holder, thing)
+                    above.append(holder)
+                    above_remove.append(False)
+        things, remove = above, above_remove
+
+
+def _is_namespace(holder: Any) -> bool:
+    """Whether it holds the names of a module or a class, which code relies on."""
+    return isinstance(holder, dict) and ("__builtins__" in holder or "__module__" in holder)
+
+
+def _take_out(holder: Any, thing: Any) -> None:
+    if isinstance(holder, dict):
+        entries = cast(dict[Any, Any], holder)
+        for key in [key for key, value in entries.items() if value is thing]:
+            del entries[key]
+    elif isinstance(holder, list | deque):
+        items = cast(list[Any], holder)
+        _refill(items, [item for item in items if item is not thing], items.extend)
+    elif isinstance(holder, set):
+        members = cast(set[Any], holder)
+        _refill(members, {item for item in members if item is not thing}, members.update)
 
 
 def _restorers(module: nn.Module) -> Iterator[Callable[[], None]]:
@@ -106,7 +152,24 @@ def _opened(thing: Any) -> tuple[Iterable[Any], Callable[[], None] | None]:
         case types.CellType():
             return _cell(thing)
         case _:
-            return (getattr(thing, "__dict__", None),), None
+            return _object(thing)
+
+
+def _object(thing: Any) -> tuple[Iterable[Any], Callable[[], None] | None]:
+    """An object's attributes, those in slots included."""
+    slots = [name for kind in type(thing).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
+    before = {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
+
+    def undo() -> None:
+        for name, value in before.items():
+            object.__setattr__(thing, name, value)
+
+    return (getattr(thing, "__dict__", None), *before.values()), undo if before else None
+
+
+def _names(slots: Any) -> list[str]:
+    names = [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in names if not name.startswith("__")]
 
 
 def _cell(cell: types.CellType) -> tuple[Iterable[Any], Callable[[], None] | None]:
