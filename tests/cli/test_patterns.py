@@ -62,8 +62,8 @@ def words(text: str) -> str:
 def test_permute_writes_weights_that_compute_the_same_and_keep_more(run: Run, tmp_path: Path) -> None:
     done = run("permute", "networks:small", "-o", "permuted.safetensors")
     assert done.exit_code == 0, done.output
-    assert "2 of 2 layers permuted, 100% of the weights that can be 2:4" in words(done.output)
-    assert "3 input channels do not divide by 4" in words(done.output)
+    assert "2 of 2 layers could be permuted, 100% of the weights that can be 2:4" in words(done.output)
+    assert "not permuted, for 3 input channels do not divide by 16: 0.weight" in words(done.output)
     before, after = model().eval(), model().eval()
     after.load_state_dict(load_file(tmp_path / "permuted.safetensors"))
     x = torch.randn(2, 3, 8, 8)
@@ -80,7 +80,7 @@ def test_permute_tells_machines_what_each_layer_keeps(run: Run) -> None:
     assert layer["name"] == "3.weight"
     assert 0 < layer["kept_before"] < layer["kept"] < layer["bound"] < 1
     assert 0 < layer["efficacy"] < 1
-    assert told["skipped"] == {"0.weight": "3 input channels do not divide by 4"}
+    assert told["skipped"] == {"0.weight": "3 input channels do not divide by 16"}
 
 
 def test_permute_reads_trained_weights_and_draws_what_it_gained(run: Run, tmp_path: Path) -> None:
@@ -93,8 +93,16 @@ def test_permute_reads_trained_weights_and_draws_what_it_gained(run: Run, tmp_pa
 
 def test_permute_says_why_nothing_could_move(run: Run, tmp_path: Path) -> None:
     done = run("permute", "networks:undecided", "-o", "same.pt")
-    assert done.exit_code == 0
-    assert "nothing was permuted" in words(done.output)
+    assert done.exit_code == 1
+    assert "nothing is permuted: the model could not be followed: its path depends on values" in words(done.output)
+    assert "--parts follows what it can" in words(done.output)
+    assert not (tmp_path / "same.pt").exists()
+
+
+def test_what_the_users_code_prints_stays_out_of_the_json(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "networks.py").write_text(MODELS.replace("def small():", "def small():\n    print('hello')"))
+    told = run("check", "networks:small", "--json")
+    assert json.loads(told.stdout)["able"] == 2
 
 
 @pytest.mark.parametrize(
@@ -109,7 +117,11 @@ def test_permute_says_why_nothing_could_move(run: Run, tmp_path: Path) -> None:
         (["networks:small", "--input", "3,x"], "--input: expected a shape such as 1,3,224,224, found '3,x'"),
         (["networks:small", "--effort", "0"], "--effort: expected a number above 0"),
         (["networks:small", "--weights", "none.pt"], "none.pt: no such file of weights"),
-        (["networks:narrow"], "networks:narrow: no layer can be 2:4; 3 input channels do not divide by 4"),
+        (["networks:narrow"], "networks:narrow: no layer can be 2:4; 5 output channels do not divide by 8"),
+        (["networks.py:small"], "networks.py:small: expected a module, not a file: write networks:small"),
+        (["networks:small", "--plot", "gains.xyz"], "gains.xyz: expected a picture that ends in .png, .svg, .pdf"),
+        (["networks:small", "--effort", "0.01", "-o", "/proc/none/a.pt"], "/proc/none/a.pt: cannot be written"),
+        (["networks:small", "--input", "2,33"], "nothing is permuted: the model could not be followed"),
         (["networks:large"], "networks:large: 'networks' has no 'large'"),
     ],
 )
@@ -126,6 +138,7 @@ def test_permute_explains_what_is_wrong_in_one_sentence(run: Run, arguments: lis
         ({"0.weight": torch.zeros(2)}, "'0.weight' has shape (2,) in the file and (32, 3, 3, 3) in the model"),
         ({"0.wight": torch.zeros(2)}, "'0.wight' is not in the model; nearest: '0.weight'"),
         ({}, "cannot be read as weights: it holds no state dict"),
+        ({"model": nn.Linear(1, 1)}, "is no state dict of tensors alone; save model.state_dict()"),
     ],
 )
 def test_weights_of_another_model_are_refused_by_name(run: Run, tmp_path: Path, state: dict, sentence: str) -> None:
@@ -147,7 +160,7 @@ def test_check_says_which_layers_hold_and_where_the_first_violation_lies(run: Ru
     assert layers["7.weight"]["holds"] is True
     assert layers["3.weight"]["violations"] == 1
     assert layers["3.weight"]["first"] == [5, 8, 1, 2]
-    assert layers["0.weight"]["reason"] == "3 input channels do not divide by 4"
+    assert layers["0.weight"]["reason"] == "3 input channels do not divide by 16"
     shown = run("check", "networks:small", "--weights", "pruned.pth")
     assert "1 of 4,608 groups keep too much, first [5, 8:12, 1, 2]" in words(shown.output)
     assert "1 of 2 layers that can be 2:4 are; 1 cannot" in words(shown.output)

@@ -53,9 +53,9 @@ def eligibility(model: nn.Module, pattern: NM) -> list[Eligibility]:
 
 def _held_against(pattern: NM, name: str, weight: Tensor) -> Eligibility:
     shape = tuple(weight.shape)
-    reason = pattern.fits(shape)
-    if reason is not None:
-        return Eligibility(name, shape, 0, 0, None, reason)
+    unfit = pattern.fits(shape)
+    if unfit is not None:
+        return Eligibility(name, shape, 0, 0, None, ineligible(shape) or unfit)
     groups = weight.numel() // pattern.m * (2 if isinstance(pattern, NM2d) else 1)
     violations = pattern.violations(weight)
     first = _first_violation(weight, pattern) if violations else None

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from gossamer.errors import GossamerError
 from gossamer.graph.permutation import Permutation
 
 
 def plot_permutation(permutation: Permutation, path: Path) -> None:
-    """Bars of the magnitude that N:M keeps: without and with permutation, and the bound above them."""
+    """Bars of the magnitude that N:M keeps: without and with permutation, and the bound above them.
+
+    Raises `GossamerError` when the file cannot be written.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    layers = list(permutation.layers)[::-1]
+    layers = [layer for layer in permutation.layers if layer.bound > 0][::-1]
     figure = Figure(figsize=(9, max(2.0, 0.26 * len(layers) + 1.2)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -26,8 +30,12 @@ def plot_permutation(permutation: Permutation, path: Path) -> None:
     )
     axes.set_yticks(places, [layer.name + (" (fixed)" if layer.reason else "") for layer in layers], fontsize=8)
     lowest = min([*before, 100.0])
-    axes.set_xlim(max(0.0, lowest - 8), 100)
-    axes.set_xlabel("magnitude kept, %")
+    highest = max([100 * layer.bound for layer in layers], default=100.0)
+    axes.set_xlim(max(0.0, lowest - 4), min(100.0, highest + 2))
+    axes.set_xlabel("magnitude kept, % (the axis does not begin at 0)")
     axes.set_title("What channel permutation keeps")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.04), ncols=3, frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise GossamerError(f"{path}: cannot be written: {error.strerror}") from error

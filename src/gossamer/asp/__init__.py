@@ -50,13 +50,14 @@ class ASP:
         *,
         example_inputs: Any = None,
         effort: float = 1.0,
+        parts: bool = False,
     ) -> None:
         """Prune to 2:4 now, and keep the zeros through training with this optimizer; a pruned model stays as it is."""
         whitelist = [nn.Linear, nn.Conv2d, nn.MultiheadAttention]
         cls.init_model_for_pruning(model, "m4n2_1d", verbosity=2, whitelist=whitelist)
         cls.init_optimizer_for_pruning(optimizer, model=model)
         if not cls.is_sparsity_enabled(model):
-            cls.compute_sparse_masks(model, example_inputs=example_inputs, effort=effort)
+            cls.compute_sparse_masks(model, example_inputs=example_inputs, effort=effort, parts=parts)
 
     @classmethod
     def init_model_for_pruning(
@@ -114,15 +115,15 @@ class ASP:
 
     @classmethod
     def compute_sparse_masks(
-        cls, model: nn.Module | None = None, *, example_inputs: Any = None, effort: float = 1.0
+        cls, model: nn.Module | None = None, *, example_inputs: Any = None, effort: float = 1.0, parts: bool = False
     ) -> None:
         """Permute channels if allowed (the first time), then compute the masks and zero the weights.
 
         Again later, it needs `allow_recompute_mask`: the dense weights are put back first. When anything fails the
         model is as it was. `example_inputs` is what the permutation follows the model with; `effort` says how long
-        it searches, 1 being the usual.
+        it searches, 1 being the usual; `parts` lets a model that chooses its path by values be followed in parts.
         """
-        cls._state(model).compute(example_inputs, effort)
+        cls._state(model).compute(example_inputs, effort, parts)
 
     @classmethod
     def restore_pruned_weights(cls, model: nn.Module | None = None) -> None:
@@ -167,6 +168,7 @@ class ASP:
         optimizer: torch.optim.Optimizer | None = None,
         example_inputs: Any = None,
         effort: float = 1.0,
+        parts: bool = False,
         verbosity: int = 2,
     ) -> Permutation:
         """Only permute: the model computes what it did, and 2:4 would keep larger weights.
@@ -179,7 +181,7 @@ class ASP:
             if ineligible(outputs_first(model, name, get_parameter(model, name)).shape) is None
         ]
         optimizers = [optimizer] if optimizer is not None else []
-        found = search(model, names, NM(2, 4), optimizers, example_inputs, verbosity, effort)
+        found = search(model, names, NM(2, 4), optimizers, verbosity, (example_inputs, effort, parts))
         found.apply(model, optimizers, mask_buffers(model, found.moves))
         if dump_fx_graph:
             save_graph(found, Path(save_dumped_fx_graph))

@@ -20,20 +20,23 @@ from gossamer.sparse import NM
 
 logger = logging.getLogger("gossamer.asp")
 
+Options = tuple[Any, float, bool]
+"""Example inputs, effort, and whether to follow in parts, as `find` takes them."""
+
 
 def search(
     model: nn.Module,
     names: Sequence[str],
     pattern: NM,
     optimizers: Sequence[torch.optim.Optimizer],
-    example_inputs: Any,
     verbosity: int,
-    effort: float,
+    options: Options,
 ) -> Permutation:
     """Look for a permutation; a bar shows how far it is where somebody watches."""
     from rich.console import Console
     from rich.progress import Progress
 
+    example_inputs, effort, parts = options
     watched = verbosity >= 2 and sys.stderr is not None and sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, disable=not watched) as bar:
         task = bar.add_task("permuting channels", total=1.0)
@@ -45,6 +48,7 @@ def search(
             example_inputs=example_inputs,
             optimizer=optimizers,
             effort=effort,
+            parts=parts,
             progress=lambda _, share: bar.update(task, completed=share),
         )
     if (told := found.untraceable or found.note) and verbosity >= 1:

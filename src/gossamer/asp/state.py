@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gossamer.asp.graphs import logger, make_folder, save_graph, search
+from gossamer.asp.graphs import Options, logger, make_folder, save_graph, search
 from gossamer.asp.selection import Calculate, MaskCalculator, buffer_home, outputs_first
 from gossamer.errors import GossamerError, SparsityError
 from gossamer.graph import get_parameter, has_parameter
@@ -128,7 +128,7 @@ class State:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def compute(self, example_inputs: Any, effort: float) -> None:
+    def compute(self, example_inputs: Any, effort: float, parts: bool) -> None:
         if not self.weights:
             raise GossamerError(f"no layer can be pruned: {self._reasons() or 'the whitelist matches none'}")
         if self.enabled and not self.recompute:
@@ -148,7 +148,7 @@ class State:
         moved: Permutation | None = None
         try:
             if self.permute and not again and self.permutation is None:
-                moved = self._permutation(example_inputs, effort)
+                moved = self._permutation((example_inputs, effort, parts))
                 if moved is not None:
                     moved.apply(self.model(), list(self.optimizers))
             masks = {name: self._computed(name) for name in self.weights}
@@ -210,12 +210,12 @@ class State:
             raise GossamerError(f"mask_calculator: expected a mask of zeros and ones for '{name}', found other values")
         return keep.to(weight.device, torch.bool)
 
-    def _permutation(self, example_inputs: Any, effort: float) -> Permutation | None:
+    def _permutation(self, options: Options) -> Permutation | None:
         if not (isinstance(self.calculate, NM) and self.calculate.permutable):
             self._say(1, "channels are not permuted: that serves patterns N:M along input channels only")
             return None
         optimizers, names = list(self.optimizers), list(self.weights)
-        return search(self.model(), names, self.calculate, optimizers, example_inputs, self.verbosity, effort)
+        return search(self.model(), names, self.calculate, optimizers, self.verbosity, options)
 
     # Training
 

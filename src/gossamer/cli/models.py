@@ -49,6 +49,9 @@ def import_module(name: str) -> ModuleType:
 
 
 def _function(module_name: str, function_name: str, word: str) -> Callable[[], Any]:
+    if module_name.endswith(".py"):
+        name = module_name.removesuffix(".py").replace("/", ".")
+        raise GossamerError(f"{word}: expected a module, not a file: write {name}:{function_name}")
     if not module_name or not function_name:
         raise GossamerError(f"{word}: expected package.module:function, as in 'my_package.models:small_net'")
     found: Any = import_module(module_name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,7 +33,8 @@ Weights = Annotated[
     Path | None,
     typer.Option("--weights", metavar="FILE", help="Trained weights for it: .safetensors, or a .pt state dict."),
 ]
-PatternName = Annotated[str, typer.Option("--pattern", metavar="N:M", help="The pattern, as in 2:4 or m4n2_2d_best.")]
+PatternName = Annotated[str, typer.Option("--pattern", metavar="N:M", help="The pattern, as in 2:4.")]
+PLOTS = (".png", ".svg", ".pdf")
 
 
 @reports_errors
@@ -50,10 +53,19 @@ def permute(
         bool, typer.Option("--every-layer", help="Also layers that hardware cannot run in 2:4.")
     ] = False,
     effort: Annotated[float, typer.Option(help="How long to search: 1 is the usual, 4 four times that.")] = 1.0,
+    parts: Annotated[
+        bool,
+        typer.Option("--parts", help="Follow a model that chooses its path by values, such as a detector, in parts."),
+    ] = False,
     picture: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the table: .png, .svg.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Reorder a model's channels so that N:M keeps larger weights. What the model computes stays the same."""
+    """Reorder a model's channels so that N:M keeps larger weights. What the model computes stays the same.
+
+    The table shows, for each layer, the share of the weights' magnitude that N:M keeps without and with permutation,
+    the bound (the largest weights of each row, without a pattern), and the efficacy: how much of the way from the
+    first to the bound the permutation goes.
+    """
     from gossamer.graph.permutation import find
 
     chosen = _pattern(pattern)
@@ -61,6 +73,8 @@ def permute(
         raise GossamerError(f"--pattern: channels are permuted for patterns such as 2:4, found '{pattern}'")
     if output is not None:
         check_format(output)
+    if picture is not None and picture.suffix not in PLOTS:
+        raise GossamerError(f"{picture}: expected a picture that ends in {', '.join(PLOTS)}")
     if effort <= 0:
         raise GossamerError(f"--effort: expected a number above 0, found {effort:g}")
     network = _model(model, weights)
@@ -75,7 +89,21 @@ def permute(
         def show(layer: str, share: float) -> None:
             progress.update(task, completed=share, description=f"searching {escape(layer)}".strip())
 
-        found = find(network, names, chosen.n, chosen.m, example_inputs=inputs, effort=effort, progress=show)
+        with redirect_stdout(sys.stderr):
+            found = find(
+                network,
+                names,
+                chosen.n,
+                chosen.m,
+                example_inputs=inputs,
+                effort=effort,
+                parts=parts,
+                progress=show,
+            )
+    if found.untraceable:
+        told = found.untraceable.replace("(give example_inputs)", "(give --input)")
+        more = "; --parts follows what it can" if "depends on values" in told and not parts else ""
+        raise GossamerError(f"{model}: nothing is permuted: {told}{more}")
     if output is not None:
         found.apply(network)
         save_weights(network, output)
@@ -87,8 +115,7 @@ def permute(
         show_json(_as_data(model, pattern, found, skipped, output))
         return
     _show_permutation(found, skipped, pattern)
-    if told := found.untraceable or found.note:
-        show_warnings([told if found.moves else f"nothing was permuted: {told}"])
+    show_warnings(filter(None, (found.note, _untrained(model, weights))))
     for path in filter(None, (output, picture)):
         out.print(f"wrote {path}", highlight=False, soft_wrap=True)
 
@@ -115,14 +142,24 @@ def check(
         show_json({"model": model, "pattern": pattern, "holds": len(holding), "able": len(able), "layers": rows})
     else:
         _show_check(found, pattern, chosen.m)
+        show_warnings(filter(None, (_untrained(model, weights),)))
         cannot = len(found) - len(able)
         out.print(f"{len(holding)} of {len(able)} layers that can be {pattern} are; {cannot} cannot", highlight=False)
     if require and len(holding) < len(able):
         raise typer.Exit(1)
 
 
+def _untrained(word: str, weights: Path | None) -> str | None:
+    return (
+        f"{word} has the weights it is initialised with; --weights gives it trained ones"
+        if (weights is None and ":" not in word)
+        else None
+    )
+
+
 def _model(word: str, weights: Path | None) -> nn.Module:
-    network = load_model(word)
+    with redirect_stdout(sys.stderr):  # whatever the user's code prints is not our output
+        network = load_model(word)
     if weights is not None:
         load_weights(network, weights)
     return network
@@ -161,7 +198,7 @@ def _searchable(network: nn.Module, pattern: NM, every_layer: bool) -> tuple[lis
     names: list[str] = []
     skipped: dict[str, str] = {}
     for layer in eligibility(network, pattern):
-        reason = pattern.fits(layer.shape) or (None if every_layer else ineligible(layer.shape))
+        reason = (None if every_layer else ineligible(layer.shape)) or pattern.fits(layer.shape)
         if reason is None:
             names.append(layer.name)
         else:
@@ -171,25 +208,28 @@ def _searchable(network: nn.Module, pattern: NM, every_layer: bool) -> tuple[lis
 
 def _show_permutation(found: Permutation, skipped: dict[str, str], pattern: str) -> None:
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("layer", no_wrap=True)
+    table.add_column("layer", overflow="fold")
     for column in (f"{pattern} keeps", "permuted", "bound", "efficacy"):
         table.add_column(column, justify="right", no_wrap=True)
-    if skipped or any(layer.reason for layer in found.layers):
-        table.add_column("", overflow="fold", style="dim", ratio=1)
+    reasons: dict[str, list[str]] = {}
     for layer in found.layers:
-        gained = "" if layer.reason else _percent(efficacy(layer))
-        kept = "" if layer.reason else _percent(layer.kept)
-        before, bound = _percent(layer.kept_before), _percent(layer.bound)
-        reason = [escape(layer.reason or "")] if len(table.columns) > 5 else []
-        table.add_row(escape(layer.name), before, kept, bound, gained, *reason)
-    for name, reason in skipped.items():
-        table.add_row(escape(name), "", "", "", "", escape(reason))
+        gained, kept = ("", "") if layer.reason else (_percent(efficacy(layer)), _percent(layer.kept))
+        table.add_row(escape(layer.name), _percent(layer.kept_before), kept, _percent(layer.bound), gained)
+        if layer.reason:
+            reasons.setdefault(layer.reason, []).append(layer.name)
     out.print(table)
+    for name, reason in skipped.items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        out.print(f"not permuted, for {reason}:", highlight=False, markup=False, soft_wrap=True)
+        out.print(f"  {', '.join(names)}", highlight=False, markup=False)
     moved = [layer for layer in found.layers if layer.reason is None]
     share = sum(layer.weights for layer in moved) / max(sum(layer.weights for layer in found.layers), 1)
     out.print(
-        f"{len(moved)} of {len(found.layers)} layers permuted, {share:.0%} of the weights that can be {pattern}",
+        f"{len(moved)} of {len(found.layers)} layers could be permuted, "
+        f"{share:.0%} of the weights that can be {pattern}",
         highlight=False,
+        soft_wrap=True,
     )
 
 
@@ -207,14 +247,14 @@ def _show_check(found: list[Eligibility], pattern: str, step: int) -> None:
     table.add_column("", overflow="fold", style="dim")
     for layer in found:
         shape = "×".join(str(size) for size in layer.shape)
-        if layer.groups == 0:
-            verdict, told = "[dim]cannot[/]", layer.reason or ""
+        if layer.reason is not None:
+            verdict = "[dim]cannot[/]"
+            told = layer.reason + (f" (the weights are {pattern} all the same)" if layer.holds else "")
         elif layer.holds:
-            verdict, told = "[green]holds[/]", layer.reason or ""
+            verdict, told = "[green]holds[/]", ""
         else:
             verdict = "[red]no[/]"
             told = f"{layer.violations:,} of {layer.groups:,} groups keep too much" + _place(layer.first, step)
-            told += f"; besides, {layer.reason}" if layer.reason else ""
         table.add_row(escape(layer.name), shape, verdict, escape(told))
     out.print(table)
 
@@ -234,7 +274,7 @@ def _as_data(
     return {
         "model": model,
         "pattern": pattern,
-        "note": found.untraceable or found.note,
+        "note": found.note,
         "layers": rows,
         "skipped": skipped,
         "groups": list(found.groups),

@@ -23,9 +23,13 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
     if not path.is_file():
         raise GossamerError(f"{path}: no such file of weights")
+    from safetensors import SafetensorError
+
     try:
         state = _read(path, torch)
-    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except pickle.UnpicklingError as error:
+        raise GossamerError(f"{path}: is no state dict of tensors alone; save model.state_dict()") from error
+    except (OSError, ValueError, RuntimeError, EOFError, SafetensorError) as error:
         raise GossamerError(f"{path}: cannot be read as weights: {' '.join(str(error).split())[:200]}") from error
     state = {name.removeprefix("module."): tensor for name, tensor in state.items() if "_mma_" not in name}
     own = model.state_dict()
@@ -47,8 +51,11 @@ def save_weights(model: nn.Module, path: Path) -> None:
 
     check_format(path)
     state: dict[str, Tensor] = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise GossamerError(f"{path}: cannot be written: {error.strerror}") from error
     os.close(handle)
     part = Path(name)
     try:
@@ -60,6 +67,8 @@ def save_weights(model: nn.Module, path: Path) -> None:
             torch.save(state, part)
         os.chmod(part, 0o666 & ~_umask())
         part.replace(path)
+    except OSError as error:
+        raise GossamerError(f"{path}: cannot be written: {error.strerror}") from error
     finally:
         part.unlink(missing_ok=True)
 

@@ -67,7 +67,7 @@ def _coupled(module: nn.Module, example_inputs: Any, parts: bool) -> Coupling:
                 break
     found = _couple_parts(module, example_inputs, failure) if parts else None
     if found is None:
-        told = "" if example_inputs is not None else " (give example_inputs)"
+        told = "" if example_inputs is not None or "depends on values" in failure else " (give example_inputs)"
         raise Untraceable(f"the model could not be followed{told}: {failure}")
     return found
 

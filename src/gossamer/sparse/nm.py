@@ -65,7 +65,9 @@ class NM:
         """Why a weight of this shape cannot take the pattern, or None."""
         if len(shape) < 2:
             return "N:M needs a weight with input and output channels"
-        return None if shape[1] % self.m == 0 else f"{shape[1]} input channels do not divide by {self.m}"
+        one = shape[1] == 1
+        told = f"{shape[1]} input channel{'s' * (not one)} do{'es' * one} not divide by {self.m}"
+        return None if shape[1] % self.m == 0 else told
 
     def unit_scores(self, scores: Tensor) -> Tensor:
         """The scores, flat; what the full pattern keeps counts as infinite and goes last."""
