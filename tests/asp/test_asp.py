@@ -563,15 +563,16 @@ def test_a_mistake_in_a_second_initialisation_changes_nothing() -> None:
 def test_permuting_a_pruned_model_takes_its_masks_along() -> None:
     model = network(hidden=64).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    ASP.init_model_for_pruning(model, allow_permutation=False, verbosity=0)
+    ASP.init_model_for_pruning(model, allowed_layer_names=["0"], allow_permutation=False, verbosity=0)
     ASP.init_optimizer_for_pruning(optimizer)
     ASP.compute_sparse_masks()
     x = torch.randn(4, 16, dtype=torch.double)
     before = model(x)
-    ASP.permute_model(model)
+    found = ASP.permute_model(model)
+    assert "0.weight" in found.moves
     model(x).sum().backward()
     optimizer.step()
-    assert float((model[2].weight == 0).double().mean()) == 0.5
+    assert float((model[0].weight == 0).double().mean()) == 0.5
     assert torch.allclose(model(x), before, atol=1e-12, rtol=0)
 
 
@@ -720,3 +721,54 @@ def test_inference_mode_around_the_calls_does_no_harm() -> None:
     ASP.init_optimizer_for_pruning(optimizer)
     train(model, optimizer, 2)
     assert two_of_four(model, "2.weight")
+
+
+def test_masks_of_a_tied_weight_are_permuted_with_it() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.middle, self.head = nn.Embedding(16, 32), nn.Linear(32, 32), nn.Linear(32, 16)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.relu(self.middle(self.embedding(x))))
+
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ASP.init_model_for_pruning(model, allowed_layer_names=["head"], allow_permutation=False, verbosity=0)
+    ASP.init_optimizer_for_pruning(optimizer)
+    ASP.compute_sparse_masks()
+    tokens = torch.arange(16)
+    before = model(tokens)
+    found = ASP.permute_model(model)
+    assert "embedding.weight" in found.moves
+    model(tokens).sum().backward()
+    optimizer.step()
+    assert torch.allclose(model(tokens), before, atol=1e-5)
+
+
+def test_an_interrupted_recomputation_leaves_the_sparse_weights(tmp_path) -> None:
+    model = network()
+    ASP.init_model_for_pruning(model, allow_recompute_mask=True, verbosity=0)
+    ASP.compute_sparse_masks()
+    before = model[2].weight.detach().clone()
+    (tmp_path / "file").write_text("")
+    ASP.set_permutation_saving_params(True, True, tmp_path / "file" / "graphs")
+    try:
+        with pytest.raises(GossamerError, match="cannot be made"):
+            ASP.compute_sparse_masks()
+    finally:
+        ASP.set_permutation_saving_params(True)
+    assert torch.equal(model[2].weight, before)
+
+
+def test_an_optimizer_that_was_known_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = network(hidden=64)
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, 2)
+    ASP.prune_trained_model(model, optimizer)
+    train(model, optimizer, 2)
+    with caplog.at_level(logging.WARNING, "gossamer.asp"):
+        ASP.init_optimizer_for_pruning(optimizer)
+        ASP.init_model_for_pruning(model, verbosity=1)
+    assert "old order" not in caplog.text

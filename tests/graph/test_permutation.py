@@ -544,3 +544,22 @@ def test_following_works_where_gradients_are_recorded_and_where_they_are_not():
         with context():
             found = find(model, ["3.weight"], example_inputs=image())
         assert found.layers[0].reason is None
+
+
+def test_an_interruption_while_reordering_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch):
+    model = network()
+    found = find(model, ["3.weight"], example_inputs=image())
+    assert len(found.moves) > 2
+    state = copy.deepcopy(model.state_dict())
+    plain, calls = Permutation.of, []
+
+    def failing(self: Permutation, name: str, tensor: Tensor) -> Tensor:
+        calls.append(name)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return plain(self, name, tensor)
+
+    monkeypatch.setattr(Permutation, "of", failing)
+    with pytest.raises(KeyboardInterrupt):
+        found.apply(model)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from gossamer.analysis.eligibility import ineligible
 from gossamer.errors import GossamerError, SparsityError, nearest
 from gossamer.graph import first_names, get_module, is_transposed, named_modules
-from gossamer.sparse import NM, parse_pattern
+from gossamer.sparse import NM, parse_nm
 
 MaskCalculator = str | Callable[[Tensor], Tensor]
 Calculate = NM | Callable[[Tensor], Tensor]
@@ -34,12 +34,9 @@ def calculator(given: MaskCalculator) -> Calculate:
             raise GossamerError(f"mask_calculator: expected the name of a pattern or a function, found {found}")
         return given
     try:
-        pattern = parse_pattern(given)
+        return parse_nm(given)
     except SparsityError as error:
         raise GossamerError(f"mask_calculator: {error}") from None
-    if not isinstance(pattern, NM):
-        raise GossamerError(f"mask_calculator: expected a pattern such as m4n2_1d or 2:4, found '{given}'")
-    return pattern
 
 
 def leaves_by_type(

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from gossamer.asp.graphs import Options, logger, make_folder, save_graph, search
 from gossamer.asp.selection import Calculate, MaskCalculator, buffer_home, outputs_first
 from gossamer.errors import GossamerError, SparsityError
-from gossamer.graph import get_parameter, has_parameter
+from gossamer.graph import first_names, get_parameter, has_parameter
 from gossamer.graph.permutation import Permutation, state_of
 from gossamer.modifiers.pruning import GMPruningModifier
 from gossamer.recipe import Recipe
@@ -75,10 +75,10 @@ class State:
             if name in self.weights and not self.recompute:
                 owner, leaf = buffer_home(self.model(), home)
                 owner._buffers.pop(f"__{leaf}_mma_pruned_p", None)  # pyright: ignore[reportPrivateUsage]
-        self.permutation = before.permutation
         for optimizer in list(before.optimizers):
             before.release(optimizer)
             self.hook(optimizer)
+        self.permutation = before.permutation
 
     @torch.no_grad()
     def drop(self, name: str) -> None:
@@ -139,18 +139,19 @@ class State:
         for name in self.weights:
             if bool(get_parameter(self.model(), name).detach().isnan().any()):
                 raise GossamerError(f"'{name}' cannot be pruned: it holds NaN; repair the weights first")
+        if self.saving is not None:
+            make_folder(self.saving)
         again = self.enabled
         sparse = {name: get_parameter(self.model(), name).detach().clone() for name in self.weights if again}
         for name in sparse:
             get_parameter(self.model(), name).copy_(self._dense(name))
-        if self.saving is not None:
-            make_folder(self.saving)
         moved: Permutation | None = None
         try:
             if self.permute and not again and self.permutation is None:
-                moved = self._permutation((example_inputs, effort, parts))
-                if moved is not None:
-                    moved.apply(self.model(), list(self.optimizers))
+                found = self._permutation((example_inputs, effort, parts))
+                if found is not None:
+                    found.apply(self.model(), list(self.optimizers))
+                moved = found
             masks = {name: self._computed(name) for name in self.weights}
         except BaseException:
             if moved is not None:
@@ -220,6 +221,8 @@ class State:
     # Training
 
     def hook(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer not in self.optimizers:
+            self._tell_of_old_moments(optimizer)
         self.release(optimizer)
 
         def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -228,7 +231,6 @@ class State:
         def after(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.apply_masks()
 
-        self._tell_of_old_moments(optimizer)
         self.optimizers[optimizer] = [
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(after),
@@ -320,9 +322,10 @@ class State:
 
 def mask_buffers(model: nn.Module, names: Iterable[str]) -> dict[str, list[Tensor]]:
     """The masks and pruned values that ASP has put on a model, by the weights they belong to."""
-    found: dict[str, list[Tensor]] = {}
-    for name in names:
-        owner, leaf = buffer_home(model, name)
-        keys = (f"__{leaf}_mma_mask", f"__{leaf}_mma_pruned_p")
-        found[name] = [buffer for key in keys if (buffer := owner._buffers.get(key)) is not None]  # pyright: ignore[reportPrivateUsage]
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    for alias, name in first_names(model).items():  # a tied weight has its buffers in one of its layers
+        if name in found:
+            owner, leaf = buffer_home(model, alias)
+            kept = (owner._buffers.get(f"__{leaf}_mma_{kind}") for kind in ("mask", "pruned_p"))  # pyright: ignore[reportPrivateUsage]
+            found[name] += [buffer for buffer in kept if buffer is not None]
     return found

@@ -33,6 +33,12 @@ class Layer:
     reason: str | None = None
     """Why its input channels stay where they are; None when they could move."""
 
+    @property
+    def efficacy(self) -> float:
+        """How much of the way from no permutation to the bound the permutation goes."""
+        room = self.bound - self.kept_before
+        return (self.kept - self.kept_before) / room if room > 0 else 0.0
+
 
 @dataclass(frozen=True)
 class Move:
@@ -84,23 +90,33 @@ class Permutation:
         optimizer: Optimizers = None,
         companions: Mapping[str, Iterable[Tensor]] | None = None,
     ) -> None:
-        """Reorder the model in place, gradients, optimizer state and `companions` (tensors by weight name) with it."""
-        for name in self.moves:
-            self.apply_to(name, get_tensor(model, name), optimizer, (companions or {}).get(name, ()))
+        """Reorder the model in place, gradients, optimizer state and `companions` (tensors by weight name) with it.
 
-    @torch.no_grad()
-    def apply_to(
-        self,
-        name: str,
-        tensor: Tensor,
-        optimizer: Optimizers = None,
-        companions: Iterable[Tensor] = (),
-    ) -> None:
-        """Reorder one parameter or buffer in place, and what goes with it."""
-        followers = [tensor, *(() if tensor.grad is None else (tensor.grad,)), *companions]
-        followers += [value for _, value in state_of(optimizer, tensor) if value.shape == tensor.shape]
-        for follower in followers:
-            follower.copy_(self.of(name, follower))
+        All of it or, when something interrupts, nothing.
+        """
+        followers = [
+            (name, follower)
+            for name in self.moves
+            for follower in _followers(get_tensor(model, name), optimizer, (companions or {}).get(name, ()))
+        ]
+        at, before = 0, None
+        try:
+            for number, (name, follower) in enumerate(followers):
+                at, before = number, follower.clone()
+                follower.copy_(self.of(name, before))
+        except BaseException:
+            if before is not None:
+                followers[at][1].copy_(before)
+            back = self.inverse
+            for name, follower in followers[:at]:
+                follower.copy_(back.of(name, follower))
+            raise
+
+
+def _followers(tensor: Tensor, optimizer: Optimizers, companions: Iterable[Tensor]) -> list[Tensor]:
+    """A parameter or buffer, and what is in the same order."""
+    states = [value for _, value in state_of(optimizer, tensor) if value.shape == tensor.shape]
+    return [tensor, *(() if tensor.grad is None else (tensor.grad,)), *companions, *states]
 
 
 def state_of(optimizer: Optimizers, tensor: Tensor) -> list[tuple[str, Tensor]]:
