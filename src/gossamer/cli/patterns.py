@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from gossamer.analysis.eligibility import Eligibility
-    from gossamer.graph.permutation import Layer, Permutation
+    from gossamer.graph.permutation import Permutation
     from gossamer.sparse import NM
 
 ModelWord = Annotated[
@@ -166,15 +166,12 @@ def _model(word: str, weights: Path | None) -> nn.Module:
 
 
 def _pattern(name: str) -> NM:
-    from gossamer.sparse import NM, parse_pattern
+    from gossamer.sparse import parse_nm
 
     try:
-        found = parse_pattern(name)
+        return parse_nm(name)
     except SparsityError as error:
         raise GossamerError(f"--pattern: {error}") from None
-    if not isinstance(found, NM):
-        raise GossamerError(f"--pattern: expected N:M, as in 2:4 or m4n2_2d_best, found '{name}'")
-    return found
 
 
 def _example(shape: str | None) -> Tensor | None:
@@ -213,7 +210,7 @@ def _show_permutation(found: Permutation, skipped: dict[str, str], pattern: str)
         table.add_column(column, justify="right", no_wrap=True)
     reasons: dict[str, list[str]] = {}
     for layer in found.layers:
-        gained, kept = ("", "") if layer.reason else (_percent(efficacy(layer)), _percent(layer.kept))
+        gained, kept = ("", "") if layer.reason else (_percent(layer.efficacy), _percent(layer.kept))
         table.add_row(escape(layer.name), _percent(layer.kept_before), kept, _percent(layer.bound), gained)
         if layer.reason:
             reasons.setdefault(layer.reason, []).append(layer.name)
@@ -231,12 +228,6 @@ def _show_permutation(found: Permutation, skipped: dict[str, str], pattern: str)
         highlight=False,
         soft_wrap=True,
     )
-
-
-def efficacy(layer: Layer) -> float:
-    """How much of what N:M loses the permutation gives back."""
-    room = layer.bound - layer.kept_before
-    return (layer.kept - layer.kept_before) / room if room > 0 else 0.0
 
 
 def _show_check(found: list[Eligibility], pattern: str, step: int) -> None:
@@ -270,7 +261,7 @@ def _place(first: tuple[int, ...] | None, step: int) -> str:
 def _as_data(
     model: str, pattern: str, found: Permutation, skipped: dict[str, str], output: Path | None
 ) -> dict[str, object]:
-    rows = [{**asdict(layer), "efficacy": efficacy(layer)} for layer in found.layers]
+    rows = [{**asdict(layer), "efficacy": layer.efficacy} for layer in found.layers]
     return {
         "model": model,
         "pattern": pattern,

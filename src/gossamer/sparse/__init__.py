@@ -4,7 +4,7 @@ from gossamer.sparse.allocation import erdos_renyi, global_masks, uniform
 from gossamer.sparse.fisher import BlockFisher
 from gossamer.sparse.masking import pack, unpack, zero_where
 from gossamer.sparse.nm import NM, NM2d
-from gossamer.sparse.patterns import Block, Channel, Filter, Pattern, Unstructured, parse_pattern
+from gossamer.sparse.patterns import Block, Channel, Filter, Pattern, Unstructured, parse_nm, parse_pattern
 from gossamer.sparse.schedules import cosine, fraction, interpolate
 from gossamer.sparse.scores import magnitude, movement
 from gossamer.sparse.selection import smallest, zero_count
@@ -26,6 +26,7 @@ __all__ = [
     "magnitude",
     "movement",
     "pack",
+    "parse_nm",
     "parse_pattern",
     "smallest",
     "uniform",

@@ -178,6 +178,18 @@ def parse_pattern(mask_type: str | Sequence[int]) -> Pattern:
     return named[mask_type]
 
 
+def parse_nm(name: str) -> NM:
+    """The N:M pattern of that name, in one or two dimensions; raises `SparsityError` for other patterns.
+
+    >>> parse_nm("m4n2_2d_best")
+    NM2d(n=2, m=4, method='best')
+    """
+    found = parse_pattern(name)
+    if not isinstance(found, NM):
+        raise SparsityError(f"expected N:M, as in 2:4, m4n2_1d or m4n2_2d_best, found '{name}'")
+    return found
+
+
 def _mean(scores: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The mean over `dims`, half precision in float32; 0 of nothing."""
     wide = scores if scores.dtype in (torch.float32, torch.float64) else scores.float()
