@@ -18,6 +18,7 @@ from gossamer.errors import ModifierError, nearest
 
 ALL = "__ALL__"
 ALL_PRUNABLE = "__ALL_PRUNABLE__"
+DEPTHWISE = "__DEPTHWISE__"
 _PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 _INNER = ("_orig_mod", "_fsdp_wrapped_module")
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "AveragedModel")
@@ -161,6 +162,36 @@ def match_prunable(
             field,
         )
     return Matches(kept, skipped, exact)
+
+
+def match_excluded(module: nn.Module, wanted: str | Sequence[str], *, field: str) -> tuple[list[str], list[str]]:
+    """Names of the parameters to leave out, and those of the `re:` patterns that match nothing.
+
+    `__DEPTHWISE__` stands for the depth-wise convolutions. A plain name that is not there is an error.
+    """
+    items = [wanted] if isinstance(wanted, str) else list(wanted)
+    found: list[str] = []
+    idle: list[str] = []
+    for item in items:
+        if item == DEPTHWISE:
+            found += [name for name in prunable(module) if is_depthwise(module, name)]
+        elif item.startswith("re:"):
+            try:
+                found += match(module, item, field=field)
+            except ModifierError as error:
+                if "is not a regular expression" in str(error):
+                    raise
+                idle.append(item)
+        else:
+            found += match(module, item, field=field)
+    return list(dict.fromkeys(found)), idle
+
+
+def is_depthwise(module: nn.Module, name: str) -> bool:
+    """Whether the weight belongs to a convolution in which each output channel sees one input channel of several."""
+    owner = owner_of(module, name)
+    groups, channels = getattr(owner, "groups", 1), getattr(owner, "in_channels", 0)
+    return groups > 1 and groups == channels
 
 
 def prunable(module: nn.Module) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from torch import nn
+from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, ModifierError, nearest
 from gossamer.graph import expects_every_gradient
@@ -107,6 +107,18 @@ class Run(Protocol):
     def release_mask(self, name: str) -> None: ...
     def write(self, name: str, values: torch.Tensor) -> None:
         """Overwrite a weight."""
+        ...
+
+    def substitute(self, name: str, value: Callable[[Tensor, bool], Tensor]) -> None:
+        """Let layers compute with `value(weight, training)` in place of a weight; once more replaces the function."""
+        ...
+
+    def withdraw(self, name: str) -> None:
+        """Let layers compute with the weight itself again."""
+        ...
+
+    def restart_learning_rate(self) -> None:
+        """Let the learning-rate scheduler that the user named start over, if there is one."""
         ...
 
     def permute(self, names: Sequence[str], n: int, m: int) -> None:
@@ -222,6 +234,9 @@ class Modifier(BaseModel):
 
     def undo(self, run: Run) -> None:
         """Take back what `start` did to the model besides weights, masks and learning rates."""
+
+    def finish(self, run: Run) -> None:
+        """The run is over while the modifier is active: leave in the weights what the model computed with."""
 
 
 def check_gradients_may_vanish(run: Run) -> None:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.graph import get_parameter, has_parameter
+from gossamer.graph.substitution import Substitution
 from gossamer.modifiers.base import Modifier
 from gossamer.training.clock import Timing
 from gossamer.training.masks import Masks
+from gossamer.training.restart import Restart
 from gossamer.training.sampling import Sampler, as_sampler
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ class Shared:
     """Told of each weight just before a modifier overwrites it."""
     reorder: Callable[[Permutation], None] | None = None
     """Puts channels of the whole run into another order."""
+    restart: Restart | None = None
+    """The user's learning-rate scheduler, when the run was told of one."""
 
 
 class Attachment:
@@ -67,6 +71,7 @@ class Attachment:
         self.plan: dict[str, Any] = {}
         self.scratch: dict[str, Any] = {}
         self.skipped: dict[str, str] = {}
+        self._substitutions: dict[str, Substitution] = {}
         self._shared = shared
 
     @property
@@ -148,6 +153,20 @@ class Attachment:
         with torch.no_grad():
             parameter.copy_(values)
         self._shared.masks.touched(name)
+
+    def substitute(self, name: str, value: Callable[[Tensor, bool], Tensor]) -> None:
+        self.withdraw(name)
+        self._substitutions[name] = Substitution(
+            self._shared.module, name, lambda layer, weight: value(weight, layer.training)
+        )
+
+    def withdraw(self, name: str) -> None:
+        if name in self._substitutions:
+            self._substitutions.pop(name).remove()
+
+    def restart_learning_rate(self) -> None:
+        if self._shared.restart is not None:
+            self._shared.restart.due = True
 
     def permute(self, names: Sequence[str], n: int, m: int) -> None:
         from gossamer.graph.permutation import find

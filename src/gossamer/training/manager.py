@@ -22,6 +22,7 @@ from gossamer.graph import get_parameter, has_parameter, unwrap
 from gossamer.modifiers import Modifier
 from gossamer.recipe import Recipe, load
 from gossamer.training.attachment import Logger, Shared, logger
+from gossamer.training.restart import Restart
 from gossamer.training.run import TrainingRun, attachments, bind
 from gossamer.training.sampling import Sampler
 from gossamer.training.scaler import clocked
@@ -122,6 +123,7 @@ class Manager:
         scaler: GradScaler | None = None,
         loggers: Sequence[Logger] = (),
         example_inputs: Any = None,
+        lr_scheduler: Any = None,
     ) -> Any:
         """Attach the recipe: from now on the optimizer's own steps drive it.
 
@@ -129,7 +131,8 @@ class Manager:
         use in its place (so that steps which overflow count). `epoch` enters
         the run in the middle. `example_inputs` (a tensor, or a tuple or dict of
         arguments for the model) is what `permute: true` follows the model with;
-        without it common shapes are tried. Nothing is touched when this raises.
+        without it common shapes are tried. `lr_scheduler` is what
+        `LevelPruningModifier` starts over. Nothing is touched when this raises.
         """
         scaler = wrap_optim if wrap_optim is not None else scaler
         self._check(module, optimizer, steps_per_epoch, allow_parallel_module, scaler)
@@ -142,7 +145,13 @@ class Manager:
         if calibration_data is not None and not self.quantization_modifiers:
             logger.warning("calibration_data has no effect: the recipe holds no quantization modifier")
         steps = float(steps_per_epoch)
-        run = TrainingRun(self.recipe_object, module, optimizer, steps, grad_sampler, loggers, example_inputs)
+        restart = None if lr_scheduler is None else Restart(lr_scheduler)
+        run = TrainingRun(self.recipe_object, module, optimizer, steps, grad_sampler, loggers, example_inputs, restart)
+        if restart is not None and restart.begun and self._pending is None:
+            logger.warning(
+                "lr_scheduler had made steps when it was given: levels will start over from there; "
+                "pass it before loading its state, or load the manager's state too"
+            )
         if self._pending is None:
             run.begin(round(max(epoch or 0.0, 0.0) * steps_per_epoch))
         else:
@@ -160,10 +169,9 @@ class Manager:
     def finalize(self, module: nn.Module | None = None) -> None:
         """End the run: the optimizer is free again, the zeros stay in the weights."""
         run = self._attached()
-        run.apply_masks()
+        run.finish()
         if module is not None:
             self.apply_masks(module)
-        run.unhook()
         self._run = None
 
     def apply(
@@ -179,7 +187,9 @@ class Manager:
         self._check_model(module)
         run = TrainingRun(self.recipe_object, module, None, _ONE_SHOT_STEPS, grad_sampler, loggers, example_inputs)
         run.begin(round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS))
-        if not finalize:
+        if finalize:
+            run.finish()
+        else:
             self._run = run
 
     def apply_structure(self, module: nn.Module, epoch: float = math.inf) -> None:

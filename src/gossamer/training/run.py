@@ -19,10 +19,12 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import GossamerError, ModifierError, RecipeError, SparsityError
 from gossamer.graph import named_parameters, prunable, unwrap
+from gossamer.modifiers.pruning import EXCLUDED
 from gossamer.recipe import Recipe
 from gossamer.training.attachment import Attachment, Logger, Shared, logger
 from gossamer.training.closures import with_gradients
 from gossamer.training.journal import Journal
+from gossamer.training.restart import Restart
 from gossamer.training.state import STATE_FORMAT, check_state, frozen, matched, reordered, thawed
 
 if TYPE_CHECKING:
@@ -44,10 +46,14 @@ class TrainingRun:
         grad_sampler: object = None,
         loggers: Sequence[Logger] = (),
         example_inputs: Any = None,
+        restart: Restart | None = None,
     ) -> None:
         self.recipe = recipe
         self.shared = Shared(module, unwrap(module), optimizer, steps_per_epoch, grad_sampler, loggers, example_inputs)
         self.shared.reorder = self._reorder
+        self.shared.restart = restart
+        self.told_the_time = False
+        """True when someone else moves the clock, by `advance`; then an optimizer step only applies the masks."""
         self.attachments = attachments(recipe, self.shared)
         self.fired = 0
         self.skipped_steps = 0
@@ -82,13 +88,21 @@ class TrainingRun:
     def hook(self) -> None:
         """Register on the optimizer."""
         if self.optimizer is not None:
-            self._handles.append(self.optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(self.optimizer.register_step_post_hook(self._after_step))
+            self._handles.append(self.optimizer.register_step_pre_hook(self.before_step))
+            self._handles.append(self.optimizer.register_step_post_hook(self.after_step))
 
     def unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def finish(self) -> None:
+        """Leave the weights as the model computes with them, and the optimizer alone."""
+        for attachment in self.attachments:
+            if attachment.status == "active":
+                attachment.modifier.finish(attachment)
+        self.apply_masks()
+        self.unhook()
 
     def apply_masks(self) -> None:
         """Zero the masked weights of the model."""
@@ -100,6 +114,13 @@ class TrainingRun:
         for attachment, action in self._due(step):
             self._perform(attachment, action)
         self._log()
+        if self.told_the_time:
+            self._restart_learning_rate()
+
+    def _restart_learning_rate(self) -> None:
+        """Not as soon as it is asked for: between two steps of the optimizer, the user's scheduler makes its own."""
+        if self.shared.restart is not None and self.shared.restart.due:
+            self.shared.restart()
 
     def count_skipped(self) -> None:
         """A GradScaler skipped the optimizer's step: time passes all the same."""
@@ -132,6 +153,7 @@ class TrainingRun:
             "skipped_steps": self.skipped_steps,
             "groups": self._hyperparameters(self._driven()),
             "modifiers": modifiers,
+            **({"restart": self.shared.restart.state_dict()} if self.shared.restart is not None else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -162,6 +184,8 @@ class TrainingRun:
         problems += [f"{key} is in the state but not in the recipe, and is dropped" for key in saved]
         self.shared.ended = {a.index for a in self.attachments if a.status == "ended"}
         self._restore_groups(state.get("groups", []))
+        if self.shared.restart is not None and "restart" in state:
+            self.shared.restart.load_state_dict(state["restart"])
         for attachment in self.attachments:
             if attachment.status == "active":
                 attachment.modifier.restore(attachment)
@@ -198,20 +222,23 @@ class TrainingRun:
 
     # Steps
 
-    def _before_step(
+    def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """What an optimizer calls before its step: modifiers see the gradients."""
         return with_gradients(args, kwargs, self._observe)
 
     def _observe(self) -> None:
         scale, found_inf = (getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf"))
         self.shared.loss_scale = 1.0 if scale is None else float(scale)
         self.shared.overflowed = found_inf is not None and float(found_inf) > 0
+        self._restart_learning_rate()
         for attachment in self.attachments:
             if attachment.status == "active":
                 attachment.modifier.before_step(attachment)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What an optimizer calls after its step: masks are applied and the clock moves."""
         self.fired += 1
         self.journal.clear()
         for attachment in self.attachments:
@@ -219,7 +246,8 @@ class TrainingRun:
                 attachment.modifier.after_step(attachment)
         self.shared.loss_scale, self.shared.overflowed = 1.0, False
         self.apply_masks()
-        self.advance(self.step + 1)
+        if not self.told_the_time:
+            self.advance(self.step + 1)
 
     def _due(self, step: int) -> list[tuple[Attachment, str]]:
         """What falls due at or before `step`, in order; a modifier of no length starts and ends at once."""
@@ -311,7 +339,7 @@ def bind(recipe: Recipe, attachment: Attachment) -> str | None:
         return str(located(recipe, attachment, error))
     weights = set(prunable(attachment.module))
     for name, reason in attachment.skipped.items():
-        level = logging.WARNING if name in weights else logging.INFO
+        level = logging.WARNING if name in weights and reason != EXCLUDED else logging.INFO
         logger.log(level, "%s leaves '%s' alone: %s", modifier.name, name, reason)
     return None
 
