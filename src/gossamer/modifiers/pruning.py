@@ -14,15 +14,27 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from gossamer.errors import ModifierError, SparsityError
-from gossamer.graph import is_transposed, match_prunable, prunable
+from gossamer.graph import match_excluded, match_prunable, prunable
 from gossamer.modifiers.base import Epoch, Frequency, Modifier, ParamNames, Run, check_frequency, register
-from gossamer.modifiers.scoring import MFAC, OBS, FisherScorer, MagnitudeScorer, MovementScorer, Scorer
+from gossamer.modifiers.scoring import (
+    FILTER_KINDS,
+    MFAC,
+    OBS,
+    FilterKind,
+    FilterScorer,
+    FisherScorer,
+    MagnitudeScorer,
+    MovementScorer,
+    Scorer,
+    outputs_first,
+)
 from gossamer.sparse import NM, Filter, Pattern, fraction, global_masks, interpolate, parse_pattern
 from gossamer.sparse.schedules import Interpolation
 from gossamer.sparse.selection import refuse_nan
 
 Sparsity = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 FROM_PARAM = "__FROM_PARAM__"
+EXCLUDED = "excluded by the recipe"
 logger = logging.getLogger("gossamer")
 
 
@@ -32,6 +44,8 @@ class PruningModifier(Modifier):
     family: ClassVar[str] = "pruning"
 
     params: ParamNames = Field(default_factory=list)
+    exclude: ParamNames = Field(default_factory=list)
+    """Of these parameters, the ones to leave dense: names, `re:` patterns, `__DEPTHWISE__`."""
     leave_enabled: bool = True
     mask_type: str | list[int] = "unstructured"
     params_strict: bool = True
@@ -63,7 +77,13 @@ class PruningModifier(Modifier):
             run.skip(name, reason)
         targets: list[str] = []
         outputs = next(reversed(prunable(run.module)), None)
+        excluded, idle = match_excluded(run.module, self.exclude, field="exclude")
+        for pattern in idle:
+            logger.warning("%s: exclude: '%s' matches nothing", self.name, pattern)
         for name in matches.names:
+            if name in excluded:
+                run.skip(name, EXCLUDED)
+                continue
             parameter = run.parameter(name)
             if parameter.numel() and bool(parameter.detach().isnan().any()):
                 raise ModifierError(f"'{name}' holds NaN and cannot be pruned; repair the weights first", field)
@@ -77,6 +97,8 @@ class PruningModifier(Modifier):
                 run.skip(name, f"mask_type {self.mask_type} does not fit: {reason}")
             else:
                 targets.append(name)
+        if not targets and set(matches.names) <= set(excluded):
+            raise ModifierError("exclude: everything that params names is excluded; leave less out", "exclude")
         if not targets:
             raise ModifierError(f"mask_type {self.mask_type} fits none of the matched parameters", "mask_type")
         return targets
@@ -104,7 +126,7 @@ class PruningModifier(Modifier):
     @staticmethod
     def _rows(run: Run, name: str, tensor: Tensor) -> Tensor:
         """A weight-shaped tensor with output channels first (its own inverse)."""
-        return tensor.transpose(0, 1) if tensor.dim() > 1 and is_transposed(run.module, name) else tensor
+        return outputs_first(run, name, tensor)
 
 
 @register
@@ -118,7 +140,8 @@ class GMPruningModifier(PruningModifier):
     update_frequency: Frequency = Field(default=...)
     inter_func: Interpolation = "cubic"
     global_sparsity: bool = False
-    score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "magnitude"
+    score_type: Literal["magnitude", "movement", "MFAC", "OBS"] | FilterKind = "magnitude"
+    """How weights rank; whole filters under `magnitude` by their l1 norm."""
     permute: bool = False
     """Reorder channels first, so that N:M keeps larger weights; what the model computes stays the same."""
     phased: bool = False
@@ -132,6 +155,11 @@ class GMPruningModifier(PruningModifier):
             raise ValueError("end_epoch: expected the epoch at which the final sparsity is reached, found -1")
         if self.phased:
             raise ValueError("phased: true is not supported; use ACDCPruningModifier for alternating phases")
+        if self.score_type in FILTER_KINDS and not isinstance(self.pattern, Filter):
+            raise ValueError(
+                f"score_type: {self.score_type} ranks whole filters and needs mask_type filter, found "
+                f"{self.mask_type!r}; set mask_type: filter, or score_type: magnitude"
+            )
         if self.permute and not (isinstance(self.pattern, NM) and self.pattern.permutable):
             raise ValueError(f"permute: expected mask_type N:M, as in 2:4, beside it, found {self.mask_type!r}")
         if isinstance(self.final_sparsity, dict):
@@ -167,8 +195,10 @@ class GMPruningModifier(PruningModifier):
                 return FisherScorer(
                     lambda _: MFAC.num_grads, MFAC.damp, MFAC.block, compensate=False, needs_sampler=False
                 )
-            case _:
+            case "magnitude":
                 return MagnitudeScorer()
+            case kind:
+                return FilterScorer(kind)
 
     @property
     def rounds(self) -> int:
@@ -296,7 +326,7 @@ class GlobalMagnitudePruningModifier(GMPruningModifier):
 class MovementPruningModifier(GMPruningModifier):
     """Gradual pruning of the weights that training moves towards zero (Sanh et al. 2020)."""
 
-    score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "movement"
+    score_type: Literal["magnitude", "movement", "MFAC", "OBS"] | FilterKind = "movement"
 
 
 @register

@@ -1,4 +1,4 @@
-"""How a gradual pruning modifier ranks weights: by magnitude, movement or curvature.
+"""How a gradual pruning modifier ranks weights: by magnitude, movement, curvature or filter.
 
 A scorer is chosen by a modifier's fields, reads weights and gradients through
 `Run`, and keeps its sums in `run.state`. It does not decide how many weights
@@ -10,14 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from gossamer.errors import ModifierError
+from gossamer.graph import is_transposed
 from gossamer.modifiers.base import Run
-from gossamer.sparse import BlockFisher, magnitude, movement
+from gossamer.sparse import (
+    BlockFisher,
+    filter_median_distance,
+    filter_norm,
+    filter_nuclear,
+    magnitude,
+    movement,
+)
+
+FilterKind = Literal["l2", "fpgm_l1", "fpgm_l2", "fpgm_cos", "nuclear"]
+FILTER_KINDS: tuple[FilterKind, ...] = get_args(FilterKind)
+"""Scores of whole filters; the l1 norm is not among them, for that is what `magnitude` comes to in a filter."""
 
 
 class FisherDefaults(NamedTuple):
@@ -71,6 +83,35 @@ class MagnitudeScorer:
         return {name: magnitude(run.parameter(name)) for name in names}
 
     def settle(self, run: Run, masks: Mapping[str, Tensor]) -> None: ...
+
+
+@dataclass(frozen=True)
+class FilterScorer(MagnitudeScorer):
+    """One number per filter, the same at each of its weights."""
+
+    kind: FilterKind
+
+    def scores(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self._spread(run, name) for name in names}
+
+    def _spread(self, run: Run, name: str) -> Tensor:
+        """Rounded to float32, filters that differ by round-off are equals; as float64, their mean is exact."""
+        weight = outputs_first(run, name, run.parameter(name).detach())
+        numbers = self._numbers(weight).float().double()
+        return outputs_first(run, name, numbers.reshape(-1, *[1] * (weight.dim() - 1)).expand_as(weight))
+
+    def _numbers(self, weight: Tensor) -> Tensor:
+        match self.kind:
+            case "l2":
+                return filter_norm(weight, 2)
+            case "fpgm_l1":
+                return filter_median_distance(weight, "l1")
+            case "fpgm_l2":
+                return filter_median_distance(weight, "l2")
+            case "fpgm_cos":
+                return filter_median_distance(weight, "cos")
+            case "nuclear":
+                return filter_nuclear(weight)
 
 
 @dataclass(frozen=True)
@@ -184,6 +225,11 @@ class FisherScorer(MagnitudeScorer):
         assert run.grad_sampler is not None
         with torch.enable_grad():
             yield from run.grad_sampler(run.forward)
+
+
+def outputs_first(run: Run, name: str, tensor: Tensor) -> Tensor:
+    """A weight-shaped tensor with output channels first (its own inverse)."""
+    return tensor.transpose(0, 1) if tensor.dim() > 1 and is_transposed(run.module, name) else tensor
 
 
 def _or_magnitude(run: Run, names: Sequence[str], found: Mapping[str, Tensor]) -> dict[str, Tensor]:

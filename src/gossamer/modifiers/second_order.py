@@ -43,7 +43,7 @@ class OBSPruningModifier(SecondOrderModifier):
     damp: Annotated[float, Field(gt=0, allow_inf_nan=False)] = OBS.damp
     fisher_block_size: Count | None = OBS.block
     num_recomputations: Count = 1
-    score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "OBS"
+    score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "OBS"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def scorer(self) -> Scorer:
@@ -63,7 +63,7 @@ class MFACPruningModifier(SecondOrderModifier):
     fisher_block_size: Count | None = MFAC.block
     num_pages: int = 1
     available_devices: Any = None
-    score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "MFAC"
+    score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "MFAC"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @model_validator(mode="before")
     @classmethod

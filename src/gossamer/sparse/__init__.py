@@ -1,12 +1,12 @@
 """Tensors in, tensors out: patterns, scores, schedules, allocation. Nothing here knows a model."""
 
-from gossamer.sparse.allocation import erdos_renyi, global_masks, uniform
+from gossamer.sparse.allocation import energy, energy_kept, erdos_renyi, global_masks, uniform
 from gossamer.sparse.fisher import BlockFisher
 from gossamer.sparse.masking import pack, unpack, zero_where
 from gossamer.sparse.nm import NM, NM2d
 from gossamer.sparse.patterns import Block, Channel, Filter, Pattern, Unstructured, parse_nm, parse_pattern
 from gossamer.sparse.schedules import cosine, fraction, interpolate
-from gossamer.sparse.scores import magnitude, movement
+from gossamer.sparse.scores import filter_median_distance, filter_norm, filter_nuclear, magnitude, movement
 from gossamer.sparse.selection import smallest, zero_count
 
 __all__ = [
@@ -19,7 +19,12 @@ __all__ = [
     "Pattern",
     "Unstructured",
     "cosine",
+    "energy",
+    "energy_kept",
     "erdos_renyi",
+    "filter_median_distance",
+    "filter_norm",
+    "filter_nuclear",
     "fraction",
     "global_masks",
     "interpolate",

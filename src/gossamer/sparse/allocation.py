@@ -1,21 +1,27 @@
 """Allocation: how a sparsity budget is shared by layers.
 
 Shapes or scores by name in, sparsities or masks by name out. The totals are
-exact: every allocation zeroes round(N · sparsity) of all N units.
+exact: every allocation zeroes round(N · sparsity) of all N units, unless its
+docstring says where it stops short.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, Literal, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gossamer.errors import SparsityError
 from gossamer.sparse.patterns import NM, Pattern
-from gossamer.sparse.selection import smallest, zero_count
+from gossamer.sparse.selection import refuse_nan, smallest, zero_count
+
+_Ascending = NDArray[np.float64]
+"""Numbers of one layer, none negative, in rising order."""
 
 
 def uniform(shapes: Mapping[str, Sequence[int]], sparsity: float) -> dict[str, float]:
@@ -23,17 +29,22 @@ def uniform(shapes: Mapping[str, Sequence[int]], sparsity: float) -> dict[str, f
     return dict.fromkeys(shapes, sparsity)
 
 
-def erdos_renyi(shapes: Mapping[str, Sequence[int]], sparsity: float, kernel: bool = True) -> dict[str, float]:
-    """Density ∝ Σ dims / Π dims, small layers denser; over-full layers stay dense.
+def erdos_renyi(
+    shapes: Mapping[str, Sequence[int]], sparsity: float, kernel: bool = True, power: float = 1.0
+) -> dict[str, float]:
+    """Density ∝ (Σ dims / Π dims)^power, small layers denser; over-full layers stay dense.
 
     With `kernel` the kernel's sides count as dims (ERK), without it only
-    channels do (Mocanu et al. 2018; Evci et al. 2020, app. A). The zeros add
-    up to round(N · sparsity): remainders go to the layers that lose most.
+    channels do (Mocanu et al. 2018; Evci et al. 2020, app. A); their `power`
+    is 1, and 0 is the same density everywhere. The zeros add up to
+    round(N · sparsity): remainders go to the layers that lose most.
     """
+    if not 0 <= power < math.inf:
+        raise SparsityError(f"erdos_renyi: power {power} is not a finite number of 0 or more; 1 is the paper's")
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     total = sum(sizes.values())
     keep = total - zero_count(total, sparsity)
-    raw = {name: _raw_density(shape, kernel) for name, shape in shapes.items()}
+    raw = {name: _raw_density(shape, kernel) ** power for name, shape in shapes.items()}
     dense: set[str] = set()
     densities: dict[str, float] = {}
     while len(dense) < len(shapes):
@@ -48,6 +59,61 @@ def erdos_renyi(shapes: Mapping[str, Sequence[int]], sparsity: float, kernel: bo
         dense |= full
     kept = {name: (1.0 if name in dense else densities[name]) * sizes[name] for name in shapes}
     return {n: 1 - count / sizes[n] if sizes[n] else 0.0 for n, count in _round_to(kept, keep, sizes).items()}
+
+
+def energy(
+    scores: Mapping[str, Tensor], sparsity: float, slope: float = 0.5, cap: float = 0.99, tolerance: float = 0.015
+) -> dict[str, float]:
+    """Every layer loses what holds little of its energy, Σ w²; small layers lose less of it.
+
+    `scores` are the magnitudes of each layer's weights, or of its units. Let
+    removed_l(k) be the share of layer l's energy that its k smallest weights
+    hold. At a threshold θ the layer loses
+
+        k_l(θ) = the largest k ≤ cap · N_l with removed_l(k) ≤ θ · (N_l / N_max)^slope
+
+    of its N_l weights, and θ is the one at which all layers together lose
+    round(N · sparsity). It may exceed 1, for a small layer may have to lose
+    everything up to its cap. Weights that are zero already cost nothing and
+    go first. Where several weights go at the same θ and not all of them may,
+    they go in the order of the sparsity that they bring their layer to, then
+    in the order of the layers: a higher target never makes a layer denser.
+
+    Caps that stop short of the target by at most `tolerance` of all weights
+    are returned as they are; beyond that `SparsityError` is raised.
+
+    >>> energy({"even": torch.ones(4), "uneven": torch.tensor([4.0, 1.0, 1.0, 1.0])}, 0.5)
+    {'even': 0.25, 'uneven': 0.75}
+    """
+    _check_energy(slope, cap, tolerance)
+    sizes = {name: score.numel() for name, score in scores.items()}
+    total, largest = sum(sizes.values()), max(sizes.values(), default=0)
+    target = zero_count(total, sparsity)
+    caps = {name: _most_zeros(size, cap) for name, size in sizes.items()}
+    reachable = sum(caps.values())
+    if target - reachable > tolerance * total:
+        raise SparsityError(
+            f"energy: sparsity {sparsity:g} is out of reach: with at most {cap:g} in each of {len(sizes)} layers "
+            f"{reachable / total:.4f} of the {total} weights can go; raise the cap, exclude fewer layers, or lower "
+            "the target"
+        )
+    # The θ at which each weight goes, in the order in which its layer loses them.
+    leaves: list[_Ascending] = []
+    for name, score in scores.items():
+        share = max((sizes[name] / max(largest, 1)) ** slope, 1e-300)  # A steep slope must not divide by zero.
+        leaves.append(_removed(score, name)[: caps[name]] / share)
+    counts = _lost(leaves, list(sizes.values()), min(target, reachable))
+    return {name: count / max(sizes[name], 1) for name, count in zip(sizes, counts, strict=True)}
+
+
+def energy_kept(scores: Tensor, sparsity: float) -> float:
+    """The share of Σ score² that is left when the smallest scores are zero; 1 where there is none to lose.
+
+    >>> energy_kept(torch.tensor([3.0, 1.0, 1.0, 1.0]), 0.75)
+    0.75
+    """
+    count = zero_count(scores.numel(), sparsity)
+    return 1.0 - float(_removed(scores)[count - 1]) if count else 1.0
 
 
 def global_masks(scores: Mapping[str, Tensor], pattern: Pattern, sparsity: float) -> dict[str, Tensor]:
@@ -72,6 +138,86 @@ def global_masks(scores: Mapping[str, Tensor], pattern: Pattern, sparsity: float
         name: pattern.expand(part.to(scores[name].device), scores[name].shape)
         for name, part in zip(units, parts, strict=True)
     }
+
+
+def _check_energy(slope: float, cap: float, tolerance: float) -> None:
+    if not 0 <= slope < math.inf:
+        raise SparsityError(f"energy: slope {slope} is not a finite number of 0 or more; 0 treats all layers alike")
+    if not 0 <= cap <= 1:
+        raise SparsityError(f"energy: cap {cap} is not between 0 and 1; 1 lets a layer lose everything")
+    if not 0 <= tolerance <= 1:
+        raise SparsityError(f"energy: tolerance {tolerance} is not between 0 and 1; 0 accepts no shortfall")
+
+
+def _most_zeros(size: int, cap: float) -> int:
+    """The largest count with count / size ≤ cap; a rounded-down product would take one too few at 100 · 0.29."""
+    count = round(size * cap)
+    return count - 1 if count and count / size > cap else count
+
+
+def _removed(scores: Tensor, name: str | None = None) -> _Ascending:
+    """The share of the layer's energy that its 1, 2, … N smallest scores hold, in float64.
+
+    Scores are measured in the largest one first, so that no square overflows
+    and a layer's scale does not matter. Sums run on the CPU, where they have
+    one order.
+    """
+    try:
+        refuse_nan(scores)
+    except SparsityError as error:
+        raise SparsityError(f"energy of '{name}': {error}" if name else str(error)) from None
+    sorted_scores = _sorted(scores.detach().reshape(-1).abs())
+    if not sorted_scores.size or sorted_scores[-1] == 0:
+        return np.zeros(sorted_scores.size)
+    with np.errstate(invalid="ignore"):  # ∞ / ∞: beside infinite scores the finite ones hold nothing.
+        relative = np.nan_to_num(sorted_scores / sorted_scores[-1], nan=1.0)
+    sums = np.cumsum(np.square(relative))
+    return sums / sums[-1]
+
+
+def _sorted(magnitudes: Tensor) -> _Ascending:
+    """Ascending; numpy's sort is several times as fast as torch's on a CPU."""
+    wide = magnitudes if magnitudes.dtype in (torch.float32, torch.float64) else magnitudes.float()
+    if wide.device.type != "cpu":
+        return wide.sort().values.cpu().double().numpy()
+    ordered: NDArray[Any] = np.sort(wide.numpy())
+    return ordered.astype(np.float64)
+
+
+def _lost(leaves: Sequence[_Ascending], sizes: Sequence[int], total: int) -> list[int]:
+    """How many weights each layer loses when the `total` that leave first are gone; ties as `energy` says."""
+    below, upto = _bracket(leaves, total)
+    tied = [np.arange(first + 1, last + 1) / size for first, last, size in zip(below, upto, sizes, strict=True)]
+    missing = total - sum(below)
+    before, at = _bracket(tied, missing)
+    missing -= sum(before)
+    counts: list[int] = []
+    for sure, first, last in zip(below, before, at, strict=True):
+        extra = min(last - first, missing)
+        missing -= extra
+        counts.append(sure + first + extra)
+    return counts
+
+
+def _bracket(layers: Sequence[_Ascending], count: int) -> tuple[list[int], list[int]]:
+    """How many numbers of each layer lie below, and up to, the `count`-th smallest of all.
+
+    Floats that are not negative have the order of their bits read as whole
+    numbers: the bisection ends at the number itself, after 63 steps at most.
+    """
+    low, high = 0, int(np.float64(np.inf).view(np.int64))
+    while low < high:
+        middle = (low + high) // 2
+        if sum(_counts(layers, middle, "right")) >= count:
+            high = middle
+        else:
+            low = middle + 1
+    return _counts(layers, low, "left"), _counts(layers, low, "right")
+
+
+def _counts(layers: Sequence[_Ascending], bits: int, side: Literal["left", "right"]) -> list[int]:
+    threshold = np.int64(bits).view(np.float64)
+    return [int(np.searchsorted(layer, threshold, side=side)) for layer in layers]
 
 
 def _raw_density(shape: Sequence[int], kernel: bool) -> float:
