@@ -1,0 +1,281 @@
+"""The report of layers: its numbers, its files, and the drawing of it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import xml.etree.ElementTree as ET
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import matplotlib._pylab_helpers
+import matplotlib.text
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from torch import nn
+
+from gossamer.analysis import layers_plot
+from gossamer.analysis.layers import LayerReport, layer_report
+from gossamer.errors import GossamerError
+from gossamer.sparse import Unstructured
+
+LEVELS = [0.3, 0.5, 0.9]
+INPUTS = [2, 4, 6, 6]
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = OrderedDict(
+        stem=nn.Conv2d(4, 8, 3),
+        depth=nn.Conv2d(8, 8, 3, groups=8),
+        flat=nn.Flatten(),
+        head=nn.Linear(32, 10),
+    )
+    return nn.Sequential(layers)
+
+
+def report(inputs: Any = INPUTS) -> LayerReport:
+    sparsities = {"stem.weight": [0.1, 0.4, 0.8], "head.weight": [0.4, 0.6, 0.95]}
+    return layer_report(model(), sparsities, LEVELS, inputs, {"depth.weight": "depth-wise"})
+
+
+# Numbers
+
+
+def test_rows_hold_what_each_layer_has_and_keeps() -> None:
+    stem, depth, head = report().layers
+    assert [row.name for row in (stem, depth, head)] == ["stem", "depth", "head"]
+    assert (stem.weight, stem.shape, stem.parameters) == ("stem.weight", (8, 4, 3, 3), 288)
+    assert (stem.macs, depth.macs, head.macs) == (288 * 2 * 16, 72 * 2 * 4, 320 * 2)
+    assert stem.sparsity == (0.1, 0.4, 0.8)
+    assert stem.zeros == (29, 115, 230)
+    assert stem.macs_left == (259 * 32, 173 * 32, 58 * 32)
+    assert depth.excluded == "depth-wise"
+    assert depth.sparsity == (0.0, 0.0, 0.0)
+    assert depth.energy_kept == (1.0, 1.0, 1.0)
+    assert head.zeros == (128, 192, 304)
+
+
+def test_totals_are_over_all_layers_and_over_those_that_take_part() -> None:
+    found = report()
+    assert found.total.parameters == 288 + 72 + 320
+    assert found.total.zeros == (157, 307, 534)
+    assert found.total.sparsity[2] == 534 / 680
+    assert found.total.macs == 288 * 32 + 72 * 8 + 320 * 2
+    assert found.total.macs_left is not None
+    assert found.total.macs_left[2] == 58 * 32 + 72 * 8 + 16 * 2
+    assert found.taking_part.layers == 2
+    assert found.taking_part.parameters == 608
+    assert found.taking_part.zeros == found.total.zeros
+    assert found.taking_part.macs_left is not None
+    assert found.taking_part.macs_left[2] == 58 * 32 + 16 * 2
+
+
+@given(
+    st.lists(st.floats(-2, 2, width=16), min_size=1, max_size=40), st.lists(st.floats(0, 1), max_size=4, unique=True)
+)
+def test_energy_is_that_of_the_weights_which_a_mask_of_the_same_sparsity_keeps(
+    numbers: list[float], levels: list[float]
+) -> None:
+    layer = nn.Linear(len(numbers), 1, bias=False)
+    layer.weight.data = torch.tensor([numbers])
+    [row] = layer_report(layer, {"weight": levels}, [index / 10 for index in range(len(levels))]).layers
+    weight = layer.weight.detach().double()
+    for sparsity, zeros, energy in zip(levels, row.zeros, row.energy_kept, strict=True):
+        kept = Unstructured().mask(weight.abs(), sparsity)
+        assert zeros == int((~kept).sum())
+        whole = float(weight.square().sum())
+        assert energy == pytest.approx(float((weight * kept).square().sum()) / whole if whole else 1.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_huge_and_half_precision_weights_have_their_energy(dtype: torch.dtype) -> None:
+    layer = nn.Linear(4, 1, bias=False).to(dtype)
+    layer.weight.data = torch.tensor([[1.0, 2.0, 2.0, 4.0]], dtype=dtype) * (1e300 if dtype == torch.float64 else 1e30)
+    [row] = layer_report(layer, {"weight": [0.25, 0.75, 1.0]}, [0.1, 0.2, 0.3]).layers
+    assert row.energy_kept == pytest.approx((24 / 25, 16 / 25, 0.0))
+
+
+def test_zeros_of_now_are_counted_apart_from_those_of_the_levels() -> None:
+    network = model()
+    network.head.weight.data[:5] = 0
+    found = layer_report(network, {"head.weight": [0.25]}, [0.25])
+    assert [row.current_sparsity for row in found.layers] == [0, 0, 0.5]
+    assert found.layers[2].energy_kept == (1.0,)
+    assert found.total.current_zeros == 160
+    assert found.total.zeros == (80,)
+
+
+def test_without_inputs_there_are_no_macs() -> None:
+    found = report(inputs=None)
+    assert found.layers[0].macs is None
+    assert found.layers[0].macs_left is None
+    assert found.total.macs is found.total.macs_left is None
+    assert layer_report(model(), {}, [0.5]).taking_part.macs is None
+
+
+def test_a_weight_that_nobody_names_takes_no_part_and_says_so() -> None:
+    found = layer_report(model(), {"head.weight": [0.5]}, [0.5])
+    assert [row.excluded for row in found.layers] == ["no sparsity is given for it"] * 2 + [None]
+
+
+def test_wrappers_do_not_show_in_names() -> None:
+    found = layer_report(nn.DataParallel(model()), {"head.weight": [0.5]}, [0.5], INPUTS)
+    assert found.layers[2].weight == "head.weight"
+
+
+@pytest.mark.parametrize(
+    ("sparsities", "levels", "excluded", "sentence"),
+    [
+        ({"haed.weight": [0.5]}, [0.5], {}, "'haed.weight' is none of the 3 prunable weights; nearest: 'head.weight'"),
+        ({}, [0.5], {"q": "why"}, "'q' is none of the 3 prunable weights; the first is 'stem.weight'"),
+        ({"head.weight": [0.5]}, [0.5, 0.6], {}, "'head.weight' has 1 sparsities for 2 levels; give one for each"),
+        ({"head.weight": [50]}, [0.5], {}, "'head.weight' has a sparsity that is not between 0 and 1; give fractions"),
+        ({}, [30], {}, "level 30 is not between 0 and 1; give fractions, such as 0.9 for 90 %"),
+        ({}, [0.3, 0.3], {}, "levels 0.3, 0.3 repeat; give each of them once"),
+        ({"head.weight": [0.5]}, [0.5], {"head.weight": "last"}, "'head.weight' is excluded (last) and has a sparsity"),
+    ],
+)
+def test_names_and_numbers_that_do_not_fit_are_refused(
+    sparsities: dict[str, list[float]], levels: list[float], excluded: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(GossamerError) as caught:
+        layer_report(model(), sparsities, levels, excluded=excluded)
+    assert sentence in str(caught.value)
+
+
+def test_models_without_layers_or_with_broken_weights_are_refused() -> None:
+    with pytest.raises(GossamerError, match="no convolution or linear layer to report on"):
+        layer_report(nn.ReLU(), {}, [0.5])
+    network = model()
+    network.head.weight.data[0, 0] = torch.nan
+    with pytest.raises(GossamerError, match=r"'head\.weight' holds numbers that are not finite"):
+        layer_report(network, {"head.weight": [0.5]}, [0.5])
+    with pytest.raises(GossamerError, match=r"the model fails on an input of shape \[2, 5\]"):
+        layer_report(model(), {}, [0.5], [2, 5])
+
+
+# Files
+
+
+def test_the_json_is_plain_and_adds_up() -> None:
+    told = report().to_json()
+    assert json.loads(json.dumps(told)) == told
+    assert told["format"] == 1
+    assert told["levels"] == LEVELS
+    assert told["layers"][1]["excluded"] == "depth-wise"
+    assert sum(layer["macs"] for layer in told["layers"]) == told["total"]["macs"]
+    for level in range(3):
+        assert sum(layer["zeros"][level] for layer in told["layers"]) == told["total"]["zeros"][level]
+        assert sum(layer["macs_left"][level] for layer in told["layers"]) == told["total"]["macs_left"][level]
+    assert told["taking_part"]["layers"] == 2
+
+
+def test_the_csv_has_a_line_for_each_layer_and_a_total() -> None:
+    lines = list(csv.DictReader(io.StringIO(report().to_csv())))
+    assert [line["layer"] for line in lines] == ["stem", "depth", "head", "total"]
+    assert lines[0]["shape"] == "8x4x3x3"
+    assert lines[0]["sparsity_0.3"] == "0.1"
+    assert float(lines[0]["energy_kept_0.9"]) == pytest.approx(report().layers[0].energy_kept[2], rel=1e-5)
+    assert lines[1]["excluded"] == "depth-wise"
+    assert lines[3]["parameters"] == "680"
+    assert lines[3]["macs_left_0.9"] == str(58 * 32 + 72 * 8 + 16 * 2)
+    assert lines[3]["energy_kept_0.9"] == ""
+    unknown = next(csv.DictReader(io.StringIO(report(inputs=None).to_csv())))
+    assert (unknown["macs"], unknown["macs_left_0.3"]) == ("", "")
+
+
+def test_saving_makes_the_folder_and_leaves_two_files(tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "anew"
+    paths = report().save(str(folder))
+    assert paths == (folder / "pruner_report.csv", folder / "pruner_report.json")
+    report().save(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["pruner_report.csv", "pruner_report.json"]
+    assert paths[0].read_text(encoding="utf-8") == report().to_csv()
+    assert json.loads(paths[1].read_text(encoding="utf-8")) == report().to_json()
+
+
+def test_a_file_that_cannot_be_written_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "pruner_report.csv").mkdir()
+    with pytest.raises(GossamerError, match=r"pruner_report\.csv: cannot be written: Is a directory"):
+        report().save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["pruner_report.csv"]
+    (tmp_path / "file").touch()
+    with pytest.raises(GossamerError, match="file: cannot be written: File exists; name a folder"):
+        report().save(tmp_path / "file")
+
+
+# Drawing
+
+
+def texts(drawn: LayerReport) -> list[str]:
+    figure = layers_plot.draw(drawn)
+    figure.draw_without_rendering()
+    return [text.get_text() for text in figure.findobj(matplotlib.text.Text) if text.get_visible() and text.get_text()]
+
+
+def many(count: int) -> LayerReport:
+    network = nn.ModuleDict({f"a_block_with_a_rather_long_name_{i}": nn.Linear(2, 2) for i in range(count)})
+    names = [f"{name}.weight" for name in network]
+    return layer_report(network, {name: [0.25, 0.5] for name in names[1:]}, [0.3, 0.6])
+
+
+def test_the_drawing_holds_every_layer_number_and_reason() -> None:
+    shown = texts(report())
+    assert {"stem", "depth", "head", "not pruned: depth-wise", "10", "95", "30 %", "90 %"} <= set(shown)
+    assert "parameters 21.5 %" in shown
+    assert "MACs 23.6 %" in shown
+    assert "MACs" not in " ".join(texts(report(inputs=None)))
+
+
+def test_long_names_lose_their_beginning_and_many_are_thinned() -> None:
+    shown = texts(many(60))
+    names = [text for text in shown if text.startswith(("a_block", "…"))]
+    assert len(names) == 60
+    assert all(len(name) <= layers_plot.LONGEST_NAME for name in names)
+    thinned = texts(many(130))
+    assert [int(text.rpartition("_")[2]) for text in thinned if "name_" in text] == list(range(0, 130, 3))
+    assert "25" not in thinned
+    assert "50 %" in thinned
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        layer_report(nn.Linear(2, 2), {}, [], [1, 2]),
+        layer_report(nn.Linear(2, 2), {}, [0.5]),
+        layer_report(nn.Linear(2, 2), {"weight": [1.0, 0.0]}, [1.0, 0.0], [1, 2]),
+    ],
+    ids=["no level", "nothing takes part", "all and nothing"],
+)
+def test_odd_reports_can_be_drawn(drawn: LayerReport) -> None:
+    assert layers_plot.svg(drawn).startswith("<svg")
+
+
+def test_the_svg_is_one_element_for_a_page_and_the_same_each_time() -> None:
+    drawn = layers_plot.svg(report())
+    assert ET.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"
+    assert drawn == layers_plot.svg(report())
+    assert "<image" not in drawn
+    assert not re.search(r"style=\"fill: #ffffff; opacity", drawn)
+
+
+def test_pictures_are_saved_by_their_ending(tmp_path: Path) -> None:
+    before = dict(matplotlib.rcParams)
+    for ending, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
+        layers_plot.save(report(), tmp_path / f"layers{ending}")
+        assert (tmp_path / f"layers{ending}").read_bytes().startswith(magic)
+    with Image.open(tmp_path / "layers.png") as picture:
+        assert picture.width > 1000
+    assert dict(matplotlib.rcParams) == before
+    assert matplotlib._pylab_helpers.Gcf.figs == {}
+    with pytest.raises(GossamerError, match=r"expected a file ending in \.png, \.svg, \.pdf, found '\.xyz'"):
+        layers_plot.save(report(), tmp_path / "layers.xyz")
+    with pytest.raises(GossamerError, match=r"none/layers\.png: cannot be written: No such file"):
+        layers_plot.save(report(), tmp_path / "none" / "layers.png")
