@@ -58,6 +58,12 @@ ROWS = [
         each=(230, 461, 256),
     ),
     Row(f"StructuredPruningModifier {{{GRADUAL.format(0.5)}, mask_type: filter}}", each=(144, 288, 0)),
+    Row("LevelPruningModifier {levels: [0.3, 0.6, 0.9], end_epoch: 3}", each=(259, 518, 288)),
+    Row("LevelPruningModifier {levels: [0.3, 0.6, 0.9], end_epoch: 3, allocation: energy}", total=1066),
+    Row("LevelPruningModifier {levels: [0.3, 0.6, 0.9], end_epoch: 3, allocation: global}", total=1066),
+    Row(f"StructuredPruningModifier {{{GRADUAL.format(0.5)}, score_type: l2}}", each=(144, 288, 0)),
+    Row(f"StructuredPruningModifier {{{GRADUAL.format(0.5)}, score_type: fpgm_l2}}", each=(144, 288, 0)),
+    Row(f"StructuredPruningModifier {{{GRADUAL.format(0.5)}, score_type: nuclear}}", each=(144, 288, 0)),
 ]
 rows = pytest.mark.parametrize("row", ROWS, ids=str)
 

@@ -24,7 +24,7 @@ from torch import nn
 from gossamer.analysis.eligibility import ineligible
 from gossamer.asp.graphs import save_graph, search
 from gossamer.asp.selection import LAYERS, MaskCalculator, calculator, chosen, leaves_by_type, outputs_first, why_not
-from gossamer.asp.state import State, mask_buffers
+from gossamer.asp.state import State, drop_buffers, mask_buffers
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, prunable, unwrap
 from gossamer.graph.permutation import Permutation
@@ -129,6 +129,16 @@ class ASP:
     def restore_pruned_weights(cls, model: nn.Module | None = None) -> None:
         """Make the model dense again; needs `allow_recompute_mask`."""
         cls._state(model).restore()
+
+    @classmethod
+    def forget(cls, model: nn.Module) -> None:
+        """Take ASP's buffers out of a model, or of a copy of one, and let its optimizers go; the zeros stay."""
+        owner = unwrap(model)
+        state = cls._states.pop(owner, None)
+        if state is not None:
+            for optimizer in list(state.optimizers):
+                state.release(optimizer)
+        drop_buffers(owner)
 
     @classmethod
     def is_sparsity_enabled(cls, model: nn.Module | None = None) -> bool:

@@ -329,3 +329,10 @@ def mask_buffers(model: nn.Module, names: Iterable[str]) -> dict[str, list[Tenso
             kept = (owner._buffers.get(f"__{leaf}_mma_{kind}") for kind in ("mask", "pruned_p"))  # pyright: ignore[reportPrivateUsage]
             found[name] += [buffer for buffer in kept if buffer is not None]
     return found
+
+
+def drop_buffers(model: nn.Module) -> None:
+    """Take all that ASP has put on a model off it."""
+    for layer in model.modules():
+        for key in [key for key in layer._buffers if "_mma_" in key and key.startswith("__")]:  # pyright: ignore[reportPrivateUsage]
+            del layer._buffers[key]  # pyright: ignore[reportPrivateUsage]

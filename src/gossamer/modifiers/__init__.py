@@ -1,14 +1,17 @@
 """What a recipe can do: one family per file, one class per modifier."""
 
+from gossamer.modifiers.admm import ADMMPruningModifier
 from gossamer.modifiers.base import Modifier, Run, find, register, registered
 from gossamer.modifiers.coming import DistillationModifier, PerLayerDistillationModifier, QuantizationModifier
 from gossamer.modifiers.dynamic import ACDCPruningModifier, RigLPruningModifier, TopKASTPruningModifier
+from gossamer.modifiers.learned import ProbMaskPruningModifier, STRPruningModifier
 from gossamer.modifiers.learning_rate import (
     LearningRateFunctionModifier,
     LearningRateModifier,
     RateModifier,
     SetLearningRateModifier,
 )
+from gossamer.modifiers.levels import LevelPruningModifier
 from gossamer.modifiers.other import EpochRangeModifier, SparsificationLoggingModifier
 from gossamer.modifiers.parameters import (
     GradualParamModifier,
@@ -29,6 +32,7 @@ from gossamer.modifiers.structure import LayerPruningModifier, LayerThinningModi
 
 __all__ = [
     "ACDCPruningModifier",
+    "ADMMPruningModifier",
     "ConstantPruningModifier",
     "DistillationModifier",
     "EpochRangeModifier",
@@ -39,17 +43,20 @@ __all__ = [
     "LayerThinningModifier",
     "LearningRateFunctionModifier",
     "LearningRateModifier",
+    "LevelPruningModifier",
     "MFACPruningModifier",
     "MagnitudePruningModifier",
     "Modifier",
     "MovementPruningModifier",
     "OBSPruningModifier",
     "PerLayerDistillationModifier",
+    "ProbMaskPruningModifier",
     "PruningModifier",
     "QuantizationModifier",
     "RateModifier",
     "RigLPruningModifier",
     "Run",
+    "STRPruningModifier",
     "SetLearningRateModifier",
     "SetParamModifier",
     "SetWeightDecayModifier",

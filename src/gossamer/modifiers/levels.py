@@ -1,0 +1,168 @@
+"""Pruning in levels: a table of sparsities, each held by a fixed mask for an equal share of the time.
+
+At each level the learning rate may start over. How layers share a level's
+sparsity is an allocation of `sparse/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor
+
+from gossamer.errors import ModifierError, SparsityError
+from gossamer.graph import ALL_PRUNABLE
+from gossamer.modifiers.base import Epoch, ParamNames, Run, register
+from gossamer.modifiers.pruning import PruningModifier, Sparsity
+from gossamer.modifiers.scoring import FilterKind, FilterScorer, MagnitudeScorer, Scorer
+from gossamer.sparse import NM, Filter, energy, erdos_renyi, global_masks, uniform, zero_count
+
+Level = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+Allocation = Literal["uniform", "erk", "global", "energy"]
+
+
+@register
+class LevelPruningModifier(PruningModifier):
+    """Prune to each sparsity of `levels` in turn; level n starts n/L of the way from start to end.
+
+    Within a level the mask is fixed. At the next level's start it is computed
+    anew from what survives, and the learning-rate scheduler that was given to
+    the manager (`modify(…, lr_scheduler=…)`) starts over.
+    """
+
+    params: ParamNames = ALL_PRUNABLE
+    levels: list[Level]
+    start_epoch: Epoch = 0.0
+    end_epoch: Epoch = Field(default=...)
+    allocation: Allocation = "uniform"
+    """How layers share a level: alike, by Erdős–Rényi-kernel, by one threshold on magnitudes or one on energy."""
+    energy_slope: float = Field(default=0.5, ge=0, allow_inf_nan=False)
+    """With `energy`: by how much small layers are spared; 0 takes the same share of energy from all."""
+    max_layer_sparsity: Sparsity = 0.99
+    """With `energy`: no layer becomes sparser than this."""
+    tolerance: Sparsity = 0.015
+    """With `energy`: how far a level may stay behind its target when all layers are at their maximum."""
+    score_type: Literal["magnitude"] | FilterKind = "magnitude"
+    restart_lr: bool = True
+
+    @field_validator("levels")
+    @classmethod
+    def _rising(cls, levels: list[float]) -> list[float]:
+        if not levels:
+            raise ValueError("expected sparsities that rise, as in [0.3, 0.5, 0.7], found none")
+        if any(after < before for before, after in pairwise(levels)):
+            raise ValueError(f"expected sparsities that rise, as in [0.3, 0.5, 0.7], found {levels}")
+        return levels
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.end_epoch == -1:
+            raise ValueError("end_epoch: expected the epoch at which the last level ends, found -1")
+        if self.score_type != "magnitude" and not isinstance(self.pattern, Filter):
+            raise ValueError(f"score_type: {self.score_type} ranks whole filters; set mask_type: filter beside it")
+        if isinstance(self.pattern, NM) and abs(self.levels[-1] - self.pattern.sparsity) > 1e-6:
+            raise ValueError(
+                f"levels: mask_type {self.mask_type} means {self.pattern.sparsity:g} in the end, "
+                f"found {self.levels[-1]:g}"
+            )
+        return self
+
+    @property
+    def updates_every(self) -> float | None:
+        return -1.0
+
+    @property
+    def scorer(self) -> Scorer:
+        return MagnitudeScorer() if self.score_type == "magnitude" else FilterScorer(self.score_type)
+
+    def sparsity_at(self, epoch: float) -> float | None:
+        if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):
+            return None
+        start = max(self.start_epoch, 0.0)
+        share = (epoch - start) / (self.end_epoch - start) if self.end_epoch > start else 1.0
+        return self.levels[min(int(share * len(self.levels)), len(self.levels) - 1)]
+
+    def starts(self, start: int, end: int) -> list[int]:
+        """The step at which each level starts: n·total // L steps behind the start."""
+        return [start + n * (end - start) // len(self.levels) for n in range(len(self.levels))]
+
+    def bind(self, run: Run) -> list[str]:
+        assert run.end_step is not None
+        if (steps := run.end_step - run.start_step) < len(self.levels):
+            raise ModifierError(
+                f"levels: {len(self.levels)} levels do not fit into {steps} steps; let it end later", "end_epoch"
+            )
+        self.scorer.check(run)
+        return super().bind(run)
+
+    def start(self, run: Run) -> None:
+        level = self._level(run)
+        if run.step > self._starts(run)[level] and self._is_at(run, self.levels[level]):
+            # Entered within a level, with its weights but without its state: the zeros are the mask.
+            for name in run.targets:
+                run.set_mask(name, run.parameter(name).detach() != 0)
+            run.state["level"] = level
+        else:
+            self._enter(run, level)
+
+    def update(self, run: Run) -> None:
+        level = self._level(run)
+        if level != run.state["level"]:
+            self._enter(run, level)
+            if self.restart_lr:
+                run.restart_learning_rate()
+
+    def prune(self, run: Run, sparsity: Mapping[str, float] | float) -> None:
+        """Hold masks of one sparsity over all layers together, or of one for each layer that is named."""
+        names = [name for name in run.targets if name in sparsity] if isinstance(sparsity, Mapping) else run.targets
+        for name, keep in self.masks(run, self.scorer.scores(run, names), sparsity).items():
+            run.set_mask(name, keep)
+
+    def allocated(self, weights: Mapping[str, Tensor], sparsity: float) -> dict[str, float] | float:
+        """A sparsity for each layer, or one number for all of them together."""
+        shapes = {name: weight.shape for name, weight in weights.items()}
+        match self.allocation:
+            case "global":
+                return sparsity
+            case "erk":
+                return erdos_renyi(shapes, sparsity)
+            case "energy":
+                magnitudes = {name: weight.detach().abs() for name, weight in weights.items()}
+                return energy(magnitudes, sparsity, self.energy_slope, self.max_layer_sparsity, self.tolerance)
+            case "uniform":
+                return uniform(shapes, sparsity)
+
+    def shares(self, weights: Mapping[str, Tensor], sparsity: float) -> dict[str, float]:
+        """The sparsity of each layer at a level, by these weights."""
+        found = self.allocated(weights, sparsity)
+        if isinstance(found, dict):
+            return found
+        masks = global_masks({name: weight.detach().abs() for name, weight in weights.items()}, self.pattern, found)
+        return {name: 1 - float(keep.double().mean()) for name, keep in masks.items()}
+
+    def _enter(self, run: Run, level: int) -> None:
+        try:
+            weights = {name: run.parameter(name) for name in run.targets}
+            self.prune(run, self.allocated(weights, self.levels[level]))
+        except SparsityError as error:
+            raise ModifierError(f"level {level + 1} of {len(self.levels)}: {error}", "levels") from None
+        run.state["level"] = level
+        run.log(f"{self.name}/level", self.levels[level])
+
+    def _starts(self, run: Run) -> list[int]:
+        assert run.end_step is not None
+        return self.starts(run.start_step, run.end_step)
+
+    def _level(self, run: Run) -> int:
+        """The last level that has started."""
+        return max(n for n, start in enumerate(self._starts(run)) if start <= max(run.step, run.start_step))
+
+    def _is_at(self, run: Run, sparsity: float) -> bool:
+        """Whether the weights have exactly the zeros of this sparsity."""
+        counts = [run.zeros(name) for name in run.targets]
+        if self.allocation == "uniform":
+            return all(zeros == zero_count(total, sparsity) for zeros, total in counts)
+        return sum(zeros for zeros, _ in counts) == zero_count(sum(total for _, total in counts), sparsity)

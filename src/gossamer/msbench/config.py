@@ -1,0 +1,160 @@
+"""An MSBench config, checked: which classes it names, and with which arguments.
+
+The config is a dict as in MSBench's documentation. It is never changed; all
+that is wrong with it is raised together, each problem with its place and the
+nearest known name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any, TypeVar, cast, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from gossamer.errors import GossamerError, nearest
+
+PARTS = ("mask_generator", "fake_sparse", "scheduler")
+KEYS = (*PARTS, "leaf_module", "fuse_bn", "sparsity")
+NAME = "sparsity_config"
+T = TypeVar("T")
+
+
+class Config:
+    """A checked config: for each part its class and the arguments that were given to it."""
+
+    def __init__(self, given: Mapping[str, Any], classes: Mapping[str, Mapping[str, type]]) -> None:
+        problems: list[str] = []
+        config = _unnested(given)
+        for key in config:
+            if key not in KEYS:
+                problems.append(f"{NAME}: unknown key '{key}'{nearest(str(key), KEYS)}; there are {', '.join(KEYS)}")
+        if "scheduler" not in config:
+            problems.append(f"{NAME}: 'scheduler' is missing; give {{'type': 'AmbaLevelPruneScheduler', 'kwargs': …}}")
+        if config.get("fuse_bn"):
+            problems.append(f"{NAME}: fuse_bn is not offered; fuse with torch.nn.utils.fusion before, or leave it out")
+        self.given = deepcopy(config)
+        self.types: dict[str, type] = {}
+        self.kwargs: dict[str, dict[str, Any]] = {}
+        for part in PARTS:
+            kind, kwargs = _part(part, config.get(part), classes[part], problems)
+            if kind is not None:
+                self.types[part] = kind
+                self.kwargs[part] = arguments(kind, kwargs, f"{NAME}: {part}", problems)
+        self.leaves: list[Any] = list(_sequence(config.get("leaf_module"), problems))
+        self.sparsity: dict[str, Any] = _sparsity(config.get("sparsity"), problems)
+        if problems:
+            raise GossamerError("\n".join(problems))
+
+    def overridden(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """This config with the parts that another one names in place of its own."""
+        if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GossamerError(f"{NAME}: expected a dict, found {type(given).__name__}")
+        return {**self.given, **_unnested(given)}
+
+
+DEFAULTS = {"mask_generator": "NormalMaskGenerator", "fake_sparse": "FakeSparse"}
+ALIASES = {"DefaultFakeSparse": "FakeSparse"}
+
+
+def _unnested(given: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise GossamerError(f"{NAME}: expected a dict with the key 'scheduler', found {type(given).__name__}")
+    config = cast(Mapping[str, Any], given)
+    inner = config.get("sparsity")
+    if "scheduler" not in config and isinstance(inner, Mapping) and "scheduler" in inner:
+        return dict(cast(Mapping[str, Any], inner))  # a whole training config, of which this is the part `sparsity`
+    return dict(config)
+
+
+def _part(
+    part: str, given: Any, classes: Mapping[str, type], problems: list[str]
+) -> tuple[type | None, Mapping[str, Any]]:
+    """The class that a part names, and the keyword arguments beside it."""
+    if given is None and part in DEFAULTS:
+        return classes[DEFAULTS[part]], {}
+    if given is None:
+        return None, {}
+    if not isinstance(given, Mapping):
+        problems.append(f"{NAME}: {part}: expected {{'type': …, 'kwargs': {{…}}}}, found {type(given).__name__}")
+        return None, {}
+    entries = cast(Mapping[str, Any], given)
+    for key in entries:
+        if key not in ("type", "kwargs"):
+            close = nearest(str(key), ("type", "kwargs"))
+            problems.append(f"{NAME}: {part}: unknown key '{key}'{close}; arguments go into 'kwargs'")
+    name = entries.get("type", "BaseScheduler" if part == "scheduler" else DEFAULTS[part])
+    name = ALIASES.get(name, name) if isinstance(name, str) else name
+    if not isinstance(name, str) or name not in classes:
+        known = ", ".join(classes)
+        problems.append(f"{NAME}: {part}: unknown type {name!r}{nearest(str(name), classes)}; there are {known}")
+        return None, {}
+    kwargs: object = entries.get("kwargs") or {}
+    if not isinstance(kwargs, Mapping):
+        problems.append(f"{NAME}: {part}.kwargs: expected a dict, found {type(kwargs).__name__}")
+        return classes[name], {}
+    return classes[name], cast(Mapping[str, Any], kwargs)
+
+
+def arguments(kind: type, given: Mapping[str, Any], where: str, problems: list[str]) -> dict[str, Any]:
+    """The keyword arguments, converted to the types that the class's `__init__` declares."""
+    fields = _fields(kind)
+    known = {key: value for key, value in given.items() if key in fields}
+    for key in given:
+        if key not in fields:
+            offered = f"there are {', '.join(fields)}" if fields else f"{kind.__name__} takes none"
+            problems.append(f"{where}.kwargs: unknown key '{key}'{nearest(str(key), fields)}; {offered}")
+    settings = ConfigDict(arbitrary_types_allowed=True, hide_input_in_errors=True)
+    model: type[BaseModel] = create_model(kind.__name__, __config__=settings, **cast(Any, fields))
+    try:
+        checked = model.model_validate(dict(deepcopy(known)))
+    except ValidationError as error:
+        for problem in error.errors():
+            place = ".".join(str(part) for part in problem["loc"])
+            found = "" if problem["type"] == "missing" else f", found {problem['input']!r}"
+            problems.append(f"{where}.kwargs.{place}: {problem['msg'].removeprefix('Value error, ')}{found}")
+        return {}
+    return {key: getattr(checked, key) for key in known}
+
+
+def _fields(kind: type) -> dict[str, tuple[Any, Any]]:
+    """By name, type and default of what `__init__` takes as keywords; `**kwargs` stands for those of the base."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for base in kind.__mro__:
+        init = base.__dict__.get("__init__")
+        if init is None or base is object:
+            continue
+        hints = get_type_hints(init)
+        parameters = list(inspect.signature(init).parameters.values())
+        for parameter in parameters:
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                default = ... if parameter.default is parameter.empty else parameter.default
+                found.setdefault(parameter.name, (hints.get(parameter.name, Any), default))
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return found
+
+
+def _sequence(given: Any, problems: list[str]) -> Sequence[Any]:
+    if given is None:
+        return []
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        problems.append(f"{NAME}: leaf_module: expected a list of classes or dotted names, found {given!r}")
+        return []
+    return cast(Sequence[Any], given)
+
+
+def _sparsity(given: Any, problems: list[str]) -> dict[str, Any]:
+    """`{'target_sparsity': 0.9, 'uniform': True}`, which some schedulers take."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        problems.append(f"{NAME}: sparsity: expected {{'target_sparsity': …, 'uniform': …}}, found {given!r}")
+        return {}
+
+    def declared(*, target_sparsity: float, uniform: bool = True) -> None: ...
+
+    holder = type("sparsity", (), {"__init__": declared})
+    return arguments(holder, cast(Mapping[str, Any], given), f"{NAME}: sparsity", problems)

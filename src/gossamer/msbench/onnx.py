@@ -1,0 +1,73 @@
+"""A prepared model as an ONNX file, with the zeros in its weights."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import uuid
+from collections.abc import Generator
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from gossamer.errors import GossamerError
+from gossamer.graph import unwrap
+
+if TYPE_CHECKING:
+    from gossamer.msbench.schedulers import BaseScheduler
+
+
+def write(scheduler: BaseScheduler, model: nn.Module, dummy_input: Any, onnx_name: str | os.PathLike[str]) -> str:
+    """Export a copy of the model in evaluation mode to `onnx_name`.onnx; the file is written whole or not at all."""
+    missing = [name for name in ("onnx", "onnxscript") if not _installed(name)]
+    if missing:
+        raise GossamerError(f"export_sparse_onnx needs {' and '.join(missing)}: pip install 'gossamer[onnx]'")
+    copy = scheduler.export_sparse_model(deepcopy(unwrap(model))).eval()
+    inputs = cast(tuple[Any, ...], dummy_input) if isinstance(dummy_input, tuple) else (dummy_input,)
+    target = Path(f"{os.fspath(onnx_name).removesuffix('.onnx')}.onnx")
+    scratch = target.with_name(f".{target.stem}.{uuid.uuid4().hex}.onnx")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _quiet():
+            torch.onnx.export(copy, inputs, scratch, dynamo=True, external_data=False, verbose=False)
+        os.replace(scratch, target)
+    except OSError as error:
+        raise GossamerError(f"{target}: cannot be written: {error.strerror or error}") from None
+    except Exception as error:
+        raise GossamerError(f"{target}: torch.onnx cannot export the model: {_first_line(error)}") from error
+    finally:
+        scratch.unlink(missing_ok=True)
+    return str(target)
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """torch.onnx tells its progress on stdout and by warnings that nobody can act on."""
+    import warnings
+
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _installed(name: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(name) is not None
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

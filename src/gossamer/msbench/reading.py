@@ -1,0 +1,82 @@
+"""Configs from files: YAML, JSON, or the dict that a Python script assigns. Nothing in a file is executed."""
+
+from __future__ import annotations
+
+import ast
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from gossamer.errors import GossamerError
+
+_PYTHON = (".py",)
+_DATA = (".yaml", ".yml", ".json")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config in a file. In a script, it is the first dict literal with the key `scheduler` or `asp`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise GossamerError(f"{path}: cannot be read: {reason}") from None
+    if path.suffix in _PYTHON:
+        return _from_python(path, text)
+    if path.suffix not in _DATA:
+        raise GossamerError(f"{path}: expected a file that ends in {', '.join((*_DATA, *_PYTHON))}")
+    yaml = YAML(typ="safe", pure=True)
+    try:
+        found: Any = yaml.load(io.StringIO(text))
+    except YAMLError as error:
+        raise GossamerError(f"{path}: is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(found, Mapping):
+        raise GossamerError(f"{path}: expected a mapping with the key 'scheduler', found {type(found).__name__}")
+    return {str(key): value for key, value in cast(Mapping[Any, Any], found).items()}
+
+
+def _from_python(path: Path, text: str) -> dict[str, Any]:
+    try:
+        tree = ast.parse(text, filename=str(path))
+    except SyntaxError as error:
+        raise GossamerError(f"{path}:{error.lineno}: is no Python: {error.msg}") from None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict) and {"scheduler", "asp"} & {_key(key) for key in node.keys}:
+            return _literal(path, node, _constants(tree))
+    raise GossamerError(f"{path}: holds no dict with the key 'scheduler'; assign one, as in sparsity_config = {{…}}")
+
+
+def _key(key: ast.expr | None) -> object:
+    return key.value if isinstance(key, ast.Constant) else None
+
+
+def _constants(tree: ast.Module) -> dict[str, ast.expr]:
+    """Names that the script assigns once at its top, such as `max_iter = 10000`."""
+    found: dict[str, ast.expr] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            found[node.targets[0].id] = node.value
+    return found
+
+
+def _literal(path: Path, node: ast.expr, constants: Mapping[str, ast.expr]) -> Any:
+    if isinstance(node, ast.Dict):
+        pairs = zip(node.keys, node.values, strict=True)
+        return {
+            _literal(path, key, constants): _literal(path, value, constants) for key, value in pairs if key is not None
+        }
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_literal(path, item, constants) for item in node.elts]
+    if isinstance(node, ast.Name) and node.id in constants:
+        return _literal(path, constants[node.id], {k: v for k, v in constants.items() if k != node.id})
+    if isinstance(node, ast.Attribute):  # torch.nn.Linear in a whitelist
+        return node.attr
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        raise GossamerError(
+            f"{path}:{node.lineno}: '{ast.unparse(node)}' is code, and scripts are not executed; write the value there"
+        ) from None

@@ -1,0 +1,108 @@
+"""torch.fx for the models that it represents rightly; the others are used as they are.
+
+Pruning needs no graph: what is pruned are parameters by name. A traced model
+is what MSBench's users expect back, and it is given where it provably is the
+same model: same parameters, and the same graph in training and evaluation.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from gossamer.errors import GossamerError, nearest
+from gossamer.graph import named_modules
+
+Leaf = type[nn.Module] | str
+logger = logging.getLogger("gossamer.msbench")
+
+
+def traced(model: nn.Module, leaves: Sequence[Leaf]) -> nn.Module:
+    """The model as a `torch.fx.GraphModule` with the same layers and names, or the model itself."""
+    check_leaves(model, leaves)
+    if isinstance(model, fx.GraphModule):
+        return model
+    reason = _unfit(model, leaves)
+    if reason is None:
+        graphs: list[fx.Graph] = []
+        try:
+            for training in (not model.training, model.training):
+                graphs.append(_graph(model, training, leaves))
+        except Exception as error:  # noqa: BLE001  (forward is the user's code, and fx raises whatever it raises)
+            reason = f"torch.fx cannot follow it: {' '.join(str(error).split()) or type(error).__name__}"
+        else:
+            result = fx.GraphModule(model, graphs[-1], type(model).__name__)
+            if graphs[0].python_code("self").src != graphs[1].python_code("self").src:
+                reason = "it computes differently in training and evaluation"
+            elif set(result.state_dict()) != set(model.state_dict()):
+                reason = "its forward pass does not use all of its parameters"
+            else:
+                _keep_attributes(model, result)
+                result.train(model.training)
+                return result
+    logger.warning("the model is prepared as it is, without torch.fx: %s; leaf_module can name blocks to leave", reason)
+    return model
+
+
+def check_leaves(model: nn.Module, leaves: Sequence[Leaf]) -> None:
+    """Raise unless each leaf is a class, or names a class or a module of the model."""
+    known = {word for path, module in named_modules(model) for word in _words(path, module)}
+    for leaf in leaves:
+        if not isinstance(leaf, str | type):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GossamerError(f"leaf_module: expected classes of modules or dotted names, found {leaf!r}")
+        if isinstance(leaf, str) and leaf not in known:
+            raise GossamerError(f"leaf_module: the model has no module or class '{leaf}'{nearest(leaf, known)}")
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        super().__init__()
+        self._classes = tuple(leaf for leaf in leaves if not isinstance(leaf, str))
+        self._names = {leaf for leaf in leaves if isinstance(leaf, str)}
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        named = bool(self._names & _words(module_qualified_name, m))
+        return named or isinstance(m, self._classes) or super().is_leaf_module(m, module_qualified_name)
+
+
+def _words(path: str, module: nn.Module) -> set[str]:
+    """What a module can be called by: its path, its class with and without package."""
+    kind = type(module)
+    return {path, kind.__name__, f"{kind.__module__}.{kind.__qualname__}"} - {""}
+
+
+def _graph(model: nn.Module, training: bool, leaves: Sequence[Leaf]) -> fx.Graph:
+    modes = {module: module.training for module in model.modules()}
+    try:
+        return _Tracer(leaves).trace(model.train(training))
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _unfit(model: nn.Module, leaves: Sequence[Leaf]) -> str | None:
+    """Why a graph would not be the same model, though it could be made."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        return "its forward takes optional arguments"
+    tracer = _Tracer(leaves)
+    for path, module in named_modules(model):
+        inner = path == "" or not tracer.is_leaf_module(module, path)
+        if inner and (module._forward_hooks or module._forward_pre_hooks):  # pyright: ignore[reportPrivateUsage]
+            return f"'{path or type(model).__name__}' has forward hooks, which a graph would not call"
+    if len({mode.training for mode in model.modules()}) > 1:
+        return "parts of it are in evaluation while others train"
+    return None
+
+
+def _keep_attributes(model: nn.Module, result: fx.GraphModule) -> None:
+    """Plain attributes of the user's class, such as a config, stay reachable."""
+    for key, value in vars(model).items():
+        plain: Any = value
+        if not key.startswith("_") and not isinstance(plain, nn.Module | torch.Tensor) and key not in vars(result):
+            setattr(result, key, plain)

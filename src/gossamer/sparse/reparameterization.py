@@ -1,0 +1,141 @@
+"""Weights as functions of something that is learned: soft thresholds and masks drawn by chance.
+
+Pure functions of tensors, with the gradients of what is learned. Nothing here
+knows a model, or when anything is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.sparse.allocation import global_masks
+from gossamer.sparse.patterns import Unstructured
+
+BORDER = 1e-6
+"""How close to 0 and 1 a probability counts as it is; its logit is finite there."""
+
+_RESOLUTION = 2.0**-24
+"""How exactly a shift is found: the spacing of float32 below 1."""
+_SLACK = 2.0**-40
+"""The share of a budget that is left over, so that every order of summation stays within it."""
+
+
+def soft_threshold(weight: Tensor, s: Tensor) -> Tensor:
+    """sign(W) · ReLU(|W| − σ(s)) (Kusupati et al. 2020, eq. 4 and 5); what is zero is +0.0.
+
+    >>> soft_threshold(torch.tensor([-1.0, -0.5, 0.25, 2.0]), torch.tensor(0.0))
+    tensor([-0.5000,  0.0000,  0.0000,  1.5000])
+    """
+    threshold = s.sigmoid().to(weight.dtype)
+    # Not written as a product, which would leave -0.0 behind; and a NaN fails the comparison and stays in sight.
+    return torch.where(weight.abs() <= threshold, 0.0, weight - weight.sign() * threshold)
+
+
+def threshold_gradient(weight: Tensor, gradient: Tensor, s: Tensor) -> Tensor:
+    """∂L/∂s of `soft_threshold`, from ∂L/∂W: −σ′(s) · Σ sign(W) · ∂L/∂W.
+
+    Both gradients are zero where |W| ≤ σ(s) and differ by the factor −σ′(s) sign(W) elsewhere (Kusupati et al. 2020,
+    eq. 6 and 7), so that no second backward pass is needed.
+    """
+    slope = torch.sigmoid(s)
+    return -slope * (1 - slope) * (weight.sign() * gradient).sum(dtype=s.dtype)
+
+
+def relaxed_mask(p: Tensor, noise: Tensor, tau: float) -> Tensor:
+    """σ((logit p + noise) / τ): a mask between 0 and 1, near one of them when τ is small (Zhou et al. 2021, eq. 6).
+
+    With logistic noise and τ → 0 it is 1 with probability p. For its value p is taken as at least 1e-6 away from 0
+    and 1; the gradient passes, so that a probability at the border still learns.
+    """
+    inside = p + (_inside(p) - p).detach()
+    return torch.sigmoid((torch.logit(inside) + noise) / tau)
+
+
+def probability_gradient(weight: Tensor, gradient: Tensor, p: Tensor, mask: Tensor, tau: float) -> Tensor:
+    """∂L/∂p of a layer that computes with W · mask, from ∂L/∂W, where mask is `relaxed_mask(p, …, tau)`.
+
+    With G the gradient of the product, ∂L/∂W = G · mask and ∂L/∂p = G · W · mask · (1 − mask) / (τ p (1 − p)).
+    """
+    inside = _inside(p)
+    return (gradient * weight).to(p.dtype) * (1 - mask) / (inside * (1 - inside) * tau)
+
+
+def logistic_noise(
+    shape: Sequence[int], seed: int, step: int, index: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Standard logistic noise (float32), the same for the same seed, step and index on one kind of device.
+
+    It comes from a generator of its own: the global random state is neither read nor moved.
+    """
+    key = blake2b(f"{seed}/{step}/{index}".encode(), digest_size=8).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(key, "big") >> 1)
+    return torch.rand(tuple(shape), generator=generator, device=device).logit_(_RESOLUTION)
+
+
+def project(probabilities: Mapping[str, Tensor], budget: float) -> float:
+    """In place p ← clamp(p − v, 0, 1) with the smallest v ≥ 0 such that Σp ≤ budget over all tensors; returns v.
+
+    This is the nearest point within the budget (Zhou et al. 2021, theorem 1). Sums are taken in float64 over the
+    stored values, and in the end they are within the budget, not nearly so.
+
+    >>> p = {"a": torch.tensor([0.75, 0.25]), "b": torch.tensor([1.0])}
+    >>> round(project(p, 1.0), 6), float(p["a"][1])
+    (0.375, 0.0)
+    """
+    total = _Sum.at(probabilities, 0.0)
+    shift = 0.0 if total.value <= budget else _smallest_shift(probabilities, total, max(budget, 0.0) * (1 - _SLACK))
+    for p in probabilities.values():
+        p.sub_(shift).clamp_(0, 1)
+    return shift
+
+
+def hard_masks(probabilities: Mapping[str, Tensor], sparsity: float) -> dict[str, Tensor]:
+    """True at the largest p: all but round(N · sparsity) of the N over all tensors; of equals, the lower index."""
+    return global_masks(probabilities, Unstructured(), sparsity)
+
+
+def _inside(p: Tensor) -> Tensor:
+    return p.clamp(BORDER, 1 - BORDER)
+
+
+class _Sum(NamedTuple):
+    """Σ clamp(p − shift, 0, 1) as it would be stored, and how many summands change with a larger or smaller shift."""
+
+    value: float
+    falling: int
+    rising: int
+
+    @classmethod
+    def at(cls, probabilities: Mapping[str, Tensor], shift: float) -> _Sum:
+        value, falling, rising = 0.0, 0, 0
+        for p in probabilities.values():
+            moved = p - shift
+            positive = moved > 0
+            falling += int((positive & (moved <= 1)).count_nonzero())
+            rising += int((positive & (moved < 1)).count_nonzero())
+            value += float(moved.clamp_(0, 1).sum(dtype=torch.float64))
+        return cls(value, falling, rising)
+
+
+def _smallest_shift(probabilities: Mapping[str, Tensor], below: _Sum, budget: float) -> float:
+    """Bisection, by Newton's step where that halves the bracket: the sum is piecewise linear in the shift."""
+    low, high = 0.0, max(float(p.max()) for p in probabilities.values() if p.numel())
+    newton = True
+    while high - low > _RESOLUTION:
+        width = high - low
+        step = (below.value - budget) / max(below.falling, 1) + _RESOLUTION / 2
+        guess = low + (step if newton and step < width else width / 2)
+        total = _Sum.at(probabilities, guess)
+        if total.value > budget:
+            low, below = guess, total
+        else:
+            high = guess
+            if budget - total.value <= total.rising * _RESOLUTION:
+                break  # a smaller shift that makes a difference would exceed the budget
+        newton = not newton or high - low < width / 2
+    return high
