@@ -70,8 +70,8 @@ def _uses(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str, str]]:
 def withdraw_all(module: nn.Module) -> None:
     """End every substitution in a model, also in a copy of one or in one that was unpickled."""
     for layer in module.modules():
-        before, after = layer._forward_pre_hooks, layer._forward_hooks  # pyright: ignore[reportPrivateUsage]
-        for hooks in cast(tuple[dict[int, object], ...], (before, after)):
+        for kind in ("_forward_pre_hooks", "_forward_hooks"):
+            hooks = cast(dict[int, object], getattr(layer, kind))
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Hooks)]:
                 del hooks[key]
                 layer._forward_hooks_always_called.pop(key, None)  # pyright: ignore[reportPrivateUsage]
