@@ -12,7 +12,6 @@ import io
 import json
 import math
 import os
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, SparsityError, nearest
+from gossamer.files import whole
 from gossamer.graph import get_parameter, prunable
 from gossamer.graph.macs import macs as count_macs
 from gossamer.sparse import zero_count
@@ -309,24 +309,20 @@ def _listed(values: Sequence[int] | None) -> list[int] | None:
     return None if values is None else list(values)
 
 
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
+def _share(part: int, total: int) -> float:
+    return part / total if total else 0.0
 
 
 def _write(folder: Path, contents: Mapping[Path, str]) -> None:
     """Write all files next to where they belong, and move them there when all are whole."""
-    scratch = {path: path.with_name(f".{path.name}.{uuid.uuid4().hex}") for path in contents}
     current = folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for current, text in contents.items():
-            scratch[current].write_text(text, encoding="utf-8", newline="")
-        for current, written in scratch.items():
-            os.replace(written, current)
+        with contextlib.ExitStack() as stack:
+            for current, text in reversed(contents.items()):
+                stack.enter_context(whole(current)).write_text(text, encoding="utf-8", newline="")
     except OSError as error:
-        for written in scratch.values():
-            with contextlib.suppress(OSError):
-                written.unlink(missing_ok=True)
+        place = error.filename2 or current  # moving is what failed, or writing
         raise GossamerError(
-            f"{current}: cannot be written: {error.strerror}; name a folder that can be written to"
+            f"{place}: cannot be written: {error.strerror}; name a folder that can be written to"
         ) from error

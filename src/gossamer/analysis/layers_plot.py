@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gossamer.analysis.layers import LayerReport, LayerRow
-from gossamer.analysis.plot import COLOURS, DASHES, GRID, GROUND, INK
+from gossamer.analysis.plot import COLOURS, DASHES
+from gossamer.analysis.style import GRID, GROUND, INK, drawn_in_style
 from gossamer.errors import GossamerError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ ON_PALE, ON_DEEP, LEFT_OUT = "#1c2025", "#fdfdfd", "#8a939c"
 
 def draw(report: LayerReport) -> Figure:
     """Two panels: what is left of parameters and MACs over the levels, and how sparse each layer is there."""
-    with _style():
+    with drawn_in_style("gossamer-layers"):
         from matplotlib.figure import Figure
 
         rows = len(report.layers)
@@ -74,29 +74,9 @@ def save(report: LayerReport, path: Path) -> None:
 def _rendered(report: LayerReport, **options: Any) -> bytes:
     buffer = io.BytesIO()
     figure = draw(report)
-    with _style():
+    with drawn_in_style("gossamer-layers"):
         figure.savefig(buffer, bbox_inches="tight", pad_inches=0.2, **options)
     return buffer.getvalue()
-
-
-@contextmanager
-def _style() -> Generator[None]:
-    try:
-        import matplotlib
-    except ImportError:
-        raise GossamerError("plots need matplotlib, which is not installed: pip install 'gossamer[report]'") from None
-    style: dict[Any, Any] = {
-        "font.size": 10,
-        "font.family": "DejaVu Sans",
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "axes.edgecolor": GRID,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "svg.hashsalt": "gossamer-layers",
-    }
-    with matplotlib.rc_context(style):
-        yield
 
 
 # What is left

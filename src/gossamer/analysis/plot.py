@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gossamer.analysis.style import GRID, GROUND, INK, drawn_in_style
 from gossamer.analysis.timeline import LANES, Series, Span, Timeline
 from gossamer.errors import GossamerError
 
@@ -37,8 +38,6 @@ FAMILY_COLOURS = {
     "logging": "#7F7F7F",
     "other": "#7F7F7F",
 }
-# Stand-ins in the drawing, which a page replaces by colours of its style sheet.
-INK, GRID, GROUND = "#1b1f24", "#d9dee3", "#fefefe"
 
 
 def save_plot(timeline: Timeline, path: Path, rows: Sequence[tuple[str, str, str]] = ()) -> None:
@@ -113,22 +112,8 @@ def _svg(timeline: Timeline, *, page: bool) -> bytes:
 
 
 def _rendered(timeline: Timeline, *, titled: bool = True, **options: Any) -> bytes:
-    try:
-        import matplotlib
-    except ImportError:
-        raise GossamerError("plots need matplotlib, which is not installed: pip install 'gossamer[report]'") from None
-    style: dict[Any, Any] = {
-        "font.size": 10,
-        "font.family": "DejaVu Sans",
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "axes.edgecolor": GRID,
-        "xtick.color": INK,
-        "ytick.color": INK,
-        "svg.hashsalt": "gossamer",
-    }
     buffer = io.BytesIO()
-    with matplotlib.rc_context(style):
+    with drawn_in_style("gossamer"):
         _figure(timeline, titled).savefig(buffer, bbox_inches="tight", pad_inches=0.2, **options)
     return buffer.getvalue()
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from gossamer.errors import GossamerError, nearest
+from gossamer.files import whole
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -53,24 +52,15 @@ def save_weights(model: nn.Module, path: Path) -> None:
     state: dict[str, Tensor] = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise GossamerError(f"{path}: cannot be written: {error.strerror}") from error
-    os.close(handle)
-    part = Path(name)
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
+        with whole(path) as part:
+            if path.suffix == ".safetensors":
+                from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
-            save_file({name: tensor.clone() for name, tensor in state.items()}, part)
-        else:
-            torch.save(state, part)
-        os.chmod(part, 0o666 & ~_umask())
-        part.replace(path)
+                save_file({name: tensor.clone() for name, tensor in state.items()}, part)
+            else:
+                torch.save(state, part)
     except OSError as error:
         raise GossamerError(f"{path}: cannot be written: {error.strerror}") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def check_format(path: Path) -> None:
@@ -92,9 +82,3 @@ def _read(path: Path, torch: Any) -> dict[str, Tensor]:
     if not entries or not all(isinstance(value, torch.Tensor) for value in entries.values()):
         raise ValueError("it holds no state dict")
     return dict(entries)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

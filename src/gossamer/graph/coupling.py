@@ -8,9 +8,8 @@ are followed each on its own, with what enters and leaves them held in place.
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -20,11 +19,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer.errors import GossamerError
-from gossamer.graph.inputs import guesses, unguessable
+from gossamer.graph.inputs import as_arguments, guesses, unguessable
 from gossamer.graph.parameters import named_state, unwrap
 from gossamer.graph.tensors import tensors_in
 from gossamer.graph.tracing import Arguments, Coupling, Follower, storage_of
-from gossamer.graph.undisturbed import undisturbed
+from gossamer.graph.undisturbed import quietly, undisturbed
 
 _MOST_CALLS = 8
 """Of one part, with inputs of different shapes."""
@@ -43,7 +42,7 @@ def couple(model: nn.Module, example_inputs: Any = None, *, parts: bool = False)
     whole and does not reach for layers inside them on a path that the example does not take.
     """
     module = unwrap(model)
-    with _quiet():
+    with quietly():
         try:
             return _coupled(module, example_inputs, parts)
         except Untraceable:
@@ -58,7 +57,7 @@ def _coupled(module: nn.Module, example_inputs: Any, parts: bool) -> Coupling:
     for inputs in tried:
         try:
             follower = Follower(module)
-            follower.follow(module, [_arguments(inputs)], "the network's input", _LEAVES)
+            follower.follow(module, [as_arguments(inputs)], "the network's input", _LEAVES)
             return follower.coupling()
         except Exception as error:  # noqa: BLE001  (any model, any reason)
             failure = _told(error)
@@ -76,25 +75,7 @@ def _told(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Without torch's own report of each operation that a wrong guess made fail."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.disabled
-    log.disabled = True
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
 _LEAVES = "it reaches the network's output, or the model keeps it"
-
-
-def _arguments(inputs: Any) -> Arguments:
-    if isinstance(inputs, dict):
-        return (), cast(dict[str, Any], inputs)
-    return (cast(tuple[Any, ...], inputs) if isinstance(inputs, tuple) else (inputs,)), {}
 
 
 # Parts
@@ -107,7 +88,7 @@ def _couple_parts(module: nn.Module, example_inputs: Any, failure: str) -> Coupl
         try:
             follower = Follower(module)
             recording = _Recording(follower)
-            recording.run(*_arguments(inputs))
+            recording.run(*as_arguments(inputs))
         except Exception:  # noqa: BLE001  (any model, any reason)
             continue
         return _follow_parts(follower, recording, failure)

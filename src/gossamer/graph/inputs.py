@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,13 @@ IMAGE_SIZES = (224, 32, 28, 64, 299, 8, 16, 48, 96, 128, 256, 384, 512, 12, 14, 
 """Sides of square images, most common first."""
 LENGTHS = (16, 64, 128, 256, 512, 1024, 4096)
 CLIPS = ((16, 112), (16, 224), (8, 32), (4, 16), (8, 8))
+
+
+def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs, a tensor, a tuple or a dict, as arguments of a call."""
+    if isinstance(inputs, dict):
+        return (), cast(dict[str, Any], inputs)
+    return (cast(tuple[Any, ...], inputs) if isinstance(inputs, tuple) else (inputs,)), {}
 
 
 def guesses(module: nn.Module) -> Iterator[Any]:

@@ -8,10 +8,9 @@ it was. Nothing here knows of zeros.
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -21,11 +20,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer.errors import GossamerError
-from gossamer.graph.inputs import guesses
+from gossamer.graph.inputs import as_arguments, guesses
 from gossamer.graph.parameters import get_parameter, prunable, unwrap
 from gossamer.graph.tensors import tensors_in
 from gossamer.graph.tracing import Arguments, storage_of
-from gossamer.graph.undisturbed import forget, undisturbed
+from gossamer.graph.undisturbed import forget, quietly, undisturbed
 
 _REMEDY = (
     "give example_inputs that its forward takes: a tensor, a tuple or dict of arguments, "
@@ -71,11 +70,7 @@ def macs(model: nn.Module, example_inputs: Any) -> dict[str, int]:
 
 
 def _arguments(module: nn.Module, inputs: Any) -> Arguments:
-    if isinstance(inputs, dict):
-        return (), cast(dict[str, Any], inputs)
-    if _is_shape(inputs):
-        return (_of_shape(module, inputs),), {}
-    return (cast(tuple[Any, ...], inputs) if isinstance(inputs, tuple) else (inputs,)), {}
+    return as_arguments(_of_shape(module, inputs) if _is_shape(inputs) else inputs)
 
 
 def _is_shape(inputs: Any) -> bool:
@@ -120,7 +115,7 @@ def _without_values(module: nn.Module, arguments: Arguments) -> dict[str, int] |
 
     watch = _Watch()
     try:
-        with _quiet():
+        with quietly():
             _run(module, arguments, copied, watch, fake)
         return watch.macs
     except Exception:  # noqa: BLE001  (its path depends on values, or an operation needs them)
@@ -158,18 +153,6 @@ def _run(
         args, kwargs = pytree.tree_map_only(Tensor, copied, arguments)
         with fake or nullcontext(), watch:
             torch.func.functional_call(module, {name: copies[id(tensor)] for name, tensor in own}, args, kwargs)
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Without torch's own report of an operation that needs values."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before = log.disabled
-    log.disabled = True
-    try:
-        yield
-    finally:
-        log.disabled = before
 
 
 # Watching

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import random
 import threading
 import types
@@ -187,3 +188,15 @@ def _cell(cell: types.CellType) -> tuple[Iterable[Any], Callable[[], None] | Non
 def _refill(container: Any, before: Any, fill: Callable[[Any], object]) -> None:
     container.clear()
     fill(before)
+
+
+@contextmanager
+def quietly() -> Generator[None]:
+    """Without torch's own report of each operation that fails on tensors without values."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import os
-import uuid
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 
 from gossamer.asp import ASP
 from gossamer.errors import GossamerError
+from gossamer.files import whole
 from gossamer.graph import DEPTHWISE, get_parameter, unwrap
 from gossamer.modifiers import ADMMPruningModifier, LevelPruningModifier, Modifier, ProbMaskPruningModifier
 from gossamer.msbench import selection, sparsers
@@ -144,9 +143,12 @@ class AmbaLevelPruneScheduler(BaseScheduler):
             "sparsities": sparsities,
         }
         path = self.save_dir / f"global_sparse_rate_{self.table[level]}.pth.tar"
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        _write(path, buffer.getvalue())
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with whole(path) as scratch:
+                torch.save(state, scratch)
+        except (OSError, RuntimeError) as error:
+            raise GossamerError(f"{path}: cannot be written: {error}; choose another save_dir") from None
         logger.info("level %d of %d is over: %s", level + 1, len(self.table), path)
 
 
@@ -366,15 +368,3 @@ def _is_first_process() -> bool:
     import torch.distributed as dist
 
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_bytes(content)
-        os.replace(scratch, path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise GossamerError(f"{path}: cannot be written: {error.strerror or error}; choose another save_dir") from None

@@ -6,7 +6,6 @@ import contextlib
 import io
 import logging
 import os
-import uuid
 from collections.abc import Generator
 from copy import deepcopy
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from gossamer.errors import GossamerError
+from gossamer.files import whole
 from gossamer.graph import unwrap
 
 if TYPE_CHECKING:
@@ -30,18 +30,14 @@ def write(scheduler: BaseScheduler, model: nn.Module, dummy_input: Any, onnx_nam
     copy = scheduler.export_sparse_model(deepcopy(unwrap(model))).eval()
     inputs = cast(tuple[Any, ...], dummy_input) if isinstance(dummy_input, tuple) else (dummy_input,)
     target = Path(f"{os.fspath(onnx_name).removesuffix('.onnx')}.onnx")
-    scratch = target.with_name(f".{target.stem}.{uuid.uuid4().hex}.onnx")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _quiet():
+        with whole(target) as scratch, _quiet():
             torch.onnx.export(copy, inputs, scratch, dynamo=True, external_data=False, verbose=False)
-        os.replace(scratch, target)
     except OSError as error:
         raise GossamerError(f"{target}: cannot be written: {error.strerror or error}") from None
     except Exception as error:
         raise GossamerError(f"{target}: torch.onnx cannot export the model: {_first_line(error)}") from error
-    finally:
-        scratch.unlink(missing_ok=True)
     return str(target)
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from types import MappingProxyType
 from typing import IO, Any
 
 from gossamer.errors import RecipeError
+from gossamer.files import whole
 from gossamer.modifiers.base import Modifier
 from gossamer.recipe.editing import add_modifiers, override_variables, set_field, set_metadata
 from gossamer.recipe.loading import Content, Stages, distinct_name, read
@@ -232,15 +231,8 @@ def _both(first: Any, second: Any, stages: list[str]) -> Any:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    target = Path(os.path.realpath(path))
-    scratch = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        scratch.write_text(text, encoding="utf-8", newline="")
-        if target.exists():
-            shutil.copymode(target, scratch)
-        os.replace(scratch, target)
+        with whole(path) as scratch:
+            scratch.write_text(text, encoding="utf-8", newline="")
     except (OSError, ValueError) as error:
-        with contextlib.suppress(OSError):
-            scratch.unlink(missing_ok=True)
         raise RecipeError(f"{path}: cannot be written: {error}") from None
