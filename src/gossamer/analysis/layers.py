@@ -313,7 +313,7 @@ def _share(part: int, total: int) -> float:
     return part / total if total else 0.0
 
 
-def _write(folder: Path, contents: Mapping[Path, str]) -> None:
+def _write(folder: Path, contents: dict[Path, str]) -> None:
     """Write all files next to where they belong, and move them there when all are whole."""
     current = folder
     try:
@@ -322,7 +322,7 @@ def _write(folder: Path, contents: Mapping[Path, str]) -> None:
             for current, text in reversed(contents.items()):
                 stack.enter_context(whole(current)).write_text(text, encoding="utf-8", newline="")
     except OSError as error:
-        place = error.filename2 or current  # moving is what failed, or writing
+        place: object = error.filename2 or current  # moving is what failed, or writing
         raise GossamerError(
             f"{place}: cannot be written: {error.strerror}; name a folder that can be written to"
         ) from error

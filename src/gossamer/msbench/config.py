@@ -13,8 +13,10 @@ from copy import deepcopy
 from typing import Any, TypeVar, cast, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic_core import ErrorDetails
 
 from gossamer.errors import GossamerError, nearest
+from gossamer.recipe.wording import complaint_words, found_words
 
 PARTS = ("mask_generator", "fake_sparse", "scheduler")
 KEYS = (*PARTS, "leaf_module", "fuse_bn", "sparsity")
@@ -111,12 +113,23 @@ def arguments(kind: type, given: Mapping[str, Any], where: str, problems: list[s
     try:
         checked = model.model_validate(dict(deepcopy(known)))
     except ValidationError as error:
-        for problem in error.errors():
-            place = ".".join(str(part) for part in problem["loc"])
-            found = "" if problem["type"] == "missing" else f", found {problem['input']!r}"
-            problems.append(f"{where}.kwargs.{place}: {problem['msg'].removeprefix('Value error, ')}{found}")
+        by_key: dict[str, list[ErrorDetails]] = {}
+        for details in error.errors(include_url=False):
+            by_key.setdefault(str(details["loc"][0]), []).append(details)
+        problems += [f"{where}.kwargs.{key}: {_sentence(found, known.get(key))}" for key, found in by_key.items()]
         return {}
     return {key: getattr(checked, key) for key in known}
+
+
+def _sentence(complaints: Sequence[ErrorDetails], found: object) -> str:
+    """What was wrong with one argument; the branches of a union become one sentence."""
+    if complaints[0]["type"] == "missing":
+        return "is missing"
+    words = [complaint_words(details) for details in complaints]
+    expected = dict.fromkeys(expected for expected, _ in words if expected is not None)
+    if expected:
+        return f"expected {' or '.join(expected)}, found {found_words(found)}"
+    return f"{words[0][1]}, found {found_words(found)}"
 
 
 def _fields(kind: type) -> dict[str, tuple[Any, Any]]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gossamer.analysis.layers import LayerReport
 
 Algorithm = Literal[0, 1, "uniform", "energy", "erk", "global"]
+TABLE = [30, 40, 50, 60, 70, 80, 90]
 ALGORITHMS = ("uniform", "energy")
 """What the numbers of `prun_algo` mean."""
 LAYER_TYPES = ("Linear", "Conv1d", "Conv2d", "Conv3d", "MultiheadAttention")
@@ -39,12 +40,12 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         config: Config,
         *,
         total_iters: int = 10000,
-        sparsity_table: Sequence[float] = (30, 40, 50, 60, 70, 80, 90),
+        sparsity_table: list[float] | None = None,
         prun_algo: Algorithm = 1,
         prun_algo_tuning: float = 0.5,
         dw_no_prune: bool = False,
         do_sparse_analysis: bool = False,
-        default_input_shape: Sequence[int] | None = None,
+        default_input_shape: list[int] | None = None,
         default_input_custom: Any = None,
         output_dir: str | os.PathLike[str] = "./sparse_analysis",
         save_dir: str | os.PathLike[str] = "./model_save_path",
@@ -76,7 +77,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         self.analyse, self.output_dir, self.save_dir = do_sparse_analysis, Path(output_dir), Path(save_dir)
         self.example = default_input_custom if default_input_custom is not None else default_input_shape
         self.init_lr, self.verbose = init_lr, verbose
-        self._saved: int | None = None
+        self.modifiers()  # so that what is wrong with the table is told at once
 
     @property
     def level_starts(self) -> list[int]:
@@ -162,13 +163,13 @@ class AmpereScheduler(BaseScheduler):
         config: Config,
         *,
         mask_calculator: str = "m4n2_1d",
-        whitelist: Sequence[Any] = ("Linear", "Conv2d"),
+        whitelist: list[Any] | None = None,
         allow_recompute_mask: bool = False,
         allow_permutation: bool = False,
         verbosity: int = 2,
     ) -> None:
         super().__init__(config)
-        types = [layer_type(entry) for entry in whitelist]
+        types = [layer_type(entry) for entry in (["Linear", "Conv2d"] if whitelist is None else whitelist)]
         self.arguments: dict[str, Any] = {
             "mask_calculator": mask_calculator,
             "whitelist": types,
@@ -207,8 +208,7 @@ class AmpereScheduler(BaseScheduler):
         return ASP.recipe(self._reference() if self._reference is not None else None)
 
     def export_sparse_model(self, model: nn.Module) -> nn.Module:
-        super().export_sparse_model(model)
-        ASP.forget(model)
+        ASP.forget(super().export_sparse_model(model))
         return model
 
 
@@ -279,7 +279,7 @@ class ProbMaskPruneScheduler(BaseScheduler):
         return interpolate(self.start_rate, self.rate, fraction(iteration, self.warmup, self.finetune))
 
     def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
-        if not sparsers.nodes(unwrap(model)):
+        if not self._pool.members:
             return
         start: float = getattr(self.generator, "tau", 1.0)
         tau = start * interpolate(1.0, self.TAU_END, fraction(iteration, self.warmup, self.total), "linear")
@@ -287,7 +287,11 @@ class ProbMaskPruneScheduler(BaseScheduler):
         self._pool.project()
 
     def after_step(self) -> None:
-        self._pool.project()
+        if self._pool.members:
+            self._pool.project()
+
+    def exported(self) -> None:
+        self._pool = sparsers.Pool(seed=self.seed)
 
 
 class ADMMScheduler(BaseScheduler):

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
@@ -83,6 +85,7 @@ class BaseScheduler:
                 "the model would not train; prepare the model first and wrap it then"
             )
         prepared = traced(model, self.config.leaves) if self.traces and owner is model else model
+        self._exported = Masks()
         self.install(prepared)
         self._reference = weakref.ref(unwrap(prepared))
         self._watch = Watch(unwrap(prepared), self._before_step, self._after_step)
@@ -137,6 +140,7 @@ class BaseScheduler:
             for name in self.names:
                 weight = get_parameter(owner, name).detach()
                 self._exported.hold(0, name, weight != 0, weight)
+            self.exported()
         return model
 
     def export_sparse_onnx(self, model: nn.Module, dummy_input: Any, onnx_name: str | os.PathLike[str]) -> str:
@@ -253,7 +257,8 @@ class BaseScheduler:
 
     def install(self, model: nn.Module) -> None:
         """Bind the recipe to the model, so that what is wrong is told now; put the sparsers in."""
-        run = TrainingRun(Recipe.of(self.modifiers(), name="sparsity_config"), model, None, 1.0, restart=self._restart)
+        with told_of_config():
+            run = TrainingRun(Recipe.of(self.modifiers(), name=NAME), model, None, 1.0, restart=self._restart)
         run.told_the_time = True
         self.names = [name for attachment in run.attachments for name in attachment.bound]
         self.skipped = {name: why for attachment in run.attachments for name, why in attachment.skipped.items()}
@@ -277,6 +282,9 @@ class BaseScheduler:
     def after_step(self) -> None:
         """What to do after each step of an optimizer that trains the model."""
 
+    def exported(self) -> None:
+        """What to do when the prepared model itself was exported."""
+
     # Behind the scenes
 
     @property
@@ -285,7 +293,8 @@ class BaseScheduler:
 
     def _enter(self, iteration: int) -> None:
         if self._run is not None:
-            (self._run.advance if self._begun else self._run.begin)(iteration)
+            with told_of_config():
+                (self._run.advance if self._begun else self._run.begin)(iteration)
             self._begun = True
             self._run.apply_masks()
 
@@ -338,6 +347,16 @@ class BaseScheduler:
         if missing := sorted(set(self.names) - {name for name, _ in owner.named_parameters(remove_duplicate=False)}):
             raise GossamerError(f"{call}: this is no copy of the prepared model: it has no parameter '{missing[0]}'")
         return owner
+
+
+@contextmanager
+def told_of_config() -> Generator[None]:
+    """Errors without the line numbers of a recipe that nobody wrote, and in the words of a config."""
+    try:
+        yield
+    except GossamerError as error:
+        lines = [re.sub(rf"^{NAME}:\d+", NAME, line) for line in str(error).splitlines()]
+        raise GossamerError("\n".join(line.replace(": exclude:", ": no_prune_layer:") for line in lines)) from error
 
 
 class GeneratedLevels(LevelPruningModifier):

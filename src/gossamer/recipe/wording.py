@@ -120,7 +120,7 @@ def _complaint(details: ErrorDetails, at: int, fields: Mapping[str, Pair], probl
                 node, depth = inner, depth + 1
                 path += f"[{part}]" if isinstance(part, int) else f".{part}"
                 index = node.start
-    expected, sentence = _words(details)
+    expected, sentence = complaint_words(details)
     return _Complaint(field, path, index, depth, expected, sentence, found_words(details["input"]))
 
 
@@ -134,7 +134,7 @@ def _inside(node: Node, part: int | str, problems: Problems) -> Node | None:
     return None
 
 
-def _words(details: ErrorDetails) -> tuple[str | None, str]:
+def complaint_words(details: ErrorDetails) -> tuple[str | None, str]:
     """What was expected, or else a whole sentence."""
     kind, context = details["type"], details.get("ctx", {})
     if kind in _LIMITS:
