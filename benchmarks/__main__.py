@@ -17,10 +17,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.allocation_accuracy import allocation_accuracy
 from benchmarks.import_time import import_time
 from benchmarks.mask_size import mask_size
 from benchmarks.mask_update import mask_update, mask_update_of_patterns
 from benchmarks.measuring import Benchmark, Row, Watch
+from benchmarks.methods_accuracy import methods_accuracy, methods_accuracy_on_digits
 from benchmarks.nm_masks import nm_masks
 from benchmarks.permutation_search import permutation_search, permutation_search_large
 from benchmarks.training_step import training_step
@@ -37,8 +39,13 @@ SHORT: dict[str, Benchmark] = {
 LONG: dict[str, Benchmark] = {
     "mask-update-patterns": mask_update_of_patterns,
     "permutation-large": permutation_search_large,
+    "methods-accuracy-digits": methods_accuracy_on_digits,
 }
-ON_DATA: dict[str, Callable[[Watch, Path | None], Iterable[Row]]] = {"2of4-accuracy": two_of_four_accuracy}
+ON_DATA: dict[str, Callable[[Watch, Path | None], Iterable[Row]]] = {
+    "2of4-accuracy": two_of_four_accuracy,
+    "allocation-accuracy": allocation_accuracy,
+    "methods-accuracy": methods_accuracy,
+}
 """Long ones that need a dataset."""
 COLOURS = {"met": "green", "accepted": "yellow", "missed": "red"}
 

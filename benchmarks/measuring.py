@@ -13,7 +13,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +81,12 @@ def medians(
         if collecting:
             gc.enable()
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def shown(percents: Sequence[float]) -> str:
+    """Mean and standard deviation, as in `90.52 ± 0.10 %`; a single number stands alone."""
+    spread = f" ± {statistics.stdev(percents):.2f}" if len(percents) > 1 else ""
+    return f"{statistics.mean(percents):.2f}{spread} %"
 
 
 def peak_memory(function: Callable[[], object]) -> int | None:

@@ -58,6 +58,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
     ) -> None:
         super().__init__(config, **excluded)
         where = f"{NAME}: scheduler.kwargs"
+        sparsity_table = TABLE if sparsity_table is None else sparsity_table
         if not sparsity_table:
             raise GossamerError(
                 f"{where}.sparsity_table: expected sparsities in percent, as in [30, 50, 70], found none"
