@@ -8,6 +8,8 @@ gets its gradient from the weight's own, so that loss scales, accumulation,
 
 from __future__ import annotations
 
+import logging
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Self
 
@@ -17,11 +19,13 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+from gossamer.errors import ModifierError
 from gossamer.modifiers.base import Epoch, ParamNames, Run, register, to_step
 from gossamer.modifiers.pruning import PruningModifier, Sparsity
-from gossamer.sparse import fraction, interpolate
-from gossamer.sparse.reparameterization import (
+from gossamer.sparse import (
+    fraction,
     hard_masks,
+    interpolate,
     logistic_noise,
     probability_gradient,
     project,
@@ -33,9 +37,14 @@ from gossamer.sparse.reparameterization import (
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-THRESHOLDS, MOMENTA = "thresholds", "momenta"
-PROBABILITIES, ADAM = "probabilities", "adam"
-"""Under which keys the state holds what is learned, and what its optimizer remembers."""
+TRAVEL = 20.0
+"""How far Adam may move a probability in one run, unless the recipe says otherwise: often from 0 to 1 and back."""
+SLOWEST, FASTEST = 6e-3, 0.2
+"""The learning rates between which that holds; the first is Zhou et al.'s, for long runs."""
+TIES = 1e-3
+"""By how much probabilities differ at first, so that the larger of two weights comes first."""
+
+logger = logging.getLogger("gossamer")
 
 
 class LearnedPruningModifier(PruningModifier):
@@ -44,7 +53,7 @@ class LearnedPruningModifier(PruningModifier):
     params: ParamNames = Field(default=...)
 
     learned: ClassVar[str]
-    """The key of the state under which each weight has what is learned."""
+    """The key of the state under which each weight has what is learned about it."""
 
     @model_validator(mode="after")
     def _single_weights(self) -> Self:
@@ -52,16 +61,26 @@ class LearnedPruningModifier(PruningModifier):
             raise ValueError(f"mask_type: {self.name} is defined for 'unstructured' only, found {self.mask_type!r}")
         return self
 
+    @abstractmethod
     def value(self, run: Run, name: str) -> Callable[[Tensor, bool], Tensor]:
         """What layers compute with, given the weight and whether they train."""
-        raise NotImplementedError
 
+    @abstractmethod
     def settle(self, run: Run) -> None:
         """Leave in the weights what layers computed with, and hold their zeros."""
-        raise NotImplementedError
+
+    def bind(self, run: Run) -> list[str]:
+        targets = super().bind(run)
+        # Without an optimizer nothing trains, and frozen weights are like all others.
+        frozen = [name for name in targets if run.optimizer is not None and not run.parameter(name).requires_grad]
+        for name in frozen:
+            run.skip(name, "frozen: what there is to learn about a weight comes with its gradient")
+        if len(frozen) == len(targets):
+            raise ModifierError("params: all that match are frozen; let them train, or name others", "params")
+        return [name for name in targets if name not in frozen]
 
     def names(self, run: Run) -> list[str]:
-        """The targets that have something learned; a layer that is taken out at the moment has none."""
+        """The targets about which something is learned, without layers that are taken out at the moment."""
         return [name for name in run.targets if name in run.state.get(self.learned, {})]
 
     def restore(self, run: Run) -> None:
@@ -83,41 +102,42 @@ class LearnedPruningModifier(PruningModifier):
 
 @register
 class STRPruningModifier(LearnedPruningModifier):
-    """Soft thresholds that are learned, one for each layer (Kusupati et al. 2020).
+    """Soft thresholds that are learned, one for each weight tensor (Kusupati et al. 2020).
 
     Layers compute with sign(W) · ReLU(|W| − σ(s)). Weight decay pulls s up from far below zero and the loss holds
-    against it, so that each layer finds its own sparsity. There is no target: more `st_decay`, a higher `s_init` or
-    longer training give more zeros. A weight that gets no gradient keeps its threshold.
+    against it, so that each layer finds its own sparsity. There is no target: more `st_decay`, a higher `s_init`, a
+    higher `st_lr` or longer training give more zeros.
     """
 
-    learned: ClassVar[str] = THRESHOLDS
+    learned: ClassVar[str] = "thresholds"
 
     s_init: float = Field(default=-5.0, allow_inf_nan=False)
-    """The first s; a weight up to σ(s) is zero, 0.0067 for −5."""
+    """The first s; what lies within σ(s) of zero is zero, 0.0067 for −5."""
     st_decay: NotNegative = 5e-4
     """Weight decay on s."""
     st_lr: NotNegative | None = None
-    """The learning rate of s; None: that of the weight, at each step."""
+    """The learning rate of s; None: that of the weight at each step."""
 
     @property
     def updates_every(self) -> float | None:
         return 1.0
 
     def start(self, run: Run) -> None:
-        run.state[THRESHOLDS] = {
-            name: torch.full((), self.s_init, device=run.parameter(name).device) for name in run.targets
+        weights = {name: run.parameter(name) for name in run.targets}
+        run.state["thresholds"] = {
+            n: torch.full((), self.s_init, device=weight.device) for n, weight in weights.items()
         }
-        run.state[MOMENTA] = {}
+        run.state["momenta"] = {}
         self.restore(run)
 
     def update(self, run: Run) -> None:
-        """Tell how sparse the model has become; nothing else does while no mask is held."""
-        run.log("sparsity", effective_sparsity(run))
+        """Say how sparse the model has become: no mask tells it yet."""
+        run.log("effective_sparsity", effective_sparsity(run))
 
     def value(self, run: Run, name: str) -> Callable[[Tensor, bool], Tensor]:
         def thresholded(weight: Tensor, training: bool) -> Tensor:
-            # A copy of the model, such as an average, computes on in this way when the run is over.
-            s = run.state.get(THRESHOLDS, {}).get(name)
+            # A copy of the model, such as an average, goes on to compute like this after the end.
+            s = run.state.get("thresholds", {}).get(name)
             return weight if s is None else soft_threshold(weight, s)
 
         return thresholded
@@ -125,49 +145,48 @@ class STRPruningModifier(LearnedPruningModifier):
     @torch.no_grad()
     def before_step(self, run: Run) -> None:
         """One step on each s, with the arithmetic of `torch.optim.SGD`."""
-        thresholds: dict[str, Tensor] = run.state[THRESHOLDS]
-        momenta: dict[str, Tensor] = run.state[MOMENTA]
+        thresholds: dict[str, Tensor] = run.state["thresholds"]
+        momenta: dict[str, Tensor] = run.state["momenta"]
         groups = _groups(run)
         for name in self.names(run):
             gradient, weight = run.gradient(name), run.parameter(name)
-            group = groups.get(weight)
-            if gradient is None or (group is None and self.st_lr is None):
+            group = groups.get(weight, {})
+            rate = group.get("lr") if self.st_lr is None else self.st_lr
+            if gradient is None or rate is None:
                 continue
             s = thresholds[name] = thresholds[name].to(weight.device)
-            remembered = [momenta[name].to(s.device) if name in momenta else None]
+            buffers = [momenta[name].to(s.device) if name in momenta else None]
             sgd(
                 [s],
                 [threshold_gradient(weight, gradient, s)],
-                remembered,
+                buffers,
+                lr=float(rate),
+                momentum=_momentum(group),
                 weight_decay=self.st_decay,
-                momentum=_momentum(group or {}),
-                lr=float((group or {})["lr"]) if self.st_lr is None else self.st_lr,
                 dampening=0.0,
                 nesterov=False,
                 maximize=False,
             )
-            if remembered[0] is not None:
-                momenta[name] = remembered[0]
+            if buffers[0] is not None:
+                momenta[name] = buffers[0]
 
     def settle(self, run: Run) -> None:
-        run.log("sparsity", effective_sparsity(run))
+        run.log("effective_sparsity", effective_sparsity(run))
         for name in self.names(run):
-            effective = soft_threshold(run.parameter(name).detach(), run.state[THRESHOLDS][name])
+            effective = soft_threshold(run.parameter(name).detach(), run.state["thresholds"][name])
+            if not bool(effective.any()):
+                logger.warning("%s left nothing of '%s'; a smaller st_decay or st_lr keeps more", self.name, name)
             run.write(name, effective)
             run.set_mask(name, effective != 0)
-        run.state.pop(MOMENTA, None)
+        run.state.pop("momenta", None)
 
 
 def effective_sparsity(run: Run) -> float:
-    """The share of zeros in what the layers of an `STRPruningModifier` compute with."""
-    thresholds: Mapping[str, Tensor] = run.state.get(THRESHOLDS, {})
-    zeros = total = 0
-    for name in run.targets:
-        if name in thresholds:
-            weight = run.parameter(name).detach()
-            zeros += weight.numel() - int(soft_threshold(weight, thresholds[name]).count_nonzero())
-            total += weight.numel()
-    return zeros / max(total, 1)
+    """The share of zeros in what the layers of an `STRPruningModifier` compute with now."""
+    thresholds: Mapping[str, Tensor] = run.state["thresholds"]
+    weights = {name: run.parameter(name).detach() for name in run.targets if name in thresholds}
+    kept = sum(int(soft_threshold(weight, thresholds[name]).count_nonzero()) for name, weight in weights.items())
+    return 1 - kept / max(sum(weight.numel() for weight in weights.values()), 1)
 
 
 def _groups(run: Run) -> dict[Tensor, dict[str, Any]]:
@@ -177,7 +196,7 @@ def _groups(run: Run) -> dict[Tensor, dict[str, Any]]:
 
 
 def _momentum(group: Mapping[str, Any]) -> float:
-    """The momentum of a group, or what stands for it in the relatives of Adam; 0 when there is neither."""
+    """The momentum of a group, or what stands for it in Adam and its relatives; 0 when there is neither."""
     return float(group.get("momentum", group.get("betas", (0.0,))[0]))
 
 
@@ -186,27 +205,27 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
     """A probability to be kept for each weight, learned under one budget for all layers (Zhou et al. 2021).
 
     Training computes with W · σ((logit p + logistic noise) / τ); after every step p is projected so that Σp is within
-    (1 − sparsity) · N. Evaluation, and the end, keep exactly that many of the largest p.
+    (1 − sparsity) · N. Evaluation, and the end, keep exactly that many weights, those of the largest p, as they are.
     """
 
     epoch_fields: ClassVar[tuple[str, ...]] = ("start_epoch", "end_epoch", "finetune_epoch")
-    learned: ClassVar[str] = PROBABILITIES
+    learned: ClassVar[str] = "probabilities"
 
     start_epoch: Epoch = Field(default=...)
     end_epoch: Epoch = Field(default=...)
     init_sparsity: Sparsity = 0.0
     final_sparsity: Sparsity
     finetune_epoch: Epoch | None = None
-    """When the sparsity is final, between start and end."""
-    score_lr: Positive = 6e-3
-    """The learning rate of Adam on p."""
+    """When the sparsity is final, between start and end; None: halfway."""
+    score_lr: Positive | None = None
+    """The learning rate of Adam on p; None: 20 over the number of steps, at least 0.006 and at most 0.2."""
     tau_end: Positive = 0.03
-    """The temperature τ at the end, linear from 1 at the start."""
+    """The temperature τ at the end; it falls linearly from 1."""
     seed: int = 0
     """Of the noise."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _in_order(self) -> Self:
         if self.end_epoch == -1:
             raise ValueError("end_epoch: expected the epoch at which the mask becomes final, found -1")
         if self.finetune_epoch is not None and not self.start_epoch <= self.finetune_epoch <= self.end_epoch:
@@ -221,80 +240,76 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         return -1.0
 
     @property
-    def ramp_end(self) -> float:
-        """The epoch at which the sparsity is final."""
+    def ramp(self) -> tuple[float, float]:
+        """The epochs between which the sparsity rises."""
         start = max(self.start_epoch, 0.0)
-        return start + RAMP * (self.end_epoch - start) if self.finetune_epoch is None else self.finetune_epoch
+        return start, (start + self.end_epoch) / 2 if self.finetune_epoch is None else self.finetune_epoch
 
     def sparsity_at(self, epoch: float) -> float | None:
         if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):
             return None
-        start = max(self.start_epoch, 0.0)
-        span = self.ramp_end - start
-        return interpolate(self.init_sparsity, self.final_sparsity, 1.0 if span <= 0 else (epoch - start) / span)
+        start, final = self.ramp
+        x = 1.0 if epoch >= final else (epoch - start) / (final - start)
+        return interpolate(self.init_sparsity, self.final_sparsity, x)
 
     def start(self, run: Run) -> None:
-        largest = max(float(run.parameter(name).detach().abs().max()) for name in run.targets) or 1.0
-        run.state[PROBABILITIES] = {
-            name: 1 - TIE_BREAK * (1 - run.parameter(name).detach().abs().float() / largest) for name in run.targets
-        }
-        probabilities: dict[str, Tensor] = run.state[PROBABILITIES]
-        run.state[ADAM] = {
-            name: [torch.zeros_like(p), torch.zeros_like(p), torch.zeros(())] for name, p in probabilities.items()
-        }
-        self.update(run)
-        super().restore(run)
+        weights = {name: run.parameter(name).detach().abs().float() for name in run.targets}
+        largest = max(float(weight.max()) for weight in weights.values()) or 1.0
+        run.state["probabilities"] = {name: 1 - TIES * (1 - weight / largest) for name, weight in weights.items()}
+        run.state["first"] = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        run.state["second"] = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        run.state["steps"] = dict.fromkeys(weights, 0)
+        self._project(run)
+        self.restore(run)
 
     def restore(self, run: Run) -> None:
-        self._relax(run)
+        self._draw(run)
         super().restore(run)
 
     def update(self, run: Run) -> None:
-        probabilities: dict[str, Tensor] = run.state[PROBABILITIES]
-        count = sum(p.numel() for p in probabilities.values())
-        project(probabilities, (1 - self._sparsity(run)) * count)
-        self._relax(run)
+        self._project(run)
+        self._draw(run)
 
     def value(self, run: Run, name: str) -> Callable[[Tensor, bool], Tensor]:
         def masked(weight: Tensor, training: bool) -> Tensor:
-            if PROBABILITIES not in run.state:
-                keep = run.mask(name)  # a copy of the model, such as an average, after the end
-                return weight if keep is None else _zeroed(weight, keep)
+            if "probabilities" not in run.state:  # a copy of the model, such as an average, after the end
+                keep = run.mask(name)
+                return weight if keep is None else _only(weight, keep)
             if training:
-                return weight * run.scratch["relaxed"][name].to(weight)
-            return _zeroed(weight, self._kept(run)[name])
+                return weight * run.scratch["drawn"][name].to(weight)
+            return _only(weight, self._kept(run)[name])
 
         return masked
 
     @torch.no_grad()
     def before_step(self, run: Run) -> None:
-        """One step of `torch.optim.Adam` on the probabilities."""
-        relaxed: Mapping[str, Tensor] = run.scratch["relaxed"]
-        gradients = {name: run.gradient(name) for name in self.names(run)}
-        for name, gradient in gradients.items():
-            if gradient is None:
-                continue
+        """One step of `torch.optim.Adam` on the probabilities; `update` projects them when the clock has moved."""
+        found = {name: gradient for name in self.names(run) if (gradient := run.gradient(name)) is not None}
+        gradients: list[Tensor] = []
+        for name, gradient in found.items():
             weight = run.parameter(name)
-            p = run.state[PROBABILITIES][name] = run.state[PROBABILITIES][name].to(weight.device)
-            first, second, step = run.state[ADAM][name]
-            adam(
-                [p],
-                [probability_gradient(weight, gradient, p, relaxed[name], self._tau(run))],
-                [first],
-                [second],
-                [],
-                [step],
-                amsgrad=False,
-                beta1=0.9,
-                beta2=0.999,
-                lr=self.score_lr,
-                weight_decay=0.0,
-                eps=1e-8,
-                maximize=False,
-            )
+            for part in ("probabilities", "first", "second"):
+                run.state[part][name] = run.state[part][name].to(weight.device)
+            p, drawn = run.state["probabilities"][name], run.scratch["drawn"][name].to(weight.device)
+            gradients.append(probability_gradient(weight, gradient, p, drawn, self._temperature(run)))
+        adam(
+            *([run.state["probabilities"][name] for name in found], gradients),
+            *([run.state[moment][name] for name in found] for moment in ("first", "second")),
+            [],
+            [torch.tensor(float(run.state["steps"][name])) for name in found],
+            lr=self._rate(run),
+            beta1=0.9,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=0.0,
+            amsgrad=False,
+            maximize=False,
+        )
+        for name in found:
+            run.state["steps"][name] += 1
 
     def settle(self, run: Run) -> None:
-        masks = hard_masks(run.state[PROBABILITIES], self._sparsity(run))
+        masks = hard_masks(run.state["probabilities"], self._sparsity(run))
         for name in self.names(run):
             run.set_mask(name, masks[name])
 
@@ -303,33 +318,38 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         run.state.clear()
 
     def _sparsity(self, run: Run) -> float:
-        ramp_end = to_step(self.ramp_end, run.steps_per_epoch)
-        x = fraction(run.step, run.start_step, ramp_end)
+        x = fraction(run.step, run.start_step, to_step(self.ramp[1], run.steps_per_epoch))
         return interpolate(self.init_sparsity, self.final_sparsity, x)
 
-    def _tau(self, run: Run) -> float:
+    def _temperature(self, run: Run) -> float:
         assert run.end_step is not None
         return interpolate(1.0, self.tau_end, fraction(run.step, run.start_step, run.end_step), "linear")
 
-    def _relax(self, run: Run) -> None:
-        """Draw the masks of this step: one for all its forward passes."""
-        tau, probabilities = self._tau(run), run.state[PROBABILITIES]
-        run.scratch["relaxed"] = {
+    def _rate(self, run: Run) -> float:
+        assert run.end_step is not None
+        needed = TRAVEL / max(run.end_step - run.start_step, 1)
+        return min(max(needed, SLOWEST), FASTEST) if self.score_lr is None else self.score_lr
+
+    def _project(self, run: Run) -> None:
+        probabilities: dict[str, Tensor] = run.state["probabilities"]
+        project(probabilities, (1 - self._sparsity(run)) * sum(p.numel() for p in probabilities.values()))
+
+    def _draw(self, run: Run) -> None:
+        """The masks of this step: one draw for all its forward passes, and anew for the next."""
+        probabilities: dict[str, Tensor] = run.state["probabilities"]
+        tau = self._temperature(run)
+        run.scratch["drawn"] = {
             name: relaxed_mask(p, logistic_noise(p.shape, self.seed, run.step, index, p.device), tau)
             for index, (name, p) in enumerate(probabilities.items())
         }
         run.scratch.pop("kept", None)
 
     def _kept(self, run: Run) -> dict[str, Tensor]:
-        """The mask without chance, found at the first evaluation after p has changed."""
+        """The masks without chance, found when an evaluation first asks for them."""
         if "kept" not in run.scratch:
-            run.scratch["kept"] = hard_masks(run.state[PROBABILITIES], self._sparsity(run))
+            run.scratch["kept"] = hard_masks(run.state["probabilities"], self._sparsity(run))
         return run.scratch["kept"]
 
 
-RAMP = 0.5
-TIE_BREAK = 1e-3
-
-
-def _zeroed(weight: Tensor, keep: Tensor) -> Tensor:
+def _only(weight: Tensor, keep: Tensor) -> Tensor:
     return weight.masked_fill(keep.to(weight.device).logical_not(), 0)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gossamer.analysis.layers import LayerReport
 
 Algorithm = Literal[0, 1, "uniform", "energy", "erk", "global"]
-TABLE = [30, 40, 50, 60, 70, 80, 90]
+TABLE: list[float] = [30, 40, 50, 60, 70, 80, 90]
 ALGORITHMS = ("uniform", "energy")
 """What the numbers of `prun_algo` mean."""
 LAYER_TYPES = ("Linear", "Conv1d", "Conv2d", "Conv3d", "MultiheadAttention")

@@ -5,6 +5,15 @@ from gossamer.sparse.fisher import BlockFisher
 from gossamer.sparse.masking import pack, unpack, zero_where
 from gossamer.sparse.nm import NM, NM2d
 from gossamer.sparse.patterns import Block, Channel, Filter, Pattern, Unstructured, parse_nm, parse_pattern
+from gossamer.sparse.reparameterization import (
+    hard_masks,
+    logistic_noise,
+    probability_gradient,
+    project,
+    relaxed_mask,
+    soft_threshold,
+    threshold_gradient,
+)
 from gossamer.sparse.schedules import cosine, fraction, interpolate
 from gossamer.sparse.scores import filter_median_distance, filter_norm, filter_nuclear, magnitude, movement
 from gossamer.sparse.selection import smallest, zero_count
@@ -27,13 +36,20 @@ __all__ = [
     "filter_nuclear",
     "fraction",
     "global_masks",
+    "hard_masks",
     "interpolate",
+    "logistic_noise",
     "magnitude",
     "movement",
     "pack",
     "parse_nm",
     "parse_pattern",
+    "probability_gradient",
+    "project",
+    "relaxed_mask",
     "smallest",
+    "soft_threshold",
+    "threshold_gradient",
     "uniform",
     "unpack",
     "zero_count",
