@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, ClassVar, Self, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -37,12 +37,12 @@ from gossamer.sparse import (
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-TRAVEL = 20.0
-"""How far Adam may move a probability in one run, unless the recipe says otherwise: often from 0 to 1 and back."""
-SLOWEST, FASTEST = 6e-3, 0.2
-"""The learning rates between which that holds; the first is Zhou et al.'s, for long runs."""
-TIES = 1e-3
+TRAVEL, SLOWEST, FASTEST = 20.0, 6e-3, 0.2
+"""How far Adam may move a probability in one run, and the learning rates within which that holds."""
+TIES = 1e-2
 """By how much probabilities differ at first, so that the larger of two weights comes first."""
+ADAM = ("probabilities", "first", "second")
+"""What Adam trains, and its two moments."""
 
 logger = logging.getLogger("gossamer")
 
@@ -71,7 +71,7 @@ class LearnedPruningModifier(PruningModifier):
 
     def bind(self, run: Run) -> list[str]:
         targets = super().bind(run)
-        # Without an optimizer nothing trains, and frozen weights are like all others.
+        # Without an optimizer nothing is learned, and a frozen weight is like any other.
         frozen = [name for name in targets if run.optimizer is not None and not run.parameter(name).requires_grad]
         for name in frozen:
             run.skip(name, "frozen: what there is to learn about a weight comes with its gradient")
@@ -123,10 +123,8 @@ class STRPruningModifier(LearnedPruningModifier):
         return 1.0
 
     def start(self, run: Run) -> None:
-        weights = {name: run.parameter(name) for name in run.targets}
-        run.state["thresholds"] = {
-            n: torch.full((), self.s_init, device=weight.device) for n, weight in weights.items()
-        }
+        devices = {name: run.parameter(name).device for name in run.targets}
+        run.state["thresholds"] = {name: torch.full((), self.s_init, device=at) for name, at in devices.items()}
         run.state["momenta"] = {}
         self.restore(run)
 
@@ -147,11 +145,11 @@ class STRPruningModifier(LearnedPruningModifier):
         """One step on each s, with the arithmetic of `torch.optim.SGD`."""
         thresholds: dict[str, Tensor] = run.state["thresholds"]
         momenta: dict[str, Tensor] = run.state["momenta"]
-        groups = _groups(run)
+        settings = _settings(run)
         for name in self.names(run):
             gradient, weight = run.gradient(name), run.parameter(name)
-            group = groups.get(weight, {})
-            rate = group.get("lr") if self.st_lr is None else self.st_lr
+            rate, momentum = settings.get(weight, (None, 0.0))
+            rate = rate if self.st_lr is None else self.st_lr
             if gradient is None or rate is None:
                 continue
             s = thresholds[name] = thresholds[name].to(weight.device)
@@ -160,8 +158,8 @@ class STRPruningModifier(LearnedPruningModifier):
                 [s],
                 [threshold_gradient(weight, gradient, s)],
                 buffers,
-                lr=float(rate),
-                momentum=_momentum(group),
+                lr=rate,
+                momentum=momentum,
                 weight_decay=self.st_decay,
                 dampening=0.0,
                 nesterov=False,
@@ -189,15 +187,13 @@ def effective_sparsity(run: Run) -> float:
     return 1 - kept / max(sum(weight.numel() for weight in weights.values()), 1)
 
 
-def _groups(run: Run) -> dict[Tensor, dict[str, Any]]:
-    """The optimizer's group of each parameter."""
-    groups = run.optimizer.param_groups if run.optimizer is not None else []
-    return {parameter: group for group in groups for parameter in group["params"]}
-
-
-def _momentum(group: Mapping[str, Any]) -> float:
-    """The momentum of a group, or what stands for it in Adam and its relatives; 0 when there is neither."""
-    return float(group.get("momentum", group.get("betas", (0.0,))[0]))
+def _settings(run: Run) -> dict[Tensor, tuple[float, float]]:
+    """The optimizer's learning rate and momentum of each parameter; Adam's relatives have their first beta for it."""
+    found: dict[Tensor, tuple[float, float]] = {}
+    for group in run.optimizer.param_groups if run.optimizer is not None else []:
+        setting = float(group["lr"]), float(group.get("momentum", group.get("betas", (0.0,))[0]))
+        found.update(dict.fromkeys(group["params"], setting))
+    return found
 
 
 @register
@@ -229,10 +225,8 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         if self.end_epoch == -1:
             raise ValueError("end_epoch: expected the epoch at which the mask becomes final, found -1")
         if self.finetune_epoch is not None and not self.start_epoch <= self.finetune_epoch <= self.end_epoch:
-            raise ValueError(
-                f"finetune_epoch: expected an epoch from start_epoch ({self.start_epoch:g}) to end_epoch "
-                f"({self.end_epoch:g}), found {self.finetune_epoch:g}"
-            )
+            between = f"an epoch from start_epoch ({self.start_epoch:g}) to end_epoch ({self.end_epoch:g})"
+            raise ValueError(f"finetune_epoch: expected {between}, found {self.finetune_epoch:g}")
         return self
 
     @property
@@ -256,28 +250,32 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         weights = {name: run.parameter(name).detach().abs().float() for name in run.targets}
         largest = max(float(weight.max()) for weight in weights.values()) or 1.0
         run.state["probabilities"] = {name: 1 - TIES * (1 - weight / largest) for name, weight in weights.items()}
-        run.state["first"] = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        run.state["second"] = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        for moment in ADAM[1:]:
+            run.state[moment] = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         run.state["steps"] = dict.fromkeys(weights, 0)
-        self._project(run)
-        self.restore(run)
+        self.update(run)
+        super().restore(run)
 
     def restore(self, run: Run) -> None:
         self._draw(run)
         super().restore(run)
 
     def update(self, run: Run) -> None:
-        self._project(run)
+        probabilities: dict[str, Tensor] = run.state["probabilities"]
+        project(probabilities, (1 - self._sparsity(run)) * sum(p.numel() for p in probabilities.values()))
         self._draw(run)
 
     def value(self, run: Run, name: str) -> Callable[[Tensor, bool], Tensor]:
+        # torch.compile cannot take the ranking of all weights into a layer's graph; what it finds, it can.
+        rank = cast(Callable[[Run], dict[str, Tensor]], torch.compiler.disable(self._rank))
+
         def masked(weight: Tensor, training: bool) -> Tensor:
             if "probabilities" not in run.state:  # a copy of the model, such as an average, after the end
                 keep = run.mask(name)
                 return weight if keep is None else _only(weight, keep)
             if training:
                 return weight * run.scratch["drawn"][name].to(weight)
-            return _only(weight, self._kept(run)[name])
+            return _only(weight, (run.scratch["kept"] if "kept" in run.scratch else rank(run))[name])
 
         return masked
 
@@ -285,18 +283,21 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
     def before_step(self, run: Run) -> None:
         """One step of `torch.optim.Adam` on the probabilities; `update` projects them when the clock has moved."""
         found = {name: gradient for name in self.names(run) if (gradient := run.gradient(name)) is not None}
-        gradients: list[Tensor] = []
         for name, gradient in found.items():
             weight = run.parameter(name)
-            for part in ("probabilities", "first", "second"):
+            for part in ADAM:
                 run.state[part][name] = run.state[part][name].to(weight.device)
             p, drawn = run.state["probabilities"][name], run.scratch["drawn"][name].to(weight.device)
-            gradients.append(probability_gradient(weight, gradient, p, drawn, self._temperature(run)))
+            found[name] = probability_gradient(weight, gradient, p, drawn, self._temperature(run))
+        probabilities, first, second = ([run.state[part][name] for name in found] for part in ADAM)
+        steps: dict[str, int] = run.state["steps"]
         adam(
-            *([run.state["probabilities"][name] for name in found], gradients),
-            *([run.state[moment][name] for name in found] for moment in ("first", "second")),
+            probabilities,
+            list(found.values()),
+            first,
+            second,
             [],
-            [torch.tensor(float(run.state["steps"][name])) for name in found],
+            [torch.tensor(float(steps[name])) for name in found],
             lr=self._rate(run),
             beta1=0.9,
             beta2=0.999,
@@ -305,8 +306,7 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
             amsgrad=False,
             maximize=False,
         )
-        for name in found:
-            run.state["steps"][name] += 1
+        steps.update({name: steps[name] + 1 for name in found})
 
     def settle(self, run: Run) -> None:
         masks = hard_masks(run.state["probabilities"], self._sparsity(run))
@@ -327,12 +327,8 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
 
     def _rate(self, run: Run) -> float:
         assert run.end_step is not None
-        needed = TRAVEL / max(run.end_step - run.start_step, 1)
+        needed = TRAVEL / max(run.end_step - run.start_step, 1)  # 6e-3, Zhou et al.'s, leads nowhere in a short run
         return min(max(needed, SLOWEST), FASTEST) if self.score_lr is None else self.score_lr
-
-    def _project(self, run: Run) -> None:
-        probabilities: dict[str, Tensor] = run.state["probabilities"]
-        project(probabilities, (1 - self._sparsity(run)) * sum(p.numel() for p in probabilities.values()))
 
     def _draw(self, run: Run) -> None:
         """The masks of this step: one draw for all its forward passes, and anew for the next."""
@@ -344,10 +340,9 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         }
         run.scratch.pop("kept", None)
 
-    def _kept(self, run: Run) -> dict[str, Tensor]:
+    def _rank(self, run: Run) -> dict[str, Tensor]:
         """The masks without chance, found when an evaluation first asks for them."""
-        if "kept" not in run.scratch:
-            run.scratch["kept"] = hard_masks(run.state["probabilities"], self._sparsity(run))
+        run.scratch["kept"] = hard_masks(run.state["probabilities"], self._sparsity(run))
         return run.scratch["kept"]
 
 

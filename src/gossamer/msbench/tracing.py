@@ -45,7 +45,7 @@ def traced(model: nn.Module, leaves: Sequence[Leaf]) -> nn.Module:
                 _keep_attributes(model, result)
                 result.train(model.training)
                 return result
-    logger.warning("the model is prepared as it is, without torch.fx: %s; leaf_module can name blocks to leave", reason)
+    logger.warning("the model is prepared as it is, without torch.fx: %s (leaf_module names what not to enter)", reason)
     return model
 
 
@@ -66,8 +66,10 @@ class _Tracer(fx.Tracer):
         self._names = {leaf for leaf in leaves if isinstance(leaf, str)}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Modules without parts are not entered either: nothing in them is pruned, and some act only in training."""
         named = bool(self._names & _words(module_qualified_name, m))
-        return named or isinstance(m, self._classes) or super().is_leaf_module(m, module_qualified_name)
+        whole = isinstance(m, self._classes) or next(m.children(), None) is None
+        return named or whole or super().is_leaf_module(m, module_qualified_name)
 
 
 def _words(path: str, module: nn.Module) -> set[str]:
@@ -95,7 +97,7 @@ def _unfit(model: nn.Module, leaves: Sequence[Leaf]) -> str | None:
         inner = path == "" or not tracer.is_leaf_module(module, path)
         if inner and (module._forward_hooks or module._forward_pre_hooks):  # pyright: ignore[reportPrivateUsage]
             return f"'{path or type(model).__name__}' has forward hooks, which a graph would not call"
-    if len({mode.training for mode in model.modules()}) > 1:
+    if len({module.training for module in model.modules() if next(module.children(), None) is None}) > 1:
         return "parts of it are in evaluation while others train"
     return None
 

@@ -33,7 +33,7 @@ def soft_threshold(weight: Tensor, s: Tensor) -> Tensor:
     """
     threshold = s.sigmoid().to(weight.dtype)
     # Not written as a product, which would leave -0.0 behind; and a NaN fails the comparison and stays in sight.
-    return torch.where(weight.abs() <= threshold, 0.0, weight - weight.sign() * threshold)
+    return torch.where(weight.abs() <= threshold, 0.0, weight - weight.detach().sign() * threshold)
 
 
 def threshold_gradient(weight: Tensor, gradient: Tensor, s: Tensor) -> Tensor:
