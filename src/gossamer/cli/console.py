@@ -41,7 +41,7 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 def problems(error: GossamerError) -> list[str]:
     """The sentences of an error, one for each thing to mend."""
-    return error.problems if isinstance(error, RecipeError) else [str(error)]
+    return error.problems if isinstance(error, RecipeError) else str(error).splitlines()
 
 
 def show_errors(sentences: Iterable[str]) -> None:

@@ -183,7 +183,8 @@ def match_excluded(module: nn.Module, wanted: str | Sequence[str], *, field: str
                     raise
                 idle.append(item)
         else:
-            found += match(module, item, field=field)
+            layers = {name for name in prunable(module) if name.rpartition(".")[0] in _without_prefixes(item)}
+            found += sorted(layers) or match(module, item, field=field)
     return list(dict.fromkeys(found)), idle
 
 

@@ -7,9 +7,11 @@ tensor stands in its place.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -28,12 +30,20 @@ class Substitution:
             hooks = _Hooks(path, leaf, substitute)
             self._handles.append(caller.register_forward_pre_hook(hooks.enter))
             self._handles.append(caller.register_forward_hook(hooks.leave, always_call=True))
+        _compile_anew()
 
     def remove(self) -> None:
         """Let everything compute with the weight itself again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        _compile_anew()
+
+
+def _compile_anew() -> None:
+    """What torch.compile has made takes no notice of hooks that come later; without it, it is made anew when called."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 def withdraw_all(module: nn.Module) -> None:
@@ -44,6 +54,7 @@ def withdraw_all(module: nn.Module) -> None:
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Hooks)]:
                 del hooks[key]
                 layer._forward_hooks_always_called.pop(key, None)  # pyright: ignore[reportPrivateUsage]
+    _compile_anew()
 
 
 class _Hooks:
@@ -51,15 +62,20 @@ class _Hooks:
 
     def __init__(self, path: str, leaf: str, substitute: Substitute) -> None:
         self.path, self.leaf, self.substitute = path, leaf, substitute
-        self.depth = f"_{leaf}_substituted"
+        self.depth, self.replica = f"_{leaf}_substituted", f"_{leaf}_of_replica"
 
     def enter(self, caller: nn.Module, args: object) -> None:
         owner = get_module(caller, self.path)
-        weight = owner._parameters[self.leaf]  # pyright: ignore[reportPrivateUsage]
         depth = owner.__dict__.get(self.depth, 0)
-        if depth == 0 and weight is not None:
-            # An attribute of the instance comes before the parameter, which stays registered.
-            owner.__dict__[self.leaf] = self.substitute(owner, weight)
+        if depth == 0:
+            # A replica of DataParallel holds its weights as attributes.
+            replica = owner.__dict__.get(self.leaf)
+            weight = owner._parameters.get(self.leaf) if replica is None else replica  # pyright: ignore[reportPrivateUsage]
+            if weight is not None:
+                # An attribute of the instance comes before the parameter, which stays registered.
+                owner.__dict__[self.leaf] = self.substitute(owner, weight)
+            if replica is not None:
+                owner.__dict__[self.replica] = replica
         owner.__dict__[self.depth] = depth + 1
 
     def leave(self, caller: nn.Module, args: object, output: object) -> None:
@@ -68,6 +84,8 @@ class _Hooks:
         if owner.__dict__[self.depth] <= 0:
             owner.__dict__.pop(self.leaf, None)
             del owner.__dict__[self.depth]
+            if self.replica in owner.__dict__:
+                owner.__dict__[self.leaf] = owner.__dict__.pop(self.replica)
 
 
 def _users(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str, str]]:

@@ -25,6 +25,7 @@ from gossamer.modifiers.pruning import PruningModifier, Sparsity
 from gossamer.sparse import (
     fraction,
     hard_masks,
+    initial_probabilities,
     interpolate,
     logistic_noise,
     probability_gradient,
@@ -39,8 +40,6 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 TRAVEL, SLOWEST, FASTEST = 20.0, 6e-3, 0.2
 """How far Adam may move a probability in one run, and the learning rates within which that holds."""
-TIES = 1e-2
-"""By how much probabilities differ at first, so that the larger of two weights comes first."""
 ADAM = ("probabilities", "first", "second")
 """What Adam trains, and its two moments."""
 
@@ -247,12 +246,11 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         return interpolate(self.init_sparsity, self.final_sparsity, x)
 
     def start(self, run: Run) -> None:
-        weights = {name: run.parameter(name).detach().abs().float() for name in run.targets}
-        largest = max(float(weight.max()) for weight in weights.values()) or 1.0
-        run.state["probabilities"] = {name: 1 - TIES * (1 - weight / largest) for name, weight in weights.items()}
+        first = initial_probabilities({name: run.parameter(name).detach() for name in run.targets})
+        run.state["probabilities"] = first
         for moment in ADAM[1:]:
-            run.state[moment] = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        run.state["steps"] = dict.fromkeys(weights, 0)
+            run.state[moment] = {name: torch.zeros_like(p) for name, p in first.items()}
+        run.state["steps"] = dict.fromkeys(first, 0)
         self.update(run)
         super().restore(run)
 

@@ -53,7 +53,7 @@ class LevelPruningModifier(PruningModifier):
     def _rising(cls, levels: list[float]) -> list[float]:
         if not levels:
             raise ValueError("expected sparsities that rise, as in [0.3, 0.5, 0.7], found none")
-        if any(after < before for before, after in pairwise(levels)):
+        if any(after <= before for before, after in pairwise(levels)):
             raise ValueError(f"expected sparsities that rise, as in [0.3, 0.5, 0.7], found {levels}")
         return levels
 
@@ -114,6 +114,11 @@ class LevelPruningModifier(PruningModifier):
             self._enter(run, level)
             if self.restart_lr:
                 run.restart_learning_rate()
+
+    def end(self, run: Run) -> None:
+        if run.state.get("level") != len(self.levels) - 1:  # the clock leapt over the last level's start
+            self._enter(run, len(self.levels) - 1)
+        super().end(run)
 
     def prune(self, run: Run, sparsity: Mapping[str, float] | float) -> None:
         """Hold masks of one sparsity over all layers together, or of one for each layer that is named."""

@@ -19,7 +19,7 @@ from gossamer.errors import GossamerError
 from gossamer.msbench import generators, methods, sparsers
 from gossamer.msbench.config import Config
 from gossamer.msbench.generators import MaskGenerator
-from gossamer.msbench.schedulers import BaseScheduler
+from gossamer.msbench.schedulers import BaseScheduler, told_of_config
 from gossamer.msbench.sparsers import FakeSparse
 
 __all__ = ["PRESETS", "BaseScheduler", "FakeSparse", "MaskGenerator", "build_sparse_scheduler", "register"]
@@ -58,7 +58,8 @@ K = TypeVar("K", bound=type)
 def build_sparse_scheduler(sparsity_config: Mapping[str, Any]) -> BaseScheduler:
     """The scheduler that a config describes. The config is not changed; all its mistakes are told together."""
     config = Config(sparsity_config, _classes)
-    return cast(BaseScheduler, config.types["scheduler"](config, **config.kwargs["scheduler"]))
+    with told_of_config():
+        return cast(BaseScheduler, config.types["scheduler"](config, **config.kwargs["scheduler"]))
 
 
 def register(cls: K) -> K:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, TypeVar, cast, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from gossamer.errors import GossamerError, nearest
@@ -44,7 +44,7 @@ class Config:
             kind, kwargs = _part(part, config.get(part), classes[part], problems)
             if kind is not None:
                 self.types[part] = kind
-                self.kwargs[part] = arguments(kind, kwargs, f"{NAME}: {part}", problems)
+                self.kwargs[part] = arguments(kind, kwargs, f"{NAME}: {part}.kwargs", problems)
         self.leaves: list[Any] = list(_sequence(config.get("leaf_module"), problems))
         self.sparsity: dict[str, Any] = _sparsity(config.get("sparsity"), problems)
         if problems:
@@ -103,28 +103,31 @@ def _part(
 def arguments(kind: type, given: Mapping[str, Any], where: str, problems: list[str]) -> dict[str, Any]:
     """The keyword arguments, converted to the types that the class's `__init__` declares."""
     fields = _fields(kind)
-    known = {key: value for key, value in given.items() if key in fields}
-    for key in given:
-        if key not in fields:
-            offered = f"there are {', '.join(fields)}" if fields else f"{kind.__name__} takes none"
-            problems.append(f"{where}.kwargs: unknown key '{key}'{nearest(str(key), fields)}; {offered}")
-    settings = ConfigDict(arbitrary_types_allowed=True, hide_input_in_errors=True)
-    model: type[BaseModel] = create_model(kind.__name__, __config__=settings, **cast(Any, fields))
-    try:
-        checked = model.model_validate(dict(deepcopy(known)))
-    except ValidationError as error:
-        by_key: dict[str, list[ErrorDetails]] = {}
-        for details in error.errors(include_url=False):
-            by_key.setdefault(str(details["loc"][0]), []).append(details)
-        problems += [f"{where}.kwargs.{key}: {_sentence(found, known.get(key))}" for key, found in by_key.items()]
-        return {}
-    return {key: getattr(checked, key) for key in known}
+    offered = f"there are {', '.join(fields)}" if fields else f"{kind.__name__} takes none"
+    problems += [
+        f"{where}: unknown key '{key}'{nearest(str(key), fields)}; {offered}" for key in given if key not in fields
+    ]
+    found: dict[str, Any] = {}
+    for key, (hint, required) in fields.items():
+        if key not in given:
+            problems += [f"{where}.{key}: is missing"] if required else []
+            continue
+        try:
+            adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+            found[key] = adapter.validate_python(deepcopy(given[key]))
+        except ValidationError as error:
+            problems.append(f"{where}.{key}: {sentence(error.errors(include_url=False), given[key])}")
+    return found
 
 
-def _sentence(complaints: Sequence[ErrorDetails], found: object) -> str:
-    """What was wrong with one argument; the branches of a union become one sentence."""
-    if complaints[0]["type"] == "missing":
-        return "is missing"
+def complaint(details: ErrorDetails) -> str:
+    """What a check of several values together found."""
+    expected, told = complaint_words(details)
+    return told or f"expected {expected}"
+
+
+def sentence(complaints: Sequence[ErrorDetails], found: object) -> str:
+    """What was wrong with one value; the branches of a union become one sentence."""
     words = [complaint_words(details) for details in complaints]
     expected = dict.fromkeys(expected for expected, _ in words if expected is not None)
     if expected:
@@ -132,9 +135,9 @@ def _sentence(complaints: Sequence[ErrorDetails], found: object) -> str:
     return f"{words[0][1]}, found {found_words(found)}"
 
 
-def _fields(kind: type) -> dict[str, tuple[Any, Any]]:
-    """By name, type and default of what `__init__` takes as keywords; `**kwargs` stands for those of the base."""
-    found: dict[str, tuple[Any, Any]] = {}
+def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
+    """By name, type and whether it must be given: what `__init__` takes as keywords, `**kwargs` being the base's."""
+    found: dict[str, tuple[Any, bool]] = {}
     for base in kind.__mro__:
         init = base.__dict__.get("__init__")
         if init is None or base is object:
@@ -143,8 +146,8 @@ def _fields(kind: type) -> dict[str, tuple[Any, Any]]:
         parameters = list(inspect.signature(init).parameters.values())
         for parameter in parameters:
             if parameter.kind is parameter.KEYWORD_ONLY:
-                default = ... if parameter.default is parameter.empty else parameter.default
-                found.setdefault(parameter.name, (hints.get(parameter.name, Any), default))
+                required = parameter.default is parameter.empty
+                found.setdefault(parameter.name, (hints.get(parameter.name, Any), required))
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break
     return found

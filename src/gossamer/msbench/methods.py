@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.asp import ASP
+from gossamer.asp.selection import calculator
 from gossamer.errors import GossamerError
 from gossamer.files import whole
 from gossamer.graph import DEPTHWISE, get_parameter, unwrap
 from gossamer.modifiers import ADMMPruningModifier, LevelPruningModifier, Modifier, ProbMaskPruningModifier
 from gossamer.msbench import selection, sparsers
 from gossamer.msbench.config import NAME, Config
-from gossamer.msbench.schedulers import BaseScheduler, logger
+from gossamer.msbench.schedulers import BaseScheduler, logger, made
 from gossamer.recipe import Recipe
 from gossamer.sparse import fraction, interpolate
 
@@ -29,6 +30,12 @@ Algorithm = Literal[0, 1, "uniform", "energy", "erk", "global"]
 TABLE: list[float] = [30, 40, 50, 60, 70, 80, 90]
 ALGORITHMS = ("uniform", "energy")
 """What the numbers of `prun_algo` mean."""
+ADMM_ARGUMENTS = {
+    "final_sparsity": "sparsity.target_sparsity",
+    "rho": "scheduler.kwargs.rho",
+    "end_epoch": "scheduler.kwargs.total_iters",
+    "update_frequency": "scheduler.kwargs.iters_per_epoch",
+}
 LAYER_TYPES = ("Linear", "Conv1d", "Conv2d", "Conv3d", "MultiheadAttention")
 
 
@@ -57,20 +64,19 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         **excluded: Any,
     ) -> None:
         super().__init__(config, **excluded)
-        where = f"{NAME}: scheduler.kwargs"
-        sparsity_table = TABLE if sparsity_table is None else sparsity_table
-        if not sparsity_table:
-            raise GossamerError(
-                f"{where}.sparsity_table: expected sparsities in percent, as in [30, 50, 70], found none"
-            )
-        for percent in sparsity_table:
-            if not 0 <= percent < 100:
-                raise GossamerError(f"{where}.sparsity_table: expected percents from 0 to below 100, found {percent:g}")
-        if total_iters < len(sparsity_table):
-            raise GossamerError(
-                f"{where}.total_iters: {total_iters} iterations are too few for {len(sparsity_table)} levels"
-            )
-        self.table = [_share(percent) for percent in sparsity_table]
+        table = TABLE if sparsity_table is None else sparsity_table
+        problems = [
+            f"sparsity_table: expected percents from 0 to below 100, found {percent:g}"
+            for percent in table
+            if not 0 <= percent < 100
+        ]
+        if not table:
+            problems.append("sparsity_table: expected sparsities in percent, as in [30, 50, 70], found none")
+        if total_iters < max(len(table), 1):
+            problems.append(f"total_iters: {total_iters} iterations are too few for {len(table)} levels")
+        if problems:
+            raise GossamerError("\n".join(f"{NAME}: scheduler.kwargs.{problem}" for problem in problems))
+        self.table = [_share(percent) for percent in table]
         self.total_iters, self.tuning = total_iters, prun_algo_tuning
         self.allocation = ALGORITHMS[prun_algo] if isinstance(prun_algo, int) else prun_algo
         self.tolerance, self.caps = sparse_rate_tolerance, (prune_tolerance_max, prune_tolerance_min)
@@ -170,6 +176,7 @@ class AmpereScheduler(BaseScheduler):
         verbosity: int = 2,
     ) -> None:
         super().__init__(config)
+        calculator(mask_calculator)  # which says what is wrong with it
         types = [layer_type(entry) for entry in (["Linear", "Conv2d"] if whitelist is None else whitelist)]
         self.arguments: dict[str, Any] = {
             "mask_calculator": mask_calculator,
@@ -264,11 +271,12 @@ class ProbMaskPruneScheduler(BaseScheduler):
             "init_sparsity": self.start_rate,
             "seed": self.seed,
         }
-        return [ProbMaskPruningModifier.model_validate(fields)]
+        return [made(ProbMaskPruningModifier, fields, {})]
 
     def install(self, model: nn.Module) -> None:
         self._pool = sparsers.Pool(seed=self.seed)
         super().install(model)
+        self._pool.begin([get_parameter(model, name).detach() for name in self.names])
 
     def make_sparser(self, weight: Tensor) -> sparsers.FakeSparse:
         return self.sparser(weight, self.generator, pool=self._pool, **self.config.kwargs["fake_sparse"])  # pyright: ignore[reportCallIssue]
@@ -316,15 +324,16 @@ class ADMMScheduler(BaseScheduler):
             raise GossamerError(f"{NAME}: ADMMScheduler needs 'sparsity': {{'target_sparsity': …, 'uniform': True}}")
         if self.generator.mask_type is None:
             raise GossamerError(f"{NAME}: mask_generator: ADMMScheduler cannot use one of your own")
-        self.lengths = (total_iters, iters_per_epoch)
         self.rho = rho
+        self.lengths = _lengths(total_iters, iters_per_epoch)
+        self.modifiers()  # so that what is wrong is told at once
 
     def before_run(self, model: nn.Module, iters_per_epoch: int, max_iters: int) -> None:
         """Say how long the training is."""
         self._check_prepared(model, "before_run")
         if self._begun:
             raise GossamerError("before_run: pruning has begun already; call it before the first prune_model")
-        self.lengths = (max_iters, iters_per_epoch)
+        self.lengths = _lengths(max_iters, iters_per_epoch)
         self.install(model)
 
     def modifiers(self, steps_per_epoch: float = 1.0) -> Sequence[Modifier]:
@@ -344,12 +353,19 @@ class ADMMScheduler(BaseScheduler):
             fields["mask_type"] = self.generator.mask_type
         if self.rho is not None:
             fields["rho"] = self.rho
-        return [ADMMPruningModifier.model_validate(fields)]
+        return [made(ADMMPruningModifier, fields, ADMM_ARGUMENTS)]
 
     def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
         if self.lengths[0] is None:
             raise GossamerError("prune_model: call before_run(model, iters_per_epoch, max_iters) first")
         super().advance(model, iteration)
+
+
+def _lengths(total_iters: int | None, iters_per_epoch: int | None) -> tuple[int | None, int | None]:
+    for key, length in (("total_iters", total_iters), ("iters_per_epoch", iters_per_epoch)):
+        if length is not None and length < 1:
+            raise GossamerError(f"{key}: expected a number of iterations above 0, found {length}")
+    return total_iters, iters_per_epoch
 
 
 def _share(percent: float) -> float:

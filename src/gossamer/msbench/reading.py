@@ -64,10 +64,14 @@ def _constants(tree: ast.Module) -> dict[str, ast.expr]:
 
 def _literal(path: Path, node: ast.expr, constants: Mapping[str, ast.expr]) -> Any:
     if isinstance(node, ast.Dict):
-        pairs = zip(node.keys, node.values, strict=True)
-        return {
-            _literal(path, key, constants): _literal(path, value, constants) for key, value in pairs if key is not None
-        }
+        found: dict[Any, Any] = {}
+        for key, value in zip(node.keys, node.values, strict=True):
+            inner = _literal(path, value, constants)
+            if key is not None:
+                found[_literal(path, key, constants)] = inner
+            elif isinstance(inner, dict):  # {**others}
+                found |= inner
+        return found
     if isinstance(node, ast.List | ast.Tuple):
         return [_literal(path, item, constants) for item in node.elts]
     if isinstance(node, ast.Name) and node.id in constants:

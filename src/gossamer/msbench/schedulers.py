@@ -13,7 +13,7 @@ import re
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from pydantic import ValidationError
@@ -23,7 +23,7 @@ from gossamer.errors import GossamerError
 from gossamer.graph import ALL_PRUNABLE, get_parameter, unwrap
 from gossamer.modifiers import LevelPruningModifier, Modifier, STRPruningModifier
 from gossamer.msbench import selection, sparsers
-from gossamer.msbench.config import NAME, Config
+from gossamer.msbench.config import NAME, Config, complaint, sentence
 from gossamer.msbench.generators import MaskGenerator
 from gossamer.msbench.tracing import traced
 from gossamer.recipe import Recipe
@@ -31,10 +31,20 @@ from gossamer.training.attachment import Attachment
 from gossamer.training.masks import Masks
 from gossamer.training.restart import Restart
 from gossamer.training.run import TrainingRun
+from gossamer.training.state import check_state
 from gossamer.training.watching import Arguments, Watch
 
 logger = logging.getLogger("gossamer.msbench")
 STATE_FORMAT = 1
+M = TypeVar("M", bound=Modifier)
+LEVEL_ARGUMENTS = {
+    "levels": "scheduler.kwargs.sparsity_table",
+    "energy_slope": "scheduler.kwargs.prun_algo_tuning",
+    "tolerance": "scheduler.kwargs.sparse_rate_tolerance",
+    "max_layer_sparsity": "scheduler.kwargs.prune_tolerance_max",
+    "end_epoch": "scheduler.kwargs.total_iters",
+}
+"""Where the fields of `LevelPruningModifier` come from."""
 
 
 class BaseScheduler:
@@ -62,6 +72,7 @@ class BaseScheduler:
         self._begun = False
         self._restart: Restart | None = None
         self._watch: Watch | None = None
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._exported = Masks()
 
     # The calls of a training script
@@ -162,7 +173,6 @@ class BaseScheduler:
         attachment = self._attachment
         if attachment is None or not isinstance(attachment.modifier, LevelPruningModifier):
             raise GossamerError(f"update_sparsity_per_layer: {type(self).__name__} decides the sparsity itself here")
-        self._enter(self.iteration or 0)
         attachment.modifier.prune(attachment, selection.by_weight(sparsity_rate, self.names))
         assert self._run is not None
         self._run.apply_masks()
@@ -188,7 +198,8 @@ class BaseScheduler:
     def state_dict(self) -> dict[str, Any]:
         """What to save beside model, optimizer and learning-rate scheduler, to go on to the bit."""
         run = self._run.state_dict() if self._run is not None and self._begun else None
-        return {"format": STATE_FORMAT, "scheduler": type(self).__name__, "iteration": self.iteration, "run": run}
+        name = type(self).__name__
+        return {"format": STATE_FORMAT, "scheduler": name, "iteration": self.iteration, "run": run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state; behind `prepare_sparse_model` and `set_lr_scheduler`."""
@@ -201,6 +212,10 @@ class BaseScheduler:
             )
         if self._reference is None:
             raise GossamerError("load_state_dict: call prepare_sparse_model(model) first")
+        if not isinstance(state["iteration"], int | None):
+            raise GossamerError(f"load_state_dict: the state's iteration is {state['iteration']!r}; save it anew")
+        if state["run"] is not None:
+            check_state(state["run"])
         self.iteration = state["iteration"]
         if state["run"] is not None and self._run is not None:
             for problem in self._run.load_state_dict(state["run"]):
@@ -229,11 +244,7 @@ class BaseScheduler:
             fields["mask_type"] = self.generator.mask_type
         if self.generator.score_type != "magnitude":
             fields["score_type"] = self.generator.score_type
-        try:
-            return LevelPruningModifier.model_validate({**fields, "end_epoch": end_epoch, **more})
-        except ValidationError as error:
-            told = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
-            raise GossamerError(f"{NAME}: {told}") from None
+        return made(LevelPruningModifier, {**fields, "end_epoch": end_epoch, **more}, LEVEL_ARGUMENTS)
 
     @property
     def excluding(self) -> dict[str, list[str]]:
@@ -301,22 +312,26 @@ class BaseScheduler:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
+        """Gradients are looked at once in a round, which is over when an optimizer steps again."""
+        if self._stepped and optimizer not in self._stepped:
+            self._stepped.add(optimizer)
+            return None
+        self._stepped = weakref.WeakSet([optimizer])
         self.before_step()
         if self._run is None or not self._begun:
             return None
         if self._run.shared.optimizer is None:
             self._run.shared.optimizer = optimizer
-        return self._run.before_step(optimizer, args, kwargs) if optimizer is self._run.shared.optimizer else None
+        return self._run.before_step(optimizer, args, kwargs)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         model = self._reference() if self._reference is not None else None
         if model is None:
             return
-        if self._run is not None and self._begun:
-            if optimizer is self._run.shared.optimizer:
-                self._run.after_step(optimizer, (), {})
-            else:
-                self._run.apply_masks()
+        if self._run is not None and self._begun and optimizer is self._run.shared.optimizer:
+            self._run.after_step(optimizer, (), {})
+        elif self._run is not None:
+            self._run.apply_masks()
         self._exported.apply(model)
         self.after_step()
 
@@ -351,12 +366,25 @@ class BaseScheduler:
 
 @contextmanager
 def told_of_config() -> Generator[None]:
-    """Errors without the line numbers of a recipe that nobody wrote, and in the words of a config."""
+    """Errors in the words of a config, and without the lines of a recipe that nobody wrote."""
     try:
         yield
     except GossamerError as error:
-        lines = [re.sub(rf"^{NAME}:\d+", NAME, line) for line in str(error).splitlines()]
+        lines = [re.sub(rf"^({NAME}(:\d+)?: )?", f"{NAME}: ", line) for line in str(error).splitlines()]
         raise GossamerError("\n".join(line.replace(": exclude:", ": no_prune_layer:") for line in lines)) from error
+
+
+def made(kind: type[M], fields: Mapping[str, Any], names: Mapping[str, str]) -> M:
+    """A modifier of these fields; complaints are about the arguments that the fields came from, by `names`."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        told: list[str] = []
+        for details in error.errors(include_url=False):
+            field = str(details["loc"][0]) if details["loc"] else ""
+            place = f"{names.get(field, field)}: " if field else ""
+            told.append(f"{NAME}: {place}{sentence([details], fields.get(field)) if field else complaint(details)}")
+        raise GossamerError("\n".join(told)) from None
 
 
 class GeneratedLevels(LevelPruningModifier):

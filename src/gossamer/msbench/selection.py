@@ -10,23 +10,29 @@ from gossamer.errors import GossamerError, nearest
 _PREFIX = "module."
 
 
-def words(listed: str | Sequence[str]) -> list[str]:
-    """The entries of a list with commas, without the prefix that DistributedDataParallel puts before names.
+def words(listed: str) -> list[str]:
+    """The entries of a list with commas.
 
     >>> words("layer1, module.fc,")
-    ['layer1', 'fc']
+    ['layer1', 'module.fc']
     """
-    entries = listed.split(",") if isinstance(listed, str) else listed
-    return [entry.strip().removeprefix(_PREFIX) for entry in entries if entry.strip().removeprefix(_PREFIX)]
+    return [entry.strip() for entry in listed.split(",") if entry.strip()]
 
 
 def patterns(keywords: Sequence[str], exact: Sequence[str]) -> list[str]:
     """What to write into `exclude` of a recipe. A keyword is looked for in the layer's name, not the weight's.
 
-    >>> patterns(["conv"], ["fc"])
-    ['re:.*conv.*\\\\.[^.]+$', 'fc']
+    A keyword may begin with the prefix that DistributedDataParallel puts before names, as exact names may.
+
+    >>> patterns(["conv", "module.a"], ["fc"])
+    ['re:.*conv.*\\\\.[^.]+$', 're:(.*module\\\\.a|a).*\\\\.[^.]+$', 'fc']
     """
-    return [f"re:.*{re.escape(keyword)}.*\\.[^.]+$" for keyword in keywords] + list(exact)
+    return [f"re:{_looked_for(keyword)}.*\\.[^.]+$" for keyword in keywords] + list(exact)
+
+
+def _looked_for(keyword: str) -> str:
+    anywhere, bare = f".*{re.escape(keyword)}", keyword.removeprefix(_PREFIX)
+    return anywhere if bare == keyword else f"({anywhere}|{re.escape(bare)})"
 
 
 def layer_of(weight: str) -> str:

@@ -8,7 +8,7 @@ zeros of its masks are in the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from gossamer.graph import first_names, get_module, get_parameter, named_modules
 from gossamer.graph.substitution import Substitution, withdraw_all
 from gossamer.msbench.generators import MaskGenerator, ProbMaskGenerator
-from gossamer.sparse.reparameterization import hard_masks, logistic_noise, project, relaxed_mask, soft_threshold
+from gossamer.sparse.reparameterization import (
+    hard_masks,
+    initial_probabilities,
+    logistic_noise,
+    project,
+    relaxed_mask,
+    soft_threshold,
+)
 
 SUFFIX = "_fake_sparse"
 
@@ -58,11 +65,18 @@ class Pool:
 
     @property
     def rate(self) -> float:
-        return float(self.members[0].clock[0])
+        return self.members[0].settings()[0]
 
     def set(self, rate: float, tau: float, step: int) -> None:
         for member in self.members:
-            member.clock.copy_(torch.tensor([rate, tau, step], dtype=torch.float64))
+            member.clock.copy_(_as_bits(rate, tau, step))
+
+    @torch.no_grad()
+    def begin(self, weights: Sequence[Tensor]) -> None:
+        """Probabilities of nearly 1, in the order of the weights' magnitudes."""
+        first = initial_probabilities({str(index): weight for index, weight in enumerate(weights)})
+        for index, member in enumerate(self.members):
+            member.scores.copy_(first[str(index)])
 
     @torch.no_grad()
     def project(self) -> None:
@@ -92,17 +106,27 @@ class ProbMaskFakeSparse(FakeSparse):
         self.index = len(self.pool.members) - 1
         self.scores = nn.Parameter(torch.ones_like(weight.detach(), dtype=torch.float32))
         tau = generator.tau if isinstance(generator, ProbMaskGenerator) else 1.0
-        self.register_buffer("clock", torch.tensor([0.0, tau, 0.0], dtype=torch.float64, device=weight.device))
+        self.register_buffer("clock", _as_bits(0.0, tau, 0).to(weight.device))
+
+    def settings(self) -> tuple[float, float, float]:
+        """Prune rate, temperature and iteration."""
+        rate, tau, step = (float(value) for value in self.clock.view(torch.float64))
+        return rate, tau, step
 
     def forward(self, weight: Tensor) -> Tensor:
         if not self.training:
             return torch.where(self.pool.hard_mask(self), weight, 0.0)
-        rate, tau, step = (float(value) for value in self.clock)
+        rate, tau, step = self.settings()
         if rate == 0.0:
             # All are kept; the probabilities still take part, for DDP waits for the gradient of every parameter.
             return weight + 0.0 * self.scores.to(weight.dtype)
         noise = logistic_noise(weight.shape, self.pool.seed, int(step), self.index, weight.device)
         return weight * relaxed_mask(self.scores, noise, tau).to(weight.dtype)
+
+
+def _as_bits(*numbers: float) -> Tensor:
+    """Numbers that casting a model to half precision leaves alone."""
+    return torch.tensor(numbers, dtype=torch.float64).view(torch.int64)
 
 
 # Nodes in a model

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import inspect
 import logging
+import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.graph import named_modules
+from gossamer.graph import named_modules, prunable
+from gossamer.graph.undisturbed import undisturbed
 
 Leaf = type[nn.Module] | str
 logger = logging.getLogger("gossamer.msbench")
@@ -31,14 +34,21 @@ def traced(model: nn.Module, leaves: Sequence[Leaf]) -> nn.Module:
     if reason is None:
         graphs: list[fx.Graph] = []
         try:
-            for training in (not model.training, model.training):
-                graphs.append(_graph(model, training, leaves))
+            with undisturbed(model):
+                drawn = _random_states()
+                for training in (not model.training, model.training):
+                    graphs.append(_graph(model, training, leaves))
+                chose = _random_states() != drawn
         except Exception as error:  # noqa: BLE001  (forward is the user's code, and fx raises whatever it raises)
             reason = f"torch.fx cannot follow it: {' '.join(str(error).split()) or type(error).__name__}"
         else:
             result = fx.GraphModule(model, graphs[-1], type(model).__name__)
             if graphs[0].python_code("self").src != graphs[1].python_code("self").src:
                 reason = "it computes differently in training and evaluation"
+            elif chose:
+                reason = "it draws random numbers, and a graph would always make the same choice"
+            elif prunable(result) != prunable(model):
+                reason = "a graph would take a layer apart"
             elif set(result.state_dict()) != set(model.state_dict()):
                 reason = "its forward pass does not use all of its parameters"
             else:
@@ -79,12 +89,11 @@ def _words(path: str, module: nn.Module) -> set[str]:
 
 
 def _graph(model: nn.Module, training: bool, leaves: Sequence[Leaf]) -> fx.Graph:
-    modes = {module: module.training for module in model.modules()}
-    try:
-        return _Tracer(leaves).trace(model.train(training))
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    return _Tracer(leaves).trace(model.train(training))
+
+
+def _random_states() -> tuple[object, ...]:
+    return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
 
 
 def _unfit(model: nn.Module, leaves: Sequence[Leaf]) -> str | None:

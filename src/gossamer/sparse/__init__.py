@@ -7,6 +7,7 @@ from gossamer.sparse.nm import NM, NM2d
 from gossamer.sparse.patterns import Block, Channel, Filter, Pattern, Unstructured, parse_nm, parse_pattern
 from gossamer.sparse.reparameterization import (
     hard_masks,
+    initial_probabilities,
     logistic_noise,
     probability_gradient,
     project,
@@ -37,6 +38,7 @@ __all__ = [
     "fraction",
     "global_masks",
     "hard_masks",
+    "initial_probabilities",
     "interpolate",
     "logistic_noise",
     "magnitude",

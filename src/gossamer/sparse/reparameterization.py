@@ -19,6 +19,8 @@ from gossamer.sparse.patterns import Unstructured
 BORDER = 1e-6
 """How close to 0 and 1 a probability counts as it is; its logit is finite there."""
 
+_APART = 1e-2
+"""By how much probabilities differ at first."""
 _RESOLUTION = 2.0**-24
 """How exactly a shift is found: the spacing of float32 below 1."""
 _SLACK = 2.0**-40
@@ -39,15 +41,21 @@ def soft_threshold(weight: Tensor, s: Tensor) -> Tensor:
 def threshold_gradient(weight: Tensor, gradient: Tensor, s: Tensor) -> Tensor:
     """∂L/∂s of `soft_threshold`, from ∂L/∂W: −σ′(s) · Σ sign(W) · ∂L/∂W.
 
-    Both gradients are zero where |W| ≤ σ(s) and differ by the factor −σ′(s) sign(W) elsewhere (Kusupati et al. 2020,
-    eq. 6 and 7), so that no second backward pass is needed.
+    Both gradients are zero where |W| ≤ σ(s) and differ by the factor −σ′(s) sign(W) elsewhere, so that s need not be
+    part of the backward pass.
     """
     slope = torch.sigmoid(s)
     return -slope * (1 - slope) * (weight.sign() * gradient).sum(dtype=s.dtype)
 
 
+def initial_probabilities(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Probabilities of nearly 1, by at most 0.01 apart, so that the larger of two weights comes first."""
+    largest = max((float(weight.abs().max()) for weight in weights.values() if weight.numel()), default=0.0) or 1.0
+    return {name: 1 - _APART * (1 - weight.abs().float() / largest) for name, weight in weights.items()}
+
+
 def relaxed_mask(p: Tensor, noise: Tensor, tau: float) -> Tensor:
-    """σ((logit p + noise) / τ): a mask between 0 and 1, near one of them when τ is small (Zhou et al. 2021, eq. 6).
+    """σ((logit p + noise) / τ): a mask between 0 and 1, near one of them when τ is small (Zhou et al. 2021).
 
     With logistic noise and τ → 0 it is 1 with probability p. For its value p is taken as at least 1e-6 away from 0
     and 1; the gradient passes, so that a probability at the border still learns.

@@ -81,6 +81,10 @@ class TrainingRun:
             self._undo_modifiers()
             self.journal.undo(self.shared.module)
             self._restore_groups(groups)
+            self.shared.masks.clear()
+            for attachment in self.attachments:
+                attachment.status, attachment.state = "pending", {}
+            self.shared.ended.clear()
             raise
         finally:
             self.journal.close(self.shared)

@@ -1,0 +1,215 @@
+"""A config with mistakes: one sentence for each, all of them at once, with its place and the nearest name."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from torch import nn
+
+from gossamer.errors import GossamerError
+from gossamer.msbench import PRESETS, build_sparse_scheduler
+from tests.loops import network
+from tests.msbench.door import admm, ampere, levels, probmask, str_config
+
+STAMPS = {"total_iterations": 10, "warmup_iteration_stamps": 2, "finetune_iteration_stamps": 8}
+PROBMASK = {"mask_generator": {"type": "ProbMaskGenerator"}, "fake_sparse": {"type": "ProbMaskFakeSparse"}}
+
+
+def scheduler(name: str, **kwargs: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": name, "kwargs": kwargs}}
+
+
+WRONG: list[tuple[Any, str]] = [
+    # Not a config
+    (None, "expected a dict with the key 'scheduler', found NoneType"),
+    ([], "expected a dict with the key 'scheduler', found list"),
+    ("config.yaml", "expected a dict with the key 'scheduler', found str"),
+    ({}, "'scheduler' is missing"),
+    ({"mask_generator": {"type": "NormalMaskGenerator"}}, "'scheduler' is missing"),
+    # Unknown keys, at each place
+    ({**levels(), "mask_generater": {}}, "unknown key 'mask_generater'; nearest: 'mask_generator'"),
+    ({**levels(), "shceduler": {}}, "unknown key 'shceduler'; nearest: 'scheduler'"),
+    ({"scheduler": {"typ": "BaseScheduler"}}, "scheduler: unknown key 'typ'; nearest: 'type'"),
+    ({"scheduler": {"type": "BaseScheduler", "total_iters": 4}}, "unknown key 'total_iters'.*go into 'kwargs'"),
+    (levels(sparsity_tabel=[30]), "scheduler.kwargs: unknown key 'sparsity_tabel'; nearest: 'sparsity_table'"),
+    (ampere(mask_calculater="m4n2_1d"), "unknown key 'mask_calculater'; nearest: 'mask_calculator'"),
+    (str_config(sInit_value=3), "unknown key 'sInit_value'"),
+    (
+        {**levels(), "fake_sparse": {"type": "STRFakeSparse", "kwargs": {"s_init_value": -5}}},
+        "fake_sparse.kwargs: unknown key 's_init_value'; nearest: 'sInit_value'",
+    ),
+    (
+        {**levels(), "fake_sparse": {"type": "FakeSparse", "kwargs": {"sInit_value": -5}}},
+        "fake_sparse.kwargs: unknown key 'sInit_value'; FakeSparse takes none",
+    ),
+    (
+        {**levels(), "mask_generator": {"type": "NormalMaskGenerator", "kwargs": {"structure": True}}},
+        "mask_generator.kwargs: unknown key 'structure'; nearest: 'structured'",
+    ),
+    (
+        {**admm(), "sparsity": {"target_sparsity": 0.5, "unifrom": True}},
+        "sparsity_config: sparsity: unknown key 'unifrom'; nearest: 'uniform'",
+    ),
+    # Unknown types
+    (scheduler("AmbaLevelScheduler"), "scheduler: unknown type 'AmbaLevelScheduler'; nearest: 'AmbaLevelPruneSch"),
+    ({"scheduler": {"type": 3}}, "scheduler: unknown type 3"),
+    ({"scheduler": {"type": None}}, "scheduler: unknown type None"),
+    ({"scheduler": {"type": nn.Linear}}, "scheduler: unknown type <class"),
+    ({**levels(), "mask_generator": {"type": "NormalMask"}}, "unknown type 'NormalMask'; nearest: 'NormalMaskGen"),
+    ({**levels(), "fake_sparse": {"type": "FakeSprase"}}, "unknown type 'FakeSprase'; nearest: 'FakeSparse'"),
+    # Wrong types
+    ({"scheduler": "BaseScheduler"}, r"scheduler: expected \{'type': …, 'kwargs': \{…\}\}, found str"),
+    ({"scheduler": ["BaseScheduler"]}, r"scheduler: expected \{'type'"),
+    ({"scheduler": {"type": "BaseScheduler", "kwargs": [1]}}, "scheduler.kwargs: expected a dict, found list"),
+    ({**levels(), "mask_generator": "NormalMaskGenerator"}, r"mask_generator: expected \{'type'"),
+    (levels(total_iters="many"), "scheduler.kwargs.total_iters: expected a whole number, found 'many'"),
+    (levels(total_iters=10.5), "scheduler.kwargs.total_iters: expected a whole number, found 10.5"),
+    (levels(total_iters=None), "scheduler.kwargs.total_iters: expected a whole number, found"),
+    (levels(sparsity_table="30,40"), "scheduler.kwargs.sparsity_table"),
+    (levels(sparsity_table=30), "scheduler.kwargs.sparsity_table"),
+    (levels(sparsity_table=[30, "much"]), "scheduler.kwargs.sparsity_table.*: expected a number, found .*'much'"),
+    (levels(no_prune_keyword=3), "scheduler.kwargs.no_prune_keyword"),
+    (levels(do_sparse_analysis="perhaps"), "scheduler.kwargs.do_sparse_analysis"),
+    (levels(prun_algo=2), "scheduler.kwargs.prun_algo.*0, 1.*found 2"),
+    (levels(prun_algo="enrgy"), "scheduler.kwargs.prun_algo"),
+    (ampere(whitelist="Linear"), "whitelist"),
+    (ampere(whitelist=["Liner"]), "whitelist: expected types of layers, or names from Linear"),
+    (ampere(mask_calculator="m4n2_3d"), "mask_calculator"),
+    (str_config("low"), "fake_sparse.kwargs.sInit_value: .*number.*found 'low'"),
+    ({**levels(), "sparsity": 0.9}, "sparsity: expected {'target_sparsity': …"),
+    ({**levels(), "leaf_module": "Block"}, "leaf_module: expected a list of classes or dotted names, found 'Block'"),
+    # What is missing
+    ({**PROBMASK, **scheduler("ProbMaskPruneScheduler", **STAMPS)}, "scheduler.kwargs.prune_rate: is missing"),
+    (scheduler("ADMMScheduler"), "ADMMScheduler needs 'sparsity'"),
+    ({**admm(), "sparsity": {"uniform": True}}, "target_sparsity"),
+    # Values that make no sense
+    (levels(sparsity_table=[]), "sparsity_table: expected sparsities in percent, as in .*found none"),
+    (levels(sparsity_table=[30, 100]), "sparsity_table: expected percents from 0 to below 100, found 100"),
+    (levels(sparsity_table=[-1, 30]), "sparsity_table: expected percents from 0 to below 100, found -1"),
+    (levels(sparsity_table=[float("nan")]), "sparsity_table"),
+    (levels(sparsity_table=[50, 30]), "sparsit.*rise.*found"),
+    (levels(total_iters=2), "total_iters: 2 iterations are too few for 3 levels"),
+    (levels(total_iters=0), "total_iters: 0 iterations are too few"),
+    (levels(total_iters=-5), "total_iters: -5 iterations are too few"),
+    (levels(prun_algo=1, prun_algo_tuning=-1), "prun_algo_tuning"),
+    (levels(prun_algo=1, sparse_rate_tolerance=-0.1), "sparse_rate_tolerance"),
+    (levels("NMMaskGenerator"), "2:4 means 0.5 in the end, found 0.9"),
+    ({**levels(), "fuse_bn": True}, "fuse_bn is not offered; fuse with torch.nn.utils.fusion before"),
+    (probmask(prune_rate=1.5), "prune_rate: expected a share from 0 to below 1, found 1.5"),
+    (probmask(start_prune_rate=-0.5), "start_prune_rate: expected a share from 0 to below 1, found -0.5"),
+    (probmask(warmup_iteration_stamps=9), "expected warmup_iteration_stamps ≤ finetune_iteration_stamps ≤ total"),
+    ({**probmask(), "fake_sparse": {"type": "FakeSparse"}}, "ProbMaskPruneScheduler needs ProbMaskFakeSparse"),
+    ({**admm(), "sparsity": {"target_sparsity": 1.5}}, "target_sparsity"),
+    (admm(rho=-1.0), "rho"),
+    (admm(total_iters=0), "total_iters"),
+    (admm(iters_per_epoch=-3), "iters_per_epoch"),
+    ({**levels(), "mask_generator": {"type": "NormalMaskGenerator", "kwargs": {"sparsity": 2}}}, "sparsity.*found 2"),
+    ({**levels(), "mask_generator": {"type": "FPGMMaskGenerator", "kwargs": {"structured": False}}}, "must be True"),
+    ({**levels(), "mask_generator": {"type": "FPGMMaskGenerator", "kwargs": {"func": "p1"}}}, "'l1', 'l2' or 'cos'"),
+]
+
+
+@pytest.mark.parametrize(("config", "said"), WRONG, ids=[f"{n}: {said[:40]}" for n, (_, said) in enumerate(WRONG)])
+def test_a_mistake_is_told_when_the_scheduler_is_built(config: Any, said: str) -> None:
+    given = deepcopy(config)
+    with pytest.raises(GossamerError, match=said) as error:
+        build_sparse_scheduler(config)
+    text = str(error.value)
+    assert "\n" not in text
+    assert text.startswith("sparsity_config: ")
+    assert len(text) < 600
+    assert str(config) == str(given)
+
+
+def test_all_mistakes_are_told_at_once() -> None:
+    config = {
+        "mask_generater": {},
+        "mask_generator": {"type": "NormalMask"},
+        "fake_sparse": {"type": "STRFakeSparse", "kwargs": {"sInit": -5}},
+        "scheduler": {
+            "type": "AmbaLevelPruneScheduler",
+            "kwargs": {"total_iter": 10, "verbose": "loud", "total_iters": "many"},
+        },
+        "fuse_bn": True,
+        "leaf_module": 3,
+    }
+    with pytest.raises(GossamerError) as error:
+        build_sparse_scheduler(config)
+    lines = str(error.value).splitlines()
+    for word in (
+        "mask_generater",
+        "NormalMask",
+        "sInit",
+        "total_iter'",
+        "'loud'",
+        "many",
+        "fuse_bn is",
+        "leaf_module: ",
+    ):
+        assert sum(word in line for line in lines) == 1, word
+    assert len(lines) == 8
+    assert all(line.startswith("sparsity_config: ") for line in lines)
+
+
+def test_values_that_make_no_sense_are_told_at_once_too() -> None:
+    with pytest.raises(GossamerError) as error:
+        build_sparse_scheduler(levels(sparsity_table=[50, 100], total_iters=1))
+    assert "total_iters" in str(error.value)
+    assert "found 100" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "said"),
+    [
+        (["Blok"], "leaf_module: the model has no module or class 'Blok'"),
+        (["Conv2D"], "leaf_module: the model has no module or class 'Conv2D'; nearest: 'Conv2d'"),
+        ([3], "leaf_module: expected classes of modules or dotted names, found 3"),
+        ([nn.Linear, None], "leaf_module: expected classes of modules or dotted names, found None"),
+    ],
+)
+def test_leaves_that_the_model_does_not_have_are_told_when_it_is_prepared(leaves: Any, said: str) -> None:
+    with pytest.raises(GossamerError, match=said):
+        build_sparse_scheduler({**levels(), "leaf_module": leaves}).prepare_sparse_model(network())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"sparsity": levels()},
+        {"model": {"type": "resnet18"}, "sparsity": levels()},
+        MappingProxyType(levels()),
+        {**levels(), "fuse_bn": False},
+        {**levels(), "leaf_module": None},
+        {**levels(), "fake_sparse": {"type": "DefaultFakeSparse"}},
+        {"scheduler": levels()["scheduler"]},
+        {**levels(), "mask_generator": {}},
+        {**levels(), "mask_generator": {"type": "NormalMaskGenerator", "kwargs": None}},
+        levels(sparsity_table=(30, 60)),
+        levels(total_iters=12.0),
+        scheduler("AmbaLevelPruneScheduler"),
+    ],
+    ids=lambda config: str(config)[:60],
+)
+def test_other_ways_to_write_a_config_are_accepted(config: Any) -> None:
+    given = deepcopy(dict(config))
+    build_sparse_scheduler(config).prepare_sparse_model(network())
+    assert dict(config) == given
+
+
+def test_presets_give_copies_to_change_at_will() -> None:
+    assert list(PRESETS) == ["Ampere", "Ambarella", "unstructured"]
+    assert len(PRESETS) == 3
+    for name in PRESETS:
+        changed = PRESETS[name]
+        changed["scheduler"]["kwargs"]["total_iters"] = 7
+        changed.clear()
+        assert "scheduler" in PRESETS[name]
+        assert PRESETS[name]["scheduler"]["kwargs"].get("total_iters") != 7
+        assert PRESETS[name] == PRESETS[name]
+        assert PRESETS[name] is not PRESETS[name]
+        build_sparse_scheduler(PRESETS[name])
+    with pytest.raises(KeyError):
+        PRESETS["Amper"]

@@ -1,0 +1,253 @@
+"""Levels: where each starts, what is fixed within one, and what each leaves on disk."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gossamer.errors import GossamerError
+from gossamer.msbench import build_sparse_scheduler
+from tests.loops import PRUNABLE, has_minus_zero, network, sgd, zeros
+from tests.msbench.door import PLACES, TOTAL, Place, levels, loop, pattern, prepared, same, trained, weights
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 12), st.integers(0, 10**7))
+def test_level_n_starts_at_n_times_the_total_over_the_number_of_levels(count: int, extra: int) -> None:
+    table = [10 + 5 * n for n in range(count)]
+    total = count + extra
+    scheduler = build_sparse_scheduler(levels(total_iters=total, sparsity_table=table))
+    starts = scheduler.level_starts
+    assert starts == [n * total // count for n in range(count)]
+    assert starts == sorted(set(starts))
+
+
+@pytest.mark.parametrize(("total", "count"), [(1, 1), (7, 7), (8, 7), (10, 3), (13, 5), (50, 7), (100, 7), (101, 9)])
+def test_in_a_run_the_sparsity_rises_there_and_nowhere_else(total: int, count: int) -> None:
+    table = [10 * (n + 1) for n in range(count)]
+    scheduler, model = prepared(levels(total_iters=total, sparsity_table=table), nn.Sequential(nn.Linear(20, 10)))
+    found: list[int] = []
+    last = -1
+    for iteration in range(total):
+        scheduler.prune_model(model, iteration)
+        now = zeros(model.get_parameter("0.weight"))
+        if now != last:
+            found.append(iteration)
+            assert now == 20 * len(found)
+        last = now
+    assert found == [n * total // count for n in range(count)]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_within_a_level_the_mask_is_fixed_and_the_zeros_are_real(place: Place) -> None:
+    scheduler, model = prepared(levels())
+    seen: dict[int, list[dict[str, Tensor]]] = {}
+
+    def look(iteration: int) -> None:
+        assert not any(has_minus_zero(weight) for weight in weights(scheduler, model).values())
+        seen.setdefault(iteration // 4, []).append(pattern(scheduler, model))
+
+    loop(scheduler, model, sgd(model), range(TOTAL), place=place, after=look)
+    for level, sparsity in enumerate((0.3, 0.6, 0.9)):
+        first = seen[level][0]
+        assert all(same(first, later) for later in seen[level])
+        assert [int((~first[name]).sum()) for name in PRUNABLE] == [
+            round(first[name].numel() * sparsity) for name in PRUNABLE
+        ]
+
+
+@pytest.mark.parametrize("algorithm", [0, 1, "erk", "global"])
+def test_a_new_level_is_computed_from_what_survives(algorithm: Any) -> None:
+    scheduler, model = prepared(levels(prun_algo=algorithm))
+    optimizer = sgd(model)
+    for start in (0, 4, 8):
+        before = deepcopy(weights(scheduler, model))
+        scheduler.prune_model(model, start)
+        after = weights(scheduler, model)
+        for name, weight in before.items():
+            kept = after[name] != 0
+            assert torch.equal(after[name][kept], weight[kept])
+            assert not bool((kept & (weight == 0)).any()), "what was pruned came back"
+            if not bool(kept.all()):
+                assert weight[kept].abs().min() >= weight[~kept].abs().max()
+        loop(scheduler, model, optimizer, range(start, start + 4))
+
+
+def test_momentum_and_weight_decay_do_not_bring_weights_back_with_adam() -> None:
+    scheduler, model = prepared(levels())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    masks: list[dict[str, Tensor]] = []
+    loop(scheduler, model, optimizer, range(TOTAL), after=lambda _: masks.append(pattern(scheduler, model)))
+    assert same(masks[8], masks[11])
+    assert scheduler.compute_sparse_rate(model) == pytest.approx(0.9, abs=1e-3)
+
+
+def test_each_level_leaves_a_checkpoint_of_its_end() -> None:
+    scheduler, model = prepared(levels(save_dir="a/b"))
+    states: dict[int, dict[str, Tensor]] = {}
+    loop(
+        scheduler,
+        model,
+        sgd(model),
+        range(TOTAL),
+        place="after step",
+        after=lambda iteration: states.update({iteration: deepcopy(dict(model.state_dict()))}),
+    )
+    folder = Path("a/b")
+    assert sorted(file.name for file in folder.iterdir()) == [
+        f"global_sparse_rate_{rate}.pth.tar" for rate in (0.3, 0.6, 0.9)
+    ]
+    for level, rate in enumerate((0.3, 0.6, 0.9)):
+        saved = torch.load(folder / f"global_sparse_rate_{rate}.pth.tar", weights_only=True)
+        assert same(saved["model"], states[4 * level + 3])
+        assert (saved["prune_step"], saved["sparse_rate"]) == (level, rate)
+        assert set(saved["sparsities"]) == {"0", "3", "7"}
+        assert saved["sparsities"]["3"] == round(576 * rate) / 576
+        other = network(seed=1)
+        other.load_state_dict(saved["model"])
+        assert zeros(other[3].weight) == round(576 * rate)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_checkpoint_is_at_its_sparsity_wherever_prune_model_is_called(place: Place) -> None:
+    scheduler, model = prepared(levels())
+    loop(scheduler, model, sgd(model), range(TOTAL), place=place)
+    for rate in (0.3, 0.6, 0.9):
+        saved = torch.load(f"checkpoints/global_sparse_rate_{rate}.pth.tar", weights_only=True)
+        assert zeros(saved["model"]["3.weight"]) == round(576 * rate)
+
+
+def test_a_folder_that_cannot_be_written_to_is_an_error_with_its_name() -> None:
+    Path("checkpoints").write_text("a file")
+    with pytest.raises(GossamerError, match=r"checkpoints/global_sparse_rate_0\.3.*: cannot be written.*save_dir"):
+        trained(levels())
+
+
+def test_the_table_may_begin_with_nothing_and_name_fractions_of_percents() -> None:
+    scheduler, model = prepared(levels(sparsity_table=[0, 12.5, 99.5]))
+    found = []
+    for iteration in range(TOTAL):
+        scheduler.prune_model(model, iteration)
+        found.append(zeros(model.get_parameter("3.weight")))
+    assert [found[0], found[4], found[8]] == [0, 72, 573]
+    assert sorted(file.name for file in Path("checkpoints").iterdir()) == [
+        f"global_sparse_rate_{rate}.pth.tar" for rate in ("0.0", "0.125", "0.995")
+    ]
+
+
+def test_a_loop_that_leaps_over_level_starts_ends_at_the_last_level() -> None:
+    for leap in ([0, 5, 11, 12], [0, 11], [0, 12], [3, 40]):
+        scheduler, model = prepared(levels())
+        for iteration in leap:
+            scheduler.prune_model(model, iteration)
+        assert zeros(model.get_parameter("3.weight")) == round(576 * 0.9), f"iterations {leap}"
+
+
+def test_after_the_last_level_the_zeros_are_held_for_as_long_as_training_goes_on() -> None:
+    scheduler, model = prepared(levels())
+    optimizer = sgd(model)
+    loop(scheduler, model, optimizer, range(TOTAL))
+    before = pattern(scheduler, model)
+    loop(scheduler, model, optimizer, range(TOTAL, TOTAL + 5))
+    assert same(pattern(scheduler, model), before)
+
+
+def test_training_on_after_export_keeps_the_zeros() -> None:
+    scheduler, model = trained(levels())
+    scheduler.export_sparse_model(model)
+    before = pattern(scheduler, model)
+    loop(scheduler, model, sgd(model), range(TOTAL, TOTAL + 3))
+    assert same(pattern(scheduler, model), before)
+
+
+def test_a_copy_can_be_exported_while_training_goes_on() -> None:
+    scheduler, model = trained(levels(), iterations=6)
+    average = deepcopy(model)
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.add_(1.0)
+    scheduler.export_sparse_model(average)
+    assert same(pattern(scheduler, average), pattern(scheduler, model))
+    loop(scheduler, model, sgd(model), range(6, TOTAL))
+    assert zeros(model.get_parameter("3.weight")) == round(576 * 0.9)
+    assert zeros(average.get_parameter("3.weight")) == round(576 * 0.6)
+
+
+def test_the_analysis_is_written_first_and_says_what_training_then_does() -> None:
+    config = levels(do_sparse_analysis=True, prun_algo=1, default_input_shape=[1, 4, 8, 8], output_dir="analysis")
+    scheduler, model = prepared(config)
+    dense = network()
+    assert not Path("analysis").exists()
+    scheduler.prune_model(model, 0)
+    report = json.loads(Path("analysis/pruner_report.json").read_text())
+    with Path("analysis/pruner_report.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert report["levels"] == [0.3, 0.6, 0.9]
+    assert [layer["name"] for layer in report["layers"]] == ["0", "3", "7"]
+    assert [layer["macs"] for layer in report["layers"]] == [288 * 36, 576 * 16, 320]
+    assert [row["layer"] for row in rows] == ["0", "3", "7", "total"]
+    assert [layer["zeros"][0] for layer in report["layers"]] == [zeros(model.get_parameter(n)) for n in PRUNABLE]
+    kept = weights(scheduler, model)["3.weight"].square().sum() / dense[3].weight.detach().square().sum()
+    assert report["layers"][1]["energy_kept"][0] == pytest.approx(float(kept), abs=1e-6)
+
+
+def test_the_analysis_can_be_asked_for_at_any_time() -> None:
+    scheduler, model = prepared(levels(default_input_shape=[1, 4, 8, 8]))
+    report = scheduler.sparse_analysis(model)
+    assert report.total.zeros == tuple(sum(round(n * rate) for n in (288, 576, 320)) for rate in (0.3, 0.6, 0.9))
+    assert scheduler.compute_sparse_rate(model) == 0
+
+
+def test_a_table_that_repeats_a_sparsity_is_analysed_and_trained_or_refused_at_once() -> None:
+    try:
+        scheduler, model = prepared(levels(sparsity_table=[30, 30, 60], do_sparse_analysis=True))
+    except GossamerError:
+        return
+    loop(scheduler, model, sgd(model), range(TOTAL))
+    assert zeros(model.get_parameter("3.weight")) == round(576 * 0.6)
+
+
+def test_verbose_tells_the_zeros_of_each_layer(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "gossamer.msbench")
+    scheduler, model = prepared(levels(verbose=True))
+    scheduler.prune_model(model, 0)
+    assert "iteration 0: '3.weight' has 173 zeros" in caplog.text
+
+
+def test_a_config_given_to_prepare_overrides_the_schedulers() -> None:
+    scheduler = build_sparse_scheduler(levels())
+    other = {"scheduler": levels(sparsity_table=[50])["scheduler"]}
+    given_before = deepcopy(other)
+    model = scheduler.prepare_sparse_model(network(), other)
+    scheduler.prune_model(model, 0)
+    assert zeros(model.get_parameter("3.weight")) == 288
+    assert other == given_before
+
+
+def test_one_sparsity_or_one_for_each_layer_can_be_set_by_hand() -> None:
+    scheduler, model = prepared(levels())
+    scheduler.prune_model(model, 0)
+    scheduler.update_sparsity_per_layer(model, {"0": 0.5, "3.weight": 0.75})
+    assert [zeros(model.get_parameter(name)) for name in PRUNABLE] == [144, 432, 96]
+    scheduler.update_sparsity_per_layer(model, dict.fromkeys(("0", "3", "module.7"), 0.75))
+    assert [zeros(model.get_parameter(name)) for name in PRUNABLE] == [216, 432, 240]
+    scheduler.update_sparsity_per_layer(model, 0.8)
+    assert [zeros(model.get_parameter(name)) for name in PRUNABLE] == [230, 461, 256]
+    with pytest.raises(GossamerError, match="no layer '33' is pruned; nearest: '3'"):
+        scheduler.update_sparsity_per_layer(model, {"33": 0.5})
+
+
+def test_set_by_hand_before_the_first_iteration_it_is_that_sparsity_and_not_the_first_levels() -> None:
+    scheduler, model = prepared(levels())
+    scheduler.update_sparsity_per_layer(model, {"3": 0.25})
+    assert [zeros(model.get_parameter(name)) for name in PRUNABLE] == [0, 144, 0]
