@@ -93,7 +93,7 @@ def _graph(model: nn.Module, training: bool, leaves: Sequence[Leaf]) -> fx.Graph
 
 
 def _random_states() -> tuple[object, ...]:
-    return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())
+    return bytes(torch.get_rng_state().numpy()), random.getstate(), str(np.random.get_state())
 
 
 def _unfit(model: nn.Module, leaves: Sequence[Leaf]) -> str | None:
