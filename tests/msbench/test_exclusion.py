@@ -132,7 +132,7 @@ def test_a_layer_that_is_really_called_module_is_found_by_its_name() -> None:
 
 
 def test_a_typo_in_an_exact_name_is_an_error_with_the_nearest() -> None:
-    with pytest.raises(GossamerError, match=r"'blok\.0' matches none.*nearest: 'block\.0") as error:
+    with pytest.raises(GossamerError, match=r"no layer 'blok\.0'; nearest: 'block\.0'") as error:
         prepared(levels(no_prune_layer="conv, blok.0"), Stem())
     assert "no_prune_layer" in str(error.value), "the config's own word for it is what the user looks for"
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 from gossamer.msbench import build_sparse_scheduler
-from tests.loops import PRUNABLE, has_minus_zero, network, sgd, zeros
+from tests.loops import PRUNABLE, has_minus_zero, loss_at, network, sgd, zeros
 from tests.msbench.door import PLACES, TOTAL, Place, levels, loop, pattern, prepared, same, trained, weights
 
 
@@ -251,3 +251,23 @@ def test_set_by_hand_before_the_first_iteration_it_is_that_sparsity_and_not_the_
     scheduler, model = prepared(levels())
     scheduler.update_sparsity_per_layer(model, {"3": 0.25})
     assert [zeros(model.get_parameter(name)) for name in PRUNABLE] == [0, 144, 0]
+
+
+@pytest.mark.parametrize("place", ["before forward", "after step"])
+def test_a_checkpoint_has_the_last_step_of_its_level_wherever_prune_model_stands(place: str) -> None:
+    scheduler, model = prepared(levels())
+    optimizer = sgd(model)
+    at_the_end = []
+    for iteration in range(TOTAL):
+        if place == "before forward":
+            scheduler.prune_model(model, iteration)
+        optimizer.zero_grad()
+        loss_at(model, iteration).backward()
+        optimizer.step()
+        if place == "after step":
+            scheduler.prune_model(model, iteration)
+        if iteration + 1 in (*scheduler.level_starts, TOTAL):
+            at_the_end.append(model.get_parameter("3.weight").detach().clone())
+    for sparsity, weight in zip(scheduler.table, at_the_end, strict=True):
+        saved = torch.load(f"checkpoints/global_sparse_rate_{sparsity}.pth.tar", weights_only=True)
+        assert torch.equal(saved["model"]["3.weight"], weight)

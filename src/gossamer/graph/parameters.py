@@ -183,8 +183,15 @@ def match_excluded(module: nn.Module, wanted: str | Sequence[str], *, field: str
                     raise
                 idle.append(item)
         else:
-            layers = {name for name in prunable(module) if name.rpartition(".")[0] in _without_prefixes(item)}
-            found += sorted(layers) or match(module, item, field=field)
+            names = {name: name.rpartition(".")[0] for name in prunable(module)}
+            layers = [name for name, layer in names.items() if layer in list(_without_prefixes(item))]
+            if not layers and item not in first_names(module):
+                try:
+                    layers = match(module, item, field=field)
+                except ModifierError:
+                    close = nearest(item, names.values())
+                    raise ModifierError(f"{field}: the model has no layer '{item}'{close}", field) from None
+            found += layers or match(module, item, field=field)
     return list(dict.fromkeys(found)), idle
 
 

@@ -52,6 +52,8 @@ def to_recipe(
         )
     kwargs = scheduler.config.kwargs["scheduler"]
     told = [f"{key}: {reason}" for key, reason in LEFT_OUT.items() if kwargs.get(key)]
+    if getattr(scheduler.generator, "tau", 1.0) != 1.0:
+        told.append("tau: the temperature of a recipe begins at 1")
     if isinstance(scheduler, AmbaLevelPruneScheduler):
         told.append("set_lr_scheduler: pass modify(…, lr_scheduler=…), and levels start it over as before")
     return scheduler.recipe(steps_per_epoch), told

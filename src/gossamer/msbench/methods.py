@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -70,6 +71,8 @@ class AmbaLevelPruneScheduler(BaseScheduler):
             for percent in table
             if not 0 <= percent < 100
         ]
+        if any(after <= before for before, after in pairwise(table)):
+            problems.append(f"sparsity_table: expected percents that rise, as in [30, 50, 70], found {table}")
         if not table:
             problems.append("sparsity_table: expected sparsities in percent, as in [30, 50, 70], found none")
         if total_iters < max(len(table), 1):
@@ -84,7 +87,9 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         self.analyse, self.output_dir, self.save_dir = do_sparse_analysis, Path(output_dir), Path(save_dir)
         self.example = default_input_custom if default_input_custom is not None else default_input_shape
         self.init_lr, self.verbose = init_lr, verbose
-        self.modifiers()  # so that what is wrong with the table is told at once
+        self._ending: int | None = None
+        """The level that is over with the next optimizer step."""
+        self.modifiers()  # so that what is wrong is told at once
 
     @property
     def level_starts(self) -> list[int]:
@@ -107,14 +112,24 @@ class AmbaLevelPruneScheduler(BaseScheduler):
     def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
         if not self._begun and self.analyse:
             self._write_analysis(self.sparse_analysis(model))
+        self._save_level(model)
         super().advance(model, iteration)
         if self.verbose:
             for name in self.names:
                 zeros = int((get_parameter(unwrap(model), name) == 0).count_nonzero())
                 logger.info("iteration %d: '%s' has %d zeros", iteration, name, zeros)
         ends = [*self.level_starts[1:], self.total_iters]
-        if iteration + 1 in ends and _is_first_process():
-            self._save_level(unwrap(model), ends.index(iteration + 1))
+        self._ending = ends.index(iteration + 1) if iteration + 1 in ends else None
+        if not (self.leads and self._stepped):  # the step is over, or none will be noticed
+            self._save_level(model)
+
+    def after_step(self) -> None:
+        model = self._reference() if self._reference is not None else None
+        if self._ending is not None and model is not None:
+            self._save_level(model)
+
+    def exported(self) -> None:
+        self.after_step()
 
     def sparse_analysis(self, model: nn.Module) -> LayerReport:
         """Per layer parameters, MACs, and sparsity and energy kept at each level, by the weights as they are now."""
@@ -141,8 +156,12 @@ class AmbaLevelPruneScheduler(BaseScheduler):
             save(report, written[-1])
         logger.info("analysis written: %s", ", ".join(str(path) for path in written))
 
-    def _save_level(self, model: nn.Module, level: int) -> None:
-        """One checkpoint per level: the model's state, and which level it was."""
+    def _save_level(self, model: nn.Module) -> None:
+        """One checkpoint per level, with its last step in it: the model's state, and which level it was."""
+        level, self._ending = self._ending, None
+        if level is None or not _is_first_process():
+            return
+        model = unwrap(model)
         sparsities = {selection.layer_of(n): _zeros(get_parameter(model, n)) for n in self.names}
         state = {
             "model": model.state_dict(),
@@ -325,7 +344,7 @@ class ADMMScheduler(BaseScheduler):
         if self.generator.mask_type is None:
             raise GossamerError(f"{NAME}: mask_generator: ADMMScheduler cannot use one of your own")
         self.rho = rho
-        self.lengths = _lengths(total_iters, iters_per_epoch)
+        self.lengths = _lengths(total_iters, iters_per_epoch, "scheduler.kwargs.")
         self.modifiers()  # so that what is wrong is told at once
 
     def before_run(self, model: nn.Module, iters_per_epoch: int, max_iters: int) -> None:
@@ -361,10 +380,10 @@ class ADMMScheduler(BaseScheduler):
         super().advance(model, iteration)
 
 
-def _lengths(total_iters: int | None, iters_per_epoch: int | None) -> tuple[int | None, int | None]:
+def _lengths(total_iters: int | None, iters_per_epoch: int | None, place: str = "") -> tuple[int | None, int | None]:
     for key, length in (("total_iters", total_iters), ("iters_per_epoch", iters_per_epoch)):
         if length is not None and length < 1:
-            raise GossamerError(f"{key}: expected a number of iterations above 0, found {length}")
+            raise GossamerError(f"{place}{key}: expected a number of iterations above 0, found {length}")
     return total_iters, iters_per_epoch
 
 

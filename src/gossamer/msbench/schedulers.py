@@ -64,6 +64,8 @@ class BaseScheduler:
         self.sparser = cast(type[sparsers.FakeSparse], config.types["fake_sparse"])
         self.init_lr: float | list[float] | None = None
         self.iteration: int | None = None
+        self.leads = True
+        """Whether `prune_model` comes before the optimizer's step in an iteration, as seen in the first one."""
         self.names: list[str] = []
         """The weights that are pruned; known when a model is prepared."""
         self.skipped: dict[str, str] = {}
@@ -97,13 +99,14 @@ class BaseScheduler:
             )
         prepared = traced(model, self.config.leaves) if self.traces and owner is model else model
         self._exported = Masks()
+        self._stepped = weakref.WeakSet()
         self.install(prepared)
         self._reference = weakref.ref(unwrap(prepared))
         self._watch = Watch(unwrap(prepared), self._before_step, self._after_step)
         return prepared
 
     def prune_model(self, model: nn.Module, iteration: int) -> dict[str, Tensor]:
-        """Do what is due at an iteration, counted from 0; call it once in each, best behind the optimizer's step."""
+        """Do what is due at an iteration, counted from 0; call it once in each, best at its start."""
         self._check_prepared(model, "prune_model")
         if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise GossamerError(f"prune_model: iteration: expected a whole number from 0 on, found {iteration!r}")
@@ -112,6 +115,8 @@ class BaseScheduler:
                 f"prune_model: iteration {iteration} lies before {self.iteration}, where pruning is already; "
                 "a new training needs a new scheduler, a resumed one load_state_dict"
             )
+        if self.iteration is None:
+            self.leads = not self._stepped
         told = self.advance(model, iteration)
         self.iteration = iteration
         return told or {}
@@ -165,7 +170,7 @@ class BaseScheduler:
         owner = self._expect_names(model, "compute_sparse_rate")
         weights = [sparsers.effective(owner, name) for name in self.names]
         total = sum(weight.numel() for weight in weights)
-        return 1 - sum(int(weight.count_nonzero()) for weight in weights) / total
+        return sum(weight.numel() - int(weight.count_nonzero()) for weight in weights) / total
 
     def update_sparsity_per_layer(self, model: nn.Module, sparsity_rate: float | Mapping[str, float]) -> None:
         """Prune now, to one sparsity or to one for each layer by its name."""
