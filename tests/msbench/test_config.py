@@ -101,7 +101,7 @@ WRONG: list[tuple[Any, str]] = [
     (probmask(prune_rate=1.5), "prune_rate: expected a share from 0 to below 1, found 1.5"),
     (probmask(start_prune_rate=-0.5), "start_prune_rate: expected a share from 0 to below 1, found -0.5"),
     (probmask(warmup_iteration_stamps=9), "expected warmup_iteration_stamps ≤ finetune_iteration_stamps ≤ total"),
-    ({**probmask(), "fake_sparse": {"type": "FakeSparse"}}, "ProbMaskPruneScheduler needs ProbMaskFakeSparse"),
+    ({**probmask(), "fake_sparse": {"type": "FakeSparse"}}, "ProbMaskGenerator belongs to ProbMaskFakeSparse"),
     ({**admm(), "sparsity": {"target_sparsity": 1.5}}, "target_sparsity"),
     (admm(rho=-1.0), "rho"),
     (admm(total_iters=0), "total_iters"),

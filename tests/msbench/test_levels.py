@@ -100,7 +100,7 @@ def test_each_level_leaves_a_checkpoint_of_its_end() -> None:
         model,
         sgd(model),
         range(TOTAL),
-        place="after step",
+        place="before forward",
         after=lambda iteration: states.update({iteration: deepcopy(dict(model.state_dict()))}),
     )
     folder = Path("a/b")
@@ -253,21 +253,60 @@ def test_set_by_hand_before_the_first_iteration_it_is_that_sparsity_and_not_the_
     assert [zeros(model.get_parameter(name)) for name in PRUNABLE] == [0, 144, 0]
 
 
-@pytest.mark.parametrize("place", ["before forward", "after step"])
-def test_a_checkpoint_has_the_last_step_of_its_level_wherever_prune_model_stands(place: str) -> None:
-    scheduler, model = prepared(levels())
-    optimizer = sgd(model)
-    at_the_end = []
-    for iteration in range(TOTAL):
-        if place == "before forward":
+def steps(scheduler: Any, model: nn.Module, iterations: range, first: bool) -> list[Tensor]:
+    """A weight just before `prune_model` leaves a level, and after the last step."""
+    optimizer, left = sgd(model), []
+    for iteration in iterations:
+        leaving = iteration in scheduler.level_starts[1:]
+        if first:
+            left += [model.get_parameter("3.weight").detach().clone()] if leaving else []
             scheduler.prune_model(model, iteration)
         optimizer.zero_grad()
         loss_at(model, iteration).backward()
         optimizer.step()
-        if place == "after step":
+        if not first:
+            left += [model.get_parameter("3.weight").detach().clone()] if leaving else []
             scheduler.prune_model(model, iteration)
-        if iteration + 1 in (*scheduler.level_starts, TOTAL):
-            at_the_end.append(model.get_parameter("3.weight").detach().clone())
-    for sparsity, weight in zip(scheduler.table, at_the_end, strict=True):
-        saved = torch.load(f"checkpoints/global_sparse_rate_{sparsity}.pth.tar", weights_only=True)
-        assert torch.equal(saved["model"]["3.weight"], weight)
+    return [*left, model.get_parameter("3.weight").detach().clone()]
+
+
+def saved(sparsity: float) -> Tensor:
+    return torch.load(f"checkpoints/global_sparse_rate_{sparsity}.pth.tar", weights_only=True)["model"]["3.weight"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_checkpoint_has_every_step_of_its_level_wherever_prune_model_stands(first: bool) -> None:
+    scheduler, model = prepared(levels())
+    for sparsity, weight in zip(scheduler.table, steps(scheduler, model, range(TOTAL), first), strict=True):
+        assert torch.equal(saved(sparsity), weight)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_resumed_run_leaves_the_checkpoints_that_are_still_due(first: bool) -> None:
+    scheduler, model = prepared(levels())
+    steps(scheduler, model, range(6), first)
+    state, weights_ = scheduler.state_dict(), deepcopy(model.state_dict())
+    for file in Path("checkpoints").iterdir():
+        file.unlink()
+    other, again = prepared(levels())
+    again.load_state_dict(weights_)
+    assert other.load_state_dict(state) == []
+    found = steps(other, again, range(6, TOTAL), first)
+    assert sorted(file.name for file in Path("checkpoints").iterdir()) == [
+        f"global_sparse_rate_{rate}.pth.tar" for rate in (0.6, 0.9)
+    ]
+    assert torch.equal(saved(0.6), found[0])
+    assert torch.equal(saved(0.9), found[1])
+
+
+def test_calls_in_every_second_iteration_leave_checkpoints_too() -> None:
+    scheduler, model = prepared(levels())
+    for iteration in range(0, TOTAL + 1, 2):
+        scheduler.prune_model(model, iteration)
+    assert len(list(Path("checkpoints").iterdir())) == 3
+
+
+def test_no_folder_means_no_checkpoints() -> None:
+    scheduler, model = prepared(levels(save_dir=None))
+    steps(scheduler, model, range(TOTAL), True)
+    assert not Path("checkpoints").exists()

@@ -113,6 +113,21 @@ def test_a_path_is_a_name_a_dot_in_it_stays_and_nothing_is_printed(capfd: pytest
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("kind", [list, torch.Size])
+def test_a_list_of_whole_numbers_is_the_shape_of_the_input(kind: Any) -> None:
+    scheduler, model = prepared(levels(), nn.Sequential(nn.Linear(8, 4)).double())
+    scheduler.prune_model(model, 0)
+    written = scheduler.export_sparse_onnx(model, kind([3, 8]), "shape")
+    inputs = torch.randn(3, 8, dtype=torch.float64)
+    assert torch.allclose(computed(written, inputs), model(inputs).detach())
+
+
+def test_a_list_that_is_no_shape_is_told() -> None:
+    scheduler, model = prepared(levels())
+    with pytest.raises(GossamerError, match=r"export_sparse_onnx: \[1, -1\] is no shape of a tensor"):
+        scheduler.export_sparse_onnx(model, [1, -1], "model")
+
+
 @pytest.mark.parametrize("missing", ["onnx", "onnxscript"])
 def test_what_is_missing_is_told_with_the_way_to_get_it(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, model = prepared(levels())
@@ -131,6 +146,8 @@ def test_inputs_that_the_model_does_not_take_are_one_sentence_and_leave_no_file(
     with pytest.raises(GossamerError, match=r"model\.onnx: torch\.onnx cannot export the model: ") as error:
         scheduler.export_sparse_onnx(model, torch.randn(2, 3), "model")
     assert "\n" not in str(error.value)
+    assert "\x1b" not in str(error.value)
+    assert "input to conv2d, but got input of size: [2, 3]" in str(error.value)
     assert list(Path().glob("*.onnx")) == []
     assert list(Path().glob(".*.onnx")) == []
 

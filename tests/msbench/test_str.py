@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.msbench import build_sparse_scheduler
-from gossamer.msbench.sparsers import STRFakeSparse, nodes
+from gossamer.msbench.sparsers import STRFakeSparse, fold, nodes
 from tests.loops import PRUNABLE, batch, has_minus_zero, loss_at, network, sgd, through_disk, train, zeros
 from tests.msbench.door import loop, prepared, str_config
 
@@ -106,6 +106,14 @@ def test_exported_weights_are_those_that_the_layers_computed_with(scheduler_name
     assert list(model.state_dict()) == list(network().state_dict())
     assert scheduler.compute_sparse_rate(model) == rate > 0
     assert not nodes(model)
+
+
+def test_folding_writes_only_where_there_is_a_sparser() -> None:
+    _, model = prepared(str_config(-3.0))
+    del model.get_submodule("3").weight_fake_sparse
+    before = {name: model.get_parameter(name)._version for name in PRUNABLE}
+    fold(model, list(PRUNABLE))
+    assert [name for name in PRUNABLE if model.get_parameter(name)._version != before[name]] == ["0.weight", "7.weight"]
 
 
 def test_training_on_after_export_keeps_the_zeros() -> None:

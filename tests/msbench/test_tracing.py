@@ -184,7 +184,60 @@ class TrainingOnly(Base):
         return (self.first(x), self.second(x)) if self.training else self.second(self.first(x))
 
 
-UNFIT = [FunctionalDropout, Optional, Variadic, Chooses, Unused, Hooked, TrainingOnly]
+class KeepsSecondInEvaluation(Base):
+    def train(self, mode: bool = True) -> KeepsSecondInEvaluation:
+        super().train(mode)
+        self.second.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class OtherOrder(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(self.second(x))
+
+
+class Scaled(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) * self.scale)
+
+
+class FromAfar(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) + functional.linear(x, self.first.weight))
+
+
+class TiedFromAfar(Base):
+    """A pruned weight under a second name, that of a parameter of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) + x @ self.table)
+
+
+UNFIT = {
+    FunctionalDropout: "it computes differently in training and evaluation",
+    Optional: "its forward takes optional arguments",
+    Variadic: "its forward takes optional arguments",
+    Chooses: "torch.fx cannot follow it: ",
+    Unused: "a graph would take a layer apart",
+    Hooked: "'Hooked' has forward hooks",
+    TrainingOnly: "it computes differently in training and evaluation",
+    KeepsSecondInEvaluation: "'KeepsSecondInEvaluation' has a train() of its own, which a graph would not call",
+    OtherOrder: "a graph would have its parameters in another order, and optimizer states go by position",
+    Scaled: "'Scaled' computes with its attribute 'scale', which a graph would fix at its value of now",
+    FromAfar: "its forward pass uses 'first.weight' without calling the layer",
+    TiedFromAfar: "its forward pass uses 'table' without calling the layer",
+}
 
 
 def outputs(model: nn.Module, mode: bool) -> Any:
@@ -200,12 +253,53 @@ def test_what_a_graph_would_not_represent_is_prepared_as_it_is(kind: Any, caplog
     scheduler, model = prepared(levels(sparsity_table=[50]), original)
     assert model is original
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "the model is prepared as it is, without torch.fx: " in caplog.text
+    assert f"the model is prepared as it is, without torch.fx: {UNFIT[kind]}" in caplog.text
     for mode in (True, False):
         expected, found = outputs(same_one, mode), outputs(model, mode)
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     scheduler.prune_model(model, 0)
     assert [zeros(model.get_parameter(f"{name}.weight")) for name in ("first", "second")] == [32, 32]
+
+
+def test_what_is_in_a_part_counts_unless_the_part_is_a_leaf(caplog: pytest.LogCaptureFixture) -> None:
+    for kind in (Scaled, KeepsSecondInEvaluation):
+        _, model = prepared(levels(), nn.Sequential(kind(), nn.Linear(8, 8)))
+        assert not isinstance(model, GraphModule)
+        assert "without torch.fx: '0' " in caplog.text
+        _, model = prepared({**levels(), "leaf_module": [kind]}, nn.Sequential(kind(), nn.Linear(8, 8)))
+        assert isinstance(model, GraphModule)
+
+
+def test_a_property_that_fails_does_not_stop_the_preparation() -> None:
+    class Broken(Base):
+        @property
+        def sum(self) -> float:
+            raise RuntimeError("not yet")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x)).sum(0)
+
+    assert isinstance(prepared(levels(), Broken())[1], GraphModule)
+
+
+@pytest.mark.parametrize("exported", [False, True])
+@pytest.mark.parametrize("leaf", [[], ["blocks.0"]], ids=["no leaves", "a leaf"])
+@pytest.mark.parametrize("config", [levels(sparsity_table=[50]), str_config(-2.0)], ids=["levels", "STR"])
+def test_a_graph_can_be_saved_whole_and_loaded(config: dict[str, Any], leaf: list[str], exported: bool) -> None:
+    torch.manual_seed(0)
+    scheduler, model = prepared({**config, "leaf_module": leaf}, Blocks())
+    assert isinstance(model, GraphModule)
+    scheduler.prune_model(model, 0)
+    if exported:
+        scheduler.export_sparse_model(model)
+    torch.save(model, "model.pt")
+    loaded = torch.load("model.pt", weights_only=False)
+    assert isinstance(loaded, GraphModule)
+    assert loaded.code == model.code
+    assert loaded.training == model.training
+    assert list(loaded.state_dict()) == list(model.state_dict())
+    for mode in (True, False):
+        assert torch.equal(loaded.train(mode)(FLAT), model.train(mode)(FLAT))
 
 
 def test_optional_arguments_can_still_be_given() -> None:

@@ -9,8 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gossamer.errors import SparsityError
 from gossamer.sparse import (
     hard_masks,
+    initial_probabilities,
     logistic_noise,
     probability_gradient,
     project,
@@ -70,6 +72,33 @@ def test_a_probability_at_the_border_has_a_finite_mask_and_still_learns() -> Non
     mask.sum().backward()
     assert bool(p.grad.isfinite().all())
     assert torch.allclose(p.grad, torch.ones(4), rtol=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_probability_in_half_precision_learns_at_the_border_too(dtype: torch.dtype) -> None:
+    p = torch.tensor([0.0, 1.0, 0.5], dtype=dtype, requires_grad=True)
+    mask = relaxed_mask(p, torch.zeros(3), 1.0)
+    assert mask.dtype == torch.float32
+    mask.sum().backward()
+    assert torch.allclose(p.grad.float(), torch.ones(3), rtol=0.1)
+    found = probability_gradient(torch.ones(3), mask.detach(), p.detach(), mask.detach(), 1.0)
+    assert torch.allclose(found, torch.ones(3), rtol=0.1)
+
+
+def test_probabilities_start_at_the_magnitude_relative_to_the_largest_of_the_tensor() -> None:
+    weights = {"small": torch.tensor([-0.02, 0.01]), "large": torch.tensor([[3.0], [-6.0]]), "zero": torch.zeros(2)}
+    found = initial_probabilities({**weights, "half": weights["large"].half(), "empty": torch.zeros(0)})
+    assert [found[name].flatten().tolist() for name in weights] == [[1.0, 0.5], [0.5, 1.0], [1.0, 1.0]]
+    assert found["half"].dtype == torch.float32
+    assert found["empty"].numel() == 0
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_projection_refuses_what_diverged_and_leaves_it(broken: float) -> None:
+    p = {"a": torch.tensor([0.75, 0.5]), "b": torch.tensor([broken, 1.0])}
+    with pytest.raises(SparsityError, match="training diverged; lower the learning rate"):
+        project(p, 1.0)
+    assert p["a"].tolist() == [0.75, 0.5]
 
 
 def test_the_gradient_of_the_weight_gives_that_of_the_probability() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict, deque
+from copy import deepcopy
 from typing import Any
+from weakref import WeakMethod
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 from gossamer.errors import GossamerError
 from gossamer.training.restart import Restart
@@ -118,6 +121,115 @@ def test_rates_that_are_given_come_before_those_that_were_found(given: Any, expe
     course(scheduler, held, 4)
     restart()
     assert rates(held) == expected
+
+
+SCALING = ["cosine", "milestones", "plateau", "lambda", "warm-up, then cosine", "chained", "warm restarts"]
+
+
+@pytest.mark.parametrize("kind", [*SCALING, "a wrapper around cosine"])
+def test_the_whole_schedule_scales_from_the_rates_that_are_given(kind: str) -> None:
+    held, fresh = optimizer(), optimizer(0.02)
+    scheduler = RATES[kind](held)
+    restart = Restart(scheduler, [0.02, 0.004])
+    course(scheduler, held, 3)
+    other = RATES[kind](fresh)
+    for _ in range(2):
+        restart()
+        assert scheduler.get_last_lr() == pytest.approx(rates(held))
+        assert torch.tensor(course(scheduler, held, 6)).allclose(torch.tensor(course(other, fresh, 6)))
+        fresh = optimizer(0.02)
+        other = RATES[kind](fresh)
+
+
+def test_one_cycle_starts_from_the_rate_that_is_given_and_keeps_its_peak() -> None:
+    held = optimizer()
+    scheduler = OneCycleLR(held, max_lr=0.2, total_steps=21, pct_start=0.3)
+    restart = Restart(scheduler, 0.1)
+    course(scheduler, held, 4)
+    restart()
+    found = [both[0] for both in course(scheduler, held, 10)]
+    assert found[0] == min(found[:6]) == pytest.approx(0.1)
+    assert max(found) == pytest.approx(0.2, rel=0.05)
+
+
+class Trainer:
+    """What a user's schedule may read: things that cannot be copied, and a factor that changes."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+        self.callback = WeakMethod(self.rate)
+
+    def rate(self, step: int) -> float:
+        return self.factor * 0.5**step
+
+
+def test_a_schedule_that_is_a_method_follows_the_users_object() -> None:
+    held, trainer = optimizer(), Trainer()
+    scheduler = LambdaLR(held, trainer.rate)
+    restart = Restart(scheduler)
+    course(scheduler, held, 2)
+    restart()
+    trainer.factor = 0.1
+    assert course(scheduler, held, 2)[1] == pytest.approx([0.05 * 0.05, 0.01 * 0.05])
+
+
+class Holder(CosineAnnealingLR):
+    """A scheduler that holds containers, and things that are not its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizers, self.wrapped, self.weights = [optimizer], {"first": optimizer}, optimizer.param_groups
+        self.trainer: Any = Trainer()
+        self.counts: Any = defaultdict(list, {"a": [1]})
+        self.window, self.seen, self.marks = deque([1.0], 2), {1}, Counter([2])
+        super().__init__(optimizer, T_max=4)
+
+    def step(self, epoch: int | None = None) -> None:
+        if epoch is None and self.last_epoch >= 0:
+            self.counts["b"].append(2)
+            self.counts["a"].append(3)
+            self.window.append(2.0)
+            self.seen.add(2)
+            self.marks[3] += 1
+        super().step(epoch)
+
+
+def place(held: Any) -> Any:
+    return [held.counts, held.window, held.seen, held.marks]
+
+
+def strangers(held: Any) -> list[int]:
+    return [id(item) for item in (held.optimizers, held.optimizers[0], held.wrapped, held.weights, held.trainer)]
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_containers_start_over_and_what_is_not_plain_stays_the_very_same(saved: bool) -> None:
+    held = optimizer()
+    scheduler = Holder(held)
+    before = deepcopy(place(scheduler))
+    others = strangers(scheduler)
+    restart = Restart(scheduler)
+    state = through_disk(restart.state_dict())
+    for _ in range(2):
+        course(scheduler, held, 3)
+        assert place(scheduler) != before
+        if saved:
+            restart = Restart(scheduler)
+            restart.load_state_dict(state)
+        restart()
+        assert place(scheduler) == before
+        assert strangers(scheduler) == others
+        assert scheduler.counts.default_factory is list
+        assert scheduler.window.maxlen == 2
+        assert isinstance(scheduler.marks, Counter)
+
+
+def test_an_attribute_that_was_not_noted_is_not_taken_away() -> None:
+    held = optimizer()
+    scheduler = Holder(held)
+    restart = Restart(scheduler)
+    scheduler.trainer = None
+    restart()
+    assert scheduler.trainer is None
 
 
 def test_what_the_user_set_in_the_optimizer_besides_the_rate_stays() -> None:

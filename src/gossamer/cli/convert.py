@@ -47,6 +47,8 @@ def convert(
     if as_json:
         show_json({"recipe": recipe.text, "output": str(output) if output else None, "left_out": left_out})
         return
+    if steps_per_epoch == 1.0 and recipe.max_epochs > 1:
+        left_out = [*left_out, "an epoch of the recipe is one iteration; --steps-per-epoch N makes it N"]
     show_warnings(left_out)
     if output is None:
         typer.echo(recipe.text, nl=False)

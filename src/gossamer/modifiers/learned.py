@@ -38,7 +38,7 @@ from gossamer.sparse import (
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-TRAVEL, SLOWEST, FASTEST = 20.0, 6e-3, 0.2
+TRAVEL, SLOWEST, FASTEST = 5.0, 6e-3, 0.2
 """How far Adam may move a probability in one run, and the learning rates within which that holds."""
 ADAM = ("probabilities", "first", "second")
 """What Adam trains, and its two moments."""
@@ -199,8 +199,9 @@ def _settings(run: Run) -> dict[Tensor, tuple[float, float]]:
 class ProbMaskPruningModifier(LearnedPruningModifier):
     """A probability to be kept for each weight, learned under one budget for all layers (Zhou et al. 2021).
 
-    Training computes with W · σ((logit p + logistic noise) / τ); after every step p is projected so that Σp is within
-    (1 − sparsity) · N. Evaluation, and the end, keep exactly that many weights, those of the largest p, as they are.
+    At first p is |W| / max|W| of its own layer. Training computes with W · σ((logit p + logistic noise) / τ); after
+    every step p is projected so that Σp is within (1 − sparsity) · N. Evaluation, and the end, keep exactly that many
+    weights, those of the largest p, as they are.
     """
 
     epoch_fields: ClassVar[tuple[str, ...]] = ("start_epoch", "end_epoch", "finetune_epoch")
@@ -213,7 +214,7 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
     finetune_epoch: Epoch | None = None
     """When the sparsity is final, between start and end; None: halfway."""
     score_lr: Positive | None = None
-    """The learning rate of Adam on p; None: 20 over the number of steps, at least 0.006 and at most 0.2."""
+    """The learning rate of Adam on p; None: 5 over the number of steps, at least 0.006 and at most 0.2."""
     tau_end: Positive = 0.03
     """The temperature τ at the end; it falls linearly from 1."""
     seed: int = 0

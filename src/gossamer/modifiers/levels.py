@@ -18,7 +18,7 @@ from gossamer.graph import ALL_PRUNABLE
 from gossamer.modifiers.base import Epoch, ParamNames, Run, register
 from gossamer.modifiers.pruning import PruningModifier, Sparsity
 from gossamer.modifiers.scoring import FilterKind, FilterScorer, MagnitudeScorer, Scorer
-from gossamer.sparse import NM, Filter, energy, erdos_renyi, global_masks, uniform, zero_count
+from gossamer.sparse import NM, Filter, energy, erdos_renyi, uniform, zero_count
 
 Level = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Allocation = Literal["uniform", "erk", "global", "energy"]
@@ -63,6 +63,8 @@ class LevelPruningModifier(PruningModifier):
             raise ValueError("end_epoch: expected the epoch at which the last level ends, found -1")
         if self.score_type != "magnitude" and not isinstance(self.pattern, Filter):
             raise ValueError(f"score_type: {self.score_type} ranks whole filters; set mask_type: filter beside it")
+        if isinstance(self.pattern, NM) and self.allocation in ("erk", "energy"):
+            raise ValueError(f"allocation: {self.allocation} gives layers shares that mask_type {self.mask_type} lacks")
         if isinstance(self.pattern, NM) and abs(self.levels[-1] - self.pattern.sparsity) > 1e-6:
             raise ValueError(
                 f"levels: mask_type {self.mask_type} means {self.pattern.sparsity:g} in the end, "
@@ -104,19 +106,19 @@ class LevelPruningModifier(PruningModifier):
             # Entered within a level, with its weights but without its state: the zeros are the mask.
             for name in run.targets:
                 run.set_mask(name, run.parameter(name).detach() != 0)
-            run.state["level"] = level
+            run.state.update(level=level, target=self.levels[level])
         else:
             self._enter(run, level)
 
     def update(self, run: Run) -> None:
         level = self._level(run)
-        if level != run.state["level"]:
+        if self.levels[level] != run.state["target"]:
             self._enter(run, level)
             if self.restart_lr:
                 run.restart_learning_rate()
 
     def end(self, run: Run) -> None:
-        if run.state.get("level") != len(self.levels) - 1:  # the clock leapt over the last level's start
+        if run.state.get("target") != self.levels[-1]:  # the clock leapt over the last level's start
             self._enter(run, len(self.levels) - 1)
         super().end(run)
 
@@ -140,21 +142,23 @@ class LevelPruningModifier(PruningModifier):
             case "uniform":
                 return uniform(shapes, sparsity)
 
-    def shares(self, weights: Mapping[str, Tensor], sparsity: float) -> dict[str, float]:
-        """The sparsity of each layer at a level, by these weights."""
-        found = self.allocated(weights, sparsity)
-        if isinstance(found, dict):
-            return found
-        masks = global_masks({name: weight.detach().abs() for name, weight in weights.items()}, self.pattern, found)
-        return {name: 1 - float(keep.double().mean()) for name, keep in masks.items()}
+    def shares(self, run: Run, sparsity: float) -> dict[str, float]:
+        """The sparsity of each layer at a level, by the weights as they are now."""
+        masks = self._masks_at(run, sparsity)
+        return {name: 1 - int(keep.count_nonzero()) / max(keep.numel(), 1) for name, keep in masks.items()}
+
+    def _masks_at(self, run: Run, sparsity: float) -> dict[str, Tensor]:
+        shared = self.allocated({name: run.parameter(name) for name in run.targets}, sparsity)
+        return self.masks(run, self.scorer.scores(run, run.targets), shared)
 
     def _enter(self, run: Run, level: int) -> None:
         try:
-            weights = {name: run.parameter(name) for name in run.targets}
-            self.prune(run, self.allocated(weights, self.levels[level]))
+            masks = self._masks_at(run, self.levels[level])
         except SparsityError as error:
             raise ModifierError(f"level {level + 1} of {len(self.levels)}: {error}", "levels") from None
-        run.state["level"] = level
+        for name, keep in masks.items():
+            run.set_mask(name, keep)
+        run.state.update(level=level, target=self.levels[level])
         run.log(f"{self.name}/level", self.levels[level])
 
     def _starts(self, run: Run) -> list[int]:

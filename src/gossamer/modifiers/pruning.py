@@ -34,7 +34,7 @@ from gossamer.sparse.selection import refuse_nan
 
 Sparsity = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 FROM_PARAM = "__FROM_PARAM__"
-EXCLUDED = "excluded by the recipe"
+EXCLUDED = "excluded"
 logger = logging.getLogger("gossamer")
 
 

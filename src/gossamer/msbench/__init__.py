@@ -16,10 +16,11 @@ from copy import deepcopy
 from typing import Any, TypeVar, cast
 
 from gossamer.errors import GossamerError
-from gossamer.msbench import generators, methods, sparsers
+from gossamer.msbench import generators, levels, methods, sparsers
 from gossamer.msbench.config import Config
 from gossamer.msbench.generators import MaskGenerator
-from gossamer.msbench.schedulers import BaseScheduler, told_of_config
+from gossamer.msbench.lowering import told_of_config
+from gossamer.msbench.schedulers import BaseScheduler
 from gossamer.msbench.sparsers import FakeSparse
 
 __all__ = ["PRESETS", "BaseScheduler", "FakeSparse", "MaskGenerator", "build_sparse_scheduler", "register"]
@@ -43,7 +44,7 @@ _classes: dict[str, dict[str, type]] = {
         kind.__name__: kind
         for kind in (
             BaseScheduler,
-            methods.AmbaLevelPruneScheduler,
+            levels.AmbaLevelPruneScheduler,
             methods.AmpereScheduler,
             methods.ProbMaskPruneScheduler,
             methods.STRScheduler,

@@ -54,11 +54,26 @@ class Config:
         """This config with the parts that another one names in place of its own."""
         if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise GossamerError(f"{NAME}: expected a dict, found {type(given).__name__}")
-        return {**self.given, **_unnested(given)}
+        merged = {**self.given, **_unnested(given)}
+        for part in PARTS:
+            own, other = self.given.get(part), merged.get(part)
+            if isinstance(own, Mapping) and isinstance(other, Mapping) and other is not own:
+                merged[part] = _overlaid(cast(Mapping[str, Any], own), cast(Mapping[str, Any], other))
+        return merged
 
 
+REFUSED = {"prun_hw_aware": "is not offered, for it needs a closed program of the chip's maker; leave it out"}
 DEFAULTS = {"mask_generator": "NormalMaskGenerator", "fake_sparse": "FakeSparse"}
 ALIASES = {"DefaultFakeSparse": "FakeSparse"}
+
+
+def _overlaid(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """A part with the arguments of another over its own, unless that one is of another type."""
+    if other.get("type", own.get("type")) != own.get("type"):
+        return dict(other)
+    kwargs: Any = (own.get("kwargs") or {}, other.get("kwargs") or {})
+    merged = {**kwargs[0], **kwargs[1]} if all(isinstance(part, Mapping) for part in kwargs) else other.get("kwargs")
+    return {**own, **other, "kwargs": merged}
 
 
 def _unnested(given: Any) -> dict[str, Any]:
@@ -104,9 +119,11 @@ def arguments(kind: type, given: Mapping[str, Any], where: str, problems: list[s
     """The keyword arguments, converted to the types that the class's `__init__` declares."""
     fields = _fields(kind)
     offered = f"there are {', '.join(fields)}" if fields else f"{kind.__name__} takes none"
-    problems += [
-        f"{where}: unknown key '{key}'{nearest(str(key), fields)}; {offered}" for key in given if key not in fields
-    ]
+    for key in given:
+        if key in REFUSED:
+            problems.append(f"{where}.{key}: {REFUSED[key]}")
+        elif key not in fields:
+            problems.append(f"{where}: unknown key '{key}'{nearest(str(key), fields)}; {offered}")
     found: dict[str, Any] = {}
     for key, (hint, required) in fields.items():
         if key not in given:
@@ -173,4 +190,8 @@ def _sparsity(given: Any, problems: list[str]) -> dict[str, Any]:
     def declared(*, target_sparsity: float, uniform: bool = True) -> None: ...
 
     holder = type("sparsity", (), {"__init__": declared})
-    return arguments(holder, cast(Mapping[str, Any], given), f"{NAME}: sparsity", problems)
+    found = arguments(holder, cast(Mapping[str, Any], given), f"{NAME}: sparsity", problems)
+    if not 0 <= found.get("target_sparsity", 0.0) <= 1:
+        target = found["target_sparsity"]
+        problems.append(f"{NAME}: sparsity.target_sparsity: expected a share between 0 and 1, found {target:g}")
+    return found

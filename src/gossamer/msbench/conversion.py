@@ -11,7 +11,8 @@ from gossamer.asp import ASP
 from gossamer.errors import GossamerError
 from gossamer.msbench import build_sparse_scheduler
 from gossamer.msbench.config import arguments
-from gossamer.msbench.methods import ADMMScheduler, AmbaLevelPruneScheduler, AmpereScheduler, layer_type
+from gossamer.msbench.levels import AmbaLevelPruneScheduler
+from gossamer.msbench.methods import ADMMScheduler, AmpereScheduler, layer_type
 from gossamer.recipe import Recipe
 
 ASP_KEYS = (
@@ -52,6 +53,8 @@ def to_recipe(
         )
     kwargs = scheduler.config.kwargs["scheduler"]
     told = [f"{key}: {reason}" for key, reason in LEFT_OUT.items() if kwargs.get(key)]
+    if scheduler.learns:
+        told.append("the recipe trains what is learned itself: set st_decay (STR) or score_lr (ProbMask) there")
     if getattr(scheduler.generator, "tau", 1.0) != 1.0:
         told.append("tau: the temperature of a recipe begins at 1")
     if isinstance(scheduler, AmbaLevelPruneScheduler):

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import re
 from collections.abc import Generator
 from copy import deepcopy
 from pathlib import Path
@@ -28,7 +29,7 @@ def write(scheduler: BaseScheduler, model: nn.Module, dummy_input: Any, onnx_nam
     if missing:
         raise GossamerError(f"export_sparse_onnx needs {' and '.join(missing)}: pip install 'gossamer[onnx]'")
     copy = scheduler.export_sparse_model(deepcopy(unwrap(model))).eval()
-    inputs = cast(tuple[Any, ...], dummy_input) if isinstance(dummy_input, tuple) else (dummy_input,)
+    inputs = _inputs(copy, dummy_input)
     target = Path(f"{os.fspath(onnx_name).removesuffix('.onnx')}.onnx")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -37,8 +38,21 @@ def write(scheduler: BaseScheduler, model: nn.Module, dummy_input: Any, onnx_nam
     except OSError as error:
         raise GossamerError(f"{target}: cannot be written: {error.strerror or error}") from None
     except Exception as error:
-        raise GossamerError(f"{target}: torch.onnx cannot export the model: {_first_line(error)}") from error
+        raise GossamerError(f"{target}: torch.onnx cannot export the model: {_reason(error)}") from error
     return str(target)
+
+
+def _inputs(model: nn.Module, given: Any) -> tuple[Any, ...]:
+    """The arguments of `forward`; a list of whole numbers is the shape of the only one."""
+    if isinstance(given, tuple) and not isinstance(given, torch.Size):
+        return cast(tuple[Any, ...], given)
+    sizes: list[Any] = list(cast(Any, given)) if isinstance(given, list | torch.Size) else []
+    if not sizes or any(not isinstance(size, int) or isinstance(size, bool) for size in sizes):
+        return (cast(Any, given),)
+    if min(sizes) < 1:
+        raise GossamerError(f"export_sparse_onnx: {sizes} is no shape of a tensor")
+    like = next(model.parameters(), torch.empty(0))
+    return (torch.zeros(tuple(sizes), dtype=like.dtype, device=like.device),)
 
 
 @contextlib.contextmanager
@@ -65,5 +79,7 @@ def _installed(name: str) -> bool:
     return find_spec(name) is not None
 
 
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _reason(error: BaseException) -> str:
+    """The first line of what went wrong: torch's own error is advice, and behind the first line stands a trace."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error.__cause__ or error)).splitlines()
+    return next((line.strip() for line in lines if line.strip()), type(error.__cause__ or error).__name__)

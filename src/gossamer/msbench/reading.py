@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -76,8 +77,8 @@ def _literal(path: Path, node: ast.expr, constants: Mapping[str, ast.expr]) -> A
         return [_literal(path, item, constants) for item in node.elts]
     if isinstance(node, ast.Name) and node.id in constants:
         return _literal(path, constants[node.id], {k: v for k, v in constants.items() if k != node.id})
-    if isinstance(node, ast.Attribute):  # torch.nn.Linear in a whitelist
-        return node.attr
+    if isinstance(node, ast.Attribute) and re.fullmatch(r"(torch|nn)(\.\w+)+", ast.unparse(node)):
+        return node.attr  # torch.nn.Linear in a whitelist
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):

@@ -9,42 +9,34 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import weakref
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.graph import ALL_PRUNABLE, get_parameter, unwrap
-from gossamer.modifiers import LevelPruningModifier, Modifier, STRPruningModifier
-from gossamer.msbench import selection, sparsers
-from gossamer.msbench.config import NAME, Config, complaint, sentence
+from gossamer.graph import ALL_PRUNABLE, get_parameter, has_parameter, prunable, unwrap
+from gossamer.modifiers import EpochRangeModifier, LevelPruningModifier, Modifier, STRPruningModifier
+from gossamer.msbench import generators, selection, sparsers
+from gossamer.msbench.config import NAME, Config
 from gossamer.msbench.generators import MaskGenerator
+from gossamer.msbench.lowering import LEVEL_ARGUMENTS, GeneratedLevels, made, told_of_config
 from gossamer.msbench.tracing import traced
 from gossamer.recipe import Recipe
 from gossamer.training.attachment import Attachment
 from gossamer.training.masks import Masks
 from gossamer.training.restart import Restart
 from gossamer.training.run import TrainingRun
-from gossamer.training.state import check_state
+from gossamer.training.state import check_state, frozen, thawed
 from gossamer.training.watching import Arguments, Watch
+
+if TYPE_CHECKING:
+    from gossamer.analysis.layers import LayerReport
 
 logger = logging.getLogger("gossamer.msbench")
 STATE_FORMAT = 1
-M = TypeVar("M", bound=Modifier)
-LEVEL_ARGUMENTS = {
-    "levels": "scheduler.kwargs.sparsity_table",
-    "energy_slope": "scheduler.kwargs.prun_algo_tuning",
-    "tolerance": "scheduler.kwargs.sparse_rate_tolerance",
-    "max_layer_sparsity": "scheduler.kwargs.prune_tolerance_max",
-    "end_epoch": "scheduler.kwargs.total_iters",
-}
-"""Where the fields of `LevelPruningModifier` come from."""
 
 
 class BaseScheduler:
@@ -62,10 +54,9 @@ class BaseScheduler:
         self.exclude = selection.patterns(selection.words(no_prune_keyword), selection.words(no_prune_layer))
         self.generator = cast(MaskGenerator, config.types["mask_generator"](**config.kwargs["mask_generator"]))
         self.sparser = cast(type[sparsers.FakeSparse], config.types["fake_sparse"])
+        self._check_parts()
         self.init_lr: float | list[float] | None = None
         self.iteration: int | None = None
-        self.leads = True
-        """Whether `prune_model` comes before the optimizer's step in an iteration, as seen in the first one."""
         self.names: list[str] = []
         """The weights that are pruned; known when a model is prepared."""
         self.skipped: dict[str, str] = {}
@@ -74,8 +65,11 @@ class BaseScheduler:
         self._begun = False
         self._restart: Restart | None = None
         self._watch: Watch | None = None
-        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._steps = 0
+        self._untrained: set[int] = set()
+        """What is learned and was in no optimizer that stepped so far, by id."""
         self._exported = Masks()
+        """The zeros to keep in training that goes on after the export."""
 
     # The calls of a training script
 
@@ -98,10 +92,13 @@ class BaseScheduler:
                 "the model would not train; prepare the model first and wrap it then"
             )
         prepared = traced(model, self.config.leaves) if self.traces and owner is model else model
+        for scheduler in list(_living):
+            scheduler.let_go(model)
         self._exported = Masks()
-        self._stepped = weakref.WeakSet()
         self.install(prepared)
+        self._untrained = {id(p) for node in sparsers.nodes(unwrap(prepared)).values() for p in node.parameters()}
         self._reference = weakref.ref(unwrap(prepared))
+        _living.add(self)
         self._watch = Watch(unwrap(prepared), self._before_step, self._after_step)
         return prepared
 
@@ -115,10 +112,9 @@ class BaseScheduler:
                 f"prune_model: iteration {iteration} lies before {self.iteration}, where pruning is already; "
                 "a new training needs a new scheduler, a resumed one load_state_dict"
             )
-        if self.iteration is None:
-            self.leads = not self._stepped
         told = self.advance(model, iteration)
         self.iteration = iteration
+        self._warn_of_untrained()
         return told or {}
 
     def init_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -141,13 +137,17 @@ class BaseScheduler:
         self.init_optimizer(self._restart.optimizer)
 
     def export_sparse_model(self, model: nn.Module) -> nn.Module:
-        """Write the zeros into the weights and take the sparsers out, in place; training on keeps the zeros.
+        """Write the zeros into the weights and take the sparsers out, in place.
 
-        A copy of the prepared model, such as an average, can be exported too, and the training goes on.
+        Training that goes on keeps the zeros, as long as the scheduler lives and no other prepares the model. A copy
+        of the prepared model, such as an average, can be exported too, before or after it.
         """
         owner = self._expect_names(model, "export_sparse_model")
-        if self._run is not None and self._begun:
+        if self.iteration is None and not self._holds_masks and not self.learns:
+            logger.warning("export_sparse_model: nothing is pruned; prune_model was never called")
+        if self._run is not None:
             self._run.shared.masks.apply_to_copy(owner)
+        self._exported.apply_to_copy(owner)
         sparsers.fold(owner, self.names)
         if self._reference is not None and owner is self._reference():
             if self._run is not None and self._begun:
@@ -202,12 +202,20 @@ class BaseScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """What to save beside model, optimizer and learning-rate scheduler, to go on to the bit."""
-        run = self._run.state_dict() if self._run is not None and self._begun else None
-        name = type(self).__name__
-        return {"format": STATE_FORMAT, "scheduler": name, "iteration": self.iteration, "run": run}
+        return {
+            "format": STATE_FORMAT,
+            "scheduler": type(self).__name__,
+            "config": self._settings(),
+            "iteration": self.iteration,
+            "run": self._run.state_dict() if self._run is not None and self._begun else None,
+            "by_hand": frozen(self._run.shared.masks.of(0)) if self._run is not None and not self._begun else {},
+        }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; behind `prepare_sparse_model` and `set_lr_scheduler`."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Go on from a state; behind `prepare_sparse_model` and `set_lr_scheduler`.
+
+        Returns what did not match, for a config that was edited since, and logs it.
+        """
         if not isinstance(state, Mapping) or not {"format", "scheduler", "iteration", "run"} <= set(state):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise GossamerError("load_state_dict: this is not what state_dict() of a sparse scheduler returned")
         if (state["scheduler"], state["format"]) != (type(self).__name__, STATE_FORMAT):
@@ -221,11 +229,32 @@ class BaseScheduler:
             raise GossamerError(f"load_state_dict: the state's iteration is {state['iteration']!r}; save it anew")
         if state["run"] is not None:
             check_state(state["run"])
-        self.iteration = state["iteration"]
-        if state["run"] is not None and self._run is not None:
-            for problem in self._run.load_state_dict(state["run"]):
-                logger.warning("state: %s", problem)
-            self._begun = True
+        model = self._reference()
+        assert model is not None
+        if self._run is None and not self.learns and state["run"] is not None:
+            raise GossamerError("load_state_dict: the model was exported; prepare it again and load the state then")
+        problems: list[str] = []
+        if state.get("config", self._settings()) != self._settings():
+            problems.append("the config is not the one that the state was saved under: levels go on by the new one")
+        if self._run is not None and state["run"] is not None:
+            problems += self._run.load_state_dict(state["run"])
+        elif self._run is not None:
+            self._run = self._new_run(model)
+            for name, keep in thawed(state.get("by_hand", {}), get_parameter(model, self.names[0]).device).items():
+                self._run.attachments[0].set_mask(name, keep)
+            self._run.apply_masks()
+        self.iteration, self._begun = state["iteration"], state["run"] is not None
+        for problem in problems:
+            logger.warning("state: %s", problem)
+        return problems
+
+    def _settings(self) -> str:
+        """The config as text, to tell whether it was changed."""
+        return repr([self.config.types["scheduler"].__name__, self.config.kwargs, self.config.sparsity])
+
+    @property
+    def _holds_masks(self) -> bool:
+        return self._run is not None and bool(self._run.shared.masks.names())
 
     # What the config comes to
 
@@ -240,7 +269,15 @@ class BaseScheduler:
             kwargs = self.config.kwargs["fake_sparse"]
             given = {"s_init": kwargs["sInit_value"]} if "sInit_value" in kwargs else {}
             return [STRPruningModifier(params=ALL_PRUNABLE, **self.excluding, **given)]
-        return [self.levels([self.generator.sparsity or self.config.sparsity.get("target_sparsity", 0.0)], 1.0)]
+        sparsity = self.generator.sparsity
+        target = self.config.sparsity.get("target_sparsity", 0.0) if sparsity is None else sparsity
+        uniform = self.config.sparsity.get("uniform", True)
+        return [self.levels([target], 1.0, **({} if uniform else {"allocation": "global"}))]
+
+    @property
+    def length(self) -> int | None:
+        """The iterations of the whole training, where the config says it."""
+        return None
 
     def levels(self, levels: Sequence[float], end_epoch: float, **more: Any) -> LevelPruningModifier:
         """A modifier with the pattern and the score of the mask generator."""
@@ -261,29 +298,46 @@ class BaseScheduler:
         if own:
             raise GossamerError(f"recipe: {' and '.join(own)} cannot be written down: a recipe knows no code")
         metadata = {"source": f"MSBench {type(self).__name__}", "steps_per_epoch": steps_per_epoch}
-        return Recipe.of(self.modifiers(steps_per_epoch), metadata=metadata, name="msbench")
+        modifiers = list(self.modifiers(steps_per_epoch))
+        if self.length is not None and all(m.end_epoch < self.length / steps_per_epoch for m in modifiers):
+            modifiers.append(EpochRangeModifier(start_epoch=0.0, end_epoch=self.length / steps_per_epoch))
+        return Recipe.of(modifiers, metadata=metadata, name="msbench")
 
     @property
     def layers(self) -> dict[str, str | None]:
         """Every layer that could be pruned: None when it is, else the reason why it stays dense."""
         self._check_prepared(None, "layers")
-        return {selection.layer_of(n): r for n, r in {**dict.fromkeys(self.names), **self.skipped}.items()}
+        found: dict[str, str | None] = {**dict.fromkeys(self.names), **self.skipped}
+        model = self._reference() if self._reference is not None else None
+        order = prunable(model) if model is not None else []
+        return {selection.layer_of(name): found[name] for name in order if name in found}
+
+    def sparse_analysis(self, model: nn.Module) -> LayerReport:
+        """Layer by layer what the config comes to; for levels."""
+        raise GossamerError(f"sparse_analysis: {type(self).__name__} has no levels to analyse")
 
     # For schedulers of one's own
 
     def install(self, model: nn.Module) -> None:
         """Bind the recipe to the model, so that what is wrong is told now; put the sparsers in."""
-        with told_of_config():
-            run = TrainingRun(Recipe.of(self.modifiers(), name=NAME), model, None, 1.0, restart=self._restart)
-        run.told_the_time = True
+        run = self._new_run(model)
         self.names = [name for attachment in run.attachments for name in attachment.bound]
         self.skipped = {name: why for attachment in run.attachments for name, why in attachment.skipped.items()}
         self._run, self._begun, self.iteration = None if self.learns else run, False, None
-        if self.generator.mask_type is None and self._attachment is not None:
-            self._attachment.modifier = GeneratedLevels.of(self._attachment.modifier, self.generator)
+        if type(self) is BaseScheduler and not self.learns and run.attachments[0].modifier.sparsity_at(0.0) == 0:  # pyright: ignore[reportAttributeAccessIssue]
+            logger.warning("no sparsity is given: nothing is pruned until update_sparsity_per_layer")
         if self.learns:
             for name in self.names:
                 sparsers.attach(unwrap(model), name, self.make_sparser(get_parameter(model, name)))
+
+    def _new_run(self, model: nn.Module) -> TrainingRun:
+        with told_of_config():
+            run = TrainingRun(Recipe.of(self.modifiers(), name=NAME), model, None, 1.0, restart=self._restart)
+        run.told_the_time = True
+        first = run.attachments[0]
+        if self.generator.mask_type is None and isinstance(first.modifier, LevelPruningModifier):
+            first.modifier = GeneratedLevels.of(first.modifier, self.generator)
+        return run
 
     def make_sparser(self, weight: Tensor) -> sparsers.FakeSparse:
         return self.sparser(weight, self.generator, **self.config.kwargs["fake_sparse"])
@@ -301,7 +355,25 @@ class BaseScheduler:
     def exported(self) -> None:
         """What to do when the prepared model itself was exported."""
 
+    def let_go(self, model: nn.Module) -> None:
+        """Keep the zeros of an exported model no longer: whoever prepares it decides about them from then on."""
+        own = {id(parameter) for parameter in model.parameters()}
+        exported = self._reference() if self._reference is not None else None
+        if exported is not None and any(id(parameter) in own for parameter in exported.parameters()):
+            self._exported = Masks()
+
     # Behind the scenes
+
+    def _check_parts(self) -> None:
+        """Raise for parts that belong to others."""
+        for kind, sparser in (
+            (generators.STRMaskGenerator, sparsers.STRFakeSparse),
+            (generators.ProbMaskGenerator, sparsers.ProbMaskFakeSparse),
+        ):
+            if isinstance(self.generator, kind) and not issubclass(self.sparser, sparser):
+                raise GossamerError(f"fake_sparse: {kind.__name__} belongs to {sparser.__name__}")
+        if issubclass(self.sparser, sparsers.ProbMaskFakeSparse) and not hasattr(self, "rate_at"):
+            raise GossamerError("scheduler: ProbMaskFakeSparse needs ProbMaskPruneScheduler")
 
     @property
     def _attachment(self) -> Attachment | None:
@@ -317,11 +389,7 @@ class BaseScheduler:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
-        """Gradients are looked at once in a round, which is over when an optimizer steps again."""
-        if self._stepped and optimizer not in self._stepped:
-            self._stepped.add(optimizer)
-            return None
-        self._stepped = weakref.WeakSet([optimizer])
+        self._untrained -= {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.before_step()
         if self._run is None or not self._begun:
             return None
@@ -329,10 +397,19 @@ class BaseScheduler:
             self._run.shared.optimizer = optimizer
         return self._run.before_step(optimizer, args, kwargs)
 
+    def _warn_of_untrained(self) -> None:
+        if self._untrained and self._steps > 1:
+            logger.warning(
+                "what %s learns is in no optimizer that steps; build the optimizer behind prepare_sparse_model",
+                self.sparser.__name__,
+            )
+            self._untrained.clear()
+
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         model = self._reference() if self._reference is not None else None
         if model is None:
             return
+        self._steps += 1
         if self._run is not None and self._begun and optimizer is self._run.shared.optimizer:
             self._run.after_step(optimizer, (), {})
         elif self._run is not None:
@@ -364,56 +441,11 @@ class BaseScheduler:
         """The user's model inside wrappers; it must have the weights of the prepared one."""
         self._check_prepared(None, call)
         owner = unwrap(model)
-        if missing := sorted(set(self.names) - {name for name, _ in owner.named_parameters(remove_duplicate=False)}):
-            raise GossamerError(f"{call}: this is no copy of the prepared model: it has no parameter '{missing[0]}'")
+        for name in self.names:
+            if not has_parameter(owner, name):
+                raise GossamerError(f"{call}: this is no copy of the prepared model: it has no parameter '{name}'")
         return owner
 
 
-@contextmanager
-def told_of_config() -> Generator[None]:
-    """Errors in the words of a config, and without the lines of a recipe that nobody wrote."""
-    try:
-        yield
-    except GossamerError as error:
-        lines = [re.sub(rf"^({NAME}(:\d+)?: )?", f"{NAME}: ", line) for line in str(error).splitlines()]
-        raise GossamerError("\n".join(line.replace(": exclude:", ": no_prune_layer:") for line in lines)) from error
-
-
-def made(kind: type[M], fields: Mapping[str, Any], names: Mapping[str, str]) -> M:
-    """A modifier of these fields; complaints are about the arguments that the fields came from, by `names`."""
-    try:
-        return kind.model_validate(fields)
-    except ValidationError as error:
-        told: list[str] = []
-        for details in error.errors(include_url=False):
-            field = str(details["loc"][0]) if details["loc"] else ""
-            place = f"{names.get(field, field)}: " if field else ""
-            told.append(f"{NAME}: {place}{sentence([details], fields.get(field)) if field else complaint(details)}")
-        raise GossamerError("\n".join(told)) from None
-
-
-class GeneratedLevels(LevelPruningModifier):
-    """Levels whose masks a mask generator of the user's own makes; it cannot be written into a recipe."""
-
-    _generator: MaskGenerator
-
-    @classmethod
-    def of(cls, levels: Modifier, generator: MaskGenerator) -> GeneratedLevels:
-        made = cls.model_validate(levels.model_dump(exclude_unset=True))
-        made._generator = generator
-        return made
-
-    def masks(self, run: Any, scores: Mapping[str, Tensor], sparsity: Mapping[str, float] | float) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name, score in scores.items():
-            weight = run.parameter(name).detach()
-            self._generator.sparsity = sparsity[name] if isinstance(sparsity, Mapping) else sparsity
-            mask = cast(object, self._generator.generate_mask(weight))
-            if not isinstance(mask, Tensor) or mask.shape != score.shape:
-                what = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-                raise GossamerError(
-                    f"{type(self._generator).__name__}.generate_mask: expected a mask of shape {tuple(weight.shape)} "
-                    f"for '{name}', found {what}"
-                )
-            found[name] = mask != 0
-        return found
+_living: weakref.WeakSet[BaseScheduler] = weakref.WeakSet()
+"""Schedulers that may still hold the zeros of a model that they have exported."""

@@ -44,13 +44,15 @@ def by_weight(given: float | Mapping[str, float], names: Sequence[str]) -> dict[
     """A sparsity for each weight, from one for all or one per layer (or weight); layers not named stay as they are."""
     if not isinstance(given, Mapping):
         given = dict.fromkeys(names, given)
-    known = {layer_of(name): name for name in names} | {name: name for name in names}
+    known: dict[str, list[str]] = {name: [name] for name in names}
+    for name in names:
+        known.setdefault(layer_of(name), []).append(name)
     found: dict[str, float] = {}
     for word, sparsity in given.items():
-        name = known.get(word.removeprefix(_PREFIX))
-        if name is None:
+        meant = known.get(word, known.get(word.removeprefix(_PREFIX)))
+        if meant is None:
             raise GossamerError(f"sparsity_rate: no layer '{word}' is pruned{nearest(word, known)}")
         if not 0 <= sparsity <= 1:
             raise GossamerError(f"sparsity_rate: '{word}': expected a share between 0 and 1, found {sparsity!r}")
-        found[name] = float(sparsity)
+        found.update(dict.fromkeys(meant, float(sparsity)))
     return found

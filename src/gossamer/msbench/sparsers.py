@@ -8,8 +8,9 @@ zeros of its masks are in the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -51,29 +52,62 @@ class STRFakeSparse(FakeSparse):
         return soft_threshold(weight, self.s)
 
 
+class Clock:
+    """Where a training stands: prune rate, temperature, iteration, and the noise of that iteration.
+
+    One for all members of a pool, and for all copies of the model, so that an average evaluates at the live rate. What
+    is pickled has one of its own, without the noise, which is a function of seed and iteration.
+    """
+
+    def __init__(self, rate: float = 0.0, tau: float = 1.0, step: int = 0) -> None:
+        # torch.compile cannot take chance or the ranking of all weights into a layer's graph; what they find, it can.
+        self.draw = cast(Callable[[Pool], list[Tensor]], torch.compiler.disable(Pool.draw))
+        self.rank = cast(Callable[[Pool, int], Tensor], torch.compiler.disable(Pool.hard_mask))
+        self.set(rate, tau, step)
+
+    def set(self, rate: float, tau: float, step: int) -> None:
+        self.rate, self.tau, self.step = rate, tau, step
+        # What a forward pass in training reads: a number there would be part of what torch.compile makes, every time.
+        self.dense = rate == 0
+        self.temperature = torch.tensor(tau, dtype=torch.float32, device="cpu")
+        self.noise: list[Tensor] = []
+
+    def __deepcopy__(self, memo: object) -> Clock:
+        return self
+
+    def __reduce__(self) -> tuple[type[Clock], tuple[float, float, int]]:
+        return Clock, (self.rate, self.tau, self.step)
+
+
 @dataclass
 class Pool:
     """What the probabilities of all layers of a model share: one budget, one temperature, one clock."""
 
     members: list[ProbMaskFakeSparse] = field(default_factory=list["ProbMaskFakeSparse"])
     seed: int = 0
+    clock: Clock = field(default_factory=Clock)
     _key: tuple[object, ...] = ()
     _masks: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def probabilities(self) -> dict[str, Tensor]:
         return {str(index): member.scores.detach() for index, member in enumerate(self.members)}
 
-    @property
-    def rate(self) -> float:
-        return self.members[0].settings()[0]
-
     def set(self, rate: float, tau: float, step: int) -> None:
-        for member in self.members:
-            member.clock.copy_(_as_bits(rate, tau, step))
+        self.clock.set(rate, tau, step)
+        if not self.clock.dense:
+            self.draw()
+
+    def draw(self) -> list[Tensor]:
+        """The noise of this iteration for each member."""
+        self.clock.noise = [
+            logistic_noise(member.scores.shape, self.seed, self.clock.step, index, member.scores.device)
+            for index, member in enumerate(self.members)
+        ]
+        return self.clock.noise
 
     @torch.no_grad()
     def begin(self, weights: Sequence[Tensor]) -> None:
-        """Probabilities of nearly 1, in the order of the weights' magnitudes."""
+        """Probabilities by the weights' magnitudes, relative to the largest of each layer."""
         first = initial_probabilities({str(index): weight for index, weight in enumerate(weights)})
         for index, member in enumerate(self.members):
             member.scores.copy_(first[str(index)])
@@ -83,21 +117,20 @@ class Pool:
         """Bring Σp down to the budget."""
         probabilities = self.probabilities()
         total = sum(p.numel() for p in probabilities.values())
-        project(probabilities, (1.0 - self.rate) * total)
+        project(probabilities, (1.0 - self.clock.rate) * total)
 
-    def hard_mask(self, member: ProbMaskFakeSparse) -> Tensor:
-        """The largest probabilities of all layers, exactly as many as the budget says; this layer's part."""
-        key = (self.rate, *((id(m.scores), m.scores._version) for m in self.members))  # pyright: ignore[reportPrivateUsage]
+    def hard_mask(self, index: int) -> Tensor:
+        """The largest probabilities of all layers, exactly as many as the budget says; one member's part."""
+        # Moving or casting a model leaves identity and version of its parameters as they are.
+        scores = [member.scores for member in self.members]
+        key = (self.clock.rate, *((id(p), p._version, p.device, p.dtype) for p in scores))  # pyright: ignore[reportPrivateUsage]
         if key != self._key:
-            self._masks, self._key = hard_masks(self.probabilities(), self.rate), key
-        return self._masks[str(next(i for i, m in enumerate(self.members) if m is member))]
+            self._masks, self._key = hard_masks(self.probabilities(), self.clock.rate), key
+        return self._masks[str(index)]
 
 
 class ProbMaskFakeSparse(FakeSparse):
     """W·m with m near 0 or 1 by a learned probability of each weight (Zhou et al. 2021)."""
-
-    clock: Tensor
-    """Prune rate, temperature and iteration; saved, so that a loaded model evaluates as the saved one did."""
 
     def __init__(self, weight: Tensor, generator: MaskGenerator, pool: Pool | None = None) -> None:
         super().__init__(weight, generator)
@@ -105,28 +138,26 @@ class ProbMaskFakeSparse(FakeSparse):
         self.pool.members.append(self)
         self.index = len(self.pool.members) - 1
         self.scores = nn.Parameter(torch.ones_like(weight.detach(), dtype=torch.float32))
-        tau = generator.tau if isinstance(generator, ProbMaskGenerator) else 1.0
-        self.register_buffer("clock", _as_bits(0.0, tau, 0).to(weight.device))
+        self.pool.clock.set(0.0, generator.tau if isinstance(generator, ProbMaskGenerator) else 1.0, 0)
 
-    def settings(self) -> tuple[float, float, float]:
-        """Prune rate, temperature and iteration."""
-        rate, tau, step = (float(value) for value in self.clock.view(torch.float64))
-        return rate, tau, step
+    def get_extra_state(self) -> Tensor:
+        """The clock, so that a loaded model evaluates as the saved one did; casting the model leaves it alone."""
+        clock = self.pool.clock
+        return torch.tensor([clock.rate, clock.tau, clock.step], dtype=torch.float64, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        rate, tau, step = (float(number) for number in state)
+        self.pool.clock.set(rate, tau, int(step))
 
     def forward(self, weight: Tensor) -> Tensor:
+        clock = self.pool.clock
         if not self.training:
-            return torch.where(self.pool.hard_mask(self), weight, 0.0)
-        rate, tau, step = self.settings()
-        if rate == 0.0:
+            return torch.where(clock.rank(self.pool, self.index).to(weight.device), weight, 0.0)
+        if clock.dense:
             # All are kept; the probabilities still take part, for DDP waits for the gradient of every parameter.
             return weight + 0.0 * self.scores.to(weight.dtype)
-        noise = logistic_noise(weight.shape, self.pool.seed, int(step), self.index, weight.device)
-        return weight * relaxed_mask(self.scores, noise, tau).to(weight.dtype)
-
-
-def _as_bits(*numbers: float) -> Tensor:
-    """Numbers that casting a model to half precision leaves alone."""
-    return torch.tensor(numbers, dtype=torch.float64).view(torch.int64)
+        noise = (clock.noise or clock.draw(self.pool))[self.index].to(weight.device)
+        return weight * relaxed_mask(self.scores, noise, clock.temperature).to(weight.dtype)
 
 
 # Nodes in a model
@@ -152,10 +183,8 @@ class Through:
 
 def effective(model: nn.Module, name: str) -> Tensor:
     """The weight as the model evaluates with it."""
-    path, _, leaf = name.rpartition(".")
-    weight = get_parameter(model, name).detach()
-    node = getattr(get_module(model, path), leaf + SUFFIX, None)
-    if not isinstance(node, FakeSparse):
+    weight, node = get_parameter(model, name).detach(), _node(model, name)
+    if node is None:
         return weight
     training = node.training
     try:
@@ -168,12 +197,11 @@ def effective(model: nn.Module, name: str) -> Tensor:
 @torch.no_grad()
 def fold(model: nn.Module, names: list[str]) -> None:
     """Write what the sparsers make of the weights into the weights, and take the sparsers out."""
-    values = {name: effective(model, name) for name in names}
+    values = {name: effective(model, name) for name in names if _node(model, name) is not None}
     withdraw_all(model)
     for name, value in values.items():
         weight = get_parameter(model, name)
-        if value is not weight:
-            weight.copy_(torch.where(value == 0, 0.0, value))
+        weight.copy_(torch.where(value == 0, 0.0, value))
         for owner, leaf in _homes(model, name):
             owner._modules.pop(leaf + SUFFIX, None)  # pyright: ignore[reportPrivateUsage]
 
@@ -181,6 +209,12 @@ def fold(model: nn.Module, names: list[str]) -> None:
 def nodes(model: nn.Module) -> dict[str, FakeSparse]:
     """The sparsers of a model by the name of their weight."""
     return {path.removesuffix(SUFFIX): child for path, child in named_modules(model) if isinstance(child, FakeSparse)}
+
+
+def _node(model: nn.Module, name: str) -> FakeSparse | None:
+    path, _, leaf = name.rpartition(".")
+    node = getattr(get_module(model, path), leaf + SUFFIX, None)
+    return node if isinstance(node, FakeSparse) else None
 
 
 def _homes(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:

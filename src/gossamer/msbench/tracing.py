@@ -2,11 +2,13 @@
 
 Pruning needs no graph: what is pruned are parameters by name. A traced model
 is what MSBench's users expect back, and it is given where it provably is the
-same model: same parameters, and the same graph in training and evaluation.
+same model: same parameters in the same order, the same graph in training and
+evaluation, and nothing fixed that the user's code could change later.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import random
@@ -18,7 +20,7 @@ import torch
 from torch import fx, nn
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.graph import named_modules, prunable
+from gossamer.graph import first_names, named_modules, prunable
 from gossamer.graph.undisturbed import undisturbed
 
 Leaf = type[nn.Module] | str
@@ -47,11 +49,9 @@ def traced(model: nn.Module, leaves: Sequence[Leaf]) -> nn.Module:
                 reason = "it computes differently in training and evaluation"
             elif chose:
                 reason = "it draws random numbers, and a graph would always make the same choice"
-            elif prunable(result) != prunable(model):
-                reason = "a graph would take a layer apart"
-            elif set(result.state_dict()) != set(model.state_dict()):
-                reason = "its forward pass does not use all of its parameters"
             else:
+                reason = _unlike(model, result)
+            if reason is None:
                 _keep_attributes(model, result)
                 result.train(model.training)
                 return result
@@ -70,7 +70,8 @@ def check_leaves(model: nn.Module, leaves: Sequence[Leaf]) -> None:
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, leaves: Sequence[Leaf]) -> None:
+    def __init__(self, leaves: Sequence[Leaf] = ()) -> None:
+        """Without leaves, as torch.fx makes one to read a pickled graph, in which all modules are leaves."""
         super().__init__()
         self._classes = tuple(leaf for leaf in leaves if not isinstance(leaf, str))
         self._names = {leaf for leaf in leaves if isinstance(leaf, str)}
@@ -103,11 +104,45 @@ def _unfit(model: nn.Module, leaves: Sequence[Leaf]) -> str | None:
         return "its forward takes optional arguments"
     tracer = _Tracer(leaves)
     for path, module in named_modules(model):
-        inner = path == "" or not tracer.is_leaf_module(module, path)
-        if inner and (module._forward_hooks or module._forward_pre_hooks):  # pyright: ignore[reportPrivateUsage]
-            return f"'{path or type(model).__name__}' has forward hooks, which a graph would not call"
+        if path and tracer.is_leaf_module(module, path):
+            continue
+        shown = path or type(model).__name__
+        if module._forward_hooks or module._forward_pre_hooks:  # pyright: ignore[reportPrivateUsage]
+            return f"'{shown}' has forward hooks, which a graph would not call"
+        for method, own in (("train", nn.Module.train), ("eval", nn.Module.eval)):
+            if getattr(getattr(module, method), "__func__", None) is not own:
+                return f"'{shown}' has a {method}() of its own, which a graph would not call"
+        if number := _float_read(module):
+            return f"'{shown}' computes with its attribute '{number}', which a graph would fix at its value of now"
     if len({module.training for module in model.modules() if next(module.children(), None) is None}) > 1:
         return "parts of it are in evaluation while others train"
+    return None
+
+
+def _float_read(module: nn.Module) -> str | None:
+    """A float attribute that forward reads; other numbers are sizes and choices, which rarely change."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    for name in code.co_names if code is not None else ():
+        with contextlib.suppress(Exception):  # a property is the user's code
+            if isinstance(getattr(module, name), float):
+                return name
+    return None
+
+
+def _unlike(model: nn.Module, result: fx.GraphModule) -> str | None:
+    """Why the graph that was made is not the same model."""
+    names = set(prunable(model))
+    if set(prunable(result)) != names:
+        return "a graph would take a layer apart"
+    if set(result.state_dict()) != set(model.state_dict()):
+        return "its forward pass does not use all of its parameters"
+    if [name for name, _ in result.named_parameters()] != [name for name, _ in model.named_parameters()]:
+        return "a graph would have its parameters in another order, and optimizer states go by position"
+    known = first_names(model)
+    for node in result.graph.nodes:
+        # Substitution would need hooks on the model itself, which copies of a GraphModule lose.
+        if node.op == "get_attr" and known.get(str(node.target)) in names:
+            return f"its forward pass uses '{node.target}' without calling the layer"
     return None
 
 

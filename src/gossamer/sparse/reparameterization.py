@@ -13,14 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.errors import SparsityError
 from gossamer.sparse.allocation import global_masks
 from gossamer.sparse.patterns import Unstructured
 
 BORDER = 1e-6
 """How close to 0 and 1 a probability counts as it is; its logit is finite there."""
 
-_APART = 1e-2
-"""By how much probabilities differ at first."""
 _RESOLUTION = 2.0**-24
 """How exactly a shift is found: the spacing of float32 below 1."""
 _SLACK = 2.0**-40
@@ -49,17 +48,24 @@ def threshold_gradient(weight: Tensor, gradient: Tensor, s: Tensor) -> Tensor:
 
 
 def initial_probabilities(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Probabilities of nearly 1, by at most 0.01 apart, so that the larger of two weights comes first."""
-    largest = max((float(weight.abs().max()) for weight in weights.values() if weight.numel()), default=0.0) or 1.0
-    return {name: 1 - _APART * (1 - weight.abs().float() / largest) for name, weight in weights.items()}
+    """|W| / max|W| of each weight in its own tensor (float32); 1 where all are zero.
+
+    Equal probabilities would keep every weight by the same chance at first, and what the weights know would be lost.
+
+    >>> initial_probabilities({"a": torch.tensor([-2.0, 1.0]), "b": torch.zeros(1)})
+    {'a': tensor([1.0000, 0.5000]), 'b': tensor([1.])}
+    """
+    return {name: _relative(weight.abs().float()) for name, weight in weights.items()}
 
 
-def relaxed_mask(p: Tensor, noise: Tensor, tau: float) -> Tensor:
+def relaxed_mask(p: Tensor, noise: Tensor, tau: float | Tensor) -> Tensor:
     """σ((logit p + noise) / τ): a mask between 0 and 1, near one of them when τ is small (Zhou et al. 2021).
 
     With logistic noise and τ → 0 it is 1 with probability p. For its value p is taken as at least 1e-6 away from 0
-    and 1; the gradient passes, so that a probability at the border still learns.
+    and 1; the gradient passes, so that a probability at the border still learns. The mask is float32, whatever p is:
+    half precision has nothing between 1 − 1e-6 and 1.
     """
+    p = p.float()
     inside = p + (_inside(p) - p).detach()
     return torch.sigmoid((torch.logit(inside) + noise) / tau)
 
@@ -70,7 +76,7 @@ def probability_gradient(weight: Tensor, gradient: Tensor, p: Tensor, mask: Tens
     With G the gradient of the product, ∂L/∂W = G · mask and ∂L/∂p = G · W · mask · (1 − mask) / (τ p (1 − p)).
     """
     inside = _inside(p)
-    return (gradient * weight).to(p.dtype) * (1 - mask) / (inside * (1 - inside) * tau)
+    return (gradient * weight).float() * (1 - mask) / (inside * (1 - inside) * tau)
 
 
 def logistic_noise(
@@ -89,12 +95,14 @@ def project(probabilities: Mapping[str, Tensor], budget: float) -> float:
     """In place p ← clamp(p − v, 0, 1) with the smallest v ≥ 0 such that Σp ≤ budget over all tensors; returns v.
 
     This is the nearest point within the budget (Zhou et al. 2021, theorem 1). Sums are taken in float64 over the
-    stored values, and in the end they are within the budget, not nearly so.
+    stored values, and in the end they are within the budget, not nearly so. NaN and infinity raise `SparsityError`.
 
     >>> p = {"a": torch.tensor([0.75, 0.25]), "b": torch.tensor([1.0])}
     >>> round(project(p, 1.0), 6), float(p["a"][1])
     (0.375, 0.0)
     """
+    if not all(bool(p.isfinite().all()) for p in probabilities.values()):
+        raise SparsityError("probabilities are NaN or infinite: training diverged; lower the learning rate")
     total = _Sum.at(probabilities, 0.0)
     shift = 0.0 if total.value <= budget else _smallest_shift(probabilities, total, max(budget, 0.0) * (1 - _SLACK))
     for p in probabilities.values():
@@ -107,8 +115,13 @@ def hard_masks(probabilities: Mapping[str, Tensor], sparsity: float) -> dict[str
     return global_masks(probabilities, Unstructured(), sparsity)
 
 
+def _relative(magnitude: Tensor) -> Tensor:
+    largest = float(magnitude.max()) if magnitude.numel() else 0.0
+    return torch.ones_like(magnitude) if largest == 0 else magnitude / largest
+
+
 def _inside(p: Tensor) -> Tensor:
-    return p.clamp(BORDER, 1 - BORDER)
+    return p.float().clamp(BORDER, 1 - BORDER)
 
 
 class _Sum(NamedTuple):

@@ -55,6 +55,8 @@ class Shared:
     """Puts channels of the whole run into another order."""
     restart: Restart | None = None
     """The user's learning-rate scheduler, when the run was told of one."""
+    stepping: set[int] | None = None
+    """While one of several optimizers is about to step: the ids of its parameters."""
 
 
 class Attachment:
@@ -79,7 +81,9 @@ class Attachment:
         """The bound names, without parameters of layers that are taken out at the moment."""
         if self.modifier.structural:
             return list(self.bound)
-        return [name for name in self.bound if has_parameter(self._shared.module, name)]
+        names = [name for name in self.bound if has_parameter(self._shared.module, name)]
+        stepping = self._shared.stepping
+        return names if stepping is None else [name for name in names if id(self.parameter(name)) in stepping]
 
     @property
     def step(self) -> int:

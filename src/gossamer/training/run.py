@@ -229,17 +229,22 @@ class TrainingRun:
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """What an optimizer calls before its step: modifiers see the gradients."""
-        return with_gradients(args, kwargs, self._observe)
+        """What an optimizer calls before its step: modifiers see the gradients, of what this optimizer trains."""
+        return with_gradients(args, kwargs, lambda: self._observe(optimizer))
 
-    def _observe(self) -> None:
-        scale, found_inf = (getattr(self.optimizer, name, None) for name in ("grad_scale", "found_inf"))
+    def _observe(self, optimizer: torch.optim.Optimizer) -> None:
+        scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        if optimizer is not self.optimizer or self.told_the_time:
+            self.shared.stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.shared.loss_scale = 1.0 if scale is None else float(scale)
         self.shared.overflowed = found_inf is not None and float(found_inf) > 0
         self._restart_learning_rate()
-        for attachment in self.attachments:
-            if attachment.status == "active":
-                attachment.modifier.before_step(attachment)
+        try:
+            for attachment in self.attachments:
+                if attachment.status == "active":
+                    attachment.modifier.before_step(attachment)
+        finally:
+            self.shared.stepping = None
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What an optimizer calls after its step: masks are applied and the clock moves."""
