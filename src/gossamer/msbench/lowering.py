@@ -1,9 +1,12 @@
-"""From a config to modifiers, with complaints in the words of the config."""
+"""From a config to modifiers and a recipe, with complaints in the words of the config.
+
+Nothing here knows a model; `schedulers.py` attaches what comes out to one.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -11,9 +14,12 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from gossamer.errors import GossamerError
-from gossamer.modifiers import LevelPruningModifier, Modifier
-from gossamer.msbench.config import NAME, complaint, sentence
+from gossamer.graph import ALL_PRUNABLE
+from gossamer.modifiers import EpochRangeModifier, LevelPruningModifier, Modifier, STRPruningModifier
+from gossamer.msbench import generators, selection, sparsers
+from gossamer.msbench.config import NAME, Config, complaint, sentence
 from gossamer.msbench.generators import MaskGenerator
+from gossamer.recipe import Recipe
 
 M = TypeVar("M", bound=Modifier)
 LEVEL_ARGUMENTS = {
@@ -30,6 +36,78 @@ ADMM_ARGUMENTS = {
     "update_frequency": "scheduler.kwargs.iters_per_epoch",
 }
 """Where the fields of modifiers come from."""
+
+
+class Lowered:
+    """A checked config with its parts made, and the modifiers that it comes to."""
+
+    def __init__(self, config: Config, no_prune_keyword: str, no_prune_layer: str) -> None:
+        self.config = config
+        self.exclude = selection.patterns(selection.words(no_prune_keyword), selection.words(no_prune_layer))
+        self.generator = cast(MaskGenerator, config.types["mask_generator"](**config.kwargs["mask_generator"]))
+        self.sparser = cast(type[sparsers.FakeSparse], config.types["fake_sparse"])
+        self._check_parts()
+
+    @property
+    def learns(self) -> bool:
+        """Whether sparsers stand in the weights' places, and not just masks."""
+        return self.sparser is not sparsers.FakeSparse
+
+    def modifiers(self, steps_per_epoch: float = 1.0) -> Sequence[Modifier]:
+        """The modifiers of the recipe that does the same; times are in epochs of so many iterations."""
+        if issubclass(self.sparser, sparsers.STRFakeSparse):
+            kwargs = self.config.kwargs["fake_sparse"]
+            given = {"s_init": kwargs["sInit_value"]} if "sInit_value" in kwargs else {}
+            return [STRPruningModifier(params=ALL_PRUNABLE, **self.excluding, **given)]
+        sparsity = self.generator.sparsity
+        target = self.config.sparsity.get("target_sparsity", 0.0) if sparsity is None else sparsity
+        uniform = self.config.sparsity.get("uniform", True)
+        return [self.levels([target], 1.0, **({} if uniform else {"allocation": "global"}))]
+
+    @property
+    def length(self) -> int | None:
+        """The iterations of the whole training, where the config says it."""
+        return None
+
+    def levels(self, levels: Sequence[float], end_epoch: float, **more: Any) -> LevelPruningModifier:
+        """A modifier with the pattern and the score of the mask generator."""
+        fields: dict[str, Any] = {"params": ALL_PRUNABLE, **self.excluding, "levels": list(levels)}
+        if self.generator.mask_type not in (None, "unstructured"):
+            fields["mask_type"] = self.generator.mask_type
+        if self.generator.score_type != "magnitude":
+            fields["score_type"] = self.generator.score_type
+        return made(LevelPruningModifier, {**fields, "end_epoch": end_epoch, **more}, LEVEL_ARGUMENTS)
+
+    @property
+    def excluding(self) -> dict[str, list[str]]:
+        return {"exclude": self.exclude} if self.exclude else {}
+
+    def recipe(self, steps_per_epoch: float = 1.0) -> Recipe:
+        """The same as a recipe: a manager that runs it comes to the same weights."""
+        own = [kind.__name__ for kind in self.config.types.values() if not kind.__module__.startswith("gossamer.")]
+        if own:
+            raise GossamerError(f"recipe: {' and '.join(own)} cannot be written down: a recipe knows no code")
+        metadata = {"source": f"MSBench {type(self).__name__}", "steps_per_epoch": steps_per_epoch}
+        modifiers = list(self.modifiers(steps_per_epoch))
+        if self.length is not None and all(m.end_epoch < self.length / steps_per_epoch for m in modifiers):
+            modifiers.append(EpochRangeModifier(start_epoch=0.0, end_epoch=self.length / steps_per_epoch))
+        return Recipe.of(modifiers, metadata=metadata, name="msbench")
+
+    @property
+    def settings(self) -> str:
+        """The config as text, to tell whether it was changed."""
+        return repr([self.config.types["scheduler"].__name__, self.config.kwargs, self.config.sparsity])
+
+    def _check_parts(self) -> None:
+        """Raise for parts that belong to others."""
+        for kind, sparser in (
+            (generators.STRMaskGenerator, sparsers.STRFakeSparse),
+            (generators.ProbMaskGenerator, sparsers.ProbMaskFakeSparse),
+        ):
+            if isinstance(self.generator, kind) and not issubclass(self.sparser, sparser):
+                raise GossamerError(f"fake_sparse: {kind.__name__} belongs to {sparser.__name__}")
+        if issubclass(self.sparser, sparsers.ProbMaskFakeSparse) and not hasattr(self, "rate_at"):
+            raise GossamerError("scheduler: ProbMaskFakeSparse needs ProbMaskPruneScheduler")
 
 
 @contextmanager

@@ -10,19 +10,18 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.graph import ALL_PRUNABLE, get_parameter, has_parameter, prunable, unwrap
-from gossamer.modifiers import EpochRangeModifier, LevelPruningModifier, Modifier, STRPruningModifier
-from gossamer.msbench import generators, selection, sparsers
+from gossamer.graph import get_parameter, has_parameter, prunable, unwrap
+from gossamer.modifiers import LevelPruningModifier
+from gossamer.msbench import selection, sparsers
 from gossamer.msbench.config import NAME, Config
-from gossamer.msbench.generators import MaskGenerator
-from gossamer.msbench.lowering import LEVEL_ARGUMENTS, GeneratedLevels, made, told_of_config
+from gossamer.msbench.lowering import GeneratedLevels, Lowered, told_of_config
 from gossamer.msbench.tracing import traced
 from gossamer.recipe import Recipe
 from gossamer.training.attachment import Attachment
@@ -39,7 +38,7 @@ logger = logging.getLogger("gossamer.msbench")
 STATE_FORMAT = 1
 
 
-class BaseScheduler:
+class BaseScheduler(Lowered):
     """A constant sparsity, or what the sparsers of the config learn.
 
     `no_prune_keyword` holds parts of layer names and `no_prune_layer` whole
@@ -50,11 +49,7 @@ class BaseScheduler:
     """Whether torch.fx is tried on the model."""
 
     def __init__(self, config: Config, *, no_prune_keyword: str = "", no_prune_layer: str = "") -> None:
-        self.config = config
-        self.exclude = selection.patterns(selection.words(no_prune_keyword), selection.words(no_prune_layer))
-        self.generator = cast(MaskGenerator, config.types["mask_generator"](**config.kwargs["mask_generator"]))
-        self.sparser = cast(type[sparsers.FakeSparse], config.types["fake_sparse"])
-        self._check_parts()
+        super().__init__(config, no_prune_keyword, no_prune_layer)
         self.init_lr: float | list[float] | None = None
         self.iteration: int | None = None
         self.names: list[str] = []
@@ -205,7 +200,7 @@ class BaseScheduler:
         return {
             "format": STATE_FORMAT,
             "scheduler": type(self).__name__,
-            "config": self._settings(),
+            "config": self.settings,
             "iteration": self.iteration,
             "run": self._run.state_dict() if self._run is not None and self._begun else None,
             "by_hand": frozen(self._run.shared.masks.of(0)) if self._run is not None and not self._begun else {},
@@ -234,7 +229,7 @@ class BaseScheduler:
         if self._run is None and not self.learns and state["run"] is not None:
             raise GossamerError("load_state_dict: the model was exported; prepare it again and load the state then")
         problems: list[str] = []
-        if state.get("config", self._settings()) != self._settings():
+        if state.get("config", self.settings) != self.settings:
             problems.append("the config is not the one that the state was saved under: levels go on by the new one")
         if self._run is not None and state["run"] is not None:
             problems += self._run.load_state_dict(state["run"])
@@ -248,60 +243,11 @@ class BaseScheduler:
             logger.warning("state: %s", problem)
         return problems
 
-    def _settings(self) -> str:
-        """The config as text, to tell whether it was changed."""
-        return repr([self.config.types["scheduler"].__name__, self.config.kwargs, self.config.sparsity])
-
     @property
     def _holds_masks(self) -> bool:
         return self._run is not None and bool(self._run.shared.masks.names())
 
-    # What the config comes to
-
-    @property
-    def learns(self) -> bool:
-        """Whether sparsers stand in the weights' places, and not just masks."""
-        return self.sparser is not sparsers.FakeSparse
-
-    def modifiers(self, steps_per_epoch: float = 1.0) -> Sequence[Modifier]:
-        """The modifiers of the recipe that does the same; times are in epochs of so many iterations."""
-        if issubclass(self.sparser, sparsers.STRFakeSparse):
-            kwargs = self.config.kwargs["fake_sparse"]
-            given = {"s_init": kwargs["sInit_value"]} if "sInit_value" in kwargs else {}
-            return [STRPruningModifier(params=ALL_PRUNABLE, **self.excluding, **given)]
-        sparsity = self.generator.sparsity
-        target = self.config.sparsity.get("target_sparsity", 0.0) if sparsity is None else sparsity
-        uniform = self.config.sparsity.get("uniform", True)
-        return [self.levels([target], 1.0, **({} if uniform else {"allocation": "global"}))]
-
-    @property
-    def length(self) -> int | None:
-        """The iterations of the whole training, where the config says it."""
-        return None
-
-    def levels(self, levels: Sequence[float], end_epoch: float, **more: Any) -> LevelPruningModifier:
-        """A modifier with the pattern and the score of the mask generator."""
-        fields: dict[str, Any] = {"params": ALL_PRUNABLE, **self.excluding, "levels": list(levels)}
-        if self.generator.mask_type not in (None, "unstructured"):
-            fields["mask_type"] = self.generator.mask_type
-        if self.generator.score_type != "magnitude":
-            fields["score_type"] = self.generator.score_type
-        return made(LevelPruningModifier, {**fields, "end_epoch": end_epoch, **more}, LEVEL_ARGUMENTS)
-
-    @property
-    def excluding(self) -> dict[str, list[str]]:
-        return {"exclude": self.exclude} if self.exclude else {}
-
-    def recipe(self, steps_per_epoch: float = 1.0) -> Recipe:
-        """The same as a recipe: a manager that runs it comes to the same weights."""
-        own = [kind.__name__ for kind in self.config.types.values() if not kind.__module__.startswith("gossamer.")]
-        if own:
-            raise GossamerError(f"recipe: {' and '.join(own)} cannot be written down: a recipe knows no code")
-        metadata = {"source": f"MSBench {type(self).__name__}", "steps_per_epoch": steps_per_epoch}
-        modifiers = list(self.modifiers(steps_per_epoch))
-        if self.length is not None and all(m.end_epoch < self.length / steps_per_epoch for m in modifiers):
-            modifiers.append(EpochRangeModifier(start_epoch=0.0, end_epoch=self.length / steps_per_epoch))
-        return Recipe.of(modifiers, metadata=metadata, name="msbench")
+    # What is pruned
 
     @property
     def layers(self) -> dict[str, str | None]:
@@ -363,17 +309,6 @@ class BaseScheduler:
             self._exported = Masks()
 
     # Behind the scenes
-
-    def _check_parts(self) -> None:
-        """Raise for parts that belong to others."""
-        for kind, sparser in (
-            (generators.STRMaskGenerator, sparsers.STRFakeSparse),
-            (generators.ProbMaskGenerator, sparsers.ProbMaskFakeSparse),
-        ):
-            if isinstance(self.generator, kind) and not issubclass(self.sparser, sparser):
-                raise GossamerError(f"fake_sparse: {kind.__name__} belongs to {sparser.__name__}")
-        if issubclass(self.sparser, sparsers.ProbMaskFakeSparse) and not hasattr(self, "rate_at"):
-            raise GossamerError("scheduler: ProbMaskFakeSparse needs ProbMaskPruneScheduler")
 
     @property
     def _attachment(self) -> Attachment | None:
