@@ -91,6 +91,8 @@ def test_an_edited_config_is_told_of_and_its_levels_hold() -> None:
     assert any("config" in sentence for sentence in other.load_state_dict(scheduler.state_dict()))
     other.prune_model(again, 7)
     assert other.compute_sparse_rate(again) == pytest.approx(0.95, abs=1e-3)
+    elsewhere, again = prepared(levels(save_dir="elsewhere", verbose=True))
+    assert elsewhere.load_state_dict(scheduler.state_dict()) == [], "that changes nothing in what is done"
 
 
 def test_a_state_from_before_the_first_iteration_takes_everything_back() -> None:

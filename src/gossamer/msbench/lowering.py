@@ -95,8 +95,8 @@ class Lowered:
 
     @property
     def settings(self) -> str:
-        """The config as text, to tell whether it was changed."""
-        return repr([self.config.types["scheduler"].__name__, self.config.kwargs, self.config.sparsity])
+        """What is done, as text, to tell whether the config was changed in that."""
+        return repr([(modifier.name, modifier.model_dump(exclude_unset=True)) for modifier in self.modifiers()])
 
     def _check_parts(self) -> None:
         """Raise for parts that belong to others."""

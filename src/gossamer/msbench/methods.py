@@ -71,6 +71,10 @@ class AmpereScheduler(BaseScheduler):
         if not self._computed:
             raise GossamerError("prune_model: call init_optimizer(optimizer) first, which computes the 2:4 masks")
 
+    @property
+    def settings(self) -> str:
+        return repr(self.arguments)
+
     def modifiers(self, steps_per_epoch: float = 1.0) -> Sequence[Modifier]:
         return self.recipe(steps_per_epoch).modifiers
 
