@@ -28,7 +28,7 @@ def learned() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({**levels(), "fake_sparse": {"type": "STRFakeSparse"}}, "levels need FakeSparse, found STRFakeSparse"),
+        ({**levels(), "fake_sparse": {"type": "STRFakeSparse"}}, "AmbaLevelPruneScheduler needs FakeSparse, found STR"),
         ({**admm(), "fake_sparse": {"type": "STRFakeSparse"}}, "ADMMScheduler needs FakeSparse"),
         ({"scheduler": {"type": "STRScheduler"}}, "STRScheduler needs STRFakeSparse"),
         ({**learned(), "fake_sparse": {"type": "FakeSparse"}}, "STRMaskGenerator belongs to STRFakeSparse"),

@@ -310,3 +310,12 @@ def test_no_folder_means_no_checkpoints() -> None:
     scheduler, model = prepared(levels(save_dir=None))
     steps(scheduler, model, range(TOTAL), True)
     assert not Path("checkpoints").exists()
+
+
+def test_training_on_after_the_last_level_writes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, model = prepared(levels())
+    loop(scheduler, model, optimizer := sgd(model), range(TOTAL))
+    written: list[Any] = []
+    monkeypatch.setattr(torch, "save", lambda *_: written.append(_))
+    loop(scheduler, model, optimizer, range(TOTAL, TOTAL + 5))
+    assert written == []

@@ -10,24 +10,20 @@ import contextlib
 import csv
 import io
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, SparsityError, nearest
 from gossamer.files import whole
 from gossamer.graph import get_parameter, prunable
 from gossamer.graph.macs import macs as count_macs
-from gossamer.sparse import zero_count
+from gossamer.sparse import energy_removed, zero_count
 
 FORMAT = 1
 """Goes up when the meaning of a key in the JSON changes."""
@@ -275,22 +271,10 @@ def _energy_kept(name: str, weight: Tensor, zeros: Sequence[int]) -> tuple[float
     """
     if not any(zeros):
         return (1.0,) * len(zeros)
-    wide = weight if weight.dtype in (torch.float32, torch.float64) else weight.float()
-    ascending = np.sort(wide.abs().cpu().numpy().ravel())  # several times as fast as torch's, which also finds indices
-    largest = float(ascending[-1])
-    if not np.isfinite(largest):
+    if not bool(weight.isfinite().all()):
         raise SparsityError(f"'{name}' holds numbers that are not finite, which have no energy; load other weights")
-    if largest == 0:
-        return (1.0,) * len(zeros)
-    edges = sorted({0, *zeros, len(ascending)})
-    between = [_sum_of_squares(ascending[start:end], largest) for start, end in pairwise(edges)]
-    kept = {edge: math.fsum(between[index:]) for index, edge in enumerate(edges)}
-    return tuple(kept[count] / kept[0] for count in zeros)
-
-
-def _sum_of_squares(numbers: np.ndarray[Any, Any], unit: float) -> float:
-    wide = numbers.astype(np.float64) / unit
-    return float(wide @ wide)
+    removed = energy_removed(weight, name)
+    return tuple(1.0 - float(removed[count - 1]) if count else 1.0 for count in zeros)
 
 
 def _totals_json(totals: Totals) -> dict[str, Any]:

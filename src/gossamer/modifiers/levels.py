@@ -17,8 +17,9 @@ from gossamer.errors import ModifierError, SparsityError
 from gossamer.graph import ALL_PRUNABLE
 from gossamer.modifiers.base import Epoch, ParamNames, Run, register
 from gossamer.modifiers.pruning import PruningModifier, Sparsity
-from gossamer.modifiers.scoring import FilterKind, FilterScorer, MagnitudeScorer, Scorer
+from gossamer.modifiers.scoring import FilterScorer, MagnitudeScorer, Scorer
 from gossamer.sparse import NM, Filter, energy, erdos_renyi, uniform, zero_count
+from gossamer.sparse.scores import FilterKind
 
 Level = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Allocation = Literal["uniform", "erk", "global", "energy"]

@@ -20,7 +20,6 @@ from gossamer.modifiers.scoring import (
     FILTER_KINDS,
     MFAC,
     OBS,
-    FilterKind,
     FilterScorer,
     FisherScorer,
     MagnitudeScorer,
@@ -30,6 +29,7 @@ from gossamer.modifiers.scoring import (
 )
 from gossamer.sparse import NM, Filter, Pattern, fraction, global_masks, interpolate, parse_pattern
 from gossamer.sparse.schedules import Interpolation
+from gossamer.sparse.scores import FilterKind
 from gossamer.sparse.selection import refuse_nan
 
 Sparsity = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]

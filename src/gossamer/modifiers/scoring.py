@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -18,18 +18,10 @@ from torch import Tensor
 from gossamer.errors import ModifierError
 from gossamer.graph import is_transposed
 from gossamer.modifiers.base import Run
-from gossamer.sparse import (
-    BlockFisher,
-    filter_median_distance,
-    filter_norm,
-    filter_nuclear,
-    magnitude,
-    movement,
-)
+from gossamer.sparse import BlockFisher, magnitude, movement
+from gossamer.sparse.scores import FilterKind, filter_scores
 
-FilterKind = Literal["l2", "fpgm_l1", "fpgm_l2", "fpgm_cos", "nuclear"]
 FILTER_KINDS: tuple[FilterKind, ...] = get_args(FilterKind)
-"""Scores of whole filters; the l1 norm is not among them, for that is what `magnitude` comes to in a filter."""
 
 
 class FisherDefaults(NamedTuple):
@@ -97,21 +89,8 @@ class FilterScorer(MagnitudeScorer):
     def _spread(self, run: Run, name: str) -> Tensor:
         """Rounded to float32, filters that differ by round-off are equals; as float64, their mean is exact."""
         weight = outputs_first(run, name, run.parameter(name).detach())
-        numbers = self._numbers(weight).float().double()
+        numbers = filter_scores(weight, self.kind).float().double()
         return outputs_first(run, name, numbers.reshape(-1, *[1] * (weight.dim() - 1)).expand_as(weight))
-
-    def _numbers(self, weight: Tensor) -> Tensor:
-        match self.kind:
-            case "l2":
-                return filter_norm(weight, 2)
-            case "fpgm_l1":
-                return filter_median_distance(weight, "l1")
-            case "fpgm_l2":
-                return filter_median_distance(weight, "l2")
-            case "fpgm_cos":
-                return filter_median_distance(weight, "cos")
-            case "nuclear":
-                return filter_nuclear(weight)
 
 
 @dataclass(frozen=True)

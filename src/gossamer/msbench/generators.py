@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gossamer.errors import GossamerError
 from gossamer.sparse import magnitude, parse_pattern
-from gossamer.sparse.scores import filter_median_distance, filter_norm, filter_nuclear
+from gossamer.sparse.scores import FilterKind, filter_scores
 
 
 class MaskGenerator:
@@ -30,7 +30,7 @@ class MaskGenerator:
         return None
 
     @property
-    def score_type(self) -> str:
+    def score_type(self) -> Literal["magnitude"] | FilterKind:
         """The `score_type` of that recipe."""
         return "magnitude"
 
@@ -52,7 +52,8 @@ class _Known(MaskGenerator):
         return "unstructured"
 
     def scores(self, weight: Tensor) -> Tensor:
-        return magnitude(weight)
+        kind = self.score_type
+        return magnitude(weight) if kind == "magnitude" else _spread(filter_scores(weight, kind), weight)
 
     def generate_mask(self, weight: Tensor) -> Tensor:
         detached, pattern = weight.detach(), parse_pattern(self.pattern_name)
@@ -75,11 +76,8 @@ class NormalMaskGenerator(_Known):
         return "filter" if self.structured else "unstructured"
 
     @property
-    def score_type(self) -> str:
+    def score_type(self) -> Literal["magnitude"] | FilterKind:
         return "l2" if self.structured and self.func == "p2" else "magnitude"
-
-    def scores(self, weight: Tensor) -> Tensor:
-        return _spread(filter_norm(weight, 2), weight) if self.score_type == "l2" else magnitude(weight)
 
 
 class NMMaskGenerator(_Known):
@@ -104,6 +102,9 @@ class _FilterMaskGenerator(_Known):
         return "filter"
 
 
+FPGM: dict[str, FilterKind] = {"l1": "fpgm_l1", "l2": "fpgm_l2", "cos": "fpgm_cos"}
+
+
 class FPGMMaskGenerator(_FilterMaskGenerator):
     """The filters nearest to their geometric median (He et al. 2019)."""
 
@@ -114,11 +115,8 @@ class FPGMMaskGenerator(_FilterMaskGenerator):
         self.func: Literal["l1", "l2", "cos"] = func
 
     @property
-    def score_type(self) -> str:
-        return f"fpgm_{self.func}"
-
-    def scores(self, weight: Tensor) -> Tensor:
-        return _spread(filter_median_distance(weight, self.func), weight)
+    def score_type(self) -> Literal["magnitude"] | FilterKind:
+        return FPGM[self.func]
 
 
 class NuclearMaskGenerator(_FilterMaskGenerator):
@@ -128,11 +126,8 @@ class NuclearMaskGenerator(_FilterMaskGenerator):
         super().__init__(structured=structured, sparsity=sparsity)
 
     @property
-    def score_type(self) -> str:
+    def score_type(self) -> Literal["magnitude"] | FilterKind:
         return "nuclear"
-
-    def scores(self, weight: Tensor) -> Tensor:
-        return _spread(filter_nuclear(weight), weight)
 
 
 class STRMaskGenerator(_Known):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import pairwise
@@ -20,6 +21,7 @@ from gossamer.msbench import selection
 from gossamer.msbench.config import NAME, Config
 from gossamer.msbench.generators import NMMaskGenerator
 from gossamer.msbench.schedulers import BaseScheduler, logger
+from gossamer.msbench.sparsers import FakeSparse
 
 if TYPE_CHECKING:
     from gossamer.analysis.layers import LayerReport
@@ -32,6 +34,8 @@ ALGORITHMS = ("uniform", "energy")
 
 class AmbaLevelPruneScheduler(BaseScheduler):
     """A table of sparsities, each trained for an equal share of `total_iters`; docs/msbench.md has the arguments."""
+
+    needs = FakeSparse
 
     def __init__(
         self,
@@ -71,8 +75,6 @@ class AmbaLevelPruneScheduler(BaseScheduler):
             problems.append(f"total_iters: {total_iters} iterations are too few for {len(table)} levels")
         if problems:
             raise GossamerError("\n".join(f"{NAME}: scheduler.kwargs.{problem}" for problem in problems))
-        if self.learns:
-            raise GossamerError(f"{NAME}: fake_sparse: levels need FakeSparse, found {self.sparser.__name__}")
         if self.generator.sparsity is not None and not isinstance(self.generator, NMMaskGenerator):
             raise GossamerError(f"{NAME}: mask_generator.kwargs.sparsity: levels take theirs from sparsity_table")
         self.table = [_share(percent) for percent in table]
@@ -86,6 +88,8 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         self.save_dir = None if save_dir is None else Path(save_dir)
         self.example = default_input_custom if default_input_custom is not None else default_input_shape
         self.init_lr, self.verbose = init_lr, verbose
+        self._closing: weakref.WeakSet[torch.optim.Optimizer] | None = None
+        """In the last iteration: the optimizers whose last step is saved."""
         self.modifiers()  # so that what is wrong is told at once
 
     @property
@@ -111,7 +115,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         return self.total_iters
 
     def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
-        """A level is saved when it is left; the last one when it ends, and again after steps that come behind."""
+        """A level is saved when it is left; the last one when it ends, and again with each optimizer's last step."""
         if not self._begun and self.analyse:
             self._write_analysis(self.sparse_analysis(model))
         before, after = self.level, max(n for n, start in enumerate(self.level_starts) if start <= iteration)
@@ -122,18 +126,27 @@ class AmbaLevelPruneScheduler(BaseScheduler):
             for name in self.names:
                 zeros = int((get_parameter(unwrap(model), name) == 0).count_nonzero())
                 logger.info("iteration %d: '%s' has %d zeros", iteration, name, zeros)
-        if iteration + 1 >= self.total_iters:
+        reached = self.iteration is not None and self.iteration + 1 >= self.total_iters
+        self._closing = None
+        if iteration + 1 >= self.total_iters and not reached:
             self._save_level(model, after)
+            self._closing = weakref.WeakSet()
 
     @property
     def level(self) -> int | None:
         """The level that holds, from 0; None before the first."""
         return self._attachment.state.get("level") if self._begun and self._attachment is not None else None
 
-    def after_step(self) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super()._after_step(optimizer)
         model = self._reference() if self._reference is not None else None
-        ended = self.iteration is not None and self.iteration + 1 >= self.total_iters
-        if ended and model is not None and self.level is not None:
+        if (
+            self._closing is not None
+            and optimizer not in self._closing
+            and model is not None
+            and self.level is not None
+        ):
+            self._closing.add(optimizer)
             self._save_level(model, self.level)
 
     def sparse_analysis(self, model: nn.Module) -> LayerReport:

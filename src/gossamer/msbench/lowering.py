@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 from pydantic import ValidationError
 from torch import Tensor
@@ -40,6 +40,9 @@ ADMM_ARGUMENTS = {
 
 class Lowered:
     """A checked config with its parts made, and the modifiers that it comes to."""
+
+    needs: ClassVar[type[sparsers.FakeSparse] | None] = None
+    """The sparser that a scheduler works with, or one that extends it; None for any that needs no scheduler."""
 
     def __init__(self, config: Config, no_prune_keyword: str, no_prune_layer: str) -> None:
         self.config = config
@@ -106,8 +109,13 @@ class Lowered:
         ):
             if isinstance(self.generator, kind) and not issubclass(self.sparser, sparser):
                 raise GossamerError(f"fake_sparse: {kind.__name__} belongs to {sparser.__name__}")
-        if issubclass(self.sparser, sparsers.ProbMaskFakeSparse) and not hasattr(self, "rate_at"):
+        if self.needs is None and issubclass(self.sparser, sparsers.ProbMaskFakeSparse):
             raise GossamerError("scheduler: ProbMaskFakeSparse needs ProbMaskPruneScheduler")
+        # What stands in a weight's place hides the masks: nothing may extend a plain FakeSparse there.
+        masks_only = self.needs is sparsers.FakeSparse and self.learns
+        if self.needs is not None and (masks_only or not issubclass(self.sparser, self.needs)):
+            needed, found = self.needs.__name__, self.sparser.__name__
+            raise GossamerError(f"fake_sparse: {type(self).__name__} needs {needed}, found {found}")
 
 
 @contextmanager

@@ -90,10 +90,7 @@ class AmpereScheduler(BaseScheduler):
 class STRScheduler(BaseScheduler):
     """Learned thresholds; they need no schedule."""
 
-    def __init__(self, config: Config, **excluded: Any) -> None:
-        super().__init__(config, **excluded)
-        if not issubclass(self.sparser, sparsers.STRFakeSparse):
-            raise GossamerError("fake_sparse: STRScheduler needs STRFakeSparse")
+    needs = sparsers.STRFakeSparse
 
 
 class ProbMaskPruneScheduler(BaseScheduler):
@@ -102,6 +99,7 @@ class ProbMaskPruneScheduler(BaseScheduler):
     `prune_rate` is the sparsity in the end. The temperature falls from `tau` of the mask generator to 0.03 of it.
     """
 
+    needs = sparsers.ProbMaskFakeSparse
     TAU_END: ClassVar[float] = 0.03
 
     def __init__(
@@ -126,8 +124,6 @@ class ProbMaskPruneScheduler(BaseScheduler):
                 f"{where}: expected warmup_iteration_stamps ≤ finetune_iteration_stamps ≤ total_iterations, found "
                 f"{warmup_iteration_stamps}, {finetune_iteration_stamps} and {total_iterations}"
             )
-        if not issubclass(self.sparser, sparsers.ProbMaskFakeSparse):
-            raise GossamerError(f"{NAME}: fake_sparse: ProbMaskPruneScheduler needs ProbMaskFakeSparse")
         self.rate, self.start_rate, self.total = prune_rate, start_prune_rate, total_iterations
         self.warmup, self.finetune, self.seed = warmup_iteration_stamps, finetune_iteration_stamps, seed
         self._pool = sparsers.Pool(seed=seed)
@@ -192,6 +188,8 @@ class ADMMScheduler(BaseScheduler):
     from `before_run`, or from `total_iters` and `iters_per_epoch`.
     """
 
+    needs = sparsers.FakeSparse
+
     def __init__(
         self,
         config: Config,
@@ -207,8 +205,6 @@ class ADMMScheduler(BaseScheduler):
         if self.generator.mask_type is None or self.generator.score_type != "magnitude":
             kind = type(self.generator).__name__
             raise GossamerError(f"{NAME}: mask_generator: ADMMScheduler goes by magnitude and cannot use {kind}")
-        if self.learns:
-            raise GossamerError(f"{NAME}: fake_sparse: ADMMScheduler needs FakeSparse, found {self.sparser.__name__}")
         self.rho = rho
         self.lengths = _lengths(total_iters, iters_per_epoch, "scheduler.kwargs.")
         self.modifiers()  # so that what is wrong is told at once

@@ -1,6 +1,6 @@
 """Tensors in, tensors out: patterns, scores, schedules, allocation. Nothing here knows a model."""
 
-from gossamer.sparse.allocation import energy, energy_kept, erdos_renyi, global_masks, uniform
+from gossamer.sparse.allocation import energy, energy_kept, energy_removed, erdos_renyi, global_masks, uniform
 from gossamer.sparse.fisher import BlockFisher
 from gossamer.sparse.masking import pack, unpack, zero_where
 from gossamer.sparse.nm import NM, NM2d
@@ -31,6 +31,7 @@ __all__ = [
     "cosine",
     "energy",
     "energy_kept",
+    "energy_removed",
     "erdos_renyi",
     "filter_median_distance",
     "filter_norm",

@@ -101,7 +101,7 @@ def energy(
     leaves: list[_Ascending] = []
     for name, score in scores.items():
         share = max((sizes[name] / max(largest, 1)) ** slope, 1e-300)  # A steep slope must not divide by zero.
-        leaves.append(_removed(score, name)[: caps[name]] / share)
+        leaves.append(energy_removed(score, name)[: caps[name]] / share)
     counts = _lost(leaves, list(sizes.values()), min(target, reachable))
     return {name: count / max(sizes[name], 1) for name, count in zip(sizes, counts, strict=True)}
 
@@ -113,7 +113,7 @@ def energy_kept(scores: Tensor, sparsity: float) -> float:
     0.75
     """
     count = zero_count(scores.numel(), sparsity)
-    return 1.0 - float(_removed(scores)[count - 1]) if count else 1.0
+    return 1.0 - float(energy_removed(scores)[count - 1]) if count else 1.0
 
 
 def global_masks(scores: Mapping[str, Tensor], pattern: Pattern, sparsity: float) -> dict[str, Tensor]:
@@ -155,7 +155,7 @@ def _most_zeros(size: int, cap: float) -> int:
     return count - 1 if count and count / size > cap else count
 
 
-def _removed(scores: Tensor, name: str | None = None) -> _Ascending:
+def energy_removed(scores: Tensor, name: str | None = None) -> _Ascending:
     """The share of the layer's energy that its 1, 2, … N smallest scores hold, in float64.
 
     Scores are measured in the largest one first, so that no square overflows

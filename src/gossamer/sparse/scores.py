@@ -30,6 +30,25 @@ def movement(weight: Tensor, gradient: Tensor) -> Tensor:
     return -(weight.detach() * gradient.detach())
 
 
+FilterKind = Literal["l2", "fpgm_l1", "fpgm_l2", "fpgm_cos", "nuclear"]
+"""Scores of whole filters; the l1 norm is not among them, for that is what `magnitude` comes to in a filter."""
+
+
+def filter_scores(weight: Tensor, kind: FilterKind) -> Tensor:
+    """The score of that name for each filter of `(out, in, *kernel)`, in float64."""
+    match kind:
+        case "l2":
+            return filter_norm(weight, 2)
+        case "nuclear":
+            return filter_nuclear(weight)
+        case "fpgm_l1":
+            return filter_median_distance(weight, "l1")
+        case "fpgm_l2":
+            return filter_median_distance(weight, "l2")
+        case "fpgm_cos":
+            return filter_median_distance(weight, "cos")
+
+
 def filter_norm(weight: Tensor, p: Literal[1, 2] = 1) -> Tensor:
     """The l1 or l2 norm of each filter of `(out, in, *kernel)`, in float64 (Li et al. 2017)."""
     return cast(Tensor, torch.linalg.vector_norm(weight.detach().flatten(1).double(), ord=p, dim=1))
