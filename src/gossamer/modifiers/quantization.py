@@ -1,0 +1,263 @@
+"""Quantization-aware training: from an epoch on, the model computes as its integer version would.
+
+The modifier says where and when; `quantization/` rounds, and the run keeps
+the ranges. Weights and their names stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from gossamer.errors import ModifierError
+from gossamer.graph import prunable
+from gossamer.modifiers.base import Epoch, Modifier, Run, register, to_step
+from gossamer.quantization import Numbers, Rules, Scheme, scheme_of
+
+if TYPE_CHECKING:
+    from gossamer.quantization import Emulation
+
+Bits = Annotated[int, Field(ge=2, le=16)]
+_NOT_HELD = 0.05
+"""From this share of zeros on, a weight counts as sparse."""
+
+logger = logging.getLogger("gossamer")
+
+
+@register
+class QuantizationModifier(Modifier):
+    """Quantization-aware training from an epoch on; it has no end."""
+
+    family: ClassVar[str] = "quantization"
+    epoch_fields: ClassVar[tuple[str, ...]] = (
+        "start_epoch",
+        "end_epoch",
+        "disable_quantization_observer_epoch",
+        "freeze_bn_stats_epoch",
+    )
+
+    scheme: str | dict[str, Any] | None = None
+    """`default` (= `deepsparse`), `vnni`, `tensorrt`, or a mapping."""
+    scheme_overrides: dict[str, Any] | None = None
+    ignore: list[str] | None = None
+    disable_quantization_observer_epoch: Epoch | None = None
+    freeze_bn_stats_epoch: Epoch | None = None
+    num_calibration_steps: Annotated[int, Field(ge=0)] | None = None
+    model_fuse_fn_name: str | None = None
+    model_fuse_fn_kwargs: dict[str, Any] | None = None
+    submodules: list[str] | None = None
+    activation_bits: Bits | None = None
+    weight_bits: Bits = 8
+    reduce_range: bool | None = None
+    """Whether weights use one bit less; None: as the scheme says."""
+    quantize_embeddings: bool = True
+    quantize_linear_activations: bool = True
+    quantize_conv_activations: bool = True
+    quantize_embedding_activations: bool = True
+    exclude_module_types: list[str] | None = None
+    custom_quantizable_module_types: list[str] | None = None
+    exclude_batchnorm: bool = True
+    activation_qconfig_kwargs: dict[str, Any] | None = None
+    weight_qconfig_kwargs: dict[str, Any] | None = None
+    tensorrt: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.end_epoch != -1:
+            raise ValueError(
+                f"end_epoch: quantization cannot be switched off again; expected -1, found {self.end_epoch:g}"
+            )
+        if self.tensorrt and self.scheme not in (None, "tensorrt"):
+            raise ValueError(f"tensorrt: true contradicts scheme {self.scheme!r}; drop one of the two")
+        if self.scheme is not None:
+            older = {"activation_bits", "weight_bits"} & self.model_fields_set
+            if older and isinstance(self.scheme, dict):
+                field = min(older)
+                raise ValueError(f"{field}: the scheme says num_bits itself; drop one of the two")
+        for field in ("disable_quantization_observer_epoch", "freeze_bn_stats_epoch"):
+            epoch = getattr(self, field)
+            if epoch is not None and -1 < epoch < self.start_epoch:
+                raise ValueError(f"{field} {epoch:g} lies before start_epoch {self.start_epoch:g}")
+        try:
+            _ = self.rules
+        except ModifierError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    @property
+    def updates_every(self) -> float | None:
+        return -1.0
+
+    @property
+    def rules(self) -> Rules:
+        """Where is rounded, and into which numbers."""
+        base = self._base()
+        for given in (self.scheme_overrides or {}).values():
+            scheme_of(given, "scheme_overrides", base)
+        ignore = [*(self.ignore or []), *(self.exclude_module_types or [])]
+        if not self.quantize_embeddings:
+            ignore.append("Embedding")
+        return Rules(
+            base,
+            self.scheme_overrides or {},
+            ignore,
+            self.submodules or [],
+            self.custom_quantizable_module_types or [],
+        )
+
+    def _base(self) -> Scheme:
+        scheme = scheme_of("tensorrt" if self.tensorrt else self.scheme, "scheme")
+        inputs, weights = scheme.inputs, scheme.weights
+        if inputs is not None and self.activation_bits is not None:
+            inputs = replace(inputs, bits=self.activation_bits)
+        if weights is not None and "weight_bits" in self.model_fields_set:
+            weights = replace(weights, bits=self.weight_bits, reduced=weights.reduced and self.weight_bits == 8)
+        if weights is not None and self.reduce_range is not None:
+            weights = replace(weights, reduced=self.reduce_range)
+        return replace(scheme, inputs=inputs, weights=weights, before_curves=self.quantize_conv_activations)
+
+    def warnings(self) -> list[str]:
+        idle = {
+            "model_fuse_fn_name": "nothing has to be fused beforehand",
+            "activation_qconfig_kwargs": "use scheme",
+            "weight_qconfig_kwargs": "use scheme",
+        }
+        told = [
+            f"{field} has no effect in Gossamer: {why}"
+            for field, why in idle.items()
+            if getattr(self, field) is not None
+        ]
+        schemes: list[Any] = [self.scheme, *(self.scheme_overrides or {}).values()]
+        if any(_asymmetric_weights(scheme) for scheme in schemes):
+            told.append("weights: symmetric: false has no effect in Gossamer: weights are symmetric, so that 0 is 0")
+        return super().warnings() + told
+
+    def bind(self, run: Run) -> list[str]:
+        rules = self.rules
+        run.plan["schemes"] = rules.schemes(run.module)
+        for field, name in rules.idle(run.module):
+            level = logging.WARNING if field == "scheme_overrides" else logging.INFO
+            logger.log(level, "%s: %s: '%s' matches no module of the model", self.name, field, name)
+        return []
+
+    def start(self, run: Run) -> None:
+        from gossamer.quantization import emulation_of
+
+        self._warn_of_loose_zeros(run)
+        before = emulation_of(run.module)
+        run.state["ranges"] = {} if before is None else dict(before.ranges)
+        self.restore(run)
+        self._calibrate(run)
+        logger.info("%s: the model computes as in %s from step %d on", self.name, self._told(), run.step)
+
+    def restore(self, run: Run) -> None:
+        from gossamer.quantization import Emulation
+
+        ranges = cast(dict[str, Tensor], run.state.setdefault("ranges", {}))
+        run.scratch["emulation"] = Emulation(run.module, run.plan["schemes"], ranges)
+        self.update(run)
+
+    def update(self, run: Run) -> None:
+        """What is frozen is a matter of time alone."""
+        emulation = self._emulation(run)
+        emulation.frozen = _reached(self.disable_quantization_observer_epoch, run)
+        emulation.norms_frozen = _reached(self.freeze_bn_stats_epoch, run)
+
+    def after_step(self, run: Run) -> None:
+        """Processes see different batches and must round alike."""
+        emulation = self._emulation(run)
+        if not emulation.frozen:
+            run.average([emulation.ranges[key] for key in sorted(emulation.ranges)])
+
+    def undo(self, run: Run) -> None:
+        from gossamer.quantization import withdraw
+
+        withdraw(run.module)
+
+    def finish(self, run: Run) -> None:
+        """The model goes on to compute in emulated integers, with the ranges it has now."""
+        self._emulation(run).frozen = True
+
+    @staticmethod
+    def _emulation(run: Run) -> Emulation:
+        return cast("Emulation", run.scratch["emulation"])
+
+    def _calibrate(self, run: Run) -> None:
+        """Take ranges from given batches, in evaluation mode, before training goes on."""
+        batches = run.calibration_data
+        if batches is None or self.num_calibration_steps == 0:
+            if self.num_calibration_steps:
+                logger.warning(
+                    "%s: num_calibration_steps has no effect without calibration_data; pass it to modify", self.name
+                )
+            return
+        emulation, module = self._emulation(run), run.module
+        modes = [(layer, layer.training) for layer in module.modules()]
+        module.eval()
+        try:
+            with emulation.calibration(), torch.no_grad():
+                for count, batch in enumerate(batches):
+                    if count == self.num_calibration_steps:
+                        break
+                    _call(module, batch)
+        finally:
+            for layer, training in modes:
+                layer.training = training
+        run.average([emulation.ranges[key] for key in sorted(emulation.ranges)])
+
+    def _warn_of_loose_zeros(self, run: Run) -> None:
+        held = set(run.masked_names())
+        loose: list[tuple[str, float]] = []
+        for name in prunable(run.module):
+            zeros, total = run.zeros(name)
+            if name not in held and total and zeros / total >= _NOT_HELD:
+                loose.append((name, zeros / total))
+        if loose:
+            name, share = loose[0]
+            more = f" and {len(loose) - 1} more" if len(loose) > 1 else ""
+            logger.warning(
+                "%s starts on a sparse model whose zeros nothing holds ('%s', %.0f %% zero%s): training will fill "
+                "them; add a ConstantPruningModifier, or let the pruning modifier keep leave_enabled: true",
+                self.name,
+                name,
+                100 * share,
+                more,
+            )
+
+    def _told(self) -> str:
+        base = self._base()
+
+        def words(numbers: Numbers | None) -> str:
+            return "floats" if numbers is None else f"{numbers.bits - numbers.reduced} bits"
+
+        return f"{words(base.inputs)} for activations and {words(base.weights)} for weights"
+
+
+def _asymmetric_weights(scheme: Any) -> bool:
+    weights: Any = cast(Mapping[str, Any], scheme).get("weights") if isinstance(scheme, Mapping) else None
+    return isinstance(weights, Mapping) and cast(Mapping[str, Any], weights).get("symmetric") is False
+
+
+def _reached(epoch: float | None, run: Run) -> bool:
+    return epoch is not None and epoch != -1 and run.step >= to_step(epoch, run.steps_per_epoch)
+
+
+def _call(module: nn.Module, batch: Any) -> None:
+    """Run a batch: a tensor, a mapping of arguments, or inputs with labels behind them."""
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+    def moved(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    if isinstance(batch, Mapping):
+        module(**{key: moved(value) for key, value in cast(Mapping[str, Any], batch).items()})
+    elif isinstance(batch, tuple | list) and batch:
+        module(moved(cast(Iterable[Any], batch).__iter__().__next__()))
+    else:
+        module(moved(batch))

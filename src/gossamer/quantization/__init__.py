@@ -1,0 +1,22 @@
+"""Integer arithmetic, emulated while a model trains: rounding of weights and activations where runtimes will round.
+
+The emulation needs torch's compiler, if only to be left alone by it, and is
+imported when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from gossamer.quantization.rules import Rules
+from gossamer.quantization.schemes import SCHEMES, Numbers, Scheme, scheme_of
+
+if TYPE_CHECKING:
+    from gossamer.quantization.emulation import Emulation, emulation_of, withdraw
+
+__all__ = ["SCHEMES", "Emulation", "Numbers", "Rules", "Scheme", "emulation_of", "scheme_of", "withdraw"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in ("Emulation", "emulation_of", "withdraw"):
+        raise AttributeError(f"module 'gossamer.quantization' has no attribute '{name}'")
+    return getattr(import_module("gossamer.quantization.emulation"), name)

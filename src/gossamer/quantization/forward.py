@@ -1,0 +1,258 @@
+"""One pass through an emulated model: every function it calls is seen, and its operands are rounded by their role."""
+
+from __future__ import annotations
+
+import types as python_types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from gossamer.quantization.placement import CONVOLUTIONS, IN_PLACE, ROLES, TRANSPOSED
+from gossamer.quantization.rounding import Rounding, is_activation
+from gossamer.quantization.schemes import Numbers, Scheme
+
+if TYPE_CHECKING:
+    from gossamer.quantization.emulation import Emulation
+
+F = TypeVar("F", bound=Callable[..., Any])
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Keywords = dict[str, Any]
+
+
+def uncompiled(function: F) -> F:
+    """Decorator: torch's compiler calls the function as it is."""
+    return cast(F, torch.compiler.disable(function))
+
+
+class Forward(TorchFunctionMode):
+    """Entered when the outermost module of a model is called, and left with it.
+
+    For each `Role` there is a method of its name, which calls the function.
+    """
+
+    def __init__(self, emulation: Emulation, training: bool, held: ExitStack) -> None:
+        super().__init__()
+        self._emulation = emulation
+        in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+        # What is computed anew in the backward pass (checkpointing) has been observed before.
+        observes = (training or emulation.calibrating) and not emulation.frozen and not in_backward
+        self._tensors = Rounding(emulation.ranges, observes, emulation.constants)
+        self._held = held
+        self._stack: list[tuple[str, Scheme | None]] = []
+        self.__enter__()
+
+    # Where the model is
+
+    @property
+    def done(self) -> bool:
+        return not self._stack
+
+    def go_in(self, path: str) -> None:
+        """A module is called."""
+        self._stack.append((path, self._emulation.schemes.get(path)))
+
+    def go_out(self, output: Any) -> Any:
+        """A module returns: its output after rounding, where its scheme says so, else None."""
+        scheme, changed = self._scheme, None
+        if scheme is not None and scheme.outputs is not None and isinstance(output, Tensor):
+            changed = self._tensors.activation(output, self._site("output"), scheme.outputs)
+        self._stack.pop()
+        return changed
+
+    def close(self) -> None:
+        self.__exit__(None, None, None)
+        self._held.close()
+
+    @property
+    def _scheme(self) -> Scheme | None:
+        return self._stack[-1][1] if self._stack else None
+
+    @property
+    def _numbers(self) -> Numbers | None:
+        """Into what activations are rounded here."""
+        return self._scheme.inputs if self._scheme is not None else None
+
+    def _site(self, operand: str) -> str:
+        path = self._stack[-1][0]
+        return f"{path}.{operand}" if path else operand
+
+    def _rounded(self, value: Any, operand: str, numbers: Numbers) -> Any:
+        return self._tensors.activation(value, self._site(operand), numbers)
+
+    # What it calls
+
+    @uncompiled
+    def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Keywords | None = None) -> Any:
+        role = ROLES.get(func)
+        kwargs = kwargs or {}
+        if role is None:
+            if args and _writes(func.__name__):
+                self._tensors.learn(args[0])  # Somebody writes into it.
+            return func(*args, **kwargs)
+        if self._emulation.constants is None and any(isinstance(value, FakeTensor) for value in _values(args, kwargs)):
+            return func(*args, **kwargs)  # Somebody looks at shapes.
+        return getattr(self, f"_{role.name.lower()}")(func, args, kwargs)
+
+    def _layer(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        args, kwargs = _in_order(args, kwargs, "input", "weight")
+        scheme = self._scheme
+        if scheme is None:
+            return func(*args, **kwargs)
+        values, weight = args[0], args[1]
+        if scheme.inputs is not None:
+            values = self._rounded(values, "input", scheme.inputs)
+        if scheme.weights is not None:
+            axis = 0 if func not in TRANSPOSED else 1 if _groups(args, kwargs) == 1 else None
+            weight = self._tensors.weight(weight, self._site("weight"), scheme.weights, axis)
+        result = func(values, weight, *args[2:], **kwargs)
+        if func in CONVOLUTIONS:
+            self._tensors.learn(result, convolved=True, fresh=True)
+        return result
+
+    def _embedding(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        args, kwargs = _in_order(args, kwargs, "input", "weight")
+        scheme = self._scheme
+        if scheme is not None and scheme.weights is not None:
+            args = (args[0], self._tensors.weight(args[1], self._site("weight"), scheme.weights, None), *args[2:])
+        return func(*args, **kwargs)
+
+    def _sum(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        args, kwargs = _in_order(args, kwargs, "input", "other")
+        numbers, pair = self._numbers, args[:2]
+        if numbers is None or not self._is_convolved(pair):
+            return func(*args, **kwargs)
+        kind = "product" if "mul" in func.__name__ else "sum"
+        operands = [self._rounded(value, f"{kind}.{index}", numbers) for index, value in enumerate(pair)]
+        if func.__name__ in IN_PLACE:
+            plain = torch.mul if kind == "product" else torch.add
+            result = args[0].copy_(plain(*operands, *args[2:], **kwargs))
+        else:
+            result = func(*operands, *args[2:], **kwargs)
+        self._tensors.learn(result, convolved=True)
+        return result
+
+    _product = _sum
+
+    def _matmul(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        numbers = self._numbers
+        if numbers is None or len(args) < 2 or not all(is_activation(value) for value in args[:2]):
+            return func(*args, **kwargs)
+        operands = [self._rounded(value, f"matmul.{index}", numbers) for index, value in enumerate(args[:2])]
+        return func(*operands, *args[2:], **kwargs)
+
+    def _join(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        args, kwargs = _in_order(args, kwargs, "tensors")
+        numbers = self._numbers
+        parts: Sequence[Any] = args[0]
+        if numbers is None or not self._is_convolved(parts):
+            return func(*args, **kwargs)
+        operands = [self._rounded(part, f"join.{index}", numbers) for index, part in enumerate(parts)]
+        result = func(operands, *args[1:], **kwargs)
+        self._tensors.learn(result, convolved=True)
+        return result
+
+    def _average(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        args, kwargs = _in_order(args, kwargs, "input")
+        numbers = self._numbers
+        if numbers is None or not self._is_convolved(args[:1]):
+            return func(*args, **kwargs)
+        result = func(self._rounded(args[0], "pool", numbers), *args[1:], **kwargs)
+        self._tensors.learn(result, convolved=True)
+        return result
+
+    def _select(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        args, kwargs = _in_order(args, kwargs, "input")
+        result = self._average(func, args, kwargs)
+        known = self._tensors.of(args[0])
+        if known.convolved and known.affine is not None:
+            self._tensors.learn(_parts(result)[0], convolved=True, affine=known.affine)
+        return result
+
+    def _move(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        args, kwargs = _in_order(args, kwargs, "input")
+        known = self._tensors.of(args[0])
+        result = func(*args, **kwargs)
+        if known.convolved or known.affine is not None:
+            for part in _parts(result):
+                if part is not args[0]:
+                    self._tensors.learn(part, known.convolved, known.fresh, known.affine)
+        return result
+
+    def _norm(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        args, kwargs = _in_order(args, kwargs, "input")
+        known = self._tensors.of(args[0])
+        result = func(*args, **kwargs)
+        self._tensors.learn(result, known.convolved, known.fresh)
+        return result
+
+    _clip = _norm
+
+    def _curve(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        args, kwargs = _in_order(args, kwargs, "input")
+        scheme, values = self._scheme, args[0]
+        known = self._tensors.of(values)
+        if known.fresh and scheme is not None and scheme.inputs is not None and scheme.before_curves:
+            values = self._rounded(values, "curve", scheme.inputs)
+            if kwargs.get("inplace") is True or func.__name__.endswith("_"):
+                values = args[0].copy_(values)
+        result = func(values, *args[1:], **kwargs)
+        self._tensors.learn(result, known.convolved)
+        return result
+
+    def _attention(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        """Run the function's own code, so that the calls inside are seen."""
+        with self:
+            return _opened(func)(*args, **kwargs)
+
+    def _is_convolved(self, values: Sequence[Any]) -> bool:
+        """Whether all are activations, and one of them comes from a convolution."""
+        return all(is_activation(value) for value in values) and any(self._tensors.of(v).convolved for v in values)
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of that name changes its first argument, as `mul_` does and `__len__` does not."""
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _parts(result: Any) -> Sequence[Any]:
+    return cast(Sequence[Any], result) if isinstance(result, tuple | list) else [result]
+
+
+def _values(args: Args, kwargs: Keywords) -> Iterator[Any]:
+    """The arguments, and those in a list that comes first."""
+    yield from args
+    yield from kwargs.values()
+    if args and isinstance(args[0], tuple | list):
+        yield from cast(Sequence[Any], args[0])
+
+
+def _in_order(args: Args, kwargs: Keywords, *names: str) -> tuple[Args, Keywords]:
+    """The first arguments by position, however they were given."""
+    kwargs = dict(kwargs)
+    while len(args) < len(names) and names[len(args)] in kwargs:
+        args = (*args, kwargs.pop(names[len(args)]))
+    return args, kwargs
+
+
+def _groups(args: Args, kwargs: Keywords) -> int:
+    """The groups of a transposed convolution: (input, weight, bias, stride, padding, output_padding, groups)."""
+    return int(kwargs.get("groups", args[6] if len(args) > 6 else 1))
+
+
+def _opened(func: Function) -> Function:
+    """The same function, which does not hand itself over to a mode first."""
+    source = cast(python_types.FunctionType, func)
+    names: dict[str, Any] = {**source.__globals__, "has_torch_function": _never}
+    copy = python_types.FunctionType(source.__code__, names, source.__name__, source.__defaults__, source.__closure__)
+    copy.__kwdefaults__ = source.__kwdefaults__
+    return copy
+
+
+def _never(_: object) -> bool:
+    return False

@@ -1,0 +1,99 @@
+"""Which modules of a model are rounded, and by which scheme: names, classes and patterns from a recipe."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from gossamer.errors import ModifierError, nearest
+from gossamer.graph import named_modules
+from gossamer.quantization.schemes import Scheme, scheme_of
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a recipe says about where to round."""
+
+    base: Scheme
+    overrides: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """By class or module name: the scheme there."""
+    ignore: Sequence[str] = ()
+    """Classes, module names and `re:` patterns that compute in floats, with all that is inside."""
+    submodules: Sequence[str] = ()
+    """Module names; when there are any, everything outside computes in floats."""
+    outputs_of: Sequence[str] = ()
+    """Classes whose outputs are rounded too."""
+
+    def schemes(self, module: nn.Module) -> dict[str, Scheme | None]:
+        """By module name: the scheme, or None where nothing is rounded."""
+        self._check(module)
+        schemes = {name: scheme_of(given, "scheme_overrides", self.base) for name, given in self.overrides.items()}
+        found: dict[str, Scheme | None] = {}
+        ignored: set[str] = set()
+        for path, layer in named_modules(module):
+            # Ignoring the model itself, by its class, would leave nothing.
+            if path and (path.rpartition(".")[0] in ignored or any(_names(name, path, layer) for name in self.ignore)):
+                ignored.add(path)
+            outside = bool(self.submodules) and not any(_within(path, name) for name in self.submodules)
+            if outside or path in ignored:
+                found[path] = None
+                continue
+            # A class first, then a module that holds this one, then the module itself.
+            hits = sorted((name for name in schemes if _applies(name, path, layer)), key=lambda n: _closeness(n, path))
+            scheme = schemes[hits[-1]] if hits else self.base
+            if type(layer).__name__ in self.outputs_of:
+                scheme = replace(scheme, outputs=scheme.outputs or scheme.inputs)
+            found[path] = scheme
+        if all(scheme is None for scheme in found.values()):
+            raise ModifierError(
+                "ignore: everything is left out, and nothing would be quantized; leave less out", "ignore"
+            )
+        return found
+
+    def idle(self, module: nn.Module) -> list[tuple[str, str]]:
+        """Fields and names that match nothing in the model."""
+        layers = list(named_modules(module))
+        wanted = [("ignore", name) for name in self.ignore] + [("scheme_overrides", name) for name in self.overrides]
+        return [
+            (where, name)
+            for where, name in wanted
+            if not any(_names(name, path, layer) or _applies(name, path, layer) for path, layer in layers)
+        ]
+
+    def _check(self, module: nn.Module) -> None:
+        names = [path for path, _ in named_modules(module) if path]
+        for name in self.submodules:
+            if name not in names:
+                close = nearest(name, names) or ""
+                raise ModifierError(f"submodules: '{name}' is no module of the model{close}", "submodules")
+        for name in (*self.ignore, *self.overrides):
+            try:
+                re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+            except re.error as error:
+                raise ModifierError(f"ignore: '{name}' is no regular expression: {error}", "ignore") from None
+
+
+def _within(path: str, name: str) -> bool:
+    return path == name or path.startswith(f"{name}.")
+
+
+def _names(name: str, path: str, layer: nn.Module) -> bool:
+    """Whether a class name, a module name or a pattern means this module."""
+    if name.startswith("re:"):
+        return re.match(name.removeprefix("re:"), path) is not None
+    return name in (path, type(layer).__name__)
+
+
+def _applies(name: str, path: str, layer: nn.Module) -> bool:
+    return _names(name, path, layer) or (bool(name) and _within(path, name))
+
+
+def _closeness(name: str, path: str) -> int:
+    """How closely a name means a module: by class 0, by pattern 1, by name the longer the closer."""
+    if name.startswith("re:"):
+        return 1
+    return len(name) + 2 if _within(path, name) else 0

@@ -1,0 +1,125 @@
+"""Into how many numbers tensors are rounded: bit widths, symmetry, and the schemes that have names.
+
+A scheme belongs to the hardware that will run the model, never to the machine
+that trains it. Nothing here knows a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from gossamer.errors import ModifierError, nearest
+
+BITS = range(2, 17)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The integers that stand for a tensor's values.
+
+    >>> Numbers(8, symmetric=False).bounds, Numbers(8, symmetric=True).bounds
+    ((0, 255), (-127, 127))
+    >>> Numbers(8, symmetric=True, reduced=True).bounds
+    (-63, 63)
+    """
+
+    bits: int = 8
+    symmetric: bool = True
+    reduced: bool = False
+    """One bit less, so that sums of products of an 8-bit CPU instruction do not saturate."""
+    by_channel: bool = True
+    """Weights only: one scale for each output channel."""
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The smallest and the largest; symmetric ones lie as far from 0 on both sides, so that signs can swap."""
+        if not self.symmetric:
+            return 0, 2 ** (self.bits - self.reduced) - 1
+        most = 2 ** (self.bits - 1 - self.reduced) - 1
+        return -most, most
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What is rounded around a layer, and into which numbers; None leaves a tensor as it is."""
+
+    inputs: Numbers | None
+    weights: Numbers | None
+    outputs: Numbers | None = None
+    before_curves: bool = True
+    """Whether what a convolution gives is rounded before a function that computes in floats, as SiLU does."""
+
+
+_ACTIVATIONS = Numbers(symmetric=False)
+
+SCHEMES: Mapping[str, Scheme] = {
+    "default": Scheme(_ACTIVATIONS, Numbers(reduced=True)),
+    "vnni": Scheme(_ACTIVATIONS, Numbers()),
+    "tensorrt": Scheme(Numbers(), Numbers()),
+}
+"""`default` is right on every CPU; `vnni` needs instructions that do not saturate; `tensorrt` is symmetric."""
+_ALIASES = {"deepsparse": "default"}
+
+
+def scheme_of(given: str | Mapping[str, Any] | None, field: str, base: Scheme = SCHEMES["default"]) -> Scheme:
+    """A scheme from its name or from a mapping of `input_activations`, `weights` and `output_activations`.
+
+    What a mapping leaves out stays as in `base`, and null switches it off.
+    """
+    if given is None:
+        return base
+    if isinstance(given, str):
+        name = _ALIASES.get(given.lower(), given.lower())
+        if name not in SCHEMES:
+            known = [*SCHEMES, *_ALIASES]
+            close = nearest(given, known) or f"; known: {', '.join(known)}"
+            raise ModifierError(f"{field}: unknown scheme '{given}'{close}", field)
+        return SCHEMES[name]
+    parts = {"input_activations": "inputs", "weights": "weights", "output_activations": "outputs"}
+    defaults = {"inputs": _ACTIVATIONS, "weights": SCHEMES["default"].weights, "outputs": _ACTIVATIONS}
+    scheme = base
+    for key, value in given.items():
+        if key == "target_hardware":
+            continue
+        if key not in parts:
+            raise ModifierError(f"{field}: unknown key '{key}'{nearest(key, parts) or ''}; {_EXPECTED}", field)
+        numbers = _numbers(value, f"{field}: {key}", field, getattr(scheme, parts[key]) or defaults[parts[key]])
+        scheme = replace(scheme, **{parts[key]: numbers})
+    return scheme
+
+
+_EXPECTED = "expected input_activations, weights or output_activations, each with num_bits and symmetric, or null"
+_STRATEGIES = {"channel": True, "tensor": False}
+
+
+def _numbers(given: Any, where: str, field: str, base: Numbers | None) -> Numbers | None:
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise ModifierError(f"{where}: expected a mapping with num_bits and symmetric, or null, found {given!r}", field)
+    numbers = base or Numbers()
+    for key, value in cast(Mapping[str, Any], given).items():
+        match key:
+            case "num_bits" if isinstance(value, int) and value in BITS:
+                numbers = replace(numbers, bits=value, reduced=numbers.reduced and value == 8)
+            case "symmetric" if isinstance(value, bool):
+                # Weights are symmetric always: zeros stay zeros and batch norm can be folded without loss.
+                numbers = replace(numbers, symmetric=value or where.endswith("weights"))
+            case "reduce_range" if isinstance(value, bool):
+                numbers = replace(numbers, reduced=value)
+            case "strategy" if value in _STRATEGIES:
+                numbers = replace(numbers, by_channel=_STRATEGIES[value])
+            case "kwargs" | "dtype":
+                continue
+            case "num_bits":
+                raise ModifierError(f"{where}: num_bits: expected a whole number from 2 to 16, found {value!r}", field)
+            case "strategy":
+                raise ModifierError(f"{where}: strategy: expected channel or tensor, found {value!r}", field)
+            case "symmetric" | "reduce_range":
+                raise ModifierError(f"{where}: {key}: expected true or false, found {value!r}", field)
+            case _:
+                known = ("num_bits", "symmetric", "strategy", "reduce_range")
+                raise ModifierError(f"{where}: unknown key '{key}'{nearest(key, known) or ''}", field)
+    return numbers

@@ -1,0 +1,64 @@
+"""Two processes with DDP: other data and seeds, the same ranges and weights."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import distributed, multiprocessing
+from torch.nn.parallel import DistributedDataParallel
+
+from gossamer import Manager
+from gossamer.quantization import emulation_of
+from tests.loops import batch, loss_at, network, sgd
+
+RECIPE = """
+modifiers:
+  - !GMPruningModifier {params: __ALL_PRUNABLE__, init_sparsity: 0.1, final_sparsity: 0.8, start_epoch: 0, end_epoch: 1,
+                        update_frequency: 0.5}
+  - !QuantizationModifier {start_epoch: %s, disable_quantization_observer_epoch: 2, freeze_bn_stats_epoch: 2.5}
+"""
+
+
+def worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    found = []
+    for start, calibrates in (("0.5", False), ("0", True)):
+        model = DistributedDataParallel(network(seed=rank))
+        torch.manual_seed(100 + rank)
+        manager = Manager(RECIPE % start)
+        data = [batch(70 + rank)[0] * (1 + 4 * rank)] if calibrates else None
+        optimizer = manager.modify(model, sgd(model), 4, calibration_data=data)
+        history = [dict(emulation_of(model).ranges)] if calibrates else []
+        for step in range(12):
+            optimizer.zero_grad()
+            (loss_at(model, 10 * step + rank) * (1 + rank)).backward()
+            optimizer.step()
+            emulation = emulation_of(model)
+            history.append({} if emulation is None else {key: v.clone() for key, v in emulation.ranges.items()})
+        found.append([history, model.module.state_dict()])
+    torch.save(found, f"{folder}/rank{rank}.pt")
+    distributed.destroy_process_group()
+
+
+def test_two_ranks_agree_on_ranges_and_weights_after_every_step() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(worker, args=(folder,), nprocs=2)
+        ranks = [torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
+    for (history, weights), (others, other_weights) in zip(*ranks, strict=True):
+        for step, (one, other) in enumerate(zip(history, others, strict=True)):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(value, other[key]) for key, value in one.items()), f"step {step}"
+            assert all(bool(value.isfinite().all()) for value in one.values())
+        assert len(history[-1]) == 4
+        assert all(torch.equal(history[-1][key], value) for key, value in history[-4].items())
+        for name in dict(network().named_parameters()):
+            assert torch.equal(weights[name], other_weights[name]), name
+            assert bool(weights[name].isfinite().all())
+    assert ranks[0][0][0][1] == {}
+    calibrated = ranks[0][1][0][0]["0.input"]
+    each = [batch(70 + rank)[0] * (1 + 4 * rank) for rank in range(2)]
+    expected = torch.stack([torch.stack([values.min(), values.max()]) for values in each]).mean(0)
+    torch.testing.assert_close(calibrated, expected)

@@ -1,0 +1,412 @@
+"""Where tensors are rounded in small models: layers, sums, pools, shapes, writing in place, shared layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.quantization.watching import (
+    CHANNEL,
+    TENSOR,
+    assert_same,
+    calibrated,
+    convolutions,
+    emulated,
+    layers,
+    sums,
+    watched,
+)
+
+IMAGES = torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(3))
+
+
+class Calls(nn.Module):
+    """Two convolutions, and a function that says what is done with them."""
+
+    def __init__(self, function: Callable[[Calls, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.w = nn.Parameter(torch.randn(4, 4, 3, 3))
+        self.norm = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def test_a_convolution_that_is_no_module_is_rounded_too() -> None:
+    model = Calls(lambda m, x: functional.conv2d(input=functional.conv2d(x, m.w).relu(), weight=m.w, padding=1))
+    calibrated(model, IMAGES)
+    seen = watched(model, IMAGES)
+    for call in convolutions(seen):
+        rounding = seen.rounding_of(call.args[1])
+        assert seen.is_rounded(call.args[0])
+        assert rounding is not None
+        assert rounding.func is CHANNEL
+        assert rounding.args[0] is model.w
+
+
+def test_a_rounding_follows_batch_norm_and_relu_and_does_not_come_before_them() -> None:
+    model = Calls(lambda m, x: m.second(m.relu(m.norm(m.first(x)))))
+    calibrated(model, IMAGES)
+    seen = watched(model, IMAGES)
+    assert len(seen.activations) == 2
+    inner = seen.activations[1]
+    assert float(inner.args[0].detach().min()) == 0
+    assert int(inner.args[2]) == inner.args[3]
+
+
+ADDITIONS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "x + y": lambda m, x: m.second(m.relu(m.first(x) + x)),
+    "torch.add": lambda m, x: m.second(m.relu(torch.add(m.first(x), x))),
+    "torch.add by name": lambda m, x: m.second(m.relu(torch.add(input=m.first(x), other=x))),
+    "out +=": lambda m, x: m.second(m.relu(_grown(m.first(x), x))),
+    "add_ as a statement": lambda m, x: m.second(m.relu(_added(m.first(x), x))),
+    "x.add": lambda m, x: m.second(m.relu(x.add(m.first(x)))),
+    "sum()": lambda m, x: m.second(m.relu(sum([m.first(x), x]))),
+}
+
+
+def _grown(out: Tensor, x: Tensor) -> Tensor:
+    out += x
+    return out
+
+
+def _added(out: Tensor, x: Tensor) -> Tensor:
+    out.add_(x)
+    return out
+
+
+@pytest.mark.parametrize("kind", ADDITIONS)
+def test_both_sides_and_the_result_of_an_addition_are_rounded(kind: str) -> None:
+    model = Calls(ADDITIONS[kind])
+    calibrated(model, IMAGES)
+    seen = watched(model, IMAGES)
+    addition = list(sums(seen))[-1]
+    assert all(seen.is_rounded(value) for value in addition.args[:2])
+    assert seen.is_rounded(convolutions(seen)[1].args[0])
+    assert len(seen.activations) == 3
+
+
+@pytest.mark.parametrize("kind", ADDITIONS)
+def test_every_way_to_add_gives_the_same_numbers_and_gradients(kind: str) -> None:
+    found = []
+    for way in ("x + y", kind):
+        model, _ = emulated(Calls(ADDITIONS[way]).train())
+        out = model(IMAGES)
+        out.square().mean().backward()
+        found.append([out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(found[1]) == 5
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_alpha_of_an_addition_is_kept() -> None:
+    model = Calls(lambda m, x: torch.add(m.first(x), x, alpha=3) - m.first(x).add_(x, alpha=3))
+    calibrated(model, IMAGES)
+    assert float(model(IMAGES).abs().max()) == 0
+
+
+def test_a_sum_with_a_number_or_a_parameter_computes_as_it_was_written() -> None:
+    model = Calls(lambda m, x: (m.first(x) + 1.5) * m.w[:1, :, :1, :1] - 1.5)
+    plain = model(IMAGES)
+    calibrated(model, IMAGES)
+    torch.testing.assert_close(model(IMAGES), plain, rtol=0, atol=0.2)
+
+
+def test_one_tensor_that_two_layers_take_is_rounded_once() -> None:
+    model = Calls(lambda m, x: m.first(x.relu()) + m.second(x.relu()))
+    calibrated(model, IMAGES)
+    twice = len(watched(model, IMAGES).activations)
+
+    def shared(m: Calls, x: Tensor) -> Tensor:
+        x = x.relu()
+        return m.first(x) + m.second(x)
+
+    model = Calls(shared)
+    calibrated(model, IMAGES)
+    seen = watched(model, IMAGES)
+    assert len(seen.activations) == twice - 1 == 3
+    first, second = convolutions(seen)
+    assert first.args[0] is second.args[0]
+
+
+def test_a_maximum_takes_rounded_values_and_hands_them_on() -> None:
+    model = Calls(lambda m, x: m.second(functional.max_pool2d(m.relu(m.first(x)), 2)))
+    calibrated(model, IMAGES)
+    seen = watched(model, IMAGES)
+    assert seen.is_rounded(convolutions(seen)[1].args[0])
+    ranges = {(call.args[1], call.args[2]) if not isinstance(call.args[1], Tensor) else (float(call.args[1]),)
+              for call in seen.activations[1:]}  # fmt: skip
+    assert len(ranges) == 1
+
+
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2, return_indices=True), nn.AdaptiveMaxPool2d(2)], ids=str)
+def test_other_maxima_hand_rounded_values_on(pool: nn.Module) -> None:
+    def function(m: Calls, x: Tensor) -> Tensor:
+        found = pool(m.relu(m.first(x)))
+        return m.second(found[0] if isinstance(found, tuple) else found)
+
+    model = Calls(function)
+    emulation = calibrated(model, IMAGES)
+    model(IMAGES)
+    assert len(emulation.ranges) == 2
+
+
+def test_an_average_takes_rounded_values_and_is_rounded_for_the_next() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    calibrated(model, IMAGES)
+    seen = watched(model, IMAGES)
+    assert len(seen.activations) == 3
+    assert seen.is_rounded(layers(seen)[-1].args[0])
+    means = seen.of(functional.adaptive_avg_pool2d)
+    assert [seen.is_rounded(call.args[0]) for call in means] == [True]
+
+
+@pytest.mark.parametrize("join", [torch.cat, torch.concat, torch.concatenate])
+def test_all_parts_of_a_concatenation_are_rounded(join: Callable[..., Tensor]) -> None:
+    model = Calls(lambda m, x: m.second(join([m.first(x).relu()[:, :2], x[:, :2]], dim=1)))
+    calibrated(model, IMAGES)
+    seen = watched(model, IMAGES)
+    (joined,) = seen.of(join)
+    assert all(seen.is_rounded(part) for part in joined.args[0])
+    assert seen.is_rounded(convolutions(seen)[1].args[0])
+
+
+def test_shapes_change_nothing_of_what_is_known() -> None:
+    model = Calls(lambda m, x: m.second(m.relu(m.first(x)).flatten(2).unflatten(2, (8, 8)).transpose(2, 3)))
+    calibrated(model, IMAGES)
+    assert len(watched(model, IMAGES).activations) == 2
+
+
+@pytest.mark.parametrize("curve", [nn.SiLU(), nn.Hardswish(), nn.Sigmoid(), nn.GELU(), nn.LeakyReLU(0.1), nn.SiLU(True)])
+def test_a_convolution_is_rounded_before_a_curve_and_the_curve_for_the_next_layer(curve: nn.Module) -> None:
+    model = Calls(lambda m, x: m.second(curve(m.norm(m.first(x)))))
+    calibrated(model, IMAGES)
+    seen = watched(model, IMAGES)
+    assert len(seen.activations) == 3
+    assert seen.is_rounded(convolutions(seen)[1].args[0])
+
+
+def test_a_curve_that_writes_in_place_changes_the_tensor_of_the_model() -> None:
+    def function(m: Calls, x: Tensor) -> Tensor:
+        out = m.first(x)
+        functional.silu(out, True)
+        return m.second(out)
+
+    model, plain = Calls(function), Calls(lambda m, x: m.second(functional.silu(m.first(x))))
+    calibrated(model, IMAGES)
+    calibrated(plain, IMAGES)
+    assert_same(model(IMAGES), plain(IMAGES))
+
+
+def test_a_tensor_that_is_written_into_after_it_was_rounded_is_rounded_anew() -> None:
+    def function(m: Calls, x: Tensor) -> Tensor:
+        x = x * 1.0
+        before = m.first(x)
+        x.relu_()
+        return before + m.second(x)
+
+    model = Calls(function)
+    calibrated(model, IMAGES)
+    seen = watched(model, IMAGES)
+    second = convolutions(seen)[1].args[0]
+    assert float(second.detach().min()) == 0
+
+
+@pytest.mark.parametrize("write", ["add_", "mul_", "view", "setitem", "out"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_writing_in_place_is_noticed_without_gradients_too(write: str, mode: Callable[[], Any]) -> None:
+    def function(m: Calls, x: Tensor) -> Tensor:
+        x = m.first(x)
+        before = m.first(x)
+        match write:
+            case "add_":
+                x.add_(3.0)
+            case "mul_":
+                x *= 0.25
+            case "view":
+                x[:, :2].zero_()
+            case "setitem":
+                x[:, 1] = 2.0
+            case _:
+                torch.mul(x, 0.25, out=x)
+        return before + m.second(x)
+
+    model = Calls(function)
+    calibrated(model, IMAGES)
+    with torch.no_grad():
+        expected = model(IMAGES.clone())
+    with mode():
+        assert_same(model(IMAGES), expected)
+
+
+# Kinds of layers
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "axis"),
+    [
+        (nn.Conv1d(4, 6, 3), (2, 4, 9), 0),
+        (nn.Conv2d(4, 8, 3, groups=4), (2, 4, 9, 9), 0),
+        (nn.Conv2d(4, 4, 3, groups=4, padding=1, padding_mode="circular"), (2, 4, 9, 9), 0),
+        (nn.Conv3d(4, 6, 3), (2, 4, 5, 5, 5), 0),
+        (nn.Linear(5, 3), (2, 5), 0),
+        (nn.Linear(5, 3), (2, 7, 5), 0),
+        (nn.Linear(5, 3), (5,), 0),
+        (nn.ConvTranspose1d(4, 6, 3), (2, 4, 9), 1),
+        (nn.ConvTranspose2d(4, 6, 3), (2, 4, 9, 9), 1),
+        (nn.ConvTranspose3d(4, 6, 3), (2, 4, 4, 4, 4), 1),
+    ],
+    ids=str,
+)
+def test_every_kind_of_layer_is_rounded_by_output_channel(layer: nn.Module, shape: tuple[int, ...], axis: int) -> None:
+    inputs = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    calibrated(layer, inputs)
+    seen = watched(layer, inputs)
+    (call,) = layers(seen)
+    assert seen.is_rounded(call.args[0])
+    (weight,) = seen.of(CHANNEL)
+    assert weight.args[0] is layer.weight
+    assert weight.args[3] == axis
+    assert weight.args[1].numel() == layer.weight.shape[axis]
+
+
+def test_a_grouped_transposed_convolution_computes_close_to_its_float_version() -> None:
+    torch.manual_seed(0)
+    layer = nn.ConvTranspose2d(4, 6, 3, groups=2)
+    plain = layer(IMAGES)
+    calibrated(layer, IMAGES)
+    seen = watched(layer, IMAGES)
+    assert all(seen.is_rounded(value) for value in layers(seen)[0].args[:2])
+    torch.testing.assert_close(layer(IMAGES), plain, rtol=0, atol=0.05)
+
+
+def test_a_linear_function_with_a_vector_for_weight_works() -> None:
+    class Vector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor([0.5, -1.0, 0.25, 2.0]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(x, self.w)
+
+    model, inputs = Vector(), torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    plain = model(inputs)
+    calibrated(model, inputs)
+    torch.testing.assert_close(model(inputs), plain, rtol=0, atol=0.1)
+
+
+def test_one_sample_without_a_batch_computes_as_in_a_batch() -> None:
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), torch.randn(3, 6)
+    calibrated(model, inputs)
+    torch.testing.assert_close(model(inputs[0]), model(inputs)[0])
+
+
+def test_an_embedding_is_rounded_and_its_rows_of_zeros_stay_zero() -> None:
+    torch.manual_seed(0)
+    layer, words = nn.Embedding(9, 4, padding_idx=0), torch.tensor([[0, 3, 8]])
+    emulated(layer)
+    seen = watched(layer, words)
+    (rounding,) = seen.of(TENSOR, CHANNEL)
+    assert rounding.args[0] is layer.weight
+    assert float(layer(words)[0, 0].abs().max()) == 0
+    layer(words).sum().backward()
+    assert float(layer.weight.grad[[1, 2, 4, 5, 6, 7]].abs().max()) == 0
+    assert float(layer.weight.grad[[3, 8]].abs().min()) == 1
+
+
+def test_an_embedding_with_sparse_gradients_trains() -> None:
+    torch.manual_seed(0)
+    layer, words = nn.Embedding(9, 4, sparse=True), torch.tensor([[1, 3, 8]])
+    emulated(layer)
+    layer(words).sum().backward()
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.weight.grad.to_dense().sum(1).nonzero().flatten(), torch.tensor([1, 3, 8]))
+
+
+# Calls
+
+
+class Pyramid(nn.Module):
+    """One head on several levels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Conv2d(4, 4, 1)
+
+    def forward(self, *levels: Tensor) -> list[Tensor]:
+        return [self.head(level) for level in levels]
+
+
+def test_a_shared_head_has_a_range_for_each_level() -> None:
+    model = Pyramid()
+    emulation = calibrated(model, IMAGES, IMAGES * 100, IMAGES / 100)
+    assert len(emulation.ranges) == 3
+    for level, out in zip((1.0, 100.0, 0.01), model(IMAGES, IMAGES * 100, IMAGES / 100), strict=True):
+        exact = functional.conv2d(IMAGES * level, model.head.weight, model.head.bias)
+        torch.testing.assert_close(out, exact, rtol=0, atol=0.05 * level + 0.01)
+
+
+def test_a_head_that_is_called_more_often_than_in_training_goes_on_as_in_its_last_call() -> None:
+    model = Pyramid()
+    calibrated(model, IMAGES, IMAGES * 10)
+    seen = watched(model, IMAGES, IMAGES * 10, IMAGES * 10, IMAGES * 10)
+    assert all(seen.is_rounded(call.args[0]) for call in convolutions(seen))
+    levels = model(IMAGES, IMAGES * 10, IMAGES * 10, IMAGES * 10)
+    assert torch.equal(levels[1], levels[2])
+    assert torch.equal(levels[1], levels[3])
+
+
+def test_what_only_training_computes_does_not_move_the_ranges_of_the_rest() -> None:
+    """A penalty on activations, inside forward, must not shift which range belongs to which call."""
+
+    def function(m: Calls, x: Tensor) -> Tensor:
+        out = m.first(x)
+        if m.training:
+            m.penalty = ((out * 100) * (out * 100)).mean() + (out * out).mean()
+        return (m.second(out) * out).mean((2, 3))
+
+    model = Calls(function).train()
+    _, emulation = emulated(model)
+    trained = model(IMAGES)
+    emulation.frozen = True
+    assert_same(model.eval()(IMAGES), trained)
+
+
+def test_a_hook_of_the_user_that_computes_does_not_move_the_ranges_of_the_rest() -> None:
+    model = Calls(lambda m, x: m.second(m.first(x) * x).mean((2, 3)))
+    handle = model.first.register_forward_hook(lambda m, a, out: setattr(m, "noted", (out * 50 * out).mean().item()))
+    calibrated(model, IMAGES)
+    noted = model(IMAGES)
+    handle.remove()
+    assert_same(model(IMAGES), noted)
+
+
+def test_what_one_pass_knows_of_its_tensors_goes_when_they_go() -> None:
+    """In inference a deep model must not hold all of its activations at once."""
+    import gc
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()) for _ in range(12)))
+    calibrated(model, IMAGES)
+    counts: list[int] = []
+
+    def count(*_: object) -> None:
+        gc.collect()
+        counts.append(sum(1 for held in gc.get_objects() if type(held) is Tensor and held.shape == IMAGES.shape))
+
+    for block in model:
+        block.register_forward_hook(count)
+    with torch.no_grad():
+        model(IMAGES)
+    assert counts[-1] - counts[2] <= 2
