@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from gossamer.cli import convert, patterns, recipe
+from gossamer.cli import convert, create, patterns, quantize, recipe
 from gossamer.cli.console import out
 
 __all__ = ["app", "main"]
@@ -24,9 +24,11 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(recipe.app, name="recipe")
+app.command(epilog="Example: gossamer create resnet18 --target tensorrt > recipe.yaml")(create.create)
 app.command(epilog="Example: gossamer permute resnet18 --weights trained.pt -o permuted.safetensors")(patterns.permute)
 app.command(epilog="Example: gossamer check resnet18 --weights pruned.pt --pattern 2:4")(patterns.check)
 app.command(epilog="Example: gossamer convert msbench.yaml --steps-per-epoch 391 -o recipe.yaml")(convert.convert)
+app.command(epilog="Example: gossamer quantize-qat-export model.onnx -o model-int8.onnx")(quantize.quantize_qat_export)
 
 
 def main() -> None:

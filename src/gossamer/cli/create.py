@@ -1,0 +1,201 @@
+"""`gossamer create`: a recipe made for a model, on stdout or in a file."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from gossamer.cli.console import AsJson, err, out, reports_errors, show_json, show_warnings
+from gossamer.cli.models import import_module, load_model
+from gossamer.cli.weights import load_weights
+from gossamer.errors import GossamerError, nearest
+
+if TYPE_CHECKING:
+    from gossamer.create import Design
+
+_OPTIONS = {
+    "num_epochs": "--epochs",
+    "mask_type": "--mask-type",
+    "init_lr": "--init-lr",
+    "final_lr": "--final-lr",
+    "global_sparsity": "--layer-wise",
+}
+_OFF = ("none", "false", "off", "no")
+
+
+@reports_errors
+def create(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="package.module:function, or the name of a torchvision model.")
+    ],
+    sparsity: Annotated[
+        float | None,
+        typer.Option("--sparsity", metavar="SHARE", help="The share of zeros in the end.", show_default="0.8"),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--target", metavar="NAME", help="The hardware: vnni (blocks of four) or tensorrt (2:4)."),
+    ] = None,
+    mask_type: Annotated[
+        str | None,
+        typer.Option("--mask-type", metavar="NAME", help="unstructured, block4, 2:4, filter, channel or rows,cols."),
+    ] = None,
+    pruning: Annotated[
+        str, typer.Option("--pruning", metavar="METHOD", help="A method, constant to hold zeros, or none.")
+    ] = "magnitude",
+    quantization: Annotated[
+        bool, typer.Option("--quantization/--no-quantization", help="Train the last epochs as the 8-bit version.")
+    ] = True,
+    lr: Annotated[
+        str,
+        typer.Option(
+            "--lr", metavar="NAME", help="linear, cosine, cyclic_linear, constant, stepped, exponential or none."
+        ),
+    ] = "linear",
+    distillation: Annotated[bool, typer.Option("--distillation", help="Learn from a teacher as well.")] = False,
+    epochs: Annotated[
+        float | None, typer.Option("--epochs", metavar="N", help="How many epochs to train.", show_default="20")
+    ] = None,
+    init_lr: Annotated[
+        float | None,
+        typer.Option("--init-lr", metavar="RATE", help="The learning rate at the beginning.", show_default="0.001"),
+    ] = None,
+    final_lr: Annotated[
+        float | None,
+        typer.Option("--final-lr", metavar="RATE", help="The learning rate at the end.", show_default="1e-7"),
+    ] = None,
+    layer_wise: Annotated[
+        bool, typer.Option("--layer-wise", help="A share for each layer in place of one threshold for all.")
+    ] = False,
+    weights: Annotated[
+        Path | None,
+        typer.Option("--weights", metavar="FILE", help="Trained weights: .safetensors, or a .pt state dict."),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data", metavar="FUNCTION", help="package.module:function that gives batches to measure layers by."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the recipe: .yaml or .md.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a recipe made for a model, with the reason for every choice in its comments.
+
+    Without -o the recipe is printed, and nothing else is. With --data layers that matter more give less, by how far
+    pruning them moves the outputs; without it their sizes and their places in the network decide.
+    """
+    from gossamer.create.choices import choose
+    from gossamer.create.generator import design
+
+    given = {
+        "sparsity": sparsity,
+        "target": target,
+        "mask_type": _mask_type(mask_type),
+        "num_epochs": epochs,
+        "init_lr": init_lr,
+        "final_lr": final_lr,
+        "global_sparsity": False if layer_wise else None,
+    }
+    variables = {name: value for name, value in given.items() if value is not None}
+    try:
+        choices = choose(_named(pruning), quantization, _named(lr), distillation, variables)
+    except GossamerError as error:
+        raise GossamerError(_as_options(str(error))) from None
+    with redirect_stdout(sys.stderr):  # whatever the user's code prints is not our output
+        network = load_model(model)
+        if weights is not None:
+            load_weights(network, weights)
+        batches = None if data is None else _batches(data)
+        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=err, transient=True, disable=not err.is_terminal or as_json) as progress:
+            task = progress.add_task("measuring", total=1.0, visible=batches is not None)
+
+            def show(layer: str, share: float) -> None:
+                progress.update(task, completed=share, description=f"measuring {escape(layer)}".strip())
+
+            made = design(network, choices, batches, progress=show)
+    told = [_as_options(sentence) for sentence in choices.without_effect]
+    if batches is not None and weights is None and ":" not in model:
+        told.append(f"{model} was measured with the weights it is initialised with; --weights gives it trained ones")
+    if output is not None:
+        made.recipe.save(output)
+    if as_json:
+        show_json(_as_data(model, made, output, told))
+        return
+    show_warnings(told)
+    if output is None:
+        typer.echo(made.recipe.text, nl=False)
+        return
+    names = ", ".join(modifier.name for modifier in made.recipe.modifiers)
+    out.print(f"{output}: {names}, {made.recipe.max_epochs} epochs", highlight=False, soft_wrap=True)
+
+
+def _named(word: str) -> str | None:
+    """A name, or None for a word that means none."""
+    return None if word.lower() in _OFF else word
+
+
+def _as_options(sentence: str) -> str:
+    """With the names of options for those of variables."""
+    return re.sub(r"recipe_variables\.(\w+)", lambda found: _OPTIONS.get(found[1], f"--{found[1]}"), sentence)
+
+
+def _mask_type(word: str | None) -> str | list[int] | None:
+    """`1,4` and `[1, 4]` are blocks of rows by columns."""
+    if word is None or not set(word) <= set("[]0123456789, ") or "," not in word:
+        return word
+    return [int(part) for part in word.strip("[] ").split(",") if part.strip()]
+
+
+def _batches(word: str) -> Iterable[Any]:
+    """What the function that `word` names gives, called without arguments."""
+    module_name, _, function_name = word.partition(":")
+    if not module_name or not function_name:
+        raise GossamerError(f"--data: expected package.module:function, found '{word}'")
+    module = import_module(module_name)
+    make: Any = getattr(module, function_name, None)
+    if make is None:
+        close = nearest(function_name, dir(module))
+        raise GossamerError(f"--data: '{module_name}' has no '{function_name}'{close}")
+    try:
+        found: Any = make() if callable(make) else make
+    except Exception as error:
+        raise GossamerError(f"--data: {word}: calling it failed: {type(error).__name__}: {error}") from error
+    if not isinstance(found, Iterable) or isinstance(found, str):
+        raise GossamerError(f"--data: {word}: expected batches, found {type(found).__name__}")
+    return found  # pyright: ignore[reportUnknownVariableType]
+
+
+def _as_data(model: str, made: Design, output: Path | None, warnings: list[str]) -> dict[str, object]:
+    return {
+        "model": model,
+        "recipe": made.recipe.text,
+        "epochs": made.recipe.max_epochs,
+        "modifiers": [modifier.name for modifier in made.recipe.modifiers],
+        "adapted": list(made.choices.notes),
+        "layers": [
+            {
+                "name": layer.name,
+                "shape": list(layer.shape),
+                "weights": layer.weights,
+                "takes_part": layer.takes_part,
+                "sparsity": layer.sparsity,
+                "max_sparsity": layer.bound,
+                "why": layer.why,
+            }
+            for layer in made.layers
+        ],
+        "warnings": warnings,
+        "output": None if output is None else str(output),
+    }

@@ -1,0 +1,137 @@
+"""What an ONNX graph computes without its inputs: values of constants, and the two quantization operators exactly.
+
+A value is computed when asked for and never kept, so that the graph may change in between. Nothing here changes a
+graph, and nothing knows what a constant is for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+EIGHT_BITS = (np.dtype(np.uint8), np.dtype(np.int8))
+
+_DRAWS = (
+    "Bernoulli",
+    "Dropout",
+    "Multinomial",
+    "RandomNormal",
+    "RandomNormalLike",
+    "RandomUniform",
+    "RandomUniformLike",
+)
+"""Operators that give something else each time."""
+_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+_DEPTH = 24
+"""How far back a constant is followed; what is longer is no weight behind its quantizer."""
+
+
+def constant(value: ir.Value | None, depth: int = _DEPTH) -> Array | None:
+    """The array that a value always is, or None when it depends on the model's inputs or cannot be told."""
+    if value is None or depth == 0:
+        return None
+    if value.const_value is not None:
+        return value.const_value.numpy()
+    node = value.producer()
+    if node is None or value.index() != 0 or node.domain not in ("", "ai.onnx"):
+        return None
+    if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+        return _quantization(node, depth)
+    if node.op_type in _DRAWS or any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
+        return None
+    inputs = [None if given is None else constant(given, depth - 1) for given in node.inputs]
+    if any(found is None and given is not None for found, given in zip(inputs, node.inputs, strict=True)):
+        return None
+    return _evaluated(node, inputs)
+
+
+def quantized(x: Array, scale: Array, zero_point: Array, axis: int) -> Array:
+    """QuantizeLinear: divide in float32, round half to even, add the zero point, saturate.
+
+    Where the scale is 0, nothing but zero can come back, so it is the zero point that is kept.
+
+    >>> quantized(np.float32([0.25, -0.75, 9.0]), np.float32(0.5), np.int8(0), 0)
+    array([ 0, -2, 18], dtype=int8)
+    """
+    bounds = np.iinfo(zero_point.dtype)
+    step, offset = along(scale, x.ndim, axis), along(zero_point, x.ndim, axis).astype(np.int64)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        steps = np.rint(x.astype(np.float32) / step.astype(np.float32))
+    steps = np.where(step == 0, np.float32(0), steps).astype(np.float64)
+    return np.clip(steps + offset, bounds.min, bounds.max).astype(zero_point.dtype)
+
+
+def dequantized(integers: Array, scale: Array, zero_point: Array, axis: int) -> Array:
+    """DequantizeLinear: `(integers − zero_point) · scale`, in the type of the scale."""
+    wide = np.int64 if integers.dtype.itemsize > 2 else np.int32
+    offset = along(zero_point, integers.ndim, axis).astype(wide)
+    return ((integers.astype(wide) - offset).astype(scale.dtype) * along(scale, integers.ndim, axis)).astype(
+        scale.dtype
+    )
+
+
+def along(per_channel: Array, rank: int, axis: int) -> Array:
+    """A vector set up to be broadcast along one axis of an array of this rank; a single number stays one."""
+    if per_channel.size == 1:
+        return per_channel.reshape(())
+    return per_channel.reshape([-1 if dimension == axis % rank else 1 for dimension in range(rank)])
+
+
+def quantization_axis(node: ir.Node) -> int:
+    return node.attributes.get_int("axis", 1)
+
+
+def is_blocked(node: ir.Node) -> bool:
+    """Whether a scale holds for a block of weights only (opset 21), which is no scale per channel."""
+    return node.attributes.get_int("block_size", 0) != 0
+
+
+def _quantization(node: ir.Node, depth: int) -> Array | None:
+    """The output of QuantizeLinear or DequantizeLinear on constants; None for types that this module does not know."""
+    x, scale = (constant(given, depth - 1) for given in node.inputs[:2])
+    if x is None or scale is None or is_blocked(node):
+        return None
+    quantizes = node.op_type == "QuantizeLinear"
+    if len(node.inputs) > 2 and node.inputs[2] is not None:
+        zero_point = constant(node.inputs[2], depth - 1)
+    elif quantizes and node.attributes.get_int("output_dtype", 0):
+        return None
+    else:
+        zero_point = np.zeros(scale.shape, np.uint8 if quantizes else x.dtype)
+    if zero_point is None or scale.ndim > 1 or scale.dtype.kind != "f":
+        return None
+    axis = quantization_axis(node)
+    if not _fits(x, scale, zero_point, axis):
+        return None
+    if not quantizes:
+        return dequantized(x, scale, zero_point, axis) if x.dtype.kind in "iu" else None
+    return quantized(x, scale, zero_point, axis) if zero_point.dtype in EIGHT_BITS and x.dtype.kind == "f" else None
+
+
+def _fits(x: Array, scale: Array, zero_point: Array, axis: int) -> bool:
+    """Whether scale and zero point are single numbers, or one for each channel along the axis."""
+    if zero_point.size not in (1, scale.size):
+        return False
+    return scale.size == 1 or (-x.ndim <= axis < x.ndim and x.shape[axis] == scale.size)
+
+
+def _evaluated(node: ir.Node, inputs: list[Array | None]) -> Array | None:
+    """One operator on arrays, by ONNX's own reference; None when that cannot do it."""
+    from onnx.reference import ReferenceEvaluator
+
+    graph = node.graph
+    opsets = dict(graph.opset_imports) if graph is not None else {}
+    names = [None if given is None else given.name for given in node.inputs]
+    try:
+        evaluator = ReferenceEvaluator(ir.to_proto(node), opsets=opsets or {"": 18})
+        feeds = {name: array for name, array in zip(names, inputs, strict=True) if name and array is not None}
+        with np.errstate(all="ignore"):
+            found = cast(Any, evaluator).run(None, feeds)[0]
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, LookupError, AttributeError, ArithmeticError):
+        return None
+    return cast(Array, found) if isinstance(found, np.ndarray) else np.asarray(found)

@@ -1,0 +1,74 @@
+"""The arguments with which a model is called once to be traced: by position or by name, tensors in lists and dicts.
+
+Nothing here knows a model but its signature.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.errors import GossamerError
+
+
+class ExampleInputs:
+    """The arguments of `forward`, by position or by name."""
+
+    def __init__(self, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self.positional, self.named = positional, named
+
+    @classmethod
+    def of(cls, given: Any) -> ExampleInputs:
+        if isinstance(given, Tensor):
+            return cls((given,), {})
+        if isinstance(given, Mapping):
+            return cls((), dict(cast(Mapping[str, Any], given)))
+        if isinstance(given, list | tuple):
+            return cls(tuple(cast(Sequence[Any], given)), {})
+        raise GossamerError(
+            f"example_inputs: expected a tensor, a list of arguments or a dict of them, found {type(given).__name__}"
+        )
+
+    @property
+    def batch(self) -> int | None:
+        """The size of the first axis of the first tensor that has one."""
+        sizes: list[int] = []
+        _mapped((self.positional, self.named), lambda tensor: sizes.extend(tensor.shape[:1]))
+        return sizes[0] if sizes else None
+
+    def on_cpu(self) -> ExampleInputs:
+        return self._each(lambda tensor: tensor.detach().cpu())
+
+    def doubled(self) -> ExampleInputs:
+        """Twice the batch: torch.export would take a batch of one for a fixed size."""
+        batch = self.batch
+        return self._each(lambda tensor: torch.cat([tensor, tensor]) if _has(tensor, batch) else tensor)
+
+    def shapes(self, model: nn.Module) -> dict[str, Any]:
+        """Which axes may have another size in another run, as torch.export wants it told."""
+        batch = self.batch
+        arguments = inspect.signature(model.forward).bind(*self.positional, **self.named).arguments
+        return _mapped(arguments, lambda tensor: {0: "batch"} if _has(tensor, batch) else None, keep=False)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> ExampleInputs:
+        return ExampleInputs(_mapped(self.positional, change), _mapped(self.named, change))
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Any], keep: bool = True) -> Any:
+    """The same lists, tuples and dicts with each tensor changed; whatever else is in them is kept, or None instead."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        entries = cast(dict[Any, Any], value).items()
+        return {key: _mapped(entry, change, keep) for key, entry in entries}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(entry, change, keep) for entry in value)
+    return value if keep else None
+
+
+def _has(tensor: Tensor, batch: int | None) -> bool:
+    return tensor.dim() > 0 and tensor.shape[0] == batch

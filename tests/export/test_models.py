@@ -1,0 +1,175 @@
+"""Files that cannot be read or written, and models that are no QAT export: one sentence each, and nothing is broken."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from gossamer.errors import GossamerError
+from gossamer.export import integer_weights, quantize_qat_export
+from tests.export.graphs import Graph, initializers, symmetric
+
+WEIGHT = np.random.RandomState(0).randn(6, 4, 3, 3).astype(np.float32)
+
+
+def emulated() -> onnx.ModelProto:
+    graph = Graph()
+    x = graph.emulate("x", 0.03, np.uint8(128))
+    name = graph.emulate(graph.constant("conv.weight", WEIGHT), symmetric(WEIGHT, 0), np.zeros(6, np.int8), 0)
+    return graph.build(graph.emulate(graph.add("Conv", x, name), 0.1, np.uint8(120)), (1, 4, 7, 7))
+
+
+def one_sentence(path: Path) -> str:
+    with pytest.raises(GossamerError) as error:
+        quantize_qat_export(path, path.with_name("out.onnx"))
+    assert not path.with_name("out.onnx").exists()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_model_is_changed_in_place_unless_told_otherwise() -> None:
+    model = emulated()
+    kept = model.SerializeToString()
+    result = quantize_qat_export(model, inplace=False)
+    assert model.SerializeToString() == kept
+    assert quantize_qat_export(model) is model
+    assert model.SerializeToString() == result.SerializeToString() != kept
+
+
+def test_a_file_is_read_and_left_and_the_result_is_one_new_file(tmp_path: Path) -> None:
+    path, output = tmp_path / "model.onnx", tmp_path / "new" / "quantized.onnx"
+    onnx.save(emulated(), path)
+    kept = path.read_bytes()
+    result = quantize_qat_export(str(path), output)
+    assert path.read_bytes() == kept
+    assert output.read_bytes() == result.SerializeToString()
+    assert [file.name for file in output.parent.iterdir()] == ["quantized.onnx"]
+
+
+def test_a_file_may_be_replaced_by_its_result(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(emulated(), path)
+    quantize_qat_export(path, path)
+    assert list(integer_weights(path)) == ["conv.weight"]
+    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_weights_in_a_file_beside_the_model_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(emulated(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    result = quantize_qat_export(path, tmp_path / "out.onnx")
+    expected = initializers(quantize_qat_export(emulated()))
+    assert {name: array.tobytes() for name, array in initializers(result).items()} == {
+        name: array.tobytes() for name, array in expected.items()
+    }
+    (tmp_path / "weights.bin").unlink()
+    assert integer_weights(tmp_path / "out.onnx")["conv.weight"].any()
+
+
+def test_a_missing_file_of_weights_is_told_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    onnx.save(emulated(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    content = (tmp_path / "weights.bin").read_bytes()
+    (tmp_path / "weights.bin").unlink()
+    assert one_sentence(path) == f"{path}: its weights are in 'weights.bin', which is not beside it; put it there"
+    with pytest.raises(GossamerError, match=r"its weights are in 'weights\.bin'; give the model's path instead"):
+        quantize_qat_export(onnx.load(path, load_external_data=False))
+    (tmp_path / "weights.bin").write_bytes(content[:100])
+    assert one_sentence(path).startswith(f"{path}: weights beside it cannot be read: ")
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "none.onnx"
+    assert one_sentence(path) == f"{path}: there is no such file; give an ONNX model"
+    assert one_sentence(tmp_path).startswith(f"{tmp_path}: cannot be read: ")
+
+
+@pytest.mark.parametrize("content", [b"", b"no model", b"\x80\x02}q\x00.", bytes(100)])
+def test_a_file_that_is_no_model_is_told(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(content)
+    assert one_sentence(path) == f"{path}: not an ONNX model, or only a part of one; export it again"
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
+def test_a_part_of_a_model_is_told(tmp_path: Path, share: float) -> None:
+    path = tmp_path / "model.onnx"
+    content = emulated().SerializeToString()
+    path.write_bytes(content[: int(len(content) * share)])
+    assert one_sentence(path) == f"{path}: not an ONNX model, or only a part of one; export it again"
+
+
+def test_a_model_without_emulated_quantization_is_told(tmp_path: Path) -> None:
+    graph = Graph()
+    path = tmp_path / "model.onnx"
+    onnx.save(graph.build(graph.add("Conv", "x", graph.constant("w", WEIGHT)), (1, 4, 7, 7)), path)
+    assert one_sentence(path).startswith(f"{path}: no QuantizeLinear is in it, so there is nothing to quantize")
+
+
+def test_a_model_that_is_quantized_already_comes_back_as_it_was(tmp_path: Path) -> None:
+    once = quantize_qat_export(emulated())
+    assert quantize_qat_export(once, inplace=False).SerializeToString() == once.SerializeToString()
+
+
+def test_a_model_whose_weights_alone_are_quantized_comes_back_as_it_was() -> None:
+    graph = Graph()
+    name = graph.emulate(graph.constant("w", WEIGHT), symmetric(WEIGHT, 0), np.zeros(6, np.int8), 0)
+    once = quantize_qat_export(graph.build(graph.add("Conv", "x", name), (1, 4, 7, 7)))
+    assert "QuantizeLinear" not in {node.op_type for node in once.graph.node}
+    assert quantize_qat_export(once, inplace=False).SerializeToString() == once.SerializeToString()
+
+
+def test_a_place_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(GossamerError, match=r"taken/out\.onnx: cannot be written"):
+        quantize_qat_export(emulated(), tmp_path / "taken" / "out.onnx")
+    with pytest.raises(GossamerError, match="cannot be written"):
+        quantize_qat_export(emulated(), tmp_path)
+
+
+def test_a_write_that_breaks_off_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.onnx"
+    path.write_text("before")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(GossamerError, match=r"out\.onnx: cannot be written: No space left on device"):
+        quantize_qat_export(emulated(), path)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("out.onnx", "before")]
+
+
+def test_what_is_missing_is_told_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "onnx_ir" else found(name, *rest)
+    )
+    with pytest.raises(GossamerError, match=r"quantize_qat_export needs onnx_ir: pip install 'gossamer\[onnx\]'"):
+        quantize_qat_export("model.onnx")
+
+
+def test_unused_operators_and_constants_are_gone() -> None:
+    model = emulated()
+    model.graph.initializer.append(onnx.numpy_helper.from_array(WEIGHT, "unused"))
+    model.graph.node.append(onnx.helper.make_node("Relu", ["x"], ["nobody"]))
+    result = quantize_qat_export(model)
+    assert "unused" not in initializers(result)
+    assert "Relu" not in {node.op_type for node in result.graph.node}
+
+
+@pytest.mark.parametrize("given", [None, 3, onnx.GraphProto()])
+def test_what_is_neither_a_model_nor_a_path_is_told(given: object) -> None:
+    with pytest.raises(GossamerError, match="expected an ONNX model or the path of one, found"):
+        quantize_qat_export(given)  # type: ignore[arg-type]
+
+
+def test_the_names_of_sparseml_are_the_same_function() -> None:
+    from gossamer import sparseml
+
+    assert sparseml.quantize_torch_qat_export is sparseml.quantize_qat_export is quantize_qat_export
