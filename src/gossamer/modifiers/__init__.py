@@ -2,7 +2,7 @@
 
 from gossamer.modifiers.admm import ADMMPruningModifier
 from gossamer.modifiers.base import Modifier, Run, find, register, registered
-from gossamer.modifiers.coming import DistillationModifier, PerLayerDistillationModifier, QuantizationModifier
+from gossamer.modifiers.distillation import DistillationModifier, PerLayerDistillationModifier
 from gossamer.modifiers.dynamic import ACDCPruningModifier, RigLPruningModifier, TopKASTPruningModifier
 from gossamer.modifiers.learned import ProbMaskPruningModifier, STRPruningModifier
 from gossamer.modifiers.learning_rate import (
@@ -27,6 +27,7 @@ from gossamer.modifiers.pruning import (
     MovementPruningModifier,
     PruningModifier,
 )
+from gossamer.modifiers.quantization import QuantizationModifier
 from gossamer.modifiers.second_order import MFACPruningModifier, OBSPruningModifier
 from gossamer.modifiers.structure import LayerPruningModifier, LayerThinningModifier, StructuredPruningModifier
 

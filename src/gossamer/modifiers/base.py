@@ -9,8 +9,9 @@ manager or recipe text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar, cast
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Self, TypeVar, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, ModifierError, nearest
 from gossamer.graph import expects_every_gradient
+
+if TYPE_CHECKING:
+    from gossamer.modifiers.lessons import Lessons
 
 _NEWER = {"start": "start_epoch", "end": "end_epoch", "targets": "params"}
 
@@ -77,6 +81,21 @@ class Run(Protocol):
     @property
     def grad_sampler(self) -> Callable[[nn.Module], Iterable[torch.Tensor]] | None: ...
     @property
+    def calibration_data(self) -> Iterable[Any] | None:
+        """Batches that the user gave to find activation ranges with."""
+        ...
+
+    @property
+    def lessons(self) -> Lessons | None:
+        """What a teacher says to each training batch; None when nobody teaches."""
+        ...
+
+    @property
+    def accumulation_steps(self) -> int:
+        """By how much the user divides each loss, for its gradient is one of several that are added up."""
+        ...
+
+    @property
     def updates_done(self) -> int:
         """How many of this modifier's updates fall at or before this step, the start not counted."""
         ...
@@ -94,6 +113,15 @@ class Run(Protocol):
     @property
     def loss_scale(self) -> float:
         """By how much the gradients in the model are scaled at this moment (1 almost always)."""
+        ...
+
+    @property
+    def backward_scale(self) -> float:
+        """By how much a loss is scaled whose backward pass runs at this moment."""
+        ...
+
+    def average(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Put the mean over all processes that train this model into each tensor, in one exchange."""
         ...
 
     def mask(self, name: str) -> torch.Tensor | None:
@@ -142,6 +170,9 @@ class Run(Protocol):
         ...
 
     def log(self, tag: str, value: float) -> None: ...
+    def located(self, error: ModifierError) -> GossamerError:
+        """The error with its place in the recipe, for what runs outside the hooks of a modifier."""
+        ...
 
 
 class Modifier(BaseModel):
@@ -229,6 +260,10 @@ class Modifier(BaseModel):
 
     def after_step(self, run: Run) -> None: ...
 
+    def loss(self, run: Run, loss: Tensor, outputs: Any, inputs: Any) -> Tensor:
+        """What to train on in place of `loss`, for a user who asks; `inputs` is None or what the model was given."""
+        return loss
+
     def restore(self, run: Run) -> None:
         """Put what `state` says back into effect, after a checkpoint was loaded into a fresh model."""
 
@@ -237,6 +272,15 @@ class Modifier(BaseModel):
 
     def finish(self, run: Run) -> None:
         """The run is over while the modifier is active: leave in the weights what the model computed with."""
+
+
+@contextmanager
+def placed(run: Run) -> Generator[None]:
+    """Errors of a modifier inside get their place in the recipe."""
+    try:
+        yield
+    except ModifierError as error:
+        raise run.located(error) from error
 
 
 def check_gradients_may_vanish(run: Run) -> None:

@@ -15,18 +15,17 @@ from torch import Tensor
 
 from gossamer.errors import ModifierError, SparsityError
 from gossamer.modifiers.base import Epoch, Frequency, ParamNames, Run, check_frequency, register
-from gossamer.modifiers.pruning import PruningModifier, Sparsity
+from gossamer.modifiers.masked import RankedPruningModifier, Sparsity
 from gossamer.sparse import NM, cosine, erdos_renyi, fraction, magnitude, smallest, uniform
 
 
-class DynamicPruningModifier(PruningModifier):
+class DynamicPruningModifier(RankedPruningModifier):
     """Masks that change between two epochs, every `update_frequency` epochs."""
 
     params: ParamNames = Field(default=...)
     start_epoch: Epoch = Field(default=...)
     end_epoch: Epoch = Field(default=...)
     update_frequency: Frequency = Field(default=...)
-    global_sparsity: bool = False
 
     any_pattern: ClassVar[bool] = True
     """False when the method is defined for single weights only."""
@@ -43,6 +42,10 @@ class DynamicPruningModifier(PruningModifier):
                 f"{self._sparsity_field}: mask_type {self.mask_type} means {self.pattern.sparsity:g}, found {target:g}"
             )
         return self
+
+    @property
+    def goal(self) -> float | None:
+        return float(getattr(self, self._sparsity_field))
 
     @property
     def updates_every(self) -> float | None:

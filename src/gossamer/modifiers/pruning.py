@@ -6,16 +6,15 @@ The modifier says which weights, how sparse and when; `scoring.py` ranks,
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
-from gossamer.errors import ModifierError, SparsityError
-from gossamer.graph import match_excluded, match_prunable, prunable
-from gossamer.modifiers.base import Epoch, Frequency, Modifier, ParamNames, Run, check_frequency, register
+from gossamer.errors import ModifierError
+from gossamer.modifiers.base import Epoch, Frequency, ParamNames, Run, check_frequency, register
+from gossamer.modifiers.masked import EXCLUDED, PruningModifier, RankedPruningModifier, Sparsity, logger
 from gossamer.modifiers.scoring import (
     FILTER_KINDS,
     MFAC,
@@ -25,112 +24,28 @@ from gossamer.modifiers.scoring import (
     MagnitudeScorer,
     MovementScorer,
     Scorer,
-    outputs_first,
 )
-from gossamer.sparse import NM, Filter, Pattern, fraction, global_masks, interpolate, parse_pattern
+from gossamer.sparse import NM, Filter, fraction, interpolate
 from gossamer.sparse.schedules import Interpolation
 from gossamer.sparse.scores import FilterKind
-from gossamer.sparse.selection import refuse_nan
 
-Sparsity = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+__all__ = [
+    "EXCLUDED",
+    "FROM_PARAM",
+    "ConstantPruningModifier",
+    "GMPruningModifier",
+    "GlobalMagnitudePruningModifier",
+    "MagnitudePruningModifier",
+    "MovementPruningModifier",
+    "PruningModifier",
+    "Sparsity",
+]
+
 FROM_PARAM = "__FROM_PARAM__"
-EXCLUDED = "excluded"
-logger = logging.getLogger("gossamer")
-
-
-class PruningModifier(Modifier):
-    """What all modifiers that hold masks share: which weights, and in which pattern."""
-
-    family: ClassVar[str] = "pruning"
-
-    params: ParamNames = Field(default_factory=list)
-    exclude: ParamNames = Field(default_factory=list)
-    """Of these parameters, the ones to leave dense: names, `re:` patterns, `__DEPTHWISE__`."""
-    leave_enabled: bool = True
-    mask_type: str | list[int] = "unstructured"
-    params_strict: bool = True
-
-    @field_validator("mask_type")
-    @classmethod
-    def _known_pattern(cls, value: str | list[int]) -> str | list[int]:
-        try:
-            parse_pattern(value)
-        except SparsityError as error:
-            raise ValueError(str(error)) from None
-        return value
-
-    @property
-    def pattern(self) -> Pattern:
-        return parse_pattern(self.mask_type)
-
-    def sparsity_at(self, epoch: float) -> float | None:
-        """The scheduled sparsity at an epoch; None where this modifier sets none."""
-        return None
-
-    def bind(self, run: Run) -> list[str]:
-        return self.bind_params(run, self.params)
-
-    def bind_params(self, run: Run, wanted: str | Sequence[str], field: str = "params") -> list[str]:
-        """The weights to prune; what the pattern does not fit is skipped, or refused when named exactly."""
-        matches = match_prunable(run.module, wanted, field=field, strict=self.params_strict)
-        for name, reason in matches.skipped.items():
-            run.skip(name, reason)
-        targets: list[str] = []
-        outputs = next(reversed(prunable(run.module)), None)
-        excluded, idle = match_excluded(run.module, self.exclude, field="exclude")
-        for pattern in idle:
-            logger.warning("%s: exclude: '%s' matches nothing", self.name, pattern)
-        for name in matches.names:
-            if name in excluded:
-                run.skip(name, EXCLUDED)
-                continue
-            parameter = run.parameter(name)
-            if parameter.numel() and bool(parameter.detach().isnan().any()):
-                raise ModifierError(f"'{name}' holds NaN and cannot be pruned; repair the weights first", field)
-            if isinstance(self.pattern, Filter) and name == outputs and name not in matches.exact:
-                run.skip(name, "the last layer: pruning its filters would remove outputs; name it exactly to prune it")
-                continue
-            reason = self.pattern.fits(self._rows(run, name, parameter).shape)
-            if reason and name in matches.exact:
-                raise ModifierError(f"mask_type {self.mask_type} does not fit '{name}': {reason}", "mask_type")
-            if reason:
-                run.skip(name, f"mask_type {self.mask_type} does not fit: {reason}")
-            else:
-                targets.append(name)
-        if not targets and set(matches.names) <= set(excluded):
-            raise ModifierError("exclude: everything that params names is excluded; leave less out", "exclude")
-        if not targets:
-            raise ModifierError(f"mask_type {self.mask_type} fits none of the matched parameters", "mask_type")
-        return targets
-
-    def end(self, run: Run) -> None:
-        if not self.leave_enabled:
-            for name in run.targets:
-                run.release_mask(name)
-
-    def masks(self, run: Run, scores: Mapping[str, Tensor], sparsity: Mapping[str, float] | float) -> dict[str, Tensor]:
-        """Masks for a sparsity per layer, or for one number over all layers together."""
-        rows: dict[str, Tensor] = {}
-        for name, score in scores.items():
-            try:
-                refuse_nan(score)
-            except SparsityError as error:
-                raise ModifierError(f"'{name}' cannot be pruned at step {run.step}: {error}") from None
-            rows[name] = self._rows(run, name, score)
-        if isinstance(sparsity, Mapping):
-            kept = {name: self.pattern.mask(score, sparsity[name]) for name, score in rows.items()}
-        else:
-            kept = global_masks(rows, self.pattern, sparsity)
-        return {name: self._rows(run, name, keep).contiguous() for name, keep in kept.items()}
-
-    @staticmethod
-    def _rows(run: Run, name: str, tensor: Tensor) -> Tensor:
-        """A weight-shaped tensor with output channels first (its own inverse)."""
-        return outputs_first(run, name, tensor)
 
 
 @register
-class GMPruningModifier(PruningModifier):
+class GMPruningModifier(RankedPruningModifier):
     """Prune from `init_sparsity` to `final_sparsity` between two epochs (Zhu & Gupta 2017)."""
 
     init_sparsity: Literal["__FROM_PARAM__"] | Sparsity
@@ -139,7 +54,6 @@ class GMPruningModifier(PruningModifier):
     end_epoch: Epoch = Field(default=...)
     update_frequency: Frequency = Field(default=...)
     inter_func: Interpolation = "cubic"
-    global_sparsity: bool = False
     score_type: Literal["magnitude", "movement", "MFAC", "OBS"] | FilterKind = "magnitude"
     """How weights rank; whole filters under `magnitude` by their l1 norm."""
     permute: bool = False
@@ -179,6 +93,10 @@ class GMPruningModifier(PruningModifier):
                         f"final_sparsity: mask_type {self.mask_type} means {self.pattern.sparsity:g}, found {final:g}"
                     )
         return self
+
+    @property
+    def goal(self) -> float | None:
+        return None if isinstance(self.final_sparsity, dict) else self.final_sparsity
 
     @property
     def updates_every(self) -> float | None:

@@ -7,23 +7,27 @@ to the run's shared parts: model, optimizer, masks, clock.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
+from gossamer.errors import GossamerError, ModifierError
 from gossamer.graph import get_parameter, has_parameter
 from gossamer.graph.substitution import Substitution
 from gossamer.modifiers.base import Modifier
 from gossamer.training.clock import Timing
 from gossamer.training.masks import Masks
+from gossamer.training.processes import average
 from gossamer.training.restart import Restart
-from gossamer.training.sampling import Sampler, as_sampler
+from gossamer.training.sampling import Sampler, as_sampler, untaught
 
 if TYPE_CHECKING:
     from gossamer.graph.permutation import Permutation
+    from gossamer.modifiers.lessons import Lessons
 
 logger = logging.getLogger("gossamer")
 
@@ -44,6 +48,11 @@ class Shared:
     grad_sampler: object = None
     loggers: Sequence[Logger] = ()
     example_inputs: Any = None
+    calibration_data: Iterable[Any] | None = None
+    lessons: Lessons | None = None
+    """Of the teacher, when there is one."""
+    scaler: GradScaler | None = None
+    accumulation_steps: int = 1
     step: int = 0
     masks: Masks = field(default_factory=Masks)
     ended: set[int] = field(default_factory=set[int])
@@ -53,6 +62,8 @@ class Shared:
     """Told of each weight just before a modifier overwrites it."""
     reorder: Callable[[Permutation], None] | None = None
     """Puts channels of the whole run into another order."""
+    located: Callable[[Attachment, ModifierError], GossamerError] | None = None
+    """Puts the place in the recipe before an error."""
     restart: Restart | None = None
     """The user's learning-rate scheduler, when the run was told of one."""
     stepping: set[int] | None = None
@@ -124,11 +135,33 @@ class Attachment:
     @property
     def grad_sampler(self) -> Sampler | None:
         kwargs: Mapping[str, Any] = getattr(self.modifier, "grad_sampler_kwargs", {})
-        return as_sampler(self._shared.grad_sampler, kwargs)
+        sampler = as_sampler(self._shared.grad_sampler, kwargs)
+        lessons = self._shared.lessons
+        return sampler if sampler is None or lessons is None else untaught(sampler, lessons.pause)
+
+    @property
+    def calibration_data(self) -> Iterable[Any] | None:
+        return self._shared.calibration_data
+
+    @property
+    def lessons(self) -> Lessons | None:
+        return self._shared.lessons
+
+    @property
+    def accumulation_steps(self) -> int:
+        return self._shared.accumulation_steps
 
     @property
     def loss_scale(self) -> float:
         return self._shared.loss_scale
+
+    @property
+    def backward_scale(self) -> float:
+        scaler = self._shared.scaler
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        average(self._shared.forward, tensors)
 
     def parameter(self, name: str) -> nn.Parameter:
         return get_parameter(self._shared.module, name)
@@ -216,3 +249,6 @@ class Attachment:
         logger.info("%s at step %d: %.6g", tag, self.step, value)
         for log in self._shared.loggers:
             log(tag, value, self.step)
+
+    def located(self, error: ModifierError) -> GossamerError:
+        return error if self._shared.located is None else self._shared.located(self, error)

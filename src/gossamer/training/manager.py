@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Real
 from typing import IO, Any
 
@@ -21,12 +20,12 @@ from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, has_parameter, unwrap
 from gossamer.modifiers import Modifier
 from gossamer.recipe import Recipe, load
-from gossamer.training.attachment import Logger, Shared, logger
+from gossamer.training.attachment import Logger, logger
 from gossamer.training.restart import Restart
-from gossamer.training.run import TrainingRun, attachments, bind
-from gossamer.training.sampling import Sampler
-from gossamer.training.scaler import clocked
+from gossamer.training.run import TrainingRun
+from gossamer.training.scaler import check_of_use, clocked
 from gossamer.training.state import check_state
+from gossamer.training.teachers import lessons_for
 
 _ONE_SHOT_STEPS = 1000
 """Steps that an epoch counts in one-shot application, where nothing trains."""
@@ -117,13 +116,14 @@ class Manager:
         wrap_optim: GradScaler | None = None,
         epoch: float | None = None,
         allow_parallel_module: bool = True,
-        distillation_teacher: nn.Module | str | None = None,
+        distillation_teacher: nn.Module | str | bool | None = None,
         grad_sampler: object = None,
         calibration_data: Iterable[Any] | None = None,
         scaler: GradScaler | None = None,
         loggers: Sequence[Logger] = (),
         example_inputs: Any = None,
         lr_scheduler: Any = None,
+        accumulation_steps: int = 1,
     ) -> Any:
         """Attach the recipe: from now on the optimizer's own steps drive it.
 
@@ -132,21 +132,41 @@ class Manager:
         the run in the middle. `example_inputs` (a tensor, or a tuple or dict of
         arguments for the model) is what `permute: true` follows the model with;
         without it common shapes are tried. `lr_scheduler` is what
-        `LevelPruningModifier` starts over. Nothing is touched when this raises.
+        `LevelPruningModifier` starts over. `distillation_teacher` is a module;
+        None or "self" for a frozen copy of the model as it is now; "disable" or
+        False for none. `accumulation_steps` is the number by which each loss is
+        divided when gradients of several batches are added up. Nothing is
+        touched when this raises.
         """
         scaler = wrap_optim if wrap_optim is not None else scaler
         self._check(module, optimizer, steps_per_epoch, allow_parallel_module, scaler)
+        check_of_use(scaler, self.recipe_object, float(steps_per_epoch))
+        batches: Any = accumulation_steps
+        if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
+            raise GossamerError(f"accumulation_steps: expected the number of batches in a step, found {batches!r}")
         if epoch is not None and not (isinstance(epoch, Real) and math.isfinite(epoch)):
             raise GossamerError(f"epoch: expected the epoch at which to enter the run, found {epoch!r}")
         for warning in self.recipe_object.warnings:
             logger.warning("%s", warning)
-        if distillation_teacher is not None and not self.distillation_modifiers:
-            logger.warning("distillation_teacher has no effect: the recipe holds no distillation modifier")
         if calibration_data is not None and not self.quantization_modifiers:
             logger.warning("calibration_data has no effect: the recipe holds no quantization modifier")
         steps = float(steps_per_epoch)
         restart = None if lr_scheduler is None else Restart(lr_scheduler)
-        run = TrainingRun(self.recipe_object, module, optimizer, steps, grad_sampler, loggers, example_inputs, restart)
+        lessons = lessons_for(module, distillation_teacher, wanted=bool(self.distillation_modifiers))
+        run = TrainingRun(
+            self.recipe_object,
+            module,
+            optimizer,
+            steps,
+            grad_sampler,
+            loggers,
+            example_inputs,
+            restart,
+            lessons,
+            scaler,
+            accumulation_steps,
+            calibration_data,
+        )
         if restart is not None and restart.begun and self._pending is None:
             logger.warning(
                 "lr_scheduler had made steps when it was given: levels will start over from there; "
@@ -210,9 +230,19 @@ class Manager:
         steps_per_epoch: float = -1.0,
         student_outputs: Any = None,
         student_inputs: Any = None,
+        **_: Any,
     ) -> torch.Tensor:
-        """The loss to train on: the given one, for no modifier that runs here changes it."""
-        return loss
+        """SparseML's name for `loss`."""
+        return self.loss(loss, student_outputs, student_inputs)
+
+    def loss(self, loss: torch.Tensor, outputs: Any, inputs: Any = None) -> torch.Tensor:
+        """The loss to train on, with the teacher's part in the open: (1 − h) · loss + h · T² · KL, and layer by layer.
+
+        Without this call the teacher's part comes with the backward pass; with it, that stays out. `outputs` is what
+        the model returned. `inputs` (a tensor, or a tuple or mapping of the model's arguments) is needed only when
+        the model was not in training mode. The same loss comes back when no distillation is active.
+        """
+        return loss if self._run is None else self._run.loss(loss, outputs, inputs)
 
     # The run
 
@@ -300,27 +330,6 @@ class Manager:
             raise GossamerError("modify: the optimizer holds none of the model's parameters; pass the model's own")
         if not allow_parallel and unwrap(module) is not module:
             raise GossamerError(f"modify: {type(module).__name__} wraps the model, and allow_parallel_module is False")
-
-
-@dataclass(frozen=True)
-class Binding:
-    """What one modifier comes to on one model."""
-
-    modifier: Modifier
-    targets: list[str]
-    skipped: dict[str, str]
-    error: str | None
-
-
-def bindings(recipe: Recipe, module: nn.Module) -> list[Binding]:
-    """Hold every modifier against a model without touching it; problems are collected, not raised."""
-    sampler: Sampler = lambda _: ()  # noqa: E731  (never called: nothing starts)
-    shared = Shared(module, unwrap(module), None, 1.0, grad_sampler=sampler)
-    found: list[Binding] = []
-    for attachment in attachments(recipe, shared):
-        error = None if attachment.modifier.unavailable else bind(recipe, attachment)
-        found.append(Binding(attachment.modifier, list(attachment.bound), dict(attachment.skipped), error))
-    return found
 
 
 def _report(problems: list[str]) -> list[str]:

@@ -8,30 +8,32 @@ optimizer is hooked, never wrapped.
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from gossamer.errors import GossamerError, ModifierError, RecipeError, SparsityError
-from gossamer.graph import named_parameters, prunable, unwrap
-from gossamer.modifiers.pruning import EXCLUDED
+from gossamer.errors import GossamerError, RecipeError, SparsityError
+from gossamer.graph import named_parameters, unwrap
+from gossamer.modifiers.base import placed
 from gossamer.recipe import Recipe
-from gossamer.training.attachment import Attachment, Logger, Shared, logger
+from gossamer.training.attachment import Attachment, Logger, Shared
+from gossamer.training.binding import attachments, bind, located
 from gossamer.training.closures import with_gradients
 from gossamer.training.journal import Journal
 from gossamer.training.restart import Restart
+from gossamer.training.settings import restore_settings, settings
 from gossamer.training.state import STATE_FORMAT, check_state, frozen, matched, reordered, thawed
+from gossamer.training.teachers import load_teacher_state, teacher_state
 
 if TYPE_CHECKING:
     from gossamer.graph.permutation import Permutation
-
-SETTINGS = {"learning_rate": "lr", "optimizer": "weight_decay"}
-"""What the modifiers of a family set in an optimizer's groups."""
+    from gossamer.modifiers.lessons import Lessons
+    from gossamer.modifiers.teaching import Teacher
 
 
 class TrainingRun:
@@ -47,11 +49,16 @@ class TrainingRun:
         loggers: Sequence[Logger] = (),
         example_inputs: Any = None,
         restart: Restart | None = None,
+        lessons: Lessons | None = None,
+        scaler: GradScaler | None = None,
+        accumulation_steps: int = 1,
+        calibration_data: Iterable[Any] | None = None,
     ) -> None:
         self.recipe = recipe
-        self.shared = Shared(module, unwrap(module), optimizer, steps_per_epoch, grad_sampler, loggers, example_inputs)
-        self.shared.reorder = self._reorder
-        self.shared.restart = restart
+        given = (grad_sampler, loggers, example_inputs, calibration_data, lessons, scaler, accumulation_steps)
+        self.shared = Shared(module, unwrap(module), optimizer, steps_per_epoch, *given)
+        self.shared.reorder, self.shared.restart = self._reorder, restart
+        self.shared.located = partial(located, recipe)
         self.told_the_time = False
         """True when someone else moves the clock, by `advance`; then an optimizer step only applies the masks."""
         self.attachments = attachments(recipe, self.shared)
@@ -73,14 +80,14 @@ class TrainingRun:
 
     def begin(self, step: int) -> None:
         """Do what is due up to `step`; a failure leaves model and optimizer as they were."""
-        groups = self._hyperparameters()
+        groups = settings(self.optimizer)
         self.journal.open(self.shared)
         try:
             self.advance(step)
         except Exception:
             self._undo_modifiers()
             self.journal.undo(self.shared.module)
-            self._restore_groups(groups)
+            restore_settings(self.optimizer, groups)
             self.shared.masks.clear()
             for attachment in self.attachments:
                 attachment.status, attachment.state = "pending", {}
@@ -135,6 +142,8 @@ class TrainingRun:
         """Put channels into another order: weights, masks, and what the optimizer and the modifiers remember."""
         self.journal.before_reordering(permutation, self.shared)
         permutation.apply(self.shared.module, self.optimizer, self.shared.masks.by_name())
+        if self._copy is not None:
+            permutation.apply(self._copy.module)
         for attachment in self.attachments:
             attachment.state = reordered(attachment.state, permutation, self.shared.module)
 
@@ -150,15 +159,27 @@ class TrainingRun:
             }
             for attachment in self.attachments
         }
+        driven = {attachment.modifier.family for attachment in self.attachments}
         return {
             "format": STATE_FORMAT,
             "step": self.step,
             "steps_per_epoch": self.shared.steps_per_epoch,
             "skipped_steps": self.skipped_steps,
-            "groups": self._hyperparameters(self._driven()),
+            "groups": settings(self.optimizer, driven),
             "modifiers": modifiers,
             **({"restart": self.shared.restart.state_dict()} if self.shared.restart is not None else {}),
+            **({"teacher": frozen(teacher_state(self._copy))} if self._copy is not None and self._learns() else {}),
         }
+
+    @property
+    def _copy(self) -> Teacher | None:
+        """The teacher, when it is a copy of the model."""
+        lessons = self.shared.lessons
+        return lessons.teacher if lessons is not None and lessons.teacher.own else None
+
+    def _learns(self) -> bool:
+        """Whether somebody learns from a teacher, now or later."""
+        return any(a.modifier.family == "distillation" and a.status != "ended" for a in self.attachments)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Continue from `state`; returns what did not match this recipe and model, a sentence each."""
@@ -187,9 +208,12 @@ class TrainingRun:
                 problems.append(f"{attachment.key} is not in the state and starts anew")
         problems += [f"{key} is in the state but not in the recipe, and is dropped" for key in saved]
         self.shared.ended = {a.index for a in self.attachments if a.status == "ended"}
-        self._restore_groups(state.get("groups", []))
+        restore_settings(self.optimizer, state.get("groups", []))
         if self.shared.restart is not None and "restart" in state:
             self.shared.restart.load_state_dict(state["restart"])
+        if self.shared.lessons is not None:
+            saved_teacher = thawed(state.get("teacher"), torch.device("cpu"))
+            problems += load_teacher_state(self.shared.lessons.teacher, saved_teacher, self._learns())
         for attachment in self.attachments:
             if attachment.status == "active":
                 attachment.modifier.restore(attachment)
@@ -242,9 +266,18 @@ class TrainingRun:
         try:
             for attachment in self.attachments:
                 if attachment.status == "active":
-                    attachment.modifier.before_step(attachment)
+                    with placed(attachment):
+                        attachment.modifier.before_step(attachment)
         finally:
             self.shared.stepping = None
+
+    def loss(self, loss: Tensor, outputs: Any, inputs: Any) -> Tensor:
+        """What to train on, after all modifiers that are active."""
+        for attachment in self.attachments:
+            if attachment.status == "active":
+                with placed(attachment):
+                    loss = attachment.modifier.loss(attachment, loss, outputs, inputs)
+        return loss
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What an optimizer calls after its step: masks are applied and the clock moves."""
@@ -277,18 +310,17 @@ class TrainingRun:
 
     def _perform(self, attachment: Attachment, action: str) -> None:
         try:
-            match action:
-                case "start":
-                    attachment.status = "active"
-                    attachment.modifier.start(attachment)
-                case "update":
-                    attachment.modifier.update(attachment)
-                case _:
-                    attachment.modifier.end(attachment)
-                    attachment.status = "ended"
-                    self.shared.ended.add(attachment.index)
-        except ModifierError as error:
-            raise located(self.recipe, attachment, error) from error
+            with placed(attachment):
+                match action:
+                    case "start":
+                        attachment.status = "active"
+                        attachment.modifier.start(attachment)
+                    case "update":
+                        attachment.modifier.update(attachment)
+                    case _:
+                        attachment.modifier.end(attachment)
+                        attachment.status = "ended"
+                        self.shared.ended.add(attachment.index)
         except SparsityError as error:
             at = f"{self.recipe.where(attachment.index)}: {attachment.modifier.name}"
             raise GossamerError(f"{at} at step {self.step}: {error}") from error
@@ -307,57 +339,3 @@ class TrainingRun:
                 self._perform(attachment, "update")
             if attachment.status == "active" and timing.end is not None and timing.end <= self.step:
                 self._perform(attachment, "end")
-
-    def _driven(self) -> list[str]:
-        """The settings of the optimizer that modifiers of this recipe set."""
-        families = {attachment.modifier.family for attachment in self.attachments}
-        return [key for family, key in SETTINGS.items() if family in families]
-
-    def _hyperparameters(self, keys: Iterable[str] = ("lr", "weight_decay")) -> list[dict[str, float]]:
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return [{key: float(group[key]) for key in keys if key in group} for group in groups]
-
-    def _restore_groups(self, saved: Sequence[Mapping[str, float]]) -> None:
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        for group, values in zip(groups, saved, strict=False):
-            for key, value in values.items():
-                if isinstance(group[key], Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = value
-
-
-def attachments(recipe: Recipe, shared: Shared) -> list[Attachment]:
-    """One per modifier, keyed by class name and number within the class."""
-    seen: Counter[str] = Counter()
-    result: list[Attachment] = []
-    for index, modifier in enumerate(recipe.modifiers):
-        result.append(Attachment(index, f"{modifier.name}.{seen[modifier.name]}", modifier, shared))
-        seen[modifier.name] += 1
-    return result
-
-
-def bind(recipe: Recipe, attachment: Attachment) -> str | None:
-    """Find the modifier's parameters; the problem, with its place in the recipe, or None."""
-    modifier = attachment.modifier
-    if modifier.unavailable is not None:
-        return f"{recipe.where(attachment.index)}: {modifier.name} cannot run yet: {modifier.unavailable}"
-    try:
-        attachment.bound = modifier.bind(attachment)
-    except ModifierError as error:
-        return str(located(recipe, attachment, error))
-    weights = set(prunable(attachment.module))
-    for name, reason in attachment.skipped.items():
-        level = logging.WARNING if name in weights and reason != EXCLUDED else logging.INFO
-        logger.log(level, "%s leaves '%s' alone: %s", modifier.name, name, reason)
-    return None
-
-
-def located(recipe: Recipe, attachment: Attachment, error: ModifierError) -> GossamerError:
-    """The error with file and line, and the modifier's name."""
-    text = str(error)
-    field = error.field or ""
-    said = [
-        line if line.startswith(f"{field}:") else f"{attachment.modifier.name} {line}" for line in text.splitlines()
-    ]
-    return GossamerError("\n".join(f"{recipe.where(attachment.index, error.field)}: {line}" for line in said))

@@ -7,6 +7,7 @@ SparseML's integrations pass: a builder of batches and a loss function.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -43,6 +44,21 @@ def _from_mapping(given: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Sample
         batches: Any = builder(dict(kwargs))
         for args, keywords, target in batches:
             loss: Tensor = loss_function(model(*args, **keywords), target)
+            yield loss
+
+    return sample
+
+
+def untaught(sampler: Sampler, pause: Callable[[], AbstractContextManager[None]]) -> Sampler:
+    """The same sampler, whose losses are the user's own: no teacher adds to their gradients."""
+
+    def sample(model: nn.Module) -> Iterator[Tensor]:
+        losses = iter(sampler(model))
+        while True:
+            with pause():
+                loss = next(losses, None)
+            if loss is None:
+                return
             yield loss
 
     return sample

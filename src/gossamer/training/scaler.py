@@ -12,6 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from gossamer.errors import GossamerError
+from gossamer.modifiers.base import to_step
+from gossamer.recipe import Recipe
+
 
 class StepCounter(Protocol):
     """What the scaler needs of a manager."""
@@ -24,6 +28,18 @@ class StepCounter(Protocol):
         ...
 
     def count_skipped(self) -> None: ...
+
+
+def check_of_use(scaler: GradScaler | None, recipe: Recipe, steps_per_epoch: float) -> None:
+    """Raise when quantization ends mixed precision before it begins, so that a scaler cannot be meant."""
+    if scaler is None or not scaler.is_enabled():
+        return
+    for index, modifier in enumerate(recipe.modifiers):
+        if modifier.family == "quantization" and to_step(modifier.start_epoch, steps_per_epoch) == 0:
+            raise GossamerError(
+                f"{recipe.where(index, 'start_epoch')}: {modifier.name} starts with the run, so that mixed precision "
+                "would never be in use; drop the scaler, or start quantization later"
+            )
 
 
 def clocked(scaler: GradScaler, counter: StepCounter) -> GradScaler:

@@ -1,0 +1,182 @@
+"""Distillation: a model learns from a teacher besides its labels, from outputs or layer by layer.
+
+The modifiers say what is learned and when; `lessons.py` asks the teacher once
+per batch and mixes the gradients, `learners.py` and `features.py` have the
+formulas. These need torch's compiler, if only to be left alone by it, and are
+imported when used.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
+
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from gossamer.errors import ModifierError, nearest
+from gossamer.graph import named_modules
+from gossamer.modifiers.base import Modifier, Run, register
+
+if TYPE_CHECKING:
+    from gossamer.modifiers.features import FeatureLearner
+    from gossamer.modifiers.lessons import Learner, Lessons
+
+_PREFIXES = ("module.", "_orig_mod.")
+
+
+class TaughtModifier(Modifier):
+    """What both share: a learner in the run's lessons, from start to end."""
+
+    family: ClassVar[str] = "distillation"
+
+    distill_output_keys: list[str | int] | None = None
+    teacher_input_keys: list[str] | None = None
+    """The arguments of the model that the teacher is given, by name; None: all."""
+
+    @abstractmethod
+    def learner(self, run: Run, lessons: Lessons, place: int) -> Learner:
+        """What learns in this run."""
+
+    def bind(self, run: Run) -> list[str]:
+        if run.lessons is not None:
+            run.plan["place"] = run.lessons.next_place()
+        return []
+
+    def start(self, run: Run) -> None:
+        self.restore(run)
+
+    def restore(self, run: Run) -> None:
+        if run.lessons is not None:
+            run.scratch["learner"] = self.learner(run, run.lessons, run.plan["place"])
+            run.lessons.join(run.scratch["learner"])
+
+    def undo(self, run: Run) -> None:
+        if run.lessons is not None:
+            run.lessons.leave(run.plan["place"])
+        run.scratch.pop("learner", None)
+
+    def finish(self, run: Run) -> None:
+        self.undo(run)
+
+    def end(self, run: Run) -> None:
+        self.undo(run)
+        run.state.clear()
+
+    def before_step(self, run: Run) -> None:
+        if "learner" in run.scratch:
+            cast("Learner", run.scratch["learner"]).check()
+
+    def loss(self, run: Run, loss: Tensor, outputs: Any, inputs: Any) -> Tensor:
+        if "learner" not in run.scratch or not loss.requires_grad:
+            return loss
+        if outputs is None:
+            raise ModifierError("needs what the model returned: manager.loss(loss, outputs)")
+        return cast("Learner", run.scratch["learner"]).total(loss, outputs, inputs)
+
+
+@register
+class DistillationModifier(TaughtModifier):
+    """Learn from a teacher's outputs as well as from the labels: (1 − hardness) · loss + hardness · T² · KL."""
+
+    hardness: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """The teacher's share of the loss."""
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
+    """T: the logits of both are divided by it."""
+
+    def learner(self, run: Run, lessons: Lessons, place: int) -> Learner:
+        from gossamer.modifiers.learners import OutputLearner
+
+        keys = self.distill_output_keys
+        return OutputLearner(run, lessons, place, self.teacher_input_keys, self.hardness, self.temperature, keys)
+
+
+@register
+class PerLayerDistillationModifier(TaughtModifier):
+    """Learn from a teacher's features layer by layer: loss + gain · Σ mean((student − teacher)²)."""
+
+    gain: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.5
+    normalize: bool = True
+    """Divide each layer's term by the mean square of the teacher's features."""
+    project_features: bool = True
+    """Map the student's channels to the teacher's by a matrix that is learned, where their numbers differ."""
+    student_layer_names: list[str] | None = None
+    teacher_layer_names: list[str] | None = None
+    epsilon: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
+    """Added to that mean square."""
+
+    @model_validator(mode="after")
+    def _one_for_each(self) -> Self:
+        ours, theirs = self.student_layer_names, self.teacher_layer_names
+        if ours is not None and theirs is not None and len(ours) != len(theirs):
+            raise ValueError(
+                f"teacher_layer_names: expected as many as student_layer_names, {len(ours)}, found {len(theirs)}"
+            )
+        if [] in (ours, theirs):
+            raise ValueError("student_layer_names: expected at least one layer, or nothing for all")
+        return self
+
+    def warnings(self) -> list[str]:
+        idle = self.distill_output_keys is not None
+        return super().warnings() + ["distill_output_keys has no effect on features of layers"] * idle
+
+    def bind(self, run: Run) -> list[str]:
+        teacher = None if run.lessons is None else run.lessons.teacher.module
+        run.plan["layers"] = self._layers(run.module, teacher)
+        return super().bind(run)
+
+    def learner(self, run: Run, lessons: Lessons, place: int) -> Learner:
+        from gossamer.modifiers.features import FeatureLearner, Pair
+
+        layers = [Pair(ours, theirs) for ours, theirs in run.plan["layers"]]
+        epsilon = self.epsilon if self.normalize else None
+        keys = self.teacher_input_keys
+        return FeatureLearner(run, lessons, place, keys, layers, self.gain, epsilon, self.project_features)
+
+    def before_step(self, run: Run) -> None:
+        super().before_step(run)
+        if "learner" in run.scratch:
+            cast("FeatureLearner", run.scratch["learner"]).train_projections()
+
+    def _layers(self, student: nn.Module, teacher: nn.Module | None) -> list[tuple[str, str]]:
+        """Names of layers to compare: the same in both, unless the recipe says otherwise."""
+        named = self.student_layer_names or self.teacher_layer_names
+        ours = _checked(student, named, "student_layer_names", "model") if named else _computing(student)
+        if not ours:
+            raise ModifierError("student_layer_names: the model has no convolution or linear layer; name others")
+        if teacher is None:
+            return [(name, name) for name in ours]
+        theirs = self.teacher_layer_names or ours
+        if named is None and not set(ours) <= {name for name, _ in named_modules(teacher)}:
+            theirs = _computing(teacher)
+            if len(theirs) != len(ours):
+                raise ModifierError(
+                    f"student_layer_names: the model has {len(ours)} convolutions and linear layers and the teacher "
+                    f"{len(theirs)}, under other names; name those to compare, and teacher_layer_names",
+                    "student_layer_names",
+                )
+        theirs = _checked(teacher, theirs, "teacher_layer_names", "teacher")
+        return list(zip(ours, theirs, strict=True))
+
+
+def _computing(module: nn.Module) -> list[str]:
+    """All 2-d convolutions and linear layers, each once."""
+    seen: dict[int, str] = {}
+    for name, layer in named_modules(module):
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            seen.setdefault(id(layer), name)
+    return list(seen.values())
+
+
+def _checked(module: nn.Module, names: Sequence[str], field: str, whose: str) -> list[str]:
+    known = {name for name, _ in named_modules(module)}
+    found: list[str] = []
+    for name in names:
+        plain = name
+        while plain not in known and plain.startswith(_PREFIXES):
+            plain = plain.split(".", 1)[1]
+        if plain not in known or not plain:
+            raise ModifierError(f"{field}: the {whose} has no layer '{name}'{nearest(name, known)}", field)
+        found.append(plain)
+    return found

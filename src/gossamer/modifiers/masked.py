@@ -1,0 +1,169 @@
+"""What all modifiers that hold masks share: which weights, in which pattern, and the bounds of layers.
+
+How weights rank and when they go is the business of the modifiers; `sparse/`
+makes the mask, the run holds it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Self
+
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor
+
+from gossamer.errors import ModifierError, SparsityError
+from gossamer.graph import match, match_excluded, match_prunable, prunable
+from gossamer.modifiers.base import Modifier, ParamNames, Run
+from gossamer.modifiers.scoring import outputs_first
+from gossamer.sparse import Filter, Pattern, global_masks, parse_pattern, within_reach
+from gossamer.sparse.selection import refuse_nan
+
+Sparsity = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+EXCLUDED = "excluded"
+logger = logging.getLogger("gossamer")
+
+
+class PruningModifier(Modifier):
+    """What all modifiers that hold masks share: which weights, and in which pattern."""
+
+    family: ClassVar[str] = "pruning"
+
+    params: ParamNames = Field(default_factory=list)
+    exclude: ParamNames = Field(default_factory=list)
+    """Of these parameters, the ones to leave dense: names, `re:` patterns, `__DEPTHWISE__`."""
+    leave_enabled: bool = True
+    mask_type: str | list[int] = "unstructured"
+    params_strict: bool = True
+
+    @field_validator("mask_type")
+    @classmethod
+    def _known_pattern(cls, value: str | list[int]) -> str | list[int]:
+        try:
+            parse_pattern(value)
+        except SparsityError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+    @property
+    def pattern(self) -> Pattern:
+        return parse_pattern(self.mask_type)
+
+    def sparsity_at(self, epoch: float) -> float | None:
+        """The scheduled sparsity at an epoch; None where this modifier sets none."""
+        return None
+
+    def bind(self, run: Run) -> list[str]:
+        return self.bind_params(run, self.params)
+
+    def bind_params(self, run: Run, wanted: str | Sequence[str], field: str = "params") -> list[str]:
+        """The weights to prune; what the pattern does not fit is skipped, or refused when named exactly."""
+        matches = match_prunable(run.module, wanted, field=field, strict=self.params_strict)
+        for name, reason in matches.skipped.items():
+            run.skip(name, reason)
+        targets: list[str] = []
+        outputs = next(reversed(prunable(run.module)), None)
+        excluded, idle = match_excluded(run.module, self.exclude, field="exclude")
+        for pattern in idle:
+            logger.warning("%s: exclude: '%s' matches nothing", self.name, pattern)
+        for name in matches.names:
+            if name in excluded:
+                run.skip(name, EXCLUDED)
+                continue
+            parameter = run.parameter(name)
+            if parameter.numel() and bool(parameter.detach().isnan().any()):
+                raise ModifierError(f"'{name}' holds NaN and cannot be pruned; repair the weights first", field)
+            if isinstance(self.pattern, Filter) and name == outputs and name not in matches.exact:
+                run.skip(name, "the last layer: pruning its filters would remove outputs; name it exactly to prune it")
+                continue
+            reason = self.pattern.fits(self._rows(run, name, parameter).shape)
+            if reason and name in matches.exact:
+                raise ModifierError(f"mask_type {self.mask_type} does not fit '{name}': {reason}", "mask_type")
+            if reason:
+                run.skip(name, f"mask_type {self.mask_type} does not fit: {reason}")
+            else:
+                targets.append(name)
+        if not targets and set(matches.names) <= set(excluded):
+            raise ModifierError("exclude: everything that params names is excluded; leave less out", "exclude")
+        if not targets:
+            raise ModifierError(f"mask_type {self.mask_type} fits none of the matched parameters", "mask_type")
+        return targets
+
+    def end(self, run: Run) -> None:
+        if not self.leave_enabled:
+            for name in run.targets:
+                run.release_mask(name)
+
+    def masks(self, run: Run, scores: Mapping[str, Tensor], sparsity: Mapping[str, float] | float) -> dict[str, Tensor]:
+        """Masks for a sparsity per layer, or for one number over all layers together."""
+        rows: dict[str, Tensor] = {}
+        for name, score in scores.items():
+            try:
+                refuse_nan(score)
+            except SparsityError as error:
+                raise ModifierError(f"'{name}' cannot be pruned at step {run.step}: {error}") from None
+            rows[name] = self._rows(run, name, score)
+        if isinstance(sparsity, Mapping):
+            kept = {name: self.pattern.mask(score, sparsity[name]) for name, score in rows.items()}
+        else:
+            kept = global_masks(rows, self.pattern, sparsity, self.caps(run))
+        return {name: self._rows(run, name, keep).contiguous() for name, keep in kept.items()}
+
+    def caps(self, run: Run) -> float | Mapping[str, float]:
+        """With one threshold over all layers: the sparsity that no layer, or none of these, may exceed."""
+        return 1.0
+
+    @staticmethod
+    def _rows(run: Run, name: str, tensor: Tensor) -> Tensor:
+        """A weight-shaped tensor with output channels first (its own inverse)."""
+        return outputs_first(run, name, tensor)
+
+
+class RankedPruningModifier(PruningModifier):
+    """Modifiers that may rank the weights of all layers together, under one threshold."""
+
+    global_sparsity: bool = False
+    max_layer_sparsity: Sparsity | dict[Sparsity, list[str]] = 1.0
+    """With one threshold: no layer becomes sparser than this; or `{bound: [params]}`, the others without a bound."""
+
+    @property
+    def goal(self) -> float | None:
+        """The sparsity in the end, over all layers together; None when each layer has its own."""
+        return None
+
+    @model_validator(mode="after")
+    def _bounded_together(self) -> Self:
+        if self.max_layer_sparsity != 1.0 and not self.global_sparsity:
+            raise ValueError("max_layer_sparsity: it bounds layers that share one threshold; set global_sparsity: true")
+        lowest = self.max_layer_sparsity
+        if isinstance(lowest, float) and self.goal is not None and lowest < self.goal:
+            raise ValueError(
+                f"max_layer_sparsity: expected at least the final sparsity {self.goal:g}, found {lowest:g}"
+            )
+        return self
+
+    def bind(self, run: Run) -> list[str]:
+        targets = super().bind(run)
+        run.plan["caps"] = caps = self._caps(run)
+        if self.goal is not None and self.max_layer_sparsity != 1.0:
+            rows = {name: self._rows(run, name, run.parameter(name).detach()) for name in targets}
+            units = {name: self.pattern.unit_scores(weight).numel() for name, weight in rows.items()}
+            try:
+                within_reach(units, self.goal, caps)
+            except SparsityError as error:
+                raise ModifierError(f"max_layer_sparsity: {error}", "max_layer_sparsity") from None
+        return targets
+
+    def caps(self, run: Run) -> float | Mapping[str, float]:
+        return run.plan.get("caps", 1.0)
+
+    def _caps(self, run: Run) -> float | dict[str, float]:
+        """The bounds by name; of two for one layer, the lower."""
+        if not isinstance(self.max_layer_sparsity, dict):
+            return self.max_layer_sparsity
+        found: dict[str, float] = {}
+        for bound, wanted in self.max_layer_sparsity.items():
+            for name in match(run.module, wanted, field="max_layer_sparsity", strict=self.params_strict):
+                found[name] = min(bound, found.get(name, 1.0))
+        return found
