@@ -84,12 +84,13 @@ def train(
     epochs: int = EPOCHS,
     batch_size: int = BATCH,
     mirrored: bool = True,
+    cosine: bool = True,
 ) -> None:
-    """Train by one cosine from the optimizer's rate down to 0; `steps` is moved on after every epoch."""
+    """Train by one cosine from the optimizer's rate down to 0, or as the optimizer says; `steps` counts epochs."""
     images, labels = data
     generator = torch.Generator().manual_seed(seed)
     per_epoch = steps_per_epoch(data, batch_size)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * per_epoch)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * per_epoch) if cosine else None
     model.train()
     for _ in range(epochs):
         order = torch.randperm(len(images), generator=generator)
@@ -101,7 +102,8 @@ def train(
             optimizer.zero_grad()
             functional.cross_entropy(model(x), labels[batch]).backward()
             optimizer.step()
-            schedule.step()
+            if schedule is not None:
+                schedule.step()
         next(steps, None)
 
 

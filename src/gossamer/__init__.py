@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gossamer import create
     from gossamer.errors import GossamerError, RecipeError
     from gossamer.modifiers import Modifier, register
     from gossamer.recipe import Recipe, compose, load
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["GossamerError", "Manager", "Modifier", "Recipe", "RecipeError", "compose", "load", "register"]
+__all__ = ["GossamerError", "Manager", "Modifier", "Recipe", "RecipeError", "compose", "create", "load", "register"]
 
 _HOMES = {
     "GossamerError": "errors",
@@ -27,9 +28,13 @@ _HOMES = {
     "load": "recipe",
     "Manager": "training",
 }
+_PARTS = ("create",)
+"""Modules that are attributes of this one without an import of their own."""
 
 
 def __getattr__(name: str) -> object:
+    if name in _PARTS:
+        return import_module(f"gossamer.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'gossamer' has no attribute '{name}'")
     value = getattr(import_module(f"gossamer.{_HOMES[name]}"), name)

@@ -10,9 +10,15 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import IO, Any, Self
 
+from gossamer.export import quantize_qat_export
 from gossamer.modifiers import Modifier
 from gossamer.recipe import Recipe, compose, load
 from gossamer.training import Manager
+
+__all__ = ["ScheduledModifierManager", "quantize_qat_export", "quantize_torch_qat_export"]
+
+quantize_torch_qat_export = quantize_qat_export
+"""Its later name in SparseML."""
 
 
 class ScheduledModifierManager(Manager):

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gossamer.errors import SparsityError
-from gossamer.sparse import NM, Block, Filter, Unstructured, erdos_renyi, global_masks, uniform
+from gossamer.sparse import NM, Block, Filter, Unstructured, erdos_renyi, global_masks, uniform, within_reach
 
 shapes = st.dictionaries(
     st.text("abc", min_size=1, max_size=3),
@@ -84,3 +84,82 @@ def test_a_layer_that_the_pattern_does_not_fit_is_named() -> None:
 
 def test_no_layers_no_masks() -> None:
     assert global_masks({}, Unstructured(), 0.5) == {}
+
+
+def ranked(seed: int, levels: int) -> dict[str, torch.Tensor]:
+    """Scores of three layers, with few levels full of ties, and of very different scale."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [(8, 4), (4, 8, 3, 3), (16, 12)]
+    return {
+        str(i): torch.randint(0, levels, size, generator=generator).float() * 10.0 ** (-i)
+        for i, size in enumerate(sizes)
+    }
+
+
+@pytest.mark.parametrize("pattern", [Unstructured(), Block(1, 4), Filter()])
+@given(st.floats(0, 1), st.integers(0, 1000), st.sampled_from([1, 3, 10_000]), st.lists(st.floats(0, 1), min_size=3))
+def test_a_cap_holds_in_every_layer_and_the_total_stays_exact(
+    pattern: Unstructured | Block | Filter, sparsity: float, seed: int, levels: int, bounds: list[float]
+) -> None:
+    scores = ranked(seed, levels)
+    caps = dict(zip(scores, bounds, strict=False))
+    units = {name: pattern.unit_scores(score).numel() for name, score in scores.items()}
+    total = sum(units.values())
+    most = {name: max(k for k in range(units[name] + 1) if k / units[name] <= caps[name]) for name in units}
+    if round(total * sparsity) > sum(most.values()):
+        with pytest.raises(SparsityError, match="out of reach"):
+            global_masks(scores, pattern, sparsity, caps)
+        return
+    masks = global_masks(scores, pattern, sparsity, caps)
+    dead = {name: int(pattern.unit_scores((~mask).double()).sum()) for name, mask in masks.items()}
+    assert sum(dead.values()) == round(total * sparsity)
+    assert all(dead[name] <= most[name] for name in dead)
+
+
+@given(st.floats(0, 1), st.integers(0, 1000), st.sampled_from([1, 3, 10_000]), st.floats(0, 1))
+def test_below_the_cap_the_smallest_of_all_layers_go_and_the_lower_index_is_spared(
+    sparsity: float, seed: int, levels: int, cap: float
+) -> None:
+    scores = ranked(seed, levels)
+    assume(round(608 * sparsity) <= sum(within_reach({n: s.numel() for n, s in scores.items()}, 0, cap).values()) - 1)
+    masks = global_masks(scores, Unstructured(), sparsity, cap)
+    room = {name: (int((~mask).sum()) + 1) / mask.numel() <= cap for name, mask in masks.items()}
+    kept = [scores[name][mask].min() for name, mask in masks.items() if room[name] and mask.any()]
+    gone = [scores[name][~mask].max() for name, mask in masks.items() if not mask.all()]
+    assert not kept or not gone or min(kept) >= max(gone)
+    for name, mask in masks.items():
+        for value in scores[name].unique():
+            among = mask[scores[name] == value]
+            assert not bool((~among[:-1] & among[1:]).any()), "of equals in a layer a later one was spared"
+
+
+def test_a_cap_of_one_changes_nothing() -> None:
+    scores = ranked(0, 10)
+    with_cap, without = global_masks(scores, Unstructured(), 0.7, 1.0), global_masks(scores, Unstructured(), 0.7)
+    assert all(torch.equal(with_cap[name], without[name]) for name in scores)
+
+
+def test_what_a_layer_at_its_cap_cannot_give_the_others_give() -> None:
+    scores = {"small": torch.full((4, 5), 0.1), "large": torch.arange(1.0, 21.0).reshape(4, 5)}
+    masks = global_masks(scores, Unstructured(), 0.5, {"small": 0.75})
+    assert {name: int((~mask).sum()) for name, mask in masks.items()} == {"small": 15, "large": 5}
+    assert bool((~masks["large"][0]).all())
+
+
+def test_infinite_scores_do_not_pass_the_cap() -> None:
+    scores = {"a": torch.full((2, 5), float("inf")), "b": torch.full((2, 5), float("inf"))}
+    masks = global_masks(scores, Unstructured(), 0.5, {"a": 0.2, "b": 0.8})
+    assert {name: int((~mask).sum()) for name, mask in masks.items()} == {"a": 2, "b": 8}
+
+
+def test_a_cap_below_the_share_of_an_nm_pattern_is_refused() -> None:
+    scores = {"a": torch.rand(4, 8)}
+    with pytest.raises(SparsityError, match=r"below the pattern's own share, 0\.5"):
+        global_masks(scores, NM(2, 4), 0.5, 0.4)
+    assert int(global_masks(scores, NM(2, 4), 0.5, 0.5)["a"].sum()) == 16
+
+
+@pytest.mark.parametrize("cap", [-0.1, 1.5, float("nan")])
+def test_a_cap_that_is_no_share_is_refused(cap: float) -> None:
+    with pytest.raises(SparsityError, match="not between 0 and 1"):
+        global_masks({"a": torch.rand(4, 8)}, Unstructured(), 0.5, cap)

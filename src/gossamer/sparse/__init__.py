@@ -1,6 +1,14 @@
 """Tensors in, tensors out: patterns, scores, schedules, allocation. Nothing here knows a model."""
 
-from gossamer.sparse.allocation import energy, energy_kept, energy_removed, erdos_renyi, global_masks, uniform
+from gossamer.sparse.allocation import (
+    energy,
+    energy_kept,
+    energy_removed,
+    erdos_renyi,
+    global_masks,
+    uniform,
+    within_reach,
+)
 from gossamer.sparse.fisher import BlockFisher
 from gossamer.sparse.masking import pack, unpack, zero_where
 from gossamer.sparse.nm import NM, NM2d
@@ -55,6 +63,7 @@ __all__ = [
     "threshold_gradient",
     "uniform",
     "unpack",
+    "within_reach",
     "zero_count",
     "zero_where",
 ]

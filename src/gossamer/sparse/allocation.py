@@ -116,28 +116,67 @@ def energy_kept(scores: Tensor, sparsity: float) -> float:
     return 1.0 - float(energy_removed(scores)[count - 1]) if count else 1.0
 
 
-def global_masks(scores: Mapping[str, Tensor], pattern: Pattern, sparsity: float) -> dict[str, Tensor]:
+def global_masks(
+    scores: Mapping[str, Tensor], pattern: Pattern, sparsity: float, cap: float | Mapping[str, float] = 1.0
+) -> dict[str, Tensor]:
     """One threshold over all layers: masks that zero exactly round(N · sparsity) of all N units.
 
-    An N:M pattern that the schedule has reached is the same share of every
-    layer by definition.
+    No layer loses more than `cap`, one number or one for each layer that has a bound, of its units; what it cannot
+    give, the others give. Raises `SparsityError` when the bounds put the total out of reach. An N:M pattern that the
+    schedule has reached is the same share of every layer by definition.
     """
-    if isinstance(pattern, NM) and pattern.reached(sparsity):
-        return {name: pattern.mask(score, sparsity) for name, score in scores.items()}
     for name, score in scores.items():
         if reason := pattern.fits(score.shape):
             raise SparsityError(f"{pattern} does not fit {name}: {reason}")
+    if isinstance(pattern, NM) and pattern.reached(sparsity):
+        _refuse_below(pattern.sparsity, cap)
+        return {name: pattern.mask(score, sparsity) for name, score in scores.items()}
     units = {name: pattern.unit_scores(score) for name, score in scores.items()}
     if not units:
         return {}
+    bounds = within_reach({name: part.numel() for name, part in units.items()}, sparsity, cap)
     first = next(iter(units.values()))
     together = torch.cat([part.to(first.device) for part in units.values()])
-    keep = smallest(together, zero_count(together.numel(), sparsity)).logical_not_()
+    zeros = zero_count(together.numel(), sparsity)
+    if all(bounds[name] == part.numel() for name, part in units.items()):
+        keep = smallest(together, zeros).logical_not_()
+    else:
+        # A layer at its bound gives its smallest units and no more: only those stand for selection.
+        eligible = torch.cat([smallest(part, bounds[name]).to(first.device) for name, part in units.items()])
+        keep = torch.ones_like(eligible)
+        keep[eligible] = smallest(together[eligible], zeros).logical_not_()
     parts = cast(Sequence[Tensor], keep.split([part.numel() for part in units.values()]))
     return {
         name: pattern.expand(part.to(scores[name].device), scores[name].shape)
         for name, part in zip(units, parts, strict=True)
     }
+
+
+def within_reach(units: Mapping[str, int], sparsity: float, cap: float | Mapping[str, float]) -> dict[str, int]:
+    """How many units each layer may lose; raises `SparsityError` when all together are too few for the sparsity.
+
+    >>> within_reach({"a": 10, "b": 10}, 0.6, {"a": 0.25})
+    {'a': 2, 'b': 10}
+    """
+    caps = dict(cap) if isinstance(cap, Mapping) else dict.fromkeys(units, cap)
+    for name, most in caps.items():
+        if not 0 <= most <= 1:
+            raise SparsityError(f"the cap {most} of '{name}' is not between 0 and 1; 1 lets a layer lose everything")
+    bounds = {name: _most_zeros(size, caps.get(name, 1.0)) for name, size in units.items()}
+    total, reachable = sum(units.values()), sum(bounds.values())
+    if zero_count(total, sparsity) > reachable:
+        raise SparsityError(
+            f"sparsity {sparsity:g} is out of reach: within the caps of {len(units)} layers {reachable} of {total} "
+            f"units can go ({reachable / total:.4f}); raise the caps, or lower the target"
+        )
+    return bounds
+
+
+def _refuse_below(share: float, cap: float | Mapping[str, float]) -> None:
+    """An N:M pattern takes the same share of every layer: no bound may be lower."""
+    lowest = min(cap.values(), default=1.0) if isinstance(cap, Mapping) else cap
+    if lowest < share - 1e-9:
+        raise SparsityError(f"a cap of {lowest:g} is below the pattern's own share, {share:g}; leave the cap out")
 
 
 def _check_energy(slope: float, cap: float, tolerance: float) -> None:
