@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.export import integer_operators, integer_weights, to_onnx
+from gossamer.export import integer_operators, integer_weights, quantize_qat_export, to_onnx
 from gossamer.quantization import SCHEMES, Emulation, Rules
 from tests.export.graphs import Graph
 from tests.export.networks import network, noise
@@ -44,6 +44,7 @@ def test_every_convolution_runs_in_integers_and_gives_what_torch_gives(tmp_path:
     # onnxruntime has no integer kernel for transposed convolutions.
     wanted = {"QGemm": 1, "QLinearConv": 7, "ConvTranspose": 1} if wide else {"QGemm": 1, "QLinearConv": 5}
     assert integer_operators(path) == wanted
+    assert quantize_qat_export(path).SerializeToString() == path.read_bytes()
     weights = integer_weights(path)
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d | nn.ConvTranspose2d | nn.Linear):

@@ -185,10 +185,11 @@ class Rounds(nn.Module):
 
 
 @pytest.mark.slow
-def test_fewer_than_8_bits_are_clipped_as_in_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("opset", [18, 20])
+def test_fewer_than_8_bits_are_clipped_as_in_torch(tmp_path: Path, opset: int) -> None:
     model = Rounds()
     inputs = torch.randn(64, 8) * 2
-    path = to_onnx(model, tmp_path / "model.onnx", inputs)
+    path = to_onnx(model, tmp_path / "model.onnx", inputs, opset=opset)
     assert torch.allclose(computed(path, inputs)[0], model(inputs).detach(), atol=0.02)
 
 

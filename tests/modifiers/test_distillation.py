@@ -201,6 +201,25 @@ def test_only_the_named_output_is_learned_and_the_loss_weighs_less_everywhere(na
     assert close(gradients(student), gradients(plain))
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_two_at_once_act_one_after_the_other(explicit: bool) -> None:
+    student, plain, teacher, opened = heads("dict")
+    manager = Manager(
+        "modifiers: [!DistillationModifier {hardness: 0.2, distill_output_keys: [logits]}, "
+        "!DistillationModifier {hardness: 0.6, temperature: 1.0, distill_output_keys: [aux]}]"
+    )
+    manager.modify(student, torch.optim.SGD(student.parameters(), lr=0.1), 4, distillation_teacher=teacher)
+    x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
+    output = student(x)
+    assert teacher.calls == 1
+    loss = functional.cross_entropy(output["logits"], y)
+    (manager.loss(loss, output) if explicit else loss).backward()
+    ours, theirs = opened(plain(x)), opened(teacher(x))
+    first = 0.8 * functional.cross_entropy(ours[0], y) + 0.2 * 4 * kl(ours[0], theirs[0].detach(), 2.0)
+    (0.4 * first + 0.6 * kl(ours[1], theirs[1].detach(), 1.0)).backward()
+    assert close(gradients(student), gradients(plain))
+
+
 def test_a_teacher_that_returns_less_in_evaluation_mode_teaches_the_output_of_its_shape() -> None:
     class Inception(Heads):
         def forward(self, x: Tensor) -> Any:

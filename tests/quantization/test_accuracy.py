@@ -47,7 +47,8 @@ modifiers:
   - !GMPruningModifier {{params: __ALL_PRUNABLE__, init_sparsity: 0.05, final_sparsity: 0.8, start_epoch: 1,
                          end_epoch: 5, update_frequency: 0.25}}
   - !QuantizationModifier {{start_epoch: 7, disable_quantization_observer_epoch: 9, freeze_bn_stats_epoch: 9, %s}}
-  - !LearningRateFunctionModifier {{start_epoch: 0, end_epoch: {EPOCHS}, lr_func: cosine, init_lr: 0.1, final_lr: 0.001}}
+  - !LearningRateFunctionModifier {{start_epoch: 0, end_epoch: {EPOCHS}, lr_func: cosine, init_lr: 0.1,
+                                    final_lr: 0.001}}
 """
 
 
@@ -79,9 +80,9 @@ def fitted(seed: int, recipe: str | None) -> tuple[nn.Module, float]:
 
 @pytest.mark.parametrize("scheme", ["scheme: default", pytest.param("scheme: tensorrt", marks=pytest.mark.slow)])
 def test_pruned_and_quantized_digits_are_read_as_well_as_dense_ones(scheme: str) -> None:
-    _, dense = fitted(0, None)
-    model, found = fitted(0, RECIPE % scheme)
-    assert dense > 0.93
+    _, dense = fitted(1, None)
+    model, found = fitted(1, RECIPE % scheme)
+    assert dense > 0.97
     assert found >= dense - 0.02
     weights = [p for p in model.parameters() if p.dim() > 1]
     zeros = sum(int((weight == 0).sum()) for weight in weights)
@@ -92,13 +93,13 @@ def test_pruned_and_quantized_digits_are_read_as_well_as_dense_ones(scheme: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [4, 3])
-def test_training_with_few_bits_is_better_than_rounding_afterwards(bits: int) -> None:
+def test_training_with_two_bits_is_far_better_than_rounding_afterwards() -> None:
     """What the training is for: the weights learn to live with rounding."""
-    scheme = f"weight_bits: {bits}, activation_bits: {bits}"
+    scheme = "weight_bits: 2, activation_bits: 2"
     _, trained = fitted(1, RECIPE % scheme)
-    model, _ = fitted(1, (RECIPE % scheme).replace("start_epoch: 7", "start_epoch: 100").replace("_epoch: 9", "_epoch: -1"))
+    never = (RECIPE % scheme).replace("start_epoch: 7", "start_epoch: 100").replace("_epoch: 9", "_epoch: -1")
+    model, _ = fitted(1, never)
     inputs, _, tests, answers = digits()
     afterwards = Manager(f"modifiers: [!QuantizationModifier {{start_epoch: 0, {scheme}}}]")
     afterwards.modify(model, torch.optim.SGD(model.parameters(), lr=0.1), 10, calibration_data=[inputs[:256]])
-    assert trained > accuracy(model, tests, answers)
+    assert trained > accuracy(model, tests, answers) + 0.2

@@ -72,22 +72,19 @@ def test_every_layer_of_a_network_takes_integers_and_the_result_stays_close(name
 
 def test_resnet18_is_rounded_once_wherever_a_runtime_wants_it() -> None:
     model = small_resnet()
-    emulation = calibrated(model, images(64))
+    calibrated(model, images(64))
     seen = watched(model, images(64))
     additions = list(sums(seen))
     assert len(additions) == 8
     assert all(seen.is_rounded(value) for addition in additions for value in addition.args[:2])
     # Image, stem; per block the inner ReLU and the second convolution; shortcuts; results of sums; the classifier.
-    assert len(emulation.ranges) == 1 + 1 + 8 + 8 + 3 + 8 + 1
+    assert len(seen.places) == 1 + 1 + 8 + 8 + 3 + 8 + 1
     assert len(convolutions(seen)) == 20
 
 
 def test_both_calls_of_one_relu_module_are_rounded_with_zero_at_the_lower_bound() -> None:
     model = small_resnet()
-    emulation = calibrated(model, images(64))
-    block = [value for key, value in emulation.ranges.items() if key.startswith("layer1.0")]
-    behind_relu = [value for value in block if float(value[0]) == 0]
-    assert len(behind_relu) >= 1
+    calibrated(model, images(64))
     seen = watched(model, images(64))
     for call in convolutions(seen)[1:]:
         rounding = seen.rounding_of(call.args[0])
@@ -102,7 +99,7 @@ def test_both_sides_of_every_residual_sum_and_all_parts_of_a_join_are_rounded() 
         seen = watched(model, inputs)
         assert all(seen.is_rounded(value) for call in sums(seen) for value in call.args[:2]), name
         assert list(sums(seen))
-    for name in ("densenet", "googlenet", "shufflenet", "squeezenet"):
+    for name in ("densenet", "googlenet", "squeezenet"):
         model, inputs = NETWORKS[name][0](), NETWORKS[name][1]
         calibrated(model, inputs)
         seen = watched(model, inputs)
@@ -150,17 +147,6 @@ def test_googlenet_trains_with_outputs_that_evaluation_does_not_have() -> None:
     assert any(key.startswith("aux1.") for key in emulation.ranges)
     seen = watched(model.eval(), images(64))
     assert all(seen.is_rounded(value) for call in layers(seen) for value in call.args[:2])
-
-
-def test_a_densenet_that_computes_anew_to_save_memory_has_the_same_gradients() -> None:
-    found = []
-    for saving in (False, True):
-        model, emulation = emulated(small_densenet(saving).train())
-        model(images(64)).square().mean().backward()
-        found.append(({name: p.grad for name, p in model.named_parameters()}, dict(emulation.ranges)))
-    assert found[0][1].keys() == found[1][1].keys()
-    for name, gradient in found[0][0].items():
-        torch.testing.assert_close(found[1][0][name], gradient, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def detector() -> nn.Module:

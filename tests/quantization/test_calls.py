@@ -1,21 +1,28 @@
-"""Ways to call an emulated model: parts alone, exceptions, threads, checkpointing, autocast, without gradients."""
+"""Ways to call an emulated model: parts alone, exceptions and interrupts, without gradients, for an export."""
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from gossamer.quantization import withdraw
 from tests.loops import batch, network
-from tests.quantization.test_users_model import Residual
-from tests.quantization.watching import assert_same, calibrated, convolutions, emulated, layers, modes, stance, watched
+from tests.quantization.models import Residual
+from tests.quantization.watching import (
+    CHANNEL,
+    assert_same,
+    calibrated,
+    convolutions,
+    emulated,
+    layers,
+    modes,
+    stance,
+    watched,
+)
 
 INPUTS = batch(0)[0]
 
@@ -204,197 +211,27 @@ def test_training_goes_on_after_a_batch_in_inference_mode() -> None:
     assert model[0].weight.grad is not None
 
 
-# Computing anew in the backward pass
-
-
-class Saves(nn.Module):
-    """Three blocks, of which one is used twice, with sums inside and outside; computed anew when asked to."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.way = way
-        self.first, self.block, self.last = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), network()
-
-    def run(self, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-        if self.way == "plain":
-            return function(*args)
-        return checkpoint(function, *args, use_reentrant=self.way == "reentrant")
-
-    def mixed(self, x: Tensor, y: Tensor) -> Tensor:
-        return (x + y) * x
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.run(self.first, x)
-        y = self.run(self.block, x * 3)
-        y = self.run(self.block, y.relu())
-        z = self.run(self.mixed, x, y)
-        return self.run(self.last, z)
-
-
-@pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
-def test_what_is_computed_anew_has_the_same_gradients_and_ranges(way: str) -> None:
-    found = []
-    for how in ("plain", way):
-        model, emulation = emulated(Saves(how).train())
-        model.last[1].momentum = 0.0
-        for scale in (1.0, 4.0):
-            model.zero_grad()
-            model(INPUTS.clone().requires_grad_() * scale).square().mean().backward()
-        gradients = {name: p.grad for name, p in model.named_parameters()}
-        found.append((gradients, {key: value.clone() for key, value in emulation.ranges.items()}))
-    (gradients, ranges), (others, observed) = found
-    assert ranges.keys() == observed.keys()
-    for key, value in ranges.items():
-        torch.testing.assert_close(observed[key], value, msg=lambda text, key=key: f"{key}: {text}")
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(others[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
-def test_a_whole_model_that_is_computed_anew_has_the_same_gradients(way: str) -> None:
-    found = []
-    for saving in (False, True):
-        model, _ = emulated(Residual().train())
-        inputs = INPUTS.clone().requires_grad_()
-        out = checkpoint(model, inputs, use_reentrant=way == "reentrant") if saving else model(inputs)
-        out.square().mean().backward()
-        found.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-# Mixed precision
-
-
-def test_mixed_precision_is_off_inside_and_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = network()
-    calibrated(model, INPUTS)
-    expected = model(INPUTS)
-    with caplog.at_level(logging.INFO, "gossamer"):
-        for _ in range(3):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                found = model(INPUTS)
-                assert torch.is_autocast_enabled("cpu")
-                assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
-            assert found.dtype == torch.float32
-            assert_same(found, expected)
-        model[7](torch.ones(2, 32))
-    told = [record for record in caplog.records if "mixed precision" in record.message]
-    assert [record.levelname for record in told] == ["WARNING"]
-    assert "memory" in told[0].message
-
-
-def test_half_inputs_are_welcome_under_autocast() -> None:
-    """What another model gave under autocast is of half precision, and this one took it before quantization began."""
-    model = network().eval()
-    half = INPUTS.to(torch.bfloat16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        model(half)
-        calibrated(model, INPUTS)
-        found = model(half)
-    torch.testing.assert_close(found, model(half.float()), rtol=0, atol=1e-6, check_dtype=False)
-
-
-def test_autocast_that_the_model_switches_on_itself_is_off_too() -> None:
-    class Casts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = network()
-
-        @torch.autocast("cpu", dtype=torch.bfloat16)
-        def forward(self, x: Tensor) -> Tensor:
-            return self.body(x)
-
-    model = Casts().eval()
-    calibrated(model, INPUTS)
-    seen = watched(model, INPUTS)
-    assert {call.result.dtype for call in layers(seen)} == {torch.float32}
-
-
-# Threads
-
-
-def in_threads(*functions: Callable[[], None]) -> None:
-    failures: list[BaseException] = []
-
-    def guarded(function: Callable[[], None]) -> None:
-        try:
-            function()
-        except BaseException as error:  # noqa: BLE001  (told to the test below)
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-
-
-def test_two_threads_run_one_model() -> None:
+def test_for_an_export_scales_are_noted_once_and_the_numbers_stay_the_same() -> None:
     model = Residual()
-    calibrated(model, INPUTS)
-    expected, found = model(INPUTS), []
-
-    def run() -> None:
-        for _ in range(20):
-            found.append(model(INPUTS).detach())
-
-    in_threads(run, run)
-    assert len(found) == 40
-    assert all(torch.equal(out, expected.detach()) for out in found)
-
-
-class Meeting:
-    """Two threads are at one place at the same time; the first to come is the first to leave the model."""
-
-    def __init__(self) -> None:
-        self.first_came, self.second_came, self.first_left = threading.Event(), threading.Event(), threading.Event()
-
-    def attend(self, *_: object) -> None:
-        if not self.first_came.is_set():
-            self.first_came.set()
-            self.second_came.wait(20)
-        else:
-            self.second_came.set()
-            self.first_left.wait(20)
-
-    def run(self, first: nn.Module, second: nn.Module) -> None:
-        def early() -> None:
-            first(INPUTS)
-            self.first_left.set()
-
-        def late() -> None:
-            self.first_came.wait(20)
-            second(INPUTS)
-
-        in_threads(early, late)
-
-
-def test_threads_that_overlap_leave_nothing_on() -> None:
-    models, meeting = [nn.Sequential(nn.Conv2d(4, 4, 1), nn.Identity()) for _ in range(2)], Meeting()
-    for model in models:
-        calibrated(model, INPUTS)
-        model[1].register_forward_hook(meeting.attend)
-    meeting.run(*models)
-    assert stance() == "default"
-    assert modes() == []
-
-
-def test_batch_norm_stays_frozen_while_two_threads_are_in_it() -> None:
-    meeting = Meeting()
-
-    class Norm(nn.BatchNorm2d):
-        def forward(self, input: Tensor) -> Tensor:
-            meeting.attend()
-            return super().forward(input)
-
-    model = nn.Sequential(nn.Conv2d(4, 8, 3), Norm(8)).train()
-    _, emulation = emulated(model)
-    emulation.norms_frozen = True
-    meeting.run(model, model)
-    assert int(model[1].num_batches_tracked) == 0
-    assert model[1].training
+    emulation = calibrated(model, INPUTS)
+    expected = model(INPUTS)
+    emulation.frozen = False
+    with emulation.exporting():
+        model.train()
+        model.backbone[1].eval()
+        for _ in range(2):
+            assert_same(model(INPUTS), expected)
+        seen = watched(model, INPUTS)
+        scales = [(call.args[1], call.args[2]) for call in seen.activations]
+        assert all(type(scale) is float and type(zero) is int for scale, zero in scales)
+        before = dict(emulation.ranges)
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+        held = [call.args[1] for call in watched(model, INPUTS).of(CHANNEL)]
+        assert [value.tolist() for value in held] == [call.args[1].tolist() for call in seen.of(CHANNEL)]
+    assert emulation.constants is None
+    assert not emulation.frozen
+    assert all(emulation.ranges[key] is value for key, value in before.items())
 
 
 def test_a_model_that_is_given_back_while_nothing_runs_leaves_nothing_on() -> None:

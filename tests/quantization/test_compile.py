@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gossamer import Manager
 from gossamer.quantization import emulation_of, withdraw
-from tests.loops import batch, network, sgd
-from tests.quantization.test_users_model import Residual
+from tests.loops import STEPS_PER_EPOCH, batch, network, sgd, train
+from tests.quantization.models import Residual
 from tests.quantization.watching import assert_same, emulated, stance
 
 # torch looks at the .grad of tensors while it compiles, and hides the warning of that where warnings are no errors.
@@ -73,7 +74,7 @@ def assert_agree(found: tuple[list[Tensor], dict[str, Tensor]]) -> None:
         torch.testing.assert_close(found[1][key], value)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_a_model_that_was_compiled_and_called_before_is_emulated(backend: str) -> None:
     model = Residual().train()
     call = compiled(model, backend)
@@ -173,3 +174,18 @@ def test_another_compiled_model_goes_on_while_one_is_emulated() -> None:
     other = torch.compile(network(2).eval(), backend=count)
     assert_same(other(INPUTS), network(2).eval()(INPUTS))
     assert graphs
+
+
+def test_a_recipe_starts_quantization_in_the_middle_of_a_compiled_loop() -> None:
+    found = []
+    for compiles in (False, True):
+        model = network()
+        call = compiled(model) if compiles else model
+        manager = Manager("modifiers: [!QuantizationModifier {start_epoch: 0.5, freeze_bn_stats_epoch: 1}]")
+        optimizer = manager.modify(call, sgd(model), STEPS_PER_EPOCH)
+        train(call, optimizer, range(6))
+        found.append((model.state_dict(), emulation_of(call).ranges))
+    assert found[0][1].keys() == found[1][1].keys()
+    for one, other in zip(found[0], found[1], strict=True):
+        for name, value in one.items():
+            torch.testing.assert_close(other[name], value, rtol=1e-4, atol=1e-5)

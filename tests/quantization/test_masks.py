@@ -88,7 +88,8 @@ def test_two_of_four_hold_in_what_layers_compute_with() -> None:
 
 LEARNED = {
     "STR": "STRPruningModifier {params: __ALL_PRUNABLE__, start_epoch: %s, end_epoch: 3, s_init: -3.5, st_decay: 0.01}",
-    "ProbMask": "ProbMaskPruningModifier {params: __ALL_PRUNABLE__, start_epoch: %s, end_epoch: 3, final_sparsity: 0.9}",
+    "ProbMask": "ProbMaskPruningModifier {params: __ALL_PRUNABLE__, start_epoch: %s, end_epoch: 3, "
+    "final_sparsity: 0.9}",
 }
 
 
@@ -135,9 +136,7 @@ def test_zeros_stay_through_adam_and_weight_decay() -> None:
     model = network()
     recipe = f"modifiers: [!{METHODS['magnitude']}, !QuantizationModifier {{start_epoch: 1}}]"
     manager = Manager(recipe)
-    optimizer = manager.modify(
-        model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1), STEPS_PER_EPOCH
-    )
+    optimizer = manager.modify(model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1), STEPS_PER_EPOCH)
     train(model, optimizer, range(STEPS))
     for name, keep in manager.masks().items():
         assert bool((model.get_parameter(name)[~keep] == 0).all())

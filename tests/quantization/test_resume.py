@@ -36,7 +36,10 @@ ROWS = [
     Row("from the start", QAT.replace("0.75", "-1")),
     Row("tensorrt", QAT.replace("}", ", scheme: tensorrt, ignore: ['0']}")),
     Row("pruned", f"!GMPruningModifier {{{SPAN}, init_sparsity: 0.1, final_sparsity: 0.8}}, {QAT}"),
-    Row("pruned behind", f"{QAT}, !GMPruningModifier {{{SPAN}, init_sparsity: 0.1, final_sparsity: 0.5, mask_type: 2:4}}"),
+    Row(
+        "pruned behind",
+        f"{QAT}, !GMPruningModifier {{{SPAN}, init_sparsity: 0.1, final_sparsity: 0.5, mask_type: 2:4}}",
+    ),
     Row(
         "learned",
         "!STRPruningModifier {params: __ALL_PRUNABLE__, start_epoch: 0, end_epoch: 2, s_init: -3.5, st_decay: 0.01}, "
@@ -48,7 +51,10 @@ ROWS = [
         + QAT,
     ),
 ]
-rows = pytest.mark.parametrize("row", ROWS, ids=str)
+SLOW = ("tensorrt", "with learning rates")
+rows = pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.slow] if row.name in SLOW else []) for row in ROWS], ids=str
+)
 
 
 def begin(row: Row, model: nn.Module | None = None, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Manager]:

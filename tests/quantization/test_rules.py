@@ -88,8 +88,7 @@ def test_the_closest_override_wins() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 1)), nn.Conv2d(8, 2, 1))
     overrides = {
-        name: {"weights": {"num_bits": bits}}
-        for name, bits in {"0.1": 3, "Conv2d": 4, "0": 5, "re:.*": 6}.items()
+        name: {"weights": {"num_bits": bits}} for name, bits in {"0.1": 3, "Conv2d": 4, "0": 5, "re:.*": 6}.items()
     }
     found = Rules(DEFAULT, overrides).schemes(model)
     bits = {path: scheme.weights.bits for path, scheme in found.items() if scheme and scheme.weights}

@@ -8,6 +8,7 @@ import io
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,24 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.quantization import emulation_of, withdraw
 from tests.loops import batch, loss_at, network, sgd, train
+from tests.quantization.models import Residual
 from tests.quantization.watching import assert_same, calibrated, emulated, layers, modes, watched
 
 INPUTS = batch(0)[0]
-
-
-class Residual(nn.Module):
-    """A model with a name of its own, so that it can be pickled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.backbone, self.head = network()[:5], nn.Linear(8, 3)
-        self.skip = nn.Conv2d(4, 8, 5)
-
-    def forward(self, x: Tensor, *, double: bool = False) -> Tensor:
-        out = self.backbone(x) + self.skip(x)
-        out = out.mean((2, 3))
-        return self.head(out) * (2 if double else 1)
 
 
 def hooks(model: nn.Module) -> int:
@@ -194,6 +181,7 @@ def test_a_model_that_was_unpickled_in_a_new_process_can_take_hooks(monkeypatch:
     assert modes() == []
 
 
+@pytest.mark.slow
 def test_a_pickled_model_computes_the_same_in_another_process(tmp_path: Any) -> None:
     model = Residual()
     calibrated(model, INPUTS)
@@ -204,7 +192,9 @@ def test_a_pickled_model_computes_the_same_in_another_process(tmp_path: Any) -> 
         "found = model(inputs)\n"
         "assert torch.equal(found, expected), (found - expected).abs().max()\n"
     )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "model.pt")], check=True, cwd=".")
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "model.pt")], check=True, cwd=Path(__file__).parents[2]
+    )
 
 
 def test_two_models_in_one_process_do_not_know_of_each_other() -> None:

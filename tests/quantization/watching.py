@@ -61,6 +61,11 @@ class Seen:
         """Roundings of whole tensors, weights not counted."""
         return [call for call in self.of(TENSOR) if not isinstance(call.args[0], nn.Parameter)]
 
+    @property
+    def places(self) -> list[Call]:
+        """Roundings of tensors that did not hold integers before."""
+        return [call for call in self.activations if not self.is_rounded(call.args[0])]
+
 
 class _Watch(TorchFunctionMode):
     def __init__(self, seen: Seen) -> None:

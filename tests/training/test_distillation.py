@@ -149,13 +149,16 @@ def test_under_autocast_both_compute_in_its_precision() -> None:
     assert close(gradients(model), gradients(plain), 2e-2)
 
 
-def test_a_teacher_that_shares_weights_leaves_their_gradients_alone_under_autocast() -> None:
-    body, head = nn.Linear(4, 8), nn.Linear(8, 3)
+def test_casts_that_autocast_keeps_do_not_come_from_the_teacher() -> None:
+    body, head, kept = nn.Linear(4, 8), nn.Linear(8, 3), []
     model, teacher = nn.Sequential(body, nn.ReLU(), head), nn.Sequential(body, nn.Tanh(), nn.Linear(8, 3))
+    teacher.register_forward_pre_hook(lambda *_: kept.append(torch.is_autocast_cache_enabled()))
     Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=teacher)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model(torch.randn(5, 4)).float().square().mean()
+        kept.append(torch.is_autocast_cache_enabled())
     loss.backward()
+    assert kept == [False, True]
     assert bool(body.weight.grad.any())
 
 

@@ -24,6 +24,7 @@ from gossamer.graph.inputs import as_arguments, guesses
 from gossamer.graph.tensors import tensors_in
 from gossamer.graph.undisturbed import forget, quietly, undisturbed
 
+_ENTRIES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -62,8 +63,12 @@ def ends(model: nn.Module, example_inputs: Any = None) -> Ends:
 def _tried(module: nn.Module, example_inputs: Any) -> Iterator[Any]:
     if example_inputs is not None:
         yield example_inputs
-    else:
-        yield from guesses(module)
+        return
+    yield from guesses(module)
+    # The layer that is defined first need not be the one that runs first.
+    found = {type(layer): layer for layer in reversed(list(module.modules())) if isinstance(layer, _ENTRIES)}
+    for layer in found.values():
+        yield from guesses(nn.Sequential(layer))
 
 
 class _Made(TorchDispatchMode):

@@ -188,12 +188,8 @@ def _head(module: nn.Module, choices: Choices, times: Phases, prunes: bool) -> l
         lines.append(f"  epoch {start:g} to {end:g}: {what}")
     if choices.notes:
         lines += ["", *(f"Adapted: {note}." for note in choices.notes)]
-    return [
-        *lines,
-        "",
-        "The values below can be changed here, or when the recipe is loaded: "
-        'gossamer.load(path, variables={"num_epochs": 30}).',
-    ]
+    example = '  gossamer.load("recipe.yaml", variables={"num_epochs": 30})'
+    return [*lines, "", "The values below can be changed here, or when the recipe is loaded:", example]
 
 
 def _timeline(choices: Choices, times: Phases, holds: bool) -> list[tuple[float, float, str]]:

@@ -138,7 +138,7 @@ def _spared(module: nn.Module, layers: list[Layer], choices: Choices, found: End
     if choices.variables.target == "tensorrt" and choices.is_nm:
         slow = {layer.name: why for layer in fitting if (why := ineligible(layer.shape)) is not None}
         if any(layer.name not in slow and layer.name not in reasons for layer in fitting):
-            reasons |= {name: f"sparse tensor cores cannot run it: {why}" for name, why in slow.items()}
+            reasons = {name: f"sparse tensor cores cannot run it: {why}" for name, why in slow.items()} | reasons
         else:
             told = "takes part, though sparse tensor cores cannot run it: "
             layers = [replace(la, why=told + slow[la.name]) if la.name in slow else la for la in layers]

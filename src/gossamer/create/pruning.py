@@ -269,7 +269,7 @@ def _probmask(context: Context) -> list[Piece]:
 
 def _levels(context: Context) -> list[Piece]:
     steps = context.phases.pruning_end * (context.steps_per_epoch or float("inf"))
-    chosen = LEVELS[-max(1, min(len(LEVELS), int(steps))) :]
+    chosen = LEVELS[-max(1, int(min(len(LEVELS), steps))) :]
     levels = [f"eval(sparsity * {level})" if level != 1 else "eval(sparsity)" for level in chosen]
     fields: Span = {"params": context.params, "levels": levels, **_span(frequency=False)}
     remarks: dict[str, str] = {}

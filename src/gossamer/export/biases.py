@@ -50,7 +50,7 @@ def _quantize(model: ir.Model, node: ir.Node, weight: IntegerWeight, input_scale
         new_constant(model, step, f"{name}_scale"),
     ]
     new = ir.Node("", "DequantizeLinear", inputs, [ir.AttrInt64("axis", 0)] if step.size > 1 else [])
-    output = insert_before(node, new, f"{name}_dequantized_for_{node.outputs[0].name}")
+    output = insert_before(model, node, new, f"{name}_dequantized_for_{node.outputs[0].name}")
     output.type, output.shape = ir.TensorType(ir.DataType.from_numpy(step.dtype)), ir.Shape(bias.shape)
     set_input(node, 2, output)
 

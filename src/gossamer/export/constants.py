@@ -44,9 +44,12 @@ def constant(value: ir.Value | None, depth: int = _DEPTH) -> Array | None:
         return _quantization(node, depth)
     if node.op_type in _DRAWS or any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
         return None
-    inputs = [None if given is None else constant(given, depth - 1) for given in node.inputs]
-    if any(found is None and given is not None for found, given in zip(inputs, node.inputs, strict=True)):
-        return None
+    inputs: list[Array | None] = []
+    for given in node.inputs:
+        found = constant(given, depth - 1)
+        if given is not None and found is None:
+            return None
+        inputs.append(found)
     return _evaluated(node, inputs)
 
 
@@ -93,7 +96,8 @@ def is_blocked(node: ir.Node) -> bool:
 
 def _quantization(node: ir.Node, depth: int) -> Array | None:
     """The output of QuantizeLinear or DequantizeLinear on constants; None for types that this module does not know."""
-    x, scale = (constant(given, depth - 1) for given in node.inputs[:2])
+    x = constant(node.inputs[0], depth - 1)
+    scale = None if x is None else constant(node.inputs[1], depth - 1)
     if x is None or scale is None or is_blocked(node):
         return None
     quantizes = node.op_type == "QuantizeLinear"

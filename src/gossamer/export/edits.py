@@ -5,13 +5,15 @@ Nothing here knows quantization.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+
+_TAKEN = "gossamer.names"
 
 
 def operators(model: ir.Model, *types: str) -> list[ir.Node]:
@@ -39,20 +41,18 @@ def set_input(node: ir.Node, index: int, value: ir.Value) -> None:
 def new_constant(model: ir.Model, array: Array, name: str) -> ir.Value:
     """A constant of the model under this name, or under the next one that is free."""
     tensor = ir.tensor(np.ascontiguousarray(array).reshape(array.shape))
-    free = _free_name(model, name)
+    free = free_name(model, name)
     tensor.name = free
     value = ir.Value(name=free, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
     model.graph.register_initializer(value)
     return value
 
 
-def insert_before(node: ir.Node, new: ir.Node, name: str, like: ir.Value | None = None) -> ir.Value:
+def insert_before(model: ir.Model, node: ir.Node, new: ir.Node, name: str) -> ir.Value:
     """Put an operator with one output before another, in the same graph, and return the output."""
     assert node.graph is not None
     (output,) = new.outputs
-    output.name = name
-    if like is not None:
-        output.type, output.shape = like.type, like.shape
+    output.name = free_name(model, name)
     node.graph.insert_before(node, new)
     return output
 
@@ -76,11 +76,16 @@ def sole_user(value: ir.Value) -> ir.Node | None:
     return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
 
 
-def _free_name(model: ir.Model, name: str) -> str:
-    taken = {value.name for node in model.graph.all_nodes() for value in (*node.inputs, *node.outputs) if value}
-    taken |= set(model.graph.initializers) | {value.name for value in (*model.graph.inputs, *model.graph.outputs)}
+def free_name(model: ir.Model, name: str) -> str:
+    """The name, or the next that is free; all that are taken are looked up once and remembered."""
+    if _TAKEN not in model.meta:
+        values = [value for node in model.graph.all_nodes() for value in (*node.inputs, *node.outputs) if value]
+        values += [*model.graph.inputs, *model.graph.outputs]
+        model.meta[_TAKEN] = {value.name for value in values} | set(model.graph.initializers)
+    taken = cast(set[str], model.meta[_TAKEN])
     free, number = name, 0
     while free in taken:
         number += 1
         free = f"{name}_{number}"
+    taken.add(free)
     return free

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from gossamer.export.edits import operators
+from gossamer.export.edits import free_name, operators
 from gossamer.export.weights import integer_weight
 
 
@@ -22,7 +22,7 @@ def look_up_integers(model: ir.Model) -> None:
         users = list(output.uses())
         node.replace_input_with(0, integers)
         after = ir.Node("", "DequantizeLinear", [output, *parameters])
-        after.outputs[0].name = f"{output.name}_dequantized"
+        after.outputs[0].name = free_name(model, f"{output.name}_dequantized")
         after.outputs[0].type, after.outputs[0].shape = output.type, output.shape
         output.type = ir.TensorType(ir.DataType.from_numpy(table.integers.dtype))
         node.graph.insert_after(node, after)

@@ -114,7 +114,9 @@ def give_weight(
     node = weight.node
     if user.inputs[index] is not node.outputs[0] or sole_user(node.outputs[0]) is not user:
         node = ir.Node("", "DequantizeLinear", list(weight.node.inputs), list(weight.node.attributes.values()))
-        set_input(user, index, insert_before(user, node, f"{weight.name}_dequantized_for_{user.outputs[0].name}"))
+        set_input(
+            user, index, insert_before(model, user, node, f"{weight.name}_dequantized_for_{user.outputs[0].name}")
+        )
         node.outputs[0].dtype = ir.DataType.from_numpy(scale.dtype)
     if not np.array_equal(integers, weight.integers):
         set_constant(model, node, 0, integers, f"{weight.name}_quantized")

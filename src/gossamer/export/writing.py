@@ -85,8 +85,11 @@ def export(model: nn.Module, inputs: tuple[Any, ...], target: Path, **options: A
     from gossamer.export.fake_quantization import AsOnnx
 
     try:
-        with _quiet(), AsOnnx():
-            program: Any = torch.onnx.export(model, inputs, dynamo=True, verbose=False, **options)
+        with _quiet(), AsOnnx() as mode:
+            table = mode.translations
+            program: Any = torch.onnx.export(
+                model, inputs, dynamo=True, verbose=False, custom_translation_table=table, **options
+            )
             return _bare(program.model_proto)
     except Exception as error:
         own = _own(error)

@@ -30,17 +30,17 @@ class Substitution:
             hooks = _Hooks(path, leaf, substitute)
             self._handles.append(caller.register_forward_pre_hook(hooks.enter))
             self._handles.append(caller.register_forward_hook(hooks.leave, always_call=True))
-        _compile_anew()
+        compile_anew()
 
     def remove(self) -> None:
         """Let everything compute with the weight itself again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        _compile_anew()
+        compile_anew()
 
 
-def _compile_anew() -> None:
+def compile_anew() -> None:
     """What torch.compile has made takes no notice of hooks that come later; without it, it is made anew when called."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
@@ -54,7 +54,7 @@ def withdraw_all(module: nn.Module) -> None:
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Hooks)]:
                 del hooks[key]
                 layer._forward_hooks_always_called.pop(key, None)  # pyright: ignore[reportPrivateUsage]
-    _compile_anew()
+    compile_anew()
 
 
 class _Hooks:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
 
 import torch
@@ -16,7 +17,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from gossamer.errors import ModifierError
-from gossamer.graph import prunable
+from gossamer.graph import named_modules, prunable
 from gossamer.modifiers.base import Epoch, Modifier, Run, register, to_step
 from gossamer.quantization import Numbers, Rules, Scheme, scheme_of
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 Bits = Annotated[int, Field(ge=2, le=16)]
 _NOT_HELD = 0.05
 """From this share of zeros on, a weight counts as sparse."""
+_FLOATS = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.EmbeddingBag)
 
 logger = logging.getLogger("gossamer")
 
@@ -120,6 +122,8 @@ class QuantizationModifier(Modifier):
             weights = replace(weights, bits=self.weight_bits, reduced=weights.reduced and self.weight_bits == 8)
         if weights is not None and self.reduce_range is not None:
             weights = replace(weights, reduced=self.reduce_range)
+            if weights.bounds[1] < 1:
+                raise ModifierError(f"reduce_range: weight_bits {weights.bits} cannot be reduced; drop one of the two")
         return replace(scheme, inputs=inputs, weights=weights, before_curves=self.quantize_conv_activations)
 
     def warnings(self) -> list[str]:
@@ -140,27 +144,38 @@ class QuantizationModifier(Modifier):
 
     def bind(self, run: Run) -> list[str]:
         rules = self.rules
+        for path, layer in named_modules(run.module):
+            if isinstance(layer, _FLOATS):
+                run.skip(path, f"{type(layer).__name__} computes in floats: it has no integer form here")
         run.plan["schemes"] = rules.schemes(run.module)
         for field, name in rules.idle(run.module):
-            level = logging.WARNING if field == "scheme_overrides" else logging.INFO
+            # A class of torch that this model does not use is no mistake.
+            level = logging.INFO if field == "ignore" and hasattr(nn, name) else logging.WARNING
             logger.log(level, "%s: %s: '%s' matches no module of the model", self.name, field, name)
+        weights = [path for path, layer in named_modules(run.module) if _has_weights(layer)]
+        if not any(run.plan["schemes"].get(path) is not None for path in weights):
+            raise ModifierError("finds nothing to quantize: no weight of two or more dimensions is left in")
         return []
 
     def start(self, run: Run) -> None:
         from gossamer.quantization import emulation_of
 
-        self._warn_of_loose_zeros(run)
         before = emulation_of(run.module)
+        run.scratch["before"] = before
         run.state["ranges"] = {} if before is None else dict(before.ranges)
         self.restore(run)
         self._calibrate(run)
         logger.info("%s: the model computes as in %s from step %d on", self.name, self._told(), run.step)
 
     def restore(self, run: Run) -> None:
-        from gossamer.quantization import Emulation
+        from gossamer.quantization import Emulation, emulation_of
 
         ranges = cast(dict[str, Tensor], run.state.setdefault("ranges", {}))
-        run.scratch["emulation"] = Emulation(run.module, run.plan["schemes"], ranges)
+        before = emulation_of(run.module)
+        earlier: Mapping[str, Scheme | None] = {} if before is None else before.schemes
+        # What another modifier has quantized stays so.
+        schemes = {path: scheme or earlier.get(path) for path, scheme in run.plan["schemes"].items()}
+        run.scratch["emulation"] = Emulation(run.module, schemes, ranges)
         self.update(run)
 
     def update(self, run: Run) -> None:
@@ -168,6 +183,11 @@ class QuantizationModifier(Modifier):
         emulation = self._emulation(run)
         emulation.frozen = _reached(self.disable_quantization_observer_epoch, run)
         emulation.norms_frozen = _reached(self.freeze_bn_stats_epoch, run)
+
+    def before_step(self, run: Run) -> None:
+        if not run.scratch.get("warned"):
+            run.scratch["warned"] = True
+            self._warn_of_loose_zeros(run)  # Now that all that starts at the same step has started.
 
     def after_step(self, run: Run) -> None:
         """Processes see different batches and must round alike."""
@@ -179,6 +199,8 @@ class QuantizationModifier(Modifier):
         from gossamer.quantization import withdraw
 
         withdraw(run.module)
+        if (before := run.scratch.pop("before", None)) is not None:
+            before.install(run.module)
 
     def finish(self, run: Run) -> None:
         """The model goes on to compute in emulated integers, with the ranges it has now."""
@@ -202,9 +224,7 @@ class QuantizationModifier(Modifier):
         module.eval()
         try:
             with emulation.calibration(), torch.no_grad():
-                for count, batch in enumerate(batches):
-                    if count == self.num_calibration_steps:
-                        break
+                for batch in islice(batches, self.num_calibration_steps):
                     _call(module, batch)
         finally:
             for layer, training in modes:
@@ -242,6 +262,10 @@ class QuantizationModifier(Modifier):
 def _asymmetric_weights(scheme: Any) -> bool:
     weights: Any = cast(Mapping[str, Any], scheme).get("weights") if isinstance(scheme, Mapping) else None
     return isinstance(weights, Mapping) and cast(Mapping[str, Any], weights).get("symmetric") is False
+
+
+def _has_weights(layer: nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in layer.parameters(recurse=False))
 
 
 def _reached(epoch: float | None, run: Run) -> bool:

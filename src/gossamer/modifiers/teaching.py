@@ -166,7 +166,7 @@ def _evaluating(module: nn.Module) -> Generator[None]:
 
 @contextmanager
 def _without_cached_casts() -> Generator[None]:
-    """Autocast keeps a weight's cast; one made without gradient must not serve a student that shares the weight."""
+    """Autocast keeps casts of weights; older torch would serve one made without gradient to a student sharing it."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

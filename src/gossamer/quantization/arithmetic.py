@@ -19,7 +19,7 @@ _SMALLEST = 1e-8
 """No scale is smaller: a tensor of zeros stays zeros."""
 
 
-def observed(values: Tensor, before: Tensor | None) -> Tensor:
+def observed(values: Tensor, before: Tensor | None) -> Tensor | None:
     """The range (least, greatest) after one more batch: a moving average that starts at the first batch.
 
     A batch with NaN or infinite values changes nothing.
@@ -27,7 +27,7 @@ def observed(values: Tensor, before: Tensor | None) -> Tensor:
     least, greatest = torch.aminmax(values.detach())
     batch = torch.stack([least, greatest]).float()
     if before is None:
-        return torch.nan_to_num(batch, nan=0.0, posinf=0.0, neginf=0.0)
+        return batch if bool(batch.isfinite().all()) else None
     return torch.where(batch.isfinite().all(), torch.lerp(before, batch, AVERAGING), before)
 
 

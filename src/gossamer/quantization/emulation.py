@@ -9,8 +9,6 @@ was pickled, has its own emulation. Nothing here knows a training run.
 from __future__ import annotations
 
 import logging
-import sys
-import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -18,15 +16,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.utils.hooks import RemovableHandle
 
 from gossamer.graph import named_modules, unwrap
+from gossamer.graph.substitution import compile_anew
 from gossamer.quantization.forward import Forward, uncompiled
 from gossamer.quantization.schemes import Scheme
 
 logger = logging.getLogger("gossamer")
-
-_local = threading.local()
-"""Per thread, for DataParallel computes in several: what is computed now, by the id of the emulation."""
 
 
 class Emulation:
@@ -45,13 +42,20 @@ class Emulation:
         self.constants: dict[str, Any] | None = None
         """While the model is exported: the scales by call site."""
         self._told_of_autocast = False
+        self.install(module)
+
+    def install(self, module: nn.Module) -> None:
+        """Let a model compute so, and no longer by another emulation that it had."""
         withdraw(module)
         for path, layer in named_modules(module):
             place = _Place(self, path)
-            layer.register_forward_pre_hook(place.enter)
-            # First of all hooks: what others do with the output is not part of the model.
-            layer.register_forward_hook(place.leave, prepend=True, always_call=True)
-        _run_uncompiled(unwrap(module))
+            # First of all hooks behind a module: what others do with its output is not part of the model.
+            place.handles = (
+                layer.register_forward_pre_hook(place.enter),
+                layer.register_forward_hook(place.leave, prepend=True, always_call=True),
+            )
+            _guard(layer)
+        compile_anew()
 
     @contextmanager
     def exporting(self) -> Generator[None]:
@@ -71,9 +75,9 @@ class Emulation:
         finally:
             self.calibrating = False
 
-    def begin(self, layer: nn.Module) -> ExitStack:
-        """What holds while the model computes."""
-        stack = ExitStack()
+    def begin(self, layer: nn.Module) -> Forward:
+        """A pass that begins with this module."""
+        held = ExitStack()
         device = next((parameter.device.type for parameter in layer.parameters()), "cpu")
         if torch.is_autocast_enabled(device):
             if not self._told_of_autocast:
@@ -82,18 +86,13 @@ class Emulation:
                     "quantization is active: mixed precision is off inside the model from here on (autocast is left "
                     "where it stands, without effect there); this takes more memory, a smaller batch may be needed"
                 )
-            stack.enter_context(torch.autocast(device, enabled=False))
-        if self.constants is None and not torch.compiler.is_compiling():
-            # Parts that were compiled on their own run as they were written.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        return stack
+            held.enter_context(torch.autocast(device, enabled=False))
+        return Forward(self, device, layer.training, held)
 
 
 def emulation_of(module: nn.Module) -> Emulation | None:
     """The emulation that a model computes with, or None."""
-    hooks = cast(Mapping[int, object], unwrap(module)._forward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
-    places = (_place(hook) for hook in hooks.values())
-    return next((place.emulation for place in places if place is not None), None)
+    return next((place.emulation for place in _places(unwrap(module))), None)
 
 
 def withdraw(module: nn.Module) -> None:
@@ -104,10 +103,10 @@ def withdraw(module: nn.Module) -> None:
             for key in [key for key, hook in hooks.items() if _place(hook) is not None]:
                 del hooks[key]
                 layer._forward_hooks_always_called.pop(key, None)  # pyright: ignore[reportPrivateUsage]
-    inner = unwrap(module)
-    if isinstance(inner.__dict__.get("_compiled_call_impl"), _Uncompiled):
-        inner._compiled_call_impl = inner.__dict__["_compiled_call_impl"].before  # pyright: ignore[reportPrivateUsage]
-        _compile_anew()
+        if isinstance(guard := layer.__dict__.get("_compiled_call_impl"), _Guard):
+            layer._compiled_call_impl = guard.before  # pyright: ignore[reportPrivateUsage]
+            layer.__dict__.pop("_replicate_for_data_parallel", None)
+    compile_anew()
 
 
 def _place(hook: object) -> _Place | None:
@@ -115,58 +114,91 @@ def _place(hook: object) -> _Place | None:
     return place if isinstance(place, _Place) else None
 
 
+def _places(layer: nn.Module) -> list[_Place]:
+    hooks = cast(Mapping[int, object], layer._forward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
+    return [place for hook in hooks.values() if (place := _place(hook)) is not None]
+
+
 class _Place:
     """The two hooks on a module, which know its name and not the module."""
 
     def __init__(self, emulation: Emulation, path: str) -> None:
         self.emulation, self.path = emulation, path
+        self.handles: tuple[RemovableHandle, ...] = ()
+        """Pickled with the hooks, they keep their numbers free in another process."""
 
     @uncompiled
     def enter(self, layer: nn.Module, args: object) -> None:
-        forwards: dict[int, Forward] = _local.__dict__.setdefault("forwards", {})
-        key = id(self.emulation)
-        if self.path == "" and key in forwards:
-            # The model does not call itself: an interrupt (Ctrl-C) has ended the pass before this one.
-            forwards.pop(key).close()
-        if key not in forwards:
-            held = self.emulation.begin(layer)
-            forwards[key] = Forward(self.emulation, training=layer.training, held=held)
-        forwards[key].go_in(self.path)
+        forward = Forward.of(self.emulation)
+        if forward is None:
+            if not _is_guarded(layer):
+                _guard(layer)  # From the next call on: a copy of a model has no guards yet.
+                compile_anew()
+            forward = self.emulation.begin(layer)
+        forward.go_in(self.path)
         if self.emulation.norms_frozen and isinstance(layer, _BatchNorm) and layer.training:
             layer.__dict__["_norm_was_training"] = True
             layer.training = False
 
     @uncompiled
     def leave(self, layer: nn.Module, args: object, output: Any) -> Any:
-        if layer.__dict__.pop("_norm_was_training", False):
-            layer.training = True
-        forwards: dict[int, Forward] = _local.__dict__.get("forwards", {})
-        forward = forwards.get(id(self.emulation))
-        if forward is None:
-            return None
+        _unfreeze(layer)
+        forward = Forward.of(self.emulation)
+        if forward is None or not forward.is_in(self.path):
+            return None  # A hook of somebody else has raised before `enter`.
         changed = forward.go_out(output)
         if forward.done:
-            forwards.pop(id(self.emulation)).close()
+            forward.close()
         return changed
 
 
-class _Uncompiled:
-    """Stands where a module keeps its compiled call, and calls it as it was written."""
+class _Guard:
+    """Stands where a module keeps its compiled call: calls it as it was written, and tidies up behind an interrupt.
 
-    def __init__(self, module: nn.Module) -> None:
+    torch's own hooks that run always do not run behind Ctrl-C.
+    """
+
+    def __init__(self, module: nn.Module, emulation: Emulation) -> None:
         self.before = module.__dict__.get("_compiled_call_impl")
+        self._module, self._emulation = module, emulation
         self._call = uncompiled(cast(Callable[..., Any], module._call_impl))  # pyright: ignore[reportPrivateUsage]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+        outermost = Forward.of(self._emulation) is None
+        try:
+            return self._call(*args, **kwargs)
+        except BaseException:
+            _unfreeze(self._module)
+            if outermost and (left := Forward.of(self._emulation)) is not None:
+                left.close()
+            raise
 
 
-def _run_uncompiled(module: nn.Module) -> None:
+class _Replicate:
+    """Makes what DataParallel runs on each device: a replica that calls itself, and not the module it was made from."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self) -> nn.Module:
+        replica = type(self._module)._replicate_for_data_parallel(self._module)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType]
+        for name in ("_compiled_call_impl", "_replicate_for_data_parallel"):
+            replica.__dict__.pop(name, None)
+        return replica
+
+
+def _guard(module: nn.Module) -> None:
     """Hooks that come after torch.compile would not be heard, and compiled code does not take a mode of torch."""
-    module._compiled_call_impl = _Uncompiled(module)  # pyright: ignore[reportPrivateUsage]
-    _compile_anew()
+    module._compiled_call_impl = _Guard(module, _places(module)[0].emulation)  # pyright: ignore[reportPrivateUsage]
+    module.__dict__["_replicate_for_data_parallel"] = _Replicate(module)
 
 
-def _compile_anew() -> None:
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+def _is_guarded(module: nn.Module) -> bool:
+    replica = getattr(module, "_is_replica", False)
+    return replica or isinstance(module.__dict__.get("_compiled_call_impl"), _Guard)
+
+
+def _unfreeze(module: nn.Module) -> None:
+    """Batch norm says again that it trains."""
+    if module.__dict__.pop("_norm_was_training", False):
+        module.training = True

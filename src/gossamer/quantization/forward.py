@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import types as python_types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -25,6 +26,14 @@ Args = tuple[Any, ...]
 Keywords = dict[str, Any]
 
 
+_local = threading.local()
+"""Per thread, for DataParallel computes in several: the passes that go on, the innermost last."""
+
+
+def _forwards() -> list[Forward]:
+    return _local.__dict__.setdefault("forwards", [])
+
+
 def uncompiled(function: F) -> F:
     """Decorator: torch's compiler calls the function as it is."""
     return cast(F, torch.compiler.disable(function))
@@ -36,8 +45,9 @@ class Forward(TorchFunctionMode):
     For each `Role` there is a method of its name, which calls the function.
     """
 
-    def __init__(self, emulation: Emulation, training: bool, held: ExitStack) -> None:
+    def __init__(self, emulation: Emulation, device: str, training: bool, held: ExitStack) -> None:
         super().__init__()
+        self._device = device
         self._emulation = emulation
         in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
         # What is computed anew in the backward pass (checkpointing) has been observed before.
@@ -45,13 +55,26 @@ class Forward(TorchFunctionMode):
         self._tensors = Rounding(emulation.ranges, observes, emulation.constants)
         self._held = held
         self._stack: list[tuple[str, Scheme | None]] = []
+        _forwards().append(self)
         self.__enter__()
 
     # Where the model is
 
+    @staticmethod
+    def of(emulation: Emulation) -> Forward | None:
+        """The pass through this model that this thread is in."""
+        return next((forward for forward in _forwards() if forward._emulation is emulation), None)
+
+    def is_innermost(self) -> bool:
+        return _forwards()[-1:] == [self]
+
     @property
     def done(self) -> bool:
         return not self._stack
+
+    def is_in(self, path: str) -> bool:
+        """Whether the module of that name is the one that computes."""
+        return bool(self._stack) and self._stack[-1][0] == path
 
     def go_in(self, path: str) -> None:
         """A module is called."""
@@ -66,6 +89,7 @@ class Forward(TorchFunctionMode):
         return changed
 
     def close(self) -> None:
+        _forwards().remove(self)
         self.__exit__(None, None, None)
         self._held.close()
 
@@ -89,15 +113,25 @@ class Forward(TorchFunctionMode):
 
     @uncompiled
     def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Keywords | None = None) -> Any:
-        role = ROLES.get(func)
         kwargs = kwargs or {}
-        if role is None:
-            if args and _writes(func.__name__):
-                self._tensors.learn(args[0])  # Somebody writes into it.
-            return func(*args, **kwargs)
-        if self._emulation.constants is None and any(isinstance(value, FakeTensor) for value in _values(args, kwargs)):
-            return func(*args, **kwargs)  # Somebody looks at shapes.
-        return getattr(self, f"_{role.name.lower()}")(func, args, kwargs)
+        if not self.is_innermost():
+            return func(*args, **kwargs)  # Another model computes inside this one, by rules of its own.
+        if torch.is_autocast_enabled(self._device):  # The model itself has switched it on.
+            with torch.autocast(self._device, enabled=False):
+                return self._call(func, args, kwargs)
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        role = ROLES.get(func)
+        looked_at = self._emulation.constants is None and any(_is_fake(value) for value in _values(args, kwargs))
+        if role is None or looked_at:  # Somebody looks at shapes.
+            result = func(*args, **kwargs)
+        else:
+            result = getattr(self, f"_{role.name.lower()}")(func, args, kwargs)
+        if role is None or "out" in kwargs:
+            for written in (*args[: _writes(func.__name__)], kwargs.get("out")):
+                self._tensors.learn(written)
+        return result
 
     def _layer(self, func: Function, args: Args, kwargs: Keywords) -> Any:
         args, kwargs = _in_order(args, kwargs, "input", "weight")
@@ -105,6 +139,8 @@ class Forward(TorchFunctionMode):
         if scheme is None:
             return func(*args, **kwargs)
         values, weight = args[0], args[1]
+        if isinstance(values, Tensor) and values.is_floating_point() and values.dtype != weight.dtype:
+            values = values.to(weight.dtype)  # Halves, where mixed precision was on.
         if scheme.inputs is not None:
             values = self._rounded(values, "input", scheme.inputs)
         if scheme.weights is not None:
@@ -126,7 +162,10 @@ class Forward(TorchFunctionMode):
         args, kwargs = _in_order(args, kwargs, "input", "other")
         numbers, pair = self._numbers, args[:2]
         if numbers is None or not self._is_convolved(pair):
-            return func(*args, **kwargs)
+            convolved = any(self._tensors.of(value).convolved for value in pair)
+            result = func(*args, **kwargs)
+            self._tensors.learn(result, convolved)
+            return result
         kind = "product" if "mul" in func.__name__ else "sum"
         operands = [self._rounded(value, f"{kind}.{index}", numbers) for index, value in enumerate(pair)]
         if func.__name__ in IN_PLACE:
@@ -141,7 +180,7 @@ class Forward(TorchFunctionMode):
 
     def _matmul(self, func: Function, args: Args, kwargs: Keywords) -> Any:
         numbers = self._numbers
-        if numbers is None or len(args) < 2 or not all(is_activation(value) for value in args[:2]):
+        if numbers is None or not all(is_activation(value) and value.dim() > 2 for value in args[:2]):
             return func(*args, **kwargs)
         operands = [self._rounded(value, f"matmul.{index}", numbers) for index, value in enumerate(args[:2])]
         return func(*operands, *args[2:], **kwargs)
@@ -170,18 +209,18 @@ class Forward(TorchFunctionMode):
         args, kwargs = _in_order(args, kwargs, "input")
         result = self._average(func, args, kwargs)
         known = self._tensors.of(args[0])
-        if known.convolved and known.affine is not None:
-            self._tensors.learn(_parts(result)[0], convolved=True, affine=known.affine)
+        if known.convolved and known.source is not None:
+            self._tensors.learn(_parts(result)[0], convolved=True, source=known.source)
         return result
 
     def _move(self, func: Function, args: Args, kwargs: Keywords) -> Any:
         args, kwargs = _in_order(args, kwargs, "input")
         known = self._tensors.of(args[0])
         result = func(*args, **kwargs)
-        if known.convolved or known.affine is not None:
+        if known.convolved or known.source is not None:
             for part in _parts(result):
                 if part is not args[0]:
-                    self._tensors.learn(part, known.convolved, known.fresh, known.affine)
+                    self._tensors.learn(part, known.convolved, known.fresh, known.source)
         return result
 
     def _norm(self, func: Function, args: Args, kwargs: Keywords) -> Any:
@@ -213,6 +252,10 @@ class Forward(TorchFunctionMode):
     def _is_convolved(self, values: Sequence[Any]) -> bool:
         """Whether all are activations, and one of them comes from a convolution."""
         return all(is_activation(value) for value in values) and any(self._tensors.of(v).convolved for v in values)
+
+
+def _is_fake(value: object) -> bool:
+    return isinstance(value, FakeTensor)
 
 
 def _writes(name: str) -> bool:

@@ -28,7 +28,7 @@ class Role(Enum):
     PRODUCT = auto()
     """The same, for a product of the elements."""
     MATMUL = auto()
-    """Both operands are rounded."""
+    """Both operands are rounded, when they are stacks of matrices."""
     JOIN = auto()
     """All operands are rounded, when one of them comes from a convolution."""
     SELECT = auto()
@@ -40,7 +40,7 @@ class Role(Enum):
     NORM = auto()
     """Batch norm: becomes part of the convolution before it."""
     CLIP = auto()
-    """ReLU and its like: become part of the operation before them."""
+    """ReLU and its like, which become part of the operation before them; dropout, which is gone in the end."""
     CURVE = auto()
     """Computes in floats: the result of a convolution is rounded before it."""
     ATTENTION = auto()
@@ -77,7 +77,10 @@ _TABLE: Mapping[Role, Iterable[Callable[..., Any]]] = {
         *_methods("pixel_shuffle", "channel_shuffle", "clone", "detach"),
     ],
     Role.NORM: [functional.batch_norm],
-    Role.CLIP: _methods("relu", "relu_", "relu6", "hardtanh", "hardtanh_", "clamp", "clamp_", "clamp_min", "clip"),
+    Role.CLIP: [
+        *_methods("relu", "relu_", "relu6", "hardtanh", "hardtanh_", "clamp", "clamp_", "clamp_min", "clip"),
+        *_methods("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
+    ],
     Role.CURVE: [
         *_methods("silu", "hardswish", "hardsigmoid", "sigmoid", "gelu", "elu", "leaky_relu", "leaky_relu_", "mish"),
         *_methods("tanh", "prelu", "softplus", "selu", "celu", "softmax", "log_softmax", "logsigmoid", "exp"),

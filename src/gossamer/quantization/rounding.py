@@ -22,6 +22,8 @@ class Affine:
     scale: Any
     zero_point: Any
     numbers: Numbers
+    key: str
+    """The call site whose range it is."""
 
 
 @dataclass
@@ -33,10 +35,14 @@ class Known:
     """It comes from a convolution, by way of what computes in integers too."""
     fresh: bool = False
     """It is what a convolution gave, before or behind batch norm and ReLU."""
-    affine: Affine | None = None
+    source: Affine | None = None
     """Its values are those that this rounds to, or were taken from a tensor that is rounded by it."""
     result: Tensor | None = None
     """The tensor after rounding."""
+    is_result: bool = False
+    """It is a tensor after rounding itself."""
+    saver: object = None
+    """What kept tensors for the backward pass when it was rounded; another one is a part that is computed anew."""
 
 
 NOTHING = Known(0)
@@ -58,34 +64,44 @@ class Rounding:
         known = self._known.get(value)
         return known if known is not None and known.version == _version(value) else NOTHING
 
-    def learn(self, value: Any, convolved: bool = False, fresh: bool = False, affine: Affine | None = None) -> None:
+    def learn(self, value: Any, convolved: bool = False, fresh: bool = False, source: Affine | None = None) -> None:
         """From now on this, and only this, is known of a tensor."""
         if isinstance(value, Tensor):
-            self._known[value] = Known(_version(value), convolved, fresh, affine)
+            self._known[value] = Known(_version(value), convolved, fresh, source, saver=_saver())
 
     def activation(self, values: Any, site: str, numbers: Numbers) -> Any:
         """The tensor after rounding, the same one for all who ask; as it is, while its range is not known."""
         if not is_activation(values):
             return values
-        known = self.of(values)
-        how = known.affine if known.affine is not None and known.affine.numbers == numbers else None
-        if how is not None and known.result is not None:
-            return known.result
-        how = how or self._affine(values, site, numbers)
+        key, known = self._key(site), self.of(values)
+        source = known.source if known.source is not None and known.source.numbers == numbers else None
+        if values.is_inference() and key in self._ranges:
+            source = None  # Nobody tells whether it was written into; training knew.
+        saver = _saver()
+        if source is not None and known.saver == saver and not values.is_inference():
+            if self._observes:
+                self._ranges[key] = self._ranges[source.key]
+            if known.is_result:
+                return values
+            if known.result is not None:
+                return known.result
+        how = source or self._affine(values, site, key, numbers)
         if how is None:
             return values
+        if self._observes and how.key != key:
+            self._ranges[key] = self._ranges[how.key]
         result = rounded(values, how.scale, how.zero_point, numbers)
         if known is NOTHING:
             known = self._known[values] = Known(_version(values))
-        known.affine, known.result = how, result
-        self._known[result] = Known(_version(result), known.convolved, False, how, result)
+        known.source, known.result, known.saver = how, result, saver
+        self._known[result] = Known(_version(result), known.convolved, source=how, is_result=True, saver=saver)
         return result
 
     def weight(self, weight: Any, site: str, numbers: Numbers, axis: int | None) -> Any:
         """The weight after rounding, with scales of its own; `axis` counts output channels."""
         if not isinstance(weight, Tensor) or not weight.is_floating_point():
             return weight
-        axis = axis if numbers.by_channel else None
+        axis = axis if numbers.by_channel and weight.dim() > 1 else None
         held = self._weights.get(weight)
         if held is not None and held[:2] == (numbers, axis):
             return held[2]
@@ -99,25 +115,25 @@ class Rounding:
         self._weights[weight] = (numbers, axis, result)
         return result
 
-    def _affine(self, values: Tensor, site: str, numbers: Numbers) -> Affine | None:
+    def _affine(self, values: Tensor, site: str, key: str, numbers: Numbers) -> Affine | None:
         """Scale and zero point at a call site, its range brought up to date before."""
-        key = self._key(site)
         if self._constants is not None and key in self._constants:
             return cast(Affine, self._constants[key])
         if self._observes and values.numel():
             before = self._ranges.get(key)
-            self._ranges[key] = observed(values, None if before is None else before.to(values.device))
-        range_ = self._ranges.get(key)
+            after = observed(values, None if before is None else before.to(values.device))
+            if after is not None:
+                self._ranges[key] = after
         calls = self._calls[site] - 1
-        while range_ is None and calls > 0:
+        while key not in self._ranges and calls > 0:
             calls -= 1  # Called more often than in training: as the last time there.
-            range_ = self._ranges.get(_numbered(site, calls))
-        if range_ is None:
+            key = _numbered(site, calls)
+        if key not in self._ranges:
             return None
-        scale, zero_point = affine(range_.to(values.device), numbers)
+        scale, zero_point = affine(self._ranges[key].to(values.device), numbers)
         if self._constants is None:
-            return Affine(scale, zero_point, numbers)
-        how = self._constants[key] = Affine(float(scale), int(zero_point), numbers)
+            return Affine(scale, zero_point, numbers, key)
+        how = self._constants[key] = Affine(float(scale), int(zero_point), numbers, key)
         return how
 
     def _key(self, site: str) -> str:
@@ -128,17 +144,23 @@ class Rounding:
 
 
 def is_activation(value: Any) -> bool:
-    """Whether a value is a tensor of floats that the model computed: no parameter, no vector of statistics."""
+    """Whether a value is a tensor of floats that the model computed: no parameter, no number."""
     return (
         isinstance(value, Tensor)
         and value.is_floating_point()
-        and value.dim() > 1
+        and value.dim() > 0
         and not isinstance(value, nn.Parameter)
     )
 
 
 def _numbered(site: str, calls: int) -> str:
     return f"{site}#{calls}" if calls else site
+
+
+def _saver() -> object:
+    """Who keeps what the backward pass will need: checkpointing puts hooks of its own there, `no_grad` nobody."""
+    hooks = cast(Any, torch._C)._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportPrivateUsage]
+    return hooks, torch.is_grad_enabled()
 
 
 def _version(tensor: Tensor) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from torch import nn
 
 from gossamer.errors import ModifierError, nearest
-from gossamer.graph import named_modules
+from gossamer.graph import named_modules, unwrap
 from gossamer.quantization.schemes import Scheme, scheme_of
 
 
@@ -19,8 +20,8 @@ class Rules:
     """What a recipe says about where to round."""
 
     base: Scheme
-    overrides: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """By class or module name: the scheme there."""
+    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    """By class or module name: the scheme there, or None for floats."""
     ignore: Sequence[str] = ()
     """Classes, module names and `re:` patterns that compute in floats, with all that is inside."""
     submodules: Sequence[str] = ()
@@ -31,24 +32,24 @@ class Rules:
     def schemes(self, module: nn.Module) -> dict[str, Scheme | None]:
         """By module name: the scheme, or None where nothing is rounded."""
         self._check(module)
-        schemes = {name: scheme_of(given, "scheme_overrides", self.base) for name, given in self.overrides.items()}
+        schemes = {
+            name: None if given is None else scheme_of(given, "scheme_overrides", self.base)
+            for name, given in self.overrides.items()
+        }
         found: dict[str, Scheme | None] = {}
-        ignored: set[str] = set()
+        ignored = self._ignored(module)
         for path, layer in named_modules(module):
-            # Ignoring the model itself, by its class, would leave nothing.
-            if path and (path.rpartition(".")[0] in ignored or any(_names(name, path, layer) for name in self.ignore)):
-                ignored.add(path)
             outside = bool(self.submodules) and not any(_within(path, name) for name in self.submodules)
-            if outside or path in ignored:
+            if outside or id(layer) in ignored:
                 found[path] = None
                 continue
             # A class first, then a module that holds this one, then the module itself.
             hits = sorted((name for name in schemes if _applies(name, path, layer)), key=lambda n: _closeness(n, path))
             scheme = schemes[hits[-1]] if hits else self.base
-            if type(layer).__name__ in self.outputs_of:
+            if scheme is not None and type(layer).__name__ in self.outputs_of:
                 scheme = replace(scheme, outputs=scheme.outputs or scheme.inputs)
             found[path] = scheme
-        if all(scheme is None for scheme in found.values()):
+        if all(scheme is None for path, scheme in found.items() if path or len(found) == 1):
             raise ModifierError(
                 "ignore: everything is left out, and nothing would be quantized; leave less out", "ignore"
             )
@@ -64,17 +65,29 @@ class Rules:
             if not any(_names(name, path, layer) or _applies(name, path, layer) for path, layer in layers)
         ]
 
+    def _ignored(self, module: nn.Module) -> set[int]:
+        """The ids of modules to leave out, for a module may have several names; never the model itself."""
+        paths: set[str] = set()
+        found: set[int] = set()
+        every = cast(Iterable[tuple[str, nn.Module]], unwrap(module).named_modules(remove_duplicate=False))
+        for path, layer in every:
+            if path and (path.rpartition(".")[0] in paths or any(_names(name, path, layer) for name in self.ignore)):
+                paths.add(path)
+                found.add(id(layer))
+        return found
+
     def _check(self, module: nn.Module) -> None:
         names = [path for path, _ in named_modules(module) if path]
         for name in self.submodules:
             if name not in names:
                 close = nearest(name, names) or ""
                 raise ModifierError(f"submodules: '{name}' is no module of the model{close}", "submodules")
-        for name in (*self.ignore, *self.overrides):
-            try:
-                re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
-            except re.error as error:
-                raise ModifierError(f"ignore: '{name}' is no regular expression: {error}", "ignore") from None
+        for field, given in (("ignore", self.ignore), ("scheme_overrides", self.overrides)):
+            for name in given:
+                try:
+                    re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
+                except re.error as error:
+                    raise ModifierError(f"{field}: '{name}' is no regular expression: {error}", field) from None
 
 
 def _within(path: str, name: str) -> bool:

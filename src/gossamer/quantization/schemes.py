@@ -63,7 +63,7 @@ SCHEMES: Mapping[str, Scheme] = {
 _ALIASES = {"deepsparse": "default"}
 
 
-def scheme_of(given: str | Mapping[str, Any] | None, field: str, base: Scheme = SCHEMES["default"]) -> Scheme:
+def scheme_of(given: Any, field: str, base: Scheme = SCHEMES["default"]) -> Scheme:
     """A scheme from its name or from a mapping of `input_activations`, `weights` and `output_activations`.
 
     What a mapping leaves out stays as in `base`, and null switches it off.
@@ -77,10 +77,12 @@ def scheme_of(given: str | Mapping[str, Any] | None, field: str, base: Scheme = 
             close = nearest(given, known) or f"; known: {', '.join(known)}"
             raise ModifierError(f"{field}: unknown scheme '{given}'{close}", field)
         return SCHEMES[name]
+    if not isinstance(given, Mapping):
+        raise ModifierError(f"{field}: expected the name of a scheme or a mapping, found {given!r}", field)
     parts = {"input_activations": "inputs", "weights": "weights", "output_activations": "outputs"}
     defaults = {"inputs": _ACTIVATIONS, "weights": SCHEMES["default"].weights, "outputs": _ACTIVATIONS}
     scheme = base
-    for key, value in given.items():
+    for key, value in cast(Mapping[str, Any], given).items():
         if key == "target_hardware":
             continue
         if key not in parts:
@@ -91,7 +93,6 @@ def scheme_of(given: str | Mapping[str, Any] | None, field: str, base: Scheme = 
 
 
 _EXPECTED = "expected input_activations, weights or output_activations, each with num_bits and symmetric, or null"
-_STRATEGIES = {"channel": True, "tensor": False}
 
 
 def _numbers(given: Any, where: str, field: str, base: Numbers | None) -> Numbers | None:
@@ -100,17 +101,18 @@ def _numbers(given: Any, where: str, field: str, base: Numbers | None) -> Number
     if not isinstance(given, Mapping):
         raise ModifierError(f"{where}: expected a mapping with num_bits and symmetric, or null, found {given!r}", field)
     numbers = base or Numbers()
-    for key, value in cast(Mapping[str, Any], given).items():
+    entries = cast(Mapping[str, Any], given)
+    for key, value in entries.items():
         match key:
-            case "num_bits" if isinstance(value, int) and value in BITS:
-                numbers = replace(numbers, bits=value, reduced=numbers.reduced and value == 8)
+            case "num_bits" if type(value) is int and value in BITS:
+                numbers = replace(numbers, bits=value)
             case "symmetric" if isinstance(value, bool):
                 # Weights are symmetric always: zeros stay zeros and batch norm can be folded without loss.
                 numbers = replace(numbers, symmetric=value or where.endswith("weights"))
             case "reduce_range" if isinstance(value, bool):
                 numbers = replace(numbers, reduced=value)
-            case "strategy" if value in _STRATEGIES:
-                numbers = replace(numbers, by_channel=_STRATEGIES[value])
+            case "strategy" if value in ("channel", "tensor"):
+                numbers = replace(numbers, by_channel=value == "channel")
             case "kwargs" | "dtype":
                 continue
             case "num_bits":
@@ -122,4 +124,8 @@ def _numbers(given: Any, where: str, field: str, base: Numbers | None) -> Number
             case _:
                 known = ("num_bits", "symmetric", "strategy", "reduce_range")
                 raise ModifierError(f"{where}: unknown key '{key}'{nearest(key, known) or ''}", field)
+    if "reduce_range" not in entries:
+        numbers = replace(numbers, reduced=numbers.reduced and numbers.bits == 8)
+    if numbers.bounds[1] < 1:
+        raise ModifierError(f"{where}: reduce_range: {numbers.bits} bits cannot be reduced; drop it", field)
     return numbers

@@ -79,12 +79,14 @@ def reordered(value: Any, permutation: Permutation, module: nn.Module) -> Any:
     if not isinstance(value, Mapping):
         return value
     entries = cast(Mapping[str, Any], value)
-    return {
+    moved = {
         key: _in_order_of(key, item, permutation, tuple(get_parameter(module, key).shape))
         if key in permutation.moves
         else reordered(item, permutation, module)
         for key, item in entries.items()
     }
+    # Whoever holds what has not changed goes on to hold it.
+    return entries if all(moved[key] is item for key, item in entries.items()) else moved
 
 
 def _in_order_of(name: str, value: Any, permutation: Permutation, shape: tuple[int, ...]) -> Any:

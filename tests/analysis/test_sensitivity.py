@@ -1,0 +1,208 @@
+"""How far pruning one layer moves the outputs, and shares that follow from it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gossamer.analysis.sensitivity import Curve, allocate, sensitivity
+from gossamer.errors import GossamerError, SparsityError
+from gossamer.sparse import NM, Block, Filter
+
+IMAGES = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(128, 5)
+    )
+
+
+def test_the_distance_is_that_of_the_outputs_relative_to_their_length() -> None:
+    model = network()
+    curve = sensitivity(model, [IMAGES], [0.5, 0.9])["5.weight"]
+    model.eval()
+    whole, weight = model(IMAGES).detach(), model[5].weight
+    for sparsity, moved in zip(curve.sparsities, curve.moved, strict=True):
+        pruned = weight.detach().clone()
+        pruned.view(-1)[weight.abs().flatten().argsort()[: round(640 * sparsity)]] = 0
+        with torch.no_grad():
+            found = nn.functional.linear(model[:5](IMAGES), pruned, model[5].bias)
+        assert moved == pytest.approx(float((found - whole).norm() / whole.norm()), rel=1e-5)
+
+
+def test_the_mean_is_over_the_batches_that_are_looked_at() -> None:
+    model = network()
+    one, two, three = IMAGES[:2], IMAGES[2:], IMAGES[:1] * 100
+    both = sensitivity(model, [one, two, three], [0.5], batches=2)["0.weight"].moved[0]
+    alone = [sensitivity(model, [batch], [0.5])["0.weight"].moved[0] for batch in (one, two)]
+    assert both == pytest.approx(sum(alone) / 2)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [IMAGES, (IMAGES, torch.zeros(4)), [IMAGES, torch.zeros(4)], ((IMAGES,), torch.zeros(4)), {"input": IMAGES}],
+    ids=["inputs", "pair", "list", "arguments", "keywords"],
+)
+def test_batches_come_in_several_forms(batch: Any) -> None:
+    expected = sensitivity(network(), [IMAGES], [0.5])
+    assert sensitivity(network(), iter([batch]), [0.5]) == expected
+
+
+@dataclass
+class Answer:
+    logits: Tensor
+    loss: Tensor
+    step: int = 3
+
+
+class Wrapped(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = network(), kind
+
+    def forward(self, x: Tensor) -> Any:
+        found = self.inner(x)
+        forms: dict[str, Any] = {
+            "tuple": (found, found.argmax(dim=1)),
+            "dict": {"logits": found, "loss": found.sum(), "names": "abc"},
+            "list": [found.sum(), [found]],
+            "dataclass": Answer(found, found.sum()),
+        }
+        return forms[self.kind]
+
+
+@pytest.mark.parametrize("kind", ["tuple", "dict", "list", "dataclass"])
+def test_outputs_come_in_several_forms(kind: str) -> None:
+    expected = sensitivity(network(), [IMAGES], [0.5])["0.weight"].moved
+    assert sensitivity(Wrapped(kind), [IMAGES], [0.5])["inner.0.weight"].moved == expected
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = network()
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    sensitivity(model, [IMAGES], [0.5, 0.9])
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.random.get_rng_state(), states[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
+
+
+def test_the_weights_come_back_when_the_model_fails_half_way() -> None:
+    class Fails(nn.Sequential):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Fails.calls += 1
+            if Fails.calls == 3:
+                raise KeyboardInterrupt
+            return super().forward(x)
+
+    model = Fails(*network())
+    before = model[0].weight.detach().clone()
+    with pytest.raises(KeyboardInterrupt):
+        sensitivity(model, [IMAGES], [0.5, 0.9])
+    assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize(("pattern", "units"), [(Block(1, 4), 64), (Filter(), 8), (NM(2, 4), 256)])
+def test_layers_are_pruned_in_the_pattern(pattern: Any, units: int) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.ReLU(), nn.ConvTranspose2d(8, 8, 2))
+    seen: list[Tensor] = []
+    # What a hook of the model keeps would be taken back; this one is not the model's.
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda layer, inputs, output: seen.append(layer.weight.detach().clone()) if layer is model[2] else None
+    )
+    curve = sensitivity(model, [torch.randn(1, 4, 3, 3)], [0.5], ["2.weight"], pattern)["2.weight"]
+    handle.remove()
+    assert curve.units == units
+    assert pattern.violations(seen[1].transpose(0, 1)) == 0
+    assert int((seen[1] == 0).sum()) == 128
+
+
+def test_numbers_that_overflow_count_as_infinitely_far() -> None:
+    class Inverse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 1 / self.layer(x)
+
+    curve = sensitivity(Inverse(), [torch.ones(1, 2)], [0.5, 1.0])["layer.weight"]
+    assert curve.moved[1] == float("inf")
+    assert curve.within(1e9) < 1.0
+
+
+@pytest.mark.parametrize("sparsities", [[], [0.0], [1.5], [0.5, float("nan")]])
+def test_sparsities_that_are_none_are_refused(sparsities: list[float]) -> None:
+    with pytest.raises(SparsityError, match="expected sparsities above 0 and up to 1"):
+        sensitivity(network(), [IMAGES], sparsities)
+
+
+def test_a_model_that_returns_nothing_to_compare_is_told() -> None:
+    class Silent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).argmax(dim=1)
+
+    with pytest.raises(GossamerError, match="returns no tensor of floating point"):
+        sensitivity(Silent(), [torch.ones(1, 2)], [0.5])
+
+
+def test_between_measurements_the_curve_is_straight() -> None:
+    curve = Curve("a", 100, (0.5, 0.9), (0.1, 0.5))
+    assert [curve.at(s) for s in (0.0, 0.25, 0.5, 0.7, 0.9, 1.0)] == pytest.approx([0, 0.05, 0.1, 0.3, 0.5, 0.5])
+    assert [curve.within(d) for d in (0.0, 0.05, 0.1, 0.3, 0.5, 9.0)] == pytest.approx([0, 0.25, 0.5, 0.7, 0.9, 0.9])
+
+
+curves = st.lists(
+    st.tuples(
+        st.integers(1, 2000),
+        st.lists(st.floats(0, 3), min_size=3, max_size=3).map(sorted),
+        st.floats(0.0, 1.0),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(curves, st.floats(0, 1))
+def test_shares_add_up_exactly_and_respect_the_bounds(layers: list[Any], sparsity: float) -> None:
+    found = {str(i): Curve(str(i), units, (0.5, 0.8, 0.95), tuple(moved)) for i, (units, moved, _) in enumerate(layers)}
+    caps = {str(i): cap for i, (_, _, cap) in enumerate(layers) if i % 2}
+    most = {name: int(min(0.95, caps.get(name, 1.0)) * curve.units + 1e-9) for name, curve in found.items()}
+    total = sum(curve.units for curve in found.values())
+    if round(total * sparsity) > sum(most.values()):
+        with pytest.raises(SparsityError, match="out of reach"):
+            allocate(found, sparsity, caps)
+        return
+    shares, _ = allocate(found, sparsity, caps)
+    counts = {name: round(share * found[name].units) for name, share in shares.items()}
+    assert sum(counts.values()) == round(total * sparsity)
+    assert all(0 <= counts[name] <= most[name] for name in counts)
+
+
+def test_a_layer_that_moves_the_outputs_more_gives_less() -> None:
+    found = {
+        "robust": Curve("robust", 1000, (0.5, 0.9), (0.01, 0.1)),
+        "fragile": Curve("fragile", 1000, (0.5, 0.9), (0.1, 1.0)),
+    }
+    shares, distance = allocate(found, 0.6)
+    assert shares["robust"] > 0.6 > shares["fragile"]
+    assert found["robust"].at(shares["robust"]) == pytest.approx(distance, rel=0.02)
+    assert found["fragile"].at(shares["fragile"]) == pytest.approx(distance, rel=0.02)

@@ -1,0 +1,330 @@
+"""`initialize` in a training script: what it returns, what it notices, and what it refuses before touching anything."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gossamer as sparsify
+from gossamer import GossamerError, Manager
+from tests.loops import STEPS_PER_EPOCH, loss_at, network, sgd, train, zeros
+
+FOUR = {"num_epochs": 4}
+
+
+def start(model: nn.Module, optimizer: Any = None, **words: Any) -> tuple[Manager, Any]:
+    words = {"recipe_variables": FOUR, **words}
+    return sparsify.create.initialize(model, optimizer or sgd(model), STEPS_PER_EPOCH, **words)
+
+
+def test_import_as_sparsify_is_enough() -> None:
+    code = "import gossamer as s; print(s.create.initialize.__name__, s.create.schemas.RecipeVariables.__name__)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["initialize", "RecipeVariables"]
+
+
+def test_import_gossamer_stays_cheap() -> None:
+    code = "import sys, gossamer; print('torch' in sys.modules, 'gossamer.create' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False", "False"]
+
+
+def test_the_recipe_can_be_saved_and_used_later(tmp_path: Any) -> None:
+    model = network()
+    manager, optimizer = start(model, quantization=False)
+    manager.save(tmp_path / "recipe.yaml")
+    assert str(manager) == manager.recipe == (tmp_path / "recipe.yaml").read_text()
+    train(model, optimizer, range(4 * STEPS_PER_EPOCH))
+    again = network()
+    other = Manager(tmp_path / "recipe.yaml")
+    train(again, other.modify(again, sgd(again), STEPS_PER_EPOCH), range(4 * STEPS_PER_EPOCH))
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_each_variable_takes_effect() -> None:
+    variables = {
+        "num_epochs": 6,
+        "init_lr": 0.02,
+        "final_lr": 0.002,
+        "target": "vnni",
+        "sparsity": 0.6,
+        "mask_type": "block4",
+        "global_sparsity": False,
+        "hardness": 0.9,
+        "temperature": 3.0,
+    }
+    model = network()
+    manager, optimizer = start(model, distillation=True, recipe_variables=variables)
+    (distillation,) = manager.distillation_modifiers
+    (pruning,) = manager.pruning_modifiers
+    (quantization,) = manager.quantization_modifiers
+    assert manager.max_epochs == 6
+    assert optimizer.param_groups[0]["lr"] == 0.02
+    assert (distillation.hardness, distillation.temperature) == (0.9, 3.0)
+    assert (pruning.mask_type, pruning.global_sparsity, quantization.scheme) == ("block4", False, "vnni")
+    train(model, optimizer, range(6 * STEPS_PER_EPOCH))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.002)
+    assert zeros(model[3].weight) == round(576 / 4 * 0.6) * 4
+
+
+# Zeros that are there already
+
+
+def half_sparse() -> nn.Sequential:
+    model = network()
+    with torch.no_grad():
+        model[3].weight[:, ::2] = 0
+    return model
+
+
+@pytest.mark.parametrize(("pruning", "held"), [(False, True), (None, False), ("transfer", True)])
+@pytest.mark.filterwarnings("ignore")
+def test_false_holds_the_zeros_of_a_sparse_model_under_quantization_and_none_does_not(pruning: Any, held: bool) -> None:
+    model = half_sparse()
+    manager, optimizer = start(model, pruning=pruning)
+    train(model, optimizer, range(4 * STEPS_PER_EPOCH))
+    assert bool((model[3].weight[:, ::2] == 0).all()) == held
+    assert bool(manager.pruning_modifiers) == held
+
+
+def test_without_quantization_false_is_no_pruning() -> None:
+    manager, _ = start(half_sparse(), pruning=False, quantization=False)
+    assert manager.pruning_modifiers == []
+
+
+def test_a_dense_model_has_no_zeros_to_hold_and_false_adds_nothing() -> None:
+    manager, _ = start(network(), pruning=False)
+    assert manager.pruning_modifiers == []
+
+
+def test_a_layer_that_is_all_zero_is_yet_to_learn_and_is_not_held() -> None:
+    model = half_sparse()
+    nn.init.zeros_(model[7].weight)
+    _, optimizer = start(model, pruning="constant", quantization=False)
+    train(model, optimizer, range(STEPS_PER_EPOCH))
+    assert zeros(model[7].weight) == 0
+    assert bool((model[3].weight[:, ::2] == 0).all())
+
+
+def test_pruning_a_model_that_is_sparse_already_begins_where_it_is() -> None:
+    model = half_sparse()
+    manager, _ = start(model, quantization=False)
+    (pruning,) = manager.pruning_modifiers
+    assert pruning.init_sparsity == "__FROM_PARAM__"
+    assert zeros(model[3].weight) == 288
+
+
+# Learning-rate schedulers of the user's
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    told = [record.getMessage() for record in caplog.records]
+    return [message for message in told if "the recipe sets the learning rate itself" in message]
+
+
+def test_a_scheduler_of_torch_that_is_still_attached_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        start(model, optimizer, quantization=False)
+        for step in range(6):
+            train(model, optimizer, range(step, step + 1))
+            scheduler.step()
+    assert len(warnings_of(caplog)) == 1
+    assert "StepLR" in warnings_of(caplog)[0]
+
+
+def test_a_scheduler_that_is_gone_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    optimizer = sgd(model)
+    torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        start(model, optimizer, quantization=False)
+        train(model, optimizer, range(6))
+    assert warnings_of(caplog) == []
+
+
+def test_anyone_else_who_changes_the_rate_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    _, optimizer = start(model, quantization=False)
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        for step in range(4):
+            train(model, optimizer, range(step, step + 1))
+            optimizer.param_groups[0]["lr"] = 0.5
+    assert len(warnings_of(caplog)) == 1
+    assert "at step 1" in warnings_of(caplog)[0]
+
+
+@pytest.mark.parametrize("lr", ["linear", "cosine", "cyclic_linear", "constant", "stepped", "exponential", False])
+def test_no_false_alarm_without_a_scheduler(lr: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    optimizer = sgd(model)
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        manager, _ = start(model, optimizer, lr=lr, quantization=False)
+        train(model, optimizer, range(4 * STEPS_PER_EPOCH))
+        manager.finalize()
+        optimizer.param_groups[0]["lr"] = 0.5
+        train(model, optimizer, range(2))
+    assert warnings_of(caplog) == []
+
+
+def test_no_false_alarm_when_a_scaler_skips_steps(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    optimizer = sgd(model)
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        manager, scaler = start(model, optimizer, quantization=False, scaler=torch.amp.GradScaler("cpu"))
+        for step in range(8):
+            optimizer.zero_grad()
+            scaler.scale(loss_at(model, step)).backward()
+            if step in (2, 3):
+                model[0].weight.grad.fill_(float("inf"))
+            scaler.step(optimizer)
+            scaler.update()
+    assert manager.step == 8
+    assert warnings_of(caplog) == []
+
+
+def test_with_lr_false_a_scheduler_is_welcome(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        start(model, optimizer, lr=False, quantization=False)
+        for step in range(3):
+            train(model, optimizer, range(step, step + 1))
+            scheduler.step()
+    assert caplog.records == []
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 8)
+
+
+def test_groups_with_rates_of_their_own_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[3].parameters(), "lr": 0.01}]
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        start(model, torch.optim.SGD(groups), quantization=False)
+    assert any("groups have different learning rates" in record.getMessage() for record in caplog.records)
+
+
+# Several forms of a model
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.optim.swa_utils.AveragedModel])
+def test_names_in_the_recipe_are_the_models_own_whatever_is_around_it(wrap: Any) -> None:
+    inner = network()
+    text = sparsify.create.recipe_for(wrap(inner), quantization=False).text
+    assert text == sparsify.create.recipe_for(inner, quantization=False).text
+
+
+def test_two_models_in_one_process_do_not_disturb_each_other() -> None:
+    first, second = network(), network()
+    one, first_optimizer = start(first, quantization=False)
+    two, second_optimizer = start(second, quantization=False, recipe_variables={**FOUR, "sparsity": 0.5})
+    train(first, first_optimizer, range(4 * STEPS_PER_EPOCH))
+    assert (one.step, two.step) == (16, 0)
+    train(second, second_optimizer, range(4 * STEPS_PER_EPOCH))
+    assert (zeros(first[3].weight), zeros(second[3].weight)) == (round(576 * 0.8), 288)
+
+
+# Refused before anything is touched
+
+
+def refused(told: str, model: nn.Module | None = None, **words: Any) -> None:
+    model = model or network()
+    optimizer = words.pop("optimizer", None) or sgd(model)
+    steps = words.pop("steps_per_epoch", STEPS_PER_EPOCH)
+    before, groups = copy.deepcopy(model.state_dict()), None
+    if isinstance(optimizer, torch.optim.Optimizer):
+        groups = [dict(group, params=None) for group in optimizer.param_groups]
+    with pytest.raises(GossamerError) as error:
+        sparsify.create.initialize(model, optimizer, steps, **words)
+    assert told in str(error.value), error.value
+    assert len(str(error.value).splitlines()) == 1
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    if groups is not None:
+        assert [dict(group, params=None) for group in optimizer.param_groups] == groups
+
+
+@pytest.mark.parametrize("steps", [0, -1, float("nan"), float("inf"), "10", True, None])
+def test_steps_per_epoch_must_be_a_positive_number(steps: Any) -> None:
+    refused("steps_per_epoch: expected the number of optimizer steps in an epoch", steps_per_epoch=steps)
+
+
+def test_an_optimizer_that_is_none_is_refused() -> None:
+    refused("optimizer: expected a torch.optim.Optimizer, found Linear", optimizer=nn.Linear(2, 2))
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    refused("the optimizer holds none of the model's parameters", optimizer=sgd(network()))
+
+
+def test_a_model_that_is_none_is_refused() -> None:
+    with pytest.raises(GossamerError, match=r"model: expected a torch\.nn\.Module, found str"):
+        sparsify.create.initialize("resnet18", sgd(network()), 4)
+
+
+def test_a_scaler_that_is_none_is_refused() -> None:
+    refused("scaler: expected a torch.amp.GradScaler, found str", scaler="fp16")
+
+
+def test_a_teacher_without_distillation_is_refused() -> None:
+    refused("distillation_teacher is given and distillation is off", distillation_teacher=network())
+
+
+def test_obs_without_a_sampler_is_refused() -> None:
+    refused("pruning='obs' needs gradients of single batches; pass grad_sampler=", pruning="obs")
+
+
+def test_a_scheduler_beside_a_recipe_that_sets_the_rate_is_refused() -> None:
+    model = network()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    told = "lr_scheduler is given, and the recipe sets the learning rate (lr='linear')"
+    refused(told, model, optimizer=optimizer, pruning="levels", lr_scheduler=scheduler)
+
+
+@pytest.mark.parametrize("data", [torch.zeros(8, 4, 8, 8), "folder", 3])
+def test_data_must_be_batches(data: Any) -> None:
+    refused("data: expected batches, as a data loader yields them", data=data)
+
+
+def test_data_without_a_batch_is_refused() -> None:
+    refused("data: expected at least one batch, found none", data=[])
+
+
+def test_data_on_which_the_model_does_not_run_is_refused_in_one_sentence() -> None:
+    refused("data: the model does not run on a batch of it (RuntimeError:", data=[torch.zeros(8, 3, 8, 8)])
+
+
+def test_accumulation_steps_must_be_a_positive_number() -> None:
+    refused("accumulation_steps: expected the number of batches in a step", accumulation_steps=0)
+
+
+def test_mixed_precision_with_quantization_from_the_first_step_on_is_refused() -> None:
+    words = {"recipe_variables": {"num_epochs": 0.1}, "scaler": torch.amp.GradScaler("cpu")}
+    refused("mixed precision would never be in use; drop the scaler, or start quantization later", **words)
+
+
+def test_data_that_has_no_say_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        start(network(), quantization=False, recipe_variables={"mask_type": "2:4"}, data=[torch.zeros(2, 4, 8, 8)])
+    assert any("data has no effect" in record.getMessage() for record in caplog.records)
+
+
+def test_progress_is_told_while_layers_are_measured() -> None:
+    told: list[tuple[str, float]] = []
+    start(
+        network(),
+        quantization=False,
+        data=[torch.randn(4, 4, 8, 8)],
+        progress=lambda name, share: told.append((name, share)),
+    )
+    assert [name for name, _ in told] == ["0.weight", "3.weight", "7.weight", ""]
+    assert told[-1][1] == 1.0
