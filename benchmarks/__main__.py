@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks.allocation_accuracy import allocation_accuracy
+from benchmarks.create_accuracy import create_accuracy
 from benchmarks.import_time import import_time
 from benchmarks.mask_size import mask_size
 from benchmarks.mask_update import mask_update, mask_update_of_patterns
@@ -47,6 +48,7 @@ ON_DATA: dict[str, Callable[[Watch, Path | None], Iterable[Row]]] = {
     "2of4-accuracy": two_of_four_accuracy,
     "allocation-accuracy": allocation_accuracy,
     "methods-accuracy": methods_accuracy,
+    "create-accuracy": create_accuracy,
 }
 """Long ones that need a dataset."""
 COLOURS = {"met": "green", "accepted": "yellow", "missed": "red"}

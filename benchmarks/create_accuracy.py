@@ -16,7 +16,10 @@ from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import numpy as np
+import onnx
+import onnxruntime
 import torch
+from onnx import numpy_helper
 from torch import nn
 
 from benchmarks.fashion_mnist import EPOCHS, SEEDS, Split, accuracy, dense_network, load, sgd, steps_per_epoch, train
@@ -117,8 +120,6 @@ def _rows(results: Sequence[Result]) -> Iterator[Row]:
 
 
 def _accuracy_of(path: Path, data: Split) -> float:
-    import onnxruntime
-
     session = cast(Any, onnxruntime).InferenceSession(str(path), providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
     hits = 0
@@ -129,9 +130,6 @@ def _accuracy_of(path: Path, data: Split) -> float:
 
 
 def _integer_zeros(path: Path) -> int:
-    import onnx
-    from onnx import numpy_helper
-
     weights = [numpy_helper.to_array(tensor) for tensor in onnx.load(str(path)).graph.initializer]
     return sum(int((weight == 0).sum()) for weight in weights if weight.dtype == np.int8 and weight.ndim > 1)
 

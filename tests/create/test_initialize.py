@@ -121,6 +121,14 @@ def test_pruning_a_model_that_is_sparse_already_begins_where_it_is() -> None:
     assert zeros(model[3].weight) == 288
 
 
+def test_a_model_with_more_zeros_than_asked_for_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        start(half_sparse(), quantization=False, recipe_variables={"sparsity": 0.3})
+    assert [record.getMessage() for record in caplog.records] == [
+        "the model has 50 % of zeros already and will have 30 %; pruning='constant' keeps them all"
+    ]
+
+
 # Learning-rate schedulers of the user's
 
 
@@ -213,10 +221,29 @@ def test_groups_with_rates_of_their_own_are_told(caplog: pytest.LogCaptureFixtur
     assert any("groups have different learning rates" in record.getMessage() for record in caplog.records)
 
 
+# Mixed precision
+
+
+def test_autocast_may_stay_on_when_quantization_starts() -> None:
+    model = network()
+    optimizer = sgd(model)
+    manager, scaler = start(model, optimizer, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**8))
+    for step in range(4 * STEPS_PER_EPOCH):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_at(model, step)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert bool(loss.isfinite())
+    assert manager.qat_active(manager.epoch)
+    assert zeros(model[3].weight) == round(576 * 0.8)
+
+
 # Several forms of a model
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.optim.swa_utils.AveragedModel])
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.optim.swa_utils.AveragedModel, torch.compile])
 def test_names_in_the_recipe_are_the_models_own_whatever_is_around_it(wrap: Any) -> None:
     inner = network()
     text = sparsify.create.recipe_for(wrap(inner), quantization=False).text

@@ -83,6 +83,40 @@ def test_every_head_and_every_first_convolution_counts() -> None:
     assert found.last == {"boxes.weight", "classes.weight"}
 
 
+def test_a_detector_whose_path_depends_on_values_shows_its_heads_before_that() -> None:
+    class Detector(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.boxes = nn.Conv2d(16, 4, 1)
+            self.body, self.classes = nn.Conv2d(3, 16, 3), nn.Conv2d(16, 2, 1)
+            self.last = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.body(x)
+            boxes, scores = self.boxes(x), self.classes(x).softmax(dim=1)
+            found = boxes.permute(0, 2, 3, 1)[scores[:, 0] > 0.5]
+            return self.last(found)
+
+    found = ends(Detector())
+    assert found.first == {"body.weight"}
+    assert found.last == {"boxes.weight", "classes.weight", "last.weight"}
+
+
+def test_a_head_that_shares_its_weight_with_an_embedding_stays_dense() -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.body, self.head = nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 50, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.body(self.words(x)).relu())
+
+    found = looked(Words())
+    assert [name for name, layer in found.items() if layer.takes_part] == ["body.weight"]
+    assert found["words.weight"].why.startswith("shared with an embedding")
+
+
 def test_looking_leaves_no_trace() -> None:
     @functools.cache
     def positions(count: int) -> Tensor:

@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from gossamer import GossamerError, Manager
-from gossamer.modifiers.learners import divergence, divergence_gradient
-from gossamer.modifiers.outputs import replaced, tensors
+from gossamer.modifiers.distillation.learners import divergence, divergence_gradient
+from gossamer.modifiers.distillation.outputs import replaced, tensors
 
 RECIPE = "modifiers: [!DistillationModifier {{hardness: {}, temperature: {}{}}}]"
 

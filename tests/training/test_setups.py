@@ -371,10 +371,6 @@ def test_phases_say_what_a_run_does_when() -> None:
     assert (manager.qat_active(2.9), manager.qat_active(3)) == (False, True)
     assert [type(m).__name__ for m in manager.iter_modifiers()] == ["GMPruningModifier", "QuantizationModifier"]
     assert min(m.start_epoch for m in manager.quantization_modifiers) == 3
-    with pytest.raises(
-        GossamerError, match="QuantizationModifier cannot run yet: quantization-aware training comes with"
-    ):
-        manager.modify(model := network(), sgd(model), 4)
 
 
 def test_a_modifier_that_starts_where_another_ends_sees_its_zeros() -> None:

@@ -125,7 +125,7 @@ def create(
                 progress.update(task, completed=share, description=f"measuring {escape(layer)}".strip())
 
             made = design(network, choices, batches, progress=show)
-    told = [_as_options(sentence) for sentence in choices.without_effect]
+    told = [*(_as_options(sentence) for sentence in choices.without_effect), *made.warnings]
     if batches is not None and weights is None and ":" not in model:
         told.append(f"{model} was measured with the weights it is initialised with; --weights gives it trained ones")
     if output is not None:

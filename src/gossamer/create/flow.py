@@ -8,20 +8,19 @@ which its layers are defined has to do.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer.graph import owner_of, prunable, unwrap
 from gossamer.graph.inputs import as_arguments, guesses
-from gossamer.graph.tensors import tensors_in
 from gossamer.graph.undisturbed import forget, quietly, undisturbed
 
 _ENTRIES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
@@ -35,7 +34,7 @@ class Ends:
     first: frozenset[str]
     """Of convolutions that read the network's input, or of the first one that runs."""
     last: frozenset[str]
-    """Of layers whose output the network returns, or of the last one that runs."""
+    """Of layers whose output no other layer reads."""
 
 
 def ends(model: nn.Module, example_inputs: Any = None) -> Ends:
@@ -46,16 +45,17 @@ def ends(model: nn.Module, example_inputs: Any = None) -> Ends:
     (['0.weight'], ['2.weight'])
     """
     module = unwrap(model)
+    names = prunable(module)
     with quietly():
         for inputs in _tried(module, example_inputs):
-            found, made = None, _Made()
+            trace, whole = _Trace(), False
             with suppress(Exception):  # any model, any reason: there is another way
-                found = _run(module, inputs, made)
-            if left := made.left():
+                whole = _run(module, inputs, trace)
+            found = trace.ends(module, names, whole) if whole or trace.by_values else None
+            if left := trace.left():
                 forget(left)
             if found is not None:
                 return found
-    names = prunable(module)
     convolutions = [name for name in names if isinstance(owner_of(module, name), _CONVOLUTIONS)]
     return Ends(frozenset(convolutions[:1]), frozenset(names[-1:]))
 
@@ -65,67 +65,105 @@ def _tried(module: nn.Module, example_inputs: Any) -> Iterator[Any]:
         yield example_inputs
         return
     yield from guesses(module)
-    # The layer that is defined first need not be the one that runs first.
-    found = {type(layer): layer for layer in reversed(list(module.modules())) if isinstance(layer, _ENTRIES)}
-    for layer in found.values():
+    # The layer that is defined first need not be the one that runs first; the one of fewest channels may be.
+    layers = sorted(
+        (layer for layer in module.modules() if isinstance(layer, _ENTRIES)),
+        key=lambda layer: getattr(layer, "in_channels", 0),
+    )
+    for layer in {type(layer): layer for layer in reversed(layers)}.values():
         yield from guesses(nn.Sequential(layer))
 
 
-class _Made(TorchDispatchMode):
-    """Knows every tensor that a run makes, without keeping it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[weakref.ref[Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.made += [weakref.ref(tensor) for tensor in tensors_in(result)]
-        return result
-
-    def left(self) -> list[Tensor]:
-        """What the model has kept of the run outside itself, such as in the cache of a function."""
-        return [tensor for made in self.made if (tensor := made()) is not None]
-
-
-def _run(module: nn.Module, inputs: Any, made: _Made) -> Ends | None:
-    """One forward pass on tensors without values; None when no layer of ours runs in it."""
+def _run(module: nn.Module, inputs: Any, trace: _Trace) -> bool:
+    """One forward pass on tensors without values; whether it came to its end."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def without_values(value: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda tensor: fake.from_tensor(tensor.detach()), value)
 
-    weights: dict[nn.Module, list[str]] = {}
-    for name in prunable(module):
-        weights.setdefault(owner_of(module, name), []).append(name)
-    calls: list[tuple[nn.Module, list[Tensor], list[Tensor]]] = []
-
-    def note(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        calls.append((layer, _tensors((args, kwargs)), _tensors(output)))
-
     state = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    layers = {owner_of(module, name) for name in prunable(module)}
     with ExitStack() as stack:
         stack.enter_context(undisturbed(module))
         module.eval()
-        for layer in weights:
-            handle = layer.register_forward_hook(note, with_kwargs=True)
-            stack.callback(handle.remove)
+        for layer in layers:
+            stack.callback(layer.register_forward_pre_hook(trace.enter, with_kwargs=True).remove)
+            stack.callback(layer.register_forward_hook(trace.leave).remove)
         args, kwargs = without_values(as_arguments(inputs))
-        with torch.no_grad(), fake, made:
-            output = torch.func.functional_call(module, without_values(state), args, kwargs)
-    if not calls:
-        return None
-    entering = {id(tensor) for tensor in _tensors((args, kwargs))}
-    leaving = {id(tensor) for tensor in _tensors(output)}
-    convolutions = [call for call in calls if isinstance(call[0], _CONVOLUTIONS)]
-    first = {layer for layer, read, _ in convolutions if any(id(tensor) in entering for tensor in read)}
-    last = {layer for layer, _, written in calls if any(id(tensor) in leaving for tensor in written)}
-    first |= {convolutions[0][0]} if convolutions and not first else set()
-    last |= set() if last else {calls[-1][0]}
-    return Ends(
-        frozenset(name for layer in first for name in weights[layer]),
-        frozenset(name for layer in last for name in weights[layer]),
-    )
+        with torch.no_grad(), fake, trace:
+            try:
+                torch.func.functional_call(module, without_values(state), args, kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                trace.by_values = True
+                return False
+    return True
+
+
+class _Trace(TorchDispatchMode):
+    """Which layers run, and which of them each tensor comes from, as bits of a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_values = False
+        """Whether the path of the model depends on values, which are not there."""
+        self._bits: dict[nn.Module, int] = {}
+        self._reading: dict[nn.Module, int] = {}
+        """What the inputs of each layer come from."""
+        self._origin: dict[int, int] = {}
+        self._tensors: list[Tensor] = []
+        """Kept while the run lasts, so that no two have the same id."""
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._note(result, self._from((args, kwargs)))
+        return result
+
+    def enter(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        self._bits.setdefault(layer, 1 << len(self._bits))
+        self._reading[layer] = self._reading.get(layer, 0) | self._from((args, kwargs))
+
+    def leave(self, layer: nn.Module, args: Any, output: Any) -> None:
+        self._note(output, self._bits[layer])
+
+    def ends(self, module: nn.Module, names: list[str], whole: bool) -> Ends | None:
+        """What the run has shown; None when no layer ran. A run that broke off says nothing of what comes last."""
+        weights: dict[nn.Module, list[str]] = {}
+        for name in names:
+            weights.setdefault(owner_of(module, name), []).append(name)
+        if not self._bits:
+            return None
+        convolutions = [layer for layer in self._bits if isinstance(layer, _CONVOLUTIONS)]
+        first = [layer for layer in convolutions if not self._reading[layer]] or convolutions[:1]
+        last = [layer for layer in self._bits if not self._is_read(layer)] or list(self._bits)[-1:]
+        found = Ends(_named(weights, first), _named(weights, last))
+        return found if whole else Ends(found.first, found.last | frozenset(names[-1:]))
+
+    def left(self) -> list[Tensor]:
+        """What the model has kept of the run outside itself, such as in the cache of a function."""
+        self._tensors.clear()
+        return [tensor for made in self._made if (tensor := made()) is not None]
+
+    def _is_read(self, layer: nn.Module) -> bool:
+        """Whether another layer reads what comes from this one."""
+        return any(bits & self._bits[layer] for other, bits in self._reading.items() if other is not layer)
+
+    def _from(self, value: Any) -> int:
+        origin = 0
+        for tensor in _tensors(value):
+            origin |= self._origin.get(id(tensor), 0)
+        return origin
+
+    def _note(self, value: Any, origin: int) -> None:
+        for tensor in _tensors(value):
+            if id(tensor) not in self._origin:
+                self._tensors.append(tensor)
+                self._made.append(weakref.ref(tensor))
+            self._origin[id(tensor)] = self._origin.get(id(tensor), 0) | origin
+
+
+def _named(weights: Mapping[nn.Module, list[str]], layers: Sequence[nn.Module]) -> frozenset[str]:
+    return frozenset(name for layer in layers for name in weights[layer])
 
 
 def _tensors(value: Any) -> list[Tensor]:

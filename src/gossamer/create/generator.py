@@ -37,6 +37,7 @@ class Design:
     phases: Phases
     layers: tuple[Layer, ...]
     """Every prunable layer, with what it gives and why; empty when nothing is pruned anew."""
+    warnings: tuple[str, ...] = ()
 
 
 def recipe_for(
@@ -81,6 +82,7 @@ def design(
     variables = [Variable("num_epochs", choices.variables.num_epochs)]
     rate_variables, rate_pieces = rates(choices, steps_per_epoch)
     layers: list[Layer] = []
+    warnings: list[str] = []
     pruning_pieces: list[Piece] = []
     pruning_variables: list[Variable] = []
     if choices.method is CONSTANT or choices.holds_zeros:
@@ -91,9 +93,10 @@ def design(
             example_inputs = first_inputs(batches, module)
         layers = look_at(module, choices, batches, example_inputs, progress)
         context = Context(choices, layers, module, times, steps_per_epoch)
+        warnings = _sparser(context)
         pruning_variables, pieces = pruning(context)
         first = pieces[0]
-        comments = [*_told(choices, layers, module), *first.comments]
+        comments = [*_told(choices, layers, module), *(f"Note: {told}." for told in warnings), *first.comments]
         pruning_pieces = [Piece(first.modifier, first.fields, comments, first.remarks), *pieces[1:]]
     target = [variable for variable in pruning_variables if variable.name == "sparsity"]
     variables += [*rate_variables, *target]
@@ -116,7 +119,7 @@ def design(
         "distillation_modifiers": _distillation(choices),
     }
     text = written(_head(module, choices, times, bool(pruning_pieces)), variables, sections)
-    return Design(load(text), choices, times, tuple(layers))
+    return Design(load(text), choices, times, tuple(layers), tuple(warnings))
 
 
 def _quantization(choices: Choices) -> list[Piece]:
@@ -173,6 +176,15 @@ def _holding(module: nn.Module, choices: Choices) -> list[Piece]:
 
 
 # Comments
+
+
+def _sparser(context: Context) -> list[str]:
+    """What to say of a model that has more zeros than it is to get."""
+    zeros, method = context.zeros, context.choices.method
+    if method is None or method.sharing == "own" or zeros <= context.choices.sparsity + 1e-3:
+        return []
+    asked = percent(context.choices.sparsity)
+    return [f"the model has {percent(zeros)} of zeros already and will have {asked}; pruning='constant' keeps them all"]
 
 
 def _head(module: nn.Module, choices: Choices, times: Phases, prunes: bool) -> list[str]:

@@ -81,6 +81,8 @@ def initialize(
     if choices.lr is not None and len(set(rates(optimizer))) > 1:
         logger.warning("the optimizer's groups have different learning rates, and the recipe sets one for all of them")
     made = design(model, choices, batches, example_inputs, float(steps_per_epoch), progress)
+    for sentence in made.warnings:
+        logger.warning("%s", sentence)
     manager = Manager(made.recipe if batches is None else _agreed(made.recipe))
     used = manager.modify(
         model,

@@ -19,7 +19,7 @@ from gossamer.analysis.sensitivity import Curve, Progress, allocate, sensitivity
 from gossamer.create.choices import Choices
 from gossamer.create.flow import Ends, ends
 from gossamer.errors import GossamerError, SparsityError
-from gossamer.graph import get_parameter, is_depthwise, is_transposed, prunable, unwrap
+from gossamer.graph import get_parameter, is_depthwise, is_transposed, owner_of, prunable, unwrap
 from gossamer.sparse import Block, Channel, Filter, Pattern, Unstructured, erdos_renyi, zero_count
 
 TINY = 1024
@@ -53,6 +53,8 @@ class Layer:
     units: int
     """Weights, blocks or filters: what the pattern takes away as one."""
     role: Role | None
+    fits: bool
+    """Whether pattern and method could prune it."""
     takes_part: bool
     sparsity: float | None
     """In the end; None when one threshold or the method itself decides."""
@@ -79,6 +81,8 @@ def look_at(
     found = _spared(module, [_layer(module, name, choices) for name in names], choices, ends(module, example_inputs))
     if choices.is_nm:
         return [replace(layer, sparsity=choices.sparsity) if layer.takes_part else layer for layer in found]
+    if method.name == "levels":
+        _refuse_empty(found, choices)
     if not choices.measures:
         return found
     if data is not None:
@@ -95,12 +99,15 @@ def _layer(module: nn.Module, name: str, choices: Choices) -> Layer:
         reason = _SPARED["depthwise"]
     elif reason is not None:
         reason = f"mask_type {choices.mask_type} does not fit: {reason}"
+    elif isinstance(owner_of(module, name), nn.Embedding):
+        reason = "shared with an embedding, of which each row is a word"
     elif method is not None and method.by_gradient and not weight.requires_grad:
         reason = f"frozen, and {method.name} ranks by gradients"
     units = _units(shape, choices.pattern) if reason is None else weight.numel()
     taken = "takes part" if reason is None else reason
     sparsity = None if reason is None else 0.0
-    return Layer(name, shape, weight.numel(), units, None, reason is None, sparsity, None, taken)
+    fits = reason is None
+    return Layer(name, shape, weight.numel(), units, None, fits, fits, sparsity, None, taken)
 
 
 def _units(shape: tuple[int, ...], pattern: Pattern) -> int:
@@ -178,6 +185,15 @@ def _by_size(layers: Sequence[Layer], choices: Choices) -> list[Layer]:
     return [_with_share(layer, shares.get(layer.name), why) for layer in layers]
 
 
+def _refuse_empty(layers: Sequence[Layer], choices: Choices) -> None:
+    """Raise when the shares that `levels` finds by itself could leave a layer without a unit."""
+    taking = [layer for layer in layers if layer.takes_part]
+    most = 1 - (1 - choices.sparsity) / KEPT_AT_LEAST
+    shares = erdos_renyi({layer.name: layer.shape for layer in taking}, choices.sparsity)
+    for layer in taking:
+        _with_share(layer, most if choices.global_sparsity else shares[layer.name], "")
+
+
 def _in_units(layer: Layer, choices: Choices) -> tuple[int, ...]:
     if not isinstance(choices.pattern, Block):
         return layer.shape
@@ -203,7 +219,7 @@ def _by_measure(
 
     What is spared without data is measured as well, and gives at most half of what is asked for.
     """
-    asked = [layer for layer in layers if layer.takes_part or (layer.role is not None and _fits(layer, choices))]
+    asked = [layer for layer in layers if layer.takes_part or (layer.role is not None and layer.fits)]
     density = 1 - choices.sparsity
     levels = [1 - density * factor for factor in (4, 2, 1, 1 / 2, 1 / KEPT_AT_LEAST) if density * factor < 1]
     curves = sensitivity(module, data, levels, [layer.name for layer in asked], choices.pattern, progress=progress)
@@ -245,11 +261,18 @@ def _judged(
     if not choices.global_sparsity:
         return _with_share(taking, shares[layer.name], told)
     most = min(curve.within(LEEWAY * distance), 1 - (1 - choices.sparsity) / KEPT_AT_LEAST, caps.get(layer.name, 1.0))
-    return replace(taking, bound=math.ceil(max(most, shares[layer.name]) * 100 - 1e-9) / 100)
+    return replace(taking, bound=_rounded_up(max(most, shares[layer.name])))
 
 
-def _fits(layer: Layer, choices: Choices) -> bool:
-    return choices.pattern.fits(layer.shape) is None
+def _rounded_up(share: float) -> float:
+    """The least share above it of which the density has two digits.
+
+    >>> _rounded_up(0.8312), _rounded_up(0.99917)
+    (0.84, 0.99917)
+    """
+    density = 1 - share
+    digits = 1 - math.floor(math.log10(density))
+    return round(1 - math.floor(density * 10**digits + 1e-9) / 10**digits, digits)
 
 
 def percent(share: float) -> str:

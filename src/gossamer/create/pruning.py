@@ -76,13 +76,13 @@ class Context:
         return {"mask_type": self.choices.mask_type}
 
     @property
-    def is_sparse(self) -> bool:
-        """Whether the layers that take part have more zeros already than the first update would make."""
+    def zeros(self) -> float:
+        """The share of zeros that the layers which take part have now."""
         weights = [get_parameter(self.model, layer.name).detach() for layer in self.taking]
         if any(weight.is_meta for weight in weights):
-            return False
+            return 0.0
         zeros = sum(weight.numel() - int(weight.count_nonzero()) for weight in weights)
-        return zeros > FIRST * sum(weight.numel() for weight in weights)
+        return zeros / max(sum(weight.numel() for weight in weights), 1)
 
 
 def pruning(context: Context) -> tuple[list[Variable], list[Piece]]:
@@ -171,7 +171,7 @@ def _gradual(context: Context) -> list[Piece]:
     final: object = shares(context) if own else "eval(sparsity)"
     first: object = FIRST if method.name != "movement" else 0.0
     remarks = _threshold_remarks(context)
-    if context.is_sparse:
+    if context.zeros > FIRST:
         first = "__FROM_PARAM__"
         remarks["init_sparsity"] = "the model has zeros already"
     elif own and method.name != "movement":

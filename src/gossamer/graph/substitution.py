@@ -7,14 +7,13 @@ tensor stands in its place.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gossamer.graph.compiling import compile_anew
 from gossamer.graph.parameters import first_names, get_module, unwrap
 
 Substitute = Callable[[nn.Module, Tensor], Tensor]
@@ -38,12 +37,6 @@ class Substitution:
             handle.remove()
         self._handles.clear()
         compile_anew()
-
-
-def compile_anew() -> None:
-    """What torch.compile has made takes no notice of hooks that come later; without it, it is made anew when called."""
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 def withdraw_all(module: nn.Module) -> None:

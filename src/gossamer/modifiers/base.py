@@ -21,7 +21,7 @@ from gossamer.errors import GossamerError, ModifierError, nearest
 from gossamer.graph import expects_every_gradient
 
 if TYPE_CHECKING:
-    from gossamer.modifiers.lessons import Lessons
+    from gossamer.modifiers.distillation.lessons import Lessons
 
 _NEWER = {"start": "start_epoch", "end": "end_epoch", "targets": "params"}
 

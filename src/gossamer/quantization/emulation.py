@@ -19,8 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.graph import named_modules, unwrap
-from gossamer.graph.substitution import compile_anew
-from gossamer.quantization.forward import Forward, uncompiled
+from gossamer.graph.compiling import compile_anew, uncompiled
+from gossamer.quantization.forward import Forward
 from gossamer.quantization.schemes import Scheme
 
 logger = logging.getLogger("gossamer")

@@ -6,13 +6,14 @@ import threading
 import types as python_types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from gossamer.graph.compiling import uncompiled
 from gossamer.quantization.placement import CONVOLUTIONS, IN_PLACE, ROLES, TRANSPOSED
 from gossamer.quantization.rounding import Rounding, is_activation
 from gossamer.quantization.schemes import Numbers, Scheme
@@ -20,7 +21,6 @@ from gossamer.quantization.schemes import Numbers, Scheme
 if TYPE_CHECKING:
     from gossamer.quantization.emulation import Emulation
 
-F = TypeVar("F", bound=Callable[..., Any])
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Keywords = dict[str, Any]
@@ -32,11 +32,6 @@ _local = threading.local()
 
 def _forwards() -> list[Forward]:
     return _local.__dict__.setdefault("forwards", [])
-
-
-def uncompiled(function: F) -> F:
-    """Decorator: torch's compiler calls the function as it is."""
-    return cast(F, torch.compiler.disable(function))
 
 
 class Forward(TorchFunctionMode):

@@ -27,7 +27,7 @@ from gossamer.training.sampling import Sampler, as_sampler, untaught
 
 if TYPE_CHECKING:
     from gossamer.graph.permutation import Permutation
-    from gossamer.modifiers.lessons import Lessons
+    from gossamer.modifiers.distillation.lessons import Lessons
 
 logger = logging.getLogger("gossamer")
 

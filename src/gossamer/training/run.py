@@ -32,8 +32,8 @@ from gossamer.training.teachers import load_teacher_state, teacher_state
 
 if TYPE_CHECKING:
     from gossamer.graph.permutation import Permutation
-    from gossamer.modifiers.lessons import Lessons
-    from gossamer.modifiers.teaching import Teacher
+    from gossamer.modifiers.distillation.lessons import Lessons
+    from gossamer.modifiers.distillation.teaching import Teacher
 
 
 class TrainingRun:

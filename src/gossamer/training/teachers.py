@@ -20,8 +20,8 @@ from gossamer.graph.parameters import named_state
 from gossamer.graph.substitution import withdraw_all
 
 if TYPE_CHECKING:
-    from gossamer.modifiers.lessons import Lessons
-    from gossamer.modifiers.teaching import Teacher
+    from gossamer.modifiers.distillation.lessons import Lessons
+    from gossamer.modifiers.distillation.teaching import Teacher
 
 _WORDS = ("self", "disable")
 
@@ -38,8 +38,8 @@ def lessons_for(module: nn.Module, given: object, wanted: bool) -> Lessons | Non
     if given is False or given == "disable":
         logger.warning("distillation is switched off: its modifiers have no effect in this run")
         return None
-    from gossamer.modifiers.lessons import Lessons
-    from gossamer.modifiers.teaching import Teacher
+    from gossamer.modifiers.distillation.lessons import Lessons
+    from gossamer.modifiers.distillation.teaching import Teacher
 
     if isinstance(given, nn.Module):
         return Lessons(Teacher(given), unwrap(module))
@@ -50,7 +50,7 @@ def lessons_for(module: nn.Module, given: object, wanted: bool) -> Lessons | Non
 
 def frozen_copy(module: nn.Module) -> nn.Module:
     """The model as it is, without what recipes have attached to it; it never trains."""
-    from gossamer.modifiers.teaching import without_hooks
+    from gossamer.modifiers.distillation.teaching import without_hooks
     from gossamer.quantization import withdraw
 
     inner = unwrap(module)
@@ -109,6 +109,6 @@ def _check(module: nn.Module, given: Any) -> None:
     ours = {parameter.device for parameter in module.parameters()}
     theirs = {parameter.device for parameter in given.parameters()}
     if ours and theirs and not ours & theirs:
-        from gossamer.modifiers.teaching import on_another_device
+        from gossamer.modifiers.distillation.teaching import on_another_device
 
         raise GossamerError(on_another_device(min(theirs, key=str), min(ours, key=str)))

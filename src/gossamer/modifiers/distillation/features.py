@@ -22,10 +22,10 @@ from torch.utils.hooks import RemovableHandle
 from gossamer.errors import ModifierError
 from gossamer.graph import get_module
 from gossamer.modifiers.base import Run, placed
-from gossamer.modifiers.learners import wide
-from gossamer.modifiers.lessons import Learner, Lesson, Lessons
-from gossamer.modifiers.outputs import Path
-from gossamer.modifiers.teaching import LayerHook, Teacher
+from gossamer.modifiers.distillation.learners import wide
+from gossamer.modifiers.distillation.lessons import Learner, Lesson, Lessons
+from gossamer.modifiers.distillation.outputs import Path
+from gossamer.modifiers.distillation.teaching import LayerHook, Teacher
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from gossamer.graph import named_modules
 from gossamer.modifiers.base import Modifier, Run, register
 
 if TYPE_CHECKING:
-    from gossamer.modifiers.features import FeatureLearner
-    from gossamer.modifiers.lessons import Learner, Lessons
+    from gossamer.modifiers.distillation.features import FeatureLearner
+    from gossamer.modifiers.distillation.lessons import Learner, Lessons
 
 _PREFIXES = ("module.", "_orig_mod.")
 
@@ -86,7 +86,7 @@ class DistillationModifier(TaughtModifier):
     """T: the logits of both are divided by it."""
 
     def learner(self, run: Run, lessons: Lessons, place: int) -> Learner:
-        from gossamer.modifiers.learners import OutputLearner
+        from gossamer.modifiers.distillation.learners import OutputLearner
 
         keys = self.distill_output_keys
         return OutputLearner(run, lessons, place, self.teacher_input_keys, self.hardness, self.temperature, keys)
@@ -127,7 +127,7 @@ class PerLayerDistillationModifier(TaughtModifier):
         return super().bind(run)
 
     def learner(self, run: Run, lessons: Lessons, place: int) -> Learner:
-        from gossamer.modifiers.features import FeatureLearner, Pair
+        from gossamer.modifiers.distillation.features import FeatureLearner, Pair
 
         layers = [Pair(ours, theirs) for ours, theirs in run.plan["layers"]]
         epsilon = self.epsilon if self.normalize else None

@@ -8,26 +8,19 @@ nothing that a copy of the model, or a pickled one, would act upon.
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import ModifierError, nearest
-from gossamer.modifiers.outputs import replaced, tensors
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def uncompiled(function: F) -> F:
-    """Run by Python as it is written, also when a compiled model calls it."""
-    return cast(F, torch.compiler.disable(function))
+from gossamer.graph.compiling import uncompiled
+from gossamer.modifiers.distillation.outputs import replaced, tensors
 
 
 @dataclass
@@ -144,12 +137,6 @@ def without_hooks(module: nn.Module) -> nn.Module:
                 for options in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
                     cast(dict[int, bool], getattr(layer, options)).pop(key, None)
     return module
-
-
-def compile_anew() -> None:
-    """What torch.compile has made takes no notice of hooks that come and go; without it, it is made anew."""
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 @contextmanager

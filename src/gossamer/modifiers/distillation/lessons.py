@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import ModifierError
+from gossamer.graph.compiling import compile_anew, uncompiled
 from gossamer.modifiers.base import Run, placed
-from gossamer.modifiers.outputs import Path, replaced, tensors
-from gossamer.modifiers.teaching import Answer, Hook, Teacher, compile_anew, uncompiled
+from gossamer.modifiers.distillation.outputs import Path, replaced, tensors
+from gossamer.modifiers.distillation.teaching import Answer, Hook, Teacher
 
 _FARTHEST = 200
 """Autograd nodes between outputs and the identity on them that are looked through."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gossamer.errors import ModifierError
 from gossamer.modifiers.base import Run
-from gossamer.modifiers.lessons import Learner, Lesson, Lessons
-from gossamer.modifiers.outputs import Key, Path, pairs
+from gossamer.modifiers.distillation.lessons import Learner, Lesson, Lessons
+from gossamer.modifiers.distillation.outputs import Key, Path, pairs
 
 
 class OutputLearner(Learner):
