@@ -8,17 +8,20 @@ slow tests.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import gossamer as sparsify
-from gossamer import GossamerError
+from gossamer import GossamerError, Manager
 from gossamer.create import layers
 from gossamer.create.choices import LEARNING_RATES
 from gossamer.create.flow import Ends
@@ -227,6 +230,45 @@ def is_rounded(model: nn.Sequential) -> bool:
         found, whole = model.eval()(pixels), plain.eval()(pixels)
     model.train()
     return not torch.equal(found, whole) and bool((found - whole).norm() < 0.2 * whole.norm() + 0.1)
+
+
+def optional(values: Any) -> st.SearchStrategy[Any]:
+    return st.one_of(st.none(), values)
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([name for name in NAMES if name != "obs"]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "target": st.sampled_from(["vnni", "tensorrt"]),
+            "mask_type": st.sampled_from(
+                ["unstructured", "block4", "1:4", "m4n2_2d_greedy", "filter", "channel", [2, 2]]
+            ),
+            "global_sparsity": st.booleans(),
+            "sparsity": st.floats(0.01, 0.99),
+            "num_epochs": st.floats(0.1, 40),
+        },
+    ),
+    optional(st.floats(0.3, 50)),
+    st.booleans(),
+)
+def test_whatever_is_chosen_prunes_without_emptying_a_layer_or_is_refused(
+    pruning: str, variables: dict[str, Any], steps_per_epoch: float | None, measured: bool
+) -> None:
+    model = network()
+    data = [batch(0)] if measured else None
+    words: dict[str, Any] = {"quantization": False, "recipe_variables": variables}
+    try:
+        recipe = sparsify.create.recipe_for(model, pruning, **words, steps_per_epoch=steps_per_epoch, data=data)
+    except GossamerError as error:
+        assert re.search("; drop |lower the (sparsity|target)$", str(error)), error  # noqa: PT017
+        return
+    assert sparsify.load(recipe.text) == recipe
+    Manager(recipe).apply(model)
+    shares = [float((layer.weight == 0).double().mean()) for layer in model if hasattr(layer, "weight")]
+    assert max(shares) < 1
 
 
 def test_the_scheme_of_quantization_follows_the_target() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 from torch import distributed, multiprocessing
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +31,7 @@ def worker(rank: int, folder: str) -> None:
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_on_a_recipe_though_each_measures_for_itself() -> None:
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(worker, args=(folder,), nprocs=2)

@@ -184,6 +184,19 @@ def test_a_head_with_most_of_the_weights_takes_part() -> None:
     assert [layer.takes_part for layer in found.values()] == [True, True]
 
 
+@pytest.mark.parametrize("measured", [True, False])
+def test_where_whole_filters_go_the_head_keeps_all_of_them(measured: bool) -> None:
+    model = trained()
+    data = batches(0) if measured else None
+    found = looked(model, data, recipe_variables={"mask_type": "filter"})
+    assert found[HEAD].why == "the head: without a filter it would lack an output"
+    assert not found[HEAD].takes_part
+    with pytest.raises(
+        GossamerError, match="no layer of the model can be pruned: 'weight': the head: without a filter"
+    ):
+        looked(nn.Linear(64, 10), recipe_variables={"mask_type": "filter"})
+
+
 def test_frozen_layers_are_left_out_where_gradients_rank() -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 4))
     model[1].requires_grad_(False)

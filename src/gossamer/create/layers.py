@@ -20,7 +20,7 @@ from gossamer.create.choices import Choices
 from gossamer.create.flow import Ends, ends
 from gossamer.errors import GossamerError, SparsityError
 from gossamer.graph import get_parameter, is_depthwise, is_transposed, owner_of, prunable, unwrap
-from gossamer.sparse import Block, Channel, Filter, Pattern, Unstructured, erdos_renyi, zero_count
+from gossamer.sparse import Block, Channel, Filter, Pattern, Unstructured, erdos_renyi, within_reach, zero_count
 
 TINY = 1024
 """Weights below which a layer is hardly worth pruning."""
@@ -85,9 +85,15 @@ def look_at(
         _refuse_empty(found, choices)
     if not choices.measures:
         return found
-    if data is not None:
-        return _by_measure(module, found, choices, data, progress)
-    return found if choices.global_sparsity else _by_size(found, choices)
+    try:
+        if data is not None:
+            return _by_measure(module, found, choices, data, progress)
+        if not choices.global_sparsity:
+            return _by_size(found, choices)
+        within_reach({layer.name: layer.units for layer in found if layer.takes_part}, choices.sparsity, _most(choices))
+    except SparsityError as error:
+        raise GossamerError(f"recipe_variables.sparsity: {error}") from None
+    return found
 
 
 def _layer(module: nn.Module, name: str, choices: Choices) -> Layer:
@@ -126,22 +132,15 @@ def _spared(module: nn.Module, layers: list[Layer], choices: Choices, found: End
     """Leave out what is small and matters much; where little else is there, it takes part all the same."""
     whole = sum(layer.weights for layer in layers)
     layers = [replace(layer, role=_role(module, layer.name, found)) for layer in layers]
+    if isinstance(choices.pattern, Filter):
+        told = "the head: without a filter it would lack an output"
+        layers = [replace(_left_dense(la, told), fits=False) if la.role == "head" else la for la in layers]
     fitting = [layer for layer in layers if layer.takes_part]
     if not fitting:
         asked = "target or mask_type" if choices.variables.target else "mask_type"
         drop = "" if isinstance(choices.pattern, Unstructured) else f"; drop {asked}"
         raise GossamerError(f"no layer of the model can be pruned: '{layers[0].name}': {layers[0].why}{drop}")
-    reasons: dict[str, str] = {}
-    for layer in fitting:
-        large = layer.weights > whole / 2
-        if layer.role is not None and not (large and layer.role != "depthwise"):
-            reasons[layer.name] = _SPARED[layer.role]
-    small = sorted((layer for layer in fitting if layer.weights < TINY), key=lambda layer: layer.weights)
-    passed = 0
-    for layer in small:
-        passed += layer.weights
-        if passed <= TINY_TOGETHER * whole:
-            reasons.setdefault(layer.name, f"tiny: {layer.weights:,} weights")
+    reasons = _reasons(fitting, whole)
     if choices.variables.target == "tensorrt" and choices.is_nm:
         slow = {layer.name: why for layer in fitting if (why := ineligible(layer.shape)) is not None}
         if any(layer.name not in slow and layer.name not in reasons for layer in fitting):
@@ -156,6 +155,21 @@ def _spared(module: nn.Module, layers: list[Layer], choices: Choices, found: End
         reasons.pop(chosen.name)
         layers = [replace(layer, role=None, why=told) if layer is chosen else layer for layer in layers]
     return [_left_dense(layer, reasons[layer.name]) if layer.name in reasons else layer for layer in layers]
+
+
+def _reasons(fitting: Sequence[Layer], whole: int) -> dict[str, str]:
+    """Why layers are left dense that could be pruned: their place in the network, or their size."""
+    found: dict[str, str] = {}
+    for layer in fitting:
+        too_large_to_spare = layer.role != "depthwise" and layer.weights > whole / 2
+        if layer.role is not None and not too_large_to_spare:
+            found[layer.name] = _SPARED[layer.role]
+    passed = 0
+    for layer in sorted((layer for layer in fitting if layer.weights < TINY), key=lambda layer: layer.weights):
+        passed += layer.weights
+        if passed <= TINY_TOGETHER * whole:
+            found.setdefault(layer.name, f"tiny: {layer.weights:,} weights")
+    return found
 
 
 def _role(module: nn.Module, name: str, found: Ends) -> Role | None:
@@ -188,10 +202,9 @@ def _by_size(layers: Sequence[Layer], choices: Choices) -> list[Layer]:
 def _refuse_empty(layers: Sequence[Layer], choices: Choices) -> None:
     """Raise when the shares that `levels` finds by itself could leave a layer without a unit."""
     taking = [layer for layer in layers if layer.takes_part]
-    most = 1 - (1 - choices.sparsity) / KEPT_AT_LEAST
     shares = erdos_renyi({layer.name: layer.shape for layer in taking}, choices.sparsity)
     for layer in taking:
-        _with_share(layer, most if choices.global_sparsity else shares[layer.name], "")
+        _with_share(layer, _most(choices) if choices.global_sparsity else shares[layer.name], "")
 
 
 def _in_units(layer: Layer, choices: Choices) -> tuple[int, ...]:
@@ -260,8 +273,13 @@ def _judged(
     taking = replace(layer, takes_part=True, sparsity=None, why=told)
     if not choices.global_sparsity:
         return _with_share(taking, shares[layer.name], told)
-    most = min(curve.within(LEEWAY * distance), 1 - (1 - choices.sparsity) / KEPT_AT_LEAST, caps.get(layer.name, 1.0))
+    most = min(curve.within(LEEWAY * distance), _most(choices), caps.get(layer.name, 1.0))
     return replace(taking, bound=_rounded_up(max(most, shares[layer.name])))
+
+
+def _most(choices: Choices) -> float:
+    """What a layer may give at most under one threshold."""
+    return 1 - (1 - choices.sparsity) / KEPT_AT_LEAST
 
 
 def _rounded_up(share: float) -> float:

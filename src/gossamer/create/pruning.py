@@ -17,7 +17,7 @@ from gossamer.create.naming import tidy
 from gossamer.create.phases import Phases
 from gossamer.create.text import Piece, Row, Variable
 from gossamer.graph import ALL_PRUNABLE, get_parameter
-from gossamer.sparse import zero_count
+from gossamer.sparse import Filter, zero_count
 
 FIRST = 0.05
 """The sparsity at the first update."""
@@ -67,9 +67,14 @@ class Context:
         return self.named(self.taking)
 
     def named(self, layers: Sequence[Layer]) -> str | list[str]:
-        if len(layers) == len(self.layers):
+        if len(layers) == len(self.layers) and not isinstance(self.choices.pattern, Filter):
             return ALL_PRUNABLE
-        return tidy([layer.name for layer in layers], self.model)
+        return self.tidied(layers)
+
+    def tidied(self, layers: Sequence[Layer]) -> list[str]:
+        """Names in few words; where whole filters go, in full: patterns leave out the layer that is defined last."""
+        names = [layer.name for layer in layers]
+        return names if isinstance(self.choices.pattern, Filter) else tidy(names, self.model)
 
     @property
     def mask_type(self) -> Span:
@@ -122,7 +127,7 @@ def _threshold(context: Context) -> Span:
         groups: dict[float, list[Layer]] = {}
         for layer in sorted(context.taking, key=lambda layer: layer.bound or 0.0):
             groups.setdefault(layer.bound or 0.0, []).append(layer)
-        bounds = [Row(bound, tidy([la.name for la in group], context.model)) for bound, group in groups.items()]
+        bounds = [Row(bound, context.tidied(group)) for bound, group in groups.items()]
     return {"global_sparsity": True, "max_layer_sparsity": bounds}
 
 
@@ -143,9 +148,7 @@ def shares(context: Context) -> list[Row]:
     for layer in sorted(context.taking, key=lambda layer: layer.sparsity or 0.0):
         assert layer.sparsity is not None
         groups.setdefault(_short(layer.sparsity, layer.units), []).append(layer)
-    return [
-        Row(share, tidy([la.name for la in group], context.model), _shapes(group)) for share, group in groups.items()
-    ]
+    return [Row(share, context.tidied(group), _shapes(group)) for share, group in groups.items()]
 
 
 def _short(share: float, units: int) -> float:
