@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -206,3 +206,71 @@ def test_a_layer_that_moves_the_outputs_more_gives_less() -> None:
     assert shares["robust"] > 0.6 > shares["fragile"]
     assert found["robust"].at(shares["robust"]) == pytest.approx(distance, rel=0.02)
     assert found["fragile"].at(shares["fragile"]) == pytest.approx(distance, rel=0.02)
+
+
+def test_outputs_that_do_not_move_are_refused_in_one_sentence() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    nn.init.zeros_(model[1].weight)
+    with pytest.raises(GossamerError, match=r"^data: pruning does not move the outputs, so layers cannot be compared"):
+        sensitivity(model, [torch.ones(2, 4)], [0.5], names=["0.weight"])
+
+
+def test_a_model_that_is_sparser_than_asked_for_may_stay_as_it_is() -> None:
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight[:, 1:] = 0
+    assert sensitivity(model, [torch.ones(2, 4)], [0.5])["weight"].moved == (0.0,)
+
+
+class Masked(nn.Module):
+    """Scores of which some are masked."""
+
+    def __init__(self, masked: int, value: float) -> None:
+        super().__init__()
+        self.layer, self.masked, self.value = nn.Linear(4, 4, bias=False), masked, value
+        nn.init.ones_(self.layer.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).index_fill(1, torch.arange(self.masked), self.value)
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("nan")])
+def test_entries_that_are_not_finite_are_left_out(value: float) -> None:
+    found = sensitivity(Masked(2, value), [torch.ones(2, 4)], [0.25, 1.0])["layer.weight"]
+    assert 0 <= found.moved[0] < found.moved[1] == 1.0
+    with pytest.raises(GossamerError, match=r"^data: the model returns no finite number on a batch"):
+        sensitivity(Masked(4, value), [torch.ones(2, 4)], [0.5])
+
+
+class Counts(nn.Linear):
+    """Notes how many samples come in."""
+
+    seen: ClassVar[set[int]] = set()
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Counts.seen.add(len(x))
+        return super().forward(x)
+
+
+def test_of_a_large_batch_the_first_samples_are_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+    model = Counts()
+    with caplog.at_level("INFO", "gossamer"):
+        sensitivity(model, [(torch.randn(256, 4), torch.zeros(256))], [0.5])
+    assert Counts.seen == {32}
+    assert [record.getMessage() for record in caplog.records] == ["measuring 1 layers at 1 sparsities on 1 batches"]
+
+
+def test_a_batch_that_cannot_be_cut_is_used_whole() -> None:
+    class Nodes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, nodes: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+            return self.layer(nodes)[edges]
+
+    data = [((torch.randn(64, 4), torch.tensor([63, 1, 2])), None)]
+    assert sensitivity(Nodes(), data, [0.5])["layer.weight"].moved[0] > 0

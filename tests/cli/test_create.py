@@ -21,6 +21,11 @@ def small():
     return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(),
                          nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
+def sparse():
+    model = small()
+    model[2].weight.data[:, ::2] = 0
+    return model
+
 def batches():
     torch.manual_seed(1)
     return [(torch.randn(4, 3, 8, 8), torch.zeros(4))]
@@ -33,7 +38,7 @@ def fails():
 @pytest.fixture
 def create(run: Any, tmp_path: Path) -> Any:
     (tmp_path / "nets_for_create.py").write_text(NETWORK)
-    return lambda *words: run("create", "nets_for_create:small", *words)
+    return lambda *words, model="nets_for_create:small": run("create", model, *words)
 
 
 def test_only_the_recipe_is_on_stdout(create: Any) -> None:
@@ -66,6 +71,24 @@ def test_a_target_sets_pattern_and_scheme(create: Any) -> None:
     recipe = gossamer.load(create("--target", "tensorrt").stdout)
     pruning, quantization = recipe.modifiers[-2:]
     assert (pruning.mask_type, pruning.final_sparsity, quantization.scheme) == ("2:4", 0.5, "tensorrt")
+
+
+@pytest.mark.parametrize(("word", "held"), [("none", False), ("false", True), ("off", True), ("no", True)])
+def test_off_holds_the_zeros_of_a_sparse_model_and_none_does_not(create: Any, word: str, held: bool) -> None:
+    result = create("--pruning", word, model="nets_for_create:sparse")
+    assert result.exit_code == 0, result.output
+    names = [modifier.name for modifier in gossamer.load(result.stdout).modifiers]
+    assert ("ConstantPruningModifier" in names) == held
+
+
+def test_hardness_and_temperature_reach_the_recipe(create: Any) -> None:
+    recipe = gossamer.load(create("--distillation", "--hardness", "0.7", "--temperature", "3").stdout)
+    assert (recipe.modifiers[-1].hardness, recipe.modifiers[-1].temperature) == (0.7, 3)
+
+
+def test_data_without_effect_is_a_warning(create: Any) -> None:
+    result = create("--pruning", "constant", "--data", "nets_for_create:batches")
+    assert "warning: --data has no effect" in result.stderr
 
 
 @pytest.mark.parametrize("word", ["none", "false"])
@@ -109,6 +132,16 @@ def test_json_has_every_layer_with_its_reason(create: Any) -> None:
         (["--epochs", "0"], "error: --epochs: expected a number > 0, found 0.0"),
         (["--target", "gpu"], "error: --target: unknown target 'gpu'; known: vnni, tensorrt"),
         (["--target", "tensorrt", "--sparsity", "0.9"], "error: target 'tensorrt' means sparsity 0.5, and sparsity is"),
+        (
+            ["--lr", "none", "--init-lr", "0.1"],
+            "error: --lr none leaves the learning rate alone, and init_lr sets it; drop --lr none or --init-lr",
+        ),
+        (
+            ["--pruning", "rigl", "--mask-type", "block4"],
+            "error: --pruning rigl is for single weights, and mask_type "
+            "is block4; drop --mask-type, or choose --pruning magnitude",
+        ),
+        (["--sparsity", "0.9999", "--mask-type", "filter"], "error: --sparsity: sparsity 0.9999 is out of reach"),
         (["--pruning", "magic"], "error: pruning: unknown method 'magic'"),
         (["--lr", "lineal"], "error: lr: unknown schedule 'lineal'; nearest: 'linear'"),
         (["--mask-type", "blok4"], "error: --mask-type: unknown pattern 'blok4'; nearest: 'block4'"),

@@ -129,98 +129,6 @@ def test_a_model_with_more_zeros_than_asked_for_is_told(caplog: pytest.LogCaptur
     ]
 
 
-# Learning-rate schedulers of the user's
-
-
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    told = [record.getMessage() for record in caplog.records]
-    return [message for message in told if "the recipe sets the learning rate itself" in message]
-
-
-def test_a_scheduler_of_torch_that_is_still_attached_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = network()
-    optimizer = sgd(model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    with caplog.at_level(logging.WARNING, "gossamer"):
-        start(model, optimizer, quantization=False)
-        for step in range(6):
-            train(model, optimizer, range(step, step + 1))
-            scheduler.step()
-    assert len(warnings_of(caplog)) == 1
-    assert "StepLR" in warnings_of(caplog)[0]
-
-
-def test_a_scheduler_that_is_gone_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
-    model = network()
-    optimizer = sgd(model)
-    torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    with caplog.at_level(logging.WARNING, "gossamer"):
-        start(model, optimizer, quantization=False)
-        train(model, optimizer, range(6))
-    assert warnings_of(caplog) == []
-
-
-def test_anyone_else_who_changes_the_rate_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = network()
-    _, optimizer = start(model, quantization=False)
-    with caplog.at_level(logging.WARNING, "gossamer"):
-        for step in range(4):
-            train(model, optimizer, range(step, step + 1))
-            optimizer.param_groups[0]["lr"] = 0.5
-    assert len(warnings_of(caplog)) == 1
-    assert "at step 1" in warnings_of(caplog)[0]
-
-
-@pytest.mark.parametrize("lr", ["linear", "cosine", "cyclic_linear", "constant", "stepped", "exponential", False])
-def test_no_false_alarm_without_a_scheduler(lr: Any, caplog: pytest.LogCaptureFixture) -> None:
-    model = network()
-    optimizer = sgd(model)
-    with caplog.at_level(logging.WARNING, "gossamer"):
-        manager, _ = start(model, optimizer, lr=lr, quantization=False)
-        train(model, optimizer, range(4 * STEPS_PER_EPOCH))
-        manager.finalize()
-        optimizer.param_groups[0]["lr"] = 0.5
-        train(model, optimizer, range(2))
-    assert warnings_of(caplog) == []
-
-
-def test_no_false_alarm_when_a_scaler_skips_steps(caplog: pytest.LogCaptureFixture) -> None:
-    model = network()
-    optimizer = sgd(model)
-    with caplog.at_level(logging.WARNING, "gossamer"):
-        manager, scaler = start(model, optimizer, quantization=False, scaler=torch.amp.GradScaler("cpu"))
-        for step in range(8):
-            optimizer.zero_grad()
-            scaler.scale(loss_at(model, step)).backward()
-            if step in (2, 3):
-                model[0].weight.grad.fill_(float("inf"))
-            scaler.step(optimizer)
-            scaler.update()
-    assert manager.step == 8
-    assert warnings_of(caplog) == []
-
-
-def test_with_lr_false_a_scheduler_is_welcome(caplog: pytest.LogCaptureFixture) -> None:
-    model = network()
-    optimizer = sgd(model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    with caplog.at_level(logging.WARNING, "gossamer"):
-        start(model, optimizer, lr=False, quantization=False)
-        for step in range(3):
-            train(model, optimizer, range(step, step + 1))
-            scheduler.step()
-    assert caplog.records == []
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 8)
-
-
-def test_groups_with_rates_of_their_own_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    model = network()
-    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[3].parameters(), "lr": 0.01}]
-    with caplog.at_level(logging.WARNING, "gossamer"):
-        start(model, torch.optim.SGD(groups), quantization=False)
-    assert any("groups have different learning rates" in record.getMessage() for record in caplog.records)
-
-
 # Mixed precision
 
 
@@ -303,6 +211,26 @@ def test_a_scaler_that_is_none_is_refused() -> None:
 
 def test_a_teacher_without_distillation_is_refused() -> None:
     refused("distillation_teacher is given and distillation is off", distillation_teacher=network())
+
+
+def test_distillation_with_a_teacher_that_is_disabled_is_refused() -> None:
+    refused("distillation_teacher='disable' for none; drop one", distillation=True, distillation_teacher="disable")
+
+
+def test_levels_without_a_step_name_the_numbers_that_leave_none() -> None:
+    told = "of num_epochs 1 with steps_per_epoch 1 it gets the first 0.25 epochs; raise one of the two"
+    refused(told, pruning="levels", steps_per_epoch=1, recipe_variables={"num_epochs": 1})
+
+
+def test_a_scheduler_that_nothing_starts_over_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        start(model, optimizer, lr=False, quantization=False, lr_scheduler=scheduler)
+    assert [record.getMessage() for record in caplog.records] == [
+        "lr_scheduler has no effect: only pruning='levels' starts it over"
+    ]
 
 
 def test_obs_without_a_sampler_is_refused() -> None:

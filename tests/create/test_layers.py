@@ -41,7 +41,7 @@ class Mobile(nn.Module):
 
 
 def looked(model: nn.Module, data: Any = None, example: Any = None, **words: Any) -> dict[str, Layer]:
-    return {layer.name: layer for layer in look_at(model, choose(**words), data, example)}
+    return {layer.name: layer for layer in look_at(model, choose(**words), ends(model, example), data)}
 
 
 def test_the_ends_of_the_network_depth_wise_and_tiny_layers_stay_dense() -> None:
@@ -100,6 +100,80 @@ def test_a_detector_whose_path_depends_on_values_shows_its_heads_before_that() -
     found = ends(Detector())
     assert found.first == {"body.weight"}
     assert found.last == {"boxes.weight", "classes.weight", "last.weight"}
+
+
+def test_what_lies_behind_a_choice_by_values_is_found_on_real_ones() -> None:
+    class TwoStages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.proposals = nn.Conv2d(3, 64, 3), nn.Conv2d(64, 1, 1)
+            self.classes, self.fine = nn.Linear(64, 40), nn.Linear(64, 64)
+            self.rare, self.last = nn.Linear(64, 64), nn.Linear(64, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.body(x)
+            order = self.proposals(x).flatten(1).max(dim=1).values
+            x = x.mean(dim=(2, 3))
+            if float(order.sum()) > 1e9:
+                return self.rare(x), self.last(x)
+            x = self.fine(x)
+            return self.classes(x), self.last(x)
+
+    words: dict[str, Any] = {"pruning": "structured", "quantization": False}
+    found = ends(TwoStages())
+    assert found.last == {"proposals.weight", "classes.weight", "last.weight"}
+    assert (found.unreached, found.followed) == ({"rare.weight"}, "by values")
+    made = design(TwoStages(), choose(**words))
+    assert [layer.name for layer in made.layers if layer.takes_part] == ["fine.weight"]
+    assert "Note: the path of the model depends on values" in made.recipe.text
+    assert "layers that were not reached (1) are left dense" in made.warnings[0]
+
+
+def test_a_model_that_cannot_be_followed_is_told_with_the_remedy() -> None:
+    class TwoInputs(Mobile):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return super().forward(x + y)
+
+    made = design(TwoInputs(), choose(quantization=False))
+    assert "could not be followed" in made.warnings[0]
+    assert "pass example_inputs=" in made.warnings[0]
+    assert "taken for the first convolution: it is defined first" in made.recipe.text
+    images = torch.zeros(1, 3, 16, 16)
+    assert design(TwoInputs(), choose(quantization=False), example_inputs=(images, images)).warnings == ()
+
+
+def test_a_head_for_training_alone_is_left_dense_and_not_counted() -> None:
+    class Auxiliary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.more = nn.Linear(32, 64), nn.Linear(64, 64)
+            self.aux, self.head = nn.Linear(64, 4000), nn.Linear(64, 4)
+
+        def forward(self, x: Tensor) -> Any:
+            x = self.body(x)
+            y = self.head(self.more(x))
+            return (y, self.aux(x)) if self.training else y
+
+    for words in ({}, {"pruning": "structured"}):
+        made = design(Auxiliary(), choose(quantization=False, **words))
+        (aux,) = [layer for layer in made.layers if layer.name == "aux.weight"]
+        assert not aux.takes_part
+        assert "it does not run in evaluation mode" in aux.why
+        assert "2 of 3 layers take part, with 6,144 weights, 96 % of all" in made.recipe.text
+        assert made.warnings == ()
+
+
+def test_a_weight_that_is_used_without_a_call_of_its_layer_takes_part() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.head = nn.MultiheadAttention(64, 4, batch_first=True), nn.Linear(64, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.attention(x, x, x)[0])
+
+    found = looked(Attends(), example=torch.zeros(2, 5, 64))
+    assert found["attention.out_proj.weight"].takes_part
 
 
 def test_a_head_that_shares_its_weight_with_an_embedding_stays_dense() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -49,8 +51,9 @@ def test_the_recipe_has_the_same_borders_and_follows_when_the_length_is_changed(
     assert pruning.end_epoch == pytest.approx(expected.pruning_end)
     assert quantization.start_epoch == pytest.approx(expected.quantization_start)
     assert quantization.freeze_bn_stats_epoch == pytest.approx(expected.freeze)
-    for whole in (epochs, rate, distillation):
+    for whole in (epochs, rate):
         assert (whole.start_epoch, whole.end_epoch) == (0, num_epochs)
+    assert (distillation.start_epoch, distillation.end_epoch) == (0, -1)
     assert 0 < pruning.update_frequency <= max(pruning.end_epoch / 20, 1e-9) + 0.5
 
 
@@ -71,6 +74,45 @@ def test_the_first_step_has_the_first_rate_and_the_last_step_the_last(lr: str, n
     gap = 0.1 / last if lr in ("linear", "cosine") else 1e-9
     assert found[-1] == pytest.approx(1e-4, abs=gap)
     assert rate.end_epoch == num_epochs
+
+
+def test_part_of_an_epoch_is_trained_to_its_end_with_the_last_rate_and_the_teacher() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    variables = {"num_epochs": 1.5, "init_lr": 0.1, "final_lr": 0.01, "hardness": 1.0}
+    words: dict[str, Any] = {"pruning": None, "quantization": False, "distillation": True}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager, _ = sparsify.create.initialize(model, optimizer, 4, **words, recipe_variables=variables)
+    assert manager.max_epochs == 2
+    for _ in range(2 * 4):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        # The teacher alone counts, and the model is still the same as it.
+        assert all(bool(p.grad.abs().max() < 1e-6) for p in model.parameters() if p.grad is not None)
+        optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    manager.finalize()
+
+
+def test_cycles_fill_the_run_when_its_length_is_changed() -> None:
+    variables = {"num_epochs": 20, "init_lr": 0.1, "final_lr": 1e-4}
+    recipe = sparsify.create.recipe_for(MODEL, None, False, "cyclic_linear", recipe_variables=variables)
+    (rate,) = [m for m in recipe.with_variables(num_epochs=12).modifiers if isinstance(m, RateModifier)]
+    assert rate.rate(12 * 5 - 1, 0, 12 * 5, 5, 0.5) == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_epochs", "told"), [(20, "after every epoch, in a run of more than one"), (0.5, "9 times in the run")]
+)
+def test_what_the_recipe_says_of_an_exponential_rate_is_what_it_does(num_epochs: float, told: str) -> None:
+    recipe = sparsify.create.recipe_for(
+        MODEL, None, False, "exponential", recipe_variables={"num_epochs": num_epochs}, steps_per_epoch=100
+    )
+    assert f"The learning rate falls by one factor{',' if num_epochs < 1 else ''} {told}." in recipe.text
+    (rate,) = [m for m in recipe.modifiers if isinstance(m, RateModifier)]
+    last = round(num_epochs * 100)
+    found = [rate.rate(step, 0, last, 100, 0.5) for step in range(last)]
+    assert len(set(found)) == (20 if num_epochs == 20 else 10)
 
 
 def test_a_constant_rate_stays_and_none_is_left_to_the_optimizer() -> None:

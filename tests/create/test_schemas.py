@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from gossamer import GossamerError
+from gossamer.create.choices import choose
 from gossamer.create.schemas import RecipeVariables, as_variables
 
 
@@ -85,3 +86,11 @@ def test_a_variable_that_is_set_later_is_checked_and_counts_as_given() -> None:
 
 def test_numbers_of_numpy_are_numbers() -> None:
     assert RecipeVariables(num_epochs=np.int64(3), sparsity=np.float32(0.5)).num_epochs == 3.0
+
+
+def test_all_variables_as_they_are_dumped_adapt_like_the_ones_they_come_from() -> None:
+    variables = RecipeVariables(target="tensorrt")
+    again = choose(recipe_variables=variables.model_dump())
+    assert (again.sparsity, again.mask_type, again.global_sparsity) == (0.5, "2:4", False)
+    with pytest.raises(GossamerError, match="drop sparsity or target"):
+        choose(recipe_variables={**variables.model_dump(), "sparsity": 0.9})

@@ -237,6 +237,21 @@ def test_a_teacher_that_returns_less_in_evaluation_mode_teaches_the_output_of_it
     assert close(gradients(student), gradients(plain))
 
 
+@pytest.mark.parametrize(("keys", "learned"), [(", distill_output_keys: [aux]", "aux"), ("", "logits")])
+def test_a_lone_output_learns_the_named_one_or_the_only_one_of_its_shape(keys: str, learned: str) -> None:
+    def both(a: Tensor, b: Tensor) -> dict[str, Tensor]:
+        return {"aux": a if keys else b, "logits": a}
+
+    student, teacher = Heads(lambda a, b: a, 0), Heads(both, 1)
+    plain = deepcopy(student)
+    attach(student, teacher, more=keys)
+    x = torch.randn(6, 4)
+    student(x).square().mean().backward()
+    ours = plain(x)
+    (0.5 * ours.square().mean() + 0.5 * 4 * kl(ours, teacher(x)[learned].detach(), 2.0)).backward()
+    assert close([p.grad for p in student.first.parameters()], [p.grad for p in plain.first.parameters()])
+
+
 def test_the_same_tensors_come_back_in_nested_outputs() -> None:
     output = {"a": torch.ones(2), "b": (torch.zeros(3), [torch.ones(1), "text"]), "c": Both(torch.ones(4), None)}
     changed = replaced(output, {("b", 1, 0): torch.full((1,), 5.0), ("c", "logits"): torch.full((4,), 6.0)})
@@ -406,6 +421,41 @@ BAD: list[tuple[Callable[[], tuple[nn.Module, Any]], str, str]] = [
         "",
         "finds nothing to learn from in the teacher's output (of type NoneType)",
     ),
+    (
+        lambda: (nn.Linear(4, 1), nn.Linear(4, 1)),
+        "",
+        "with shape (2, 1)): it needs a tensor of floating point with two or more dimensions and two or more classes; "
+        "return the logits too, and train on manager.loss(loss, outputs); for a single logit return two, (0, logit), "
+        "or use PerLayerDistillationModifier",
+    ),
+    (
+        lambda: (Heads(lambda a, b: a[:, :1, None, None].expand(-1, -1, 3, 3), 0), Heads(lambda a, b: a, 1)),
+        "",
+        "with shape (2, 1, 3, 3)): it needs a tensor of floating point with two or more dimensions and two or more",
+    ),
+    (
+        lambda: (Heads(lambda a, b: {"x": a[:, :1]}, 0), Heads(lambda a, b: {"x": a[:, :1]}, 1)),
+        ", distill_output_keys: [x]",
+        "distill_output_keys: 'x' of the model's output is a tensor of torch.float32 with shape (2, 1); expected a "
+        "tensor of floating point with two or more dimensions and two or more classes; for a single logit return two",
+    ),
+    (
+        lambda: (Heads(lambda a, b: a, 0), Heads(lambda a, b: {"embedding": a, "logits": a}, 1)),
+        "",
+        "cannot tell which of the teacher's outputs the model's one learns: they are a dict of 'embedding', 'logits'; "
+        "name it in distill_output_keys",
+    ),
+    (
+        lambda: (Heads(lambda a, b: {"x": a, "y": b}, 0), Heads(lambda a, b: (a, b, a), 1)),
+        "",
+        "cannot tell which outputs go together: the model returns a dict of 'x', 'y' and the teacher a tuple of "
+        "0, 1, 2; name those to learn in distill_output_keys, by position",
+    ),
+    (
+        lambda: (nn.Linear(4, 3), nn.Linear(4, 3)),
+        ", distill_output_keys: [logits]",
+        "distill_output_keys: the model's output has no 'logits'",
+    ),
 ]
 
 
@@ -432,6 +482,8 @@ def test_outputs_that_do_not_go_together_are_named_at_the_first_batch(
             "teacher_layer_names: expected as many as student_layer_names, 2, found 1",
         ),
         ("PerLayerDistillationModifier {student_layer_names: []}", "expected at least one layer"),
+        ("DistillationModifier {distill_output_keys: []}", "distill_output_keys: expected at least one key"),
+        ("PerLayerDistillationModifier {teacher_input_keys: []}", "teacher_input_keys: expected at least one key"),
     ],
 )
 def test_fields_out_of_range_are_refused_when_the_recipe_is_read(fields: str, message: str) -> None:

@@ -58,6 +58,14 @@ def test_bounds_that_put_the_target_out_of_reach_are_refused_before_anything_is_
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_a_bound_for_a_weight_that_is_not_pruned_is_refused() -> None:
+    model = network()
+    text = recipe("GMPruningModifier", "global_sparsity: true, max_layer_sparsity: {0.9: [0.weight]}")
+    manager = Manager(text.replace("__ALL_PRUNABLE__", "[3.weight, 7.weight]"))
+    with pytest.raises(GossamerError, match=r"max_layer_sparsity: '0\.weight' is none of the weights that are pruned"):
+        manager.modify(model, sgd(model), STEPS_PER_EPOCH)
+
+
 def test_a_bound_for_a_layer_that_is_not_there_is_refused_with_the_nearest() -> None:
     model = network()
     manager = Manager(recipe("GMPruningModifier", "global_sparsity: true, max_layer_sparsity: {0.9: [33.weight]}"))

@@ -311,16 +311,6 @@ def test_passes_that_are_not_used_are_no_error_when_one_was() -> None:
         optimizer.step()
 
 
-def test_a_step_without_a_pass_in_training_mode_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = network()
-    optimizer = Manager(RECIPE).modify(model, sgd(model), 4)
-    for _ in range(3):
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-    assert caplog.text.count("the model was not called in training mode") == 1
-
-
 # Time
 
 

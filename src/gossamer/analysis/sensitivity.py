@@ -7,6 +7,7 @@ left as it was. What is done with the numbers is decided elsewhere.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -25,7 +26,10 @@ from gossamer.sparse import Pattern, Unstructured, magnitude, zero_count
 
 BATCHES = 2
 """How many batches are looked at unless the caller says otherwise."""
+SAMPLES = 32
+"""How many samples of a batch are looked at."""
 _HALVINGS = 200
+logger = logging.getLogger("gossamer")
 
 Progress = Callable[[str, float], None]
 """Told the layer at hand and the share of the work that is done."""
@@ -77,7 +81,8 @@ def sensitivity(
 
     `data` yields batches: inputs, or a pair (inputs, labels), of which the labels are not used. Inputs are a tensor,
     a tuple of arguments or a dict of keyword arguments. `names` are weights that `pattern` fits; all prunable ones
-    unless given. Raises `GossamerError` when the model does not run on the data.
+    unless given. Of a batch the first 32 samples are used. Raises `GossamerError` when the model does not run on the
+    data, or when its outputs tell nothing.
 
     >>> layer = nn.Linear(2, 2, bias=False)
     >>> layer.weight.data = torch.eye(2)
@@ -94,12 +99,15 @@ def sensitivity(
         raise GossamerError("data: expected at least one batch, found none; give a data loader that yields some")
     with undisturbed(module), torch.no_grad():
         module.eval()
+        inputs = [_cut(module, batch) for batch in inputs]
         before = [_first_outputs(module, batch) for batch in inputs]
+        logger.info("measuring %d layers at %d sparsities on %d batches", len(chosen), len(levels), len(inputs))
         curves: dict[str, Curve] = {}
         for index, name in enumerate(chosen):
             if progress is not None:
                 progress(name, index / len(chosen))
             curves[name] = _measured(module, name, pattern or Unstructured(), levels, inputs, before)
+        _refuse_unmoved(module, curves)
     if progress is not None:
         progress("", 1.0)
     return curves
@@ -162,6 +170,19 @@ def _measured(
     return Curve(name, pattern.unit_scores(rows).numel(), tuple(levels), tuple(moved))
 
 
+def _refuse_unmoved(module: nn.Module, curves: Mapping[str, Curve]) -> None:
+    """Raise when weights went and the outputs never moved: what the layers can spare is then unknown."""
+    if not curves or any(curve.moved[-1] > 0 for curve in curves.values()):
+        return
+    for name, curve in curves.items():
+        weight = get_parameter(module, name)
+        if 1 - int(weight.count_nonzero()) / max(weight.numel(), 1) < curve.sparsities[-1]:
+            raise GossamerError(
+                "data: pruning does not move the outputs, so layers cannot be compared (is the head all zero?); "
+                "load trained weights first, or leave data out"
+            )
+
+
 def _rows(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """With output channels first (its own inverse)."""
     return tensor.transpose(0, 1) if tensor.dim() > 1 and is_transposed(module, name) else tensor
@@ -188,6 +209,22 @@ def _arguments(batch: Any, module: nn.Module) -> tuple[tuple[Any, ...], dict[str
     return as_arguments(inputs)
 
 
+def _cut(module: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The first samples; the whole batch when the model does not run on them: not every dimension counts samples."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    count = len(tensors[0]) if tensors else 0
+    if count <= SAMPLES:
+        return batch
+    small = pytree.tree_map_only(
+        Tensor, lambda tensor: tensor[:SAMPLES] if tensor.dim() > 0 and len(tensor) == count else tensor, batch
+    )
+    try:
+        _outputs(module, small)
+    except Exception:  # noqa: BLE001 - any model, any reason: the whole batch is tried next
+        return batch
+    return small
+
+
 def _first_outputs(module: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Tensor]:
     try:
         found = [tensor.clone() for tensor in _outputs(module, batch)]
@@ -198,6 +235,11 @@ def _first_outputs(module: nn.Module, batch: tuple[tuple[Any, ...], dict[str, An
         ) from error
     if not found:
         raise GossamerError("data: the model returns no tensor of floating point, by which layers could be compared")
+    if not any(bool(tensor.isfinite().any()) for tensor in found):
+        raise GossamerError(
+            "data: the model returns no finite number on a batch of it, by which layers could be compared; "
+            "check its weights and the inputs"
+        )
     return found
 
 
@@ -228,12 +270,17 @@ def _leaves(value: Any) -> list[Tensor]:
 
 
 def _distance(found: Sequence[Tensor], before: Sequence[Tensor]) -> float:
-    """‖found − before‖ / ‖before‖, the mean over outputs; infinite where numbers overflow or shapes differ."""
+    """‖found − before‖ / ‖before‖, the mean over outputs; infinite where numbers overflow or shapes differ.
+
+    What was not finite before, such as the scores of masked places, is left out.
+    """
     if [tensor.shape for tensor in found] != [tensor.shape for tensor in before]:
         return math.inf  # a detector that finds another number of things
     shares: list[float] = []
     for new, old in zip(found, before, strict=True):
-        shares.append(_length(new.double() - old.double()) / (_length(old.double()) or 1.0))
+        finite = old.isfinite()
+        length = _length(old[finite].double()) or 1.0
+        shares.append(_length(new[finite].double() - old[finite].double()) / length)
     mean = sum(shares) / len(shares)
     return mean if math.isfinite(mean) else math.inf
 

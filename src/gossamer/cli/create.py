@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
-from contextlib import redirect_stdout
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from gossamer.create import Design
 
 _OPTIONS = {
+    **{name: f"--{name}" for name in ("sparsity", "target", "hardness", "temperature", "pruning", "lr")},
     "num_epochs": "--epochs",
     "mask_type": "--mask-type",
     "init_lr": "--init-lr",
     "final_lr": "--final-lr",
     "global_sparsity": "--layer-wise",
 }
-_OFF = ("none", "false", "off", "no")
+_OFF = ("false", "off", "no")
 
 
 @reports_errors
@@ -49,7 +50,10 @@ def create(
         typer.Option("--mask-type", metavar="NAME", help="unstructured, block4, 2:4, filter, channel or rows,cols."),
     ] = None,
     pruning: Annotated[
-        str, typer.Option("--pruning", metavar="METHOD", help="A method, constant to hold zeros, or none.")
+        str,
+        typer.Option(
+            "--pruning", metavar="METHOD", help="A method; constant holds zeros, off does in quantization, none never."
+        ),
     ] = "magnitude",
     quantization: Annotated[
         bool, typer.Option("--quantization/--no-quantization", help="Train the last epochs as the 8-bit version.")
@@ -61,6 +65,14 @@ def create(
         ),
     ] = "linear",
     distillation: Annotated[bool, typer.Option("--distillation", help="Learn from a teacher as well.")] = False,
+    hardness: Annotated[
+        float | None,
+        typer.Option("--hardness", metavar="SHARE", help="How much the teacher counts.", show_default="0.5"),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", metavar="T", help="How soft outputs are compared.", show_default="2"),
+    ] = None,
     epochs: Annotated[
         float | None, typer.Option("--epochs", metavar="N", help="How many epochs to train.", show_default="20")
     ] = None,
@@ -95,7 +107,7 @@ def create(
     Without -o the recipe is printed, and nothing else is. With --data layers that matter more give less, by how far
     pruning them moves the outputs; without it their sizes and their places in the network decide.
     """
-    from gossamer.create.choices import choose
+    from gossamer.create.choices import DATA_IDLE, choose
     from gossamer.create.generator import design
 
     given = {
@@ -106,12 +118,12 @@ def create(
         "init_lr": init_lr,
         "final_lr": final_lr,
         "global_sparsity": False if layer_wise else None,
+        "hardness": hardness,
+        "temperature": temperature,
     }
     variables = {name: value for name, value in given.items() if value is not None}
-    try:
+    with _in_options():
         choices = choose(_named(pruning), quantization, _named(lr), distillation, variables)
-    except GossamerError as error:
-        raise GossamerError(_as_options(str(error))) from None
     with redirect_stdout(sys.stderr):  # whatever the user's code prints is not our output
         network = load_model(model)
         if weights is not None:
@@ -124,9 +136,12 @@ def create(
             def show(layer: str, share: float) -> None:
                 progress.update(task, completed=share, description=f"measuring {escape(layer)}".strip())
 
-            made = design(network, choices, batches, progress=show)
-    told = [*(_as_options(sentence) for sentence in choices.without_effect), *made.warnings]
-    if batches is not None and weights is None and ":" not in model:
+            with _in_options():
+                made = design(network, choices, batches, progress=show)
+    told = [_as_options(sentence) for sentence in (*choices.without_effect, *made.warnings)]
+    if batches is not None and not choices.measures:
+        told.append(_as_options(DATA_IDLE))
+    if batches is not None and choices.measures and weights is None and ":" not in model:
         told.append(f"{model} was measured with the weights it is initialised with; --weights gives it trained ones")
     if output is not None:
         made.recipe.save(output)
@@ -141,14 +156,31 @@ def create(
     out.print(f"{output}: {names}, {made.recipe.max_epochs} epochs", highlight=False, soft_wrap=True)
 
 
-def _named(word: str) -> str | None:
-    """A name, or None for a word that means none."""
-    return None if word.lower() in _OFF else word
+def _named(word: str) -> str | bool | None:
+    """A name; False for a word that switches off, None for none."""
+    if word.lower() == "none":
+        return None
+    return False if word.lower() in _OFF else word
+
+
+@contextmanager
+def _in_options() -> Generator[None]:
+    """Errors in the words of the command line."""
+    try:
+        yield
+    except GossamerError as error:
+        raise GossamerError(_as_options(str(error))) from None
 
 
 def _as_options(sentence: str) -> str:
-    """With the names of options for those of variables."""
-    return re.sub(r"recipe_variables\.(\w+)", lambda found: _OPTIONS.get(found[1], f"--{found[1]}"), sentence)
+    """With options for the arguments and variables of Python: `--lr linear` for `lr='linear'`."""
+    sentence = re.sub(r"recipe_variables\.(\w+)", lambda found: _OPTIONS.get(found[1], f"--{found[1]}"), sentence)
+    sentence = re.sub(r"\b(lr|pruning)='(\w+)'", r"--\1 \2", sentence).replace("lr=False", "--lr none")
+    sentence = re.sub(r"^data(?=:| has)", "--data", sentence).replace("leave data out", "leave --data out")
+    sentence = sentence.replace("example_inputs= with what it takes", "--data with batches that it takes")
+    what, drop, remedy = sentence.partition("; drop ")
+    names = "|".join(_OPTIONS)
+    return what + drop + re.sub(rf"(?<![-\w])({names})(?![-\w])", lambda found: _OPTIONS[found[1]], remedy)
 
 
 def _mask_type(word: str | None) -> str | list[int] | None:

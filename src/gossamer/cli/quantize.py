@@ -30,6 +30,7 @@ def quantize_qat_export(
     from gossamer.export.runtime import INTEGER
 
     target = output or model.with_name(f"{model.stem}-quantized{model.suffix or '.onnx'}")
+    before = size_of(model) if model.exists() else 0  # It may be written over.
     result = export.quantize_qat_export(model, target)
     weights = export.integer_weights(result)
     count, zeros = sum(array.size for array in weights.values()), sum(int((a == 0).sum()) for a in weights.values())
@@ -39,11 +40,12 @@ def quantize_qat_export(
         operators = export.integer_operators(target)
     except GossamerError as error:
         warnings.append(str(error))
-    before, after = size_of(model), size_of(target)
+    after = size_of(target)
     if as_json:
         layers = [{"name": name, "weights": a.size, "zeros": int((a == 0).sum())} for name, a in weights.items()]
         sizes = {"bytes_before": before, "bytes_after": after}
-        show_json({"input": str(model), "output": str(target), **sizes, "operators": operators, "layers": layers})
+        found = {"operators": operators, "layers": layers, "warnings": warnings}
+        show_json({"input": str(model), "output": str(target), **sizes, **found})
         return
     show_warnings(warnings)
     _say(f"{target}: {after / 1e3:,.1f} kB, where {model.name} has {before / 1e3:,.1f} kB")

@@ -8,7 +8,7 @@ No model is known here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from gossamer.create.methods import CONSTANT, MAGNITUDE, Method, method_of
 from gossamer.create.schemas import RecipeVariables, as_variables
@@ -25,6 +25,7 @@ LEARNING_RATES: tuple[LearningRate, ...] = (
     "exponential",
 )
 _OF_TARGET: dict[str, tuple[str, Pattern]] = {"vnni": ("block4", Block(1, 4)), "tensorrt": ("2:4", NM(2, 4))}
+DATA_IDLE = "data has no effect: what is chosen leaves no shares of layers to be measured"
 _HALF = 0.5
 """The sparsity of whole filters and channels unless one is given: they go with all that is in them."""
 
@@ -58,6 +59,13 @@ class Choices:
     def measures(self) -> bool:
         """Whether layers share the zeros in a way on which data can have a say."""
         return self.method is not None and self.method.takes_shares and not self.is_nm
+
+    @property
+    def unit_words(self) -> str:
+        """What goes as a whole and is counted so: filters or channels; empty where weights or blocks go."""
+        if isinstance(self.pattern, Filter):
+            return "filters"
+        return "channels" if isinstance(self.pattern, Channel) else ""
 
     @property
     def is_nm(self) -> bool:
@@ -150,15 +158,15 @@ def _pattern(method: Method | None, variables: RecipeVariables, notes: list[str]
         wanted, of_target = _OF_TARGET[target]
         if given and not _is_same(pattern, of_target):
             raise _conflict(
-                f"target '{target}' needs mask_type {wanted}, and mask_type is {_shown(mask_type)}",
+                f"target '{target}' needs mask_type {wanted}, and mask_type is {mask_type}",
                 "target or mask_type",
             )
         if not given:
             mask_type, pattern = wanted, of_target
             notes.append(f"mask_type is {wanted}, for target {target}")
-    asked, drop = f"mask_type is {_shown(mask_type)}", "mask_type"
+    asked, drop = f"mask_type is {mask_type}", "mask_type"
     if target is not None:
-        asked, drop = f"target '{target}' asks for mask_type {_shown(mask_type)}", "target"
+        asked, drop = f"target '{target}' asks for mask_type {mask_type}", "target"
         drop += " and mask_type" if given else ""
     drop += f", or choose pruning='{MAGNITUDE.name}'"
     if method.name == "structured" and not isinstance(pattern, Filter | Channel):
@@ -186,7 +194,7 @@ def _sparsity(method: Method | None, variables: RecipeVariables, pattern: Patter
         return sparsity
     if isinstance(pattern, NM):
         if given and abs(sparsity - pattern.sparsity) > 1e-6:
-            asked = f"target '{variables.target}'" if variables.target else f"mask_type {_shown(variables.mask_type)}"
+            asked = f"target '{variables.target}'" if variables.target else f"mask_type {variables.mask_type}"
             raise _conflict(
                 f"{asked} means sparsity {pattern.sparsity:g}, and sparsity is {sparsity:g}",
                 f"sparsity or {'target' if variables.target else 'mask_type'}",
@@ -195,9 +203,8 @@ def _sparsity(method: Method | None, variables: RecipeVariables, pattern: Patter
             notes.append(f"sparsity is {pattern.sparsity:g}, the pattern's own")
         return pattern.sparsity
     if isinstance(pattern, Filter | Channel) and not given:
-        notes.append(
-            f"sparsity is {_HALF:g}: whole {'filters' if isinstance(pattern, Filter) else 'channels'} cost more"
-        )
+        units = "filters" if isinstance(pattern, Filter) else "channels"
+        notes.append(f"sparsity is {_HALF:g}, as a share of {units}: whole ones cost more")
         return _HALF
     return sparsity
 
@@ -232,7 +239,7 @@ def _sharing(method: Method | None, variables: RecipeVariables, pattern: Pattern
         return False
     if isinstance(pattern, NM):
         if given and wide:
-            asked = f"target '{variables.target}'" if variables.target else f"mask_type {_shown(variables.mask_type)}"
+            asked = f"target '{variables.target}'" if variables.target else f"mask_type {variables.mask_type}"
             raise _conflict(
                 f"{asked} is the same share of every layer, and global_sparsity is true",
                 f"global_sparsity or {'target' if variables.target else 'mask_type'}",
@@ -263,10 +270,6 @@ def _is_same(found: Pattern, wanted: Pattern) -> bool:
     if isinstance(wanted, NM):
         return isinstance(found, NM) and (found.n, found.m) == (wanted.n, wanted.m)
     return found == wanted
-
-
-def _shown(mask_type: Any) -> str:
-    return str(mask_type)
 
 
 def _conflict(what: str, drop: str) -> GossamerError:

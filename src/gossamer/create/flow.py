@@ -1,25 +1,26 @@
 """Where a network begins and ends: which layers read its input, and which write its output.
 
 The model runs once on tensors without values, on an example of its input or on
-a guess at one, and is left as it was. Where it cannot be run so, the order in
-which its layers are defined has to do.
+a guess at one, and is left as it was. Where its path depends on values it runs
+once more on real ones; where it cannot be run at all, the order in which its
+layers are defined has to do, and that is told.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from gossamer.graph import owner_of, prunable, unwrap
+from gossamer.graph import get_parameter, owner_of, prunable, unwrap
 from gossamer.graph.inputs import as_arguments, guesses
 from gossamer.graph.undisturbed import forget, quietly, undisturbed
 
@@ -35,6 +36,10 @@ class Ends:
     """Of convolutions that read the network's input, or of the first one that runs."""
     last: frozenset[str]
     """Of layers whose output no other layer reads."""
+    unreached: frozenset[str] = frozenset()
+    """Of layers that did not run."""
+    followed: Literal["whole", "by values", "not"] = "whole"
+    """Whether the model could be followed to its end, only where values led it, or not at all."""
 
 
 def ends(model: nn.Module, example_inputs: Any = None) -> Ends:
@@ -48,16 +53,49 @@ def ends(model: nn.Module, example_inputs: Any = None) -> Ends:
     names = prunable(module)
     with quietly():
         for inputs in _tried(module, example_inputs):
-            trace, whole = _Trace(), False
-            with suppress(Exception):  # any model, any reason: there is another way
-                whole = _run(module, inputs, trace)
-            found = trace.ends(module, names, whole) if whole or trace.by_values else None
-            if left := trace.left():
-                forget(left)
+            trace = _Trace()
+            if not _follow(module, inputs, trace) and not trace.by_values:
+                continue
+            found = trace.ends(module, names)
+            if found is not None and trace.by_values:
+                found = _with_values(module, inputs if example_inputs is not None else _random(inputs), names, found)
             if found is not None:
                 return found
     convolutions = [name for name in names if isinstance(owner_of(module, name), _CONVOLUTIONS)]
-    return Ends(frozenset(convolutions[:1]), frozenset(names[-1:]))
+    return Ends(frozenset(convolutions[:1]), frozenset(names[-1:]), followed="not")
+
+
+def _with_values(module: nn.Module, inputs: Any, names: list[str], before: Ends) -> Ends:
+    """What came before the path depends on values, and what a run on real ones adds to it."""
+    trace, real = _Trace(), None
+    if not any(parameter.is_meta for parameter in module.parameters()):
+        whole = _follow(module, inputs, trace, values=True)
+        real = trace.ends(module, names) if whole else None
+    last, unreached = frozenset(names[-1:]), before.unreached
+    if real is not None:
+        last, unreached = real.last, before.unreached & real.unreached
+    return Ends(before.first, before.last | last, unreached, "by values")
+
+
+def _random(inputs: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)
+
+    def filled(tensor: Tensor) -> Tensor:
+        one = tensor[:1]  # of a batch: it takes long enough
+        return torch.rand(one.shape, generator=generator).to(one) if one.is_floating_point() else torch.zeros_like(one)
+
+    return pytree.tree_map_only(Tensor, filled, inputs)
+
+
+def _follow(module: nn.Module, inputs: Any, trace: _Trace, values: bool = False) -> bool:
+    """Whether the model ran to its end."""
+    whole = False
+    with suppress(Exception):  # any model, any reason: there is another way
+        whole = _run(module, inputs, trace, values)
+    left = [] if values else trace.left()  # what has values does no harm in a cache
+    if left:
+        forget(left)
+    return whole
 
 
 def _tried(module: nn.Module, example_inputs: Any) -> Iterator[Any]:
@@ -74,14 +112,18 @@ def _tried(module: nn.Module, example_inputs: Any) -> Iterator[Any]:
         yield from guesses(nn.Sequential(layer))
 
 
-def _run(module: nn.Module, inputs: Any, trace: _Trace) -> bool:
-    """One forward pass on tensors without values; whether it came to its end."""
+def _run(module: nn.Module, inputs: Any, trace: _Trace, values: bool) -> bool:
+    """One forward pass, on tensors without values unless it is to have them; whether it came to its end."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def without_values(value: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda tensor: fake.from_tensor(tensor.detach()), value)
 
-    state = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    state: dict[str, Tensor] = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    made = {id(tensor): tensor if values else without_values(tensor) for tensor in state.values()}
+    for name in prunable(module):
+        weight = get_parameter(module, name)
+        trace.weights.setdefault(id(made.get(id(weight), weight)), []).append(name)
     layers = {owner_of(module, name) for name in prunable(module)}
     with ExitStack() as stack:
         stack.enter_context(undisturbed(module))
@@ -89,10 +131,16 @@ def _run(module: nn.Module, inputs: Any, trace: _Trace) -> bool:
         for layer in layers:
             stack.callback(layer.register_forward_pre_hook(trace.enter, with_kwargs=True).remove)
             stack.callback(layer.register_forward_hook(trace.leave).remove)
-        args, kwargs = without_values(as_arguments(inputs))
+        args, kwargs = as_arguments(inputs)
+        if values:
+            with torch.no_grad(), trace:
+                module(*args, **kwargs)
+            return True
+        args, kwargs = without_values((args, kwargs))
         with torch.no_grad(), fake, trace:
             try:
-                torch.func.functional_call(module, without_values(state), args, kwargs)
+                fakes = {name: made[id(tensor)] for name, tensor in state.items()}
+                torch.func.functional_call(module, fakes, args, kwargs)
             except (DataDependentOutputException, DynamicOutputShapeException):
                 trace.by_values = True
                 return False
@@ -109,13 +157,16 @@ class _Trace(TorchDispatchMode):
         self._bits: dict[nn.Module, int] = {}
         self._reading: dict[nn.Module, int] = {}
         """What the inputs of each layer come from."""
-        self._origin: dict[int, int] = {}
-        self._tensors: list[Tensor] = []
-        """Kept while the run lasts, so that no two have the same id."""
-        self._made: list[weakref.ref[Tensor]] = []
+        self._origin: Any = WeakTensorKeyDictionary()
+        self.weights: dict[int, list[str]] = {}
+        """The names of weights by the id of what stands for them."""
+        self._read: set[str] = set()
+        """Weights that an operation took: a layer's may be used without a call of the layer."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        for tensor in _tensors((args, kwargs)):
+            self._read.update(self.weights.get(id(tensor), ()))
         self._note(result, self._from((args, kwargs)))
         return result
 
@@ -126,7 +177,7 @@ class _Trace(TorchDispatchMode):
     def leave(self, layer: nn.Module, args: Any, output: Any) -> None:
         self._note(output, self._bits[layer])
 
-    def ends(self, module: nn.Module, names: list[str], whole: bool) -> Ends | None:
+    def ends(self, module: nn.Module, names: list[str]) -> Ends | None:
         """What the run has shown; None when no layer ran. A run that broke off says nothing of what comes last."""
         weights: dict[nn.Module, list[str]] = {}
         for name in names:
@@ -136,13 +187,13 @@ class _Trace(TorchDispatchMode):
         convolutions = [layer for layer in self._bits if isinstance(layer, _CONVOLUTIONS)]
         first = [layer for layer in convolutions if not self._reading[layer]] or convolutions[:1]
         last = [layer for layer in self._bits if not self._is_read(layer)] or list(self._bits)[-1:]
-        found = Ends(_named(weights, first), _named(weights, last))
-        return found if whole else Ends(found.first, found.last | frozenset(names[-1:]))
+        called = _named(weights, list(self._bits))
+        unreached = [name for name in names if name not in called and name not in self._read]
+        return Ends(_named(weights, first), _named(weights, last), frozenset(unreached))
 
     def left(self) -> list[Tensor]:
         """What the model has kept of the run outside itself, such as in the cache of a function."""
-        self._tensors.clear()
-        return [tensor for made in self._made if (tensor := made()) is not None]
+        return list(self._origin)
 
     def _is_read(self, layer: nn.Module) -> bool:
         """Whether another layer reads what comes from this one."""
@@ -151,15 +202,12 @@ class _Trace(TorchDispatchMode):
     def _from(self, value: Any) -> int:
         origin = 0
         for tensor in _tensors(value):
-            origin |= self._origin.get(id(tensor), 0)
+            origin |= self._origin.get(tensor, 0)
         return origin
 
     def _note(self, value: Any, origin: int) -> None:
         for tensor in _tensors(value):
-            if id(tensor) not in self._origin:
-                self._tensors.append(tensor)
-                self._made.append(weakref.ref(tensor))
-            self._origin[id(tensor)] = self._origin.get(id(tensor), 0) | origin
+            self._origin[tensor] = self._origin.get(tensor, 0) | origin
 
 
 def _named(weights: Mapping[nn.Module, list[str]], layers: Sequence[nn.Module]) -> frozenset[str]:

@@ -14,18 +14,17 @@ from torch import nn
 
 from gossamer.analysis.sensitivity import BATCHES, Progress, first_inputs
 from gossamer.create.choices import Choices, choose
+from gossamer.create.flow import Ends, ends
 from gossamer.create.layers import Layer, look_at, percent
 from gossamer.create.methods import CONSTANT
 from gossamer.create.naming import tidy
-from gossamer.create.phases import QUANTIZATION_EPOCHS, Phases, phases
+from gossamer.create.phases import QUANTIZATION_EPOCHS, QUANTIZATION_WORDS, Phases, phases
 from gossamer.create.pruning import Context, pruning
 from gossamer.create.rates import rates
 from gossamer.create.text import Piece, Variable, written
 from gossamer.errors import GossamerError
 from gossamer.graph import ALL_PRUNABLE, get_parameter, prunable, unwrap
 from gossamer.recipe import Recipe, load
-
-_LAST = "quantization takes the last 5 epochs of 15 or more, the last 2 of fewer, and half of 2 or less"
 
 
 @dataclass(frozen=True)
@@ -91,18 +90,20 @@ def design(
         batches = None if data is None else list(islice(data, BATCHES))
         if batches and example_inputs is None:
             example_inputs = first_inputs(batches, module)
-        layers = look_at(module, choices, batches, example_inputs, progress)
+        found = ends(module, example_inputs)
+        layers = look_at(module, choices, found, batches, progress)
         context = Context(choices, layers, module, times, steps_per_epoch)
-        warnings = _sparser(context)
+        notes = [*_followed(found), *_sparser(context)]
+        warnings = notes if found.followed == "not" or found.unreached else _sparser(context)
         pruning_variables, pieces = pruning(context)
         first = pieces[0]
-        comments = [*_told(choices, layers, module), *(f"Note: {told}." for told in warnings), *first.comments]
+        comments = [*_told(choices, layers, module), *(f"Note: {told}." for told in notes), *first.comments]
         pruning_pieces = [Piece(first.modifier, first.fields, comments, first.remarks), *pieces[1:]]
     target = [variable for variable in pruning_variables if variable.name == "sparsity"]
     variables += [*rate_variables, *target]
     if choices.quantization:
         variables += [
-            Variable("quantization_epochs", QUANTIZATION_EPOCHS, _LAST),
+            Variable("quantization_epochs", QUANTIZATION_EPOCHS, QUANTIZATION_WORDS),
             Variable("quantization_start", "eval(num_epochs - quantization_epochs)"),
         ]
     variables += [variable for variable in pruning_variables if variable not in target]
@@ -142,7 +143,6 @@ def _distillation(choices: Choices) -> list[Piece]:
         return []
     fields: dict[str, object] = {
         "start_epoch": 0.0,
-        "end_epoch": "eval(num_epochs)",
         "hardness": "eval(hardness)",
         "temperature": "eval(temperature)",
     }
@@ -178,6 +178,19 @@ def _holding(module: nn.Module, choices: Choices) -> list[Piece]:
 # Comments
 
 
+def _followed(found: Ends) -> list[str]:
+    """What to say of a model that could not be followed as it is."""
+    if found.followed == "not":
+        return [
+            "the model could not be followed from its input to its output, so the layers that are defined first and "
+            "last count as its ends; pass example_inputs= with what it takes"
+        ]
+    if found.followed == "whole":
+        return []
+    told = "the path of the model depends on values, and where it leads was seen on one example"
+    return [told + f"; layers that were not reached ({len(found.unreached)}) are left dense" * bool(found.unreached)]
+
+
 def _sparser(context: Context) -> list[str]:
     """What to say of a model that has more zeros than it is to get."""
     zeros, method = context.zeros, context.choices.method
@@ -192,9 +205,10 @@ def _head(module: nn.Module, choices: Choices, times: Phases, prunes: bool) -> l
     if method is CONSTANT or (method is None and prunes):
         parts.append("hold its zeros")
     elif method is not None:
-        to = "" if method.sharing == "own" else f" to {percent(choices.sparsity)}"
+        of = f" of {choices.unit_words}" if choices.unit_words else ""
+        to = "" if method.sharing == "own" else f" {'away' if of else 'to'} {percent(choices.sparsity)}{of}"
         parts.append(f"prune{to} ({method.name}, {choices.mask_type})")
-    parts += ["quantize"] * choices.quantization + ["distil"] * choices.distillation or []
+    parts += ["quantize"] * choices.quantization + ["distil"] * choices.distillation
     lines = [f"A recipe for {type(module).__name__}, made by gossamer.create: {', '.join(parts) or 'train'}.", ""]
     for start, end, what in _timeline(choices, times, prunes):
         lines.append(f"  epoch {start:g} to {end:g}: {what}")
@@ -221,10 +235,10 @@ def _timeline(choices: Choices, times: Phases, holds: bool) -> list[tuple[float,
 
 def _told(choices: Choices, layers: Sequence[Layer], module: nn.Module) -> list[str]:
     """For every layer why it gives what it gives; layers with the same reason together."""
-    taking = [layer for layer in layers if layer.takes_part]
-    total, count = sum(layer.weights for layer in layers), sum(layer.weights for layer in taking)
+    taking, running = [la for la in layers if la.takes_part], [la for la in layers if la.role != "idle"]
+    total, count = sum(layer.weights for layer in running), sum(layer.weights for layer in taking)
     share = percent(count / max(total, 1))
-    lines = [f"{len(taking)} of {len(layers)} layers take part, with {count:,} weights, {share} of all."]
+    lines = [f"{len(taking)} of {len(running)} layers take part, with {count:,} weights, {share} of all."]
     if choices.is_nm:
         lines.append(f"Each has the pattern's own share, {choices.sparsity:g}.")
     elif choices.global_sparsity:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from gossamer.analysis.sensitivity import Progress
-from gossamer.create.choices import Choices, choose
+from gossamer.create.choices import DATA_IDLE, Choices, choose
 from gossamer.create.generator import design
 from gossamer.create.schedulers import rates, watch
 from gossamer.create.schemas import RecipeVariables
@@ -75,7 +75,7 @@ def initialize(
     _check_partners(choices, distillation_teacher, grad_sampler, lr_scheduler)
     batches = _batches(data)
     if batches is not None and not choices.measures:
-        logger.warning("data has no effect: what is chosen leaves no shares of layers to be measured")
+        logger.warning(DATA_IDLE)
     for sentence in choices.without_effect:
         logger.warning("%s", sentence)
     if choices.lr is not None and len(set(rates(optimizer))) > 1:
@@ -119,6 +119,10 @@ def _check_partners(choices: Choices, teacher: object, grad_sampler: object, lr_
     method = choices.method
     if teacher is not None and not choices.distillation:
         raise GossamerError("distillation_teacher is given and distillation is off; set distillation=True, or drop it")
+    if teacher == "disable":
+        raise GossamerError(
+            "distillation=True asks for a teacher, and distillation_teacher='disable' for none; drop one of them"
+        )
     if method is not None and method.needs_sampler and grad_sampler is None:
         raise GossamerError(
             f"pruning='{method.name}' needs gradients of single batches; pass grad_sampler=, or choose pruning='mfac'"
@@ -130,6 +134,8 @@ def _check_partners(choices: Choices, teacher: object, grad_sampler: object, lr_
             f"lr_scheduler is given, and the recipe sets the learning rate (lr='{choices.lr}'); "
             "pass lr=False, or drop lr_scheduler"
         )
+    if lr_scheduler is not None and (method is None or method.name != "levels"):
+        logger.warning("lr_scheduler has no effect: only pruning='levels' starts it over")
 
 
 def _batches(data: object) -> Iterable[Any] | None:

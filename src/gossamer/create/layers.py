@@ -17,7 +17,7 @@ from torch import nn
 from gossamer.analysis.eligibility import ineligible
 from gossamer.analysis.sensitivity import Curve, Progress, allocate, sensitivity
 from gossamer.create.choices import Choices
-from gossamer.create.flow import Ends, ends
+from gossamer.create.flow import Ends
 from gossamer.errors import GossamerError, SparsityError
 from gossamer.graph import get_parameter, is_depthwise, is_transposed, owner_of, prunable, unwrap
 from gossamer.sparse import Block, Channel, Filter, Pattern, Unstructured, erdos_renyi, within_reach, zero_count
@@ -34,11 +34,17 @@ LEAST = 0.05
 LEEWAY = 1.25
 """Under one threshold a layer may move the outputs, pruned alone, by this much more than when all move them alike."""
 
-Role = Literal["first", "head", "depthwise"]
+Role = Literal["first", "head", "depthwise", "unreached", "idle"]
 _SPARED: dict[Role, str] = {
     "first": "the first convolution: few weights, and everything behind it depends on them",
     "head": "the head: nothing behind it could make up for what it loses",
     "depthwise": "depth-wise: few weights, and each channel has only its own",
+    "unreached": "not reached: the path of the model depends on values, and it may be a head",
+    "idle": "it does not run in evaluation mode: a head for training alone, or not in use",
+}
+_BY_ORDER: dict[Role, str] = {
+    "first": "taken for the first convolution: it is defined first",
+    "head": "taken for the head: it is defined last",
 }
 
 
@@ -68,17 +74,14 @@ class Layer:
 def look_at(
     model: nn.Module,
     choices: Choices,
+    found_ends: Ends,
     data: Iterable[Any] | None = None,
-    example_inputs: Any = None,
     progress: Progress | None = None,
 ) -> list[Layer]:
     """Every prunable layer of the model in its order; raises `GossamerError` when none can take part."""
     module, method = unwrap(model), choices.method
     assert method is not None
-    names = prunable(module)
-    if not names:
-        raise GossamerError("the model has no convolution or linear layer to prune; pass the network itself")
-    found = _spared(module, [_layer(module, name, choices) for name in names], choices, ends(module, example_inputs))
+    found = _spared(module, [_layer(module, name, choices) for name in prunable(module)], choices, found_ends)
     if choices.is_nm:
         return [replace(layer, sparsity=choices.sparsity) if layer.takes_part else layer for layer in found]
     if method.name == "levels":
@@ -130,17 +133,18 @@ def _units(shape: tuple[int, ...], pattern: Pattern) -> int:
 
 def _spared(module: nn.Module, layers: list[Layer], choices: Choices, found: Ends) -> list[Layer]:
     """Leave out what is small and matters much; where little else is there, it takes part all the same."""
-    whole = sum(layer.weights for layer in layers)
     layers = [replace(layer, role=_role(module, layer.name, found)) for layer in layers]
+    whole = sum(layer.weights for layer in layers if layer.role != "idle")
+    out = {"idle": _SPARED["idle"]}
     if isinstance(choices.pattern, Filter):
-        told = "the head: without a filter it would lack an output"
-        layers = [replace(_left_dense(la, told), fits=False) if la.role == "head" else la for la in layers]
+        out |= {"head": "the head: without a filter it would lack an output", "unreached": _SPARED["unreached"]}
+    layers = [replace(_left_dense(la, out[la.role]), fits=False) if la.role in out else la for la in layers]
     fitting = [layer for layer in layers if layer.takes_part]
     if not fitting:
         asked = "target or mask_type" if choices.variables.target else "mask_type"
         drop = "" if isinstance(choices.pattern, Unstructured) else f"; drop {asked}"
         raise GossamerError(f"no layer of the model can be pruned: '{layers[0].name}': {layers[0].why}{drop}")
-    reasons = _reasons(fitting, whole)
+    reasons = _reasons(fitting, whole, _SPARED | (_BY_ORDER if found.followed == "not" else {}))
     if choices.variables.target == "tensorrt" and choices.is_nm:
         slow = {layer.name: why for layer in fitting if (why := ineligible(layer.shape)) is not None}
         if any(layer.name not in slow and layer.name not in reasons for layer in fitting):
@@ -157,13 +161,13 @@ def _spared(module: nn.Module, layers: list[Layer], choices: Choices, found: End
     return [_left_dense(layer, reasons[layer.name]) if layer.name in reasons else layer for layer in layers]
 
 
-def _reasons(fitting: Sequence[Layer], whole: int) -> dict[str, str]:
+def _reasons(fitting: Sequence[Layer], whole: int, spared: Mapping[Role, str]) -> dict[str, str]:
     """Why layers are left dense that could be pruned: their place in the network, or their size."""
     found: dict[str, str] = {}
     for layer in fitting:
         too_large_to_spare = layer.role != "depthwise" and layer.weights > whole / 2
         if layer.role is not None and not too_large_to_spare:
-            found[layer.name] = _SPARED[layer.role]
+            found[layer.name] = spared[layer.role]
     passed = 0
     for layer in sorted((layer for layer in fitting if layer.weights < TINY), key=lambda layer: layer.weights):
         passed += layer.weights
@@ -177,6 +181,8 @@ def _role(module: nn.Module, name: str, found: Ends) -> Role | None:
         return "first"
     if name in found.last:
         return "head"
+    if name in found.unreached:
+        return "idle" if found.followed == "whole" else "unreached"
     return "depthwise" if is_depthwise(module, name) else None
 
 

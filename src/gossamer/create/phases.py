@@ -11,9 +11,15 @@ LONG, LAST_OF_LONG, LAST_OF_SHORT = 15.0, 5.0, 2.0
 """A run of 15 epochs or more quantizes in its last 5, a shorter one in its last 2."""
 
 QUANTIZATION_EPOCHS = (
-    "eval(max(min(num_epochs / 2, 1), min(2 * ceil(num_epochs / 2 - 1), 2) + 3 * min(num_epochs // 15, 1)))"
+    f"eval(max(min(num_epochs / 2, {LAST_OF_SHORT / 2:g}), "
+    f"min(2 * ceil(num_epochs / 2 - {LAST_OF_SHORT / 2:g}), {LAST_OF_SHORT:g}) + "
+    f"{LAST_OF_LONG - LAST_OF_SHORT:g} * min(num_epochs // {LONG:g}, 1)))"
 )
-"""5 from 15 epochs on, 2 below that, half of the run when it has 2 epochs or less."""
+"""The same as an expression; half of the run when it is no longer than that."""
+QUANTIZATION_WORDS = (
+    f"quantization takes the last {LAST_OF_LONG:g} epochs of {LONG:g} or more, the last {LAST_OF_SHORT:g} of fewer, "
+    f"and half of {LAST_OF_SHORT:g} or less"
+)
 
 
 @dataclass(frozen=True)
@@ -27,10 +33,6 @@ class Phases:
     """`num_epochs` when nothing is quantized."""
     freeze: float
     """From here on ranges and batch-norm statistics stay as they are."""
-
-    @property
-    def quantization_epochs(self) -> float:
-        return self.num_epochs - self.quantization_start
 
 
 def phases(num_epochs: float, quantization: bool) -> Phases:

@@ -16,7 +16,9 @@ from gossamer.create.layers import KEPT_AT_LEAST, Layer
 from gossamer.create.naming import tidy
 from gossamer.create.phases import Phases
 from gossamer.create.text import Piece, Row, Variable
+from gossamer.errors import GossamerError
 from gossamer.graph import ALL_PRUNABLE, get_parameter
+from gossamer.modifiers.base import to_step
 from gossamer.sparse import Filter, zero_count
 
 FIRST = 0.05
@@ -37,6 +39,7 @@ _FREQUENCIES = {
     ),
     "admm": ("eval(min(0.5, pruning_end / 10))", "epochs between two looks at the pattern"),
 }
+_SHARE = "the share of zeros in the layers that take part"
 _USUAL = ("eval(min(0.5, pruning_end / 20))", "epochs between two updates of the masks")
 
 Span = dict[str, object]
@@ -94,7 +97,9 @@ def pruning(context: Context) -> tuple[list[Variable], list[Piece]]:
     """Variables and modifiers for the method that was chosen."""
     method = context.choices.method
     assert method is not None
-    variables = [Variable("sparsity", context.choices.sparsity, "the share of zeros in the layers that take part")]
+    units = context.choices.unit_words
+    told = f"the share of {units} that go, in the layers that take part" if units else _SHARE
+    variables = [Variable("sparsity", context.choices.sparsity, told)]
     if method.sharing == "own" or _has_shares(context):
         variables = []
     end = "eval(quantization_start / 2)" if context.choices.quantization else "eval(num_epochs / 2)"
@@ -272,6 +277,12 @@ def _probmask(context: Context) -> list[Piece]:
 
 def _levels(context: Context) -> list[Piece]:
     steps = context.phases.pruning_end * (context.steps_per_epoch or float("inf"))
+    if context.steps_per_epoch and to_step(context.phases.pruning_end, context.steps_per_epoch) < 1:
+        raise GossamerError(
+            f"pruning='levels' has no step to prune in: of num_epochs {context.choices.variables.num_epochs:g} with "
+            f"steps_per_epoch {context.steps_per_epoch:g} it gets the first {context.phases.pruning_end:g} epochs; "
+            "raise one of the two"
+        )
     chosen = LEVELS[-max(1, int(min(len(LEVELS), steps))) :]
     levels = [f"eval(sparsity * {level})" if level != 1 else "eval(sparsity)" for level in chosen]
     fields: Span = {"params": context.params, "levels": levels, **_span(frequency=False)}

@@ -18,7 +18,7 @@ _WORDS = {
     "cyclic_linear": "The learning rate falls in a straight line, again and again.",
     "constant": "The learning rate stays the same.",
     "stepped": "The learning rate falls in steps of one factor.",
-    "exponential": "The learning rate falls by one factor after every epoch.",
+    "exponential": "The learning rate falls by one factor after every epoch, in a run of more than one.",
 }
 
 
@@ -39,8 +39,9 @@ def rates(choices: Choices, steps_per_epoch: float | None) -> tuple[list[Variabl
         return variables, [_by_factor(choices.lr, choices.variables.num_epochs, whole, words)]
     fields = {**whole, "lr_func": choices.lr, **both}
     if choices.lr == "cyclic_linear":
-        length = _cycle(choices.variables.num_epochs, steps_per_epoch)
-        variables.append(Variable("cycle_epochs", length, "from init_lr to final_lr; whole cycles fill the run"))
+        count = _cycles(choices.variables.num_epochs, steps_per_epoch)
+        told = "from init_lr to final_lr; whole cycles fill the run"
+        variables.append(Variable("cycle_epochs", f"eval(num_epochs / {count})", told))
         fields["cycle_epochs"] = "eval(cycle_epochs)"
     return variables, [Piece("LearningRateFunctionModifier", fields, words)]
 
@@ -54,7 +55,9 @@ def _by_factor(kind: str, num_epochs: float, whole: dict[str, object], words: li
             {**whole, "lr_class": "ExponentialLR", "lr_kwargs": kwargs, "init_lr": "eval(init_lr)"},
             words,
         )
-    drops = DROPS if kind == "stepped" else _FINE_DROPS
+    drops = DROPS
+    if kind == "exponential":
+        drops, words = _FINE_DROPS, [f"The learning rate falls by one factor, {_FINE_DROPS} times in the run."]
     kwargs = {
         "gamma": f"eval((final_lr / init_lr) ** (1 / {drops}))",
         "milestones": [f"eval(num_epochs * {drop} / {drops + 1})" for drop in range(1, drops + 1)],
@@ -66,16 +69,16 @@ def _by_factor(kind: str, num_epochs: float, whole: dict[str, object], words: li
     )
 
 
-def _cycle(num_epochs: float, steps_per_epoch: float | None) -> float:
-    """The length of a cycle such that whole cycles fill the run, in epochs or at least in steps.
+def _cycles(num_epochs: float, steps_per_epoch: float | None) -> int:
+    """How many cycles fill the run such that each has whole epochs, or at least whole steps.
 
-    >>> _cycle(20.0, None), _cycle(10.0, None), _cycle(2.5, 10)
-    (5.0, 2.0, 0.5)
+    >>> _cycles(20.0, None), _cycles(10.0, None), _cycles(2.5, 10)
+    (4, 5, 5)
     """
     whole = num_epochs if num_epochs.is_integer() else None
     if whole is None or whole < CYCLES / 2:
         whole = round(num_epochs * steps_per_epoch) if steps_per_epoch else None
     if not whole:
-        return num_epochs / CYCLES
+        return CYCLES
     counts = [count for count in range(2, math.floor(whole) + 1) if whole % count == 0] or [1]
-    return num_epochs / min(counts, key=lambda count: (abs(count - CYCLES), count))
+    return min(counts, key=lambda count: (abs(count - CYCLES), count))

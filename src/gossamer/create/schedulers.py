@@ -31,9 +31,7 @@ def watch(manager: Manager, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _attached(optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """A live scheduler of torch's that holds this optimizer; looked for only where one has left its traces."""
-    if not any("initial_lr" in group for group in optimizer.param_groups):
-        return None
+    """A live scheduler of torch's that holds this optimizer."""
     for holder in gc.get_referrers(optimizer):
         if isinstance(holder, LRScheduler):
             return holder
@@ -45,37 +43,41 @@ def _attached(optimizer: torch.optim.Optimizer) -> LRScheduler | None:
 
 
 class _Watch:
-    """Compares the rates before each step with those that the recipe left after the last one."""
+    """Compares the rates before each step with those that the recipe left after the last one.
+
+    Its hooks stay on the optimizer and fall silent: torch goes through its hooks while they run, and none may be
+    taken away then.
+    """
 
     def __init__(self, manager: Manager, optimizer: torch.optim.Optimizer) -> None:
-        self.manager = manager
-        self.left: tuple[int, list[float]] | None = (manager.step, rates(optimizer))
-        self.handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
-        ]
+        self._manager: Manager | None = manager
+        """None when there is nothing more to tell."""
+        self._left: tuple[int, list[float]] | None = (manager.step, rates(optimizer))
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         step = self._step()
         # A step that a scaler skipped moves the clock, and the recipe the rate, without a word to us.
-        if step is not None and self.left is not None and self.left[0] == step and self.left[1] != rates(optimizer):
+        if step is None or self._left is None or self._left[0] != step:
+            return
+        # A group that was added since then has a rate that nobody has changed.
+        if any(now != left for now, left in zip(rates(optimizer), self._left[1], strict=False)):
             logger.warning("something else than the recipe changes the learning rate at step %d: %s", step, _REMEDY)
-            self._stop()
+            self._manager = None
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         step = self._step()
-        self.left = None if step is None else (step, rates(optimizer))
+        self._left = None if step is None else (step, rates(optimizer))
 
     def _step(self) -> int | None:
-        try:
-            return self.manager.step
-        except GossamerError:  # the run is over
-            self._stop()
+        if self._manager is None:
             return None
-
-    def _stop(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+        try:
+            return self._manager.step
+        except GossamerError:  # the run is over
+            self._manager = None
+            return None
 
 
 def rates(optimizer: torch.optim.Optimizer) -> list[float]:

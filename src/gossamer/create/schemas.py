@@ -48,7 +48,11 @@ class RecipeVariables(BaseModel):
         "four) or 'tensorrt' (NVIDIA GPUs: 2:4). It sets mask_type, and how the model is quantized.",
     )
     sparsity: Number = Field(
-        default=0.8, gt=0, lt=1, description="The share of zeros in the end, over all layers that take part."
+        default=0.8,
+        gt=0,
+        lt=1,
+        description="The share of zeros in the end, over all layers that take part; where whole filters or channels "
+        "go, the share of those.",
     )
     mask_type: str | list[int] = Field(
         default="unstructured",
@@ -100,8 +104,13 @@ class RecipeVariables(BaseModel):
         return value
 
     def given(self, name: str) -> bool:
-        """Whether a variable was given, rather than left at its default."""
-        return name in self.model_fields_set
+        """Whether a variable was given, rather than left at its default.
+
+        Where all of them are given, as in a `model_dump()`, those at their defaults count as left there.
+        """
+        fields = type(self).model_fields
+        at_default = getattr(self, name) == fields[name].default
+        return name in self.model_fields_set and not (at_default and self.model_fields_set == set(fields))
 
 
 def as_variables(given: object) -> RecipeVariables:
@@ -135,8 +144,8 @@ def _reworded(error: ValidationError) -> GossamerError:
 
 def _joined(sentences: list[str]) -> str:
     """The complaints of a union's branches as one: `expected text or a list, found 3`."""
-    head, middle, tail = (sentences[0].partition(": expected ")[0], " or ", sentences[0].rpartition(", found ")[2])
+    head, tail = sentences[0].partition(": expected ")[0], sentences[0].rpartition(", found ")[2]
     if len(sentences) == 1 or not all(": expected " in sentence for sentence in sentences):
         return sentences[0]
     wanted = [s.partition(": expected ")[2].rpartition(", found ")[0] for s in sentences]
-    return f"{head}: expected {middle.join(dict.fromkeys(wanted))}, found {tail}"
+    return f"{head}: expected {' or '.join(dict.fromkeys(wanted))}, found {tail}"

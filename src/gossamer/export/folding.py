@@ -54,7 +54,7 @@ def bias_of(node: ir.Node, channels: int) -> Array | None:
     if given is None:
         return np.zeros(channels)
     found = constant(given)
-    if found is None or found.size not in (1, channels) or found.shape[-1:] not in ((), (1,), (channels,)):
+    if found is None or not (found.size == 1 or (found.size == channels and found.shape[-1:] == (channels,))):
         return None
     return np.broadcast_to(found.reshape(-1).astype(np.float64), (channels,))
 

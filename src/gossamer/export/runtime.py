@@ -24,7 +24,10 @@ INTEGER = (
     "QLinearConv",
     "QLinearMatMul",
 )
-FLOAT = ("Attention", "Conv", "ConvTranspose", "FusedConv", "FusedGemm", "FusedMatMul", "Gemm", "MatMul")
+FLOAT = (
+    *("Attention", "Conv", "ConvTranspose", "Einsum", "FusedConv", "FusedGemm", "FusedMatMul", "GRU", "Gemm", "LSTM"),
+    *("MatMul", "MultiHeadAttention", "RNN"),
+)
 
 
 def integer_operators(path: str | os.PathLike[str]) -> dict[str, int]:

@@ -24,10 +24,14 @@ from gossamer.export.example_inputs import ExampleInputs
 from gossamer.export.models import check_place, require, write_model
 from gossamer.export.qat import quantize_qat_export
 from gossamer.graph import unwrap
-from gossamer.quantization import emulation_of
+from gossamer.quantization import emulations_in
 
 if TYPE_CHECKING:
     from onnx import ModelProto
+
+    from gossamer.quantization import Emulation
+
+logger = logging.getLogger("gossamer")
 
 NEWEST_QUANTIZED = 20
 """From opset 21 on, onnxruntime does not run every quantized model."""
@@ -55,9 +59,13 @@ def to_onnx(
     check_place(target)
     inputs = ExampleInputs.of(example_inputs).on_cpu()
     copy = _copied(model, target)
-    emulation = emulation_of(copy)
-    with contextlib.nullcontext() if emulation is None else emulation.exporting():
+    emulations = emulations_in(copy)
+    _check_floats(copy, bool(emulations), target)
+    with contextlib.ExitStack() as stack:
+        for emulation in emulations:
+            stack.enter_context(emulation.exporting())
         _try(copy, inputs, f"{target}: the model does not take example_inputs")
+        _warn_of_floats(emulations, target)
         shapes = None
         if dynamic_batch:
             if inputs.batch == 1:
@@ -104,6 +112,23 @@ def _copied(model: nn.Module, target: Path) -> nn.Module:
         return deepcopy(unwrap(model)).cpu().eval()
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise GossamerError(f"{target}: the model cannot be copied for export: {_reason(error)}") from error
+
+
+def _check_floats(model: nn.Module, emulated: bool, target: Path) -> None:
+    kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if emulated and kinds - {torch.float32}:
+        found = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        raise GossamerError(f"{target}: a quantized model is written from float32, not {found}; pass model.float()")
+
+
+def _warn_of_floats(emulations: Sequence[Emulation], target: Path) -> None:
+    """Say what stays in floats because training never reached it."""
+    if unknown := sorted({site for emulation in emulations for site in emulation.unknown}):
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        logger.warning(
+            "%s: %s%s stay in floats: no training batch has passed there since quantization began",
+            *(target, ", ".join(unknown[:3]), more),
+        )
 
 
 def _try(model: nn.Module, inputs: ExampleInputs, otherwise: str) -> None:

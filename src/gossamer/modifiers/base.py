@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Self, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -19,9 +19,6 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, ModifierError, nearest
 from gossamer.graph import expects_every_gradient
-
-if TYPE_CHECKING:
-    from gossamer.modifiers.distillation.lessons import Lessons
 
 _NEWER = {"start": "start_epoch", "end": "end_epoch", "targets": "params"}
 
@@ -86,8 +83,8 @@ class Run(Protocol):
         ...
 
     @property
-    def lessons(self) -> Lessons | None:
-        """What a teacher says to each training batch; None when nobody teaches."""
+    def lessons(self) -> Any:
+        """What a teacher says to each training batch, as the modifiers that learn know it; None: nobody teaches."""
         ...
 
     @property
@@ -120,8 +117,17 @@ class Run(Protocol):
         """By how much a loss is scaled whose backward pass runs at this moment."""
         ...
 
+    @property
+    def scaled(self) -> bool:
+        """Before a step: False when a GradScaler was given and the step goes past it."""
+        ...
+
     def average(self, tensors: Sequence[torch.Tensor]) -> None:
         """Put the mean over all processes that train this model into each tensor, in one exchange."""
+        ...
+
+    def average_named(self, values: dict[str, torch.Tensor]) -> None:
+        """The same for tensors of one shape by name, which not all of the processes need to have."""
         ...
 
     def mask(self, name: str) -> torch.Tensor | None:
@@ -306,7 +312,6 @@ def to_step(epoch: float, steps_per_epoch: float) -> int:
 
 
 _registry: dict[str, type[Modifier]] = {}
-
 M = TypeVar("M", bound=type[Modifier])
 
 

@@ -145,7 +145,7 @@ class RankedPruningModifier(PruningModifier):
 
     def bind(self, run: Run) -> list[str]:
         targets = super().bind(run)
-        run.plan["caps"] = caps = self._caps(run)
+        run.plan["caps"] = caps = self._caps(run, targets)
         if self.goal is not None and self.max_layer_sparsity != 1.0:
             rows = {name: self._rows(run, name, run.parameter(name).detach()) for name in targets}
             units = {name: self.pattern.unit_scores(weight).numel() for name, weight in rows.items()}
@@ -158,12 +158,20 @@ class RankedPruningModifier(PruningModifier):
     def caps(self, run: Run) -> float | Mapping[str, float]:
         return run.plan.get("caps", 1.0)
 
-    def _caps(self, run: Run) -> float | dict[str, float]:
+    def _caps(self, run: Run, targets: Sequence[str]) -> float | dict[str, float]:
         """The bounds by name; of two for one layer, the lower."""
         if not isinstance(self.max_layer_sparsity, dict):
             return self.max_layer_sparsity
         found: dict[str, float] = {}
         for bound, wanted in self.max_layer_sparsity.items():
-            for name in match(run.module, wanted, field="max_layer_sparsity", strict=self.params_strict):
-                found[name] = min(bound, found.get(name, 1.0))
+            for item in wanted:
+                names = match(run.module, item, field="max_layer_sparsity", strict=self.params_strict)
+                if names and not set(names) & set(targets):
+                    raise ModifierError(
+                        f"max_layer_sparsity: '{item}' is none of the weights that are pruned here; "
+                        "name it in params, or drop its bound",
+                        "max_layer_sparsity",
+                    )
+                for name in names:
+                    found[name] = min(bound, found.get(name, 1.0))
         return found

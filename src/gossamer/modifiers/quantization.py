@@ -7,7 +7,7 @@ the ranges. Weights and their names stay as they are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
@@ -129,6 +129,7 @@ class QuantizationModifier(Modifier):
     def warnings(self) -> list[str]:
         idle = {
             "model_fuse_fn_name": "nothing has to be fused beforehand",
+            "model_fuse_fn_kwargs": "nothing has to be fused beforehand",
             "activation_qconfig_kwargs": "use scheme",
             "weight_qconfig_kwargs": "use scheme",
         }
@@ -193,7 +194,7 @@ class QuantizationModifier(Modifier):
         """Processes see different batches and must round alike."""
         emulation = self._emulation(run)
         if not emulation.frozen:
-            run.average([emulation.ranges[key] for key in sorted(emulation.ranges)])
+            run.average_named(emulation.ranges)
 
     def undo(self, run: Run) -> None:
         from gossamer.quantization import withdraw
@@ -224,12 +225,16 @@ class QuantizationModifier(Modifier):
         module.eval()
         try:
             with emulation.calibration(), torch.no_grad():
+                count = 0
                 for batch in islice(batches, self.num_calibration_steps):
                     _call(module, batch)
+                    count += 1
+            if not count:
+                logger.warning("%s: calibration_data holds no batch, and has no effect", self.name)
         finally:
             for layer, training in modes:
                 layer.training = training
-        run.average([emulation.ranges[key] for key in sorted(emulation.ranges)])
+        run.average_named(emulation.ranges)
 
     def _warn_of_loose_zeros(self, run: Run) -> None:
         held = set(run.masked_names())
@@ -279,9 +284,15 @@ def _call(module: nn.Module, batch: Any) -> None:
     def moved(value: Any) -> Any:
         return value.to(device) if isinstance(value, Tensor) else value
 
-    if isinstance(batch, Mapping):
-        module(**{key: moved(value) for key, value in cast(Mapping[str, Any], batch).items()})
-    elif isinstance(batch, tuple | list) and batch:
-        module(moved(cast(Iterable[Any], batch).__iter__().__next__()))
-    else:
-        module(moved(batch))
+    try:
+        if isinstance(batch, Mapping):
+            module(**{key: moved(value) for key, value in cast(Mapping[str, Any], batch).items()})
+        elif isinstance(batch, tuple | list) and batch:
+            module(moved(cast(Sequence[Any], batch)[0]))
+        else:
+            module(moved(batch))
+    except TypeError as error:
+        raise ModifierError(
+            f"calibration_data: the model does not take a batch ({error}); give tensors, pairs of inputs and labels, "
+            "or dicts of the arguments of forward"
+        ) from error

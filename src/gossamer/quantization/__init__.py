@@ -11,12 +11,22 @@ from gossamer.quantization.rules import Rules
 from gossamer.quantization.schemes import SCHEMES, Numbers, Scheme, scheme_of
 
 if TYPE_CHECKING:
-    from gossamer.quantization.emulation import Emulation, emulation_of, withdraw
+    from gossamer.quantization.emulation import Emulation, emulation_of, emulations_in, withdraw
 
-__all__ = ["SCHEMES", "Emulation", "Numbers", "Rules", "Scheme", "emulation_of", "scheme_of", "withdraw"]
+__all__ = [
+    "SCHEMES",
+    "Emulation",
+    "Numbers",
+    "Rules",
+    "Scheme",
+    "emulation_of",
+    "emulations_in",
+    "scheme_of",
+    "withdraw",
+]
 
 
 def __getattr__(name: str) -> object:
-    if name not in ("Emulation", "emulation_of", "withdraw"):
+    if name not in ("Emulation", "emulation_of", "emulations_in", "withdraw"):
         raise AttributeError(f"module 'gossamer.quantization' has no attribute '{name}'")
     return getattr(import_module("gossamer.quantization.emulation"), name)

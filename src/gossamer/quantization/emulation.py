@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils.hooks import RemovableHandle
 
+from gossamer.errors import GossamerError
 from gossamer.graph import named_modules, unwrap
 from gossamer.graph.compiling import compile_anew, uncompiled
 from gossamer.quantization.forward import Forward
@@ -41,6 +42,8 @@ class Emulation:
         """Whether ranges are taken in evaluation mode too."""
         self.constants: dict[str, Any] | None = None
         """While the model is exported: the scales by call site."""
+        self.unknown: list[str] = []
+        """While the model is exported: call sites that training never reached, and that stay in floats."""
         self._told_of_autocast = False
         self.install(module)
 
@@ -61,6 +64,7 @@ class Emulation:
     def exporting(self) -> Generator[None]:
         """Ranges and scales stay as they are. The first forward pass inside notes the scales, and tracing uses them."""
         frozen, self.frozen, self.constants = self.frozen, True, {}
+        self.unknown.clear()
         try:
             yield
         finally:
@@ -95,6 +99,12 @@ def emulation_of(module: nn.Module) -> Emulation | None:
     return next((place.emulation for place in _places(unwrap(module))), None)
 
 
+def emulations_in(module: nn.Module) -> list[Emulation]:
+    """The emulations of a model and of models inside it, each once."""
+    found = {id(place.emulation): place.emulation for layer in module.modules() for place in _places(layer)}
+    return list(found.values())
+
+
 def withdraw(module: nn.Module) -> None:
     """Let a model, or a copy of one, compute in floats again."""
     for layer in module.modules():
@@ -105,7 +115,8 @@ def withdraw(module: nn.Module) -> None:
                 layer._forward_hooks_always_called.pop(key, None)  # pyright: ignore[reportPrivateUsage]
         if isinstance(guard := layer.__dict__.get("_compiled_call_impl"), _Guard):
             layer._compiled_call_impl = guard.before  # pyright: ignore[reportPrivateUsage]
-            layer.__dict__.pop("_replicate_for_data_parallel", None)
+        if isinstance(layer.__dict__.get("_replicate_for_data_parallel"), _Replicate):
+            del layer.__dict__["_replicate_for_data_parallel"]
     compile_anew()
 
 
@@ -131,9 +142,13 @@ class _Place:
     def enter(self, layer: nn.Module, args: object) -> None:
         forward = Forward.of(self.emulation)
         if forward is None:
+            if self.emulation.constants is None and torch.compiler.is_exporting():
+                raise GossamerError(
+                    "a model that emulates quantization is exported by gossamer.export.to_onnx: torch.export alone "
+                    "would write its floats"
+                )
             if not _is_guarded(layer):
                 _guard(layer)  # From the next call on: a copy of a model has no guards yet.
-                compile_anew()
             forward = self.emulation.begin(layer)
         forward.go_in(self.path)
         if self.emulation.norms_frozen and isinstance(layer, _BatchNorm) and layer.training:
@@ -167,11 +182,14 @@ class _Guard:
         outermost = Forward.of(self._emulation) is None
         try:
             return self._call(*args, **kwargs)
-        except BaseException:
+        except BaseException:  # Ctrl-C is one, and is raised again.
             _unfreeze(self._module)
             if outermost and (left := Forward.of(self._emulation)) is not None:
                 left.close()
             raise
+
+    def __deepcopy__(self, memo: object) -> None:
+        """A copy of the module gets a guard of its own when it is called."""
 
 
 class _Replicate:

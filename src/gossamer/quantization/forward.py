@@ -47,7 +47,7 @@ class Forward(TorchFunctionMode):
         in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
         # What is computed anew in the backward pass (checkpointing) has been observed before.
         observes = (training or emulation.calibrating) and not emulation.frozen and not in_backward
-        self._tensors = Rounding(emulation.ranges, observes, emulation.constants)
+        self._tensors = Rounding(emulation.ranges, observes, emulation.constants, emulation.unknown)
         self._held = held
         self._stack: list[tuple[str, Scheme | None]] = []
         _forwards().append(self)
@@ -147,19 +147,26 @@ class Forward(TorchFunctionMode):
         return result
 
     def _embedding(self, func: Function, args: Args, kwargs: Keywords) -> Any:
-        args, kwargs = _in_order(args, kwargs, "input", "weight")
+        args, kwargs = _in_order(args, kwargs, "input", "weight", "padding_idx", "max_norm", "norm_type")
         scheme = self._scheme
         if scheme is not None and scheme.weights is not None:
-            args = (args[0], self._tensors.weight(args[1], self._site("weight"), scheme.weights, None), *args[2:])
+            indices, weight, *rest = args
+            if len(rest) > 1 and rest[1] is not None:  # What is too long is shortened in the weight itself.
+                torch.embedding_renorm_(weight.detach(), indices, rest[1], rest[2] if len(rest) > 2 else 2.0)
+                rest[1] = None
+            args = (indices, self._tensors.weight(weight, self._site("weight"), scheme.weights, None), *rest)
         return func(*args, **kwargs)
 
     def _sum(self, func: Function, args: Args, kwargs: Keywords) -> Any:
         args, kwargs = _in_order(args, kwargs, "input", "other")
         numbers, pair = self._numbers, args[:2]
         if numbers is None or not self._is_convolved(pair):
-            convolved = any(self._tensors.of(value).convolved for value in pair)
+            known = [self._tensors.of(value) for value in pair]
+            # A convolution that is scaled or shifted by a number is a convolution.
+            fresh = any(one.fresh for one in known) and any(isinstance(value, int | float) for value in pair)
+            convolved = any(one.convolved for one in known)
             result = func(*args, **kwargs)
-            self._tensors.learn(result, convolved)
+            self._tensors.learn(result, convolved, fresh)
             return result
         kind = "product" if "mul" in func.__name__ else "sum"
         operands = [self._rounded(value, f"{kind}.{index}", numbers) for index, value in enumerate(pair)]
@@ -229,14 +236,16 @@ class Forward(TorchFunctionMode):
 
     def _curve(self, func: Function, args: Args, kwargs: Keywords) -> Any:
         args, kwargs = _in_order(args, kwargs, "input")
-        scheme, values = self._scheme, args[0]
-        known = self._tensors.of(values)
-        if known.fresh and scheme is not None and scheme.inputs is not None and scheme.before_curves:
-            values = self._rounded(values, "curve", scheme.inputs)
-            if kwargs.get("inplace") is True or func.__name__.endswith("_"):
-                values = args[0].copy_(values)
-        result = func(values, *args[1:], **kwargs)
-        self._tensors.learn(result, known.convolved)
+        scheme, operands = self._scheme, list(args)
+        known = [self._tensors.of(value) for value in args]
+        if scheme is not None and scheme.inputs is not None and scheme.before_curves:
+            for index, value in enumerate(args):
+                if known[index].fresh:
+                    operands[index] = self._rounded(value, f"curve.{index}" if index else "curve", scheme.inputs)
+        if known[:1] and known[0].fresh and (kwargs.get("inplace") is True or _writes(func.__name__)):
+            operands[0] = args[0].copy_(operands[0])
+        result = func(*operands, **kwargs)
+        self._tensors.learn(result, any(one.convolved for one in known))
         return result
 
     def _attention(self, func: Function, args: Args, kwargs: Keywords) -> Any:

@@ -62,7 +62,7 @@ _TABLE: Mapping[Role, Iterable[Callable[..., Any]]] = {
     Role.SUM: _methods("add", "add_", "__add__", "__radd__", "__iadd__"),
     Role.PRODUCT: _methods("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"),
     Role.MATMUL: _methods("matmul", "bmm", "__matmul__", "__rmatmul__"),
-    Role.JOIN: _methods("cat", "concat", "concatenate"),
+    Role.JOIN: _methods("cat", "concat", "concatenate", "stack"),
     Role.SELECT: _methods(
         *(f"{kind}max_pool{n}d" for kind in ("", "adaptive_") for n in "123"),
         *(f"{kind}max_pool{n}d_with_indices" for kind in ("", "adaptive_") for n in "123"),
@@ -74,7 +74,7 @@ _TABLE: Mapping[Role, Iterable[Callable[..., Any]]] = {
     Role.MOVE: [
         *_methods("flatten", "reshape", "view", "permute", "transpose", "squeeze", "unsqueeze", "contiguous"),
         *_methods("chunk", "split", "__getitem__", "expand", "unbind", "select", "narrow", "movedim", "swapaxes"),
-        *_methods("pixel_shuffle", "channel_shuffle", "clone", "detach"),
+        *_methods("pixel_shuffle", "channel_shuffle", "clone", "detach", "unflatten", "repeat", "tile"),
     ],
     Role.NORM: [functional.batch_norm],
     Role.CLIP: [
@@ -83,8 +83,13 @@ _TABLE: Mapping[Role, Iterable[Callable[..., Any]]] = {
     ],
     Role.CURVE: [
         *_methods("silu", "hardswish", "hardsigmoid", "sigmoid", "gelu", "elu", "leaky_relu", "leaky_relu_", "mish"),
-        *_methods("tanh", "prelu", "softplus", "selu", "celu", "softmax", "log_softmax", "logsigmoid", "exp"),
-        *_methods("layer_norm", "group_norm", "instance_norm", "interpolate", "upsample"),
+        *_methods("tanh", "prelu", "softplus", "softsign", "selu", "celu", "glu", "rrelu", "threshold", "hardshrink"),
+        *_methods("silu_", "hardswish_", "hardsigmoid_", "sigmoid_", "elu_", "tanh_", "selu_", "celu_", "threshold_"),
+        *_methods("softmax", "log_softmax", "logsigmoid", "exp", "log", "sqrt", "rsqrt", "square", "pow", "__pow__"),
+        *_methods("abs", "neg", "sub", "sub_", "rsub", "__sub__", "__rsub__", "div", "div_", "__truediv__"),
+        *_methods("maximum", "minimum", "where", "roll", "flip", "pad", "normalize", "cumsum", "sum", "amax", "max"),
+        *_methods("layer_norm", "rms_norm", "group_norm", "instance_norm", "local_response_norm"),
+        *_methods("interpolate", "upsample", "grid_sample"),
     ],
     Role.ATTENTION: [functional.multi_head_attention_forward],
 }

@@ -51,11 +51,13 @@ NOTHING = Known(0)
 class Rounding:
     """The tensors of one pass; what is known of one goes when it goes."""
 
-    def __init__(self, ranges: dict[str, Tensor], observes: bool, constants: dict[str, Any] | None) -> None:
-        self._ranges, self._observes, self._constants = ranges, observes, constants
+    def __init__(
+        self, ranges: dict[str, Tensor], observes: bool, constants: dict[str, Any] | None, unknown: list[str]
+    ) -> None:
+        self._ranges, self._observes, self._constants, self._unknown = ranges, observes, constants, unknown
         self._calls: Counter[str] = Counter()
         self._known = cast(MutableMapping[Tensor, Known], WeakIdKeyDictionary())
-        self._weights = cast(MutableMapping[Tensor, tuple[Numbers, int | None, Tensor]], WeakIdKeyDictionary())
+        self._weights = cast(MutableMapping[Tensor, tuple[object, Tensor]], WeakIdKeyDictionary())
 
     def of(self, value: Any) -> Known:
         """What is known of a value; nothing, when it is no activation."""
@@ -102,9 +104,9 @@ class Rounding:
         if not isinstance(weight, Tensor) or not weight.is_floating_point():
             return weight
         axis = axis if numbers.by_channel and weight.dim() > 1 else None
-        held = self._weights.get(weight)
-        if held is not None and held[:2] == (numbers, axis):
-            return held[2]
+        held, what = self._weights.get(weight), (numbers, axis, _version(weight), _saver())
+        if held is not None and held[0] == what:
+            return held[1]
         scale = None
         if self._constants is not None:
             key = self._key(f"{site}.weight")
@@ -112,7 +114,8 @@ class Rounding:
                 self._constants[key] = weight_scale(weight, numbers, axis)
             scale = cast(Tensor, self._constants[key])
         result = rounded_weight(weight, numbers, axis, scale)
-        self._weights[weight] = (numbers, axis, result)
+        if torch.is_grad_enabled() or self._constants is not None:  # Else rounding again is cheaper than holding it.
+            self._weights[weight] = (what, result)
         return result
 
     def _affine(self, values: Tensor, site: str, key: str, numbers: Numbers) -> Affine | None:
@@ -129,6 +132,8 @@ class Rounding:
             calls -= 1  # Called more often than in training: as the last time there.
             key = _numbered(site, calls)
         if key not in self._ranges:
+            if self._constants is not None:
+                self._unknown.append(site)
             return None
         scale, zero_point = affine(self._ranges[key].to(values.device), numbers)
         if self._constants is None:

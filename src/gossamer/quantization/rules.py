@@ -50,9 +50,8 @@ class Rules:
                 scheme = replace(scheme, outputs=scheme.outputs or scheme.inputs)
             found[path] = scheme
         if all(scheme is None for path, scheme in found.items() if path or len(found) == 1):
-            raise ModifierError(
-                "ignore: everything is left out, and nothing would be quantized; leave less out", "ignore"
-            )
+            field = "scheme_overrides" if self.overrides and not self.ignore else "ignore"
+            raise ModifierError(f"{field}: everything is left out, nothing would be quantized; leave less out", field)
         return found
 
     def idle(self, module: nn.Module) -> list[tuple[str, str]]:

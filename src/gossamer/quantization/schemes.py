@@ -76,13 +76,14 @@ def scheme_of(given: Any, field: str, base: Scheme = SCHEMES["default"]) -> Sche
             known = [*SCHEMES, *_ALIASES]
             close = nearest(given, known) or f"; known: {', '.join(known)}"
             raise ModifierError(f"{field}: unknown scheme '{given}'{close}", field)
-        return SCHEMES[name]
+        return replace(SCHEMES[name], before_curves=base.before_curves)
     if not isinstance(given, Mapping):
         raise ModifierError(f"{field}: expected the name of a scheme or a mapping, found {given!r}", field)
     parts = {"input_activations": "inputs", "weights": "weights", "output_activations": "outputs"}
     defaults = {"inputs": _ACTIVATIONS, "weights": SCHEMES["default"].weights, "outputs": _ACTIVATIONS}
-    scheme = base
-    for key, value in cast(Mapping[str, Any], given).items():
+    entries = cast(Mapping[str, Any], given)
+    scheme = SCHEMES.get(str(entries.get("target_hardware")), base)
+    for key, value in entries.items():
         if key == "target_hardware":
             continue
         if key not in parts:

@@ -21,7 +21,7 @@ from gossamer.graph.substitution import Substitution
 from gossamer.modifiers.base import Modifier
 from gossamer.training.clock import Timing
 from gossamer.training.masks import Masks
-from gossamer.training.processes import average
+from gossamer.training.processes import average, average_named
 from gossamer.training.restart import Restart
 from gossamer.training.sampling import Sampler, as_sampler, untaught
 
@@ -57,6 +57,10 @@ class Shared:
     masks: Masks = field(default_factory=Masks)
     ended: set[int] = field(default_factory=set[int])
     loss_scale: float = 1.0
+    scaled: bool = True
+    """Whether the step that is about to be made goes through the scaler, when there is one."""
+    loss_scaled: bool | None = None
+    """Whether the scaler that `modify` returned has scaled a loss since the last step; None: never yet."""
     overflowed: bool = False
     before_write: Callable[[str], None] | None = None
     """Told of each weight just before a modifier overwrites it."""
@@ -158,10 +162,18 @@ class Attachment:
     @property
     def backward_scale(self) -> float:
         scaler = self._shared.scaler
-        return 1.0 if scaler is None else scaler.get_scale()
+        # Who used the scaler and has stopped, as when quantization begins, trains on plain losses.
+        return 1.0 if scaler is None or self._shared.loss_scaled is False else scaler.get_scale()
+
+    @property
+    def scaled(self) -> bool:
+        return self._shared.scaled
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         average(self._shared.forward, tensors)
+
+    def average_named(self, values: dict[str, Tensor]) -> None:
+        average_named(self._shared.forward, values)
 
     def parameter(self, name: str) -> nn.Parameter:
         return get_parameter(self._shared.module, name)
@@ -252,3 +264,21 @@ class Attachment:
 
     def located(self, error: ModifierError) -> GossamerError:
         return error if self._shared.located is None else self._shared.located(self, error)
+
+
+def due(attachments: Sequence[Attachment], step: int) -> list[tuple[Attachment, str]]:
+    """What falls due at or before `step`, in order; a modifier of no length starts and ends at once."""
+    events: list[tuple[tuple[int, int, int, int, int], Attachment, str]] = []
+    for attachment in attachments:
+        if attachment.modifier.family == "logging":
+            continue
+        index, timing = attachment.index, attachment.timing
+        brief = int(timing.end != timing.start)
+        ends = attachment.status != "ended" and timing.end is not None and timing.end <= step
+        if attachment.status == "pending" and timing.start <= step:
+            events.append(((timing.start, brief, timing.start, index, 0), attachment, "start"))
+        elif attachment.status == "active" and not ends and timing.updates_at(step):
+            events.append(((step, 1, timing.start, index, 0), attachment, "update"))
+        if ends and timing.end is not None:
+            events.append(((timing.end, 0, timing.start, index, 1), attachment, "end"))
+    return [(attachment, action) for _, attachment, action in sorted(events, key=lambda event: event[0])]

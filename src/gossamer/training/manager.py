@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import IO, Any
 
 import torch
@@ -138,11 +138,13 @@ class Manager:
         divided when gradients of several batches are added up. Nothing is
         touched when this raises.
         """
+        if wrap_optim is not None and scaler is not None and wrap_optim is not scaler:
+            raise GossamerError("wrap_optim and scaler mean the same, and two were given; give the one that you use")
         scaler = wrap_optim if wrap_optim is not None else scaler
         self._check(module, optimizer, steps_per_epoch, allow_parallel_module, scaler)
         check_of_use(scaler, self.recipe_object, float(steps_per_epoch))
         batches: Any = accumulation_steps
-        if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
+        if isinstance(batches, bool) or not isinstance(batches, Integral) or batches < 1:
             raise GossamerError(f"accumulation_steps: expected the number of batches in a step, found {batches!r}")
         if epoch is not None and not (isinstance(epoch, Real) and math.isfinite(epoch)):
             raise GossamerError(f"epoch: expected the epoch at which to enter the run, found {epoch!r}")
@@ -164,7 +166,7 @@ class Manager:
             restart,
             lessons,
             scaler,
-            accumulation_steps,
+            int(accumulation_steps),
             calibration_data,
         )
         if restart is not None and restart.begun and self._pending is None:
@@ -240,7 +242,8 @@ class Manager:
 
         Without this call the teacher's part comes with the backward pass; with it, that stays out. `outputs` is what
         the model returned. `inputs` (a tensor, or a tuple or mapping of the model's arguments) is needed only when
-        the model was not in training mode. The same loss comes back when no distillation is active.
+        the model was not in training mode. With `accumulation_steps`, `loss` is divided by it already, and the
+        teacher's part is divided here. The same loss comes back when no distillation is active.
         """
         return loss if self._run is None else self._run.loss(loss, outputs, inputs)
 

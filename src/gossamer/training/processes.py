@@ -5,11 +5,14 @@ Knows the wrappers that tell of such processes, and nothing of modifiers.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+
+from gossamer.graph import unwrap
 
 
 def average(module: nn.Module, tensors: Sequence[Tensor]) -> None:
@@ -18,13 +21,10 @@ def average(module: nn.Module, tensors: Sequence[Tensor]) -> None:
     Nothing happens when the model is not wrapped for several processes. All of them must call this with tensors of
     the same shapes in the same order.
     """
-    wrapper = next((part for part in _wrappers(module) if _joins_processes(part)), None)
-    if wrapper is None or not tensors or not distributed.is_available() or not distributed.is_initialized():
+    joined, group = _group(module)
+    if not joined or not tensors:
         return
-    group: Any = getattr(wrapper, "process_group", None)
     count = distributed.get_world_size(group)
-    if count == 1:
-        return
     wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     with torch.no_grad():
         together = torch.cat([tensor.detach().to(tensors[0].device, wide).reshape(-1) for tensor in tensors])
@@ -35,14 +35,52 @@ def average(module: nn.Module, tensors: Sequence[Tensor]) -> None:
             tensor.copy_(mean.reshape(tensor.shape))
 
 
+def average_named(module: nn.Module, values: dict[str, Tensor]) -> None:
+    """Put into each entry its mean over the processes that have it; a process gets what it lacks.
+
+    The tensors have one shape. Names may differ, where processes went different ways through the model.
+    """
+    joined, group = _group(module)
+    if not joined:
+        return
+    device = next(module.parameters()).device
+    names = sorted(values)
+    mark = zlib.crc32("\n".join(names).encode())
+    extremes = torch.tensor([mark, -mark], device=device)
+    distributed.all_reduce(extremes, distributed.ReduceOp.MAX, group=group)
+    if int(extremes[0]) != -int(extremes[1]):
+        gathered: list[Any] = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(gathered, names, group=group)  # pyright: ignore[reportUnknownMemberType]
+        names = sorted({name for own in gathered for name in own})
+    if not names:
+        return
+    shape = next((value.shape for value in values.values()), torch.Size([2]))
+    sums = torch.stack(
+        [values[name].to(device) if name in values else torch.zeros(shape, device=device) for name in names]
+    )
+    counts = torch.tensor([float(name in values) for name in names], device=device)
+    distributed.all_reduce(sums, group=group)
+    distributed.all_reduce(counts, group=group)
+    for name, total, count in zip(names, sums, counts, strict=True):
+        values[name] = total / count
+
+
+def _group(module: nn.Module) -> tuple[bool, Any]:
+    """Whether several processes train the model, and their group."""
+    wrapper = next((part for part in _wrappers(module) if _joins_processes(part)), None)
+    if wrapper is None or not distributed.is_available() or not distributed.is_initialized():
+        return False, None
+    group: Any = getattr(wrapper, "process_group", None)
+    return distributed.get_world_size(group) > 1, group
+
+
 def _wrappers(module: nn.Module) -> Iterator[nn.Module]:
     """The model as the user calls it, and what it is wrapped around, down to the user's own."""
-    inner: Any = module
-    while isinstance(inner, nn.Module):
-        yield inner
-        kind = type(inner).__name__
-        held = "module" if kind in ("DistributedDataParallel", "DataParallel", "AveragedModel") else "_orig_mod"
-        inner = inner._modules.get(held)  # pyright: ignore[reportPrivateUsage]
+    inner = unwrap(module)
+    for part in module.modules():  # A wrapper comes before what it holds.
+        yield part
+        if part is inner:
+            return
 
 
 def _joins_processes(module: nn.Module) -> bool:

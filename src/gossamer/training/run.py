@@ -21,11 +21,12 @@ from gossamer.errors import GossamerError, RecipeError, SparsityError
 from gossamer.graph import named_parameters, unwrap
 from gossamer.modifiers.base import placed
 from gossamer.recipe import Recipe
-from gossamer.training.attachment import Attachment, Logger, Shared
+from gossamer.training.attachment import Attachment, Logger, Shared, due
 from gossamer.training.binding import attachments, bind, located
 from gossamer.training.closures import with_gradients
 from gossamer.training.journal import Journal
 from gossamer.training.restart import Restart
+from gossamer.training.scaler import scales
 from gossamer.training.settings import restore_settings, settings
 from gossamer.training.state import STATE_FORMAT, check_state, frozen, matched, reordered, thawed
 from gossamer.training.teachers import load_teacher_state, teacher_state
@@ -55,10 +56,22 @@ class TrainingRun:
         calibration_data: Iterable[Any] | None = None,
     ) -> None:
         self.recipe = recipe
-        given = (grad_sampler, loggers, example_inputs, calibration_data, lessons, scaler, accumulation_steps)
-        self.shared = Shared(module, unwrap(module), optimizer, steps_per_epoch, *given)
-        self.shared.reorder, self.shared.restart = self._reorder, restart
-        self.shared.located = partial(located, recipe)
+        self.shared = Shared(
+            module,
+            unwrap(module),
+            optimizer,
+            steps_per_epoch,
+            grad_sampler=grad_sampler,
+            loggers=loggers,
+            example_inputs=example_inputs,
+            calibration_data=calibration_data,
+            lessons=lessons,
+            scaler=scaler,
+            accumulation_steps=accumulation_steps,
+            restart=restart,
+            reorder=self._reorder,
+            located=partial(located, recipe),
+        )
         self.told_the_time = False
         """True when someone else moves the clock, by `advance`; then an optimizer step only applies the masks."""
         self.attachments = attachments(recipe, self.shared)
@@ -114,6 +127,7 @@ class TrainingRun:
                 attachment.modifier.finish(attachment)
         self.apply_masks()
         self.unhook()
+        self._dismiss_copy(over=True)
 
     def apply_masks(self) -> None:
         """Zero the masked weights of the model."""
@@ -122,7 +136,7 @@ class TrainingRun:
     def advance(self, step: int) -> None:
         """Move the clock to `step` and do what is due: ends first, then updates and starts by their start."""
         self.shared.step = step
-        for attachment, action in self._due(step):
+        for attachment, action in due(self.attachments, step):
             self._perform(attachment, action)
         self._log()
         if self.told_the_time:
@@ -134,15 +148,23 @@ class TrainingRun:
             self.shared.restart()
 
     def count_skipped(self) -> None:
-        """A GradScaler skipped the optimizer's step: time passes all the same."""
-        self.skipped_steps += 1
-        self.advance(self.step + 1)
+        """A GradScaler skipped the optimizer's step: time passes all the same, until the run is over."""
+        if self._handles:
+            self.skipped_steps += 1
+            self._forget_scaling()
+            self.advance(self.step + 1)
+
+    def note_scaled(self) -> None:
+        self.shared.loss_scaled = True
+
+    def _forget_scaling(self) -> None:
+        self.shared.loss_scaled = None if self.shared.loss_scaled is None else False
 
     def _reorder(self, permutation: Permutation) -> None:
         """Put channels into another order: weights, masks, and what the optimizer and the modifiers remember."""
         self.journal.before_reordering(permutation, self.shared)
         permutation.apply(self.shared.module, self.optimizer, self.shared.masks.by_name())
-        if self._copy is not None:
+        if self._copy is not None and not self._copy.dismissed:
             permutation.apply(self._copy.module)
         for attachment in self.attachments:
             attachment.state = reordered(attachment.state, permutation, self.shared.module)
@@ -176,6 +198,11 @@ class TrainingRun:
         """The teacher, when it is a copy of the model."""
         lessons = self.shared.lessons
         return lessons.teacher if lessons is not None and lessons.teacher.own else None
+
+    def _dismiss_copy(self, over: bool = False) -> None:
+        """Free the memory of a copy when nobody will learn from it any more."""
+        if self._copy is not None and (over or not self._learns()):
+            self._copy.dismiss()
 
     def _learns(self) -> bool:
         """Whether somebody learns from a teacher, now or later."""
@@ -213,11 +240,12 @@ class TrainingRun:
             self.shared.restart.load_state_dict(state["restart"])
         if self.shared.lessons is not None:
             saved_teacher = thawed(state.get("teacher"), torch.device("cpu"))
-            problems += load_teacher_state(self.shared.lessons.teacher, saved_teacher, self._learns())
+            teacher = self.shared.lessons.teacher
+            problems += load_teacher_state(teacher, saved_teacher, self._learns(), self.shared.module)
         for attachment in self.attachments:
             if attachment.status == "active":
                 attachment.modifier.restore(attachment)
-        for attachment, action in self._due(step):
+        for attachment, action in due(self.attachments, step):
             if action == "start":
                 self._perform(attachment, action)
         self.apply_masks()
@@ -261,6 +289,7 @@ class TrainingRun:
         if optimizer is not self.optimizer or self.told_the_time:
             self.shared.stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.shared.loss_scale = 1.0 if scale is None else float(scale)
+        self.shared.scaled = scales(self.shared.scaler, optimizer)
         self.shared.overflowed = found_inf is not None and float(found_inf) > 0
         self._restart_learning_rate()
         try:
@@ -287,26 +316,10 @@ class TrainingRun:
             if attachment.status == "active":
                 attachment.modifier.after_step(attachment)
         self.shared.loss_scale, self.shared.overflowed = 1.0, False
+        self._forget_scaling()
         self.apply_masks()
         if not self.told_the_time:
             self.advance(self.step + 1)
-
-    def _due(self, step: int) -> list[tuple[Attachment, str]]:
-        """What falls due at or before `step`, in order; a modifier of no length starts and ends at once."""
-        events: list[tuple[tuple[int, int, int, int, int], Attachment, str]] = []
-        for attachment in self.attachments:
-            if attachment.modifier.family == "logging":
-                continue
-            index, timing = attachment.index, attachment.timing
-            brief = int(timing.end != timing.start)
-            ends = attachment.status != "ended" and timing.end is not None and timing.end <= step
-            if attachment.status == "pending" and timing.start <= step:
-                events.append(((timing.start, brief, timing.start, index, 0), attachment, "start"))
-            elif attachment.status == "active" and not ends and timing.updates_at(step):
-                events.append(((step, 1, timing.start, index, 0), attachment, "update"))
-            if ends and timing.end is not None:
-                events.append(((timing.end, 0, timing.start, index, 1), attachment, "end"))
-        return [(attachment, action) for _, attachment, action in sorted(events, key=lambda event: event[0])]
 
     def _perform(self, attachment: Attachment, action: str) -> None:
         try:
@@ -321,6 +334,7 @@ class TrainingRun:
                         attachment.modifier.end(attachment)
                         attachment.status = "ended"
                         self.shared.ended.add(attachment.index)
+                        self._dismiss_copy()
         except SparsityError as error:
             at = f"{self.recipe.where(attachment.index)}: {attachment.modifier.name}"
             raise GossamerError(f"{at} at step {self.step}: {error}") from error

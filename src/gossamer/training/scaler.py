@@ -7,10 +7,10 @@ shares all state with it, so that either may be saved.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, OptState
 
 from gossamer.errors import GossamerError
 from gossamer.modifiers.base import to_step
@@ -28,6 +28,9 @@ class StepCounter(Protocol):
         ...
 
     def count_skipped(self) -> None: ...
+    def note_scaled(self) -> None:
+        """A loss of the step to come was scaled."""
+        ...
 
 
 def check_of_use(scaler: GradScaler | None, recipe: Recipe, steps_per_epoch: float) -> None:
@@ -42,6 +45,18 @@ def check_of_use(scaler: GradScaler | None, recipe: Recipe, steps_per_epoch: flo
             )
 
 
+def scales(scaler: GradScaler | None, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step that the optimizer is about to make goes through the scaler; True when there is none in use.
+
+    torch tells this to nobody, so it is read where the scaler keeps it: an entry for each optimizer since the last
+    `update`, which `unscale_` and `step` make.
+    """
+    if scaler is None or not scaler.is_enabled() or not hasattr(scaler, "_per_optimizer_states"):
+        return True
+    stages: dict[int, dict[str, Any]] = scaler._per_optimizer_states  # pyright: ignore[reportPrivateUsage]
+    return id(optimizer) in stages and stages[id(optimizer)]["stage"] is not OptState.STEPPED
+
+
 def clocked(scaler: GradScaler, counter: StepCounter) -> GradScaler:
     """The user's scaler, with the steps that it skips counted; a copy of it is a plain scaler."""
     kind = type(scaler)
@@ -49,6 +64,10 @@ def clocked(scaler: GradScaler, counter: StepCounter) -> GradScaler:
 
     class Clocked(kind):
         plain_class = plain
+
+        def scale(self, outputs: Any) -> Any:
+            counter.note_scaled()
+            return cast(Any, super()).scale(outputs)
 
         def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
             fired = counter.fired

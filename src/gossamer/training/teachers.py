@@ -72,13 +72,18 @@ def teacher_state(teacher: Teacher) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in named_state(teacher.module)}
 
 
-def load_teacher_state(teacher: Teacher | None, saved: Mapping[str, Tensor] | None, needed: bool) -> list[str]:
-    """Bring a copy to what was saved; what did not match, a sentence each."""
-    if teacher is None or not teacher.own:
-        kept = saved is not None and teacher is not None
+def load_teacher_state(
+    teacher: Teacher, saved: Mapping[str, Tensor] | None, needed: bool, module: nn.Module
+) -> list[str]:
+    """Bring a copy of `module` to what was saved; what did not match, a sentence each."""
+    if not teacher.own:
+        kept = saved is not None
         return ["the frozen copy of the model in the state is dropped: another teacher was given"] if kept else []
-    if saved is None:
-        told = "the state holds no frozen copy of the model: the teacher is the model as it was given to modify"
+    as_it = "is now" if teacher.dismissed else "was given to modify"
+    if teacher.dismissed and needed:
+        teacher.module, teacher.dismissed = frozen_copy(module), False
+    if teacher.dismissed or saved is None:
+        told = f"the state holds no frozen copy of the model: the teacher is the model as it {as_it}"
         return [told] if needed else []
     held = dict(named_state(teacher.module))
     odd = [name for name in held if name not in saved or saved[name].shape != held[name].shape]

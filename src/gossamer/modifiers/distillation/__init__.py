@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from gossamer.errors import ModifierError, nearest
@@ -35,6 +35,18 @@ class TaughtModifier(Modifier):
     teacher_input_keys: list[str] | None = None
     """The arguments of the model that the teacher is given, by name; None: all."""
 
+    @field_validator("distill_output_keys", "teacher_input_keys")
+    @classmethod
+    def _not_empty(cls, keys: list[Any] | None) -> list[Any] | None:
+        if keys == []:
+            raise ValueError("expected at least one key, or nothing for all")
+        return keys
+
+    @property
+    def learns(self) -> bool:
+        """Whether the teacher has a share in the loss at all."""
+        return True
+
     @abstractmethod
     def learner(self, run: Run, lessons: Lessons, place: int) -> Learner:
         """What learns in this run."""
@@ -48,7 +60,7 @@ class TaughtModifier(Modifier):
         self.restore(run)
 
     def restore(self, run: Run) -> None:
-        if run.lessons is not None:
+        if run.lessons is not None and self.learns:
             run.scratch["learner"] = self.learner(run, run.lessons, run.plan["place"])
             run.lessons.join(run.scratch["learner"])
 
@@ -84,6 +96,10 @@ class DistillationModifier(TaughtModifier):
     """The teacher's share of the loss."""
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
     """T: the logits of both are divided by it."""
+
+    @property
+    def learns(self) -> bool:
+        return self.hardness > 0
 
     def learner(self, run: Run, lessons: Lessons, place: int) -> Learner:
         from gossamer.modifiers.distillation.learners import OutputLearner

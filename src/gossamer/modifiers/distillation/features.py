@@ -59,6 +59,7 @@ class FeatureLearner(Learner):
         super().__init__(run, lessons, place, input_keys)
         self.layers, self.gain, self.epsilon, self.project = layers, gain, epsilon, project
         self._calls: Counter[str] = Counter()
+        self._sound: dict[str, Tensor] = {}
         self._terms: list[Tensor] = []
         self._terms_of: Lesson | None = None
         self._without_gradient: set[str] = set()
@@ -77,6 +78,7 @@ class FeatureLearner(Learner):
 
     def begin(self, lesson: Lesson) -> None:
         self._calls.clear()
+        self._sound.clear()
         self._without_gradient.clear()
         self._terms, self._terms_of = [], lesson
         silent = [p for p in self.layers if (self.place, p.key) not in lesson.answer(self.input_keys).features]
@@ -105,6 +107,8 @@ class FeatureLearner(Learner):
                     "student_layer_names",
                 )
             with torch.no_grad():
+                sound = given[call].isfinite().all()
+                self._sound[pair.teacher] = sound & self._sound.get(pair.teacher, sound)
                 weight = self.gain / len(given)
                 term = self._compared(features.detach(), given[call], pair, weight)
                 given[call] = term.value  # The features themselves are no longer needed.
@@ -116,6 +120,7 @@ class FeatureLearner(Learner):
         missing = [pair.student for pair in self.layers if not self._calls[pair.key]]
         if missing:
             self.tell_once("distillation: layer '%s' of the model does not run in every pass", missing[0])
+        self._check_sound()
         if self._terms:
             self.taught += 1
         elif self._without_gradient:
@@ -131,6 +136,16 @@ class FeatureLearner(Learner):
             )
         return {}
 
+    def _check_sound(self) -> None:
+        """One look for all layers: it waits for the device."""
+        flags = list(self._sound.values())
+        if flags and not bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all()):
+            name = next(name for name, flag in self._sound.items() if not bool(flag))
+            raise ModifierError(
+                f"has a teacher whose layer '{name}' gives NaN or infinity for this batch; check the teacher's "
+                "weights and the inputs, or let it compute in a wider precision"
+            )
+
     def total(self, loss: Tensor, outputs: Any, inputs: Any) -> Tensor:
         lesson, terms = self.lessons.of(outputs) or self._terms_of, self._terms
         if lesson is None or lesson is not self._terms_of or not terms:
@@ -141,7 +156,8 @@ class FeatureLearner(Learner):
         lesson.explicit = True
         self.reached += 1
         self._terms = []
-        return loss + torch.stack([term.to(loss.device) for term in terms]).sum().to(loss.dtype)
+        learned = torch.stack([term.to(loss.device) for term in terms]).sum() / self.run.accumulation_steps
+        return loss + learned.to(loss.dtype)
 
     def forget(self, lesson: Lesson) -> None:
         """Nobody will ask for this lesson's loss any more."""
@@ -247,6 +263,7 @@ class _Pull:
         if learner is None or self.lesson.explicit:
             return None
         learner.reached += 1
+        learner.mixed += 1
         learner.forget(self.lesson)
         accumulated = self.factor / learner.run.accumulation_steps
         if self.term.projection is not None:
@@ -270,6 +287,7 @@ class _Asked(torch.autograd.Function):
         pull: _Pull = ctx.pull
         learner, weight = pull.learner(), gradients[0]
         if learner is not None and pull.term.projection is not None:
+            learner.mixed += 1  # The projection's gradient is freed of the loss scale.
             learner.pull(pull.lesson, pull.key, pull.term.projection * (weight / learner.run.backward_scale))
         return (pull.term.gradient * weight).to(ctx.dtype), None
 

@@ -6,7 +6,7 @@ teacher is asked, and how gradients reach the student, is the lessons' affair.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from gossamer.errors import ModifierError
 from gossamer.modifiers.base import Run
 from gossamer.modifiers.distillation.lessons import Learner, Lesson, Lessons
-from gossamer.modifiers.distillation.outputs import Key, Path, pairs
+from gossamer.modifiers.distillation.outputs import Key, Path, classes, pairs
 
 
 class OutputLearner(Learner):
@@ -39,11 +39,13 @@ class OutputLearner(Learner):
         self.taught += 1
         found = pairs(output, lesson.answer(self.input_keys).outputs, self.output_keys)
         weight = self.hardness * self.temperature**2 / len(found)
-        return {
+        learned = {
             path: weight * divergence_gradient(ours, theirs, self.temperature)
             for path, (ours, theirs) in found.items()
             if ours.requires_grad
         }
+        _check_sound(learned.values(), [theirs for _, theirs in found.values()])
+        return learned
 
     def total(self, loss: Tensor, outputs: Any, inputs: Any) -> Tensor:
         lesson = self.lessons.of(outputs)
@@ -61,7 +63,13 @@ class OutputLearner(Learner):
         found = pairs(outputs, answer.outputs, self.output_keys)
         divergences = [divergence(ours, theirs, self.temperature) for ours, theirs in found.values()]
         distance = torch.stack(divergences).mean()
-        return self.keep * loss + self.hardness * self.temperature**2 * distance
+        if lesson is None:
+            _check_sound(
+                (wide(theirs).softmax(classes(theirs)) for _, theirs in found.values()),
+                [theirs for _, theirs in found.values()],
+            )
+        weight = self.hardness * self.temperature**2 / self.run.accumulation_steps
+        return self.keep * loss + weight * distance
 
 
 def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
@@ -71,7 +79,7 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     >>> float(divergence(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.0, 1.0]]), 2.0))
     0.0
     """
-    ours, theirs = ((wide(logits) / temperature).log_softmax(_classes(logits)) for logits in (student, teacher))
+    ours, theirs = ((wide(logits) / temperature).log_softmax(classes(logits)) for logits in (student, teacher))
     share = theirs.exp()
     # What the teacher rules out takes no part, also where both have −∞.
     return torch.where(share > 0, share * (theirs - ours), 0).sum() / _positions(student)
@@ -79,17 +87,25 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
 
 def divergence_gradient(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """The gradient of `divergence` with respect to the student's logits."""
-    ours, theirs = ((wide(logits) / temperature).softmax(_classes(logits)) for logits in (student, teacher))
+    ours, theirs = ((wide(logits) / temperature).softmax(classes(logits)) for logits in (student, teacher))
     return (ours - theirs) / (temperature * _positions(student))
+
+
+def _check_sound(learned: Iterable[Tensor], taught: Sequence[Tensor]) -> None:
+    """Raise when what is learned is not finite because of the teacher; a student's overflow is its own affair."""
+    flags = [values.isfinite().all() for values in learned]
+    if not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all()):
+        return
+    if any(bool(wide(logits).softmax(classes(logits)).isnan().any()) for logits in taught):
+        raise ModifierError(
+            "has a teacher whose outputs are NaN or infinite for this batch; check the teacher's weights and the "
+            "inputs, or let it compute in a wider precision"
+        )
 
 
 def wide(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def _classes(tensor: Tensor) -> int:
-    return 1 if tensor.dim() >= 4 else -1
-
-
 def _positions(tensor: Tensor) -> int:
-    return max(tensor.numel() // max(tensor.shape[_classes(tensor)], 1), 1)
+    return max(tensor.numel() // max(tensor.shape[classes(tensor)], 1), 1)

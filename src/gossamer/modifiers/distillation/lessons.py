@@ -45,15 +45,20 @@ class Lesson:
         self.explicit = False
         """Whether the user has asked for the loss, so that gradients come with it."""
         self._run = weakref.ref(run)
+        self._scale = (-1, 0.0)
 
     def answer(self, keys: Sequence[str] | None) -> Answer:
         return self.answers[tuple(keys or ())]
 
     @property
     def scale(self) -> float:
-        """By how much the user's loss is multiplied at this moment."""
-        run = self._run()
-        return 0.0 if run is None else run.backward_scale / run.accumulation_steps
+        """By how much the user's loss is multiplied in this backward pass; read once, for it waits for the device."""
+        run, backward = self._run(), torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
+        if run is None:
+            return 0.0
+        if backward == -1 or self._scale[0] != backward:
+            self._scale = (backward, run.backward_scale / run.accumulation_steps)
+        return self._scale[1]
 
 
 class Learner(ABC):
@@ -70,8 +75,9 @@ class Learner(ABC):
         self.place = place
         """In the recipe's order: what a modifier adds is multiplied by the `keep` of those behind it."""
         self.input_keys = input_keys
-        self.taught = self.reached = 0
-        """Lessons since the last step, and those of them whose backward pass was seen."""
+        self.attended = self.taught = self.reached = self.mixed = 0
+        """Since the last step: passes of the student, lessons, backward passes seen, and those that were mixed."""
+        self._missed = 0
         self._told: set[str] = set()
 
     @abstractmethod
@@ -96,19 +102,32 @@ class Learner(ABC):
 
     def check(self) -> None:
         """Before a step of the optimizer: raise when the lessons since the last one came to nothing."""
-        taught, reached = self.taught, self.reached
-        self.taught = self.reached = 0
+        attended, taught, reached, mixed = self.attended, self.taught, self.reached, self.mixed
+        self.attended = self.taught = self.reached = self.mixed = 0
         if taught and not reached:
             where = "the model's output" if self.from_outputs else "the layers"
             raise ModifierError(
                 f"learned nothing in this step: no gradient came back through {where}, as when the loss is computed "
                 "inside forward; train on loss = manager.loss(loss, outputs)"
             )
-        if not taught and not reached:
-            self.tell_once(
-                "distillation: the optimizer makes a step, and the model was not called in training mode; call the "
-                "model itself, not its forward, or train on manager.loss(loss, outputs, inputs)"
+        if mixed and not self.run.scaled and self.run.backward_scale != 1:
+            raise ModifierError(
+                "learned at the loss scale of the GradScaler that modify was given, and this step goes past it; use "
+                "that one, scaler.scale(loss).backward() and scaler.step(optimizer), or give modify no scaler"
             )
+        if attended or taught or reached:
+            self._missed = 0
+        elif any(parameter.grad is not None for parameter in self.run.module.parameters()):
+            self._missed += 1
+            self._tell_of_missing()
+
+    def _tell_of_missing(self) -> None:
+        """One step may be a loop's own affair; what goes on like that would never learn."""
+        told = "the optimizer makes a step, and the model was not called in training mode"
+        way_out = "call the model itself, not its forward or its parts, or train on manager.loss(loss, outputs, inputs)"
+        if self._missed > 1:
+            raise ModifierError(f"learns nothing: for the second time in a row {told}; {way_out}")
+        self.tell_once(f"distillation: {told}; {way_out}")
 
 
 class Lessons:
@@ -220,6 +239,7 @@ class Lessons:
         passed = {path: tensor for path, tensor in held.items() if tensor.requires_grad and tensor.dim() > 0}
         added: dict[Path, Tensor] = {}
         for place, learner in self._learners.items():
+            learner.attended += 1
             with placed(learner.run), torch.no_grad():
                 found = learner.gradients(lesson, output)
             for path, gradient in found.items():
@@ -247,6 +267,7 @@ class _Blend:
             learner = listener()
             if learner is not None:
                 learner.reached += 1
+                learner.mixed += not self.lesson.explicit
         if self.lesson.explicit:
             return list(gradients)
         scale = self.lesson.scale

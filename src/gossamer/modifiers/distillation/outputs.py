@@ -20,6 +20,7 @@ Path = tuple[Key, ...]
 """The keys that lead to a tensor; empty when the output is one."""
 
 _FIELD = "distill_output_keys"
+_SUITABLE = "a tensor of floating point with two or more dimensions and two or more classes"
 
 
 def tensors(output: Any) -> dict[Path, Tensor]:
@@ -48,7 +49,7 @@ def replaced(output: Any, new: Mapping[Path, Tensor]) -> Any:
 def pairs(student: Any, teacher: Any, keys: Sequence[Key] | None) -> dict[Path, tuple[Tensor, Tensor]]:
     """The outputs that a student learns, each with the teacher's; `ModifierError` when they do not go together.
 
-    Without keys: all that both have, of floating point and with two or more dimensions.
+    Without keys: all that both have, of floating point and with two or more dimensions and classes.
     """
     found = _named(student, teacher, keys) if keys else _common(student, teacher)
     for path, (ours, theirs) in found.items():
@@ -61,17 +62,31 @@ def pairs(student: Any, teacher: Any, keys: Sequence[Key] | None) -> dict[Path, 
     return found
 
 
+def classes(logits: Tensor) -> int:
+    """The dimension of classes: the last, or the second of four or more, as in `(batch, classes, height, width)`."""
+    return 1 if logits.dim() >= 4 else -1
+
+
 def _common(student: Any, teacher: Any) -> dict[Path, tuple[Tensor, Tensor]]:
     ours, theirs = _suitable(student), _suitable(teacher)
     if not ours:
         raise ModifierError(
-            f"finds nothing to distil in the model's output ({_kind(student)}): it needs a tensor of floating point "
-            "with two or more dimensions; return the logits too, and train on manager.loss(loss, outputs)"
+            f"finds nothing to distil in the model's output ({_kind(student)}): it needs {_SUITABLE}; return the "
+            f"logits too, and train on manager.loss(loss, outputs){_one_class(student)}"
         )
     if not theirs:
-        raise ModifierError(f"finds nothing to learn from in the teacher's output ({_kind(teacher)})")
+        raise ModifierError(
+            f"finds nothing to learn from in the teacher's output ({_kind(teacher)}): it needs {_SUITABLE}"
+        )
     if isinstance(student, Tensor):
-        return {(): (student, next(iter(theirs.values())))}
+        alike = [value for value in theirs.values() if value.shape == student.shape] or list(theirs.values())
+        if len(alike) > 1:
+            raise ModifierError(
+                f"cannot tell which of the teacher's outputs the model's one learns: they are {_listed(teacher)}; "
+                f"name it in {_FIELD}",
+                _FIELD,
+            )
+        return {(): (student, alike[0])}
     if isinstance(teacher, Tensor):
         # Some models, such as Inception, return less in evaluation mode.
         alike = [key for key, value in ours.items() if value.shape == teacher.shape]
@@ -81,7 +96,13 @@ def _common(student: Any, teacher: Any) -> dict[Path, tuple[Tensor, Tensor]]:
     if both:
         return {(key,): (ours[key], theirs[key]) for key in both}
     if isinstance(student, tuple | list) or isinstance(teacher, tuple | list):
-        return {(key,): (ours[key], other) for key, other in zip(ours, theirs.values(), strict=False)}
+        if len(ours) != len(theirs):
+            raise ModifierError(
+                f"cannot tell which outputs go together: the model returns {_listed(student)} and the teacher "
+                f"{_listed(teacher)}; name those to learn in {_FIELD}, by position",
+                _FIELD,
+            )
+        return {(key,): (ours[key], other) for key, other in zip(ours, theirs.values(), strict=True)}
     raise ModifierError(
         f"finds no output that both have: the model returns {_listed(student)} and the teacher {_listed(teacher)}"
     )
@@ -90,14 +111,15 @@ def _common(student: Any, teacher: Any) -> dict[Path, tuple[Tensor, Tensor]]:
 def _named(student: Any, teacher: Any, keys: Sequence[Key]) -> dict[Path, tuple[Tensor, Tensor]]:
     found: dict[Path, tuple[Tensor, Tensor]] = {}
     for key in keys:
-        path, ours = _look_up(student, key, "model's")
-        lone = isinstance(teacher, Tensor) and len(keys) == 1
-        theirs = teacher if lone else _look_up(teacher, key, "teacher's")[1]
+        # A tensor that stands alone needs no key when the other side has it.
+        alone = len(keys) == 1 and isinstance(student, Tensor) != isinstance(teacher, Tensor)
+        path, ours = ((), student) if alone and isinstance(student, Tensor) else _look_up(student, key, "model's")
+        theirs = teacher if alone and isinstance(teacher, Tensor) else _look_up(teacher, key, "teacher's")[1]
         for value, whose in ((ours, "model's"), (theirs, "teacher's")):
             if not _is_suitable(value):
                 raise ModifierError(
-                    f"{_FIELD}: '{key}' of the {whose} output is {_kind(value)}; expected a tensor of floating point "
-                    "with two or more dimensions",
+                    f"{_FIELD}: '{key}' of the {whose} output is {_kind(value)}; expected {_SUITABLE}"
+                    f"{_one_class(value)}",
                     _FIELD,
                 )
         found[path] = (ours, theirs)
@@ -124,7 +146,15 @@ def _suitable(output: Any) -> dict[Key, Tensor]:
 
 
 def _is_suitable(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
+        return False
+    return value.shape[classes(value)] != 1
+
+
+def _one_class(output: Any) -> str:
+    """The way out for a single logit, whose softmax is 1 whatever it is."""
+    single = any(value.dim() >= 2 and value.shape[classes(value)] == 1 for value in tensors(output).values())
+    return "; for a single logit return two, (0, logit), or use PerLayerDistillationModifier" if single else ""
 
 
 def _entries(output: Any) -> dict[Key, Any]:

@@ -37,7 +37,13 @@ class Teacher:
     def __init__(self, module: nn.Module, own: bool = False) -> None:
         self.module = module
         self.own = own
+        self.dismissed = False
+        """Whether a copy is gone, for nobody learned from it any more."""
         self._heard: dict[Hashable, list[Tensor]] | None = None
+
+    def dismiss(self) -> None:
+        """Let go of the module."""
+        self.module, self.dismissed = nn.Module(), True
 
     def listen(self, key: Hashable, layer: nn.Module) -> RemovableHandle:
         """Let answers hold what this layer of the teacher gives, under the key."""
@@ -67,6 +73,8 @@ class Teacher:
             self._heard = answer.features
             try:
                 answer.outputs = self.module(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                raise
             except (TypeError, RuntimeError, ValueError, LookupError, AttributeError) as error:
                 told = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise ModifierError(
@@ -141,14 +149,14 @@ def without_hooks(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Generator[None]:
-    modes = [(layer, layer.training) for layer in module.modules()]
-    if any(training for _, training in modes):
+    training = [layer for layer in module.modules() if layer.training]
+    if training:
         module.eval()
     try:
         yield
     finally:
-        for layer, training in modes:
-            layer.training = training
+        for layer in training:
+            layer.training = True
 
 
 @contextmanager
