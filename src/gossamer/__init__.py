@@ -28,7 +28,7 @@ _HOMES = {
     "load": "recipe",
     "Manager": "training",
 }
-_PARTS = ("create",)
+_PARTS = ("create", "export", "quantization")
 """Modules that are attributes of this one without an import of their own."""
 
 

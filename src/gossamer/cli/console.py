@@ -19,8 +19,8 @@ from gossamer.errors import GossamerError, RecipeError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-out = Console()
-err = Console(stderr=True)
+out = Console(emoji=False)
+err = Console(stderr=True, emoji=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable output only.")]
 

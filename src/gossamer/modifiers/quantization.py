@@ -291,7 +291,7 @@ def _call(module: nn.Module, batch: Any) -> None:
             module(moved(cast(Sequence[Any], batch)[0]))
         else:
             module(moved(batch))
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:
         raise ModifierError(
             f"calibration_data: the model does not take a batch ({error}); give tensors, pairs of inputs and labels, "
             "or dicts of the arguments of forward"

@@ -4,8 +4,11 @@ The emulation needs torch's compiler, if only to be left alone by it, and is
 imported when it is first used.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from gossamer.quantization.rules import Rules
 from gossamer.quantization.schemes import SCHEMES, Numbers, Scheme, scheme_of
@@ -21,9 +24,16 @@ __all__ = [
     "Scheme",
     "emulation_of",
     "emulations_in",
+    "is_emulated",
     "scheme_of",
     "withdraw",
 ]
+
+
+def is_emulated(module: nn.Module) -> bool:
+    """Whether a model computes in emulated integers; no import tells that it does not."""
+    loaded = sys.modules.get("gossamer.quantization.emulation")
+    return loaded is not None and loaded.emulation_of(module) is not None
 
 
 def __getattr__(name: str) -> object:

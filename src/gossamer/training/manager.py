@@ -19,10 +19,11 @@ from torch.amp.grad_scaler import GradScaler
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, has_parameter, unwrap
 from gossamer.modifiers import Modifier
+from gossamer.quantization import is_emulated
 from gossamer.recipe import Recipe, load
 from gossamer.training.attachment import Logger, logger
 from gossamer.training.restart import Restart
-from gossamer.training.run import TrainingRun
+from gossamer.training.run import TrainingRun, is_driven
 from gossamer.training.scaler import check_of_use, clocked
 from gossamer.training.state import check_state
 from gossamer.training.teachers import lessons_for
@@ -43,6 +44,7 @@ class Manager:
         self.recipe_object = recipe if isinstance(recipe, Recipe) else load(recipe)
         self._run: TrainingRun | None = None
         self._pending: Mapping[str, Any] | None = None
+        self._finished = False
 
     # What the recipe says
 
@@ -174,6 +176,13 @@ class Manager:
                 "lr_scheduler had made steps when it was given: levels will start over from there; "
                 "pass it before loading its state, or load the manager's state too"
             )
+        if is_driven(optimizer):
+            logger.warning("a recipe drives this optimizer already, and both will act; finalize() its manager first")
+        if self._pending is None and is_emulated(module):
+            logger.warning(
+                "the model goes on to compute in the integers that an earlier run emulates; "
+                "gossamer.quantization.withdraw(model) ends that"
+            )
         if self._pending is None:
             run.begin(round(max(epoch or 0.0, 0.0) * steps_per_epoch))
         else:
@@ -194,7 +203,7 @@ class Manager:
         run.finish()
         if module is not None:
             self.apply_masks(module)
-        self._run = None
+        self._run, self._finished = None, True
 
     def apply(
         self,
@@ -303,8 +312,9 @@ class Manager:
 
     def _attached(self) -> TrainingRun:
         if self._run is None:
+            advice = "; its run is over: ask before finalize(), or" if self._finished else ";"
             raise GossamerError(
-                "the manager is not attached to a model; call modify(model, optimizer, steps_per_epoch)"
+                f"the manager is not attached to a model{advice} call modify(model, optimizer, steps_per_epoch)"
             )
         return self._run
 

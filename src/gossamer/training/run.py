@@ -353,3 +353,9 @@ class TrainingRun:
                 self._perform(attachment, "update")
             if attachment.status == "active" and timing.end is not None and timing.end <= self.step:
                 self._perform(attachment, "end")
+
+
+def is_driven(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a run is attached to the optimizer."""
+    hooks: Iterable[object] = optimizer._optimizer_step_post_hooks.values()  # pyright: ignore[reportPrivateUsage]
+    return any(isinstance(getattr(hook, "__self__", None), TrainingRun) for hook in hooks)
