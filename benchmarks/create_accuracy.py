@@ -15,17 +15,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-import numpy as np
-import onnx
 import onnxruntime
 import torch
-from onnx import numpy_helper
 from torch import nn
 
 from benchmarks.fashion_mnist import EPOCHS, SEEDS, Split, accuracy, dense_network, load, sgd, steps_per_epoch, train
 from benchmarks.measuring import Row, Watch, shown
 from gossamer import create
-from gossamer.export import integer_operators, to_onnx
+from gossamer.export import integer_operators, integer_weights, to_onnx
 from gossamer.graph.parameters import get_parameter, prunable
 from gossamer.quantization import withdraw
 
@@ -90,7 +87,7 @@ def _trial(seed: int, training: Split, test: Split, steps: Iterator[int]) -> Res
             accuracy(model, test),
             _accuracy_of(whole, test),
             _sparsity_of(model),
-            (_integer_zeros(whole), masked),
+            (sum(int((weight == 0).sum()) for weight in integer_weights(whole).values()), masked),
             (whole.stat().st_size, floats.stat().st_size),
             (operators.get("QLinearConv", 0), sum(isinstance(layer, nn.Conv2d) for layer in model.modules())),
         )
@@ -127,11 +124,6 @@ def _accuracy_of(path: Path, data: Split) -> float:
         outputs = session.run(None, {name: x.contiguous().numpy()})[0]
         hits += int((outputs.argmax(1) == y.numpy()).sum())
     return 100 * hits / len(data[0])
-
-
-def _integer_zeros(path: Path) -> int:
-    weights = [numpy_helper.to_array(tensor) for tensor in onnx.load(str(path)).graph.initializer]
-    return sum(int((weight == 0).sum()) for weight in weights if weight.dtype == np.int8 and weight.ndim > 1)
 
 
 @torch.no_grad()

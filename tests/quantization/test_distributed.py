@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch import distributed, multiprocessing
+from torch import Tensor, distributed, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gossamer import Manager
@@ -62,3 +62,39 @@ def test_two_ranks_agree_on_ranges_and_weights_after_every_step() -> None:
     each = [batch(70 + rank)[0] * (1 + 4 * rank) for rank in range(2)]
     expected = torch.stack([torch.stack([values.min(), values.max()]) for values in each]).mean(0)
     torch.testing.assert_close(calibrated, expected)
+
+
+class Drops(nn.Module):
+    """Each process leaves out another layer, as LayerDrop does."""
+
+    def __init__(self, left_out: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.left_out = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), left_out
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = x if index == self.left_out else layer(x)
+        return x
+
+
+def dropping(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    model = DistributedDataParallel(Drops(rank + 1), find_unused_parameters=True)
+    optimizer = Manager("modifiers: [!QuantizationModifier {start_epoch: 0}]").modify(model, sgd(model), 4)
+    model(torch.full((2, 4), 1.0 + rank)).sum().backward()
+    optimizer.step()
+    torch.save(dict(emulation_of(model).ranges), f"{folder}/rank{rank}.pt")
+    distributed.destroy_process_group()
+
+
+def test_ranges_belong_to_their_calls_also_where_processes_went_different_ways() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(dropping, args=(folder,), nprocs=2)
+        one, other = (torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in range(2))
+    assert one.keys() == other.keys() == {"layers.0.input", "layers.1.input", "layers.2.input"}
+    assert all(torch.equal(value, other[key]) for key, value in one.items())
+    torch.testing.assert_close(one["layers.0.input"], torch.tensor([1.5, 1.5]))
+    second = Drops(0).layers[0](torch.full((2, 4), 2.0)).detach()
+    torch.testing.assert_close(one["layers.1.input"], torch.stack([second.min(), second.max()]), rtol=0.05, atol=0.05)
