@@ -7,9 +7,7 @@ or touched.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Sequence
-from numbers import Real
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from gossamer.create.schemas import RecipeVariables
 from gossamer.errors import GossamerError
 from gossamer.recipe import Recipe, load
 from gossamer.training import Manager
+from gossamer.training.arguments import check_arguments
 
 logger = logging.getLogger("gossamer")
 
@@ -71,7 +70,7 @@ def initialize(
     progress: called with a layer's name and the share of the work done while layers are measured.
     """
     choices = choose(pruning, quantization, lr, distillation, recipe_variables)
-    _check(model, optimizer, steps_per_epoch, scaler)
+    check_arguments(model, optimizer, steps_per_epoch, scaler)
     _check_partners(choices, distillation_teacher, grad_sampler, lr_scheduler)
     batches = _batches(data)
     if batches is not None and not choices.measures:
@@ -99,19 +98,6 @@ def initialize(
     if choices.lr is not None:
         watch(manager, optimizer)
     return manager, used
-
-
-def _check(model: object, optimizer: object, steps_per_epoch: Any, scaler: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise GossamerError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise GossamerError(f"optimizer: expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
-    number = isinstance(steps_per_epoch, Real) and steps_per_epoch is not True
-    if not number or not 0 < float(steps_per_epoch) < math.inf:
-        wanted = "expected the number of optimizer steps in an epoch, more than 0"
-        raise GossamerError(f"steps_per_epoch: {wanted}, found {steps_per_epoch!r}")
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise GossamerError(f"scaler: expected a torch.amp.GradScaler, found {type(scaler).__name__}")
 
 
 def _check_partners(choices: Choices, teacher: object, grad_sampler: object, lr_scheduler: object) -> None:

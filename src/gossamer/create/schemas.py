@@ -12,9 +12,9 @@ from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from gossamer.errors import GossamerError, SparsityError, nearest
+from gossamer.errors import GossamerError, nearest
+from gossamer.modifiers.masked import MaskType
 from gossamer.recipe.wording import complaint_words, found_words
-from gossamer.sparse import parse_pattern
 
 TARGETS = ("vnni", "tensorrt")
 
@@ -54,7 +54,7 @@ class RecipeVariables(BaseModel):
         description="The share of zeros in the end, over all layers that take part; where whole filters or channels "
         "go, the share of those.",
     )
-    mask_type: str | list[int] = Field(
+    mask_type: MaskType = Field(
         default="unstructured",
         description="The shape of the zeros: 'unstructured', 'block4', [rows, cols], 'N:M' as in '2:4', 'filter', "
         "'channel'.",
@@ -92,15 +92,6 @@ class RecipeVariables(BaseModel):
     def _known_target(cls, value: str | None) -> str | None:
         if value is not None and value not in TARGETS:
             raise ValueError(f"unknown target '{value}'{nearest(value, TARGETS)}; known: {', '.join(TARGETS)}")
-        return value
-
-    @field_validator("mask_type")
-    @classmethod
-    def _known_pattern(cls, value: str | list[int]) -> str | list[int]:
-        try:
-            parse_pattern(value)
-        except SparsityError as error:
-            raise ValueError(str(error)) from None
         return value
 
     def given(self, name: str) -> bool:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
 from gossamer.errors import ModifierError, SparsityError
@@ -25,6 +25,18 @@ EXCLUDED = "excluded"
 logger = logging.getLogger("gossamer")
 
 
+def _known_pattern(value: str | list[int]) -> str | list[int]:
+    try:
+        parse_pattern(value)
+    except SparsityError as error:
+        raise ValueError(str(error)) from None
+    return value
+
+
+MaskType = Annotated[str | list[int], AfterValidator(_known_pattern)]
+"""The shape of the zeros, as `parse_pattern` reads it."""
+
+
 class PruningModifier(Modifier):
     """What all modifiers that hold masks share: which weights, and in which pattern."""
 
@@ -34,17 +46,8 @@ class PruningModifier(Modifier):
     exclude: ParamNames = Field(default_factory=list)
     """Of these parameters, the ones to leave dense: names, `re:` patterns, `__DEPTHWISE__`."""
     leave_enabled: bool = True
-    mask_type: str | list[int] = "unstructured"
+    mask_type: MaskType = "unstructured"
     params_strict: bool = True
-
-    @field_validator("mask_type")
-    @classmethod
-    def _known_pattern(cls, value: str | list[int]) -> str | list[int]:
-        try:
-            parse_pattern(value)
-        except SparsityError as error:
-            raise ValueError(str(error)) from None
-        return value
 
     @property
     def pattern(self) -> Pattern:

@@ -20,11 +20,12 @@ from gossamer.errors import ModifierError
 from gossamer.graph import named_modules, prunable
 from gossamer.modifiers.base import Epoch, Modifier, Run, register, to_step
 from gossamer.quantization import Numbers, Rules, Scheme, scheme_of
+from gossamer.quantization.schemes import BITS
 
 if TYPE_CHECKING:
     from gossamer.quantization import Emulation
 
-Bits = Annotated[int, Field(ge=2, le=16)]
+Bits = Annotated[int, Field(ge=BITS.start, lt=BITS.stop)]
 _NOT_HELD = 0.05
 """From this share of zeros on, a weight counts as sparse."""
 _FLOATS = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.EmbeddingBag)

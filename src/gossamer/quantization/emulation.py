@@ -107,17 +107,20 @@ def emulations_in(module: nn.Module) -> list[Emulation]:
 
 def withdraw(module: nn.Module) -> None:
     """Let a model, or a copy of one, compute in floats again."""
+    removed = False
     for layer in module.modules():
         for kind in ("_forward_pre_hooks", "_forward_hooks"):
             hooks = cast(dict[int, object], getattr(layer, kind))
             for key in [key for key, hook in hooks.items() if _place(hook) is not None]:
+                removed = True
                 del hooks[key]
                 layer._forward_hooks_always_called.pop(key, None)  # pyright: ignore[reportPrivateUsage]
         if isinstance(guard := layer.__dict__.get("_compiled_call_impl"), _Guard):
             layer._compiled_call_impl = guard.before  # pyright: ignore[reportPrivateUsage]
         if isinstance(layer.__dict__.get("_replicate_for_data_parallel"), _Replicate):
             del layer.__dict__["_replicate_for_data_parallel"]
-    compile_anew()
+    if removed:
+        compile_anew()
 
 
 def _place(hook: object) -> _Place | None:

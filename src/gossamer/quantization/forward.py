@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import types as python_types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from gossamer.graph.compiling import uncompiled
-from gossamer.quantization.placement import CONVOLUTIONS, IN_PLACE, ROLES, TRANSPOSED
+from gossamer.quantization.placement import CONVOLUTIONS, IN_PLACE, ROLES, TRANSPOSED, Role
 from gossamer.quantization.rounding import Rounding, is_activation
 from gossamer.quantization.schemes import Numbers, Scheme
 
@@ -37,7 +37,7 @@ def _forwards() -> list[Forward]:
 class Forward(TorchFunctionMode):
     """Entered when the outermost module of a model is called, and left with it.
 
-    For each `Role` there is a method of its name, which calls the function.
+    For each `Role` there is a method, in `_methods`, which calls the function.
     """
 
     def __init__(self, emulation: Emulation, device: str, training: bool, held: ExitStack) -> None:
@@ -119,10 +119,8 @@ class Forward(TorchFunctionMode):
     def _call(self, func: Function, args: Args, kwargs: Keywords) -> Any:
         role = ROLES.get(func)
         looked_at = self._emulation.constants is None and any(_is_fake(value) for value in _values(args, kwargs))
-        if role is None or looked_at:  # Somebody looks at shapes.
-            result = func(*args, **kwargs)
-        else:
-            result = getattr(self, f"_{role.name.lower()}")(func, args, kwargs)
+        method = None if role is None or looked_at else self._methods[role]  # Somebody looks at shapes.
+        result = func(*args, **kwargs) if method is None else method(self, func, args, kwargs)
         if role is None or "out" in kwargs:
             for written in (*args[: _writes(func.__name__)], kwargs.get("out")):
                 self._tensors.learn(written)
@@ -157,7 +155,7 @@ class Forward(TorchFunctionMode):
             args = (indices, self._tensors.weight(weight, self._site("weight"), scheme.weights, None), *rest)
         return func(*args, **kwargs)
 
-    def _sum(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+    def _pair(self, func: Function, args: Args, kwargs: Keywords) -> Any:
         args, kwargs = _in_order(args, kwargs, "input", "other")
         numbers, pair = self._numbers, args[:2]
         if numbers is None or not self._is_convolved(pair):
@@ -177,8 +175,6 @@ class Forward(TorchFunctionMode):
             result = func(*operands, *args[2:], **kwargs)
         self._tensors.learn(result, convolved=True)
         return result
-
-    _product = _sum
 
     def _matmul(self, func: Function, args: Args, kwargs: Keywords) -> Any:
         numbers = self._numbers
@@ -232,8 +228,6 @@ class Forward(TorchFunctionMode):
         self._tensors.learn(result, known.convolved, known.fresh)
         return result
 
-    _clip = _norm
-
     def _curve(self, func: Function, args: Args, kwargs: Keywords) -> Any:
         args, kwargs = _in_order(args, kwargs, "input")
         scheme, operands = self._scheme, list(args)
@@ -242,7 +236,7 @@ class Forward(TorchFunctionMode):
             for index, value in enumerate(args):
                 if known[index].fresh:
                     operands[index] = self._rounded(value, f"curve.{index}" if index else "curve", scheme.inputs)
-        if known[:1] and known[0].fresh and (kwargs.get("inplace") is True or _writes(func.__name__)):
+        if operands[0] is not args[0] and (kwargs.get("inplace") is True or _writes(func.__name__)):
             operands[0] = args[0].copy_(operands[0])
         result = func(*operands, **kwargs)
         self._tensors.learn(result, any(one.convolved for one in known))
@@ -252,6 +246,22 @@ class Forward(TorchFunctionMode):
         """Run the function's own code, so that the calls inside are seen."""
         with self:
             return _opened(func)(*args, **kwargs)
+
+    _methods: ClassVar[Mapping[Role, Callable[..., Any]]] = {
+        Role.LAYER: _layer,
+        Role.EMBEDDING: _embedding,
+        Role.SUM: _pair,
+        Role.PRODUCT: _pair,
+        Role.MATMUL: _matmul,
+        Role.JOIN: _join,
+        Role.SELECT: _select,
+        Role.AVERAGE: _average,
+        Role.MOVE: _move,
+        Role.NORM: _norm,
+        Role.CLIP: _norm,
+        Role.CURVE: _curve,
+        Role.ATTENTION: _attention,
+    }
 
     def _is_convolved(self, values: Sequence[Any]) -> bool:
         """Whether all are activations, and one of them comes from a convolution."""

@@ -109,7 +109,7 @@ class Rounding:
             return held[1]
         scale = None
         if self._constants is not None:
-            key = self._key(f"{site}.weight")
+            key = self._key(site)
             if key not in self._constants:
                 self._constants[key] = weight_scale(weight, numbers, axis)
             scale = cast(Tensor, self._constants[key])
@@ -120,8 +120,6 @@ class Rounding:
 
     def _affine(self, values: Tensor, site: str, key: str, numbers: Numbers) -> Affine | None:
         """Scale and zero point at a call site, its range brought up to date before."""
-        if self._constants is not None and key in self._constants:
-            return cast(Affine, self._constants[key])
         if self._observes and values.numel():
             before = self._ranges.get(key)
             after = observed(values, None if before is None else before.to(values.device))
@@ -135,6 +133,8 @@ class Rounding:
             if self._constants is not None:
                 self._unknown.append(site)
             return None
+        if self._constants is not None and key in self._constants:
+            return cast(Affine, self._constants[key])
         scale, zero_point = affine(self._ranges[key].to(values.device), numbers)
         if self._constants is None:
             return Affine(scale, zero_point, numbers, key)

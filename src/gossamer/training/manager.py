@@ -21,6 +21,7 @@ from gossamer.graph import get_parameter, has_parameter, unwrap
 from gossamer.modifiers import Modifier
 from gossamer.quantization import is_emulated
 from gossamer.recipe import Recipe, load
+from gossamer.training.arguments import check_arguments, check_model
 from gossamer.training.attachment import Logger, logger
 from gossamer.training.restart import Restart
 from gossamer.training.run import TrainingRun, is_driven
@@ -215,7 +216,8 @@ class Manager:
         example_inputs: Any = None,
     ) -> None:
         """One shot: bring a model to where the recipe has it at `epoch`, without training."""
-        self._check_model(module)
+        self._check_free()
+        check_model(module)
         run = TrainingRun(self.recipe_object, module, None, _ONE_SHOT_STEPS, grad_sampler, loggers, example_inputs)
         run.begin(round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS))
         if finalize:
@@ -318,26 +320,20 @@ class Manager:
             )
         return self._run
 
-    def _check_model(self, module: object) -> None:
+    def _check_free(self) -> None:
         if self._run is not None:
             raise GossamerError("the manager is attached already; call finalize() first, or use a second manager")
-        if not isinstance(module, nn.Module):
-            raise GossamerError(f"modify: expected a torch.nn.Module, found {type(module).__name__}")
 
     def _check(
-        self, module: nn.Module, optimizer: object, steps_per_epoch: Any, allow_parallel: bool, scaler: object
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        steps_per_epoch: Any,
+        allow_parallel: bool,
+        scaler: object,
     ) -> None:
-        self._check_model(module)
-        if scaler is not None and not isinstance(scaler, GradScaler):
-            raise GossamerError(f"wrap_optim: expected a torch.amp.GradScaler, found {type(scaler).__name__}")
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise GossamerError(f"modify: expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
-        number = isinstance(steps_per_epoch, Real) and steps_per_epoch is not True
-        if not number or not 0 < float(steps_per_epoch) < math.inf:
-            raise GossamerError(
-                "steps_per_epoch: expected the number of optimizer steps in an epoch, more than 0, "
-                f"found {steps_per_epoch!r}"
-            )
+        self._check_free()
+        check_arguments(module, optimizer, steps_per_epoch, scaler)
         own = {id(parameter) for parameter in module.parameters()}
         if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
             raise GossamerError("modify: the optimizer holds none of the model's parameters; pass the model's own")

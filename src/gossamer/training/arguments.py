@@ -1,0 +1,32 @@
+"""What a recipe can be attached to: a sentence for each argument that is something else."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from gossamer.errors import GossamerError
+
+
+def check_model(model: object) -> None:
+    """Raise unless this is a model."""
+    if not isinstance(model, nn.Module):
+        raise GossamerError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+
+
+def check_arguments(model: object, optimizer: object, steps_per_epoch: Any, scaler: object) -> None:
+    """Raise unless a recipe can be attached to these."""
+    check_model(model)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise GossamerError(f"optimizer: expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
+    number = isinstance(steps_per_epoch, Real) and steps_per_epoch is not True
+    if not number or not 0 < float(steps_per_epoch) < math.inf:
+        wanted = "expected the number of optimizer steps in an epoch, more than 0"
+        raise GossamerError(f"steps_per_epoch: {wanted}, found {steps_per_epoch!r}")
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise GossamerError(f"scaler: expected a torch.amp.GradScaler, found {type(scaler).__name__}")
