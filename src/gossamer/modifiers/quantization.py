@@ -25,7 +25,7 @@ from gossamer.quantization.schemes import BITS
 if TYPE_CHECKING:
     from gossamer.quantization import Emulation
 
-Bits = Annotated[int, Field(ge=BITS.start, lt=BITS.stop)]
+Bits = Annotated[int, Field(ge=BITS.start, le=BITS[-1])]
 _NOT_HELD = 0.05
 """From this share of zeros on, a weight counts as sparse."""
 _FLOATS = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.EmbeddingBag)
