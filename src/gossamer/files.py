@@ -1,9 +1,10 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, on request so that a power cut does not undo them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Generator
@@ -12,10 +13,11 @@ from pathlib import Path
 
 
 @contextmanager
-def whole(path: str | os.PathLike[str]) -> Generator[Path]:
+def whole(path: str | os.PathLike[str], *, durable: bool = False) -> Generator[Path]:
     """A name to write to, beside `path`, with the same suffix; it takes the place of `path` when all went well.
 
-    A link is followed, and the file keeps its permissions. `OSError` is the caller's to word.
+    A link is followed, and the file keeps its permissions. A `durable` file is on the disk, under its name, when this
+    ends: that waits for the disk. `OSError` is the caller's to word.
     """
     target = Path(os.path.realpath(path))
     scratch = target.with_name(f".{uuid.uuid4().hex}.{target.name}")
@@ -23,7 +25,42 @@ def whole(path: str | os.PathLike[str]) -> Generator[Path]:
         yield scratch
         if target.exists():
             shutil.copymode(target, scratch)
+        if durable:
+            _flush_file(scratch)
         os.replace(scratch, target)
+        if durable:
+            flush_folder(target.parent)
     finally:
         with contextlib.suppress(OSError):
             scratch.unlink(missing_ok=True)
+
+
+def remove_leftovers(folder: Path, names: str) -> list[Path]:
+    """Remove what a killed process left of files that it was writing with `whole`; `names` is a pattern of theirs.
+
+    To be called only where no other process writes such files.
+    """
+    leftover = re.compile(rf"\.[0-9a-f]{{32}}\.(?:{names})")
+    found = [path for path in folder.iterdir() if leftover.fullmatch(path.name)] if folder.is_dir() else []
+    for path in found:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return found
+
+
+def flush_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk, where the system offers that."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _flush_file(path: Path) -> None:
+    handle = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from gossamer.cli import convert, create, patterns, quantize, recipe
+from gossamer.cli import convert, create, patterns, quantize, recipe, training
 from gossamer.cli.console import out
 
 __all__ = ["app", "main"]
@@ -28,6 +28,11 @@ app.command(epilog="Example: gossamer create resnet18 --target tensorrt > recipe
 app.command(epilog="Example: gossamer permute resnet18 --weights trained.pt -o permuted.safetensors")(patterns.permute)
 app.command(epilog="Example: gossamer check resnet18 --weights pruned.pt --pattern 2:4")(patterns.check)
 app.command(epilog="Example: gossamer convert msbench.yaml --steps-per-epoch 391 -o recipe.yaml")(convert.convert)
+app.command(epilog="Example: gossamer train configs/cls/resnet/res18.yaml --data tiny")(training.train)
+app.command(epilog="Example: gossamer resume runs/res18")(training.resume)
+app.command("eval", epilog="Example: gossamer eval runs/res18 --set dataset.test.batch_size=64")(training.evaluate)
+app.command(epilog="Example: gossamer export runs/res18_ampere_sparse --format onnx")(training.export)
+app.command(epilog="Example: gossamer compare runs/res18 runs/res18_amba_sparse runs/res18_ampere_sparse")(training.compare)
 app.command(epilog="Example: gossamer quantize-qat-export model.onnx -o model-int8.onnx")(quantize.quantize_qat_export)
 
 

@@ -1,11 +1,9 @@
-"""Weights in files: safetensors, or PyTorch's own format with weights only. A file is written whole or not at all."""
+"""Weights into a model from a file, and from a model into a file, which is written whole or not at all."""
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from gossamer.errors import GossamerError, nearest
 from gossamer.files import whole
@@ -13,24 +11,14 @@ from gossamer.files import whole
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_TORCH = (".pt", ".pth", ".bin", ".tar")
+_TORCH = (".pt", ".pth")
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
     """Load a state dict into the model; every name must be there on both sides."""
-    import torch
+    from gossamer.runner.weights import read_weights
 
-    if not path.is_file():
-        raise GossamerError(f"{path}: no such file of weights")
-    from safetensors import SafetensorError
-
-    try:
-        state = _read(path, torch)
-    except pickle.UnpicklingError as error:
-        raise GossamerError(f"{path}: is no state dict of tensors alone; save model.state_dict()") from error
-    except (OSError, ValueError, RuntimeError, EOFError, SafetensorError) as error:
-        raise GossamerError(f"{path}: cannot be read as weights: {' '.join(str(error).split())[:200]}") from error
-    state = {name.removeprefix("module."): tensor for name, tensor in state.items() if "_mma_" not in name}
+    state = read_weights(path)
     own = model.state_dict()
     for name, tensor in state.items():
         if name not in own:
@@ -65,20 +53,5 @@ def save_weights(model: nn.Module, path: Path) -> None:
 
 def check_format(path: Path) -> None:
     """Raise unless the ending names a format that can be written."""
-    if path.suffix not in (".safetensors", *_TORCH[:2]):
+    if path.suffix not in (".safetensors", *_TORCH):
         raise GossamerError(f"{path}: expected a file that ends in .safetensors, .pt or .pth")
-
-
-def _read(path: Path, torch: Any) -> dict[str, Tensor]:
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
-
-        return load_file(path)
-    loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
-    for key in ("state_dict", "model_state_dict", "model"):
-        if isinstance(loaded, Mapping) and isinstance(cast(Mapping[str, Any], loaded).get(key), Mapping):
-            loaded = cast(Mapping[str, Any], loaded)[key]
-    entries: Mapping[str, Any] = cast(Mapping[str, Any], loaded) if isinstance(loaded, Mapping) else {}
-    if not entries or not all(isinstance(value, torch.Tensor) for value in entries.values()):
-        raise ValueError("it holds no state dict")
-    return dict(entries)

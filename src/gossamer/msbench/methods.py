@@ -17,6 +17,7 @@ from gossamer.msbench import sparsers
 from gossamer.msbench.config import NAME, Config
 from gossamer.msbench.lowering import ADMM_ARGUMENTS, made
 from gossamer.msbench.schedulers import BaseScheduler
+from gossamer.msbench.selection import layer_of
 from gossamer.recipe import Recipe
 from gossamer.sparse import fraction, interpolate
 
@@ -51,7 +52,8 @@ class AmpereScheduler(BaseScheduler):
         self._computed = False
 
     def install(self, model: nn.Module) -> None:
-        ASP.init_model_for_pruning(model, **self.arguments)
+        outside = [layer_of(name) for name in self.exclude]
+        ASP.init_model_for_pruning(model, **self.arguments, disallowed_layer_names=outside)
         layers = ASP.layers(model)
         self.names = [name for name, reason in layers.items() if reason is None]
         self.skipped = {name: reason for name, reason in layers.items() if reason is not None}
@@ -64,7 +66,8 @@ class AmpereScheduler(BaseScheduler):
         assert model is not None
         ASP.init_optimizer_for_pruning(optimizer, model=model)
         if not ASP.is_sparsity_enabled(model):
-            ASP.compute_sparse_masks(model)
+            example, in_parts = self.followed
+            ASP.compute_sparse_masks(model, example_inputs=example, parts=in_parts)
         self._computed = True
 
     def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:

@@ -22,7 +22,7 @@ from gossamer.modifiers import LevelPruningModifier
 from gossamer.msbench import selection, sparsers
 from gossamer.msbench.config import NAME, Config
 from gossamer.msbench.lowering import GeneratedLevels, Lowered, told_of_config
-from gossamer.msbench.tracing import traced
+from gossamer.msbench.tracing import check_leaves, leaf_words, traced
 from gossamer.recipe import Recipe
 from gossamer.training.attachment import Attachment
 from gossamer.training.masks import Masks
@@ -55,6 +55,8 @@ class BaseScheduler(Lowered):
         self.names: list[str] = []
         """The weights that are pruned; known when a model is prepared."""
         self.skipped: dict[str, str] = {}
+        self.followed: tuple[Any, bool] = (None, False)
+        """What a permutation follows the model with, and whether in parts."""
         self._reference: weakref.ref[nn.Module] | None = None
         self._run: TrainingRun | None = None
         self._begun = False
@@ -68,11 +70,20 @@ class BaseScheduler(Lowered):
 
     # The calls of a training script
 
-    def prepare_sparse_model(self, model: nn.Module, config: Mapping[str, Any] | None = None) -> nn.Module:
+    def prepare_sparse_model(
+        self,
+        model: nn.Module,
+        config: Mapping[str, Any] | None = None,
+        *,
+        networks: Mapping[str, nn.Module] | None = None,
+        example_inputs: Any = None,
+    ) -> nn.Module:
         """The model, traced where torch.fx represents it rightly; weights keep their values and names.
 
         A `config` overrides parts of the scheduler's own. Build the optimizer behind this call: methods that learn
-        add parameters.
+        add parameters. `networks`, for a model such as a detector that no graph can represent, are modules over its
+        layers that torch.fx follows in its place: the model comes back as it is, and what lies outside of them is
+        not pruned. `example_inputs` is what a permutation of channels follows the model with.
         """
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise GossamerError(f"prepare_sparse_model: expected a torch.nn.Module, found {type(model).__name__}")
@@ -86,7 +97,11 @@ class BaseScheduler(Lowered):
                 f"prepare_sparse_model: {self.sparser.__name__} adds parameters, which {type(model).__name__} around "
                 "the model would not train; prepare the model first and wrap it then"
             )
-        prepared = traced(model, self.config.leaves) if self.traces and owner is model else model
+        if networks is not None:
+            prepared = self._within(model, networks)
+        else:
+            prepared = traced(model, self.config.leaves) if self.traces and owner is model else model
+        self.followed = (example_inputs, networks is not None)
         for scheduler in list(_living):
             scheduler.let_go(model)
         self._exported = Masks()
@@ -275,6 +290,20 @@ class BaseScheduler(Lowered):
         if self.learns:
             for name in self.names:
                 sparsers.attach(unwrap(model), name, self.make_sparser(get_parameter(model, name)))
+
+    def _within(self, model: nn.Module, networks: Mapping[str, nn.Module]) -> nn.Module:
+        """Follow each network by torch.fx, and leave out what lies outside of them; the model itself."""
+        known = set[str]()
+        for network in networks.values():
+            own = leaf_words(network)
+            known |= own
+            if self.traces:
+                traced(network, [leaf for leaf in self.config.leaves if not isinstance(leaf, str) or leaf in own])
+        check_leaves(model, self.config.leaves, known)
+        inside = {id(parameter) for network in networks.values() for parameter in network.parameters()}
+        owner = unwrap(model)
+        self.exclude += [name for name in prunable(owner) if id(get_parameter(owner, name)) not in inside]
+        return model
 
     def _new_run(self, model: nn.Module) -> TrainingRun:
         with told_of_config():

@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -59,9 +59,14 @@ def traced(model: nn.Module, leaves: Sequence[Leaf]) -> nn.Module:
     return model
 
 
-def check_leaves(model: nn.Module, leaves: Sequence[Leaf]) -> None:
-    """Raise unless each leaf is a class, or names a class or a module of the model."""
-    known = {word for path, module in named_modules(model) for word in _words(path, module)}
+def leaf_words(model: nn.Module) -> set[str]:
+    """What `leaf_module` may name in a model: modules by path, classes with and without package."""
+    return {word for path, module in named_modules(model) for word in _words(path, module)}
+
+
+def check_leaves(model: nn.Module, leaves: Sequence[Leaf], more: Set[str] = frozenset()) -> None:
+    """Raise unless each leaf is a class, or names a class or a module of the model, or is one of `more`."""
+    known = leaf_words(model) | more
     for leaf in leaves:
         if not isinstance(leaf, str | type):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise GossamerError(f"leaf_module: expected classes of modules or dotted names, found {leaf!r}")

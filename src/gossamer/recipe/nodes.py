@@ -126,9 +126,9 @@ def content_start(text: str, node: Node) -> int:
     return properties.end() if properties and not isinstance(node, AliasNode) else node.start
 
 
-def compose(source: Source, problems: Problems) -> Node:
-    """The tree of the source's only YAML document."""
-    composer = _Composer(source, problems)
+def compose(source: Source, problems: Problems, *, what: str = "recipe") -> Node:
+    """The tree of the source's only YAML document; `what` it is called in messages."""
+    composer = _Composer(source, problems, what)
     if long_tag := _LONG_TAG.search(source.text, source.start, source.end):
         raise problems.fail(long_tag.end() - MAX_TAG - 1, f"expected a tag of at most {MAX_TAG} characters")
     try:
@@ -143,7 +143,8 @@ def compose(source: Source, problems: Problems) -> Node:
         raise problems.fail(composer.reached, f"not valid YAML behind this place: {error}") from None
     if composer.root is None or isinstance(composer.root, ScalarNode):
         found = "nothing" if composer.root is None or composer.root.is_empty else "a single value"
-        raise problems.fail(source.start, f"expected a list of modifiers, found {found}; the recipe is empty or text")
+        wanted = "a list of modifiers" if what == "recipe" else "a mapping"
+        raise problems.fail(source.start, f"expected {wanted}, found {found}; the {what} is empty or text")
     return composer.root
 
 
@@ -265,8 +266,9 @@ def _syntax_error(error: YAMLError, source: Source, problems: Problems) -> Recip
 class _Composer:
     """Takes events one by one; holds the collections that are still open."""
 
-    def __init__(self, source: Source, problems: Problems) -> None:
+    def __init__(self, source: Source, problems: Problems, what: str) -> None:
         self.root: Node | None = None
+        self._what = what
         self.reached = source.start
         self._source = source
         self._problems = problems
@@ -302,7 +304,7 @@ class _Composer:
         if tag is None or tag in _CORE_TAGS or tag.startswith("!"):
             return tag
         shown = tag.replace(_CORE, "!!")
-        raise self._problems.fail(start, f"the tag '{shown}' is not allowed in a recipe")
+        raise self._problems.fail(start, f"the tag '{shown}' is not allowed in a {self._what}")
 
     def _alias(self, name: str, start: int, end: int) -> AliasNode:
         if any(node.anchor == name for node in self._open):
@@ -338,7 +340,7 @@ class _Composer:
         parent.height = max(parent.height, node.height + 1)
         if parent.size > MAX_NODES or parent.height > MAX_DEPTH:
             what = f"more than {MAX_NODES:,} values" if parent.size > MAX_NODES else f"over {MAX_DEPTH} levels"
-            raise self._problems.fail(node.start, f"the recipe has {what} when its aliases are written out")
+            raise self._problems.fail(node.start, f"the {self._what} has {what} when its aliases are written out")
         if isinstance(parent, ListNode):
             if isinstance(node, ScalarNode) and node.is_empty and node.tag is None and node.anchor is None:
                 node.start = node.end = max(self._source.text.rfind("-", 0, node.start) + 1, parent.start)

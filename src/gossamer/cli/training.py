@@ -1,0 +1,175 @@
+"""`gossamer train`, `resume`, `eval`, `export` and `compare`: runs from config files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gossamer.cli.console import AsJson, out, reports_errors, show_json
+
+if TYPE_CHECKING:
+    from gossamer.runner import Result
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A config file.")]
+ConfigOrRun = Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="A config file, or a run folder.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a value of the config, as trainer.max_epoch=5; repeatable."),
+]
+Data = Annotated[
+    str | None,
+    typer.Option("--data", metavar="tiny|FOLDER", help="Other data: the embedded ones, or a folder of known form."),
+]
+Weights = Annotated[
+    Path | None, typer.Option("--weights", metavar="FILE|RUN", help="What to take, in place of the run's best.")
+]
+Processes = Annotated[int, typer.Option("--nproc", metavar="N", help="Processes on this machine.")]
+
+
+@reports_errors
+def train(
+    config: Config,
+    evaluate_only: Annotated[bool, typer.Option("-e", "--evaluate", help="Evaluate, and do not train.")] = False,
+    sets: Sets = None,
+    data: Data = None,
+    processes: Processes = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Train what a config describes, dense or sparse; Ctrl-C saves, and `resume` goes on."""
+    if evaluate_only:
+        return evaluate(config, None, sets, data, processes, as_json)
+    if processes != 1:
+        return _launched(processes)
+    from gossamer.runner.running import run
+
+    _ended(run(config, sets or [], data, display=_display(as_json)), as_json)
+
+
+@reports_errors
+def resume(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    sets: Sets = None,
+    processes: Processes = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Go on with a run from its latest checkpoint: to the same weights as if it had never stopped."""
+    if processes != 1:
+        return _launched(processes)
+    from gossamer.runner.running import resume as go_on
+
+    _ended(go_on(folder, sets or [], display=_display(as_json)), as_json)
+
+
+@reports_errors
+def evaluate(
+    config: ConfigOrRun,
+    weights: Weights = None,
+    sets: Sets = None,
+    data: Data = None,
+    processes: Processes = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Test a run: what --weights or saver.resume_model names, else its best checkpoint, else its latest."""
+    if processes != 1:
+        return _launched(processes)
+    from gossamer.runner.running import evaluate as test
+
+    result = test(config, sets or [], data, weights=weights, display=_display(as_json))
+    if result.first and as_json:
+        show_json(_plain(result))
+    elif result.first:
+        from gossamer.runner.summary import metrics_table
+
+        out.print(metrics_table(result.metrics, result.sparsity))
+
+
+@reports_errors
+def export(
+    config: ConfigOrRun,
+    formats: Annotated[
+        list[str] | None, typer.Option("--format", metavar="NAME", help="onnx or safetensors; repeatable.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Where to write; by default the run folder.")
+    ] = None,
+    weights: Weights = None,
+    sets: Sets = None,
+    data: Data = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write the model of a run, zeros and all: its network, without post-processing."""
+    from gossamer.runner.running import export as write
+
+    result = write(
+        config,
+        sets or [],
+        data,
+        weights=weights,
+        formats=formats or ["onnx"],
+        output=output,
+        display=_display(as_json),
+    )
+    if as_json:
+        return show_json(_plain(result))
+    for path in result.files:
+        out.print(f"{path}: {path.stat().st_size / 1e6:.1f} MB", highlight=False)
+
+
+@reports_errors
+def compare(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders; differences are to the first.")],
+    as_json: AsJson = False,
+) -> None:
+    """Runs side by side: accuracy, sparsity, weights that are not zero."""
+    from gossamer.runner.summary import comparison, comparison_table
+
+    if as_json:
+        return show_json(comparison(folders))
+    out.print(comparison_table(folders))
+
+
+def _launched(processes: int) -> None:
+    """The same command in each of several processes."""
+    from gossamer.runner.processes import launch
+
+    arguments = [word for word in sys.argv[1:] if not word.startswith("--nproc=")]
+    if "--nproc" in arguments:
+        at = arguments.index("--nproc")
+        del arguments[at : at + 2]
+    raise typer.Exit(launch(processes, arguments))
+
+
+def _ended(result: Result, as_json: bool) -> None:
+    if not result.first:
+        return
+    if as_json:
+        show_json(_plain(result))
+    elif result.complete:
+        from gossamer.runner.summary import run_table
+
+        out.print(run_table(result.folder))
+    else:
+        out.print(f"Stopped at iteration {result.iteration}, and saved. Go on by:", highlight=False)
+        out.print(f"  gossamer resume {result.folder}", highlight=False, soft_wrap=True)
+    if not result.complete:
+        raise typer.Exit(130)
+
+
+def _display(as_json: bool) -> object:
+    from gossamer.runner.display import Display
+
+    return Display(shown=False) if as_json else None
+
+
+def _plain(result: Result) -> dict[str, object]:
+    return {
+        "folder": str(result.folder),
+        "complete": result.complete,
+        "iteration": result.iteration,
+        "metrics": result.metrics,
+        "sparsity": result.sparsity,
+        "files": [str(path) for path in result.files],
+    }

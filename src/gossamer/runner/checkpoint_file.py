@@ -1,0 +1,314 @@
+"""One checkpoint in one file: written in one pass, checked while it is read, described without its tensors.
+
+The file is a safetensors file, so that other tools read the weights. It is written here and not by that library,
+which wants all tensors as bytes at once and refuses those that share memory; ours go to the disk one after another,
+and digests of the text and of the tensors are taken on the way. Nothing here knows which checkpoints a run keeps.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+
+import gossamer
+from gossamer.errors import GossamerError
+from gossamer.files import whole
+from gossamer.runner.encoding import DTYPES, MODEL, decode, encode
+
+KIND = "gossamer checkpoint"
+VERSION = 1
+"""Goes up when an older reader would misread the file."""
+LONGEST_TEXT = 100_000_000
+"""Bytes before the tensors: what safetensors itself allows."""
+
+_DIGITS = 64
+_START = b'{"__metadata__":{"digest":"'
+"""Every version starts so: the digest of all that stands before the tensors, itself taken as zeros, is found here."""
+_BLANK = b"0" * _DIGITS
+_EMA = ("ema_state_dict", "state_dict", MODEL)
+
+
+class CheckpointError(GossamerError):
+    """A file that cannot be used as a checkpoint."""
+
+
+class NewerCheckpointError(CheckpointError):
+    """A sound checkpoint of a format that this version does not know."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a checkpoint says of itself."""
+
+    path: Path
+    version: int
+    gossamer: str
+    torch: str
+    time: str
+    """When it was written, as ISO 8601 in UTC."""
+    iteration: int
+    epoch: float
+    metrics: dict[str, float]
+    config: str
+    """The text of the run's config, or nothing."""
+    weights: dict[str, tuple[int, int]]
+    """For each kind of layer: its weights, and how many of them are not zero."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state, and what the file says of it."""
+
+    about: Description
+    state: dict[str, Any]
+
+    @property
+    def path(self) -> Path:
+        return self.about.path
+
+    @property
+    def iteration(self) -> int:
+        return self.about.iteration
+
+    @property
+    def epoch(self) -> float:
+        return self.about.epoch
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return self.about.metrics
+
+    @property
+    def config(self) -> str:
+        return self.about.config
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The model's weights as they were trained."""
+        return self.state[MODEL]
+
+    @property
+    def ema(self) -> dict[str, Tensor] | None:
+        """The averaged weights: `state["ema"]`, or the state dict inside it."""
+        found: Any = self.state.get("ema")
+        for key in _EMA:
+            if isinstance(found, Mapping) and isinstance(cast(Mapping[str, Any], found).get(key), Mapping):
+                found = cast(Mapping[str, Any], found)[key]
+        return cast(dict[str, Tensor], found) if isinstance(found, Mapping) and found else None
+
+
+def write_checkpoint(
+    path: Path, state: Mapping[str, Any], *, iteration: int, epoch: float, metrics: Mapping[str, float]
+) -> None:
+    """Write a state; the file is there, whole and on the disk, when this ends, or the one before it still is.
+
+    `state["model"]` is the model's state dict, `state["config"]` the text of the config, if it is there.
+    """
+    text, tensors = encode(state)
+    about = {
+        "format": "pt",
+        "kind": KIND,
+        "version": str(VERSION),
+        "gossamer": gossamer.__version__,
+        "torch": torch.__version__,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "iteration": str(iteration),
+        "epoch": repr(float(epoch)),
+        "metrics": json.dumps(encode({name: float(value) for name, value in metrics.items()})[0]),
+        "config": str(state.get("config") or ""),
+        "weights": json.dumps(_count_weights(state.get(MODEL))),
+        "state": json.dumps(text, separators=(",", ":")),
+    }
+    # The widest first, as safetensors has it: each tensor then starts at a multiple of its numbers' size.
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    header = _header(about, {name: tensors[name] for name in order})
+    if len(header) > LONGEST_TEXT:
+        raise GossamerError(f"{path}: the state has too many values that are no tensors; make tensors of long lists")
+    try:
+        with whole(path, durable=True) as scratch, scratch.open("wb") as file:
+            _write(file, header, [tensors[name] for name in order])
+    except OSError as error:
+        raise GossamerError(_cannot_write(path, error)) from None
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """The whole checkpoint, checked to the last byte; raises `CheckpointError` with the reason."""
+    file_path = Path(path)
+    with _opened(file_path) as file:
+        metadata, entries = _read_header(file, file_path)
+        about = _description(metadata, file_path)
+        digest = hashlib.sha256()
+        tensors = {name: _read_tensor(file, entry, digest, file_path) for name, entry in entries.items()}
+        if digest.hexdigest() != metadata.get("content"):
+            raise _damaged(file_path, "its tensors are not what was written")
+    try:
+        state = decode(json.loads(metadata["state"]), tensors)
+    except (KeyError, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        raise _damaged(file_path, "its state does not fit its tensors") from error
+    return Checkpoint(about, state)
+
+
+def describe(path: str | os.PathLike[str]) -> Description:
+    """What a checkpoint says of itself; its tensors are not read, so not checked."""
+    file_path = Path(path)
+    with _opened(file_path) as file:
+        return _description(_read_header(file, file_path)[0], file_path)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a file starts as a checkpoint does, sound or not."""
+    try:
+        with path.open("rb") as file:
+            return file.read(8 + len(_START))[8:] == _START
+    except OSError:
+        return False
+
+
+# Writing
+
+
+def _header(about: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bytes:
+    """The text before the tensors, with zeros for the digests, as long as a multiple of 8."""
+    metadata = {"digest": _BLANK.decode(), "content": _BLANK.decode(), **about}
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
+    return text + b" " * (-len(text) % 8)
+
+
+def _write(file: BinaryIO, header: bytes, tensors: list[Tensor]) -> None:
+    size = len(header).to_bytes(8, "little")
+    file.write(size + header)
+    content = hashlib.sha256()
+    for tensor in tensors:
+        numbers = _bytes_of(tensor)
+        content.update(numbers)
+        file.write(numbers)
+    first = len(_START) + _DIGITS
+    second = header.index(_BLANK, first)
+    header = header[:second] + content.hexdigest().encode() + header[second + _DIGITS :]
+    digest = hashlib.sha256(size + header).hexdigest().encode()
+    file.seek(len(size))
+    file.write(header[: len(_START)] + digest + header[first:])
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's numbers in order, without a copy where they are in the memory like that."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return memoryview(cast(Any, plain.view(torch.uint8).numpy()))
+
+
+def _count_weights(model: Any) -> dict[str, tuple[int, int]]:
+    """Weights and non-zero weights of convolutions and linear layers, in a state dict."""
+    found: dict[str, tuple[int, int]] = {}
+    for value in cast(Mapping[Any, Any], model).values() if isinstance(model, Mapping) else ():
+        if isinstance(value, Tensor) and value.ndim >= 2 and value.is_floating_point() and value.element_size() > 1:
+            kind = "linear" if value.ndim == 2 else "convolution"
+            total, nonzero = found.get(kind, (0, 0))
+            found[kind] = (total + value.numel(), nonzero + int(torch.count_nonzero(value)))
+    return found
+
+
+def _cannot_write(path: Path, error: OSError) -> str:
+    remedy = "give another saver.save_dir, or mend that one"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        remedy = "free some space or lower saver.keep, then resume"
+    reason = error.strerror or str(error)
+    return f"{path}: the checkpoint cannot be written: {reason}; earlier checkpoints are intact; {remedy}"
+
+
+# Reading
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: there is no such file; give a checkpoint") from None
+    except IsADirectoryError:
+        raise CheckpointError(f"{path}: is a folder; give a checkpoint, which is a file") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+    """Metadata and the place of each tensor, in the order of the file."""
+    length = os.fstat(file.fileno()).st_size
+    size = file.read(8)
+    if length < 8 + len(_START) + _DIGITS:
+        raise _damaged(path, f"it has {length} bytes")
+    count = int.from_bytes(size, "little")
+    if count > min(length - 8, LONGEST_TEXT):
+        raise _no_checkpoint(path, "or is cut short")
+    header = file.read(count)
+    try:
+        entries: dict[str, Any] = json.loads(header)
+        metadata: dict[str, str] = entries.pop("__metadata__", {})
+        kind = metadata.get("kind")
+    except (ValueError, AttributeError, RecursionError):
+        raise _no_checkpoint(path, "or is damaged") from None
+    if kind != KIND:
+        raise _no_checkpoint(path, "or is damaged")
+    first = len(_START) + _DIGITS
+    blank = header[: len(_START)] + _BLANK + header[first:]
+    if header[len(_START) : first].decode("ascii", "replace") != hashlib.sha256(size + blank).hexdigest():
+        raise _damaged(path, "what it says of itself is not what was written")
+    if int(metadata["version"]) > VERSION:
+        words = f"of format {metadata['version']}, and this version reads up to {VERSION}"
+        raise NewerCheckpointError(f"{path}: is a checkpoint {words}; use gossamer {metadata.get('gossamer')} or newer")
+    end = 8 + count + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    if length != end:
+        raise _damaged(path, f"it has {length} of {end} bytes" if length < end else f"it has {length - end} bytes more")
+    return metadata, entries
+
+
+def _description(metadata: Mapping[str, str], path: Path) -> Description:
+    return Description(
+        path=path,
+        version=int(metadata["version"]),
+        gossamer=metadata["gossamer"],
+        torch=metadata["torch"],
+        time=metadata["time"],
+        iteration=int(metadata["iteration"]),
+        epoch=float(metadata["epoch"]),
+        metrics=decode(json.loads(metadata["metrics"]), {}),
+        config=metadata["config"],
+        weights={kind: (total, nonzero) for kind, (total, nonzero) in json.loads(metadata["weights"]).items()},
+    )
+
+
+def _read_tensor(file: BinaryIO, entry: Mapping[str, Any], digest: Any, path: Path) -> Tensor:
+    """The next tensor of the file, read into its own memory."""
+    dtype = next(dtype for dtype, name in DTYPES.items() if name == entry["dtype"])
+    tensor = torch.empty(math.prod(entry["shape"]), dtype=dtype)
+    numbers = memoryview(cast(Any, tensor.view(torch.uint8).numpy()))
+    try:
+        if file.readinto(numbers) != len(numbers):  # pyright: ignore[reportAttributeAccessIssue]
+            raise _damaged(path, "it ends in the middle of a tensor")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+    digest.update(numbers)
+    return tensor.reshape(entry["shape"])
+
+
+def _damaged(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path}: the checkpoint is damaged: {reason}; use the one before it")
+
+
+def _no_checkpoint(path: Path, otherwise: str) -> CheckpointError:
+    remedy = "weights alone go into saver.pretrain_model"
+    return CheckpointError(f"{path}: is no Gossamer checkpoint, {otherwise}; {remedy}")

@@ -1,0 +1,136 @@
+"""The checkpoints of one run in one folder: the last ones and the best, whatever happens between two steps.
+
+Each step leaves a folder that a run can go on from: a new file is complete before an old one goes. Only files of our
+own names are ever removed. What is in a checkpoint is not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gossamer.errors import GossamerError
+from gossamer.files import flush_folder, remove_leftovers, whole
+from gossamer.runner.checkpoint_file import (
+    Checkpoint,
+    CheckpointError,
+    Description,
+    NewerCheckpointError,
+    describe,
+    read_checkpoint,
+    write_checkpoint,
+)
+from gossamer.runner.weights import read_weights
+
+__all__ = ["Checkpoint", "CheckpointError", "Checkpoints", "Description", "describe", "read_checkpoint", "read_weights"]
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"iter_(\d{8,})\.safetensors")
+_BEST = "best.safetensors"
+
+
+class Checkpoints:
+    """The checkpoints in a folder, of which the last `keep` and the best stay.
+
+    Reading changes nothing. One process at a time may write.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self.keep = keep
+        self._tidied = False
+
+    def save(
+        self, state: Mapping[str, Any], *, iteration: int, epoch: float, metrics: Mapping[str, float], best: bool
+    ) -> Path:
+        """Write a checkpoint, make it the best if it is, and remove what is too old.
+
+        Checkpoints of later iterations go too: they belong to a past from which this run has turned away.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            words = f"cannot be made: {error.strerror or error}; give another saver.save_dir"
+            raise GossamerError(f"{self.folder}: {words}") from None
+        if not self._tidied:
+            self._tidied = True
+            for left in remove_leftovers(self.folder, rf"{_NAME.pattern}|{re.escape(_BEST)}"):
+                logger.info("%s: removed, what an interrupted run left of a checkpoint", left)
+        path = self.folder / f"iter_{iteration:08d}.safetensors"
+        write_checkpoint(path, state, iteration=iteration, epoch=epoch, metrics=metrics)
+        if best:
+            self._make_best(path)
+        self._prune(iteration)
+        return path
+
+    def all(self) -> list[Path]:
+        """The checkpoints by iteration, without the best; their content is not looked at."""
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted((path for path in found if _NAME.fullmatch(path.name)), key=_iteration)
+
+    def latest(self) -> Path | None:
+        """The checkpoint of the highest iteration, else the best."""
+        return next(reversed(self.all()), self.best())
+
+    def best(self) -> Path | None:
+        path = self.folder / _BEST
+        return path if path.exists() else None
+
+    def load_latest(self) -> Checkpoint | None:
+        """The last checkpoint that can be read, or None when there is none at all.
+
+        A damaged one is reported, and the one before it is taken; the best is the last resort.
+        """
+        paths = [*reversed(self.all()), *([best] if (best := self.best()) else [])]
+        problems: list[str] = []
+        for path in paths:
+            try:
+                found = read_checkpoint(path)
+            except NewerCheckpointError:
+                raise
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            for problem in problems:
+                logger.warning("%s", problem)
+            if problems:
+                logger.warning("%s: used instead, from iteration %d", path, found.iteration)
+            return found
+        if problems:
+            words = f"none of {len(paths)} checkpoints can be read; remove them to start anew"
+            raise CheckpointError(f"{self.folder}: {words}; the last: {problems[0]}")
+        return None
+
+    def _make_best(self, path: Path) -> None:
+        target = self.folder / _BEST
+        try:
+            with whole(target) as scratch:
+                try:
+                    os.link(path, scratch)
+                except OSError:  # a file system without links
+                    shutil.copyfile(path, scratch)
+        except OSError as error:
+            words = f"the best checkpoint cannot be written: {error.strerror or error}; {path} is intact"
+            raise GossamerError(f"{target}: {words}; free some space, then resume") from None
+        flush_folder(self.folder)
+
+    def _prune(self, iteration: int) -> None:
+        """Remove all but the last `keep` up to this iteration."""
+        written = [path for path in self.all() if _iteration(path) <= iteration]
+        kept = set(written[-self.keep :])
+        for path in self.all():
+            if path not in kept:
+                with contextlib.suppress(OSError):  # a folder of that name, or one that another process removed
+                    path.unlink()
+
+
+def _iteration(path: Path) -> int:
+    found = _NAME.fullmatch(path.name)
+    return int(found[1]) if found else -1

@@ -1,0 +1,107 @@
+"""From a config file and what the command line adds to settings that are known to be right.
+
+Precedence: the file with what it includes, then `--data`, then `--set`. Loads no model and no data.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from gossamer.recipe.scalars import entry, plain_data
+from gossamer.runner.config.checking import checked
+from gossamer.runner.config.includes import read_tree
+from gossamer.runner.config.overlays import retyped, told_task, with_data, without_missing_weights
+from gossamer.runner.config.overrides import overridden, read_overrides
+from gossamer.runner.config.schema import Config, Part
+from gossamer.runner.config.sparse import check_sparsity
+from gossamer.runner.config.tree import Problems, Tree
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A config that is right, with what else the runner wants to know of it."""
+
+    config: Config
+    name: str
+    """Of the file, without its ending."""
+    given: frozenset[str]
+    """The dotted keys that were given on the command line by `--set`."""
+    text: str
+    """The whole config as YAML; it reads back to an equal one."""
+    warnings: list[str] = field(default_factory=list[str])
+    """What the author may not have meant, a sentence each."""
+
+
+def read_config(path: str | os.PathLike[str], sets: Sequence[str] = (), data: str | None = None) -> Loaded:
+    """The settings in a file, or one `GossamerError` with all that is wrong with them.
+
+    `sets` are texts like `trainer.max_epoch=3`, `data` is `tiny` or a folder of data. Relative paths in a config start
+    at the working directory, those of `!include` at the file they stand in.
+    """
+    path = Path(path)
+    problems, warnings = Problems(), list[str]()
+    written = read_tree(path, problems)
+    overrides = read_overrides(sets, problems)
+    tree = written
+    if data is not None:
+        naming = [override for override in overrides if override.path[0] in ("task", "net")]
+        tree = with_data(written, data, told_task(overridden(written, naming)), path.stem, problems)
+    for override in overrides:
+        if len(override.path) == 3 and override.path[0] == "dataset" and override.path[2] == "type":
+            tree = retyped(tree, override.path[1], override.value.content)
+    tree = without_missing_weights(overridden(tree, overrides), warnings)
+    config = checked(tree, problems)
+    if config is not None:
+        check_sparsity(config, tree, problems)
+    problems.raise_if_any()
+    assert config is not None  # or there were problems
+    given = frozenset(key for override in overrides for key in override.keys)
+    warnings += [*_doubts(config), *_changed_unit(tree, given)]
+    return Loaded(config, path.stem, given, config_text(config), warnings)
+
+
+def config_text(config: Config) -> str:
+    """A config as YAML, with the defaults that it uses."""
+    lines = [line for name, value in _settings(config).items() for line in entry(name, value, 0, literal=False)]
+    return "\n".join(lines) + "\n"
+
+
+def _settings(part: Part) -> dict[str, object]:
+    """The settings that have a value; None stands for those that were not given."""
+    names = sorted(type(part).model_fields, key=lambda name: name != "type")
+    fields = ((name, getattr(part, name)) for name in names)
+    return {name: _written(value) for name, value in fields if value is not None}
+
+
+def _written(value: object) -> object:
+    if isinstance(value, Part):
+        return _settings(value)
+    if isinstance(value, list):
+        return [_written(item) for item in cast("list[object]", value)]
+    return plain_data(value)
+
+
+def _doubts(config: Config) -> list[str]:
+    found: list[str] = []
+    is_sparse = config.runtime.runner.type == "sparse"
+    if config.sparsity is not None and not is_sparse:
+        found.append("sparsity has no effect, for runtime.runner.type is base; set it to sparse")
+    if config.ema.enable and is_sparse:
+        found.append("EMA is off in sparse training; leave 'ema' out")
+    return found
+
+
+def _changed_unit(tree: Tree, given: frozenset[str]) -> list[str]:
+    """Frequencies and lengths of the file count another unit than their author meant."""
+    units = {"trainer.max_iter": "iterations", "trainer.max_epoch": "epochs"}
+    trainer = tree.child("trainer")
+    if trainer is None or not (unit := next((units[key] for key in units if key in given), None)):
+        return []
+    lengths = ("test_freq", "save_freq", "lr_scheduler.kwargs.T_max", "lr_scheduler.kwargs.milestones")
+    kept = [key for key in lengths if f"trainer.{key}" not in given and trainer.at(*key.split(".")) is not None]
+    told = ", ".join(kept)
+    return [f"trainer is timed by --set in {unit}, and so are now {told} of the file"] if kept else []

@@ -1,0 +1,253 @@
+"""What a config may say: one class for each part, strict about names and types.
+
+Knows nothing of files, torch or training; `loading.py` finds the line of what
+is wrong here, and the parts of the runner read their settings from it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+FileName = Annotated[Path, Field(strict=False)]
+"""A path; YAML has it as text."""
+
+Transform = str | dict[str, dict[str, Any] | None]
+"""A class of torchvision.transforms.v2 by name, or `{Name: {arguments}}`."""
+
+
+class Part(BaseModel):
+    """Settings that refuse unknown names and take no number for a text."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Named(Part):
+    """Something by the name of its class, with arguments."""
+
+    type: str
+    kwargs: dict[str, Any] = {}
+
+
+# Data
+
+
+class Source(Part):
+    """What all datasets share."""
+
+    batch_size: Count = 32
+    num_workers: Annotated[int, Field(ge=0)] = 0
+    transforms: list[Transform] = []
+    on_error: Literal["skip", "refuse"] = "skip"
+    """An image or box that cannot be used: leave it out and count it, or end with its file and line."""
+    limit: Count | None = None
+    """Only the first so many images."""
+
+
+class ImageFolder(Source):
+    """A folder for each class, as torchvision's ImageFolder."""
+
+    type: Literal["image_folder"]
+    path: FileName
+
+
+class ImageList(Source):
+    """Lines `path label`, as ImageNet's list files."""
+
+    type: Literal["image_list"]
+    path: FileName
+    """The file of lines."""
+    images: FileName | None = None
+    """The folder that paths start from; by default that of the list."""
+
+
+class Coco(Source):
+    """A COCO JSON file of boxes."""
+
+    type: Literal["coco"]
+    path: FileName
+    images: FileName | None = None
+
+
+class JsonLines(Source):
+    """A JSON object in each line: filename, image_height, image_width, instances of bbox, label, is_ignored."""
+
+    type: Literal["json_lines"]
+    path: FileName
+    images: FileName | None = None
+    first_label: Literal[0, 1] = 1
+    """The label of the first class: United Perception counts from 1."""
+
+
+class Idx(Source):
+    """Two IDX files, as MNIST's, plain or gzip."""
+
+    type: Literal["idx"]
+    images: FileName
+    labels: FileName
+
+
+class Npz(Source):
+    """An NPZ file with arrays of images (N, H, W) or (N, H, W, C) and labels (N,)."""
+
+    type: Literal["npz"]
+    path: FileName
+    image_key: str = "images"
+    label_key: str = "labels"
+
+
+class Digits(Source):
+    """scikit-learn's 1,797 digits of 8 × 8 pixels: the last fifth of each class is for tests."""
+
+    type: Literal["digits"]
+    split: Literal["train", "test"]
+
+
+class Scenes(Source):
+    """Scenes composed from the digits, with exact boxes; train and test share no digit."""
+
+    type: Literal["scenes"]
+    split: Literal["train", "test"]
+    count: Count = 200
+    size: Annotated[int, Field(ge=32)] = 128
+    seed: int = 0
+
+
+AnySource = Annotated[
+    ImageFolder | ImageList | Coco | JsonLines | Idx | Npz | Digits | Scenes, Field(discriminator="type")
+]
+
+
+class Dataset(Part):
+    train: AnySource | None = None
+    test: AnySource | None = None
+
+
+# Training
+
+
+class Optimizer(Named):
+    """A class of torch.optim by name; `kwargs` as it takes them."""
+
+    type: str = "SGD"
+    kwargs: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+
+
+class LRScheduler(Named):
+    """A class of torch.optim.lr_scheduler by name; lengths in `kwargs` count epochs, or iterations under max_iter."""
+
+    type: str = "CosineAnnealingLR"
+    warmup_iter: Annotated[int, Field(ge=0)] = 0
+    warmup_epochs: Annotated[float, Field(ge=0)] = 0
+    warmup_type: Literal["linear", "exp", "constant"] = "linear"
+    warmup_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """The share of the learning rate that a warm-up starts from."""
+
+    @model_validator(mode="after")
+    def _one_warm_up(self) -> Self:
+        if self.warmup_iter and self.warmup_epochs:
+            raise ValueError("warmup_epochs: warmup_iter is given too; keep one of the two")
+        return self
+
+
+class Trainer(Part):
+    max_epoch: Count | None = None
+    max_iter: Count | None = None
+    test_freq: Count | None = None
+    """In epochs, or in iterations under max_iter; by default once at the end."""
+    save_freq: Count = 1
+    only_save_latest: bool = False
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler | None = None
+    fp16: bool = False
+    """Mixed precision: fp16 with a scaled loss on an accelerator, bf16 on a CPU."""
+    accumulate: Count = 1
+    """Batches in one optimizer step, which is what an iteration is."""
+    clip_grad_norm: Annotated[float, Field(gt=0)] | None = None
+    label_smoothing: Share = 0.0
+    log_freq: Count = 10
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if self.max_epoch and self.max_iter:
+            raise ValueError("max_iter: max_epoch is given too; keep one of the two")
+        return self
+
+
+class Saver(Part):
+    save_dir: FileName | None = None
+    """The run folder; by default runs/ and the config's name."""
+    pretrain_model: FileName | None = None
+    pretrain_except: list[str] = []
+    """Starts of names that are not taken from pretrain_model, as `fc.` for another number of classes."""
+    resume_model: FileName | None = None
+    auto_resume: bool = False
+    keep: Count = 3
+    """Checkpoints kept besides the best."""
+    export: list[Literal["safetensors", "onnx"]] = ["safetensors"]
+
+
+class Ema(Part):
+    enable: bool = False
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+
+
+class RunnerType(Part):
+    type: str = "base"
+    """`base`, `sparse`, or a class of one's own as package.module:Class."""
+
+
+class Runtime(Part):
+    runner: RunnerType = RunnerType()
+    seed: int = 0
+    device: str = "auto"
+    """`auto`, or what torch.device takes."""
+    deterministic: bool = False
+    channels_last: bool | Literal["auto"] = "auto"
+    tensorboard: bool = True
+
+
+class Net(Named):
+    """A torchvision model by name, `timm/name`, `transformers/name`, or `package.module:function` of one's own."""
+
+
+class Sparsity(Part):
+    """An MSBench config, or a recipe."""
+
+    recipe: Path | str | None = None
+    recipe_variables: dict[str, Any] = {}
+    mask_generator: dict[str, Any] | None = None
+    fake_sparse: dict[str, Any] | None = None
+    scheduler: dict[str, Any] | None = None
+    leaf_module: list[str] = []
+    sparsity: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        msbench = [name for name in ("mask_generator", "fake_sparse", "scheduler", "sparsity") if getattr(self, name)]
+        if self.recipe is not None and msbench:
+            raise ValueError(f"recipe: {msbench[0]} is given too; keep the recipe or the MSBench config")
+        if self.recipe is None and self.scheduler is None:
+            raise ValueError("give 'recipe: file.yaml', or an MSBench config with 'scheduler'")
+        return self
+
+
+class Config(Part):
+    """A whole config."""
+
+    num_classes: Count | None = None
+    """Without the background; by default what the training data has."""
+    task: Literal["classification", "detection"] | None = None
+    """By default what the net is for; a model of one's own classifies unless it says what its network is."""
+    dataset: Dataset = Dataset()
+    trainer: Trainer = Trainer()
+    saver: Saver = Saver()
+    net: Net
+    ema: Ema = Ema()
+    hooks: list[Named] = []
+    runtime: Runtime = Runtime()
+    sparsity: Sparsity | None = None

@@ -1,0 +1,65 @@
+"""Whether what a config says of sparsity is right, asked of those who will read it: MSBench configs, recipes.
+
+Knows how to find the line of what they complain about; the rules are theirs.
+"""
+
+from __future__ import annotations
+
+import re
+
+from gossamer.errors import GossamerError, RecipeError
+from gossamer.msbench import build_sparse_scheduler
+from gossamer.msbench.config import NAME
+from gossamer.recipe import load
+from gossamer.runner.config.schema import Config, Sparsity
+from gossamer.runner.config.tree import Place, Problems, Tree
+
+_QUOTED = re.compile(r"(?:unknown key|unknown type) '([^']*)'")
+_FILLED_IN = re.compile(r"\.(total_iterations|\w+_iteration_stamps): is missing")
+"""Lengths that the runner gives when a config does not, from the length of the training."""
+
+
+def check_sparsity(config: Config, tree: Tree, problems: Problems) -> None:
+    """Add what is wrong with `sparsity` to `problems`."""
+    if config.sparsity is None:
+        if config.runtime.runner.type == "sparse":
+            asked = tree.at("runtime", "runner", "type") or tree
+            told = "runtime.runner.type: sparse training needs 'sparsity', an MSBench config or 'recipe: file.yaml'"
+            problems.add(asked.place, told)
+        return
+    told_of = tree.child("sparsity") or tree
+    try:
+        if config.sparsity.recipe is not None:
+            load(config.sparsity.recipe, variables=config.sparsity.recipe_variables or None)
+        else:
+            build_sparse_scheduler(_msbench(config.sparsity))
+    except RecipeError as error:
+        at = told_of.child("recipe") or told_of
+        for problem in error.problems:
+            problems.add(at.place, f"sparsity.recipe: {problem}")
+    except GossamerError as error:
+        has_own_module = ":" in config.net.type
+        for line in str(error).splitlines():
+            message = line.removeprefix(f"{NAME}: ")
+            if _FILLED_IN.search(message) or (has_own_module and "unknown type" in message):
+                continue  # the module of the model, which is not imported yet, may register classes of its own
+            problems.add(_place(message, told_of), f"sparsity.{message}")
+
+
+def _msbench(sparsity: Sparsity) -> dict[str, object]:
+    names = ("mask_generator", "fake_sparse", "scheduler", "leaf_module", "sparsity")
+    return {name: value for name in names if (value := getattr(sparsity, name)) is not None}
+
+
+def _place(message: str, tree: Tree) -> Place:
+    """Where a message that starts with a dotted path belongs."""
+    path = message.partition(":")[0].split(".")
+    start = tree.at("scheduler", "kwargs") if tree.child(path[0]) is None else tree
+    tree = start or tree
+    for step in path:
+        tree = tree.child(step) or tree
+    quoted = _QUOTED.search(message)
+    named = tree.child(quoted[1]) if quoted else None
+    if named is not None:
+        return named.key
+    return (tree.child("type") or tree).told_at if "unknown type" in message else tree.told_at

@@ -1,0 +1,12 @@
+"""Images and what is true of them, from files or from the embedded digits, as batches for training and tests.
+
+`build_dataset` reads what a config names, `Batches` serves it to one rank, `write_coco` writes scenes as files.
+"""
+
+from gossamer.runner.data.batch import Batch
+from gossamer.runner.data.batches import Batches
+from gossamer.runner.data.building import build_dataset
+from gossamer.runner.data.dataset import ImageData
+from gossamer.runner.data.scene_files import write_coco
+
+__all__ = ["Batch", "Batches", "ImageData", "build_dataset", "write_coco"]

@@ -1,0 +1,122 @@
+"""Images in memory with one class each: IDX files as MNIST's, and NPZ files.
+
+A file that is damaged as a whole is always refused; a label that is out of range is one image's problem.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gossamer.errors import GossamerError, nearest
+from gossamer.runner.config.schema import Idx, Npz
+from gossamer.runner.data.classes import Expected
+from gossamer.runner.data.examples import LabelledArrays
+from gossamer.runner.data.problems import Problems
+
+_IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+
+def read_idx(source: Idx, expected: Expected, problems: Problems) -> tuple[LabelledArrays, list[str]]:
+    """Images (n, height, width) or (n, height, width, channels), and labels (n,)."""
+    return _labelled(
+        _idx_array(source.images), str(source.images), _idx_array(source.labels), str(source.labels), expected, problems
+    )
+
+
+def read_npz(source: Npz, expected: Expected, problems: Problems) -> tuple[LabelledArrays, list[str]]:
+    """Two arrays of one file, by their keys."""
+    try:
+        with np.load(source.path, allow_pickle=False) as file:
+            if not isinstance(file, np.lib.npyio.NpzFile):
+                raise GossamerError(f"{source.path}: expected an NPZ file with several arrays, found a single array")
+            for field, key in (("image_key", source.image_key), ("label_key", source.label_key)):
+                if key not in file.files:
+                    has = ", ".join(repr(name) for name in file.files) or "none"
+                    near = nearest(key, file.files)
+                    raise GossamerError(f"{source.path}: there is no array {key!r} (it has {has}); set '{field}'{near}")
+            images, labels = file[source.image_key], file[source.label_key]
+    except OSError as problem:
+        raise GossamerError(f"{source.path}: cannot read the file ({problem.strerror or problem})") from None
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError) as problem:
+        raise GossamerError(f"{source.path}: this is not an NPZ file of plain arrays ({problem})") from None
+    place = str(source.path)
+    return _labelled(images, f"{place}: {source.image_key}", labels, f"{place}: {source.label_key}", expected, problems)
+
+
+def _idx_array(path: Path) -> NDArray[Any]:
+    try:
+        with path.open("rb") as plain:
+            packed = plain.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if packed else path.open("rb") as file:
+            zeros, code, dimensions = struct.unpack(">HBB", file.read(4))
+            if zeros or code not in _IDX_TYPES or not dimensions:
+                raise GossamerError(f"{path}: this is not an IDX file (it starts with {zeros:04x}{code:02x})")
+            shape: tuple[int, ...] = struct.unpack(f">{dimensions}I", file.read(4 * dimensions))
+            kind = np.dtype(_IDX_TYPES[code])
+            size = math.prod(shape) * kind.itemsize
+            # One byte more than announced, to notice a file that is too long, without unpacking all of it.
+            content = file.read(size + 1)
+    except (OSError, EOFError, zlib.error) as problem:
+        raise GossamerError(f"{path}: cannot read the file ({getattr(problem, 'strerror', None) or problem})") from None
+    except struct.error:
+        raise GossamerError(f"{path}: the IDX file ends within its header") from None
+    if len(content) != size:
+        found = f"only {len(content)} follow" if len(content) < size else "more follow"
+        raise GossamerError(f"{path}: the IDX header announces {size} bytes of {shape}, but {found}")
+    return np.frombuffer(content, kind).reshape(shape)
+
+
+def _labelled(
+    images: NDArray[Any],
+    images_place: str,
+    labels: NDArray[Any],
+    labels_place: str,
+    expected: Expected,
+    problems: Problems,
+) -> tuple[LabelledArrays, list[str]]:
+    pixels = _pixels(images, images_place)
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.ndim != 1 or labels.dtype.kind not in "iuf":
+        raise GossamerError(f"{labels_place}: expected numbers of shape (n,), found {labels.dtype} of {labels.shape}")
+    if len(labels) != len(pixels):
+        raise GossamerError(f"{labels_place}: {len(labels)} labels for {len(pixels)} images of {images_place}")
+    integral = np.isfinite(labels) & (np.floor(labels) == labels)
+    good = integral & (labels >= 0) & (labels < expected.limit)
+    for number in np.flatnonzero(~good):
+        place = f"{labels_place}: image {number}"
+        if integral[number]:
+            sentence = f"{place}: the label {labels[number]:.0f} is not between 0 and {expected.limit - 1}"
+            problems.found("labels out of range, left out", sentence)
+        else:
+            sentence = f"{place}: the label {labels[number]} is not an integer"
+            problems.found("labels that are not integers, left out", sentence)
+    kept = labels[good].astype(np.int64)
+    numbers = np.flatnonzero(good)
+    pixels = pixels if good.all() else pixels[good]
+    contents = LabelledArrays(torch.from_numpy(pixels), torch.from_numpy(kept), numbers, images_place)
+    return contents, expected.numbered(int(kept.max(initial=-1)))
+
+
+def _pixels(images: NDArray[Any], place: str) -> NDArray[np.uint8]:
+    """Bytes (images, channels, height, width), in memory of their own."""
+    if images.ndim == 3:
+        images = images[..., None]
+    if images.ndim != 4 or images.shape[3] not in (1, 3):
+        shape = "(n, height, width) or (n, height, width, channels) with 1 or 3 channels"
+        raise GossamerError(f"{place}: expected images of shape {shape}, found {images.shape}")
+    if not all(images.shape[1:]):
+        raise GossamerError(f"{place}: images of shape {images.shape[1:3]} have no pixels")
+    if images.dtype.kind not in "iub" or (images.size and (images.min() < 0 or images.max() > 255)):
+        raise GossamerError(f"{place}: expected whole numbers from 0 to 255, found {images.dtype}; save them as uint8")
+    return np.array(images.transpose(0, 3, 1, 2), dtype=np.uint8, order="C")

@@ -1,0 +1,161 @@
+"""A dataset as training sees it: transformed samples that depend on (seed, epoch, index) and on nothing else.
+
+Reads from any kind of examples; knows no file format and no order of images. The global random states are left as
+they were found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from gossamer.errors import GossamerError
+from gossamer.runner.data.batch import Batch, Target
+from gossamer.runner.data.boxes import Boxes
+from gossamer.runner.data.decoding import ImageFileError
+from gossamer.runner.data.examples import Examples, LabelledArrays
+from gossamer.runner.data.transforms import Pipeline
+
+Task = Literal["classification", "detection"]
+Key = int | tuple[int, int]
+Sample = tuple[Tensor, int | Target]
+"""A float image (3, height, width), and its class or its boxes."""
+
+
+class ImageData(Dataset[Sample]):
+    """Images of one split, by (epoch, index), or by index as in epoch 0."""
+
+    def __init__(
+        self,
+        examples: Examples,
+        pipeline: Pipeline,
+        *,
+        task: Task,
+        classes: list[str],
+        notes: list[str],
+        seed: int = 0,
+        refuse: bool = False,
+    ) -> None:
+        self.task: Task = task
+        self.classes = classes
+        self.notes = notes
+        """What was left out when the annotations were read, one counted sentence for each reason."""
+        self._examples = examples
+        self._pipeline = pipeline
+        self._seed = seed % 2**64
+        self._refuse = refuse
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, key: Key) -> Sample:
+        with self._random_states_kept():
+            image, truth, _ = self._sample(key)
+        return image, truth
+
+    def original(self, index: int) -> Sample:
+        """The image as bytes and its truth, before transforms."""
+        example = self._examples.read(index)
+        return example.image.contiguous(), _target(example.truth, index)
+
+    def read_batch(self, keys: Sequence[Key], *, train: bool) -> Batch:
+        """Samples together; images that cannot be read are left out and told in `skipped`."""
+        if isinstance(self._examples, LabelledArrays) and self._pipeline.fixed:
+            stack, labels = self._examples.stack([_epoch_and_index(key)[1] for key in keys])
+            with self._worded(keys[0]):
+                return Batch(self._pipeline.stack(stack), labels)
+        images: list[Tensor] = []
+        truths: list[int | Target] = []
+        skipped: list[str] = []
+        notes: list[str] = []
+        with self._random_states_kept():
+            for key in keys:
+                try:
+                    image, truth, note = self._sample(key)
+                except ImageFileError as problem:
+                    if self._refuse:
+                        raise
+                    skipped.append(str(problem))
+                    continue
+                images.append(image)
+                truths.append(truth)
+                if note is not None:
+                    notes.append(note)
+        if not images:
+            raise GossamerError(f"none of the {len(keys)} images of a batch can be read; the first: {skipped[0]}")
+        return self._together(images, truths, skipped, notes, train)
+
+    def _together(
+        self, images: list[Tensor], truths: list[int | Target], skipped: list[str], notes: list[str], train: bool
+    ) -> Batch:
+        if self.task == "detection":
+            targets = cast("list[Target]", truths)
+            return Batch(images, [_trainable(each) for each in targets] if train else targets, skipped, notes)
+        shapes = {tuple(image.shape) for image in images}
+        if len(shapes) > 1:
+            some = " and ".join(str(shape) for shape in sorted(shapes)[:2])
+            raise GossamerError(f"images of one batch differ in shape, as {some}; let the transforms end in one size")
+        return Batch(torch.stack(images), torch.tensor(truths), skipped, notes)
+
+    def _sample(self, key: Key) -> tuple[Tensor, int | Target, str | None]:
+        epoch, index = _epoch_and_index(key)
+        if not 0 <= index < len(self):
+            raise IndexError(f"there is no image {index} among {len(self)}")
+        try:
+            example = self._examples.read(index)
+        except ImageFileError as problem:
+            if self._refuse:
+                raise ImageFileError(f"{problem}; correct it, or set 'on_error: skip'") from None
+            raise
+        if example.note is not None and self._refuse:
+            raise GossamerError(f"{example.note}; correct it, or set 'on_error: skip'")
+        if not self._pipeline.fixed:
+            seed = np.random.SeedSequence([self._seed, epoch, index]).generate_state(1, np.uint64)
+            torch.default_generator.manual_seed(int(seed[0]))
+        boxes = example.truth if isinstance(example.truth, Boxes) else None
+        with self._worded(key):
+            image, boxes = self._pipeline(example.image, boxes)
+        return image, _target(example.truth if boxes is None else boxes, index), example.note
+
+    @contextmanager
+    def _worded(self, key: Key) -> Generator[None]:
+        """Say of which image transforms fail; that is the config's fault, in either mode."""
+        try:
+            yield
+        except (RuntimeError, ValueError, TypeError, IndexError) as problem:
+            name = self._examples.name(_epoch_and_index(key)[1])
+            raise GossamerError(f"{name}: the transforms do not take this image: {problem}") from None
+
+    @contextmanager
+    def _random_states_kept(self) -> Generator[None]:
+        """torchvision's transforms draw from torch's generator of the CPU alone."""
+        if self._pipeline.fixed:
+            yield
+            return
+        state = torch.get_rng_state()
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
+
+
+def _epoch_and_index(key: Key) -> tuple[int, int]:
+    return key if isinstance(key, tuple) else (0, int(key))
+
+
+def _target(truth: int | Boxes, index: int) -> int | Target:
+    return truth.target(index) if isinstance(truth, Boxes) else truth
+
+
+def _trainable(target: Target) -> Target:
+    """Without the boxes that only excuse detections."""
+    crowd = target["iscrowd"] != 0
+    if not crowd.any():
+        return target
+    return {key: value[~crowd] if value.ndim else value for key, value in target.items()}

@@ -1,0 +1,159 @@
+"""Scenes for detection: digits of many sizes and colours on a busy ground, with boxes that are exact.
+
+Each scene follows from (seed, split, index) alone and is composed when it is read; none is stored. Train scenes are
+made of train digits, test scenes of test digits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gossamer.runner.config.schema import Scenes
+from gossamer.runner.data.boxes import Boxes
+from gossamer.runner.data.classes import Expected
+from gossamer.runner.data.digits import digit_classes, digits
+from gossamer.runner.data.examples import Example
+from gossamer.runner.data.problems import Problems
+
+SMALLEST, LARGEST = 16 / 128, 48 / 128
+"""Heights of digits, as shares of the scene's side."""
+FEWEST, MOST = 2, 6
+_INK = 0.3  # coverage from which a pixel counts as ink; what is fainter is not drawn at all
+_TRIES = 30
+
+
+@dataclass(frozen=True)
+class Scene:
+    """An image (size, size, 3); boxes (n, 4) as x1, y1, x2, y2 around the inked pixels of n digits; and which pixel
+    is inked by which digit, −1 for none."""
+
+    image: NDArray[np.uint8]
+    corners: NDArray[np.int64]
+    digits: NDArray[np.int64]
+    ink: NDArray[np.int64]
+
+
+def read_scenes(source: Scenes, expected: Expected, problems: Problems) -> tuple[SceneExamples, list[str]]:
+    """As many scenes as the config says."""
+    digits(source.split)  # whether scikit-learn is there
+    positions, classes = digit_classes(expected)
+    return SceneExamples(source.split, source.count, source.size, source.seed, tuple(positions)), classes
+
+
+@dataclass(frozen=True)
+class SceneExamples:
+    split: str
+    count: int
+    size: int
+    seed: int
+    positions: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, index: int) -> Example:
+        scene = compose(self.seed, self.split, index, self.size)
+        labels = torch.tensor([self.positions[digit] + 1 for digit in scene.digits], dtype=torch.int64)
+        boxes = Boxes(torch.from_numpy(scene.corners).float(), labels, torch.zeros(len(labels), dtype=torch.bool))
+        return Example(torch.from_numpy(scene.image).permute(2, 0, 1), boxes)
+
+    def name(self, index: int) -> str:
+        return f"scenes, {self.split}: scene {index}"
+
+    def first(self, count: int) -> SceneExamples:
+        return SceneExamples(self.split, min(count, self.count), self.size, self.seed, self.positions)
+
+
+def compose(seed: int, split: str, index: int, size: int) -> Scene:
+    """The scene of this number."""
+    random = np.random.default_rng([seed % 2**64, {"train": 0, "test": 1}[split], index])
+    glyphs, labels = digits(split)
+    canvas = _ground(random, size)
+    dark = canvas.mean() > 127
+    for _ in range(random.integers(2, 6)):
+        _stroke(random, canvas)
+    ink = np.full((size, size), -1, np.int64)
+    corners: list[tuple[int, int, int, int]] = []
+    chosen: list[int] = []
+    for _ in range(random.integers(FEWEST, MOST + 1)):
+        pick = int(random.integers(len(glyphs)))
+        height = size * SMALLEST * (LARGEST / SMALLEST) ** random.random()
+        cover = _enlarged(glyphs[pick], max(8, round(height)), max(8, round(height * random.uniform(0.75, 1.05))))
+        place = _free_place(random, cover.shape, size, corners)
+        if place is None:
+            continue
+        top, left = place
+        area = np.s_[top : top + cover.shape[0], left : left + cover.shape[1]]
+        colour = random.uniform(0, 70, 3) if dark else random.uniform(185, 255, 3)
+        canvas[area] += cover[..., None] * (colour - canvas[area])
+        ink[area][cover > 0] = len(chosen)
+        corners.append((left, top, left + cover.shape[1], top + cover.shape[0]))
+        chosen.append(int(labels[pick]))
+    canvas += random.normal(0, random.uniform(2, 8), canvas.shape)
+    image = np.rint(canvas).clip(0, 255).astype(np.uint8)
+    return Scene(image, np.array(corners, np.int64).reshape(-1, 4), np.array(chosen, np.int64), ink)
+
+
+def _ground(random: np.random.Generator, size: int) -> NDArray[np.float64]:
+    """A colour, light or dark, with a slope, stripes or clouds on it."""
+    base = random.uniform(150, 235, 3) if random.random() < 0.5 else random.uniform(20, 105, 3)
+    rows, columns = np.mgrid[0:size, 0:size] / size
+    angle = random.uniform(0, np.pi)
+    along = np.cos(angle) * columns + np.sin(angle) * rows
+    pattern = random.integers(4)
+    texture = np.zeros((size, size))
+    if pattern == 1:
+        texture = along - along.mean()
+    elif pattern == 2:
+        texture = np.sin(2 * np.pi * random.uniform(3, 9) * along) / 2
+    elif pattern == 3:
+        texture = _stretched(random.uniform(-1, 1, (6, 6)), size, size)
+    return base + texture[..., None] * random.uniform(10, 45, 3)
+
+
+def _stroke(random: np.random.Generator, canvas: NDArray[np.float64]) -> None:
+    """A straight line that is no digit, drawn over the canvas."""
+    size = len(canvas)
+    start, end = random.uniform(0, size, (2, 2))
+    rows, columns = np.mgrid[0:size, 0:size]
+    points = np.stack([rows, columns], axis=-1) - start
+    way = end - start
+    share = np.clip((points @ way) / max(way @ way, 1.0), 0, 1)
+    distance = np.linalg.norm(points - share[..., None] * way, axis=-1)
+    cover = np.clip(random.uniform(0.6, 1.4) * size / 128 + 0.5 - distance, 0, 1) * random.uniform(0.4, 0.9)
+    canvas += cover[..., None] * (random.uniform(0, 255, 3) - canvas)
+
+
+def _enlarged(glyph: NDArray[np.uint8], height: int, width: int) -> NDArray[np.float64]:
+    """How much ink covers each pixel, cut to the inked pixels, so that its edges are the box."""
+    cover = _stretched(glyph / 255, height, width)
+    cover[cover < _INK] = 0
+    rows, columns = np.flatnonzero(cover.any(axis=1)), np.flatnonzero(cover.any(axis=0))
+    return cover[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+
+
+def _free_place(
+    random: np.random.Generator, shape: tuple[int, ...], size: int, taken: list[tuple[int, int, int, int]]
+) -> tuple[int, int] | None:
+    """Top and left of a place where a box of this shape meets none of those taken, if one is found."""
+    height, width = shape
+    for _ in range(_TRIES):
+        top, left = int(random.integers(size - height + 1)), int(random.integers(size - width + 1))
+        if all(left >= x2 or left + width <= x1 or top >= y2 or top + height <= y1 for x1, y1, x2, y2 in taken):
+            return top, left
+    return None
+
+
+def _stretched(values: NDArray[np.float64], height: int, width: int) -> NDArray[np.float64]:
+    """Bilinear interpolation to (height, width)."""
+    return _weights(len(values), height) @ values @ _weights(values.shape[1], width).T
+
+
+def _weights(count: int, length: int) -> NDArray[np.float64]:
+    """(length, count): how much each of `count` values gives to each of `length` pixels."""
+    centres = np.clip((np.arange(length) + 0.5) * count / length - 0.5, 0, count - 1)
+    return np.clip(1 - np.abs(centres[:, None] - np.arange(count)), 0, None)

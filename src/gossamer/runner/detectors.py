@@ -1,0 +1,164 @@
+"""Detectors: RetinaNet on ResNet-18, which torchvision lacks, and anchors for objects of any size.
+
+Detectors here and in torchvision count the background as class 0, so that
+`num_classes` is one more than in a config. Knows nothing of configs, data or
+training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from gossamer.errors import GossamerError
+
+if TYPE_CHECKING:
+    from torchvision.models.detection.anchor_utils import AnchorGenerator
+
+ASPECT_RATIOS = (0.5, 1.0, 2.0)
+RETINANET_SIZES = (32, 64, 128, 256, 512)
+PYRAMID_CHANNELS = 256
+
+Sizes = Sequence[float | Sequence[float]]
+"""The sides of anchors for each level of features: a number, or several."""
+
+
+def retinanet_resnet18_fpn(
+    *,
+    num_classes: int = 91,
+    weights_backbone: Any = None,
+    trainable_backbone_layers: int | None = None,
+    returned_layers: Sequence[int] = (2, 3, 4),
+    anchor_sizes: Sizes | None = None,
+    aspect_ratios: Sequence[float] = ASPECT_RATIOS,
+    **kwargs: Any,
+) -> nn.Module:
+    """RetinaNet on ResNet-18-FPN with P6 and P7, as torchvision's second version on ResNet-50.
+
+    BatchNorm trains, the head has GroupNorm, boxes learn by GIoU. `returned_layers` are the stages of ResNet that
+    feed the pyramid (1 has stride 4); `anchor_sizes` has an entry for each of them and two more for P6 and P7.
+    """
+    from torchvision.models import ResNet18_Weights, resnet18
+    from torchvision.models.detection import RetinaNet
+    from torchvision.models.detection.backbone_utils import BackboneWithFPN
+    from torchvision.models.detection.retinanet import RetinaNetHead
+    from torchvision.ops.feature_pyramid_network import LastLevelP6P7
+
+    stages = sorted(returned_layers)
+    if not stages or len(set(stages)) < len(stages) or stages[0] < 1 or stages[-1] > 4:
+        raise GossamerError(f"returned_layers: expected stages of ResNet from 1 to 4, found {list(returned_layers)}")
+    if weights_backbone is None and trainable_backbone_layers is not None:
+        raise GossamerError("trainable_backbone_layers: without weights_backbone all layers train; leave it out")
+    body = resnet18(weights=ResNet18_Weights.verify(weights_backbone))
+    _freeze(
+        body, 5 if weights_backbone is None else (3 if trainable_backbone_layers is None else trainable_backbone_layers)
+    )
+    channels = [64 * 2 ** (stage - 1) for stage in stages]
+    backbone = BackboneWithFPN(
+        body,
+        {f"layer{stage}": str(place) for place, stage in enumerate(stages)},
+        channels,
+        PYRAMID_CHANNELS,
+        extra_blocks=LastLevelP6P7(channels[-1], PYRAMID_CHANNELS),
+    )
+    anchors = _generator(anchor_sizes or RETINANET_SIZES[: len(stages) + 2], aspect_ratios, len(stages) + 2, octaves=3)
+    head = RetinaNetHead(
+        PYRAMID_CHANNELS,
+        anchors.num_anchors_per_location()[0],
+        num_classes,
+        norm_layer=partial(nn.GroupNorm, 32),
+    )
+    head.regression_head._loss_type = "giou"  # pyright: ignore[reportPrivateUsage]
+    return RetinaNet(backbone, num_classes, anchor_generator=anchors, head=head, **kwargs)
+
+
+def set_anchors(model: nn.Module, sizes: Sizes | None, aspect_ratios: Sequence[float] | None) -> None:
+    """Give torchvision's RetinaNet or Faster R-CNN other anchors; for another number of them its last layers are new.
+
+    In RetinaNet a number stands for three sizes within an octave, in Faster R-CNN for one.
+    """
+    from torchvision.models.detection import FasterRCNN, RetinaNet
+
+    if isinstance(model, RetinaNet):
+        octaves = 3
+    elif isinstance(model, FasterRCNN):
+        octaves = 1
+    else:
+        raise GossamerError(f"anchor_sizes: {type(model).__name__} does not take them; RetinaNet and Faster R-CNN do")
+    holder: Any = model if octaves == 3 else model.rpn
+    old = holder.anchor_generator
+    new = _generator(
+        sizes if sizes is not None else old.sizes,
+        aspect_ratios if aspect_ratios is not None else old.aspect_ratios[0],
+        len(old.sizes),
+        octaves,
+    )
+    before, after = old.num_anchors_per_location()[0], new.num_anchors_per_location()[0]
+    holder.anchor_generator = new
+    if before != after:
+        _resize_heads(holder.head, before, after)
+
+
+def _generator(sizes: Any, ratios: Any, levels: int, octaves: int) -> AnchorGenerator:
+    from torchvision.models.detection.anchor_utils import AnchorGenerator
+
+    rows = [_octave(row[0], octaves) if single else row for row, single in _rows("anchor_sizes", sizes)]
+    if len(rows) != levels:
+        raise GossamerError(
+            f"anchor_sizes: expected an entry for each of {levels} levels of features, found {len(rows)}"
+        )
+    if len({len(row) for row in rows}) > 1:
+        raise GossamerError("anchor_sizes: all levels of features must have the same number of sizes")
+    shapes = _rows("aspect_ratios", ratios)
+    if not all(single for _, single in shapes):
+        raise GossamerError("aspect_ratios: expected numbers, which all levels share")
+    return AnchorGenerator(tuple(rows), (tuple(row[0] for row, _ in shapes),) * levels)
+
+
+def _octave(size: float, count: int) -> tuple[float, ...]:
+    """`count` sizes from `size` up to below its double."""
+    return tuple(float(int(size * 2 ** (step / count))) for step in range(count)) if count > 1 else (size,)
+
+
+def _rows(field: str, given: Any) -> list[tuple[tuple[float, ...], bool]]:
+    """Each entry as a row of positive numbers, and whether it was a single number."""
+    rows: list[tuple[tuple[float, ...], bool]] = []
+    for entry in cast(Sequence[Any], given) if isinstance(given, list | tuple) else ():
+        row = tuple(cast(Sequence[Any], entry)) if isinstance(entry, list | tuple) else (entry,)
+        if not row or not all(isinstance(n, int | float) and not isinstance(n, bool) and n > 0 for n in row):
+            rows = []
+            break
+        rows.append((row, not isinstance(entry, list | tuple)))
+    if not rows:
+        raise GossamerError(f"{field}: expected a list of positive numbers, found {given!r}")
+    return rows
+
+
+def _resize_heads(head: nn.Module, before: int, after: int) -> None:
+    """New last convolutions for another number of anchors, begun as torchvision begins them."""
+    owners: list[Any] = list(head.modules())
+    for owner in owners:
+        for name, layer in list(owner.named_children()):
+            if name in {"cls_logits", "bbox_reg", "bbox_pred"} and isinstance(layer, nn.Conv2d):
+                size: Any = layer.kernel_size
+                outputs = layer.out_channels // before * after
+                new = nn.Conv2d(layer.in_channels, outputs, size, padding=layer.padding)  # pyright: ignore[reportArgumentType]
+                nn.init.normal_(new.weight, std=0.01)
+                if new.bias is not None and layer.bias is not None:
+                    nn.init.constant_(new.bias, float(layer.bias[0]))
+                setattr(owner, name, new)
+        if hasattr(owner, "num_anchors"):
+            owner.num_anchors = after
+
+
+def _freeze(body: nn.Module, trainable: int) -> None:
+    """Leave the last `trainable` of five parts of a ResNet to training."""
+    if not 0 <= trainable <= 5:
+        raise GossamerError(f"trainable_backbone_layers: expected a number from 0 to 5, found {trainable}")
+    parts = ["layer4", "layer3", "layer2", "layer1", "conv1"][:trainable] + (["bn1"] if trainable == 5 else [])
+    for name, parameter in body.named_parameters():
+        if name.split(".")[0] not in parts:
+            parameter.requires_grad_(False)

@@ -1,0 +1,297 @@
+"""What a person sees of a run while it goes: one live display on a terminal, plain lines elsewhere.
+
+Draws from its own callers' calls, a few times a second at most, without a thread; a call between two drawings only
+notes its numbers. It knows nothing of models or files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+from rich.bar import Bar
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.segment import Segment
+from rich.text import Text
+
+from gossamer.runner.figures import duration, figure, metric_words, rate
+
+_PAUSE = 0.25
+"""Seconds between two drawings."""
+_SMOOTH = 0.9
+"""How much of the shown loss stays at each update."""
+
+
+class Display:
+    """The one display of a run. Where `shown` is false, as in all processes but the first, nothing appears.
+
+    Plain lines come every `every` iterations; by default once an epoch.
+    """
+
+    def __init__(
+        self,
+        *,
+        shown: bool = True,
+        console: Console | None = None,
+        every: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.shown = shown
+        self.console = console or Console(emoji=False, highlight=False)
+        self._every, self._clock = every, clock
+        self._live: Live | None = None
+        self._drawn = -math.inf
+        self._lined = -1
+        self._now: _Progress | None = None
+        self._testing: tuple[int, int] | None = None
+
+    @contextmanager
+    def training(self, total: int, steps_per_epoch: int, start: int = 0) -> Generator[None]:
+        """Show a training of `total` iterations that goes on at `start`."""
+        self._now = _Progress(total, max(steps_per_epoch, 1), start, self._clock)
+        self._lined = start
+        try:
+            with self._drawing():
+                yield
+        finally:
+            self._now = None
+
+    def update(
+        self,
+        iteration: int,
+        *,
+        loss: float,
+        lr: float,
+        sparsity: float | None = None,
+        target: float | None = None,
+        images_per_s: float | None = None,
+    ) -> None:
+        """Where the training is; sparsity and its target are shares."""
+        if self._now is None or not self.shown:
+            return
+        self._now.update(iteration, loss, lr, sparsity, target, images_per_s)
+        if self._live is not None:
+            self._draw()
+        elif self._line_is_due(iteration):
+            self._lined = iteration
+            self._print("  ".join(self._now.words()))
+
+    @contextmanager
+    def testing(self, total: int) -> Generator[Callable[[], None]]:
+        """Show a test of `total` batches; what this gives is called after each."""
+        self._testing = (0, total)
+        try:
+            with contextlib.nullcontext() if self._live is not None else self._drawing():
+                yield self._advance
+        finally:
+            self._testing = None
+            self._draw()
+
+    def tested(self, metrics: Mapping[str, float], iteration: int | None = None) -> None:
+        """What the last test gave; by default it was at the iteration of the last update."""
+        words = metric_words(metrics)
+        if self._now is None:
+            self._print(f"test: {words}")
+            return
+        at = self._now.iteration if iteration is None else iteration
+        self._now.tested = (at, dict(metrics))
+        if self._live is None:
+            self._print(f"test at iteration {at}: {words}")
+        self._draw(at_once=True)
+
+    def message(self, text: str) -> None:
+        """One message, above the live display."""
+        self._print(text)
+
+    def _advance(self) -> None:
+        if self._testing is not None:
+            self._testing = (self._testing[0] + 1, self._testing[1])
+            self._draw()
+
+    def _line_is_due(self, iteration: int) -> bool:
+        """Updates may come every few iterations only: the first behind a multiple counts."""
+        assert self._now is not None
+        every = self._every or self._now.steps_per_epoch
+        return iteration // every > self._lined // every or iteration >= self._now.total > self._lined
+
+    @contextmanager
+    def _drawing(self) -> Generator[None]:
+        """A live display as long as the block runs, on a terminal; messages of `logging` go above it."""
+        if not self.shown or not self.console.is_terminal or self.console.is_dumb_terminal:
+            yield
+            return
+        live = Live(
+            console=self.console,
+            auto_refresh=False,
+            get_renderable=self._renderable,
+            redirect_stdout=_is_terminal(sys.stdout),
+            redirect_stderr=_is_terminal(sys.stderr),
+        )
+        with live, _above(live):
+            self._live, self._drawn = live, -math.inf
+            try:
+                yield
+            finally:
+                self._draw(at_once=True)
+                self._live = None
+
+    def _renderable(self) -> _View:
+        return _View(self._now, self._testing)
+
+    def _draw(self, at_once: bool = False) -> None:
+        if self._live is None:
+            return
+        now = self._clock()
+        if at_once or now - self._drawn >= _PAUSE:
+            self._drawn = now
+            self._live.refresh()
+
+    def _print(self, text: str) -> None:
+        if self.shown:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class _Progress:
+    """The numbers of a training, and their words."""
+
+    def __init__(self, total: int, steps_per_epoch: int, start: int, clock: Callable[[], float]) -> None:
+        self.total, self.steps_per_epoch, self.start, self.iteration = total, steps_per_epoch, start, start
+        self.tested: tuple[int, Mapping[str, float]] | None = None
+        self._clock, self._began = clock, clock()
+        self._loss: float | None = None
+        self._lr = 0.0
+        self._sparsity: float | None = None
+        self._target: float | None = None
+        self._images_per_s: float | None = None
+
+    def update(
+        self,
+        iteration: int,
+        loss: float,
+        lr: float,
+        sparsity: float | None,
+        target: float | None,
+        images_per_s: float | None,
+    ) -> None:
+        self.iteration, self._lr, self._sparsity, self._target = iteration, lr, sparsity, target
+        self._images_per_s = images_per_s
+        smooth = self._loss is not None and math.isfinite(self._loss) and math.isfinite(loss)
+        self._loss = _SMOOTH * self._loss + (1 - _SMOOTH) * loss if smooth and self._loss is not None else loss
+
+    def seconds_left(self) -> float | None:
+        """As long as the iterations so far took, with their tests and checkpoints."""
+        done = self.iteration - self.start
+        return (self._clock() - self._began) / done * (self.total - self.iteration) if done > 0 else None
+
+    def words(self) -> Iterator[str]:
+        """Each number with its name, in the order of a line."""
+        epochs = math.ceil(self.total / self.steps_per_epoch)
+        epoch = min(max(math.ceil(self.iteration / self.steps_per_epoch), 1), epochs)
+        yield f"epoch {epoch}/{epochs}"
+        yield f"iteration {self.iteration}/{self.total}"
+        if self._loss is not None:
+            yield f"loss {figure(self._loss)}"
+            yield f"lr {rate(self._lr)}"
+        if self._sparsity is not None:
+            target = f" → {100 * self._target:.1f}" if self._target is not None else ""
+            yield f"sparsity {100 * self._sparsity:.1f}{target} %"
+        if self._images_per_s:
+            yield (
+                f"{self._images_per_s:.0f} images/s"
+                if self._images_per_s >= 10
+                else f"{self._images_per_s:.1f} images/s"
+            )
+        left = self.seconds_left()
+        if left is not None and self.iteration < self.total:
+            yield f"ETA {duration(left)}"
+
+
+@dataclass(frozen=True)
+class _View:
+    """The live display at one moment, for whatever width there is."""
+
+    now: _Progress | None
+    testing: tuple[int, int] | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(options.max_width, 100)
+        if self.now is not None:
+            share = self.now.iteration / self.now.total if self.now.total else 1.0
+            yield from _bar(console, options, "training", share, width)
+            words = list(self.now.words())
+            if self.now.tested is not None:
+                at, metrics = self.now.tested
+                words.append(f"{metric_words(metrics, most=2)} at {at}")
+            yield from _lines(words, width)
+        if self.testing is not None:
+            done, total = self.testing
+            yield from _bar(console, options, "testing", done / total if total else 1.0, width)
+
+
+def _bar(console: Console, options: ConsoleOptions, name: str, share: float, width: int) -> RenderResult:
+    """`training ━━━━━━━       42 %` on one line."""
+    share = min(max(share, 0.0), 1.0)
+    yield Segment(f"{name:<9}")
+    bar = Bar(1.0, 0, share, width=max(width - 15, 4), color="cyan", bgcolor="grey23")
+    yield from (part for part in console.render(bar, options) if part.text != "\n")
+    yield Segment(f" {math.floor(100 * share):3d} %\n")
+
+
+def _lines(words: list[str], width: int) -> Iterator[Text]:
+    """Words on as few lines as hold them, none of them broken unless it alone is too long."""
+    line = ""
+    for word in words:
+        longer = f"{line} · {word}" if line else word
+        if line and len(longer) > width:
+            yield Text(line, no_wrap=True, overflow="ellipsis")
+            longer = word
+        line = longer
+    if line:
+        yield Text(line, no_wrap=True, overflow="ellipsis")
+
+
+@contextmanager
+def _above(live: Live) -> Generator[None]:
+    """Let handlers of `logging` that write to the terminal write above the live display."""
+    swapped: list[tuple[logging.StreamHandler[Any], Any]] = []
+    for entry in [*logging.getLogger().handlers, *logging.getLogger("gossamer").handlers]:
+        if isinstance(entry, logging.StreamHandler) and not isinstance(entry, logging.FileHandler):
+            handler = cast("logging.StreamHandler[Any]", entry)
+            if _is_terminal(handler.stream):
+                swapped.append((handler, handler.stream))
+                handler.setStream(_Above(live.console))
+    try:
+        yield
+    finally:
+        for handler, stream in swapped:
+            handler.setStream(stream)
+
+
+class _Above:
+    """A text stream that prints on a console."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def write(self, text: str) -> int:
+        if text.rstrip("\n"):
+            self._console.print(text.rstrip("\n"), markup=False, highlight=False, soft_wrap=True)
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing waits here."""
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False

@@ -1,0 +1,73 @@
+"""Numbers as a person reads them: losses, rates, times, metrics. Knows nothing of where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+METRICS = ("top1", "mAP", "mAP50", "top5", "mAP75")
+"""The metrics that matter most, first."""
+
+
+def figure(value: float) -> str:
+    """About four figures.
+
+    >>> figure(0.53217), figure(12.3456), figure(0.000012), figure(float("nan"))
+    ('0.5322', '12.35', '1.2e-05', 'nan')
+    """
+    if value and abs(value) < 1e-3:
+        return f"{value:.2g}"
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}" if abs(value) < 1e4 else f"{value:.4g}"
+
+
+def rate(value: float) -> str:
+    """A learning rate, without zeros that say nothing.
+
+    >>> rate(0.1), rate(0.00123456), rate(1e-7)
+    ('0.1', '0.001235', '1e-07')
+    """
+    return f"{value:.4g}"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(72), duration(3 * 3600 + 62), duration(50 * 3600)
+    ('1:12', '3:01:02', '2 d 2 h')
+    """
+    whole = max(round(seconds), 0)
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if days:
+        return f"{days} d {hours % 24} h"
+    return f"{hours}:{minutes % 60:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def metric(name: str, value: float) -> str:
+    """A metric's value: top-k are percents, the numbers of COCO are shares.
+
+    >>> metric("top1", 91.234), metric("mAP50", 0.61234)
+    ('91.23', '0.612')
+    """
+    return f"{value:.2f}" if name.startswith("top") else f"{value:.3f}"
+
+
+def metric_words(metrics: Mapping[str, float], most: int | None = None) -> str:
+    """
+    >>> metric_words({"top5": 99.0, "top1": 91.5})
+    'top1 91.50, top5 99.00'
+    """
+    return ", ".join(f"{name} {metric(name, metrics[name])}" for name in by_weight(metrics)[:most])
+
+
+def by_weight(names: Iterable[str]) -> list[str]:
+    """Metrics in the order in which they matter."""
+    return sorted(names, key=lambda name: METRICS.index(name) if name in METRICS else len(METRICS))
+
+
+def count(value: int) -> str:
+    """
+    >>> count(950), count(11_173_962)
+    ('950', '11.17 M')
+    """
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if value >= size:
+            return f"{value / size:.2f} {unit}"
+    return str(value)

@@ -1,0 +1,161 @@
+"""The model of a config: by name from torchvision, timm or transformers, or the user's own function.
+
+Knows nothing of data and training; checkpoints are loaded elsewhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import nn
+
+from gossamer.errors import GossamerError
+from gossamer.runner.config.schema import Net
+from gossamer.runner.detectors import set_anchors
+from gossamer.runner.networks import is_detector
+from gossamer.runner.words import OURS, builder, reason
+
+TaskName = Literal["classification", "detection"]
+
+OTHER_TARGETS = ("maskrcnn_", "keypointrcnn_")
+"""Detectors that learn from more than boxes."""
+
+
+def build_net(net: Net, num_classes: int, task: str | None = None) -> nn.Module:
+    """The model that `net` describes, with random weights unless its kwargs say otherwise.
+
+    `num_classes` does not count the background; `task` is what the config says that the model is for.
+    """
+    family, slash, name = net.type.partition("/")
+    if slash and family in _FAMILIES:
+        model = _FAMILIES[family](net, name, num_classes)
+    elif ":" in net.type:
+        model = _own(net, num_classes)
+    else:
+        model = _by_name(net, num_classes)
+    found: TaskName = "detection" if is_detector(model) else "classification"
+    if task == "classification" and found == "detection":
+        raise GossamerError(f"task: {net.type} is a detector; leave task out, or write 'task: detection'")
+    if task == "detection" and found == "classification":
+        raise GossamerError(
+            f"task: {net.type} is no detector; one's own has a method network(images) that says what its network is"
+        )
+    _check_classes(net, model, num_classes)
+    return model
+
+
+def task_of(net: Net) -> TaskName | None:
+    """What a net is for, as far as its name tells: None for a function of one's own."""
+    if net.type.partition("/")[0] in _FAMILIES:
+        return "classification"
+    if ":" in net.type:
+        return None
+    return "detection" if net.type in OURS else _task_of_builder(net.type, builder(net.type))
+
+
+def _by_name(net: Net, num_classes: int) -> nn.Module:
+    make = builder(net.type)
+    kwargs = dict(net.kwargs)
+    if "num_classes" in kwargs:
+        raise GossamerError("net.kwargs.num_classes: the config's own num_classes says it; leave it out here")
+    if net.type in OURS:
+        return _call(net, make, {"num_classes": num_classes + 1, **kwargs})
+    if _task_of_builder(net.type, make) == "classification":
+        return _call(net, make, {"num_classes": num_classes, **kwargs})
+    if net.type.startswith(OTHER_TARGETS):
+        raise GossamerError(f"net.type: {net.type} learns from more than boxes; take fasterrcnn_resnet50_fpn")
+    sizes, ratios = kwargs.pop("anchor_sizes", None), kwargs.pop("aspect_ratios", None)
+    model = _call(net, make, {"num_classes": num_classes + 1, **kwargs})
+    if sizes is not None or ratios is not None:
+        set_anchors(model, sizes, ratios)
+    return model
+
+
+def _own(net: Net, num_classes: int) -> nn.Module:
+    make = builder(net.type)
+    try:
+        takes = "num_classes" in inspect.signature(make).parameters
+    except (TypeError, ValueError):  # written in C, it does not tell
+        takes = False
+    return _call(net, make, {"num_classes": num_classes, **net.kwargs} if takes else net.kwargs)
+
+
+def _from_timm(net: Net, name: str, num_classes: int) -> nn.Module:
+    timm = _library("timm", net)
+    known: bool = timm.is_model(name)
+    if not known:
+        from gossamer.errors import nearest
+
+        raise GossamerError(f"net.type: timm has no model '{name}'{nearest(name, timm.list_models())}")
+    return _call(net, timm.create_model, {"num_classes": num_classes, **net.kwargs}, name)
+
+
+def _from_transformers(net: Net, name: str, num_classes: int) -> nn.Module:
+    transformers = _library("transformers", net)
+    kwargs = dict(net.kwargs)
+    pretrained = kwargs.pop("pretrained", False)
+    kind: Any = transformers.AutoModelForImageClassification
+    if pretrained:
+        given = {"num_labels": num_classes, "ignore_mismatched_sizes": True, **kwargs}
+        return _call(net, kind.from_pretrained, given, name)
+
+    def from_config(name: str, **given: Any) -> Any:
+        return kind.from_config(transformers.AutoConfig.from_pretrained(name, **given))
+
+    return _call(net, from_config, {"num_labels": num_classes, **kwargs}, name)
+
+
+_FAMILIES: dict[str, Callable[[Net, str, int], nn.Module]] = {"timm": _from_timm, "transformers": _from_transformers}
+
+
+def _library(name: str, net: Net) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise GossamerError(f"net.type: {net.type} needs {name}, which is not installed: pip install {name}") from error
+
+
+def _call(net: Net, make: Callable[..., Any], kwargs: dict[str, Any], *arguments: Any) -> nn.Module:
+    try:
+        made = make(*arguments, **kwargs)
+    except GossamerError as error:
+        raise GossamerError(f"net.kwargs.{error}") from error
+    except Exception as error:
+        shown = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
+        raise GossamerError(f"net: {net.type}({shown}) failed: {reason(error)}") from error
+    if not isinstance(made, nn.Module):
+        raise GossamerError(f"net.type: {net.type}: expected a torch.nn.Module, found {type(made).__name__}")
+    return made
+
+
+def _task_of_builder(word: str, make: Any) -> TaskName:
+    """What a torchvision model is for, by the module that its function stands in."""
+    place = str(getattr(make, "func", make).__module__).removeprefix("torchvision.models.").split(".")
+    if place[0] == "detection":
+        return "detection"
+    if len(place) > 1:
+        raise GossamerError(f"net.type: {word} is a {place[0]} model; the runner trains classifiers and detectors")
+    return "classification"
+
+
+def _check_classes(net: Net, model: Any, num_classes: int) -> None:
+    """Raise when a detector's last layer has another number of classes; other models tell in their first batch."""
+    found = detector_classes(model)
+    if found is not None and found != num_classes + 1:
+        raise GossamerError(
+            f"num_classes: {net.type} tells {found - 1} classes and the background apart, and the config "
+            f"has {num_classes} classes; make the two agree (num_classes does not count the background)"
+        )
+
+
+def detector_classes(model: Any) -> int | None:
+    """How many classes a torchvision detector tells apart, with the background; None for other models."""
+    head = getattr(getattr(model, "head", None), "classification_head", None)
+    for owner, name in ((head, "num_classes"), (head, "num_columns")):
+        if isinstance(getattr(owner, name, None), int):
+            return int(getattr(owner, name))
+    score = getattr(getattr(getattr(model, "roi_heads", None), "box_predictor", None), "cls_score", None)
+    return int(score.out_features) if isinstance(score, nn.Linear) else None

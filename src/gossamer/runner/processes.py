@@ -1,0 +1,124 @@
+"""One process or several: who we are among them, and starting them.
+
+torchrun says by environment variables which process this is. Knows nothing of
+models or configs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed
+
+from gossamer.errors import GossamerError
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among those that train together."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+
+@contextmanager
+def joined(device: str) -> Generator[Place]:
+    """Join the processes that torchrun started, if it did, for as long as the block runs."""
+    world, rank, local = (_number(name, default) for name, default in _VARIABLES)
+    chosen = _device(device, local)
+    if world == 1:
+        yield Place(0, 1, chosen)
+        return
+    started = not distributed.is_initialized()
+    if started:
+        distributed.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    try:
+        yield Place(rank, world, chosen)
+    finally:
+        if started:
+            distributed.destroy_process_group()
+
+
+def launch(count: int, arguments: Sequence[str]) -> int:
+    """Run `gossamer` with these arguments in several processes of this machine; the exit code."""
+    if count < 1:
+        raise GossamerError(f"--nproc: expected a number of processes from 1 on, found {count}")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    environment = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // count, 1)), **os.environ}
+    process = subprocess.Popen([*command, "-m", "gossamer", *arguments], env=environment)
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # the processes have the signal too, save, and end
+            continue
+
+
+def same_everywhere(value: Any, place: Place) -> Any:
+    """The first process's value."""
+    if place.world == 1:
+        return value
+    holder = [value]
+    distributed.broadcast_object_list(holder, src=0)  # pyright: ignore[reportUnknownMemberType]
+    return holder[0]
+
+
+def gathered(value: Any, place: Place) -> list[Any]:
+    """The values of all processes, in the order of their ranks."""
+    if place.world == 1:
+        return [value]
+    values: list[Any] = [None] * place.world
+    distributed.all_gather_object(values, value)  # pyright: ignore[reportUnknownMemberType]
+    return values
+
+
+def any_of(flag: bool, place: Place) -> bool:
+    """Whether the flag is raised in some process."""
+    if place.world == 1:
+        return flag
+    raised = torch.tensor([int(flag)], device=place.device)
+    distributed.all_reduce(raised, distributed.ReduceOp.MAX)
+    return bool(raised.item())
+
+
+def send_state(module: torch.nn.Module, place: Place) -> None:
+    """Give all processes the first one's parameters and buffers."""
+    if place.world > 1:
+        for tensor in module.state_dict().values():
+            distributed.broadcast(tensor, src=0)
+
+
+_VARIABLES = (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise GossamerError(f"the environment variable {name} is {text!r}, not a number; start by torchrun or --nproc")
+    return int(text)
+
+
+def _device(word: str, local: int) -> torch.device:
+    if word == "auto":
+        word = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(word)
+    except RuntimeError:
+        raise GossamerError(f"runtime.device: torch knows no '{word}'; write auto, cpu or cuda") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise GossamerError(f"runtime.device: '{word}' is not there; write auto or cpu")
+        device = torch.device("cuda", local if device.index is None else device.index)
+        torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,169 @@
+"""Learning-rate schedulers by name, with a warm-up.
+
+A scheduler of torch is stepped once in each iteration, so the lengths that a
+config gives in epochs are turned into iterations here. Knows no config file
+and no training loop.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch.optim import lr_scheduler as torch_schedulers
+
+from gossamer.errors import GossamerError, nearest
+from gossamer.runner.config.schema import LRScheduler, Optimizer
+
+LENGTHS: dict[str, tuple[str, ...]] = {
+    "MultiStepLR": ("milestones",),
+    "StepLR": ("step_size",),
+    "CosineAnnealingLR": ("T_max",),
+    "CosineAnnealingWarmRestarts": ("T_0",),
+    "LinearLR": ("total_iters",),
+    "ConstantLR": ("total_iters",),
+    "PolynomialLR": ("total_iters",),
+    "OneCycleLR": ("total_steps",),
+    "CyclicLR": ("step_size_up", "step_size_down"),
+    "ExponentialLR": (),
+    "ReduceLROnPlateau": (),
+}
+"""The schedulers that a config may name, and which of their arguments are lengths."""
+
+WHOLE = {"CosineAnnealingLR": "T_max", "OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
+"""Arguments that are the length of the training unless they are given."""
+
+
+def build_optimizer(config: Optimizer, parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer that a config names."""
+    known = {name: kind for name, kind in vars(torch.optim).items() if _is_optimizer(kind)}
+    kind = known.get(config.type)
+    if kind is None:
+        raise GossamerError(f"trainer.optimizer.type: torch.optim has no '{config.type}'{nearest(config.type, known)}")
+    if "params" in config.kwargs:
+        raise GossamerError("trainer.optimizer.kwargs.params: the runner gives the model's parameters; leave it out")
+    _check_arguments(kind, config.kwargs, "trainer.optimizer")
+    try:
+        return kind(parameters, **config.kwargs)
+    except (TypeError, ValueError) as error:
+        raise GossamerError(f"trainer.optimizer.kwargs: {config.type}: {error}") from error
+
+
+def build_lr_scheduler(
+    config: LRScheduler, optimizer: torch.optim.Optimizer, *, per_unit: int, length: int, higher_is_better: bool = True
+) -> WarmUp:
+    """The scheduler that a config names, to be stepped in each iteration.
+
+    `per_unit` is the number of iterations in the config's unit of time: those of an epoch, or 1. `length` is how many
+    iterations one course of the schedule has: the whole training, or one level of sparsity.
+    """
+    name = config.type
+    if name not in LENGTHS:
+        known = ", ".join(LENGTHS)
+        raise GossamerError(f"trainer.lr_scheduler.type: no '{name}'{nearest(name, LENGTHS)}; there are {known}")
+    kind: Any = getattr(torch_schedulers, name)
+    _check_arguments(kind, config.kwargs, "trainer.lr_scheduler")
+    given = dict(config.kwargs)
+    if name == "ReduceLROnPlateau":
+        given.setdefault("mode", "max" if higher_is_better else "min")
+    try:
+        kwargs = {key: _iterations(value, per_unit) if key in LENGTHS[name] else value for key, value in given.items()}
+        if name in WHOLE and not ("total_steps" == WHOLE[name] and {"epochs", "steps_per_epoch"} <= set(kwargs)):
+            kwargs.setdefault(WHOLE[name], length)
+        if name == "ExponentialLR" and "gamma" in kwargs:
+            kwargs["gamma"] = float(kwargs["gamma"]) ** (1 / per_unit)
+        inner = kind(optimizer, **kwargs)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise GossamerError(f"trainer.lr_scheduler.kwargs: {name}: {error}") from error
+    warm_up = config.warmup_iter or round(config.warmup_epochs * per_unit)
+    return WarmUp(optimizer, inner, warm_up, config.warmup_ratio, config.warmup_type)
+
+
+class WarmUp:
+    """A scheduler whose rates are lowered in the first iterations; it runs on below, from the first one.
+
+    torch's own ways either shift the schedule (SequentialLR) or are exact for some schedulers only (ChainedScheduler).
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, inner: Any, length: int, ratio: float, kind: str) -> None:
+        self.optimizer, self.inner = optimizer, inner
+        self.length, self.ratio, self.kind = length, ratio, kind
+        self.last_epoch = 0
+        """Iterations so far; the name is torch's."""
+        self.rates: list[float] = []
+        """What the scheduler below says."""
+        self._lower()
+
+    def factor(self, iteration: int) -> float:
+        """What the rates are multiplied by: from `ratio` to 1."""
+        if iteration >= self.length:
+            return 1.0
+        if self.kind == "constant":
+            return self.ratio
+        done = iteration / self.length
+        return self.ratio ** (1 - done) if self.kind == "exp" else self.ratio + (1 - self.ratio) * done
+
+    def step(self) -> None:
+        """Behind the optimizer's step of an iteration."""
+        self._raise()
+        if not isinstance(self.inner, torch_schedulers.ReduceLROnPlateau):
+            self.inner.step()
+        self.last_epoch += 1
+        self._lower()
+
+    def tested(self, metric: float) -> None:
+        """Tell the result of a test, which one scheduler goes by."""
+        if isinstance(self.inner, torch_schedulers.ReduceLROnPlateau):
+            self._raise()
+            self.inner.step(metric)
+            self._lower()
+
+    def state_dict(self) -> dict[str, Any]:
+        inner = {key: dict(cast(dict[Any, Any], value)) if isinstance(value, dict) else value for key, value in self._inner_state().items()}
+        return {"last_epoch": self.last_epoch, "rates": list(self.rates), "inner": inner}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the optimizer's state as well, which holds the rates of now."""
+        self.last_epoch, self.rates = int(state["last_epoch"]), list(state["rates"])
+        held = self._inner_state()
+        self.inner.load_state_dict(
+            {key: Counter(value) if isinstance(held.get(key), Counter) else value for key, value in state["inner"].items()}
+        )
+
+    def _inner_state(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def _raise(self) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate
+
+    def _lower(self) -> None:
+        factor = self.factor(self.last_epoch)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        if factor != 1.0:
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["lr"] * factor
+
+
+def _is_optimizer(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+
+
+def _iterations(value: Any, per_unit: int) -> Any:
+    """Lengths in iterations; a list of them is a list of milestones."""
+    if isinstance(value, list):
+        return [_iterations(item, per_unit) for item in cast(list[Any], value)]
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ValueError(f"expected lengths above 0, found {value!r}")
+    return max(round(value * per_unit), 1)
+
+
+def _check_arguments(kind: type, given: Mapping[str, Any], place: str) -> None:
+    """Raise for an argument that the class does not take."""
+    taken = [name for name in inspect.signature(kind).parameters if name not in ("optimizer", "params")]
+    for key in given:
+        if key not in taken:
+            raise GossamerError(f"{place}.kwargs: {kind.__name__} takes no '{key}'{nearest(key, taken)}")

@@ -1,0 +1,161 @@
+"""Whole runs, from a config to a result: train, resume, evaluate, export.
+
+The functions behind the commands of the same names; they print nothing
+besides the display that they are given.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gossamer.errors import GossamerError
+from gossamer.files import whole
+from gossamer.runner.config import Loaded, read_config
+from gossamer.runner.display import Display
+from gossamer.runner.exporting import write_model
+from gossamer.runner.hooks import import_named
+from gossamer.runner.logs import logged
+from gossamer.runner.processes import Place, joined
+from gossamer.runner.runner import Runner
+from gossamer.runner.sparse_runner import SparseRunner
+
+logger = logging.getLogger("gossamer")
+CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out of a run."""
+
+    folder: Path
+    complete: bool
+    """Whether the training reached its end, or was asked to stop before."""
+    iteration: int
+    metrics: dict[str, float]
+    sparsity: float | None = None
+    files: list[Path] = field(default_factory=list[Path])
+    first: bool = True
+    """Whether this is the first of several processes, which speaks for them."""
+
+
+def run(
+    config: str | Path, sets: Sequence[str] = (), data: str | None = None, *, display: Display | None = None
+) -> Result:
+    """Train what a config describes; go on with a run that is there, where the config says so."""
+    return _train(read_config(config, sets, data), display)
+
+
+def resume(folder: str | Path, sets: Sequence[str] = (), *, display: Display | None = None) -> Result:
+    """Go on with the run of a folder."""
+    return _train(_of_folder(Path(folder), [*sets, "saver.auto_resume=true"]), display)
+
+
+def evaluate(
+    config: str | Path,
+    sets: Sequence[str] = (),
+    data: str | None = None,
+    *,
+    weights: str | Path | None = None,
+    display: Display | None = None,
+) -> Result:
+    """Test what is named, else the best of the run, else the latest. `config` may be a run folder."""
+    loaded = _any(config, sets, data, weights)
+    with joined(loaded.config.runtime.device) as place, _built(loaded, place, display) as runner:
+        metrics = runner.evaluate()
+        sparsity = _sparsity(runner)
+        if place.first and runner.folder.is_dir():
+            runner.draw("evaluation.png")
+        iteration = runner.start.checkpoint.iteration if runner.start.checkpoint is not None else 0
+        return Result(runner.folder, True, iteration, metrics, sparsity, first=place.first)
+
+
+def export(
+    config: str | Path,
+    sets: Sequence[str] = (),
+    data: str | None = None,
+    *,
+    weights: str | Path | None = None,
+    formats: Sequence[str] = ("onnx",),
+    output: Path | None = None,
+    display: Display | None = None,
+) -> Result:
+    """Write the model of a run: what is named, else the best, else the latest."""
+    loaded = _any(config, sets, data, weights)
+    with joined(loaded.config.runtime.device) as place, _built(loaded, place, display) as runner:
+        sparsity = _sparsity(runner)
+        if runner.sparsifier is not None:
+            runner.sparsifier.finish(runner.model)
+        folder = output or runner.folder
+        files = write_model(runner.model, runner.task, runner.example(), folder, formats)
+        return Result(folder, True, 0, {}, sparsity, files, first=place.first)
+
+
+def _train(loaded: Loaded, display: Display | None) -> Result:
+    with joined(loaded.config.runtime.device) as place:
+        kind = _runner_class(loaded)
+        runner = kind(loaded, place, training=True, display=display)
+        with logged(runner.folder if place.first else None, runner.display):
+            for warning in loaded.warnings if place.first else ():
+                logger.warning("%s", warning)
+            runner.build()
+            if place.first:
+                _keep_config(runner)
+            complete = runner.train()
+            sparsity = _sparsity(runner)
+            files = runner.finish() if complete else []
+            return Result(
+                runner.folder, complete, runner.iteration, dict(runner.metrics), sparsity, files, first=place.first
+            )
+
+
+@contextmanager
+def _built(loaded: Loaded, place: Place, display: Display | None) -> Generator[Runner]:
+    """A runner that is ready to test; its messages are shown."""
+    runner = _runner_class(loaded)(loaded, place, training=False, display=display)
+    with logged(None, runner.display):
+        runner.build()
+        yield runner
+
+
+def _runner_class(loaded: Loaded) -> type[Runner]:
+    word = loaded.config.runtime.runner.type
+    if word in ("base", "sparse"):
+        return SparseRunner if word == "sparse" else Runner
+    kind: Any = import_named(word, "runtime.runner.type")
+    if not (isinstance(kind, type) and issubclass(kind, Runner)):
+        raise GossamerError(f"runtime.runner.type: '{word}' is no subclass of gossamer.runner.runner.Runner")
+    return kind
+
+
+def _any(config: str | Path, sets: Sequence[str], data: str | None, weights: str | Path | None) -> Loaded:
+    more = [*sets] if weights is None else [*sets, f"saver.resume_model={weights}"]
+    if Path(config).is_dir():
+        return _of_folder(Path(config), more, data)
+    return read_config(config, more, data)
+
+
+def _of_folder(folder: Path, sets: Sequence[str], data: str | None = None) -> Loaded:
+    """The config that a run folder holds, for this folder wherever it is now."""
+    if not (folder / CONFIG).is_file():
+        what = "a folder without config.yaml" if folder.is_dir() else "no such run folder"
+        raise GossamerError(f"{folder}: {what}; name a folder that `gossamer train` made, as runs/res18")
+    return read_config(folder / CONFIG, [*sets, f"saver.save_dir={folder}"], data)
+
+
+def _keep_config(runner: Runner) -> None:
+    path = runner.folder / CONFIG
+    try:
+        runner.folder.mkdir(parents=True, exist_ok=True)
+        with whole(path) as part:
+            part.write_text(runner.loaded.text, encoding="utf-8")
+    except OSError as error:
+        raise GossamerError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _sparsity(runner: Runner) -> float | None:
+    return runner.sparsifier.now(runner.model) if runner.sparsifier is not None else None

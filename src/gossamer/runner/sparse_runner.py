@@ -1,0 +1,85 @@
+"""A run that makes its model sparse: by an MSBench config, or by a recipe."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar
+
+from gossamer.errors import GossamerError
+from gossamer.runner.runner import Runner
+from gossamer.runner.sparsity import ByRecipe, build_sparsifier
+
+logger = logging.getLogger("gossamer")
+
+
+class SparseRunner(Runner):
+    """What a float run does, and the sparsity that the config describes."""
+
+    sparse: ClassVar[bool] = True
+
+    def epochs(self) -> int:
+        """A recipe may say how long to train."""
+        assert self.config.sparsity is not None
+        if self.config.trainer.max_epoch is None and self.config.sparsity.recipe is not None:
+            epochs = ByRecipe(self.config.sparsity).epochs
+            if not epochs:
+                raise GossamerError(f"{self.config.sparsity.recipe}: says no end; give trainer.max_epoch or max_iter")
+            return epochs
+        return super().epochs()
+
+    def prepare_sparse_model(self) -> None:
+        """The model, with what sparse training adds; torch.fx follows its network, and not its post-processing."""
+        assert self.config.sparsity is not None
+        saved = self.start.checkpoint.state if self.start.checkpoint is not None else {}
+        if not self.training and saved.get("sparsity") is None:
+            return  # a plain file of weights, such as an exported model, needs nothing added
+        length = self.length if self.training else int(saved["length"])
+        self.sparsifier = build_sparsifier(self.config.sparsity, length=length, folder=self.folder)
+        image = self.example()
+        networks = None
+        if self.kind == "detection":
+            networks = {name: network.module for name, network in self.task.networks(self.model, image).items()}
+        example: Any = ([image[0]],) if self.kind == "detection" else image
+        self.model.train()
+        self.model = self.sparsifier.prepare(self.model, networks, example)
+        # Parameters that were added go where the others are.
+        self._place_model()
+
+    def parameter_groups(self) -> Any:
+        if self.sparsifier is None:
+            return super().parameter_groups()
+        return self.sparsifier.groups(self.model, float(self.config.trainer.optimizer.kwargs.get("weight_decay", 0.0)))
+
+    def build_ema(self) -> None:
+        """Averages of weights would not be sparse."""
+        if self.config.ema.enable:
+            logger.warning("ema is off in sparse training: an average of weights under changing masks is not sparse")
+
+    def sparse_post_process(self) -> None:
+        """Bind the sparsity to the optimizer and the learning-rate scheduler, in the state of a resumed run."""
+        if self.sparsifier is None:
+            return
+        state: Any = self.start.checkpoint.state["sparsity"] if self.start.checkpoint is not None else None
+        more: dict[str, Any] = {"scaler": self.scaler}
+        if isinstance(self.sparsifier, ByRecipe):
+            if state is not None:
+                self.sparsifier.load_state_dict(state)
+            steps = self.steps_per_epoch if self.training else 1
+            image = self.example()
+            more |= {"steps_per_epoch": steps, "accumulation_steps": self.config.trainer.accumulate}
+            more["example_inputs"] = ([image[0]],) if self.kind == "detection" else image
+        self.scaler = self.sparsifier.attach(self.model, self.optimizer, self.lr_scheduler, **more)
+        if state is not None and not isinstance(self.sparsifier, ByRecipe):
+            self.sparsifier.load_state_dict(state)
+        if not self.training and self.start.checkpoint is not None:
+            self.sparsifier.begin(self.model, max(self.start.checkpoint.iteration - 1, 0))
+        self._tell_layers()
+
+    def _tell_layers(self) -> None:
+        if self.sparsifier is None or isinstance(self.sparsifier, ByRecipe):
+            return
+        layers = self.sparsifier.scheduler.layers  # pyright: ignore[reportAttributeAccessIssue]
+        dense = {name: reason for name, reason in layers.items() if reason is not None}
+        logger.info("%s: %d layers become sparse, %d stay dense", self.sparsifier.method, len(layers) - len(dense), len(dense))
+        for name, reason in dense.items():
+            logger.info("'%s' stays dense: %s", name, reason)

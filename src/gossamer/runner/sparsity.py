@@ -1,0 +1,199 @@
+"""How a run becomes sparse: by an MSBench config or by a recipe, seen by the runner through one interface.
+
+Each lowers to the engine's own door; nothing here prunes. Knows no data and no
+files of a run.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gossamer.errors import GossamerError
+from gossamer.graph import get_parameter, unwrap
+from gossamer.msbench import BaseScheduler, build_sparse_scheduler
+from gossamer.recipe import load
+from gossamer.runner.config.schema import Sparsity
+from gossamer.training import Manager
+
+logger = logging.getLogger("gossamer")
+
+LENGTHS = {
+    "AmbaLevelPruneScheduler": "total_iters",
+    "ADMMScheduler": "total_iters",
+    "ProbMaskPruneScheduler": "total_iterations",
+}
+"""Arguments of MSBench's schedulers that are the length of the training, filled in where they are missing."""
+
+
+class Sparsifier(ABC):
+    """What makes a run sparse. The calls come in this order, `begin` in each iteration."""
+
+    method: str
+    """What it does, in a word or two."""
+    courses = 1
+    """How often the learning-rate schedule is run through."""
+    sets_rates = False
+    """Whether it decides the learning rate itself."""
+
+    def prepare(self, model: nn.Module, networks: Mapping[str, nn.Module] | None, example: Any) -> nn.Module:
+        """The model to train, with what it needs to learn; before the optimizer is built."""
+        return model
+
+    def groups(self, model: nn.Module, weight_decay: float) -> Any:
+        """What the optimizer is built on."""
+        return model.parameters()
+
+    @abstractmethod
+    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any, **more: Any) -> Any:
+        """Bind it to what trains the model; returns the GradScaler to use, if one was given."""
+
+    @abstractmethod
+    def begin(self, model: nn.Module, iteration: int) -> None:
+        """What is due at the start of an iteration, counted from 0."""
+
+    @abstractmethod
+    def pruned(self) -> Sequence[str]:
+        """The names of the weights that are made sparse."""
+
+    @abstractmethod
+    def target(self) -> float | None:
+        """The sparsity in the end; None when that is learned."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    @abstractmethod
+    def finish(self, model: nn.Module) -> None:
+        """Write the zeros into the weights and take out what was added."""
+
+    def now(self, model: nn.Module) -> float:
+        """Zeros over weights, counted, of the layers that are made sparse."""
+        owner = unwrap(model)
+        weights = [get_parameter(owner, name).detach() for name in self.pruned()]
+        total = sum(weight.numel() for weight in weights)
+        return sum(weight.numel() - int(weight.count_nonzero()) for weight in weights) / total if total else 0.0
+
+
+def build_sparsifier(config: Sparsity, *, length: int, folder: Path) -> Sparsifier:
+    """What a config's `sparsity` describes, for a training of `length` iterations in a run folder."""
+    return ByRecipe(config) if config.recipe is not None else ByScheduler(config, length, folder)
+
+
+class ByScheduler(Sparsifier):
+    """An MSBench config."""
+
+    def __init__(self, config: Sparsity, length: int, folder: Path) -> None:
+        given = config.model_dump(exclude_none=True, exclude={"recipe", "recipe_variables"})
+        part: Any = given.get("scheduler")
+        kind = part.get("type") if isinstance(part, dict) else None
+        kwargs: dict[str, Any] = dict(part.get("kwargs") or {}) if isinstance(part, dict) else {}
+        if kind in LENGTHS:
+            kwargs.setdefault(LENGTHS[kind], length)
+        if kind == "ProbMaskPruneScheduler":
+            kwargs.setdefault("warmup_iteration_stamps", length // 10)
+            kwargs.setdefault("finetune_iteration_stamps", length * 8 // 10)
+        if kind == "AmbaLevelPruneScheduler":
+            kwargs.setdefault("save_dir", str(folder / "levels"))
+            kwargs.setdefault("output_dir", str(folder / "analysis"))
+        if isinstance(part, dict):
+            given["scheduler"] = {**part, "kwargs": kwargs}
+        try:
+            self.scheduler: BaseScheduler = build_sparse_scheduler(given)
+        except GossamerError as error:
+            raise GossamerError(str(error).replace("sparsity_config: ", "sparsity.")) from error
+        self.method = type(self.scheduler).__name__.removesuffix("Scheduler")
+        table: Any = getattr(self.scheduler, "table", None)
+        self.courses = len(table) if table is not None else 1
+        self._final: float | None = table[-1] if table is not None else None
+        if kind == "AmpereScheduler":
+            self._final = 0.5
+        if kind == "ProbMaskPruneScheduler":
+            self._final = float(kwargs["prune_rate"])
+
+    def prepare(self, model: nn.Module, networks: Mapping[str, nn.Module] | None, example: Any) -> nn.Module:
+        return self.scheduler.prepare_sparse_model(model, networks=networks, example_inputs=example)
+
+    def groups(self, model: nn.Module, weight_decay: float) -> Any:
+        return self.scheduler.param_groups(model, weight_decay) if self.scheduler.learns else model.parameters()
+
+    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any, **more: Any) -> Any:
+        if lr_scheduler is not None:
+            self.scheduler.set_lr_scheduler(lr_scheduler)
+        self.scheduler.init_optimizer(optimizer)
+        return more.get("scaler")
+
+    def begin(self, model: nn.Module, iteration: int) -> None:
+        self.scheduler.prune_model(model, iteration)
+
+    def pruned(self) -> Sequence[str]:
+        return self.scheduler.names
+
+    def now(self, model: nn.Module) -> float:
+        return self.scheduler.compute_sparse_rate(model)
+
+    def target(self) -> float | None:
+        return self._final
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.scheduler.load_state_dict(state)
+
+    def finish(self, model: nn.Module) -> None:
+        self.scheduler.export_sparse_model(unwrap(model))
+
+
+class ByRecipe(Sparsifier):
+    """A recipe, carried out by a manager."""
+
+    def __init__(self, config: Sparsity) -> None:
+        assert config.recipe is not None
+        self.manager = Manager(load(config.recipe, variables=config.recipe_variables or None))
+        self.method = "recipe"
+        self.sets_rates = bool(self.manager.learning_rate_modifiers)
+        self._state: Mapping[str, Any] | None = None
+
+    @property
+    def epochs(self) -> int:
+        """How long the recipe is; 0 when it does not say."""
+        return max(self.manager.max_epochs, 0)
+
+    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any, **more: Any) -> Any:
+        found = self.manager.modify(model, optimizer, lr_scheduler=lr_scheduler, **more)
+        return found if more.get("scaler") is not None else None
+
+    def begin(self, model: nn.Module, iteration: int) -> None:
+        """The optimizer's own steps drive a recipe."""
+
+    def pruned(self) -> Sequence[str]:
+        return list(self.manager.masks())
+
+    def target(self) -> float | None:
+        finals = [found for m in self.manager.pruning_modifiers if (found := _final(m)) is not None]
+        return max(finals, default=None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.manager.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.manager.load_state_dict(state)
+
+    def finish(self, model: nn.Module) -> None:
+        self.manager.finalize(unwrap(model))
+
+
+def _final(modifier: Any) -> float | None:
+    """The sparsity that a pruning modifier ends at, where it says one."""
+    end = modifier.end_epoch if modifier.end_epoch != -1 else modifier.start_epoch
+    return modifier.sparsity_at(end) if hasattr(modifier, "sparsity_at") else None

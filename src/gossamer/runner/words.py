@@ -1,0 +1,81 @@
+"""One word for what makes a model: `package.module:function`, or the name of a torchvision model or one of ours.
+
+The user names the module, so importing it is what they asked for; whatever
+goes wrong there is told in one sentence with the module's name. Knows nothing
+of configs; nothing is called here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gossamer.errors import GossamerError, nearest
+
+OURS = {"retinanet_resnet18_fpn": "gossamer.runner.detectors:retinanet_resnet18_fpn"}
+"""Models that torchvision lacks."""
+
+
+def builder(word: str) -> Callable[..., Any]:
+    """What makes the model that `word` names; a torchvision model gets no pretrained weights unless told."""
+    word = OURS.get(word, word)
+    module_name, colon, function_name = word.partition(":")
+    return _function(module_name, function_name, word) if colon else _from_torchvision(word)
+
+
+def import_module(name: str) -> ModuleType:
+    """Import a module of the user's, looking in the current folder first."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise GossamerError(f"cannot import '{name}': {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+
+
+def _function(module_name: str, function_name: str, word: str) -> Callable[..., Any]:
+    if module_name.endswith(".py"):
+        name = module_name.removesuffix(".py").replace("/", ".")
+        raise GossamerError(f"{word}: expected a module, not a file: write {name}:{function_name}")
+    if not module_name or not function_name:
+        raise GossamerError(f"{word}: expected package.module:function, as in 'my_package.models:small_net'")
+    found: Any = import_module(module_name)
+    for part in function_name.split("."):
+        if not hasattr(found, part):
+            raise GossamerError(f"{word}: '{module_name}' has no '{part}'{nearest(part, dir(found))}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise GossamerError(f"{word}: expected a function that makes a model, found {type(found).__name__}")
+    return found
+
+
+def _from_torchvision(word: str) -> Callable[..., Any]:
+    if importlib.util.find_spec("torchvision") is None:
+        raise GossamerError(
+            f"{word}: a plain name is a torchvision model, and torchvision is not installed "
+            "(pip install 'gossamer[vision]'); or name your own as package.module:function"
+        )
+    models = import_module("torchvision.models")
+    names: list[str] = models.list_models()
+    if word not in names:
+        known = [*names, *OURS]
+        raise GossamerError(
+            f"{word}: no torchvision model of that name{nearest(word, known)}; your own is package.module:function"
+        )
+    build: Callable[..., Any] = models.get_model_builder(word)
+    # A model with a backbone would download it unless told not to.
+    untrained = {name: None for name in ("weights", "weights_backbone") if name in inspect.signature(build).parameters}
+    return functools.partial(build, **untrained)

@@ -1,0 +1,113 @@
+"""What `metrics.jsonl` and the TensorBoard events hold, also after a run was killed and resumed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from gossamer.errors import GossamerError
+from gossamer.runner.records import Records, read_records
+
+
+def lines(folder: Path) -> list[dict]:
+    return [
+        json.loads(line, parse_constant=pytest.fail) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def iterations(folder: Path) -> list[tuple[str, int]]:
+    return [(line["kind"], line["iteration"]) for line in read_records(folder)]
+
+
+def test_each_line_is_on_the_disk_when_it_is_written(tmp_path: Path) -> None:
+    with Records(tmp_path, tensorboard=False, clock=itertools.count(5.0).__next__) as records:
+        records.train(10, 0.5, {"loss": 2.5, "lr": 0.1})
+        records.test(20, 1.0, {"top1": 50.0})
+        assert lines(tmp_path) == [
+            {"kind": "train", "iteration": 10, "epoch": 0.5, "seconds": 1.0, "loss": 2.5, "lr": 0.1},
+            {"kind": "test", "iteration": 20, "epoch": 1.0, "seconds": 2.0, "top1": 50.0},
+        ]
+
+
+def test_numbers_that_json_lacks_are_written_as_text_and_read_as_numbers(tmp_path: Path) -> None:
+    with Records(tmp_path, tensorboard=False) as records:
+        records.train(1, 0.1, {"loss": math.nan, "a": math.inf, "b": -math.inf})
+    (line,) = lines(tmp_path)
+    assert (line["loss"], line["a"], line["b"]) == ("NaN", "Infinity", "-Infinity")
+    (found,) = read_records(tmp_path)
+    assert math.isnan(found["loss"])
+    assert (found["a"], found["b"]) == (math.inf, -math.inf)
+
+
+def test_lines_behind_the_resumed_iteration_and_half_a_line_go(tmp_path: Path) -> None:
+    with Records(tmp_path, tensorboard=False, clock=itertools.count(0.0).__next__) as records:
+        for iteration in (10, 20, 30):
+            records.train(iteration, iteration / 10, {"loss": 1.0})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "iteration": 4')
+    assert iterations(tmp_path) == [("train", 10), ("train", 20), ("train", 30)]
+    (tmp_path / f".{'a' * 32}.metrics.jsonl").write_text("left by a killed process")
+    with Records(tmp_path, resumed=20, tensorboard=False, clock=itertools.count(100.0).__next__) as records:
+        assert iterations(tmp_path) == [("train", 10), ("train", 20)]
+        records.train(25, 2.5, {"loss": 1.0})
+    assert iterations(tmp_path) == [("train", 10), ("train", 20), ("train", 25)]
+    assert [line["seconds"] for line in lines(tmp_path)] == [1.0, 2.0, 3.0], "seconds go on where they were"
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_run_from_the_start_has_only_its_own_lines(tmp_path: Path) -> None:
+    with Records(tmp_path, tensorboard=False) as records:
+        records.test(0, 0.0, {"top1": 1.0})
+    with Records(tmp_path, tensorboard=False):
+        assert lines(tmp_path) == []
+
+
+def test_of_two_tests_at_one_iteration_the_later_counts(tmp_path: Path) -> None:
+    with Records(tmp_path, tensorboard=False) as records:
+        records.test(5, 1.0, {"top1": 1.0})
+        records.test(5, 1.0, {"top1": 2.0})
+    assert [line["top1"] for line in read_records(tmp_path)] == [2.0]
+
+
+def test_events_behind_the_resumed_iteration_count_no_more(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Records(tmp_path) as records:
+        for iteration in (10, 20, 30):
+            records.train(iteration, iteration / 10, {"loss": float(iteration)})
+    with Records(tmp_path, resumed=20) as records:
+        records.train(25, 2.5, {"loss": 25.0})
+        records.test(25, 2.5, {"top1": 50.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(10, 10), (20, 20), (25, 25)]
+    assert [event.value for event in events.Scalars("test/top1")] == [50.0]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no device that is always full")
+def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path) -> None:
+    records = Records(tmp_path, tensorboard=False)
+    records._file = open("/dev/full", "w")  # noqa: SIM115
+    with pytest.raises(GossamerError, match=r"metrics.jsonl: cannot be written: No space left on device; free"):
+        records.train(1, 0.1, {"loss": 1.0})
+    with pytest.raises(GossamerError, match="No space left"):
+        records.close()
+
+
+def test_a_folder_that_is_a_file_is_told_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(GossamerError, match=r"run/metrics.jsonl: cannot be"):
+        Records(tmp_path / "run")
+
+
+def test_lost_events_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "tensorboard").write_text("in the way")
+    with Records(tmp_path) as records:
+        records.train(1, 0.1, {"loss": 1.0})
+    assert len(lines(tmp_path)) == 1
+    assert "no TensorBoard events are written" in caplog.text
