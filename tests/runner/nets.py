@@ -7,7 +7,7 @@ import signal
 import torch
 from torch import nn
 
-from gossamer.runner.hooks import Hook
+from gossamer.runner import Hook, Runner
 
 
 def small(num_classes: int = 10, width: int = 16) -> nn.Sequential:
@@ -24,6 +24,22 @@ def small(num_classes: int = 10, width: int = 16) -> nn.Sequential:
         nn.Dropout(0.1),
         nn.Linear(8 * width, num_classes),
     )
+
+
+def plain(num_classes: int = 10) -> nn.Sequential:
+    """Without anything that looks at a batch as a whole, or draws random numbers."""
+    return nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(72, num_classes))
+
+
+class Frozen(Runner):
+    """Trains nothing but the last layer."""
+
+    first = torch.empty(0)
+
+    def build_model(self) -> None:
+        super().build_model()
+        Frozen.first = self.model[0].weight.detach().clone()
+        self.model[0].requires_grad_(False)
 
 
 class Unlucky(nn.Module):

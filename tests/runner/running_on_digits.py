@@ -10,7 +10,7 @@ import torch
 
 from gossamer.runner.checkpoints import Checkpoints, read_checkpoint
 from gossamer.runner.display import Display
-from gossamer.runner.running import Result, resume, run
+from gossamer.runner.running import Result, evaluate, resume, run
 
 LENGTH = 18
 """Iterations of a run: three epochs of six."""
@@ -112,6 +112,10 @@ def resumed(folder: Path, *sets: str) -> Result:
     return resume(folder, [*sets, "hooks=[]"], display=Display(shown=False))
 
 
+def evaluated(path: Path, *sets: str, weights: Path | str | None = None) -> Result:
+    return evaluate(path, sets, weights=weights, display=Display(shown=False))
+
+
 def final_state(folder: Path) -> dict[str, Any]:
     """What the last checkpoint of a run holds, without times and the config's text."""
     latest = Checkpoints(folder / "checkpoints", keep=3).latest()
@@ -125,7 +129,9 @@ def same(one: Any, other: Any, place: str = "state") -> None:
     assert type(one) is type(other), place
     if isinstance(one, torch.Tensor):
         assert one.dtype == other.dtype, place
-        assert torch.equal(one.view(torch.uint8) if one.dim() else one, other.view(torch.uint8) if other.dim() else other), place
+        bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+        assert one.shape == other.shape, place
+        assert torch.equal(*bits), place
     elif isinstance(one, dict):
         assert list(one) == list(other), place
         for key in one:
@@ -135,4 +141,4 @@ def same(one: Any, other: Any, place: str = "state") -> None:
         for index, (mine, theirs) in enumerate(zip(one, other, strict=True)):
             same(mine, theirs, f"{place}[{index}]")
     else:
-        assert one == other or (one != one and other != other), place
+        assert repr(one) == repr(other), place

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import struct
+import tempfile
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 
@@ -13,9 +14,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import nn
 
 from gossamer.errors import GossamerError
+from gossamer.runner.checkpoint_file import read_checkpoint, write_checkpoint
 from gossamer.runner.encoding import DTYPES, decode, encode
 
 
@@ -68,7 +71,10 @@ def some_tensors(draw: st.DrawFn) -> torch.Tensor:
 
 @st.composite
 def some_arrays(draw: st.DrawFn) -> np.ndarray:
-    dtype, shape = np.dtype(draw(st.sampled_from(["?", "<u4", ">i2", "<f8", "<c16", "<U3", "S2", "<M8[s]"]))), draw(shapes)
+    dtype, shape = (
+        np.dtype(draw(st.sampled_from(["?", "<u4", ">i2", "<f8", "<c16", "<U3", "S2", "<M8[s]"]))),
+        draw(shapes),
+    )
     values = np.zeros(shape, dtype)
     return np.asfortranarray(values) if draw(st.booleans()) else values
 
@@ -106,8 +112,13 @@ states = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["model", "optimizer", "@/optimizer", ""]), states, max_size=3))
-def test_any_state_comes_back_to_the_bit_with_its_types(state: dict) -> None:
+def test_any_state_comes_back_from_a_file_to_the_bit_with_its_types(state: dict) -> None:
     assert_same(back(state), state)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state.safetensors"
+        write_checkpoint(path, state, iteration=0, epoch=0.0, metrics={})
+        assert_same(read_checkpoint(path).state, state)
+        assert set(load_file(path)) == set(encode(state)[1]), "the file is one that safetensors reads"
 
 
 @pytest.mark.parametrize("raw", ["7ff0000000000001", "fff8000000000abc", "7ff0000000000000", "8000000000000000"])
@@ -157,9 +168,16 @@ def test_the_state_of_an_optimizer_and_a_scheduler_can_be_loaded() -> None:
     assert following.get_last_lr() == scheduler.get_last_lr()
 
 
-def test_tensors_in_the_channels_last_order_come_back_in_it() -> None:
+def test_integers_of_any_length_come_back_and_every_reader_of_json_sees_them_right() -> None:
+    numbers = [2**53, -(2**64), 10**5000]
+    assert back({"x": numbers})["x"] == numbers
+    assert not [entry for entry in encode({"x": numbers})[0]["dict"]["x"] if isinstance(entry, int)]
+
+
+def test_tensors_in_the_channels_last_order_come_back_in_it(tmp_path: Path) -> None:
     tensor = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    found = back({"momentum": tensor})["momentum"]
+    write_checkpoint(tmp_path / "a.safetensors", {"momentum": tensor}, iteration=0, epoch=0.0, metrics={})
+    found = read_checkpoint(tmp_path / "a.safetensors").state["momentum"]
     assert found.stride() == tensor.stride()
     assert torch.equal(found, tensor)
 

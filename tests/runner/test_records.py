@@ -92,6 +92,7 @@ def test_events_behind_the_resumed_iteration_count_no_more(tmp_path: Path) -> No
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no device that is always full")
 def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path) -> None:
     records = Records(tmp_path, tensorboard=False)
+    records._file.close()
     records._file = open("/dev/full", "w")  # noqa: SIM115
     with pytest.raises(GossamerError, match=r"metrics.jsonl: cannot be written: No space left on device; free"):
         records.train(1, 0.1, {"loss": 1.0})

@@ -4,9 +4,31 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnxruntime
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.runner.running_on_digits import LENGTH, SPARSITIES, config, final_state, interrupted, resumed, same, trained
+from gossamer.errors import GossamerError
+from gossamer.runner import SparseRunner
+from gossamer.runner.checkpoints import Checkpoints
+from gossamer.runner.config import read_config
+from gossamer.runner.data import build_dataset
+from gossamer.runner.display import Display
+from gossamer.runner.processes import joined
+from gossamer.runner.records import read_records
+from tests.runner.nets import Diary, Frozen
+from tests.runner.running_on_digits import (
+    LENGTH,
+    SPARSITIES,
+    config,
+    evaluated,
+    final_state,
+    interrupted,
+    resumed,
+    same,
+    trained,
+)
 
 
 @pytest.mark.parametrize("sparsity", SPARSITIES)
@@ -23,3 +45,120 @@ def test_an_interrupted_run_goes_on_to_the_bit(sparsity: str, tmp_path: Path) ->
         assert result.complete
         same(final_state(folder / "run"), final_state(tmp_path / "whole" / "run"))
         assert result.metrics == whole.metrics
+
+
+@pytest.mark.parametrize("sparsity", ["amba", "ampere", "str", "probmask", "admm", "gmp", "qat"])
+def test_a_sparse_run_reaches_its_target_and_evaluates_to_what_it_said(sparsity: str, tmp_path: Path) -> None:
+    path = config(tmp_path, sparsity, saver={"save_dir": str(tmp_path / "run"), "export": ["safetensors", "onnx"]})
+    result = trained(path)
+    wanted = {"amba": 0.8, "probmask": 0.7, "admm": 0.6, "gmp": 0.8, "qat": 0.6}.get(sparsity)
+    assert result.sparsity is not None
+    if wanted is not None:
+        assert result.sparsity == pytest.approx(wanted, abs=2e-3)
+    elif sparsity == "ampere":
+        assert result.sparsity == 0.5
+    latest = str(Checkpoints(tmp_path / "run" / "checkpoints", 3).latest())
+    checked = evaluated(path, weights=latest)
+    assert checked.metrics == result.metrics
+    assert checked.sparsity == pytest.approx(result.sparsity)
+    if sparsity != "qat":  # whose integers only the ONNX file has
+        assert evaluated(path, weights=tmp_path / "run" / "model.safetensors").metrics == result.metrics
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    assert not [name for name in weights if "_mma_" in name or "fake_sparse" in name]
+    session = onnxruntime.InferenceSession(tmp_path / "run" / "model.onnx")
+    data = build_dataset(read_config(path).config.dataset.test, task="classification")
+    right = 0
+    for image, label in (data[index] for index in range(len(data))):
+        scores = session.run(None, {session.get_inputs()[0].name: image.unsqueeze(0).numpy()})[0]
+        right += int(scores.argmax() == label)
+    assert 100 * right / len(data) == pytest.approx(result.metrics["top1"], abs=5 if sparsity == "qat" else 1e-6)
+
+
+def test_amp_accumulation_clipping_and_averages_go_on_to_the_bit_too(tmp_path: Path) -> None:
+    trainer = {"fp16": True, "accumulate": 2, "clip_grad_norm": 1.0, "label_smoothing": 0.1}
+    for name, stop in (("whole", None), ("parts", 4)):
+        folder = tmp_path / name
+        folder.mkdir()
+        path = config(folder)
+        sets = [f"trainer.{key}={value}" for key, value in trainer.items()]
+        sets += ["ema.enable=true", "ema.decay=0.9", "runtime.deterministic=true", "runtime.channels_last=true"]
+        if stop is None:
+            result = trained(path, *sets)
+            assert result.iteration == 9
+        else:
+            interrupted(path, stop, *sets)
+            assert resumed(folder / "run").metrics == result.metrics
+    same(final_state(tmp_path / "parts" / "run"), final_state(tmp_path / "whole" / "run"))
+
+
+def test_accumulated_batches_make_the_step_of_one_large_batch(tmp_path: Path) -> None:
+    nets = []
+    for name, size, batches in (("large", 64, 1), ("small", 32, 2)):
+        (tmp_path / name).mkdir()
+        path = config(tmp_path / name, net={"type": "tests.runner.nets:plain"})
+        trained(path, f"dataset.train.batch_size={size}", f"trainer.accumulate={batches}", "trainer.max_epoch=1")
+        nets.append(load_file(tmp_path / name / "run" / "model.safetensors"))
+    for name in nets[0]:
+        torch.testing.assert_close(nets[0][name], nets[1][name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_run_from_an_average_starts_from_it(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    trained(config(first), "ema.enable=true", "ema.decay=0.9")
+    path = config(second, "amba")
+    averaged = load_file(first / "run" / "model.safetensors")
+    assert not torch.equal(averaged["0.weight"], final_state(first / "run")["model"]["0.weight"])
+    loaded = read_config(path, [f"saver.pretrain_model={first / 'run'}", "ema.enable=true"])
+    with joined("cpu") as place:
+        runner = SparseRunner(loaded, place, display=Display(shown=False))
+        runner.build()
+    assert torch.equal(runner.model.state_dict()["0.weight"], averaged["0.weight"])
+    assert runner.average is None
+
+
+def test_hooks_are_told_of_the_turns_of_a_run(tmp_path: Path) -> None:
+    Diary.pages.clear()
+    trained(
+        config(tmp_path), "hooks=[{type: 'tests.runner.nets:Diary'}, {type: auto_save_best}]", "trainer.max_epoch=2"
+    )
+    assert Diary.pages == [
+        "begins",
+        "tested at 6",
+        "saved iter_00000006.safetensors",
+        "tested at 12",
+        "saved iter_00000012.safetensors",
+        "ends",
+    ]
+
+
+def test_a_runner_of_ones_own_replaces_a_step(tmp_path: Path) -> None:
+    result = trained(config(tmp_path), "runtime.runner.type=tests.runner.nets:Frozen", "trainer.max_epoch=1")
+    state = final_state(result.folder)["model"]
+    torch.manual_seed(0)
+    assert torch.equal(state["0.weight"], Frozen.first)
+
+
+def test_what_a_folder_holds_is_not_overwritten(tmp_path: Path) -> None:
+    path = config(tmp_path)
+    trained(path, "trainer.max_epoch=1")
+    with pytest.raises(GossamerError, match=r"holds a run already: go on with it by `gossamer resume .*run`"):
+        trained(path)
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run_with_its_remedy(tmp_path: Path) -> None:
+    with pytest.raises(GossamerError, match=r"is nan at iteration 4: lower trainer.optimizer.kwargs.lr"):
+        trained(config(tmp_path, net={"type": "tests.runner.nets:Unlucky"}))
+
+
+def test_metrics_of_a_resumed_run_stand_once(tmp_path: Path) -> None:
+    path = config(tmp_path)
+    interrupted(path, 8)
+    records = tmp_path / "run" / "metrics.jsonl"
+    with records.open("a") as file:
+        file.write('{"kind": "train", "iteration": 10, "epoch": 1.5, "loss": 9}\n{"kind": "tr')
+    resumed(tmp_path / "run")
+    lines = read_records(tmp_path / "run")
+    assert [line["iteration"] for line in lines if line["kind"] == "train"] == list(range(2, 19, 2))
+    assert [line["iteration"] for line in lines if line["kind"] == "test"] == [6, 12, 18]

@@ -11,7 +11,8 @@ import typer
 from gossamer.cli.console import AsJson, out, reports_errors, show_json
 
 if TYPE_CHECKING:
-    from gossamer.runner import Result
+    from gossamer.runner.display import Display
+    from gossamer.runner.running import Result
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A config file.")]
 ConfigOrRun = Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="A config file, or a run folder.")]
@@ -158,10 +159,13 @@ def _ended(result: Result, as_json: bool) -> None:
         raise typer.Exit(130)
 
 
-def _display(as_json: bool) -> object:
+def _display(as_json: bool) -> Display | None:
+    """None is the usual one."""
+    if not as_json:
+        return None
     from gossamer.runner.display import Display
 
-    return Display(shown=False) if as_json else None
+    return Display(shown=False)
 
 
 def _plain(result: Result) -> dict[str, object]:

@@ -302,7 +302,8 @@ class BaseScheduler(Lowered):
         check_leaves(model, self.config.leaves, known)
         inside = {id(parameter) for network in networks.values() for parameter in network.parameters()}
         owner = unwrap(model)
-        self.exclude += [name for name in prunable(owner) if id(get_parameter(owner, name)) not in inside]
+        outside = [name for name in prunable(owner) if id(get_parameter(owner, name)) not in inside]
+        self.exclude = [*self.exclude, *outside]
         return model
 
     def _new_run(self, model: nn.Module) -> TrainingRun:

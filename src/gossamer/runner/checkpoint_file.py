@@ -215,12 +215,17 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 def _count_weights(model: Any) -> dict[str, tuple[int, int]]:
     """Weights and non-zero weights of convolutions and linear layers, in a state dict."""
     found: dict[str, tuple[int, int]] = {}
-    for value in cast(Mapping[Any, Any], model).values() if isinstance(model, Mapping) else ():
-        if isinstance(value, Tensor) and value.ndim >= 2 and value.is_floating_point() and value.element_size() > 1:
+    for name, value in cast(Mapping[Any, Any], model).items() if isinstance(model, Mapping) else ():
+        if isinstance(value, Tensor) and value.ndim >= 2 and value.is_floating_point() and _is_weight(str(name)):
             kind = "linear" if value.ndim == 2 else "convolution"
             total, nonzero = found.get(kind, (0, 0))
-            found[kind] = (total + value.numel(), nonzero + int(torch.count_nonzero(value)))
+            wide = value if value.element_size() > 1 else value.float()  # numbers of eight bits cannot be counted
+            found[kind] = (total + value.numel(), nonzero + int(torch.count_nonzero(wide)))
     return found
+
+
+def _is_weight(name: str) -> bool:
+    return "weight" in name and not any(part in name for part in ("_mma_", "fake_sparse", "mask", "score"))
 
 
 def _cannot_write(path: Path, error: OSError) -> str:

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from torchvision.models.detection.anchor_utils import AnchorGenerator
 
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
-RETINANET_SIZES = (32, 64, 128, 256, 512)
-PYRAMID_CHANNELS = 256
+GROUPS = 32
 
 Sizes = Sequence[float | Sequence[float]]
 """The sides of anchors for each level of features: a number, or several."""
@@ -32,6 +31,7 @@ def retinanet_resnet18_fpn(
     weights_backbone: Any = None,
     trainable_backbone_layers: int | None = None,
     returned_layers: Sequence[int] = (2, 3, 4),
+    pyramid_channels: int = 256,
     anchor_sizes: Sizes | None = None,
     aspect_ratios: Sequence[float] = ASPECT_RATIOS,
     **kwargs: Any,
@@ -39,7 +39,8 @@ def retinanet_resnet18_fpn(
     """RetinaNet on ResNet-18-FPN with P6 and P7, as torchvision's second version on ResNet-50.
 
     BatchNorm trains, the head has GroupNorm, boxes learn by GIoU. `returned_layers` are the stages of ResNet that
-    feed the pyramid (1 has stride 4); `anchor_sizes` has an entry for each of them and two more for P6 and P7.
+    feed the pyramid (1 has stride 4); `anchor_sizes` has an entry for each of them and two more for P6 and P7. Most of
+    the work is in the head, and goes with the square of `pyramid_channels`.
     """
     from torchvision.models import ResNet18_Weights, resnet18
     from torchvision.models.detection import RetinaNet
@@ -50,6 +51,8 @@ def retinanet_resnet18_fpn(
     stages = sorted(returned_layers)
     if not stages or len(set(stages)) < len(stages) or stages[0] < 1 or stages[-1] > 4:
         raise GossamerError(f"returned_layers: expected stages of ResNet from 1 to 4, found {list(returned_layers)}")
+    if pyramid_channels < 1 or pyramid_channels % GROUPS:
+        raise GossamerError(f"pyramid_channels: expected a multiple of {GROUPS}, found {pyramid_channels}")
     if weights_backbone is None and trainable_backbone_layers is not None:
         raise GossamerError("trainable_backbone_layers: without weights_backbone all layers train; leave it out")
     body = resnet18(weights=ResNet18_Weights.verify(weights_backbone))
@@ -61,21 +64,25 @@ def retinanet_resnet18_fpn(
         body,
         {f"layer{stage}": str(place) for place, stage in enumerate(stages)},
         channels,
-        PYRAMID_CHANNELS,
-        extra_blocks=LastLevelP6P7(channels[-1], PYRAMID_CHANNELS),
+        pyramid_channels,
+        extra_blocks=LastLevelP6P7(channels[-1], pyramid_channels),
     )
-    anchors = _generator(anchor_sizes or RETINANET_SIZES[: len(stages) + 2], aspect_ratios, len(stages) + 2, octaves=3)
+    strides = [4 * 2 ** (stage - 1) for stage in (*stages, stages[-1] + 1, stages[-1] + 2)]
+    sizes = [4 * stride for stride in strides] if anchor_sizes is None else anchor_sizes
+    anchors = _generator(sizes, aspect_ratios, len(strides), octaves=3)
     head = RetinaNetHead(
-        PYRAMID_CHANNELS,
+        pyramid_channels,
         anchors.num_anchors_per_location()[0],
         num_classes,
-        norm_layer=partial(nn.GroupNorm, 32),
+        norm_layer=partial(nn.GroupNorm, GROUPS),
     )
     head.regression_head._loss_type = "giou"  # pyright: ignore[reportPrivateUsage]
     return RetinaNet(backbone, num_classes, anchor_generator=anchors, head=head, **kwargs)
 
 
-def set_anchors(model: nn.Module, sizes: Sizes | None, aspect_ratios: Sequence[float] | None) -> None:
+def set_anchors(
+    model: nn.Module, anchor_sizes: Sizes | None = None, aspect_ratios: Sequence[float] | None = None
+) -> None:
     """Give torchvision's RetinaNet or Faster R-CNN other anchors; for another number of them its last layers are new.
 
     In RetinaNet a number stands for three sizes within an octave, in Faster R-CNN for one.
@@ -91,7 +98,7 @@ def set_anchors(model: nn.Module, sizes: Sizes | None, aspect_ratios: Sequence[f
     holder: Any = model if octaves == 3 else model.rpn
     old = holder.anchor_generator
     new = _generator(
-        sizes if sizes is not None else old.sizes,
+        anchor_sizes if anchor_sizes is not None else old.sizes,
         aspect_ratios if aspect_ratios is not None else old.aspect_ratios[0],
         len(old.sizes),
         octaves,
@@ -148,7 +155,7 @@ def _resize_heads(head: nn.Module, before: int, after: int) -> None:
                 new = nn.Conv2d(layer.in_channels, outputs, size, padding=layer.padding)  # pyright: ignore[reportArgumentType]
                 nn.init.normal_(new.weight, std=0.01)
                 if new.bias is not None and layer.bias is not None:
-                    nn.init.constant_(new.bias, float(layer.bias[0]))
+                    nn.init.constant_(new.bias, float(layer.bias.detach()[0]))
                 setattr(owner, name, new)
         if hasattr(owner, "num_anchors"):
             owner.num_anchors = after

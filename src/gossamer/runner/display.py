@@ -16,10 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-from rich.bar import Bar
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
-from rich.segment import Segment
 from rich.text import Text
 
 from gossamer.runner.figures import duration, figure, metric_words, rate
@@ -97,7 +95,7 @@ class Display:
 
     def tested(self, metrics: Mapping[str, float], iteration: int | None = None) -> None:
         """What the last test gave; by default it was at the iteration of the last update."""
-        words = metric_words(metrics)
+        words = metric_words(metrics, most=3)
         if self._now is None:
             self._print(f"test: {words}")
             return
@@ -156,7 +154,7 @@ class Display:
 
     def _print(self, text: str) -> None:
         if self.shown:
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self.console.print(_spelled(text, self.console), markup=False, highlight=False, soft_wrap=True)
 
 
 class _Progress:
@@ -225,37 +223,45 @@ class _View:
         width = min(options.max_width, 100)
         if self.now is not None:
             share = self.now.iteration / self.now.total if self.now.total else 1.0
-            yield from _bar(console, options, "training", share, width)
+            yield _bar(console, "training", share, width)
             words = list(self.now.words())
             if self.now.tested is not None:
                 at, metrics = self.now.tested
                 words.append(f"{metric_words(metrics, most=2)} at {at}")
-            yield from _lines(words, width)
+            yield from _lines([_spelled(word, console) for word in words], width, console)
         if self.testing is not None:
             done, total = self.testing
-            yield from _bar(console, options, "testing", done / total if total else 1.0, width)
+            yield _bar(console, "testing", done / total if total else 1.0, width)
 
 
-def _bar(console: Console, options: ConsoleOptions, name: str, share: float, width: int) -> RenderResult:
-    """`training ━━━━━━━       42 %` on one line."""
+def _bar(console: Console, name: str, share: float, width: int) -> Text:
+    """`training ━━━━━━━─────  58 %` on one line."""
     share = min(max(share, 0.0), 1.0)
-    yield Segment(f"{name:<9}")
-    bar = Bar(1.0, 0, share, width=max(width - 15, 4), color="cyan", bgcolor="grey23")
-    yield from (part for part in console.render(bar, options) if part.text != "\n")
-    yield Segment(f" {math.floor(100 * share):3d} %\n")
+    room = max(width - 15, 4)
+    done = math.floor(share * room)
+    full, rest = ("#", "-") if console.options.ascii_only else ("━", "─")
+    bar = [(full * done, "cyan"), (rest * (room - done), "dim")]
+    return Text.assemble(f"{name:<9}", *bar, f" {math.floor(100 * share):3d} %", no_wrap=True, overflow="crop")
 
 
-def _lines(words: list[str], width: int) -> Iterator[Text]:
+def _lines(words: list[str], width: int, console: Console) -> Iterator[Text]:
     """Words on as few lines as hold them, none of them broken unless it alone is too long."""
-    line = ""
+    line, between = "", _spelled(" · ", console)
     for word in words:
-        longer = f"{line} · {word}" if line else word
+        longer = f"{line}{between}{word}" if line else word
         if line and len(longer) > width:
             yield Text(line, no_wrap=True, overflow="ellipsis")
             longer = word
         line = longer
     if line:
         yield Text(line, no_wrap=True, overflow="ellipsis")
+
+
+def _spelled(text: str, console: Console) -> str:
+    """A text in letters that the terminal has."""
+    if not console.options.ascii_only:
+        return text
+    return text.replace("→", "->").replace("·", "|").encode("ascii", "replace").decode()
 
 
 @contextmanager

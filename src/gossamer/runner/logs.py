@@ -24,7 +24,9 @@ def logged(folder: Path | None, display: Display | None) -> Generator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             handlers.append(logging.FileHandler(folder / LOG, encoding="utf-8"))
         except OSError as error:
-            raise GossamerError(f"{folder}: cannot be written: {error.strerror or error}; choose another saver.save_dir") from error
+            raise GossamerError(
+                f"{folder}: cannot be written: {error.strerror or error}; choose another saver.save_dir"
+            ) from error
         handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     if display is not None:
         handlers.append(_Shown(display))

@@ -65,6 +65,8 @@ class Loop:
     """Iterations that are done."""
     skipped: list[str] = field(default_factory=list[str])
     """Images that could not be used, one sentence each, in order."""
+    notes: list[str] = field(default_factory=list[str])
+    """Images that are used though something is wrong with them."""
 
     def run(self, done: Callable[[], bool | None], told: Callable[[Progress], None]) -> bool:
         """Train to the end. `done` is called after each iteration, and True ends the run early; returns whether."""
@@ -98,6 +100,7 @@ class Loop:
         for index in range(self.accumulate):
             batch = next(batches)
             self.skipped += batch.skipped
+            self.notes += batch.notes
             clock.images += len(batch) * self.place.world
             batch = batch.to(self.place.device, channels_last=self.channels_last)
             with self._unsynchronized(last=index == self.accumulate - 1):

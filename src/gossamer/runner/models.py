@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, nearest
 from gossamer.runner.config.schema import Net
 from gossamer.runner.detectors import set_anchors
 from gossamer.runner.networks import is_detector
@@ -22,6 +22,9 @@ TaskName = Literal["classification", "detection"]
 
 OTHER_TARGETS = ("maskrcnn_", "keypointrcnn_")
 """Detectors that learn from more than boxes."""
+
+ANCHORS = ("anchor_sizes", "aspect_ratios")
+"""Arguments that torchvision's functions do not take."""
 
 
 def build_net(net: Net, num_classes: int, task: str | None = None) -> nn.Module:
@@ -38,22 +41,13 @@ def build_net(net: Net, num_classes: int, task: str | None = None) -> nn.Module:
         model = _by_name(net, num_classes)
     found: TaskName = "detection" if is_detector(model) else "classification"
     if task == "classification" and found == "detection":
-        raise GossamerError(f"task: {net.type} is a detector; leave task out, or write 'task: detection'")
+        raise GossamerError(f"net.type: {net.type} is a detector, and the config is for classification")
     if task == "detection" and found == "classification":
         raise GossamerError(
-            f"task: {net.type} is no detector; one's own has a method network(images) that says what its network is"
+            f"net.type: {net.type} is no detector; one's own has a method network(images) that says what its network is"
         )
     _check_classes(net, model, num_classes)
     return model
-
-
-def task_of(net: Net) -> TaskName | None:
-    """What a net is for, as far as its name tells: None for a function of one's own."""
-    if net.type.partition("/")[0] in _FAMILIES:
-        return "classification"
-    if ":" in net.type:
-        return None
-    return "detection" if net.type in OURS else _task_of_builder(net.type, builder(net.type))
 
 
 def _by_name(net: Net, num_classes: int) -> nn.Module:
@@ -61,16 +55,19 @@ def _by_name(net: Net, num_classes: int) -> nn.Module:
     kwargs = dict(net.kwargs)
     if "num_classes" in kwargs:
         raise GossamerError("net.kwargs.num_classes: the config's own num_classes says it; leave it out here")
-    if net.type in OURS:
-        return _call(net, make, {"num_classes": num_classes + 1, **kwargs})
-    if _task_of_builder(net.type, make) == "classification":
+    if net.type not in OURS and _task_of_builder(net.type, make) == "classification":
         return _call(net, make, {"num_classes": num_classes, **kwargs})
     if net.type.startswith(OTHER_TARGETS):
         raise GossamerError(f"net.type: {net.type} learns from more than boxes; take fasterrcnn_resnet50_fpn")
-    sizes, ratios = kwargs.pop("anchor_sizes", None), kwargs.pop("aspect_ratios", None)
-    model = _call(net, make, {"num_classes": num_classes + 1, **kwargs})
-    if sizes is not None or ratios is not None:
-        set_anchors(model, sizes, ratios)
+    anchors = {} if net.type in OURS else {key: kwargs.pop(key) for key in ANCHORS if key in kwargs}
+    try:
+        model = _call(net, make, {"num_classes": num_classes + 1, **kwargs})
+        if anchors:
+            set_anchors(model, **anchors)
+    except GossamerError as error:
+        if str(error).startswith("net"):
+            raise
+        raise GossamerError(f"net.kwargs.{error}") from error
     return model
 
 
@@ -87,8 +84,6 @@ def _from_timm(net: Net, name: str, num_classes: int) -> nn.Module:
     timm = _library("timm", net)
     known: bool = timm.is_model(name)
     if not known:
-        from gossamer.errors import nearest
-
         raise GossamerError(f"net.type: timm has no model '{name}'{nearest(name, timm.list_models())}")
     return _call(net, timm.create_model, {"num_classes": num_classes, **net.kwargs}, name)
 
@@ -121,8 +116,8 @@ def _library(name: str, net: Net) -> Any:
 def _call(net: Net, make: Callable[..., Any], kwargs: dict[str, Any], *arguments: Any) -> nn.Module:
     try:
         made = make(*arguments, **kwargs)
-    except GossamerError as error:
-        raise GossamerError(f"net.kwargs.{error}") from error
+    except GossamerError:
+        raise
     except Exception as error:
         shown = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
         raise GossamerError(f"net: {net.type}({shown}) failed: {reason(error)}") from error

@@ -140,9 +140,8 @@ def _cell(
     ]
     for label, _, box in entries:
         draw.rectangle(box, outline=_colour(label), width=3)
-    true_boxes: list[list[float]] = truth["boxes"].tolist()
-    for box in true_boxes:
-        draw.rectangle(_scaled(box, scale, cell.size), outline=_TRUTH, width=1)
+    for true_box in truth["boxes"]:
+        draw.rectangle(_scaled([float(side) for side in true_box], scale, cell.size), outline=_TRUTH, width=1)
     taken: list[Box] = []
     for label, certainty, box in reversed(entries):
         _draw_name(draw, cell.size, box, f"{_name(label, classes)} {certainty:.2f}", _colour(label), taken)
@@ -208,7 +207,8 @@ def _draw_legend(
     x, y = float(at[0]), at[1] + 8
     draw.rectangle((x, y + 2, x + 16, y + 14), outline=_TRUTH, width=2)
     x = _write(draw, x + 22, y, "truth") + 18
-    x = _write(draw, x, y, f"found, score ≥ {score:g}:" if labels else f"nothing found with a score ≥ {score:g}") + 10
+    words = "found" if labels else "nothing found"
+    x = _write(draw, x, y, f"{words} with a score of {score:g} or more{':' if labels else ''}") + 10
     for index, label in enumerate(labels):
         rest = f"and {len(labels) - index} more"
         name = _name(label, classes)

@@ -51,6 +51,21 @@ def joined(device: str) -> Generator[Place]:
             distributed.destroy_process_group()
 
 
+@contextmanager
+def reproducible(wanted: bool) -> Generator[None]:
+    """Only operations that give the same bits each time, for as long as the block runs."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    if wanted:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(wanted or before[0])
+    torch.backends.cudnn.benchmark = not wanted
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
 def launch(count: int, arguments: Sequence[str]) -> int:
     """Run `gossamer` with these arguments in several processes of this machine; the exit code."""
     if count < 1:
@@ -119,6 +134,6 @@ def _device(word: str, local: int) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise GossamerError(f"runtime.device: '{word}' is not there; write auto or cpu")
-        device = torch.device("cuda", local if device.index is None else device.index)
+        device = torch.device("cuda", local if ":" not in word else device.index)
         torch.cuda.set_device(device)
     return device

@@ -122,7 +122,10 @@ class WarmUp:
             self._lower()
 
     def state_dict(self) -> dict[str, Any]:
-        inner = {key: dict(cast(dict[Any, Any], value)) if isinstance(value, dict) else value for key, value in self._inner_state().items()}
+        inner = {
+            key: dict(cast(dict[Any, Any], value)) if isinstance(value, dict) else value
+            for key, value in self._inner_state().items()
+        }
         return {"last_epoch": self.last_epoch, "rates": list(self.rates), "inner": inner}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -130,7 +133,10 @@ class WarmUp:
         self.last_epoch, self.rates = int(state["last_epoch"]), list(state["rates"])
         held = self._inner_state()
         self.inner.load_state_dict(
-            {key: Counter(value) if isinstance(held.get(key), Counter) else value for key, value in state["inner"].items()}
+            {
+                key: Counter(value) if isinstance(held.get(key), Counter) else value
+                for key, value in state["inner"].items()
+            }
         )
 
     def _inner_state(self) -> dict[str, Any]:

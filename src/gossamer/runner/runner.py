@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +22,9 @@ from gossamer.errors import GossamerError
 from gossamer.graph import unwrap
 from gossamer.runner.checkpoints import Checkpoint, Checkpoints
 from gossamer.runner.config import Loaded, task_of
+from gossamer.runner.config.schema import Source
 from gossamer.runner.data import Batches, ImageData, build_dataset
+from gossamer.runner.data.decoding import ImageFileError
 from gossamer.runner.display import Display
 from gossamer.runner.exporting import write_model
 from gossamer.runner.hooks import build_hooks
@@ -86,9 +88,6 @@ class Runner:
         # Data order is everybody's; what layers draw is each process's own.
         self.seed = int(same_everywhere(runtime.seed, self.place))
         seed_all(runtime.seed + self.place.rank)
-        torch.use_deterministic_algorithms(runtime.deterministic)
-        if self.place.device.type == "cuda":
-            torch.backends.cudnn.benchmark = not runtime.deterministic
         self.start = self._start()
 
     def build_data(self) -> None:
@@ -114,14 +113,12 @@ class Runner:
         for data, name in ((self.train_data, "train"), (self.test_data, "test")):
             for note in data.notes if data is not None else ():
                 logger.warning("dataset.%s: %s", name, note)
-        pinned = self.place.device.type == "cuda"
-        shares = {"seed": self.seed, "rank": self.place.rank, "world": self.place.world, "pin_memory": pinned}
         if self.training:
             assert self.train_data is not None and train is not None
-            self.train_batches = Batches(self.train_data, train, train=True, **shares)
+            self.train_batches = self._batches(self.train_data, train, train=True)
             self._count_steps()
         if self.test_data is not None and test is not None:
-            self.test_batches = Batches(self.test_data, test, train=False, **shares)
+            self.test_batches = self._batches(self.test_data, test, train=False)
 
     def build_model(self) -> None:
         self.model: nn.Module = build_net(self.config.net, self.num_classes, self.kind)
@@ -179,7 +176,7 @@ class Runner:
 
     def build_ema(self) -> None:
         if self.config.ema.enable and self.training:
-            decay = get_ema_multi_avg_fn(self.config.ema.decay)
+            decay: Any = get_ema_multi_avg_fn(self.config.ema.decay)  # pyright: ignore[reportUnknownVariableType]
             self.average = AveragedModel(unwrap(self.model), multi_avg_fn=decay, use_buffers=True)
 
     def sparse_post_process(self) -> None:
@@ -201,7 +198,9 @@ class Runner:
             restore_random_states(state["random"][self.place.rank])
         else:
             logger.warning(
-                "the run was saved by %d processes and goes on with %d: not to the bit", len(state["random"]), self.place.world
+                "the run was saved by %d processes and goes on with %d: not to the bit",
+                len(state["random"]),
+                self.place.world,
             )
         logger.info("going on from iteration %d of %s", self.iteration, checkpoint.path)
 
@@ -333,22 +332,28 @@ class Runner:
         data = self.test_data or self.train_data
         assert data is not None
         for index in range(len(data)):
-            sample = data[index]
-            if sample is not None:
-                return sample[0].unsqueeze(0).to(self.place.device)
+            with suppress(ImageFileError):
+                return data[index][0].unsqueeze(0).to(self.place.device)
         raise GossamerError("dataset: no image can be read")
 
     def draw(self, name: str) -> None:
         """Pictures of what was found on the first images of the test data."""
         if self.kind == "detection" and self.test_data is not None:
             model = unwrap(self.model if self.average is None else self.average.module)
-            draw_tests(model, self.task, self.test_data, self.classes, self.folder / "pictures" / name, self.place.device)
+            draw_tests(
+                model, self.task, self.test_data, self.classes, self.folder / "pictures" / name, self.place.device
+            )
 
     # Behind the scenes
 
     def _start(self) -> Start:
         choose = start_of_training if self.training else start_of_evaluation
         return choose(self.config.saver, self.loaded.given, self.checkpoints)
+
+    def _batches(self, data: ImageData, source: Source, *, train: bool) -> Batches:
+        pinned = self.place.device.type == "cuda"
+        place = self.place
+        return Batches(data, source, train=train, seed=self.seed, rank=place.rank, world=place.world, pin_memory=pinned)
 
     def _count_steps(self) -> None:
         trainer = self.config.trainer
@@ -457,5 +462,9 @@ def _lay_out(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         entries: Mapping[str, Any] = state
         for key, value in entries.items():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+            if (
+                isinstance(value, torch.Tensor)
+                and value.shape == parameter.shape
+                and value.stride() != parameter.stride()
+            ):
                 state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

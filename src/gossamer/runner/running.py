@@ -6,6 +6,7 @@ besides the display that they are given.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -20,12 +21,13 @@ from gossamer.runner.display import Display
 from gossamer.runner.exporting import write_model
 from gossamer.runner.hooks import import_named
 from gossamer.runner.logs import logged
-from gossamer.runner.processes import Place, joined
+from gossamer.runner.processes import Place, joined, reproducible
 from gossamer.runner.runner import Runner
 from gossamer.runner.sparse_runner import SparseRunner
+from gossamer.runner.sparsity import ByRecipe
 
 logger = logging.getLogger("gossamer")
-CONFIG = "config.yaml"
+CONFIG, RECIPE = "config.yaml", "recipe.yaml"
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,10 @@ def _train(loaded: Loaded, display: Display | None) -> Result:
     with joined(loaded.config.runtime.device) as place:
         kind = _runner_class(loaded)
         runner = kind(loaded, place, training=True, display=display)
-        with logged(runner.folder if place.first else None, runner.display):
+        with (
+            logged(runner.folder if place.first else None, runner.display),
+            reproducible(runner.config.runtime.deterministic),
+        ):
             for warning in loaded.warnings if place.first else ():
                 logger.warning("%s", warning)
             runner.build()
@@ -117,7 +122,7 @@ def _train(loaded: Loaded, display: Display | None) -> Result:
 def _built(loaded: Loaded, place: Place, display: Display | None) -> Generator[Runner]:
     """A runner that is ready to test; its messages are shown."""
     runner = _runner_class(loaded)(loaded, place, training=False, display=display)
-    with logged(None, runner.display):
+    with logged(None, runner.display), reproducible(runner.config.runtime.deterministic):
         runner.build()
         yield runner
 
@@ -133,7 +138,7 @@ def _runner_class(loaded: Loaded) -> type[Runner]:
 
 
 def _any(config: str | Path, sets: Sequence[str], data: str | None, weights: str | Path | None) -> Loaded:
-    more = [*sets] if weights is None else [*sets, f"saver.resume_model={weights}"]
+    more = [*sets] if weights is None else [*sets, f"saver.resume_model={json.dumps(str(weights))}"]
     if Path(config).is_dir():
         return _of_folder(Path(config), more, data)
     return read_config(config, more, data)
@@ -144,17 +149,24 @@ def _of_folder(folder: Path, sets: Sequence[str], data: str | None = None) -> Lo
     if not (folder / CONFIG).is_file():
         what = "a folder without config.yaml" if folder.is_dir() else "no such run folder"
         raise GossamerError(f"{folder}: {what}; name a folder that `gossamer train` made, as runs/res18")
-    return read_config(folder / CONFIG, [*sets, f"saver.save_dir={folder}"], data)
+    own = [f"saver.save_dir={json.dumps(str(folder))}"]
+    if (folder / RECIPE).is_file():
+        own += [f"sparsity.recipe={json.dumps(str(folder / RECIPE))}", "sparsity.recipe_variables={}"]
+    return read_config(folder / CONFIG, [*own, *sets], data)
 
 
 def _keep_config(runner: Runner) -> None:
-    path = runner.folder / CONFIG
-    try:
-        runner.folder.mkdir(parents=True, exist_ok=True)
-        with whole(path) as part:
-            part.write_text(runner.loaded.text, encoding="utf-8")
-    except OSError as error:
-        raise GossamerError(f"{path}: cannot be written: {error.strerror or error}") from error
+    """Write the config into the run folder, and the recipe with its variables, so that the folder stands alone."""
+    texts = {CONFIG: runner.loaded.text}
+    if isinstance(runner.sparsifier, ByRecipe):
+        texts[RECIPE] = runner.sparsifier.manager.recipe
+    for name, text in texts.items():
+        path = runner.folder / name
+        try:
+            with whole(path) as part:
+                part.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise GossamerError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def _sparsity(runner: Runner) -> float | None:

@@ -76,10 +76,9 @@ class SparseRunner(Runner):
         self._tell_layers()
 
     def _tell_layers(self) -> None:
-        if self.sparsifier is None or isinstance(self.sparsifier, ByRecipe):
-            return
-        layers = self.sparsifier.scheduler.layers  # pyright: ignore[reportAttributeAccessIssue]
-        dense = {name: reason for name, reason in layers.items() if reason is not None}
-        logger.info("%s: %d layers become sparse, %d stay dense", self.sparsifier.method, len(layers) - len(dense), len(dense))
+        assert self.sparsifier is not None
+        dense = self.sparsifier.left_dense()
+        pruned = len(self.sparsifier.pruned())
+        logger.info("%s: %d weights become sparse, %d stay dense", self.sparsifier.method, pruned, len(dense))
         for name, reason in dense.items():
             logger.info("'%s' stays dense: %s", name, reason)

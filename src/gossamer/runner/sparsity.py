@@ -10,7 +10,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -63,6 +63,10 @@ class Sparsifier(ABC):
         """The names of the weights that are made sparse."""
 
     @abstractmethod
+    def left_dense(self) -> Mapping[str, str]:
+        """What stays dense, with the reason."""
+
+    @abstractmethod
     def target(self) -> float | None:
         """The sparsity in the end; None when that is learned."""
 
@@ -94,19 +98,12 @@ class ByScheduler(Sparsifier):
 
     def __init__(self, config: Sparsity, length: int, folder: Path) -> None:
         given = config.model_dump(exclude_none=True, exclude={"recipe", "recipe_variables"})
-        part: Any = given.get("scheduler")
-        kind = part.get("type") if isinstance(part, dict) else None
-        kwargs: dict[str, Any] = dict(part.get("kwargs") or {}) if isinstance(part, dict) else {}
-        if kind in LENGTHS:
-            kwargs.setdefault(LENGTHS[kind], length)
-        if kind == "ProbMaskPruneScheduler":
-            kwargs.setdefault("warmup_iteration_stamps", length // 10)
-            kwargs.setdefault("finetune_iteration_stamps", length * 8 // 10)
-        if kind == "AmbaLevelPruneScheduler":
-            kwargs.setdefault("save_dir", str(folder / "levels"))
-            kwargs.setdefault("output_dir", str(folder / "analysis"))
-        if isinstance(part, dict):
-            given["scheduler"] = {**part, "kwargs": kwargs}
+        part: dict[str, Any] = given["scheduler"]
+        kind: Any = part.get("type")
+        kwargs: Any = part.get("kwargs") or {}
+        if isinstance(kwargs, dict):  # else the door says what is wrong
+            filled_in = _filled_in(str(kind), length, folder)
+            given["scheduler"] = {**part, "kwargs": {**filled_in, **cast(dict[str, Any], kwargs)}}
         try:
             self.scheduler: BaseScheduler = build_sparse_scheduler(given)
         except GossamerError as error:
@@ -118,7 +115,7 @@ class ByScheduler(Sparsifier):
         if kind == "AmpereScheduler":
             self._final = 0.5
         if kind == "ProbMaskPruneScheduler":
-            self._final = float(kwargs["prune_rate"])
+            self._final = float(part["kwargs"]["prune_rate"])
 
     def prepare(self, model: nn.Module, networks: Mapping[str, nn.Module] | None, example: Any) -> nn.Module:
         return self.scheduler.prepare_sparse_model(model, networks=networks, example_inputs=example)
@@ -138,6 +135,9 @@ class ByScheduler(Sparsifier):
     def pruned(self) -> Sequence[str]:
         return self.scheduler.names
 
+    def left_dense(self) -> Mapping[str, str]:
+        return {name: reason for name, reason in self.scheduler.layers.items() if reason is not None}
+
     def now(self, model: nn.Module) -> float:
         return self.scheduler.compute_sparse_rate(model)
 
@@ -152,6 +152,16 @@ class ByScheduler(Sparsifier):
 
     def finish(self, model: nn.Module) -> None:
         self.scheduler.export_sparse_model(unwrap(model))
+
+
+def _filled_in(kind: str, length: int, folder: Path) -> dict[str, Any]:
+    """Arguments that follow from the training and its folder."""
+    found: dict[str, Any] = {LENGTHS[kind]: length} if kind in LENGTHS else {}
+    if kind == "ProbMaskPruneScheduler":
+        found |= {"warmup_iteration_stamps": length // 10, "finetune_iteration_stamps": length * 8 // 10}
+    if kind == "AmbaLevelPruneScheduler":
+        found |= {"save_dir": str(folder / "levels"), "output_dir": str(folder / "analysis")}
+    return found
 
 
 class ByRecipe(Sparsifier):
@@ -178,6 +188,9 @@ class ByRecipe(Sparsifier):
 
     def pruned(self) -> Sequence[str]:
         return list(self.manager.masks())
+
+    def left_dense(self) -> Mapping[str, str]:
+        return {name: reason for skipped in self.manager.skipped.values() for name, reason in skipped.items()}
 
     def target(self) -> float | None:
         finals = [found for m in self.manager.pruning_modifiers if (found := _final(m)) is not None]

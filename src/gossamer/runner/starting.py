@@ -69,7 +69,9 @@ def load_weights(model: nn.Module, path: Path, left_out: tuple[str, ...] = (), p
     wanted = {name: tensor for name, tensor in own.items() if not (left_out and name.startswith(left_out))}
     unused = [word for word in left_out if not any(name.startswith(word) for name in own)]
     if unused:
-        raise GossamerError(f"saver.pretrain_except: no name in the model starts with '{unused[0]}'{nearest(unused[0], own)}")
+        raise GossamerError(
+            f"saver.pretrain_except: no name in the model starts with '{unused[0]}'{nearest(unused[0], own)}"
+        )
     state = {name: tensor for name, tensor in state.items() if not (left_out and name.startswith(left_out))}
     for name, tensor in wanted.items():
         if name in state and state[name].shape != tensor.shape:
@@ -77,7 +79,11 @@ def load_weights(model: nn.Module, path: Path, left_out: tuple[str, ...] = (), p
     missing = [name for name in wanted if name not in state]
     surplus = [name for name in state if name not in wanted]
     if missing or surplus:
-        told = f"it has no '{missing[0]}'{nearest(missing[0], surplus)}" if missing else f"its '{surplus[0]}' is not in the model"
+        told = (
+            f"it has no '{missing[0]}'{nearest(missing[0], surplus)}"
+            if missing
+            else f"its '{surplus[0]}' is not in the model"
+        )
         raise GossamerError(
             f"{path}: these are weights of another model: {told} ({len(missing)} names missing, {len(surplus)} unknown); "
             "change net, or name what to leave out in saver.pretrain_except"

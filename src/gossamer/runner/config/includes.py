@@ -43,7 +43,8 @@ class _Reading:
         self.files = 0
         self.values = 0
 
-    def file(self, path: Path, wanted_at: Place, including: tuple[Path, ...]) -> Tree:
+    def file(self, path: Path, wanted_at: Place, including: tuple[Path, ...], depth: int = 0) -> Tree:
+        is_top = wanted_at == Place(str(path))
         self.files += 1
         if self.files > MAX_INCLUDED:
             raise GossamerError(f"{wanted_at}: expected at most {MAX_INCLUDED} included files, found more")
@@ -56,13 +57,11 @@ class _Reading:
         try:
             source = open_source(path)
         except RecipeError as error:
-            if not including:
-                raise GossamerError(str(error)) from None
-            raise GossamerError(f"{wanted_at}: {INCLUDE} {error}") from None
+            raise GossamerError(str(error) if is_top else f"{wanted_at}: {INCLUDE} {error}") from None
         root = compose(source, sources.Problems(source), what="config")
-        if not isinstance(aliased(root), MapNode) and not including:
+        if not isinstance(aliased(root), MapNode) and is_top:
             raise GossamerError(f"{path}:1: expected a mapping such as 'net: {{type: resnet18}}', found a list")
-        tree = _FileReader(self, source, path.parent, (*including, real)).tree(root, 0)
+        tree = _FileReader(self, source, path.parent, (*including, real)).tree(root, depth)
         if isinstance(tree.content, dict):
             entries = {name: value for name, value in tree.content.items() if not name.startswith(ANCHORS)}
             tree = replace(tree, content=entries)
@@ -102,7 +101,7 @@ class _FileReader:
         place = self.place(found)
         key = key or place
         if found.tag == INCLUDE:
-            return replace(self.included(found), key=key)
+            return replace(self.included(found, depth), key=key)
         if found.tag is not None and found.tag.startswith("!"):
             self.problem(found, f"unknown tag '{found.tag}'; there is {INCLUDE}")
         if isinstance(found, ScalarNode):
@@ -137,20 +136,23 @@ class _FileReader:
                     self.problem(part, f"expected a mapping behind '<<', as in '<<: {INCLUDE} base.yaml'")
         return tree
 
-    def included(self, node: ScalarNode | ListNode | MapNode) -> Tree:
+    def included(self, node: ScalarNode | ListNode | MapNode, depth: int) -> Tree:
         """What a file holds; a file that cannot be read is told with the line that names it."""
         if not isinstance(node, ScalarNode) or not node.text.strip():
             raise GossamerError(f"{self.place(node)}: expected the name of a file, as in '{INCLUDE} base.yaml'")
         path = self.folder / node.text.strip()
         tidy = Path(os.path.normpath(path))
         same = tidy.exists() and path.exists() and tidy.samefile(path)
-        return self.reading.file(tidy if same or not path.exists() else path, self.place(node), self.including)
+        path = tidy if same or not path.exists() else path
+        return self.reading.file(path, self.place(node), self.including, depth)
 
     def scalar(self, node: ScalarNode) -> Scalar:
         noted = sources.Problems(self.source)
         value = scalar_of(node, noted)
-        if noted.any:
-            self.problem(node, f"expected a value, found {node.text!r:.60} with the tag '{node.tag}'")
+        try:
+            noted.raise_if_any()
+        except RecipeError as error:
+            raise GossamerError(f"{self.place(node)}: {error.problems[0].partition(': ')[2]}") from None
         return value if isinstance(value, str | int | float | bool) else None
 
     def place(self, node: Node) -> Place:

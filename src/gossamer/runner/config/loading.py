@@ -14,7 +14,7 @@ from typing import cast
 from gossamer.recipe.scalars import entry, plain_data
 from gossamer.runner.config.checking import checked
 from gossamer.runner.config.includes import read_tree
-from gossamer.runner.config.overlays import retyped, told_task, with_data, without_missing_weights
+from gossamer.runner.config.overlays import retyped, with_data, without_missing_weights
 from gossamer.runner.config.overrides import overridden, read_overrides
 from gossamer.runner.config.schema import Config, Part
 from gossamer.runner.config.sparse import check_sparsity
@@ -49,7 +49,7 @@ def read_config(path: str | os.PathLike[str], sets: Sequence[str] = (), data: st
     tree = written
     if data is not None:
         naming = [override for override in overrides if override.path[0] in ("task", "net")]
-        tree = with_data(written, data, told_task(overridden(written, naming)), path.stem, problems)
+        tree = with_data(written, data, overridden(written, naming), path.stem, problems)
     for override in overrides:
         if len(override.path) == 3 and override.path[0] == "dataset" and override.path[2] == "type":
             tree = retyped(tree, override.path[1], override.value.content)
@@ -87,10 +87,10 @@ def _written(value: object) -> object:
 
 def _doubts(config: Config) -> list[str]:
     found: list[str] = []
-    is_sparse = config.runtime.runner.type == "sparse"
-    if config.sparsity is not None and not is_sparse:
+    runner = config.runtime.runner.type
+    if config.sparsity is not None and runner == "base":
         found.append("sparsity has no effect, for runtime.runner.type is base; set it to sparse")
-    if config.ema.enable and is_sparse:
+    if config.ema.enable and runner == "sparse":
         found.append("EMA is off in sparse training; leave 'ema' out")
     return found
 

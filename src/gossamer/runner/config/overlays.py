@@ -41,10 +41,15 @@ Sources = tuple[Mapping[str, str], Mapping[str, str]]
 """The settings that name the data for training and for tests."""
 
 
-def with_data(tree: Tree, word: str, task: str, name: str, problems: Problems) -> Tree:
-    """The tree of a config for a task, with the data that a word or a folder names; `name` is the config's."""
+def with_data(tree: Tree, word: str, naming: Tree, name: str, problems: Problems) -> Tree:
+    """The tree of a config, with the data that a word or a folder names.
+
+    `naming` is a tree that names the net and the task, `name` is the config's.
+    """
+    task = _told_task(naming)
     if word == TINY:
-        return _tiny(tree, task, name, problems)
+        net = naming.at("net", "type")
+        return _tiny(tree, "" if net is None else str(net.content), task, name, problems)
     folder = Path(word)
     place = Place(f"--data {word}")
     if not folder.is_dir():
@@ -60,10 +65,8 @@ def retyped(tree: Tree, target: str, kind: object) -> Tree:
     old = tree.at("dataset", target, "type")
     if source is None or old is None or old.content == kind:
         return tree
-    entries = _shared(source)
-    for name in [name for (name,) in (path for path in source.paths() if len(path) == 1) if name not in entries]:
-        tree = tree.without("dataset", target, name)
-    return tree
+    dataset = Tree({target: replace(source, content=_shared(source))}, source.place, source.key)
+    return merged(tree.without("dataset", target), Tree({"dataset": dataset}, tree.place, tree.key))
 
 
 def task_of(config: Config) -> Task:
@@ -72,7 +75,7 @@ def task_of(config: Config) -> Task:
     return config.task or _task(config.net.type, kinds)
 
 
-def told_task(tree: Tree) -> str:
+def _told_task(tree: Tree) -> str:
     """The same before a config is known to be right."""
     told, net = tree.child("task"), tree.at("net", "type")
     if told is not None and isinstance(told.content, str):
@@ -94,15 +97,15 @@ def _is_torchvision(net: str) -> bool:
 # The data that comes with the package
 
 
-def _tiny(tree: Tree, task: str, name: str, problems: Problems) -> Tree:
+def _tiny(tree: Tree, net: str, task: str, name: str, problems: Problems) -> Tree:
     place = Place(f"--data {TINY}")
+    family = next((family for family in ("retinanet", "fasterrcnn") if net.startswith(family)), task)
     with importlib.resources.as_file(importlib.resources.files("gossamer.runner.config") / TINY) as folder:
-        file = folder / f"{task}.yaml"
+        file = folder / f"{family}.yaml"
         if not file.is_file():
             raise GossamerError(f"{place}: task: expected classification or detection, found {task!r}")
         overlay = read_tree(file, problems)
-    net = tree.at("net", "type")
-    if net is None or not isinstance(net.content, str) or not _is_torchvision(net.content):
+    if not _is_torchvision(net):
         overlay = overlay.without("net")
     tree = merged(tree, replace(overlay, place=tree.place, key=tree.key))
     saver = {"save_dir": f"runs/{name}-{TINY}"}

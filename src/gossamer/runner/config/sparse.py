@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from gossamer.errors import GossamerError, RecipeError
+from gossamer.errors import GossamerError, RecipeError, nearest
 from gossamer.msbench import build_sparse_scheduler
 from gossamer.msbench.config import NAME
 from gossamer.recipe import load
@@ -19,10 +19,18 @@ _FILLED_IN = re.compile(r"\.(total_iterations|\w+_iteration_stamps): is missing"
 """Lengths that the runner gives when a config does not, from the length of the training."""
 
 
+RUNNERS = ("base", "sparse")
+
+
 def check_sparsity(config: Config, tree: Tree, problems: Problems) -> None:
-    """Add what is wrong with `sparsity` to `problems`."""
+    """Add what is wrong with the runner's type and with `sparsity` to `problems`."""
+    word = config.runtime.runner.type
+    if word not in RUNNERS and ":" not in word:
+        asked = tree.at("runtime", "runner", "type") or tree
+        known = f"there are {', '.join(RUNNERS)}, or package.module:Class of your own"
+        problems.add(asked.place, f"runtime.runner.type: unknown type '{word}'{nearest(word, RUNNERS)}; {known}")
     if config.sparsity is None:
-        if config.runtime.runner.type == "sparse":
+        if word == "sparse":
             asked = tree.at("runtime", "runner", "type") or tree
             told = "runtime.runner.type: sparse training needs 'sparsity', an MSBench config or 'recipe: file.yaml'"
             problems.add(asked.place, told)

@@ -36,21 +36,26 @@ def read_idx(source: Idx, expected: Expected, problems: Problems) -> tuple[Label
 def read_npz(source: Npz, expected: Expected, problems: Problems) -> tuple[LabelledArrays, list[str]]:
     """Two arrays of one file, by their keys."""
     try:
-        with np.load(source.path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
+        with source.path.open("rb") as file:
+            found: Any = np.load(file, allow_pickle=False)
+            if not isinstance(found, np.lib.npyio.NpzFile):
                 raise GossamerError(f"{source.path}: expected an NPZ file with several arrays, found a single array")
-            for field, key in (("image_key", source.image_key), ("label_key", source.label_key)):
-                if key not in file.files:
-                    has = ", ".join(repr(name) for name in file.files) or "none"
-                    near = nearest(key, file.files)
-                    raise GossamerError(f"{source.path}: there is no array {key!r} (it has {has}); set '{field}'{near}")
-            images, labels = file[source.image_key], file[source.label_key]
+            images, labels = (_npz_array(found, field, source) for field in ("image_key", "label_key"))
     except OSError as problem:
         raise GossamerError(f"{source.path}: cannot read the file ({problem.strerror or problem})") from None
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError) as problem:
         raise GossamerError(f"{source.path}: this is not an NPZ file of plain arrays ({problem})") from None
     place = str(source.path)
     return _labelled(images, f"{place}: {source.image_key}", labels, f"{place}: {source.label_key}", expected, problems)
+
+
+def _npz_array(arrays: Any, field: str, source: Npz) -> NDArray[Any]:
+    key: str = getattr(source, field)
+    if key not in arrays.files:
+        has = ", ".join(repr(name) for name in arrays.files) or "none"
+        near = nearest(key, arrays.files)
+        raise GossamerError(f"{source.path}: there is no array {key!r} (it has {has}); set '{field}'{near}")
+    return arrays[key]
 
 
 def _idx_array(path: Path) -> NDArray[Any]:

@@ -6,7 +6,8 @@ Keeps no position: an epoch can start at any batch without reading those before.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from typing import Any
@@ -57,10 +58,12 @@ class Batches:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch from number `start` on; in training each epoch has an order of its own."""
         keys = [[(epoch, index) for index in indices] for indices in self._order(epoch)[start:]]
-        for answer in self._read_here(keys) if self._workers == 0 else self._read_by_workers(keys):
-            if isinstance(answer, Refusal):
-                raise GossamerError(answer.sentence)
-            yield unpacked(answer)
+        with closing(self._read_by_workers(keys) if self._workers else self._read_here(keys)) as answers:
+            for answer in answers:
+                if isinstance(answer, Refusal):
+                    self.close()  # or a traceback that is kept would keep the workers
+                    raise GossamerError(answer.sentence)
+                yield unpacked(answer)
 
     def close(self) -> None:
         """End the worker processes; the next epoch starts new ones."""
@@ -72,12 +75,12 @@ class Batches:
             return shuffled(count, size, seed=self._seed, epoch=epoch, rank=rank, world=world)
         return in_order(count, size, rank=rank, world=world)
 
-    def _read_here(self, keys: list[Keys]) -> Iterator[Batch]:
+    def _read_here(self, keys: list[Keys]) -> Generator[Batch]:
         for each in keys:
             batch = self._data.read_batch(each, train=self._train)
             yield batch.pin_memory() if self._pin else batch
 
-    def _read_by_workers(self, keys: list[Keys]) -> Iterator[Batch | Packed | Refusal]:
+    def _read_by_workers(self, keys: list[Keys]) -> Generator[Batch | Packed | Refusal]:
         if self._loader is None:
             self._loader = DataLoader(
                 _Reading(self._data, self._train),
@@ -93,13 +96,13 @@ class Batches:
         self._plan.keys = keys
         try:
             yield from self._loader
-        except RuntimeError as problem:
-            # DataLoader's words for a worker that was killed or could not start.
-            if "DataLoader worker" not in str(problem):
+        except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as problem:
+            # A worker was killed or could not start: DataLoader's words for it, or a tensor that it took along.
+            if isinstance(problem, RuntimeError) and "DataLoader worker" not in str(problem):
                 raise
             self.close()
             hint = "memory may be short; lower 'num_workers', or set it to 0"
-            raise GossamerError(f"a worker process that reads images ended: {problem}; {hint}") from problem
+            raise GossamerError(f"a worker process that reads images ended ({problem}); {hint}") from None
 
 
 @dataclass
@@ -153,5 +156,6 @@ def _context() -> BaseContext:
     methods: Iterable[str] = torch.multiprocessing.get_all_start_methods()
     context = torch.multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if "forkserver" in methods:
-        context.set_forkserver_preload(["__main__", "torch", "numpy", __name__])
+        # What every worker needs is imported once, in the process that they are forked from.
+        context.set_forkserver_preload(["__main__", "torchvision.transforms.v2", "PIL.Image", __name__])
     return context

@@ -125,7 +125,7 @@ class BoxRows:
         places: NDArray[np.int64],
         where: Callable[[int], str],
     ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
-        finite: NDArray[np.bool_] = np.isfinite(corners).all(axis=1)
+        finite = cast("NDArray[np.bool_]", np.isfinite(corners).all(axis=1))
         solid = finite & (_area(corners) > 0)
         bounds = np.where(sizes < 0, np.inf, sizes)
         clamped = _clamped(corners, bounds)

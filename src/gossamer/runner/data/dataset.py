@@ -56,54 +56,58 @@ class ImageData(Dataset[Sample]):
 
     def __getitem__(self, key: Key) -> Sample:
         with self._random_states_kept():
-            image, truth, _ = self._sample(key)
+            image, truth, _ = self._sample(key, settled=True)
         return image, truth
 
     def original(self, index: int) -> Sample:
         """The image as bytes and its truth, before transforms."""
         example = self._examples.read(index)
-        return example.image.contiguous(), _target(example.truth, index)
+        truth = example.truth
+        return example.image.contiguous(), truth.target(index) if isinstance(truth, Boxes) else truth
 
     def read_batch(self, keys: Sequence[Key], *, train: bool) -> Batch:
         """Samples together; images that cannot be read are left out and told in `skipped`."""
         if isinstance(self._examples, LabelledArrays) and self._pipeline.fixed:
             stack, labels = self._examples.stack([_epoch_and_index(key)[1] for key in keys])
             with self._worded(keys[0]):
-                return Batch(self._pipeline.stack(stack), labels)
+                return Batch(self._pipeline.settle(stack), labels)
+        batch = Batch([], [])
         images: list[Tensor] = []
         truths: list[int | Target] = []
-        skipped: list[str] = []
-        notes: list[str] = []
         with self._random_states_kept():
             for key in keys:
                 try:
-                    image, truth, note = self._sample(key)
+                    image, truth, note = self._sample(key, settled=self.task == "detection")
                 except ImageFileError as problem:
                     if self._refuse:
                         raise
-                    skipped.append(str(problem))
+                    batch.skipped.append(str(problem))
                     continue
                 images.append(image)
                 truths.append(truth)
-                if note is not None:
-                    notes.append(note)
+                batch.notes.extend([] if note is None else [note])
         if not images:
-            raise GossamerError(f"none of the {len(keys)} images of a batch can be read; the first: {skipped[0]}")
-        return self._together(images, truths, skipped, notes, train)
-
-    def _together(
-        self, images: list[Tensor], truths: list[int | Target], skipped: list[str], notes: list[str], train: bool
-    ) -> Batch:
+            raise GossamerError(f"none of the {len(keys)} images of a batch can be read; the first: {batch.skipped[0]}")
         if self.task == "detection":
             targets = cast("list[Target]", truths)
-            return Batch(images, [_trainable(each) for each in targets] if train else targets, skipped, notes)
-        shapes = {tuple(image.shape) for image in images}
-        if len(shapes) > 1:
-            some = " and ".join(str(shape) for shape in sorted(shapes)[:2])
-            raise GossamerError(f"images of one batch differ in shape, as {some}; let the transforms end in one size")
-        return Batch(torch.stack(images), torch.tensor(truths), skipped, notes)
+            batch.images, batch.targets = images, [_trainable(each) for each in targets] if train else targets
+        else:
+            with self._worded(keys[0]):
+                batch.images, batch.targets = self._stacked(images), torch.tensor(truths)
+        return batch
 
-    def _sample(self, key: Key) -> tuple[Tensor, int | Target, str | None]:
+    def _stacked(self, images: list[Tensor]) -> Tensor:
+        """Varied images, settled: all at once when their shapes allow it."""
+        if len({image.shape for image in images}) == 1:
+            return self._pipeline.settle(torch.stack(images))
+        images = [self._pipeline.settle(image) for image in images]
+        shapes = sorted({tuple(image.shape) for image in images})
+        if len(shapes) > 1:
+            some = f"{shapes[0]} and {shapes[-1]}"
+            raise GossamerError(f"images of one batch differ in shape, as {some}; let the transforms end in one size")
+        return torch.stack(images)
+
+    def _sample(self, key: Key, *, settled: bool) -> tuple[Tensor, int | Target, str | None]:
         epoch, index = _epoch_and_index(key)
         if not 0 <= index < len(self):
             raise IndexError(f"there is no image {index} among {len(self)}")
@@ -118,10 +122,12 @@ class ImageData(Dataset[Sample]):
         if not self._pipeline.fixed:
             seed = np.random.SeedSequence([self._seed, epoch, index]).generate_state(1, np.uint64)
             torch.default_generator.manual_seed(int(seed[0]))
-        boxes = example.truth if isinstance(example.truth, Boxes) else None
         with self._worded(key):
-            image, boxes = self._pipeline(example.image, boxes)
-        return image, _target(example.truth if boxes is None else boxes, index), example.note
+            if isinstance(example.truth, Boxes):
+                image, boxes = self._pipeline.with_boxes(example.image, example.truth)
+                return image, boxes.target(index), example.note
+            image = self._pipeline.vary(example.image)
+            return self._pipeline.settle(image) if settled else image, example.truth, example.note
 
     @contextmanager
     def _worded(self, key: Key) -> Generator[None]:
@@ -147,10 +153,6 @@ class ImageData(Dataset[Sample]):
 
 def _epoch_and_index(key: Key) -> tuple[int, int]:
     return key if isinstance(key, tuple) else (0, int(key))
-
-
-def _target(truth: int | Boxes, index: int) -> int | Target:
-    return truth.target(index) if isinstance(truth, Boxes) else truth
 
 
 def _trainable(target: Target) -> Target:

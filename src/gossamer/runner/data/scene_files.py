@@ -9,7 +9,7 @@ from typing import Any
 from gossamer.errors import GossamerError
 from gossamer.files import whole
 from gossamer.runner.config.schema import Scenes
-from gossamer.runner.data.digits import CLASSES
+from gossamer.runner.data.digits import CLASSES, digits
 from gossamer.runner.data.scenes import Scene, compose
 
 
@@ -22,7 +22,7 @@ def write_coco(source: Scenes, folder: Path) -> Path:
     try:
         (folder / "images").mkdir(parents=True, exist_ok=True)
         for index in range(count):
-            scene = compose(source.seed, source.split, index, source.size)
+            scene = compose(digits(source.split), source.seed, source.split, index, source.size)
             name = f"images/{index:06d}.png"
             _write_png(scene, folder / name)
             images.append({"id": index, "file_name": name, "height": source.size, "width": source.size})

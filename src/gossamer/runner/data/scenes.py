@@ -6,6 +6,7 @@ made of train digits, test scenes of test digits.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,9 @@ from gossamer.runner.data.classes import Expected
 from gossamer.runner.data.digits import digit_classes, digits
 from gossamer.runner.data.examples import Example
 from gossamer.runner.data.problems import Problems
+
+Pool = tuple[NDArray[np.uint8], NDArray[np.int64]]
+"""Images (n, 8, 8) of digits, and which digits they are."""
 
 SMALLEST, LARGEST = 16 / 128, 48 / 128
 """Heights of digits, as shares of the scene's side."""
@@ -39,13 +43,18 @@ class Scene:
 
 def read_scenes(source: Scenes, expected: Expected, problems: Problems) -> tuple[SceneExamples, list[str]]:
     """As many scenes as the config says."""
-    digits(source.split)  # whether scikit-learn is there
     positions, classes = digit_classes(expected)
-    return SceneExamples(source.split, source.count, source.size, source.seed, tuple(positions)), classes
+    examples = SceneExamples(
+        digits(source.split), source.split, source.count, source.size, source.seed, tuple(positions)
+    )
+    return examples, classes
 
 
 @dataclass(frozen=True)
 class SceneExamples:
+    """Scenes to come, and the digits that they are made of, so that workers need not ask scikit-learn again."""
+
+    pool: Pool
     split: str
     count: int
     size: int
@@ -56,7 +65,7 @@ class SceneExamples:
         return self.count
 
     def read(self, index: int) -> Example:
-        scene = compose(self.seed, self.split, index, self.size)
+        scene = compose(self.pool, self.seed, self.split, index, self.size)
         labels = torch.tensor([self.positions[digit] + 1 for digit in scene.digits], dtype=torch.int64)
         boxes = Boxes(torch.from_numpy(scene.corners).float(), labels, torch.zeros(len(labels), dtype=torch.bool))
         return Example(torch.from_numpy(scene.image).permute(2, 0, 1), boxes)
@@ -65,13 +74,13 @@ class SceneExamples:
         return f"scenes, {self.split}: scene {index}"
 
     def first(self, count: int) -> SceneExamples:
-        return SceneExamples(self.split, min(count, self.count), self.size, self.seed, self.positions)
+        return dataclasses.replace(self, count=min(count, self.count))
 
 
-def compose(seed: int, split: str, index: int, size: int) -> Scene:
-    """The scene of this number."""
+def compose(pool: Pool, seed: int, split: str, index: int, size: int) -> Scene:
+    """The scene of this number, made of the digits in the pool."""
     random = np.random.default_rng([seed % 2**64, {"train": 0, "test": 1}[split], index])
-    glyphs, labels = digits(split)
+    glyphs, labels = pool
     canvas = _ground(random, size)
     dark = canvas.mean() > 127
     for _ in range(random.integers(2, 6)):
@@ -88,44 +97,52 @@ def compose(seed: int, split: str, index: int, size: int) -> Scene:
             continue
         top, left = place
         area = np.s_[top : top + cover.shape[0], left : left + cover.shape[1]]
-        colour = random.uniform(0, 70, 3) if dark else random.uniform(185, 255, 3)
-        canvas[area] += cover[..., None] * (colour - canvas[area])
+        colour = (random.uniform(0, 70, 3) if dark else random.uniform(185, 255, 3)).astype(np.float32)
+        canvas[area] += cover[..., None].astype(np.float32) * (colour - canvas[area])
         ink[area][cover > 0] = len(chosen)
         corners.append((left, top, left + cover.shape[1], top + cover.shape[0]))
         chosen.append(int(labels[pick]))
-    canvas += random.normal(0, random.uniform(2, 8), canvas.shape)
-    image = np.rint(canvas).clip(0, 255).astype(np.uint8)
+    noise = np.float32(random.uniform(2, 8))
+    canvas += noise * random.standard_normal(canvas.shape, np.float32)
+    image = np.rint(canvas, out=canvas).clip(0, 255).astype(np.uint8)
     return Scene(image, np.array(corners, np.int64).reshape(-1, 4), np.array(chosen, np.int64), ink)
 
 
-def _ground(random: np.random.Generator, size: int) -> NDArray[np.float64]:
+def _ground(random: np.random.Generator, size: int) -> NDArray[np.float32]:
     """A colour, light or dark, with a slope, stripes or clouds on it."""
     base = random.uniform(150, 235, 3) if random.random() < 0.5 else random.uniform(20, 105, 3)
-    rows, columns = np.mgrid[0:size, 0:size] / size
     angle = random.uniform(0, np.pi)
-    along = np.cos(angle) * columns + np.sin(angle) * rows
+    places = np.arange(size) / size - 0.5
+    along = np.cos(angle) * places[None] + np.sin(angle) * places[:, None]
     pattern = random.integers(4)
     texture = np.zeros((size, size))
     if pattern == 1:
-        texture = along - along.mean()
+        texture = along
     elif pattern == 2:
         texture = np.sin(2 * np.pi * random.uniform(3, 9) * along) / 2
     elif pattern == 3:
         texture = _stretched(random.uniform(-1, 1, (6, 6)), size, size)
-    return base + texture[..., None] * random.uniform(10, 45, 3)
+    strength = random.uniform(10, 45, 3)
+    return (base + texture[..., None] * strength).astype(np.float32)
 
 
-def _stroke(random: np.random.Generator, canvas: NDArray[np.float64]) -> None:
+def _stroke(random: np.random.Generator, canvas: NDArray[np.float32]) -> None:
     """A straight line that is no digit, drawn over the canvas."""
     size = len(canvas)
-    start, end = random.uniform(0, size, (2, 2))
-    rows, columns = np.mgrid[0:size, 0:size]
-    points = np.stack([rows, columns], axis=-1) - start
-    way = end - start
-    share = np.clip((points @ way) / max(way @ way, 1.0), 0, 1)
-    distance = np.linalg.norm(points - share[..., None] * way, axis=-1)
-    cover = np.clip(random.uniform(0.6, 1.4) * size / 128 + 0.5 - distance, 0, 1) * random.uniform(0.4, 0.9)
-    canvas += cover[..., None] * (random.uniform(0, 255, 3) - canvas)
+    row, column, end_row, end_column = (size * random.random() for _ in range(4))
+    radius = random.uniform(0.6, 1.4) * size / 128
+    strength, colour = random.uniform(0.4, 0.9), random.uniform(0, 255, 3).astype(np.float32)
+    margin = radius + 1
+    top, left = max(0, int(min(row, end_row) - margin)), max(0, int(min(column, end_column) - margin))
+    bottom, right = int(max(row, end_row) + margin) + 1, int(max(column, end_column) + margin) + 1
+    part = canvas[top:bottom, left:right]
+    down = np.arange(part.shape[0], dtype=np.float64)[:, None] + (top - row)
+    across = np.arange(part.shape[1], dtype=np.float64)[None] + (left - column)
+    height, width = end_row - row, end_column - column
+    share = np.clip((down * height + across * width) / max(height**2 + width**2, 1.0), 0, 1)
+    distance = np.hypot(down - share * height, across - share * width)
+    cover = (np.clip(radius + 0.5 - distance, 0, 1) * strength).astype(np.float32)
+    part += cover[..., None] * (colour - part)
 
 
 def _enlarged(glyph: NDArray[np.uint8], height: int, width: int) -> NDArray[np.float64]:

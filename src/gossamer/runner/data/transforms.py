@@ -38,42 +38,78 @@ _UNUSABLE = {
 
 
 class Pipeline:
-    """What a config's `transforms` do to an image; without any, bytes become floats from 0 to 1."""
+    """What a config's `transforms` do to an image; without any, bytes become floats from 0 to 1.
+
+    An image is varied, by all that may be random, and then settled by the rest, which can be done to a whole stack.
+    """
 
     def __init__(self, transforms: Sequence[Transform]) -> None:
         named = [_name_and_arguments(each, f"transforms[{place}]") for place, each in enumerate(transforms)]
         steps = [_built(name, arguments, f"transforms[{place}]") for place, (name, arguments) in enumerate(named)]
         names = [name for name, _ in named]
-        self.fixed = _FIXED.issuperset(names)
-        """Whether the same image always becomes the same, alone or in a stack."""
-        before_normalize = names.index("Normalize") if "Normalize" in names else len(steps)
-        self._before, self._behind = steps[:before_normalize], steps[before_normalize:]
+        place = names.index("Normalize") if "Normalize" in names else len(names)
+        steps.insert(place, _to_floats)
+        names.insert(place, "ToDtype")
+        varied = max((place + 1 for place, name in enumerate(names) if name not in _FIXED), default=0)
+        self._varied, self._settled = steps[:varied], steps[varied:]
 
-    def stack(self, images: Tensor) -> Tensor:
-        """Images (n, 3, height, width) through fixed transforms."""
-        return self(images, None)[0]
+    @property
+    def fixed(self) -> bool:
+        """Whether nothing is random."""
+        return not self._varied
 
-    def __call__(self, image: Tensor, boxes: Boxes | None) -> tuple[Tensor, Boxes | None]:
+    def vary(self, image: Tensor) -> Tensor:
+        """An image after all transforms that may be random."""
+        return _through(self._varied, image)
+
+    def settle(self, images: Tensor) -> Tensor:
+        """One varied image or a stack of them after the rest: floats."""
+        return _floats(_through(self._settled, images)).contiguous()
+
+    def with_boxes(self, image: Tensor, boxes: Boxes) -> tuple[Tensor, Boxes]:
         """A float image, and the boxes that are left of those given, inside it."""
-        if not (self._before or self._behind):
+        steps = [*self._varied, *self._settled]
+        if steps == [_to_floats]:
             return _floats(image).contiguous(), boxes
         from torchvision import tv_tensors
 
-        value: Any = tv_tensors.Image(image)
-        if boxes is not None:
-            # The flag travels beside the label, so that whatever removes a box removes both.
-            size = image.shape[-2], image.shape[-1]
-            corners: Any = tv_tensors.BoundingBoxes(boxes.corners, format="XYXY", canvas_size=size)
-            value = value, {"boxes": corners, "labels": torch.stack([boxes.labels, boxes.crowd.long()], dim=1)}
-        for step in self._before:
+        size = image.shape[-2], image.shape[-1]
+        boxes_of: Any = tv_tensors.BoundingBoxes  # its overloads leave out the way of its documentation
+        # The flag travels beside the label, so that whatever removes a box removes both.
+        value: Any = (
+            tv_tensors.Image(image),
+            {
+                "boxes": boxes_of(boxes.corners, format="XYXY", canvas_size=size),
+                "labels": torch.stack([boxes.labels, boxes.crowd.long()], dim=1),
+            },
+        )
+        for step in steps:
             value = step(value)
-        value = tv_tensors.Image(_floats(value)) if boxes is None else (tv_tensors.Image(_floats(value[0])), value[1])
-        for step in self._behind:
-            value = step(value)
-        if boxes is None:
-            return _floats(value).contiguous(), None
         image = _floats(value[0]).contiguous()
         return image, _inside(value[1]["boxes"], value[1]["labels"], image)
+
+
+def _through(steps: list[Callable[[Any], Any]], image: Tensor) -> Tensor:
+    if not steps:
+        return image
+    if steps == [_to_floats]:
+        return _floats(image)
+    from torchvision import tv_tensors
+
+    value: Tensor = tv_tensors.Image(image)
+    for step in steps:
+        value = step(value)
+    return value.as_subclass(Tensor)
+
+
+def _to_floats(value: Any) -> Any:
+    """A step like those of torchvision."""
+    from torchvision import tv_tensors
+
+    if isinstance(value, Tensor):
+        return tv_tensors.Image(_floats(value))
+    image, truth = value
+    return tv_tensors.Image(_floats(image)), truth
 
 
 def _floats(image: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ class Finding(Task):
             raise GossamerError(
                 "net: expected a list of dicts of boxes, labels and scores from the detector in evaluation"
             )
-        detections = [{name: entry[name] for name in PARTS} for entry in cast(list[Detection], found)]
+        detections = [_objects(entry) for entry in cast(list[Detection], found)]
         if detections:
             self._check(torch.cat([entry["labels"] for entry in detections]))
         return detections
@@ -74,6 +74,12 @@ class Finding(Task):
 
 def _is_detection(entry: Any) -> bool:
     return isinstance(entry, Mapping) and all(name in entry for name in PARTS)
+
+
+def _objects(found: Detection) -> Detection:
+    """What was found, without the background: an untrained RetinaNet may be sure of that too."""
+    keep = found["labels"] != 0
+    return {name: found[name][keep] for name in PARTS}
 
 
 def _learnable(target: Detection) -> Detection:

@@ -1,0 +1,271 @@
+"""What came out of runs, as plain values and as tables: one run at its end, or several side by side.
+
+Reads `metrics.jsonl` and what checkpoints say of themselves; no tensor is loaded and no model built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from gossamer.errors import GossamerError
+from gossamer.runner.checkpoints import CheckpointError, Checkpoints, Description, describe
+from gossamer.runner.figures import by_weight, count, duration, metric
+from gossamer.runner.records import read_records
+
+FILES = (
+    "model.safetensors",
+    "model.onnx",
+    "report.html",
+    "config.yaml",
+    "log.txt",
+    "metrics.jsonl",
+    "pictures",
+    "levels",
+    "analysis",
+    "tensorboard",
+)
+"""What a run folder may hold besides checkpoints, in the order of interest."""
+
+_FRAME = ("kind", "iteration", "epoch", "seconds")
+"""What each record has besides values."""
+
+
+def run_summary(folder: Path) -> dict[str, Any]:
+    """One run as plain values, for `--json`; what is not known is None."""
+    records = read_records(folder)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=1)
+    about = _last_description(checkpoints)
+    if not records and about is None:
+        what = "holds neither metrics.jsonl nor checkpoints" if folder.is_dir() else "there is no such folder"
+        raise GossamerError(f"{folder}: {what}; give the folder of a run, as runs/res18")
+    tests = [record for record in records if record["kind"] == "test"]
+    trained = [record for record in records if record["kind"] == "train"]
+    pruned = next((record["sparsity"] for record in reversed(records) if "sparsity" in record), None)
+    weights = {} if about is None else about.weights
+    if pruned and pruned > 0.05 and _zeros(weights) < 0.01:
+        weights = {}  # a method that makes its zeros when the model is exported
+    names = by_weight({name for record in tests for name in record if name not in (*_FRAME, "sparsity")})
+    best = checkpoints.best()
+    return {
+        "name": folder.resolve().name,
+        "folder": str(folder),
+        "method": None if about is None else _method(about.config),
+        "metric": names[0] if names else None,
+        "metrics": {name: _course(name, tests) for name in names},
+        "sparsity": _zeros(weights) if weights else _finite(pruned),
+        "sparsity_of_pruned_layers": _finite(pruned),
+        "weights": sum(total for total, _ in weights.values()) or None,
+        "nonzero": sum(nonzero for _, nonzero in weights.values()) if weights else None,
+        "kinds": {kind: {"weights": total, "nonzero": nonzero} for kind, (total, nonzero) in weights.items()},
+        "iterations": max([0 if about is None else about.iteration, *(record["iteration"] for record in records)]),
+        "epochs": max([0.0 if about is None else about.epoch, *(record["epoch"] for record in records)]),
+        "seconds": max((float(record.get("seconds", 0)) for record in records), default=None),
+        "images_per_s": _finite(median(speeds) if (speeds := _speeds(trained)) else None),
+        "checkpoints": {
+            "latest": None if about is None else str(about.path),
+            "best": None if best is None else str(best),
+        },
+        "files": [str(folder / name) for name in FILES if (folder / name).exists()],
+    }
+
+
+def run_table(folder: Path) -> RenderableType:
+    """One run at its end, for a terminal."""
+    found = run_summary(folder)
+    parts: list[RenderableType] = []
+    if found["metrics"]:
+        table = Table("", "first", "best", "at iteration", "last", box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for name, course in found["metrics"].items():
+            values = [_shown(name, course[key]) for key in ("first", "best", "last")]
+            table.add_row(name, values[0], values[1], str(course["best_iteration"]), values[2])
+        parts.append(table)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column(overflow="fold")
+    for name, words in _lines(found):
+        grid.add_row(name, Text(words))
+    return Group(Text(f"{found['name']}: {found['method'] or 'a run'}", style="bold"), *parts, grid)
+
+
+def comparison(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Runs side by side as plain values; differences are to the first.
+
+    `value` is the metric of the last test, which belongs to the sparsity that the run ended with.
+    """
+    runs = [run_summary(folder) for folder in folders]
+    labels = [run["name"] for run in runs]
+    rows: list[dict[str, Any]] = []
+    for run in runs:
+        name = run["metric"]
+        course: dict[str, Any] = run["metrics"].get(name, {})
+        rows.append(
+            {
+                "name": run["name"] if labels.count(run["name"]) == 1 else run["folder"],
+                "folder": run["folder"],
+                "method": run["method"],
+                "metric": name,
+                "value": course.get("last"),
+                "best": course.get("best"),
+                "difference": None,
+                **{key: run[key] for key in ("sparsity", "weights", "nonzero", "iterations", "epochs")},
+            }
+        )
+    for row in rows[1:]:
+        if row["metric"] == rows[0]["metric"] and row["value"] is not None and rows[0]["value"] is not None:
+            row["difference"] = row["value"] - rows[0]["value"]
+    return rows
+
+
+def comparison_table(folders: Sequence[Path]) -> Table:
+    """Runs side by side, for a terminal."""
+    rows = comparison(folders)
+    names = {row["metric"] for row in rows if row["metric"] is not None}
+    title = names.pop() if len(names) == 1 else "metric"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("run", overflow="fold", min_width=6)
+    table.add_column("method", overflow="fold", min_width=7)
+    for word in (title, "change", "sparsity", "non-zero", "iter."):
+        table.add_column(word, justify="right", no_wrap=True)
+    for row in rows:
+        name = row["metric"] or ""
+        value = _shown(name, row["value"])
+        difference = "" if row["difference"] is None else _signed(name, row["difference"])
+        table.add_row(
+            escape(row["name"]),
+            escape(row["method"] or "–"),
+            value if title != "metric" or not name else f"{name} {value}",
+            difference,
+            _percent(row["sparsity"]),
+            "–" if row["nonzero"] is None else count(row["nonzero"]),
+            str(row["iterations"]),
+        )
+    return table
+
+
+def metrics_table(metrics: Mapping[str, float], sparsity: float | None = None) -> Table:
+    """What a test gave, for a terminal."""
+    table = Table(box=box.SIMPLE_HEAD, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name in by_weight(metrics):
+        table.add_row(name, _shown(name, metrics[name]))
+    if sparsity is not None:
+        table.add_row("sparsity", _percent(sparsity))
+    return table
+
+
+def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The lines below the metrics, each with its name."""
+    lines: list[tuple[str, str]] = []
+    if found["sparsity"] is not None:
+        lines.append(("sparsity", _percent(found["sparsity"]) + _of_kinds(found)))
+    epochs = round(found["epochs"], 2)
+    length = f"{found['iterations']} iterations, {epochs:g} {'epoch' if epochs == 1 else 'epochs'}"
+    if found["seconds"] is not None:
+        length += f" in {duration(found['seconds'])}"
+    speed = found["images_per_s"]
+    lines.append(("trained", length if speed is None else f"{length}, {speed:.0f} images/s"))
+    lines.append(("folder", found["folder"]))
+    for kind, path in found["checkpoints"].items():
+        if path is not None:
+            lines.append((kind, str(Path(path).relative_to(found["folder"]))))
+    if found["files"]:
+        lines.append(("files", ", ".join(Path(path).name for path in found["files"])))
+    return lines
+
+
+def _of_kinds(found: Mapping[str, Any]) -> str:
+    """` (convolution 51.0 %, linear 0.0 %); 5.47 M of 11.17 M weights are not zero`, as far as it is known."""
+    if found["nonzero"] is None:
+        return " of the layers that are pruned"
+    shares = [
+        f"{kind} {_percent(1 - entry['nonzero'] / max(entry['weights'], 1))}" for kind, entry in found["kinds"].items()
+    ]
+    return f" ({', '.join(shares)}); {count(found['nonzero'])} of {count(found['weights'])} weights are not zero"
+
+
+def _last_description(checkpoints: Checkpoints) -> Description | None:
+    """Of the last checkpoint that can be read."""
+    best = checkpoints.best()
+    for path in [*reversed(checkpoints.all()), *([] if best is None else [best])]:
+        with contextlib.suppress(CheckpointError):
+            return describe(path)
+    return None
+
+
+def _course(name: str, tests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A metric over the tests of a run; for all of ours more is better."""
+    values = [(float(test[name]), int(test["iteration"])) for test in tests if name in test]
+    numbers = [entry for entry in values if not math.isnan(entry[0])]
+    best = max(numbers, key=lambda entry: (entry[0], -entry[1]), default=(math.nan, None))
+    return {
+        "first": _finite(values[0][0]),
+        "best": _finite(best[0]),
+        "best_iteration": best[1],
+        "last": _finite(values[-1][0]),
+    }
+
+
+def _method(text: str) -> str | None:
+    """How a config makes its model sparse, in a word or two."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        loaded: Any = YAML(typ="safe", pure=True).load(text)
+    except YAMLError:
+        return None
+    if not isinstance(loaded, Mapping):
+        return None
+    sparsity = _at(loaded, "sparsity")
+    if not sparsity or _at(loaded, "runtime", "runner", "type") in (None, "base"):
+        return "dense"
+    recipe, scheduler = _at(sparsity, "recipe"), _at(sparsity, "scheduler", "type")
+    if recipe:
+        return Path(str(recipe).removeprefix("builtin:")).stem
+    return str(scheduler).removesuffix("Scheduler").removesuffix("Prune") if scheduler else "sparse"
+
+
+def _at(value: Any, *keys: str) -> Any:
+    for key in keys:
+        value = cast(Mapping[str, Any], value).get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _speeds(records: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [float(record["images_per_s"]) for record in records if record.get("images_per_s")]
+
+
+def _zeros(weights: Mapping[str, tuple[int, int]]) -> float:
+    total = sum(entry[0] for entry in weights.values())
+    return 1 - sum(entry[1] for entry in weights.values()) / total if total else 0.0
+
+
+def _finite(value: float | None) -> float | None:
+    """A number that JSON knows."""
+    return None if value is None or not math.isfinite(value) else value
+
+
+def _shown(name: str, value: float | None) -> str:
+    return "–" if value is None else metric(name, value)
+
+
+def _signed(name: str, value: float) -> str:
+    return f"{value:+.2f}" if name.startswith("top") else f"{value:+.3f}"
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f} %"
