@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
 
 from gossamer.errors import GossamerError
 from gossamer.runner.processes import joined, launch
-from tests.runner.running_on_digits import config, final_state, trained
+from gossamer.runner.records import read_records
+from tests.runner.running_on_digits import config, final_state, same, trained
 
 ROOT = Path(__file__).parents[2]
 WORKER = """
-import os, sys, torch
+import os, signal, sys, torch
 from gossamer.graph import unwrap
 from gossamer.runner import Hook
 from gossamer.runner.display import Display
 from gossamer.runner.running import run
 
 class Ending(Hook):
+    def iteration_done(self, runner):
+        if runner.iteration == int(os.environ["STOP"]) and runner.place.rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+
     def train_ends(self, runner):
         model = unwrap(runner.model)
         zeros = {name: parameter.detach() == 0 for name, parameter in model.named_parameters()}
@@ -30,19 +35,21 @@ class Ending(Hook):
 
 rank = int(os.environ["RANK"])
 sys.modules["worker"] = sys.modules["__main__"]
-result = run(sys.argv[1], [f"runtime.seed={7 + 100 * rank}", "hooks=[{type: 'worker:Ending'}]", *sys.argv[3:]],
+result = run(sys.argv[1], [f"runtime.seed={7 + 100 * rank}", *sys.argv[3:], "hooks=[{type: 'worker:Ending'}]"],
              display=Display(shown=False))
 assert result.first == (rank == 0)
 """
 
 
-def in_two_processes(path: Path, folder: Path, *sets: str) -> list[dict[str, dict[str, torch.Tensor]]]:
+def in_two_processes(
+    path: Path, folder: Path, *sets: str, stop: str | None = None
+) -> list[dict[str, dict[str, torch.Tensor]]]:
     (folder / "worker.py").write_text(WORKER)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*command, folder / "worker.py", path, folder, *sets],
         cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "STOP": stop or "0"},
         capture_output=True,
         text=True,
         check=False,
@@ -53,35 +60,44 @@ def in_two_processes(path: Path, folder: Path, *sets: str) -> list[dict[str, dic
 
 @pytest.mark.parametrize("sparsity", ["amba", "ampere", "gmp"])
 def test_two_processes_with_different_seeds_end_with_the_same_masks(sparsity: str, tmp_path: Path) -> None:
-    """And their accuracy is that of one process with the same images in each step."""
-    (tmp_path / "one").mkdir()
-    epochs = () if sparsity == "gmp" else ("trainer.max_epoch=8",)
-    length = ("dataset.train.limit=null", "dataset.test.limit=null", "trainer.test_freq=100")
-    path = config(tmp_path, sparsity)
-    one, two = in_two_processes(path, tmp_path, "dataset.train.batch_size=16", *epochs, *length)
+    one, two = in_two_processes(config(tmp_path, sparsity), tmp_path, "dataset.train.batch_size=16")
+    for name, zeros in one["zeros"].items():
+        assert torch.equal(zeros, two["zeros"][name]), name
+    pruned = [one["zeros"][name] for name in ("3.weight", "9.weight")]
+    assert sum(int(zeros.sum()) for zeros in pruned) / sum(zeros.numel() for zeros in pruned) > 0.35
     for name in one["zeros"]:
-        assert torch.equal(one["zeros"][name], two["zeros"][name])
-    zeros = [zero for name, zero in one["zeros"].items() if name in ("3.weight", "9.weight")]
-    share = sum(int(zero.sum()) for zero in zeros) / sum(zero.numel() for zero in zeros)
-    assert share > 0.45
-    alone = trained(config(tmp_path / "one", sparsity), "dataset.train.batch_size=32", *epochs, *length)
-    together = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()][-1]
-    assert together["kind"] == "test"
-    assert alone.metrics["top1"] > 85
-    assert together["top1"] == pytest.approx(alone.metrics["top1"], abs=4)
+        assert torch.equal(one["model"][name], two["model"][name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sparsity", ["amba", "ampere"])
+def test_two_processes_reach_the_accuracy_of_one(sparsity: str, tmp_path: Path) -> None:
+    sets = ("trainer.max_epoch=9", "dataset.train.limit=null", "dataset.test.limit=null", "trainer.test_freq=100")
+    found: dict[int, list[float]] = {1: [], 2: []}
+    for seed in (7, 8, 9):
+        for count in (1, 2):
+            folder = tmp_path / f"{count}-{seed}"
+            folder.mkdir()
+            own = (f"dataset.train.batch_size={32 // count}", f"runtime.seed={seed}", *sets)
+            if count == 2:
+                in_two_processes(config(folder, sparsity), folder, *own)
+            else:
+                trained(config(folder, sparsity), *own)
+            found[count].append(read_records(folder / "run")[-1]["top1"])
+    assert min(found[1]) > 88
+    assert mean(found[2]) == pytest.approx(mean(found[1]), abs=2)
 
 
 def test_a_run_of_two_processes_goes_on_to_the_bit(tmp_path: Path) -> None:
-    for name in ("whole", "parts"):
-        (tmp_path / name).mkdir()
     sets = ("dataset.train.batch_size=16",)
-    in_two_processes(config(tmp_path / "whole", "amba"), tmp_path / "whole", *sets)
-    parts = config(tmp_path / "parts", "amba")
-    in_two_processes(parts, tmp_path / "parts", *sets, "hooks=[{type: 'tests.runner.nets:Interrupt', kwargs: {at: 8}}]")
-    in_two_processes(parts, tmp_path / "parts", *sets, "saver.auto_resume=true")
-    whole, again = final_state(tmp_path / "whole" / "run"), final_state(tmp_path / "parts" / "run")
-    for name, weight in whole["model"].items():
-        assert torch.equal(weight, again["model"][name]), name
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for name, stops in (("whole", [None]), ("parts", ["8", None])):
+        (tmp_path / name).mkdir()
+        path = config(tmp_path / name, "amba", saver={"save_dir": str(tmp_path / name / "run"), "auto_resume": True})
+        for stop in stops:
+            in_two_processes(path, tmp_path / name, *sets, stop=stop)
+        states[name] = final_state(tmp_path / name / "run")
+    same(states["parts"], states["whole"])
 
 
 @pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "two"), ("RANK", "-1")])

@@ -32,7 +32,9 @@ app.command(epilog="Example: gossamer train configs/cls/resnet/res18.yaml --data
 app.command(epilog="Example: gossamer resume runs/res18")(training.resume)
 app.command("eval", epilog="Example: gossamer eval runs/res18 --set dataset.test.batch_size=64")(training.evaluate)
 app.command(epilog="Example: gossamer export runs/res18_ampere_sparse --format onnx")(training.export)
-app.command(epilog="Example: gossamer compare runs/res18 runs/res18_amba_sparse runs/res18_ampere_sparse")(training.compare)
+app.command(epilog="Example: gossamer compare runs/res18 runs/res18_amba_sparse runs/res18_ampere_sparse")(
+    training.compare
+)
 app.command(epilog="Example: gossamer quantize-qat-export model.onnx -o model-int8.onnx")(quantize.quantize_qat_export)
 
 

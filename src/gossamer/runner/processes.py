@@ -114,6 +114,13 @@ def send_state(module: torch.nn.Module, place: Place) -> None:
             distributed.broadcast(tensor, src=0)
 
 
+def send_buffers(module: torch.nn.Module, place: Place) -> None:
+    """Give all processes the first one's statistics, as training does before each batch."""
+    if place.world > 1:
+        for buffer in module.buffers():
+            distributed.broadcast(buffer, src=0)
+
+
 _VARIABLES = (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
 
 

@@ -31,7 +31,7 @@ from gossamer.runner.hooks import build_hooks
 from gossamer.runner.loop import Loop, Progress, Stop, stopped_by_signals
 from gossamer.runner.models import build_net
 from gossamer.runner.pictures import draw_tests
-from gossamer.runner.processes import Place, gathered, same_everywhere, send_state
+from gossamer.runner.processes import Place, gathered, same_everywhere, send_buffers, send_state
 from gossamer.runner.random_states import random_states, restore_random_states, seed_all
 from gossamer.runner.rates import WarmUp, build_lr_scheduler, build_optimizer
 from gossamer.runner.records import Records
@@ -40,6 +40,8 @@ from gossamer.runner.starting import Start, check_classes, load_weights, start_o
 from gossamer.runner.tasks import Task, build_task
 
 logger = logging.getLogger("gossamer")
+TOLERANCE = 0.01
+"""How far the sparsity of a best model may lie below the target: layers that a method leaves alone count too."""
 
 
 class Runner:
@@ -257,20 +259,23 @@ class Runner:
         if self.test_data is None:
             raise GossamerError("dataset.test: is missing; name the data to evaluate on")
         model = self.model if self.average is None else self.average.module
+        send_buffers(unwrap(self.model), self.place)
         evaluator = self.task.evaluator()
         was_training = self.model.training
         model.eval()
         skipped: list[str] = []
+        notes: list[str] = []
         try:
             with torch.inference_mode(), self.display.testing(self.test_batches.batches_per_epoch) as advance:
                 for batch in self.test_batches.epoch(0):
                     skipped += batch.skipped
+                    notes += batch.notes
                     evaluator.update(unwrap(model), batch.to(self.place.device, channels_last=self.channels_last))
                     advance()
                 metrics = evaluator.compute()
         finally:
             self.model.train(was_training)
-        _tell_skipped(skipped, "dataset.test")
+        _tell_left_out(skipped, notes, "dataset.test")
         return metrics
 
     def test(self) -> None:
@@ -281,7 +286,7 @@ class Runner:
         if self.place.first:
             if self.records is not None:
                 self.records.test(self.iteration, self.iteration / self.steps_per_epoch, self.metrics)
-            self.display.tested(self.metrics)
+            self.display.tested(self.metrics, self.iteration)
             self.draw(f"iter_{self.iteration:08d}.png")
         for hook in self.hooks:
             hook.tested(self, self.metrics)
@@ -290,7 +295,7 @@ class Runner:
         """Write a checkpoint; all processes call this."""
         state = self.state()
         found = self.metrics.get(self.task.metric) if self.tested_at == self.iteration else None
-        is_best = found is not None and (self.best is None or found > self.best)
+        is_best = found is not None and self.counts_for_best() and (self.best is None or found > self.best)
         self.best = found if is_best else self.best
         state["best"] = self.best
         if self.place.first:
@@ -300,6 +305,13 @@ class Runner:
             for hook in self.hooks:
                 hook.saved(self, path)
         self.saved_at = self.iteration
+
+    def counts_for_best(self) -> bool:
+        """Whether the model is what the run is for: a model that is not yet sparse may be better, and is not."""
+        if self.sparsifier is None:
+            return True
+        target = self.sparsifier.target()
+        return target is None or self.sparsifier.now(self.model) > target - TOLERANCE
 
     def state(self) -> dict[str, Any]:
         """Everything that a resumed run needs."""
@@ -409,9 +421,9 @@ class Runner:
 
     def _iteration_done(self, loop: Loop, stop: Stop) -> bool:
         self.iteration = loop.iteration
-        if loop.skipped:
-            _tell_skipped(loop.skipped, "dataset.train")
-            loop.skipped = []
+        if loop.iteration % self.steps_per_epoch == 0:
+            _tell_left_out(loop.skipped, loop.notes, "dataset.train")
+            loop.skipped, loop.notes = [], []
         for hook in self.hooks:
             hook.iteration_done(self)
         if self.test_data is not None and self._is_due(self.config.trainer.test_freq):
@@ -451,10 +463,11 @@ class Runner:
         return self.seconds
 
 
-def _tell_skipped(sentences: list[str], place: str) -> None:
-    if sentences:
-        more = f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else ""
-        logger.warning("%s: %d images were left out: %s%s", place, len(sentences), sentences[0], more)
+def _tell_left_out(skipped: list[str], notes: list[str], place: str) -> None:
+    for sentences, what in ((skipped, "left out"), (notes, "used as they are")):
+        if sentences:
+            more = f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else ""
+            logger.warning("%s: %d images are %s: %s%s", place, len(sentences), what, sentences[0], more)
 
 
 def _lay_out(optimizer: torch.optim.Optimizer) -> None:

@@ -78,7 +78,6 @@ class SparseRunner(Runner):
     def _tell_layers(self) -> None:
         assert self.sparsifier is not None
         dense = self.sparsifier.left_dense()
-        pruned = len(self.sparsifier.pruned())
-        logger.info("%s: %d weights become sparse, %d stay dense", self.sparsifier.method, pruned, len(dense))
+        logger.info("%s: %d weights stay dense", self.sparsifier.method, len(dense))
         for name, reason in dense.items():
             logger.info("'%s' stays dense: %s", name, reason)

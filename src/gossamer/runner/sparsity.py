@@ -187,6 +187,7 @@ class ByRecipe(Sparsifier):
         """The optimizer's own steps drive a recipe."""
 
     def pruned(self) -> Sequence[str]:
+        """Those that have a mask by now."""
         return list(self.manager.masks())
 
     def left_dense(self) -> Mapping[str, str]:

@@ -6,6 +6,7 @@ What is given on the command line counts more than auto_resume, that more than
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,12 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.runner.checkpoints import Checkpoint, Checkpoints, read_checkpoint, read_weights
+from gossamer.runner.checkpoint_file import Checkpoint, CheckpointError, is_checkpoint, read_checkpoint
+from gossamer.runner.checkpoints import Checkpoints
 from gossamer.runner.config.schema import Saver
+from gossamer.runner.weights import read_weights
 
+logger = logging.getLogger("gossamer")
 RESUME, PRETRAIN = "saver.resume_model", "saver.pretrain_model"
 OWN = ("_mma_mask", "_mma_pruned_p", "weight_fake_sparse")
 """Parts of names that sparse training adds to a model."""
@@ -52,9 +56,14 @@ def start_of_evaluation(saver: Saver, given: Set[str], checkpoints: Checkpoints)
     for key, path in ((RESUME, saver.resume_model), (PRETRAIN, saver.pretrain_model)):
         if path is not None and (key in given or key == RESUME):
             return _any(_file(path, key))
-    for path in (checkpoints.best(), checkpoints.latest()):
-        if path is not None:
-            return _any(path)
+    best = checkpoints.best()
+    if best is not None:
+        try:
+            return Start(checkpoint=read_checkpoint(best), source=best)
+        except CheckpointError as error:
+            logger.warning("%s; the latest is evaluated in its place", error)
+    if (found := checkpoints.load_latest()) is not None:
+        return Start(checkpoint=found, source=found.path)
     if saver.pretrain_model is not None:
         return _any(_file(saver.pretrain_model, PRETRAIN))
     raise GossamerError(
@@ -115,11 +124,11 @@ def _resumed(path: Path) -> Start:
 
 def _any(path: Path) -> Start:
     """A checkpoint where it is one, else weights."""
-    try:
-        found = read_checkpoint(path)
-    except GossamerError:
-        return Start(weights=path, source=path)  # which says what is wrong when it is no file of weights either
-    return Start(checkpoint=found, source=path)
+    return (
+        Start(checkpoint=read_checkpoint(path), source=path)
+        if is_checkpoint(path)
+        else Start(weights=path, source=path)
+    )
 
 
 def _file(path: Path, key: str) -> Path:
