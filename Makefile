@@ -17,8 +17,22 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(STAMP) ## train a small network, make it sparse, show what it costs
-	@$(BIN)/python examples/digits.py
+DEMO := runs/demo
+
+demo: $(STAMP) ## train a ResNet-18 on digits, make it sparse in two ways, compare (about three minutes)
+	@rm -rf $(DEMO)
+	@echo; echo "1. A dense ResNet-18, trained on scikit-learn's digits"
+	$(BIN)/gossamer train configs/cls/resnet/res18.yaml --data tiny --set saver.save_dir=$(DEMO)/dense
+	@echo; echo "2. Sparse by levels, up to nine zeros in ten weights"
+	$(BIN)/gossamer train configs/cls/resnet/res18_amba_sparse.yaml --data tiny --set saver.save_dir=$(DEMO)/levels \
+	  --set saver.pretrain_model=$(DEMO)/dense --set sparsity.scheduler.kwargs.do_sparse_analysis=true
+	@echo; echo "3. Sparse by 2:4, two zeros in every four neighbours"
+	$(BIN)/gossamer train configs/cls/resnet/res18_ampere_sparse.yaml --data tiny --set saver.save_dir=$(DEMO)/two-of-four \
+	  --set saver.pretrain_model=$(DEMO)/dense
+	@echo; echo "What it costs"
+	$(BIN)/gossamer compare $(DEMO)/dense $(DEMO)/levels $(DEMO)/two-of-four
+	@echo "Each folder in $(DEMO) is a run: its config, log, metrics, checkpoints and model.safetensors."
+	@echo "How the layers share the zeros: $(DEMO)/levels/analysis/pruner_report.svg"
 
 test: lint ## style, types, layers, then the tests that take seconds
 	$(PYTEST) -m "not slow"

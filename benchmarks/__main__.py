@@ -27,6 +27,7 @@ from benchmarks.methods_accuracy import methods_accuracy, methods_accuracy_on_di
 from benchmarks.nm_masks import nm_masks
 from benchmarks.permutation_search import permutation_search, permutation_search_large
 from benchmarks.quantized_speed import quantized_speed
+from benchmarks.runner_speed import runner_speed
 from benchmarks.training_step import training_step
 from benchmarks.two_of_four_accuracy import two_of_four_accuracy
 
@@ -38,6 +39,7 @@ SHORT: dict[str, Benchmark] = {
     "permutation": permutation_search,
     "import": import_time,
     "quantized-speed": quantized_speed,
+    "runner-speed": runner_speed,
 }
 LONG: dict[str, Benchmark] = {
     "mask-update-patterns": mask_update_of_patterns,

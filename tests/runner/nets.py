@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from gossamer.runner import Hook, Runner
 
@@ -81,3 +85,93 @@ class Diary(Hook):
 
     def train_ends(self, runner: object) -> None:
         self.pages.append("ends")
+
+
+class At(Hook):
+    """Signals, or an error, at a turn of a run, as `saved 6`."""
+
+    def __init__(self, turn: str, signals: Sequence[str] = (), error: bool = False) -> None:
+        self.turn, self.signals, self.error = turn, signals, error
+
+    def train_begins(self, runner: Runner) -> None:
+        self._act("begins")
+
+    def iteration_done(self, runner: Runner) -> None:
+        self._act(f"iteration {runner.iteration}")
+
+    def tested(self, runner: Runner, metrics: Mapping[str, float]) -> None:
+        self._act(f"tested {runner.iteration}")
+
+    def saved(self, runner: Runner, path: Path) -> None:
+        self._act(f"saved {runner.iteration}")
+
+    def train_ends(self, runner: Runner) -> None:
+        self._act("ends")
+
+    def _act(self, turn: str) -> None:
+        if turn == self.turn:
+            for name in self.signals:
+                signal.raise_signal(getattr(signal, name))
+            if self.error:
+                raise ValueError(f"a hook's own mistake, {turn}")
+
+
+class Scripted(Runner):
+    """A run whose tests give what is written here, by iteration."""
+
+    script: ClassVar[Mapping[int, float]] = {6: 30.0, 12: 90.0, 18: 50.0}
+
+    def evaluate(self) -> dict[str, float]:
+        return {"top1": self.script[self.iteration]}
+
+
+class Unused(nn.Module):
+    """Has layers that it does not use, so that their gradients are None."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.net, self.spare, self.spare_linear = small(num_classes), nn.Conv2d(16, 16, 3), nn.Linear(16, 16)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.net(images)
+
+
+class OneBox(nn.Module):
+    """A detector of one's own: finds one thing in each image, the first of its truth."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 16, 3, stride=4),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, stride=4),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(32, num_classes + 4),
+        )
+
+    def forward(
+        self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None
+    ) -> dict[str, Tensor] | list[dict[str, Tensor]]:
+        found = self.layers(torch.stack(images))
+        scores, boxes = found[:, : self.num_classes].softmax(1), found[:, self.num_classes :].sigmoid() * 64
+        if self.training:
+            assert targets is not None
+            pairs = [(row, target) for row, target in enumerate(targets) if len(target["labels"])]
+            truths = torch.stack([target["boxes"][0] for _, target in pairs])
+            labels = torch.stack([target["labels"][0] for _, target in pairs]) - 1
+            rows = [row for row, _ in pairs]
+            return {
+                "box": functional.l1_loss(boxes[rows], truths) / 64,
+                "class": functional.cross_entropy(found[rows, : self.num_classes], labels),
+            }
+        corners = torch.cat([boxes.view(-1, 2, 2).amin(1), boxes.view(-1, 2, 2).amax(1) + 1], 1)
+        best, labels = scores.max(1)
+        return [
+            {"boxes": corner[None], "labels": label[None] + 1, "scores": score[None]}
+            for corner, label, score in zip(corners, labels, best, strict=True)
+        ]
+
+    def network(self, images: Tensor) -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
+        return {"network": (self.layers, (images,))}

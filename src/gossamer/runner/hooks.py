@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from gossamer.errors import GossamerError, nearest
 from gossamer.runner.config.schema import Named
+from gossamer.runner.words import imported
 
 if TYPE_CHECKING:
     from gossamer.runner.runner import Runner
+
+T = TypeVar("T")
 
 ALWAYS_ON = {
     "auto_save_best": "the best checkpoint is always kept",
@@ -40,23 +41,14 @@ def build_hooks(named: Sequence[Named]) -> list[Hook]:
     return [hook for index, entry in enumerate(named) if (hook := _built(entry, f"hooks.{index}")) is not None]
 
 
-def import_named(word: str, place: str) -> Any:
-    """What `package.module:name` names, looked for in the working folder first."""
-    module_name, colon, name = word.partition(":")
-    if not colon or not module_name or not name:
-        raise GossamerError(f"{place}: expected package.module:name, found '{word}'")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+def subclass(word: str, base: type[T], place: str) -> type[T]:
+    """The class that `package.module:Class` names in a config."""
     try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise GossamerError(f"{place}: cannot import '{module_name}': {reason}") from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise GossamerError(f"{place}: '{module_name}' has no '{part}'{nearest(part, dir(found))}")
-        found = getattr(found, part)
+        found = imported(word)
+    except GossamerError as error:
+        raise GossamerError(f"{place}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise GossamerError(f"{place}: '{word}' is no subclass of gossamer.runner.{base.__name__}")
     return found
 
 
@@ -69,9 +61,7 @@ def _built(entry: Named, place: str) -> Hook | None:
             f"{place}.type: no '{entry.type}'{nearest(entry.type, ALWAYS_ON)}; "
             f"there are {known}, and your own as package.module:Class"
         )
-    kind = import_named(entry.type, f"{place}.type")
-    if not (isinstance(kind, type) and issubclass(kind, Hook)):
-        raise GossamerError(f"{place}.type: '{entry.type}' is no subclass of gossamer.runner.Hook")
+    kind = subclass(entry.type, Hook, f"{place}.type")
     try:
         return kind(**entry.kwargs)
     except TypeError as error:

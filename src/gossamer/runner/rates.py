@@ -71,7 +71,7 @@ def build_lr_scheduler(
         given.setdefault("mode", "max" if higher_is_better else "min")
     try:
         kwargs = {key: _iterations(value, per_unit) if key in LENGTHS[name] else value for key, value in given.items()}
-        if name in WHOLE and not ("total_steps" == WHOLE[name] and {"epochs", "steps_per_epoch"} <= set(kwargs)):
+        if name in WHOLE and not (WHOLE[name] == "total_steps" and {"epochs", "steps_per_epoch"} <= set(kwargs)):
             kwargs.setdefault(WHOLE[name], length)
         if name == "ExponentialLR" and "gamma" in kwargs:
             kwargs["gamma"] = float(kwargs["gamma"]) ** (1 / per_unit)

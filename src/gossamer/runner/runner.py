@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ from gossamer.graph import unwrap
 from gossamer.runner.checkpoints import Checkpoint, Checkpoints
 from gossamer.runner.config import Loaded, task_of
 from gossamer.runner.config.schema import Source
-from gossamer.runner.data import Batches, ImageData, build_dataset
+from gossamer.runner.data import Batches, ImageData
 from gossamer.runner.data.decoding import ImageFileError
 from gossamer.runner.display import Display
 from gossamer.runner.exporting import write_model
@@ -35,9 +34,18 @@ from gossamer.runner.processes import Place, gathered, same_everywhere, send_buf
 from gossamer.runner.random_states import random_states, restore_random_states, seed_all
 from gossamer.runner.rates import WarmUp, build_lr_scheduler, build_optimizer
 from gossamer.runner.records import Records
+from gossamer.runner.run_data import read_run_data
 from gossamer.runner.sparsity import Sparsifier
-from gossamer.runner.starting import Start, check_classes, load_weights, start_of_evaluation, start_of_training
+from gossamer.runner.starting import (
+    Start,
+    check_classes,
+    load_weights,
+    restore_optimizer,
+    start_of_evaluation,
+    start_of_training,
+)
 from gossamer.runner.tasks import Task, build_task
+from gossamer.runner.testing import tell_left_out, tested
 
 logger = logging.getLogger("gossamer")
 TOLERANCE = 0.01
@@ -56,7 +64,7 @@ class Runner:
         keep = 1 if self.config.trainer.only_save_latest else self.config.saver.keep
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep)
         self.hooks = build_hooks(self.config.hooks)
-        self.kind = task_of(self.config)
+        self.kind: Literal["classification", "detection"] = task_of(self.config)
         self.best: float | None = None
         self.metrics: dict[str, float] = {}
         """Of the last test."""
@@ -93,30 +101,12 @@ class Runner:
         self.start = self._start()
 
     def build_data(self) -> None:
+        saved = self.start.checkpoint.state.get("classes") if self.start.checkpoint is not None else None
+        data = read_run_data(self.config, self.kind, self.seed, training=self.training, classes=saved)
+        self.train_data, self.test_data = data.train, data.test
+        self.classes, self.num_classes = data.classes, data.num_classes
         train, test = self.config.dataset.train, self.config.dataset.test
-        if self.training and train is None:
-            raise GossamerError("dataset.train: is missing; name the data to train on, or try --data tiny")
-        if not self.training and test is None:
-            raise GossamerError("dataset.test: is missing; name the data to evaluate on, or try --data tiny")
-        wanted = self.config.num_classes
-        classes: list[str] | None = None
-        self.train_data: ImageData | None = None
-        if self.start.checkpoint is not None:
-            classes = self.start.checkpoint.state.get("classes")
-        if train is not None and (self.training or (wanted is None and classes is None)):
-            self.train_data = build_dataset(train, task=self.kind, seed=self.seed, num_classes=wanted)
-            classes = self.train_data.classes
-        self.test_data = None
-        if test is not None:
-            self.test_data = build_dataset(test, task=self.kind, seed=self.seed, num_classes=wanted, classes=classes)
-            classes = classes or self.test_data.classes
-        self.classes = classes or []
-        self.num_classes = wanted or len(self.classes)
-        for data, name in ((self.train_data, "train"), (self.test_data, "test")):
-            for note in data.notes if data is not None else ():
-                logger.warning("dataset.%s: %s", name, note)
-        if self.training:
-            assert self.train_data is not None and train is not None
+        if self.training and self.train_data is not None and train is not None:
             self.train_batches = self._batches(self.train_data, train, train=True)
             self._count_steps()
         if self.test_data is not None and test is not None:
@@ -258,25 +248,19 @@ class Runner:
         """Test the model, or its average where one is kept."""
         if self.test_data is None:
             raise GossamerError("dataset.test: is missing; name the data to evaluate on")
-        model = self.model if self.average is None else self.average.module
         send_buffers(unwrap(self.model), self.place)
-        evaluator = self.task.evaluator()
         was_training = self.model.training
-        model.eval()
-        skipped: list[str] = []
-        notes: list[str] = []
         try:
-            with torch.inference_mode(), self.display.testing(self.test_batches.batches_per_epoch) as advance:
-                for batch in self.test_batches.epoch(0):
-                    skipped += batch.skipped
-                    notes += batch.notes
-                    evaluator.update(unwrap(model), batch.to(self.place.device, channels_last=self.channels_last))
-                    advance()
-                metrics = evaluator.compute()
+            return tested(
+                self.outcome, self.task, self.test_batches, self.place.device, self.display, self.channels_last
+            )
         finally:
             self.model.train(was_training)
-        _tell_left_out(skipped, notes, "dataset.test")
-        return metrics
+
+    @property
+    def outcome(self) -> nn.Module:
+        """The model that the run is for: the average where one is kept."""
+        return unwrap(self.model if self.average is None else self.average.module)
 
     def test(self) -> None:
         """Evaluate, and note what came out."""
@@ -332,12 +316,11 @@ class Runner:
 
     def finish(self) -> list[Path]:
         """Write the model that came out; the files."""
-        model = unwrap(self.model if self.average is None else self.average.module)
         if self.sparsifier is not None:
             self.sparsifier.finish(self.model)
         if not self.place.first:
             return []
-        return write_model(model, self.task, self.example(), self.folder, self.config.saver.export)
+        return write_model(self.outcome, self.task, self.example(), self.folder, self.config.saver.export)
 
     def example(self) -> torch.Tensor:
         """One image (1, C, H, W) of the data, as the model gets it."""
@@ -408,8 +391,7 @@ class Runner:
         self.iteration, self.best = checkpoint.iteration, state["best"]
         self.saved_at = self.iteration
         self.seconds = float(state["seconds"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        _lay_out(self.optimizer)
+        restore_optimizer(self.optimizer, state["optimizer"])
         for part, key in ((self.lr_scheduler, "lr_scheduler"), (self.scaler, "scaler")):
             if (part is None) != (state[key] is None):
                 logger.warning("the config has %s %s, which the saved run had not", "no" if part is None else "a", key)
@@ -422,7 +404,7 @@ class Runner:
     def _iteration_done(self, loop: Loop, stop: Stop) -> bool:
         self.iteration = loop.iteration
         if loop.iteration % self.steps_per_epoch == 0:
-            _tell_left_out(loop.skipped, loop.notes, "dataset.train")
+            tell_left_out(loop.skipped, loop.notes, "dataset.train")
             loop.skipped, loop.notes = [], []
         for hook in self.hooks:
             hook.iteration_done(self)
@@ -461,23 +443,3 @@ class Runner:
         self.seconds += now - self._began
         self._began = now
         return self.seconds
-
-
-def _tell_left_out(skipped: list[str], notes: list[str], place: str) -> None:
-    for sentences, what in ((skipped, "left out"), (notes, "used as they are")):
-        if sentences:
-            more = f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else ""
-            logger.warning("%s: %d images are %s: %s%s", place, len(sentences), what, sentences[0], more)
-
-
-def _lay_out(optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer's tensors the memory layout of their parameters, as if they had never been saved."""
-    for parameter, state in optimizer.state.items():
-        entries: Mapping[str, Any] = state
-        for key, value in entries.items():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.shape == parameter.shape
-                and value.stride() != parameter.stride()
-            ):
-                state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

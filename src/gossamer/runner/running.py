@@ -12,14 +12,13 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from gossamer.errors import GossamerError
 from gossamer.files import whole
 from gossamer.runner.config import Loaded, read_config
 from gossamer.runner.display import Display
 from gossamer.runner.exporting import write_model
-from gossamer.runner.hooks import import_named
+from gossamer.runner.hooks import subclass
 from gossamer.runner.logs import logged
 from gossamer.runner.processes import Place, joined, reproducible
 from gossamer.runner.runner import Runner
@@ -131,10 +130,9 @@ def _runner_class(loaded: Loaded) -> type[Runner]:
     word = loaded.config.runtime.runner.type
     if word in ("base", "sparse"):
         return SparseRunner if word == "sparse" else Runner
-    kind: Any = import_named(word, "runtime.runner.type")
-    if not (isinstance(kind, type) and issubclass(kind, Runner)):
-        raise GossamerError(f"runtime.runner.type: '{word}' is no subclass of gossamer.runner.runner.Runner")
-    return kind
+    if ":" not in word:
+        raise GossamerError(f"runtime.runner.type: expected base, sparse or package.module:Class, found '{word}'")
+    return subclass(word, Runner, "runtime.runner.type")
 
 
 def _any(config: str | Path, sets: Sequence[str], data: str | None, weights: str | Path | None) -> Loaded:

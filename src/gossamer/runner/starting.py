@@ -10,7 +10,9 @@ import logging
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, nearest
@@ -94,8 +96,8 @@ def load_weights(model: nn.Module, path: Path, left_out: tuple[str, ...] = (), p
             else f"its '{surplus[0]}' is not in the model"
         )
         raise GossamerError(
-            f"{path}: these are weights of another model: {told} ({len(missing)} names missing, {len(surplus)} unknown); "
-            "change net, or name what to leave out in saver.pretrain_except"
+            f"{path}: these are weights of another model: {told} "
+            f"({len(missing)} names missing, {len(surplus)} unknown); change net, or name what to leave out in saver.pretrain_except"
         )
     model.load_state_dict({**own, **state})
 
@@ -108,12 +110,22 @@ def check_classes(model: nn.Module, state: Mapping[str, Tensor], path: Path | No
             raise GossamerError(f"{path}: {_mismatch(name, tensor, own[name])}")
 
 
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load a state, in the memory layout of the parameters, as if it had never been saved."""
+    optimizer.load_state_dict(state)
+    for parameter, values in optimizer.state.items():
+        entries: dict[str, Any] = values
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
+                entries[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
 def _mismatch(name: str, found: Tensor, own: Tensor) -> str:
     shapes = f"'{name}' has the shape {tuple(found.shape)}, and the model's has {tuple(own.shape)}"
     if found.dim() == own.dim() and found.shape[1:] == own.shape[1:]:
         shapes += f": {found.shape[0]} outputs against {own.shape[0]}, as from another number of classes"
-        prefix = name.rpartition(".")[0]
-        return f"{shapes}; set num_classes as it was trained, or leave the layer out by saver.pretrain_except: ['{prefix}.']"
+        way_out = f"saver.pretrain_except: ['{name.rpartition('.')[0]}.']"
+        return f"{shapes}; set num_classes as it was trained, or leave the layer out by {way_out}"
     return f"{shapes}; change net to the model that was trained"
 
 

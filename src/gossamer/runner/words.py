@@ -26,8 +26,23 @@ OURS = {"retinanet_resnet18_fpn": "gossamer.runner.detectors:retinanet_resnet18_
 def builder(word: str) -> Callable[..., Any]:
     """What makes the model that `word` names; a torchvision model gets no pretrained weights unless told."""
     word = OURS.get(word, word)
-    module_name, colon, function_name = word.partition(":")
-    return _function(module_name, function_name, word) if colon else _from_torchvision(word)
+    return _function(word) if ":" in word else _from_torchvision(word)
+
+
+def imported(word: str, noun: str = "name") -> Any:
+    """What `package.module:name` names."""
+    module_name, _, name = word.partition(":")
+    if module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").replace("/", ".")
+        raise GossamerError(f"{word}: expected a module, not a file: write {dotted}:{name}")
+    if not module_name or not name:
+        raise GossamerError(f"{word}: expected package.module:{noun}, as in 'my_package.models:small_net'")
+    found: Any = import_module(module_name)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise GossamerError(f"{word}: '{module_name}' has no '{part}'{nearest(part, dir(found))}")
+        found = getattr(found, part)
+    return found
 
 
 def import_module(name: str) -> ModuleType:
@@ -46,17 +61,8 @@ def reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
-def _function(module_name: str, function_name: str, word: str) -> Callable[..., Any]:
-    if module_name.endswith(".py"):
-        name = module_name.removesuffix(".py").replace("/", ".")
-        raise GossamerError(f"{word}: expected a module, not a file: write {name}:{function_name}")
-    if not module_name or not function_name:
-        raise GossamerError(f"{word}: expected package.module:function, as in 'my_package.models:small_net'")
-    found: Any = import_module(module_name)
-    for part in function_name.split("."):
-        if not hasattr(found, part):
-            raise GossamerError(f"{word}: '{module_name}' has no '{part}'{nearest(part, dir(found))}")
-        found = getattr(found, part)
+def _function(word: str) -> Callable[..., Any]:
+    found = imported(word, "function")
     if not callable(found):
         raise GossamerError(f"{word}: expected a function that makes a model, found {type(found).__name__}")
     return found

@@ -1,0 +1,103 @@
+"""Images per second of the runner's loop over a bare PyTorch loop, with the same model, data and augmentation.
+
+The bare loop is what one would write by hand: a DataLoader over the same
+dataset, forward, backward, step. The runner's loop has everything on: its
+display, its records, and for the sparse one the masks. Stretches of
+iterations of each take turns.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from benchmarks.measuring import Row, Watch, medians
+from gossamer.runner import Runner, SparseRunner
+from gossamer.runner.config import read_config
+from gossamer.runner.display import Display
+from gossamer.runner.loop import Progress
+from gossamer.runner.models import build_net
+from gossamer.runner.processes import joined
+from gossamer.runner.records import Records
+
+CONFIGS = Path(__file__).parents[1] / "configs" / "cls" / "resnet"
+ROUNDS = 24
+STRETCH = 11
+"""Iterations: half an epoch."""
+LOG = 10
+
+
+def runner_speed(watch: Watch) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory() as folder, joined("cpu") as place:
+        dense = _stretch(Runner(read_config(*_given("res18", folder)), place, display=Display()), Path(folder))
+        sparse = SparseRunner(read_config(*_given("res18_amba_sparse", folder)), place, display=Display())
+        contenders = {"dense": dense, "sparse": _stretch(sparse, Path(folder)), "bare": _bare(folder)}
+        found = medians(contenders, watch, "stretches of training", ROUNDS, warm_up=2)
+    rates = {name: 64 * STRETCH / seconds for name, seconds in found.items()}
+    note = f"ResNet-18, digits 32×32, batch 64; {rates['dense']:.0f} and {rates['bare']:.0f} images/s"
+    limit = 1 / 0.97
+    yield Row(
+        "time of the runner's loop / a bare loop", found["dense"] * 1e3, found["bare"] * 1e3, "ms", limit, note=note
+    )
+    yield Row("  sparse by levels, masks held", found["sparse"] * 1e3, found["bare"] * 1e3, "ms", None)
+
+
+def _given(name: str, folder: str) -> tuple[Path, list[str], str]:
+    sets = [f"saver.save_dir={folder}/{name}", "trainer.max_epoch=100000", "saver.pretrain_model=null"]
+    if "sparse" in name:
+        sets.append("sparsity.scheduler.kwargs.sparsity_table=[90]")
+    return CONFIGS / f"{name}.yaml", sets, "tiny"
+
+
+def _stretch(runner: Runner, folder: Path) -> Callable[[], object]:
+    """Some iterations of a run that goes on and on."""
+    runner.build()
+    loop = runner.loop()
+    runner.records = Records(folder / type(runner).__name__, tensorboard=True)
+
+    def train() -> None:
+        end = loop.iteration + STRETCH
+
+        def told(progress: Progress) -> None:
+            runner._tell(progress)  # pyright: ignore[reportPrivateUsage]
+
+        with runner.display.training(10**9, runner.steps_per_epoch, loop.iteration):
+            loop.run(lambda: loop.iteration == end, told)
+
+    return train
+
+
+def _bare(folder: str) -> Callable[[], object]:
+    config = read_config(*_given("res18", folder)).config
+    with joined("cpu") as place:
+        twin = Runner(read_config(*_given("res18", folder)), place, display=Display(shown=False))
+        twin.build_env()
+        twin.build_data()
+    assert twin.train_data is not None
+    loader = DataLoader(twin.train_data, batch_size=64, shuffle=True, drop_last=True)
+    model = build_net(config.net, 10)
+    optimizer = torch.optim.SGD(model.parameters(), **config.trainer.optimizer.kwargs)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100000)
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while True:
+            yield from loader
+
+    stream = batches()
+    model.train()
+
+    def train() -> None:
+        for _ in range(STRETCH):
+            images, labels = next(stream)
+            loss = cross_entropy(model(images), labels, label_smoothing=config.trainer.label_smoothing)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+
+    return train

@@ -1,0 +1,53 @@
+"""The data of a run: what it trains and tests on, and how many classes there are."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Literal
+
+from gossamer.errors import GossamerError
+from gossamer.runner.config import Config
+from gossamer.runner.data import ImageData, build_dataset
+
+logger = logging.getLogger("gossamer")
+
+
+@dataclass(frozen=True)
+class RunData:
+    """`classes` are the names, as far as the data know them; `num_classes` is what the model needs."""
+
+    train: ImageData | None
+    test: ImageData | None
+    classes: list[str]
+    num_classes: int
+
+
+def read_run_data(
+    config: Config,
+    task: Literal["classification", "detection"],
+    seed: int,
+    *,
+    training: bool,
+    classes: list[str] | None = None,
+) -> RunData:
+    """Read what a config names; for tests alone the training data only where nothing else says the classes.
+
+    `classes` are those of a checkpoint. What was left out of the data is told to the log.
+    """
+    train, test = config.dataset.train, config.dataset.test
+    needed = "train" if training else "test"
+    if getattr(config.dataset, needed) is None:
+        raise GossamerError(f"dataset.{needed}: is missing; name the data, or try --data tiny")
+    wanted = config.num_classes
+    train_data = test_data = None
+    if train is not None and (training or (wanted is None and classes is None)):
+        train_data = build_dataset(train, task=task, seed=seed, num_classes=wanted)
+        classes = train_data.classes
+    if test is not None:
+        test_data = build_dataset(test, task=task, seed=seed, num_classes=wanted, classes=classes)
+        classes = classes or test_data.classes
+    for data, name in ((train_data, "train"), (test_data, "test")):
+        for note in data.notes if data is not None else ():
+            logger.warning("dataset.%s: %s", name, note)
+    return RunData(train_data if training else None, test_data, classes or [], wanted or len(classes or []))

@@ -1,0 +1,41 @@
+"""Testing a model on data, in evaluation mode and without gradients."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from gossamer.runner.data import Batches
+from gossamer.runner.display import Display
+from gossamer.runner.tasks import Task
+
+logger = logging.getLogger("gossamer")
+
+
+def tested(
+    model: nn.Module, task: Task, batches: Batches, device: torch.device, display: Display, channels_last: bool
+) -> dict[str, float]:
+    """The task's numbers. The model stays in evaluation mode; it must not be wrapped: ranks may differ in batches."""
+    evaluator = task.evaluator()
+    model.eval()
+    skipped: list[str] = []
+    notes: list[str] = []
+    with torch.inference_mode(), display.testing(batches.batches_per_epoch) as advance:
+        for batch in batches.epoch(0):
+            skipped += batch.skipped
+            notes += batch.notes
+            evaluator.update(model, batch.to(device, channels_last=channels_last))
+            advance()
+        metrics = evaluator.compute()
+    tell_left_out(skipped, notes, "dataset.test")
+    return metrics
+
+
+def tell_left_out(skipped: list[str], notes: list[str], place: str) -> None:
+    """Say once how many images were not used, or used though something is wrong with them."""
+    for sentences, what in ((skipped, "left out"), (notes, "used as they are")):
+        if sentences:
+            more = f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else ""
+            logger.warning("%s: %d images are %s: %s%s", place, len(sentences), what, sentences[0], more)

@@ -1,0 +1,282 @@
+"""What a run starts from and goes on with: which file counts, and what is said of one that does not fit."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gossamer.errors import GossamerError
+from gossamer.runner.checkpoints import Checkpoints
+from gossamer.runner.records import read_records
+from tests.runner.nets import small
+from tests.runner.running_on_digits import (
+    LENGTH,
+    config,
+    evaluated,
+    final_state,
+    interrupted,
+    resumed,
+    same,
+    trained,
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs that others start from, which nobody changes: `dense`, all of it, and `stopped` at 8."""
+    folder = tmp_path_factory.mktemp("runs")
+    trained(config(folder), f"saver.save_dir={folder / 'dense'}")
+    interrupted(config(folder), 8, f"saver.save_dir={folder / 'stopped'}")
+    return folder
+
+
+def file_of(run: Path, iteration: int) -> Path:
+    return run / "checkpoints" / f"iter_{iteration:08d}.safetensors"
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in Checkpoints(folder / "checkpoints", 3).all()]
+
+
+def starts_at(path: Path, *sets: str) -> int:
+    """The iteration that a run goes on from, as its log has it."""
+    trained(path, *sets)
+    told = re.findall(r"going on from iteration (\d+) of", (path.parent / "run" / "log.txt").read_text())
+    return int(told[-1]) if told else 0
+
+
+# Which file counts
+
+
+def test_what_is_on_the_command_line_counts_more_than_auto_resume(tmp_path: Path, runs: Path) -> None:
+    path = config(tmp_path, saver={"save_dir": str(tmp_path / "run"), "auto_resume": True})
+    interrupted(path, 2)
+    assert starts_at(path, f"saver.resume_model={file_of(runs / 'dense', 12)}") == 12
+
+
+def test_auto_resume_counts_more_than_resume_model_and_that_more_than_pretrain_model(
+    tmp_path: Path, runs: Path
+) -> None:
+    saver: dict[str, Any] = {
+        "save_dir": str(tmp_path / "run"),
+        "pretrain_model": str(runs / "dense"),
+        "resume_model": str(file_of(runs / "dense", 12)),
+    }
+    path = config(tmp_path, saver=saver)
+    assert starts_at(path) == 12
+    shutil.rmtree(tmp_path / "run")
+    path = config(tmp_path, saver={**saver, "auto_resume": True, "resume_model": None})
+    interrupted(path, 4)
+    path = config(tmp_path, saver={**saver, "auto_resume": True})
+    assert starts_at(path) == 4
+
+
+def test_an_evaluation_takes_what_is_named_else_the_best_else_the_latest(tmp_path: Path, runs: Path) -> None:
+    shutil.copytree(runs / "dense", tmp_path / "run")
+    path = config(tmp_path)
+    best = tmp_path / "run" / "checkpoints" / "best.safetensors"
+    best.unlink()
+    assert evaluated(path).iteration == LENGTH
+    shutil.copy(file_of(tmp_path / "run", 6), best)
+    assert evaluated(path).iteration == 6
+    assert evaluated(tmp_path / "run").iteration == 6
+    assert evaluated(path, weights=file_of(tmp_path / "run", 12)).iteration == 12
+    assert evaluated(path, f"saver.resume_model={file_of(tmp_path / 'run', 12)}").iteration == 12
+    best.write_bytes(best.read_bytes()[:-1])
+    assert evaluated(path).iteration == LENGTH
+
+
+def test_a_run_folder_that_is_named_for_an_evaluation_stands_for_its_best(tmp_path: Path, runs: Path) -> None:
+    shutil.copytree(runs / "dense", tmp_path / "other")
+    best = tmp_path / "other" / "checkpoints" / "best.safetensors"
+    best.unlink()
+    shutil.copy(file_of(tmp_path / "other", 6), best)
+    assert evaluated(config(tmp_path), weights=tmp_path / "other").iteration == 6
+
+
+def test_a_run_that_has_not_saved_yet_begins_anew(tmp_path: Path) -> None:
+    interrupted(config(tmp_path), 2)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    result = resumed(tmp_path / "run")
+    assert result.complete
+    assert [line["iteration"] for line in read_records(tmp_path / "run") if line["kind"] == "test"] == [6, 12, 18]
+
+
+def test_a_complete_run_stays_as_it_is_and_gives_its_model_again(tmp_path: Path, runs: Path) -> None:
+    shutil.copytree(runs / "dense", tmp_path / "run")
+    before = final_state(tmp_path / "run")
+    (tmp_path / "run" / "model.safetensors").unlink()
+    result = resumed(tmp_path / "run")
+    assert result.complete
+    assert result.files == [tmp_path / "run" / "model.safetensors"]
+    assert set(result.metrics) == {"top1", "top5"}
+    same(final_state(tmp_path / "run"), before)
+
+
+def test_a_moved_run_goes_on_where_it_is_now(tmp_path: Path, runs: Path) -> None:
+    interrupted(config(tmp_path, "gmp"), 8)
+    (tmp_path / "gmp.yaml").unlink()
+    shutil.move(tmp_path / "run", tmp_path / "elsewhere")
+    result = resumed(tmp_path / "elsewhere")
+    assert result.complete
+    assert result.sparsity == pytest.approx(0.8, abs=2e-3)
+    assert not (tmp_path / "run").exists()
+
+
+def test_metrics_stand_once_after_several_resumes(tmp_path: Path) -> None:
+    interrupted(config(tmp_path), 3)
+    for stop in (6, 7, 13):
+        hook = f"hooks=[{{type: 'tests.runner.nets:Interrupt', kwargs: {{at: {stop}}}}}]"
+        assert trained(tmp_path / "config.yaml", "saver.auto_resume=true", hook).iteration == stop
+    resumed(tmp_path / "run")
+    lines = read_records(tmp_path / "run")
+    assert [line["iteration"] for line in lines if line["kind"] == "train"] == list(range(2, 19, 2))
+    assert [line["iteration"] for line in lines if line["kind"] == "test"] == [6, 12, 18]
+    seconds = [line["seconds"] for line in lines]
+    assert seconds == sorted(seconds)
+
+
+# Damage
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.5])
+def test_the_checkpoint_before_a_damaged_one_is_used_and_told(keep: float, tmp_path: Path, runs: Path) -> None:
+    shutil.copytree(runs / "stopped", tmp_path / "run")
+    latest = file_of(tmp_path / "run", 8)
+    latest.write_bytes(latest.read_bytes()[: int(keep * latest.stat().st_size)])
+    assert resumed(tmp_path / "run").complete
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "iter_00000008.safetensors: the checkpoint is damaged" in log
+    assert "iter_00000006.safetensors: used instead, from iteration 6" in log
+    same(final_state(tmp_path / "run"), final_state(runs / "dense"))
+
+
+def test_a_run_folder_in_resume_model_gives_the_checkpoint_before_a_damaged_one_too(
+    tmp_path: Path, runs: Path
+) -> None:
+    shutil.copytree(runs / "stopped", tmp_path / "other")
+    file_of(tmp_path / "other", 8).write_bytes(b"")
+    assert trained(config(tmp_path), f"saver.resume_model={tmp_path / 'other'}").complete
+    assert "from iteration 6" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path, runs: Path) -> None:
+    shutil.copytree(runs / "stopped", tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(GossamerError, match="none of 3 checkpoints can be read; remove them to start anew"):
+        resumed(tmp_path / "run")
+
+
+# Other settings than before
+
+
+def test_a_run_that_is_made_longer_does_not_raise_its_learning_rate_again(tmp_path: Path, runs: Path) -> None:
+    shutil.copytree(runs / "dense", tmp_path / "run")
+    assert resumed(tmp_path / "run", "trainer.max_epoch=6").iteration == 2 * LENGTH
+    rates = [line["lr"] for line in read_records(tmp_path / "run") if line["kind"] == "train"]
+    assert rates[-1] < 0.01, "the cosine of three epochs goes up behind them"
+
+
+def test_a_course_of_rates_that_is_over_is_told_when_a_run_is_made_longer(tmp_path: Path) -> None:
+    cycle = {"type": "OneCycleLR", "kwargs": {"max_lr": 0.1}}
+    trainer = {"max_epoch": 1, "lr_scheduler": cycle}
+    trained(config(tmp_path, trainer=trainer))
+    try:
+        assert resumed(tmp_path / "run", "trainer.max_epoch=2").complete
+    except GossamerError as error:
+        assert "lr_scheduler" in str(error)  # noqa: PT017
+
+
+def test_another_optimizer_does_not_take_the_state_of_the_first(tmp_path: Path, runs: Path) -> None:
+    shutil.copytree(runs / "stopped", tmp_path / "run")
+    with pytest.raises(GossamerError, match=r"iter_00000008.*does not fit this config"):
+        resumed(tmp_path / "run", "trainer.optimizer={type: Adam, kwargs: {lr: 0.01}}")
+
+
+def test_a_learning_rate_that_a_resumed_run_does_not_take_is_told(tmp_path: Path, runs: Path) -> None:
+    shutil.copytree(runs / "stopped", tmp_path / "run")
+    resumed(tmp_path / "run", "trainer.optimizer.kwargs.lr=0.001", "trainer.max_epoch=2", "trainer.log_freq=1")
+    rate = next(line["lr"] for line in read_records(tmp_path / "run") if line["iteration"] == 9)
+    assert rate <= 0.001 or "optimizer.kwargs.lr" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_another_batch_size_is_told_for_the_data_come_in_another_order(tmp_path: Path, runs: Path) -> None:
+    shutil.copytree(runs / "stopped", tmp_path / "run")
+    resumed(tmp_path / "run", "dataset.train.batch_size=64", "trainer.max_epoch=3")
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "batch_size" in log or "iterations in an epoch" in log
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize("way", ["resume_model", "pretrain_model"])
+def test_another_number_of_classes_is_told_with_its_remedy(way: str, tmp_path: Path, runs: Path) -> None:
+    given = f"saver.{way}={runs / 'stopped'}"
+    with pytest.raises(GossamerError, match=r"'9.weight' has the shape \(10, 128\).*number of classes.*num_classes"):
+        trained(config(tmp_path), "num_classes=12", given)
+    with pytest.raises(GossamerError, match=r"10 outputs against 12.*number of classes; set num_classes"):
+        evaluated(config(tmp_path), "num_classes=12", given)
+
+
+def test_layers_that_are_named_are_not_taken_from_the_weights(tmp_path: Path, runs: Path) -> None:
+    given = f"saver.pretrain_model={runs / 'dense'}"
+    sets = (given, "num_classes=12", "trainer.max_iter=1", "saver.pretrain_except=['9.']")
+    assert trained(config(tmp_path), *sets).complete
+    with pytest.raises(GossamerError, match=r"saver.pretrain_except: no name in the model starts with '8.'"):
+        trained(config(tmp_path), given, "saver.pretrain_except=['8.']", f"saver.save_dir={tmp_path / 'other'}")
+
+
+@pytest.mark.parametrize("way", ["resume_model", "pretrain_model"])
+def test_a_first_layer_of_another_width_is_not_put_down_to_classes(way: str, tmp_path: Path, runs: Path) -> None:
+    with pytest.raises(GossamerError, match="'0.weight' has the shape") as caught:
+        trained(config(tmp_path), "net.kwargs={width: 8}", f"saver.{way}={runs / 'stopped'}")
+    assert "classes" not in str(caught.value)
+
+
+def test_weights_of_another_model_are_told(tmp_path: Path) -> None:
+    torch.save({f"body.{name}": tensor for name, tensor in small().state_dict().items()}, tmp_path / "weights.pt")
+    with pytest.raises(GossamerError, match=r"weights of another model: it has no '0.weight'; nearest: 'body.0.weight'"):
+        trained(config(tmp_path), f"saver.pretrain_model={tmp_path / 'weights.pt'}")
+
+
+@pytest.mark.parametrize("way", ["resume_model", "pretrain_model"])
+@pytest.mark.parametrize("kind", ["missing", "no weights", "empty folder"])
+def test_a_file_that_is_not_what_it_should_be_is_told(way: str, kind: str, tmp_path: Path) -> None:
+    named = tmp_path / "weights.pt"
+    if kind == "no weights":
+        named.write_text("none")
+    elif kind == "empty folder":
+        named.mkdir()
+    with pytest.raises(GossamerError, match=r"weights.pt"):
+        trained(config(tmp_path), f"saver.{way}={named}")
+    with pytest.raises(GossamerError, match=r"weights.pt"):
+        evaluated(config(tmp_path), f"saver.{way}={named}")
+
+
+@pytest.mark.parametrize("sparsity", ["amba", "gmp"])
+def test_a_dense_run_is_not_gone_on_with_as_if_it_had_been_sparse(sparsity: str, tmp_path: Path, runs: Path) -> None:
+    with pytest.raises(GossamerError, match="pretrain_model"):
+        trained(config(tmp_path, sparsity), f"saver.resume_model={runs / 'dense'}")
+
+
+def test_a_sparse_run_is_not_gone_on_with_as_if_it_were_dense(tmp_path: Path) -> None:
+    interrupted(config(tmp_path, "amba"), 8, f"saver.save_dir={tmp_path / 'sparse'}")
+    with pytest.raises(GossamerError, match=r"sparse"):
+        trained(config(tmp_path), f"saver.resume_model={tmp_path / 'sparse'}")
+
+
+def test_going_on_with_another_run_does_not_remove_the_checkpoints_of_the_one_that_is_there(
+    tmp_path: Path, runs: Path
+) -> None:
+    shutil.copytree(runs / "dense", tmp_path / "run")
+    before = names(tmp_path / "run")
+    with pytest.raises(GossamerError, match="holds a run already"):
+        trained(config(tmp_path), f"saver.resume_model={runs / 'stopped'}", "trainer.max_epoch=2")
+    assert names(tmp_path / "run") == before
