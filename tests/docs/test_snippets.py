@@ -1,7 +1,9 @@
 """Every code block in README.md and docs/ runs.
 
 Blocks of one file run from top to bottom in one folder and one namespace. A
-YAML block that begins with `# name.yaml` is also written to that file.
+YAML or Python block that begins with `# name.yaml` or `# name.py` is also
+written to that file. A YAML block that names a `net`, or includes a file, is a
+config of the runner; others are recipes. The repository's configs/ are there.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typer.testing import CliRunner
 import gossamer
 from gossamer.cli import app
 from gossamer.modifiers import base
+from gossamer.runner.config import read_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,7 +30,8 @@ LANGUAGES = {"python", "yaml", "bash", "markdown", "text"}
 _BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<reason>[^>]+) -->\n+)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
 )
-_FILE = re.compile(r"# ([\w-]+\.ya?ml)\n")
+_FILE = re.compile(r"# ([\w-]+\.(?:ya?ml|py))\n")
+_CONFIG = re.compile(r"^(net|<<):", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -59,18 +63,22 @@ def registry() -> Iterator[None]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_snippet_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("configs").symlink_to(ROOT / "configs")
     torch.manual_seed(0)
     namespace: dict[str, Any] = {"__name__": "snippets"}
     for snippet in snippets(page):
         if snippet.reason is not None:
             continue
+        if name := _FILE.match(snippet.code):
+            Path(name[1]).write_text(snippet.code, "utf-8")
         if snippet.language == "python":
             # The blank lines make a traceback point into the page.
             exec(compile("\n" * (snippet.line - 1) + snippet.code, str(page), "exec"), namespace)
         elif snippet.language == "yaml":
-            gossamer.load(snippet.code)
-            if name := _FILE.match(snippet.code):
-                Path(name[1]).write_text(snippet.code, "utf-8")
+            if name and _CONFIG.search(snippet.code):
+                read_config(name[1])
+            else:
+                gossamer.load(snippet.code)
         elif snippet.language == "bash":
             for line in snippet.code.splitlines():
                 _run(line, f"{page.name}:{snippet.line}")

@@ -232,3 +232,14 @@ def test_a_terminal_of_plain_letters_gets_plain_letters() -> None:
         train(shown, 40)
         shown.message("größer")
     assert b"sparsity 41.2 -> 50.0 %" in stream.buffer.getvalue()
+
+
+def test_a_long_epoch_is_not_silent_for_long() -> None:
+    seconds = 0.0
+    stream = io.StringIO()
+    shown = Display(console=Console(file=stream, width=100), clock=lambda: seconds)
+    with shown.training(1000, 1000):
+        for iteration in (10, 20, 30, 40):
+            shown.update(iteration, loss=1.0, lr=0.1)
+            seconds += 12
+    assert [line.split("  ")[1] for line in stream.getvalue().splitlines()] == ["iteration 30/1000"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -40,10 +40,11 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train what a config describes, dense or sparse; Ctrl-C saves, and `resume` goes on."""
-    if evaluate_only:
-        return evaluate(config, None, sets, data, processes, as_json)
     if processes != 1:
-        return _launched(processes)
+        _launched(processes)
+    if evaluate_only:
+        evaluate(config, None, sets, data, processes, as_json)
+        return
     from gossamer.runner.running import run
 
     _ended(run(config, sets or [], data, display=_display(as_json)), as_json)
@@ -58,7 +59,7 @@ def resume(
 ) -> None:
     """Go on with a run from its latest checkpoint: to the same weights as if it had never stopped."""
     if processes != 1:
-        return _launched(processes)
+        _launched(processes)
     from gossamer.runner.running import resume as go_on
 
     _ended(go_on(folder, sets or [], display=_display(as_json)), as_json)
@@ -75,7 +76,7 @@ def evaluate(
 ) -> None:
     """Test a run: what --weights or saver.resume_model names, else its best checkpoint, else its latest."""
     if processes != 1:
-        return _launched(processes)
+        _launched(processes)
     from gossamer.runner.running import evaluate as test
 
     result = test(config, sets or [], data, weights=weights, display=_display(as_json))
@@ -114,7 +115,8 @@ def export(
         display=_display(as_json),
     )
     if as_json:
-        return show_json(_plain(result))
+        show_json(_plain(result))
+        return
     for path in result.files:
         out.print(f"{path}: {path.stat().st_size / 1e6:.1f} MB", highlight=False)
 
@@ -128,11 +130,12 @@ def compare(
     from gossamer.runner.summary import comparison, comparison_table
 
     if as_json:
-        return show_json(comparison(folders))
+        show_json(comparison(folders))
+        return
     out.print(comparison_table(folders))
 
 
-def _launched(processes: int) -> None:
+def _launched(processes: int) -> NoReturn:
     """The same command in each of several processes."""
     from gossamer.runner.processes import launch
 

@@ -27,11 +27,14 @@ _PAUSE = 0.25
 _SMOOTH = 0.9
 """How much of the shown loss stays at each update."""
 
+QUIET = 20.0
+"""Seconds after which somebody who reads plain lines wants to see another."""
+
 
 class Display:
     """The one display of a run. Where `shown` is false, as in all processes but the first, nothing appears.
 
-    Plain lines come every `every` iterations; by default once an epoch.
+    Plain lines come every `every` iterations, by default once an epoch, and never further apart than `QUIET` seconds.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Display:
         self._live: Live | None = None
         self._drawn = -math.inf
         self._lined = -1
+        self._said: float | None = None
         self._now: _Progress | None = None
         self._testing: tuple[int, int] | None = None
 
@@ -55,7 +59,7 @@ class Display:
     def training(self, total: int, steps_per_epoch: int, start: int = 0) -> Generator[None]:
         """Show a training of `total` iterations that goes on at `start`."""
         self._now = _Progress(total, max(steps_per_epoch, 1), start, self._clock)
-        self._lined = start
+        self._lined, self._said = start, None
         try:
             with self._drawing():
                 yield
@@ -118,7 +122,12 @@ class Display:
         """Updates may come every few iterations only: the first behind a multiple counts."""
         assert self._now is not None
         every = self._every or self._now.steps_per_epoch
-        return iteration // every > self._lined // every or iteration >= self._now.total > self._lined
+        now = self._clock()
+        due = iteration // every > self._lined // every or iteration >= self._now.total > self._lined
+        due = due or (self._said is not None and now - self._said >= QUIET)
+        if due or self._said is None:
+            self._said = now
+        return due
 
     @contextmanager
     def _drawing(self) -> Generator[None]:

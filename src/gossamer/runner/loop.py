@@ -133,7 +133,8 @@ class Loop:
             worst = next(name for name, value in parts.items() if not math.isfinite(value))
             raise GossamerError(
                 f"the loss '{worst}' is {parts[worst]} at iteration {self.iteration}: lower "
-                "trainer.optimizer.kwargs.lr, warm up longer, or set trainer.clip_grad_norm; checkpoints from before are intact"
+                "trainer.optimizer.kwargs.lr, warm up longer, or set trainer.clip_grad_norm; "
+                "checkpoints from before are intact"
             )
         lr = float(self.optimizer.param_groups[0]["lr"])
         return Progress(self.iteration, self.iteration / self.steps_per_epoch, loss, parts, lr, clock.rate())

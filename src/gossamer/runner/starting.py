@@ -97,7 +97,8 @@ def load_weights(model: nn.Module, path: Path, left_out: tuple[str, ...] = (), p
         )
         raise GossamerError(
             f"{path}: these are weights of another model: {told} "
-            f"({len(missing)} names missing, {len(surplus)} unknown); change net, or name what to leave out in saver.pretrain_except"
+            f"({len(missing)} names missing, {len(surplus)} unknown); change net, or name what to leave out in "
+            "saver.pretrain_except"
         )
     model.load_state_dict({**own, **state})
 

@@ -1,0 +1,207 @@
+"""`gossamer train`, `resume`, `eval`, `export`, `compare` as a user calls them: exit codes, sentences, JSON, files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from gossamer.cli import app
+from tests.runner.running_on_digits import LENGTH, config
+
+Run = Callable[..., Any]
+RESULT = {"folder", "complete", "iteration", "metrics", "sparsity", "files"}
+STOP = "hooks=[{type: 'tests.runner.nets:Interrupt', kwargs: {at: 3}}]"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner()
+    return lambda *words: runner.invoke(app, [str(word) for word in words])
+
+
+def read_json(result: Any) -> Any:
+    """What a command printed, which is JSON and nothing else."""
+    assert result.stderr == ""
+    return json.loads(result.stdout)
+
+
+def refused(result: Any, *words: str) -> None:
+    """Ends with exit code 1 and one sentence, and no traceback."""
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    for word in words:
+        assert word in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("trainer.max_epohc=1", "nearest: 'max_epoch'"),
+        ("trainer.max_epoch=many", "trainer.max_epoch: expected"),
+        ("trainer.optimizer.type=SDG", "nearest: 'SGD'"),
+        ("trainer.lr_scheduler.type=CosineLR", "nearest: 'CosineAnnealingLR'"),
+        ("net.type=resnet81", "nearest:"),
+        ("net.type=tests.runner.nets:smal", "nearest: 'small'"),
+        ("dataset.train.type=digit", "nearest: 'digits'"),
+        ("dataset.train.transforms=[RandomAfine]", "nearest: 'RandomAffine'"),
+        ("dataset.train={type: image_folder, path: nope}", "nope"),
+        ("runtime.runner.type=spars", "nearest: 'sparse'"),
+        ("saver.pretrain_model=nope.pt", "saver.pretrain_model: no such file: nope.pt"),
+        ("saver.resume_model=nope.pt", "saver.resume_model: no such file: nope.pt"),
+        ("num_classes=5", "num_classes"),
+        ("trainer.max_epoch=null", "give max_epoch or max_iter"),
+        ("trainer.accumulate=99", "trainer.accumulate"),
+        ("nonsense", "--set nonsense"),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence_and_leaves_nothing(run: Run, tmp_path: Path, setting: str, told: str) -> None:
+    path = config(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    refused(run("train", path, "--set", setting), told)
+    left = [str(found.relative_to(tmp_path)) for found in tmp_path.rglob("*") if found not in before]
+    assert left in ([], ["run", "run/log.txt"]), "a log may be there by then, and nothing else"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("train", "nope.yaml"), "nope.yaml"),
+        (("train", "config.yaml", "--data", "nope"), "--data nope"),
+        (("train", "config.yaml", "--nproc", "0"), "--nproc"),
+        (("resume", "nope"), "nope: no such run folder"),
+        (("eval", "nope.yaml"), "nope.yaml"),
+        (("eval", "config.yaml"), "there is no checkpoint to evaluate"),
+        (("train", "config.yaml", "-e"), "there is no checkpoint to evaluate"),
+        (("export", "config.yaml"), "there is no checkpoint"),
+        (("compare", "nope"), "nope: there is no such folder"),
+    ],
+)
+def test_what_is_not_there_is_one_sentence(run: Run, tmp_path: Path, words: tuple[str, ...], told: str) -> None:
+    config(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    refused(run(*words), told)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_each_command_speaks_json(run: Run, tmp_path: Path) -> None:
+    path = config(tmp_path, "ampere")
+    stopped = run("train", path, "--json", "--set", STOP)
+    assert stopped.exit_code == 130
+    found = read_json(stopped)
+    assert set(found) == RESULT
+    assert not found["complete"]
+    assert found["iteration"] == 3
+    ended = read_json(run("resume", "run", "--json", "--set", "hooks=[]"))
+    assert ended["complete"]
+    assert ended["iteration"] == LENGTH
+    assert ended["sparsity"] == 0.5
+    assert ended["files"] == ["run/model.safetensors"]
+    tested = read_json(run("eval", "run", "--json", "--weights", "run/checkpoints/iter_00000018.safetensors"))
+    assert tested["metrics"] == ended["metrics"]
+    again = run("train", path, "-e", "--json", "--set", "saver.resume_model=run/checkpoints/iter_00000018.safetensors")
+    assert read_json(again)["metrics"] == ended["metrics"]
+    written = read_json(run("export", "run", "--json", "--format", "safetensors", "-o", "out"))
+    assert written["files"] == ["out/model.safetensors"]
+    compared = read_json(run("compare", "run", "--json"))
+    assert compared[0]["iterations"] == LENGTH
+
+
+def test_without_a_terminal_a_run_prints_a_line_an_epoch_and_a_table(run: Run, tmp_path: Path) -> None:
+    path = config(tmp_path, "gmp")
+    stopped = run("train", path, "--set", STOP)
+    assert stopped.exit_code == 130
+    assert stopped.stdout == "Stopped at iteration 3, and saved. Go on by:\n  gossamer resume " + f"{tmp_path}/run\n"
+    ended = run("resume", "run", "--set", "hooks=[]")
+    assert ended.exit_code == 0
+    assert "\x1b" not in ended.stdout
+    lines = [line for line in ended.stdout.splitlines() if line.startswith("epoch ")]
+    assert [line.split()[:4] for line in lines] == [["epoch", f"{n}/3", "iteration", f"{6 * n}/18"] for n in (1, 2, 3)]
+    assert "80.0 %" in lines[-1]
+    assert ended.stdout.count("test at iteration") == 3
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert f"going on from iteration 3 of {tmp_path}/run" in log or "going on from iteration 3 of run/" in log
+
+
+def test_the_way_to_go_on_can_be_typed_though_the_folder_has_blanks(run: Run, tmp_path: Path) -> None:
+    path = config(tmp_path)
+    stopped = run("train", path, "--set", STOP, "--set", "saver.save_dir=a run")
+    command = stopped.stdout.splitlines()[-1].strip()
+    assert command in ("gossamer resume 'a run'", 'gossamer resume "a run"')
+
+
+def test_a_run_that_is_there_is_not_begun_again(run: Run, tmp_path: Path) -> None:
+    path = config(tmp_path)
+    assert run("train", path, "--set", "trainer.max_iter=1", "--json").exit_code == 0
+    refused(run("train", path), "holds a run already", "gossamer resume")
+
+
+def test_a_wrong_format_is_one_sentence(run: Run, tmp_path: Path) -> None:
+    path = config(tmp_path)
+    run("train", path, "--set", "trainer.max_iter=1", "--json")
+    result = run("export", "run", "--format", "tflite")
+    assert result.exit_code in (1, 2)
+    assert "tflite" in result.stderr
+
+
+# Images that cannot be read
+
+
+def image_folder(folder: Path, *damaged: int) -> dict[str, Any]:
+    """Two classes of six images each, and what a config says of them."""
+    for index in range(12):
+        path = folder / "images" / "ab"[index % 2] / f"{index:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = np.full((8, 8, 3), 20 * index, dtype=np.uint8)
+        Image.fromarray(pixels).save(path)
+        if index in damaged:
+            path.write_bytes(path.read_bytes()[:40])
+    return {"type": "image_folder", "path": str(folder / "images")}
+
+
+def photo_config(folder: Path, *damaged: int, batch_size: int = 4) -> Path:
+    source = {**image_folder(folder, *damaged), "batch_size": batch_size}
+    net = {"type": "tests.runner.nets:plain"}
+    return config(folder, num_classes=2, dataset={"train": source, "test": source}, net=net)
+
+
+def test_an_image_that_cannot_be_read_is_left_out_and_counted(run: Run, tmp_path: Path) -> None:
+    result = run("train", photo_config(tmp_path, 4, 7), "--set", "trainer.max_epoch=1")
+    assert result.exit_code == 0
+    told = [line for line in result.stdout.splitlines() if "left out" in line]
+    assert [line.split(": ")[1] for line in told] == ["dataset.train", "dataset.test"]
+    assert "2 images are left out" in told[0]
+
+
+def test_images_left_out_are_told_though_the_epoch_is_not_over(run: Run, tmp_path: Path) -> None:
+    path = photo_config(tmp_path, *range(6), batch_size=6)
+    result = run("train", path, "--set", "trainer.max_iter=1", "--set", "dataset.test=null")
+    assert result.exit_code == 0
+    assert "left out" in result.stdout
+
+
+def test_one_damaged_image_does_not_end_a_run_with_small_batches(run: Run, tmp_path: Path) -> None:
+    result = run("train", photo_config(tmp_path, 4, batch_size=1), "--set", "trainer.max_epoch=1")
+    assert result.exit_code == 0, result.stderr
+    assert "left out" in result.stdout
+
+
+def test_one_damaged_image_in_the_last_batch_does_not_end_a_test(run: Run, tmp_path: Path) -> None:
+    path = photo_config(tmp_path, 11, batch_size=11)
+    result = run("train", path, "--set", "trainer.max_epoch=1", "--set", "dataset.train.batch_size=6")
+    assert result.exit_code == 0, result.stderr
+
+
+def test_a_damaged_image_ends_a_run_that_refuses_them(run: Run, tmp_path: Path) -> None:
+    path = photo_config(tmp_path, 4)
+    refused(run("train", path, "--set", "dataset.train.on_error=refuse"), "04.png", "on_error: skip")
