@@ -37,7 +37,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def scenes(folder: Path, net: str, method: str = "dense", **changed: Any) -> Path:
+def scenes(folder: Path, name: str, method: str = "dense", **changed: Any) -> Path:
     """Write the config of a run of three iterations."""
     source = {"type": "scenes", "batch_size": 2, "size": 64, "count": 4}
     given = METHODS[method]
@@ -45,7 +45,7 @@ def scenes(folder: Path, net: str, method: str = "dense", **changed: Any) -> Pat
         "num_classes": 10,
         "task": "detection",
         "dataset": {"train": {**source, "split": "train"}, "test": {**source, "split": "test", "count": 3}},
-        "net": NETS[net],
+        "net": NETS[name],
         "trainer": {
             "max_iter": 3,
             "test_freq": 3,
@@ -85,9 +85,10 @@ def check_run(folder: Path, net: str, method: str) -> Path:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_detector_of_ones_own_goes_through_all_of_it(method: str, tmp_path: Path) -> None:
     run = check_run(tmp_path, "own", method)
-    files = export(run, formats=["onnx", "safetensors"], display=Display(shown=False)).files
-    assert [path.name for path in files] == ["model.safetensors", "model.onnx"]
-    assert len(onnxruntime.InferenceSession(run / "model.onnx").get_outputs()) == 1
+    if method == "amba":
+        files = export(run, formats=["onnx", "safetensors"], display=Display(shown=False)).files
+        assert [path.name for path in files] == ["model.safetensors", "model.onnx"]
+        assert len(onnxruntime.InferenceSession(run / "model.onnx").get_outputs()) == 1
     weights = load_file(run / "model.safetensors")
     zeros = float((weights["layers.2.weight"] == 0).float().mean())
     if method in ("amba", "ampere"):
@@ -95,6 +96,7 @@ def test_a_detector_of_ones_own_goes_through_all_of_it(method: str, tmp_path: Pa
     assert not [name for name in weights if "_mma_" in name or "fake_sparse" in name]
 
 
+@pytest.mark.slow
 def test_a_sparse_retinanet_goes_through_all_of_it(tmp_path: Path) -> None:
     run = check_run(tmp_path, "retinanet", "ampere")
     weights = load_file(run / "model.safetensors")
@@ -153,13 +155,18 @@ def coco(folder: Path, *damaged: int) -> dict[str, Any]:
 
 
 def test_a_damaged_image_and_an_empty_box_are_left_out_and_counted(tmp_path: Path) -> None:
-    source = coco(tmp_path, 2)
-    path = scenes(tmp_path, "own", num_classes=1, dataset={"train": source, "test": source})
-    assert trained(path).complete
+    path = scenes(tmp_path, "own", num_classes=1, dataset={"train": coco(tmp_path, 2)})
+    assert trained(path, "trainer.max_iter=4").complete
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "2.png" in log
     assert "dataset.train: " in log
     assert "boxes" in log
+
+
+def test_a_damaged_image_among_those_that_are_drawn_does_not_end_a_run(tmp_path: Path) -> None:
+    source = coco(tmp_path, 2)
+    assert trained(scenes(tmp_path, "own", num_classes=1, dataset={"train": source, "test": source})).complete
+    assert (tmp_path / "run" / "pictures" / "iter_00000003.png").is_file()
 
 
 @pytest.mark.parametrize(("damaged", "told"), [((), r"boxes\.json.*annotation"), ((2,), r"2\.png|annotation")])

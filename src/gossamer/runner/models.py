@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
@@ -16,6 +17,7 @@ from gossamer.errors import GossamerError, nearest
 from gossamer.runner.config.schema import Net
 from gossamer.runner.detectors import set_anchors
 from gossamer.runner.networks import is_detector
+from gossamer.runner.starting import load_backbone
 from gossamer.runner.words import OURS, builder, reason
 
 TaskName = Literal["classification", "detection"]
@@ -59,11 +61,17 @@ def _by_name(net: Net, num_classes: int) -> nn.Module:
         return _call(net, make, {"num_classes": num_classes, **kwargs})
     if net.type.startswith(OTHER_TARGETS):
         raise GossamerError(f"net.type: {net.type} learns from more than boxes; take fasterrcnn_resnet50_fpn")
+    backbone = kwargs.get("weights_backbone")
+    of_ones_own = isinstance(backbone, str) and Path(backbone).exists()
+    if of_ones_own:
+        kwargs["weights_backbone"] = None
     anchors = {} if net.type in OURS else {key: kwargs.pop(key) for key in ANCHORS if key in kwargs}
     try:
         model = _call(net, make, {"num_classes": num_classes + 1, **kwargs})
         if anchors:
             set_anchors(model, **anchors)
+        if of_ones_own:
+            load_backbone(model, Path(str(backbone)))
     except GossamerError as error:
         if str(error).startswith("net"):
             raise

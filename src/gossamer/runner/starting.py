@@ -42,14 +42,14 @@ def start_of_training(saver: Saver, given: Set[str], checkpoints: Checkpoints) -
         return _resumed(saver.resume_model)
     if PRETRAIN in given and saver.pretrain_model is not None and not (saver.auto_resume and checkpoints.latest()):
         _check_free(checkpoints)
-        return Start(weights=_file(saver.pretrain_model, PRETRAIN))
+        return Start(weights=file_of(saver.pretrain_model, PRETRAIN))
     if saver.auto_resume and (found := checkpoints.load_latest()) is not None:
         return Start(checkpoint=found, source=found.path)
     if saver.resume_model is not None:
         return _resumed(saver.resume_model)
     _check_free(checkpoints)
     if saver.pretrain_model is not None:
-        return Start(weights=_file(saver.pretrain_model, PRETRAIN))
+        return Start(weights=file_of(saver.pretrain_model, PRETRAIN))
     return Start()
 
 
@@ -57,7 +57,7 @@ def start_of_evaluation(saver: Saver, given: Set[str], checkpoints: Checkpoints)
     """What is evaluated: what is named, else the best, else the latest."""
     for key, path in ((RESUME, saver.resume_model), (PRETRAIN, saver.pretrain_model)):
         if path is not None and (key in given or key == RESUME):
-            return _any(_file(path, key))
+            return _any(file_of(path, key))
     best = checkpoints.best()
     if best is not None:
         try:
@@ -67,7 +67,7 @@ def start_of_evaluation(saver: Saver, given: Set[str], checkpoints: Checkpoints)
     if (found := checkpoints.load_latest()) is not None:
         return Start(checkpoint=found, source=found.path)
     if saver.pretrain_model is not None:
-        return _any(_file(saver.pretrain_model, PRETRAIN))
+        return _any(file_of(saver.pretrain_model, PRETRAIN))
     raise GossamerError(
         f"{checkpoints.folder}: there is no checkpoint to evaluate; train first, or name one by --weights FILE"
     )
@@ -111,6 +111,23 @@ def check_classes(model: nn.Module, state: Mapping[str, Tensor], path: Path | No
             raise GossamerError(f"{path}: {_mismatch(name, tensor, own[name])}")
 
 
+def load_backbone(model: nn.Module, path: Path) -> None:
+    """Load the weights of a classifier into the body of a detector's backbone; its last layers are left out."""
+    body: Any = getattr(getattr(model, "backbone", None), "body", None)
+    if not isinstance(body, nn.Module):
+        raise GossamerError(f"weights_backbone: {type(model).__name__} has no backbone.body to load {path} into")
+    file = file_of(path, "weights_backbone")
+    own, state = body.state_dict(), read_weights(file)
+    for name, tensor in own.items():
+        if name not in state or state[name].shape != tensor.shape:
+            found = f"the shape {tuple(state[name].shape)}" if name in state else "none"
+            raise GossamerError(
+                f"weights_backbone: {file}: these are weights of another network: '{name}' has the shape "
+                f"{tuple(tensor.shape)} in the backbone and {found} in the file"
+            )
+    body.load_state_dict({name: state[name] for name in own})
+
+
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a state, in the memory layout of the parameters, as if it had never been saved."""
     optimizer.load_state_dict(state)
@@ -131,7 +148,7 @@ def _mismatch(name: str, found: Tensor, own: Tensor) -> str:
 
 
 def _resumed(path: Path) -> Start:
-    found = read_checkpoint(_file(path, RESUME))
+    found = read_checkpoint(file_of(path, RESUME))
     return Start(checkpoint=found, source=found.path)
 
 
@@ -144,8 +161,8 @@ def _any(path: Path) -> Start:
     )
 
 
-def _file(path: Path, key: str) -> Path:
-    """The file that is meant: a run folder stands for its best checkpoint, else its latest."""
+def file_of(path: Path, key: str) -> Path:
+    """The file that a key of a config means: a run folder stands for its best checkpoint, else its latest."""
     if path.is_dir():
         checkpoints = Checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path, keep=1)
         found = checkpoints.latest() if key == RESUME else (checkpoints.best() or checkpoints.latest())
