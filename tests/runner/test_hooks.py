@@ -77,9 +77,9 @@ def test_a_signal_behind_the_last_iteration_does_not_keep_a_run_from_its_end(tur
 def test_a_second_interrupt_ends_at_once_and_leaves_earlier_checkpoints(tmp_path: Path) -> None:
     path = config(tmp_path)
     interrupted(path, 2)
+    hook = "hooks=[{type: 'tests.runner.nets:At', kwargs: {turn: 'iteration 4', signals: [SIGINT, SIGINT]}}]"
     with pytest.raises(KeyboardInterrupt):
-        kwargs = "{turn: 'iteration 4', signals: [SIGINT, SIGINT]}"
-        trained(path, "saver.auto_resume=true", f"hooks=[{{type: 'tests.runner.nets:At', kwargs: {kwargs}}}]")
+        trained(path, "saver.auto_resume=true", hook)
     assert names(tmp_path) == ["iter_00000002.safetensors"]
 
 

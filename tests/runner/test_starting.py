@@ -156,9 +156,7 @@ def test_the_checkpoint_before_a_damaged_one_is_used_and_told(keep: float, tmp_p
     same(final_state(tmp_path / "run"), final_state(runs / "dense"))
 
 
-def test_a_run_folder_in_resume_model_gives_the_checkpoint_before_a_damaged_one_too(
-    tmp_path: Path, runs: Path
-) -> None:
+def test_a_run_folder_in_resume_model_gives_the_checkpoint_before_a_damaged_one_too(tmp_path: Path, runs: Path) -> None:
     shutil.copytree(runs / "stopped", tmp_path / "other")
     file_of(tmp_path / "other", 8).write_bytes(b"")
     assert trained(config(tmp_path), f"saver.resume_model={tmp_path / 'other'}").complete
@@ -235,14 +233,16 @@ def test_layers_that_are_named_are_not_taken_from_the_weights(tmp_path: Path, ru
 
 @pytest.mark.parametrize("way", ["resume_model", "pretrain_model"])
 def test_a_first_layer_of_another_width_is_not_put_down_to_classes(way: str, tmp_path: Path, runs: Path) -> None:
-    with pytest.raises(GossamerError, match="'0.weight' has the shape") as caught:
+    with pytest.raises(GossamerError, match=r"'0\.weight' has the shape") as caught:
         trained(config(tmp_path), "net.kwargs={width: 8}", f"saver.{way}={runs / 'stopped'}")
     assert "classes" not in str(caught.value)
 
 
 def test_weights_of_another_model_are_told(tmp_path: Path) -> None:
     torch.save({f"body.{name}": tensor for name, tensor in small().state_dict().items()}, tmp_path / "weights.pt")
-    with pytest.raises(GossamerError, match=r"weights of another model: it has no '0.weight'; nearest: 'body.0.weight'"):
+    with pytest.raises(
+        GossamerError, match=r"weights of another model: it has no '0.weight'; nearest: 'body.0.weight'"
+    ):
         trained(config(tmp_path), f"saver.pretrain_model={tmp_path / 'weights.pt'}")
 
 

@@ -20,6 +20,9 @@ from gossamer.runner.config.schema import Config, Part
 from gossamer.runner.config.sparse import check_sparsity
 from gossamer.runner.config.tree import Problems, Tree
 
+UNITS = {"max_iter": "iterations", "max_epoch": "epochs"}
+"""What the length of a training is counted in."""
+
 
 @dataclass(frozen=True)
 class Loaded:
@@ -53,6 +56,7 @@ def read_config(path: str | os.PathLike[str], sets: Sequence[str] = (), data: st
     for override in overrides:
         if len(override.path) == 3 and override.path[0] == "dataset" and override.path[2] == "type":
             tree = retyped(tree, override.path[1], override.value.content)
+    timed = next((key for key in UNITS if tree.at("trainer", key) is not None), None)
     tree = without_missing_weights(overridden(tree, overrides), warnings)
     config = checked(tree, problems)
     if config is not None:
@@ -60,7 +64,7 @@ def read_config(path: str | os.PathLike[str], sets: Sequence[str] = (), data: st
     problems.raise_if_any()
     assert config is not None  # or there were problems
     given = frozenset(key for override in overrides for key in override.keys)
-    warnings += [*_doubts(config), *_changed_unit(tree, given)]
+    warnings += [*_doubts(config), *_changed_unit(tree, given, timed)]
     return Loaded(config, path.stem, given, config_text(config), warnings)
 
 
@@ -95,13 +99,13 @@ def _doubts(config: Config) -> list[str]:
     return found
 
 
-def _changed_unit(tree: Tree, given: frozenset[str]) -> list[str]:
+def _changed_unit(tree: Tree, given: frozenset[str], before: str | None) -> list[str]:
     """Frequencies and lengths of the file count another unit than their author meant."""
-    units = {"trainer.max_iter": "iterations", "trainer.max_epoch": "epochs"}
     trainer = tree.child("trainer")
-    if trainer is None or not (unit := next((units[key] for key in units if key in given), None)):
+    after = next((key for key in UNITS if f"trainer.{key}" in given), None)
+    if trainer is None or after is None or before in (None, after):
         return []
     lengths = ("test_freq", "save_freq", "lr_scheduler.kwargs.T_max", "lr_scheduler.kwargs.milestones")
     kept = [key for key in lengths if f"trainer.{key}" not in given and trainer.at(*key.split(".")) is not None]
     told = ", ".join(kept)
-    return [f"trainer is timed by --set in {unit}, and so are now {told} of the file"] if kept else []
+    return [f"trainer is timed by --set in {UNITS[after]}, and so are now {told} of the file"] if kept else []
