@@ -25,6 +25,8 @@ def whole(path: str | os.PathLike[str], *, durable: bool = False) -> Generator[P
         yield scratch
         if target.exists():
             shutil.copymode(target, scratch)
+        else:
+            scratch.chmod(0o666 & ~_mask())  # some libraries make files that only their owner may read
         if durable:
             _flush_file(scratch)
         os.replace(scratch, target)
@@ -56,6 +58,13 @@ def flush_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def _mask() -> int:
+    """The permissions that new files are not to have; the system tells only who sets them."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 def _flush_file(path: Path) -> None:

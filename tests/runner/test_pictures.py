@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
+from gossamer.runner.data.decoding import ImageFileError
 from gossamer.runner import pictures
 from gossamer.runner.pictures import draw_detections, draw_tests
 
@@ -108,11 +109,21 @@ class Task:
         return [found([[8, 8, 40, 40]], [1], [0.9]) for _ in images]
 
 
+class Samples(list):
+    """None stands for an image that cannot be read."""
+
+    def __getitem__(self, index: int) -> object:
+        sample = super().__getitem__(index)
+        if sample is None:
+            raise ImageFileError("a.png: the image cannot be read")
+        return sample
+
+
 def test_tests_are_drawn_on_the_first_images_that_can_be_read(tmp_path: Path) -> None:
     sample = (torch.zeros(3, 64, 64), {"boxes": torch.tensor([[2.0, 2, 60, 60]])})
     model = nn.Linear(1, 1)
-    assert draw_tests(model, Task(), [None, sample, None], CLASSES, tmp_path / "a.png") == tmp_path / "a.png"
+    assert draw_tests(model, Task(), Samples([None, sample, None]), CLASSES, tmp_path / "a.png") == tmp_path / "a.png"
     assert {FIRST, GREEN} <= colours(tmp_path / "a.png")
     assert model.training
-    assert draw_tests(model, Task(), [None], CLASSES, tmp_path / "b.png") is None
+    assert draw_tests(model, Task(), Samples([None]), CLASSES, tmp_path / "b.png") is None
     assert not (tmp_path / "b.png").exists()

@@ -85,6 +85,8 @@ def evaluate(
     elif result.first:
         from gossamer.runner.summary import metrics_table
 
+        at = f", iteration {result.iteration}" if result.iteration else ""
+        out.print(f"{result.source}{at}", highlight=False, soft_wrap=True)
         out.print(metrics_table(result.metrics, result.sparsity))
 
 
@@ -118,7 +120,7 @@ def export(
         show_json(_plain(result))
         return
     for path in result.files:
-        out.print(f"{path}: {path.stat().st_size / 1e6:.1f} MB", highlight=False)
+        out.print(f"{path}: {_size(path.stat().st_size)}", highlight=False, soft_wrap=True)
 
 
 @reports_errors
@@ -178,5 +180,10 @@ def _plain(result: Result) -> dict[str, object]:
         "iteration": result.iteration,
         "metrics": result.metrics,
         "sparsity": result.sparsity,
+        "source": None if result.source is None else str(result.source),
         "files": [str(path) for path in result.files],
     }
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"

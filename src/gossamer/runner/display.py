@@ -24,8 +24,6 @@ from gossamer.runner.figures import duration, figure, metric_words, rate
 
 _PAUSE = 0.25
 """Seconds between two drawings."""
-_SMOOTH = 0.9
-"""How much of the shown loss stays at each update."""
 
 QUIET = 20.0
 """Seconds after which somebody who reads plain lines wants to see another."""
@@ -190,8 +188,7 @@ class _Progress:
     ) -> None:
         self.iteration, self._lr, self._sparsity, self._target = iteration, lr, sparsity, target
         self._images_per_s = images_per_s
-        smooth = self._loss is not None and math.isfinite(self._loss) and math.isfinite(loss)
-        self._loss = _SMOOTH * self._loss + (1 - _SMOOTH) * loss if smooth and self._loss is not None else loss
+        self._loss = loss
 
     def seconds_left(self) -> float | None:
         """As long as the iterations so far took, with their tests and checkpoints."""

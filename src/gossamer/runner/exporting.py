@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, nearest
 from gossamer.files import whole
 from gossamer.runner.tasks import Task
 
 NAME = "model"
+FORMATS = ("safetensors", "onnx")
 
 
 def write_model(model: nn.Module, task: Task, image: Tensor, folder: Path, formats: Sequence[str]) -> list[Path]:
@@ -20,6 +21,10 @@ def write_model(model: nn.Module, task: Task, image: Tensor, folder: Path, forma
 
     `image` (1, C, H, W) is an example of what the model takes.
     """
+    for name in formats:
+        if name not in FORMATS:
+            known = ", ".join(FORMATS)
+            raise GossamerError(f"--format: there is no '{name}'{nearest(name, FORMATS)}; there are {known}")
     was_training = model.training
     model.eval()
     try:

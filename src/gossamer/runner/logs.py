@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from gossamer.errors import GossamerError
@@ -14,31 +15,38 @@ LOG = "log.txt"
 
 
 @contextmanager
-def logged(folder: Path | None, display: Display | None) -> Generator[None]:
-    """Write messages to the folder's log, and show warnings; as long as the block runs."""
+def logged(display: Display) -> Generator[Callable[[Path], None]]:
+    """Show warnings as long as the block runs. What this gives writes all messages to the log of a folder.
+
+    The messages before that call are written too; without it nothing is, so that a run that is refused leaves nothing.
+    """
     logger = logging.getLogger("gossamer")
-    handlers: list[logging.Handler] = []
-    level, propagate = logger.level, logger.propagate
-    if folder is not None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            handlers.append(logging.FileHandler(folder / LOG, encoding="utf-8"))
-        except OSError as error:
-            raise GossamerError(
-                f"{folder}: cannot be written: {error.strerror or error}; choose another saver.save_dir"
-            ) from error
-        handlers[-1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    if display is not None:
-        handlers.append(_Shown(display))
+    level = logger.level
+    kept = MemoryHandler(10**6, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+    handlers: list[logging.Handler] = [kept, _Shown(display)]
     for handler in handlers:
         logger.addHandler(handler)
     if logger.getEffectiveLevel() > logging.INFO:
         logger.setLevel(logging.INFO)
+
+    def keep(folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = logging.FileHandler(folder / LOG, encoding="utf-8")
+        except OSError as error:
+            reason = error.strerror or error
+            raise GossamerError(f"{folder}: cannot be written: {reason}; choose another saver.save_dir") from error
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        kept.setTarget(file)
+        kept.flush()
+        logger.removeHandler(kept)
+        logger.addHandler(file)
+        handlers.append(file)
+
     try:
-        yield
+        yield keep
     finally:
         logger.setLevel(level)
-        logger.propagate = propagate
         for handler in handlers:
             logger.removeHandler(handler)
             handler.close()

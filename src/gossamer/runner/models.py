@@ -53,7 +53,7 @@ def build_net(net: Net, num_classes: int, task: str | None = None) -> nn.Module:
 
 
 def _by_name(net: Net, num_classes: int) -> nn.Module:
-    make = builder(net.type)
+    make = _builder(net)
     kwargs = dict(net.kwargs)
     if "num_classes" in kwargs:
         raise GossamerError("net.kwargs.num_classes: the config's own num_classes says it; leave it out here")
@@ -79,8 +79,15 @@ def _by_name(net: Net, num_classes: int) -> nn.Module:
     return model
 
 
+def _builder(net: Net) -> Callable[..., Any]:
+    try:
+        return builder(net.type)
+    except GossamerError as error:
+        raise GossamerError(f"net.type: {error}") from error
+
+
 def _own(net: Net, num_classes: int) -> nn.Module:
-    make = builder(net.type)
+    make = _builder(net)
     try:
         takes = "num_classes" in inspect.signature(make).parameters
     except (TypeError, ValueError):  # written in C, it does not tell

@@ -5,6 +5,7 @@ Takes tensors and writes one PNG; it neither trains nor measures.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 from gossamer.files import whole
+from gossamer.runner.data.decoding import ImageFileError
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
@@ -64,10 +66,10 @@ def draw_tests(
     images: list[Tensor] = []
     truths: list[Mapping[str, Tensor]] = []
     for index in range(len(data)):
-        sample = data[index]
-        if sample is not None:
-            images.append(sample[0])
-            truths.append(sample[1])
+        with contextlib.suppress(ImageFileError):
+            image, truth = data[index]
+            images.append(image)
+            truths.append(truth)
         if len(images) == MOST:
             break
     if not images:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,12 +44,24 @@ def read_run_data(
     wanted = config.num_classes
     train_data = test_data = None
     if train is not None and (training or (wanted is None and classes is None)):
-        train_data = build_dataset(train, task=task, seed=seed, num_classes=wanted)
+        with _told("dataset.train"):
+            train_data = build_dataset(train, task=task, seed=seed, num_classes=wanted)
         classes = train_data.classes
     if test is not None:
-        test_data = build_dataset(test, task=task, seed=seed, num_classes=wanted, classes=classes)
+        with _told("dataset.test"):
+            test_data = build_dataset(test, task=task, seed=seed, num_classes=wanted, classes=classes)
         classes = classes or test_data.classes
     for data, name in ((train_data, "train"), (test_data, "test")):
         for note in data.notes if data is not None else ():
             logger.warning("dataset.%s: %s", name, note)
     return RunData(train_data if training else None, test_data, classes or [], wanted or len(classes or []))
+
+
+@contextmanager
+def _told(place: str) -> Generator[None]:
+    """Put the place in the config before what is wrong with the data."""
+    try:
+        yield
+    except GossamerError as error:
+        told = str(error)
+        raise GossamerError(told if told.startswith("dataset") else f"{place}: {told}") from error

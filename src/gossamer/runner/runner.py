@@ -271,6 +271,8 @@ class Runner:
             if self.records is not None:
                 self.records.test(self.iteration, self.iteration / self.steps_per_epoch, self.metrics)
             self.display.tested(self.metrics, self.iteration)
+            told = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
+            logger.info("test at iteration %d: %s", self.iteration, told)
             self.draw(f"iter_{self.iteration:08d}.png")
         for hook in self.hooks:
             hook.tested(self, self.metrics)
@@ -310,6 +312,7 @@ class Runner:
             "random": gathered(random_states(), self.place),
             "classes": self.classes,
             "length": self.length,
+            "steps_per_epoch": self.steps_per_epoch,
             "config": self.loaded.text,
             "seconds": self._elapsed(),
         }
@@ -424,6 +427,7 @@ class Runner:
             return
         now = self.sparsifier.now(self.model) if self.sparsifier is not None else None
         target = self.sparsifier.target() if self.sparsifier is not None else None
+        logger.info("iteration %d: loss %.4f, lr %.4g", progress.iteration, progress.loss, progress.lr)
         self.display.update(
             progress.iteration,
             loss=progress.loss,

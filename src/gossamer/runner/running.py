@@ -26,6 +26,7 @@ from gossamer.runner.sparse_runner import SparseRunner
 from gossamer.runner.sparsity import ByRecipe
 
 logger = logging.getLogger("gossamer")
+WEIGHTS = (".safetensors", ".pt", ".pth", ".onnx", ".tar")
 CONFIG, RECIPE = "config.yaml", "recipe.yaml"
 
 
@@ -39,6 +40,8 @@ class Result:
     iteration: int
     metrics: dict[str, float]
     sparsity: float | None = None
+    source: Path | None = None
+    """The checkpoint or file of weights that was evaluated or exported."""
     files: list[Path] = field(default_factory=list[Path])
     first: bool = True
     """Whether this is the first of several processes, which speaks for them."""
@@ -72,7 +75,7 @@ def evaluate(
         if place.first and runner.folder.is_dir():
             runner.draw("evaluation.png")
         iteration = runner.start.checkpoint.iteration if runner.start.checkpoint is not None else 0
-        return Result(runner.folder, True, iteration, metrics, sparsity, first=place.first)
+        return Result(runner.folder, True, iteration, metrics, sparsity, _source(runner), first=place.first)
 
 
 def export(
@@ -93,35 +96,31 @@ def export(
             runner.sparsifier.finish(runner.model)
         folder = output or runner.folder
         files = write_model(runner.model, runner.task, runner.example(), folder, formats)
-        return Result(folder, True, 0, {}, sparsity, files, first=place.first)
+        return Result(folder, True, 0, {}, sparsity, _source(runner), files, first=place.first)
 
 
 def _train(loaded: Loaded, display: Display | None) -> Result:
     with joined(loaded.config.runtime.device) as place:
-        kind = _runner_class(loaded)
-        runner = kind(loaded, place, training=True, display=display)
-        with (
-            logged(runner.folder if place.first else None, runner.display),
-            reproducible(runner.config.runtime.deterministic),
-        ):
+        runner = _runner_class(loaded)(loaded, place, training=True, display=display)
+        with logged(runner.display) as keep, reproducible(loaded.config.runtime.deterministic):
             for warning in loaded.warnings if place.first else ():
                 logger.warning("%s", warning)
             runner.build()
             if place.first:
+                keep(runner.folder)
                 _keep_config(runner)
             complete = runner.train()
             sparsity = _sparsity(runner)
             files = runner.finish() if complete else []
-            return Result(
-                runner.folder, complete, runner.iteration, dict(runner.metrics), sparsity, files, first=place.first
-            )
+            metrics = dict(runner.metrics)
+            return Result(runner.folder, complete, runner.iteration, metrics, sparsity, None, files, place.first)
 
 
 @contextmanager
 def _built(loaded: Loaded, place: Place, display: Display | None) -> Generator[Runner]:
     """A runner that is ready to test; its messages are shown."""
     runner = _runner_class(loaded)(loaded, place, training=False, display=display)
-    with logged(None, runner.display), reproducible(runner.config.runtime.deterministic):
+    with logged(runner.display), reproducible(runner.config.runtime.deterministic):
         runner.build()
         yield runner
 
@@ -139,6 +138,10 @@ def _any(config: str | Path, sets: Sequence[str], data: str | None, weights: str
     more = [*sets] if weights is None else [*sets, f"saver.resume_model={json.dumps(str(weights))}"]
     if Path(config).is_dir():
         return _of_folder(Path(config), more, data)
+    if Path(config).suffix in WEIGHTS:
+        raise GossamerError(
+            f"{config}: is a file of weights; name the config or the run, and this by --weights {config}"
+        )
     return read_config(config, more, data)
 
 
@@ -165,6 +168,10 @@ def _keep_config(runner: Runner) -> None:
                 part.write_text(text, encoding="utf-8")
         except OSError as error:
             raise GossamerError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _source(runner: Runner) -> Path | None:
+    return runner.start.source or runner.start.weights
 
 
 def _sparsity(runner: Runner) -> float | None:

@@ -51,9 +51,7 @@ class SparseRunner(Runner):
         return self.sparsifier.groups(self.model, float(self.config.trainer.optimizer.kwargs.get("weight_decay", 0.0)))
 
     def build_ema(self) -> None:
-        """Averages of weights would not be sparse."""
-        if self.config.ema.enable:
-            logger.warning("ema is off in sparse training: an average of weights under changing masks is not sparse")
+        """None: an average of weights under changing masks is not sparse. Reading the config has told it."""
 
     def sparse_post_process(self) -> None:
         """Bind the sparsity to the optimizer and the learning-rate scheduler, in the state of a resumed run."""
@@ -64,7 +62,7 @@ class SparseRunner(Runner):
         if isinstance(self.sparsifier, ByRecipe):
             if state is not None:
                 self.sparsifier.load_state_dict(state)
-            steps = self.steps_per_epoch if self.training else 1
+            steps = self.steps_per_epoch if self.training else int(self.start.checkpoint.state["steps_per_epoch"])  # pyright: ignore[reportOptionalMemberAccess]
             image = self.example()
             more |= {"steps_per_epoch": steps, "accumulation_steps": self.config.trainer.accumulate}
             more["example_inputs"] = ([image[0]],) if self.kind == "detection" else image

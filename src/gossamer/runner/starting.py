@@ -86,7 +86,11 @@ def load_weights(model: nn.Module, path: Path, left_out: tuple[str, ...] = (), p
     state = {name: tensor for name, tensor in state.items() if not (left_out and name.startswith(left_out))}
     for name, tensor in wanted.items():
         if name in state and state[name].shape != tensor.shape:
-            raise GossamerError(f"{path}: {_mismatch(name, state[name], tensor)}")
+            layer = name.rpartition(".")[0]
+            raise GossamerError(
+                f"{path}: {_mismatch(name, state[name], tensor)}; change num_classes or net to what was trained, or "
+                f"leave the layer out by saver.pretrain_except: ['{layer}.']"
+            )
     missing = [name for name in wanted if name not in state]
     surplus = [name for name in state if name not in wanted]
     if missing or surplus:
@@ -108,7 +112,8 @@ def check_classes(model: nn.Module, state: Mapping[str, Tensor], path: Path | No
     own = model.state_dict()
     for name, tensor in state.items():
         if name in own and own[name].shape != tensor.shape:
-            raise GossamerError(f"{path}: {_mismatch(name, tensor, own[name])}")
+            told = _mismatch(name, tensor, own[name])
+            raise GossamerError(f"{path}: {told}; change num_classes or net to what was trained")
 
 
 def load_backbone(model: nn.Module, path: Path) -> None:
@@ -141,10 +146,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
 def _mismatch(name: str, found: Tensor, own: Tensor) -> str:
     shapes = f"'{name}' has the shape {tuple(found.shape)}, and the model's has {tuple(own.shape)}"
     if found.dim() == own.dim() and found.shape[1:] == own.shape[1:]:
-        shapes += f": {found.shape[0]} outputs against {own.shape[0]}, as from another number of classes"
-        way_out = f"saver.pretrain_except: ['{name.rpartition('.')[0]}.']"
-        return f"{shapes}; set num_classes as it was trained, or leave the layer out by {way_out}"
-    return f"{shapes}; change net to the model that was trained"
+        return f"{shapes}: {found.shape[0]} outputs against {own.shape[0]}, as from another number of classes"
+    return shapes
 
 
 def _resumed(path: Path) -> Start:

@@ -25,8 +25,8 @@ from gossamer.runner.records import read_records
 
 FILES = (
     "model.safetensors",
-    "model.onnx",
-    "report.html",
+    "model*.onnx",
+    "recipe.yaml",
     "config.yaml",
     "log.txt",
     "metrics.jsonl",
@@ -55,14 +55,15 @@ def run_summary(folder: Path) -> dict[str, Any]:
     weights = {} if about is None else about.weights
     if pruned and pruned > 0.05 and _zeros(weights) < 0.01:
         weights = {}  # a method that makes its zeros when the model is exported
-    names = by_weight({name for record in tests for name in record if name not in (*_FRAME, "sparsity")})
+    names = by_weight(dict.fromkeys(name for record in tests for name in record if name not in (*_FRAME, "sparsity")))
     best = checkpoints.best()
+    chosen = _iteration(best)
     return {
         "name": folder.resolve().name,
         "folder": str(folder),
         "method": None if about is None else _method(about.config),
         "metric": names[0] if names else None,
-        "metrics": {name: _course(name, tests) for name in names},
+        "metrics": {name: _course(name, tests, chosen) for name in names},
         "sparsity": _zeros(weights) if weights else _finite(pruned),
         "sparsity_of_pruned_layers": _finite(pruned),
         "weights": sum(total for total, _ in weights.values()) or None,
@@ -76,7 +77,7 @@ def run_summary(folder: Path) -> dict[str, Any]:
             "latest": None if about is None else str(about.path),
             "best": None if best is None else str(best),
         },
-        "files": [str(folder / name) for name in FILES if (folder / name).exists()],
+        "files": [str(path) for name in FILES for path in sorted(folder.glob(name))],
     }
 
 
@@ -170,7 +171,7 @@ def metrics_table(metrics: Mapping[str, float], sparsity: float | None = None) -
 def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The lines below the metrics, each with its name."""
     lines: list[tuple[str, str]] = []
-    if found["sparsity"] is not None:
+    if found["sparsity"]:
         lines.append(("sparsity", _percent(found["sparsity"]) + _of_kinds(found)))
     epochs = round(found["epochs"], 2)
     length = f"{found['iterations']} iterations, {epochs:g} {'epoch' if epochs == 1 else 'epochs'}"
@@ -206,11 +207,16 @@ def _last_description(checkpoints: Checkpoints) -> Description | None:
     return None
 
 
-def _course(name: str, tests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A metric over the tests of a run; for all of ours more is better."""
+def _iteration(path: Path | None) -> int | None:
+    with contextlib.suppress(CheckpointError):
+        return None if path is None else describe(path).iteration
+    return None
+
+
+def _course(name: str, tests: Sequence[Mapping[str, Any]], chosen: int | None) -> dict[str, Any]:
+    """A metric over the tests of a run; best is where the best checkpoint is, for a run knows what it is for."""
     values = [(float(test[name]), int(test["iteration"])) for test in tests if name in test]
-    numbers = [entry for entry in values if not math.isnan(entry[0])]
-    best = max(numbers, key=lambda entry: (entry[0], -entry[1]), default=(math.nan, None))
+    best = next((entry for entry in values if entry[1] == chosen), (math.nan, None))
     return {
         "first": _finite(values[0][0]),
         "best": _finite(best[0]),

@@ -46,7 +46,9 @@ def _class_folders(path: Path) -> list[str]:
         with os.scandir(path) as entries:
             folders = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     except OSError as problem:
-        raise GossamerError(f"{path}: cannot list the folder of images ({problem.strerror})") from None
+        raise GossamerError(
+            f"{path}: cannot list the folder of images ({problem.strerror}); correct the path, or try --data tiny"
+        ) from None
     if not folders:
         raise GossamerError(f"{path}: no folders of classes; images are looked for in {path}/<class>/")
     return folders
