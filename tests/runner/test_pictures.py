@@ -11,8 +11,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.runner.data.decoding import ImageFileError
 from gossamer.runner import pictures
+from gossamer.runner.data.decoding import ImageFileError
 from gossamer.runner.pictures import draw_detections, draw_tests
 
 GREEN, FIRST, SECOND = (60, 220, 90), pictures._COLOURS[0], pictures._COLOURS[1]

@@ -42,7 +42,7 @@ def course(scheduler: WarmUp, steps: int) -> list[float]:
 
 def built(optimizer: torch.optim.Optimizer, kind: str = "MultiStepLR", **fields: object) -> WarmUp:
     fields.setdefault("kwargs", KWARGS.get(kind, {}))
-    return build_lr_scheduler(LRScheduler(type=kind, **fields), optimizer, per_unit=10, length=30)
+    return build_lr_scheduler(LRScheduler(type=kind, **fields), optimizer, per_unit=10, length=30, steps_per_epoch=10)
 
 
 def test_milestones_count_epochs() -> None:

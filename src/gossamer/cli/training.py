@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -159,7 +160,7 @@ def _ended(result: Result, as_json: bool) -> None:
         out.print(run_table(result.folder))
     else:
         out.print(f"Stopped at iteration {result.iteration}, and saved. Go on by:", highlight=False)
-        out.print(f"  gossamer resume {result.folder}", highlight=False, soft_wrap=True)
+        out.print(f"  gossamer resume {shlex.quote(str(result.folder))}", highlight=False, soft_wrap=True)
     if not result.complete:
         raise typer.Exit(130)
 

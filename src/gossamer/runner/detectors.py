@@ -51,8 +51,10 @@ def retinanet_resnet18_fpn(
     stages = sorted(returned_layers)
     if not stages or len(set(stages)) < len(stages) or stages[0] < 1 or stages[-1] > 4:
         raise GossamerError(f"returned_layers: expected stages of ResNet from 1 to 4, found {list(returned_layers)}")
-    if pyramid_channels < 1 or pyramid_channels % GROUPS:
-        raise GossamerError(f"pyramid_channels: expected a multiple of {GROUPS}, found {pyramid_channels}")
+    if pyramid_channels < 2 * GROUPS or pyramid_channels % GROUPS:  # a group of one channel has no spread
+        raise GossamerError(
+            f"pyramid_channels: expected a multiple of {GROUPS} from {2 * GROUPS} on, found {pyramid_channels}"
+        )
     if weights_backbone is None and trainable_backbone_layers is not None:
         raise GossamerError("trainable_backbone_layers: without weights_backbone all layers train; leave it out")
     body = resnet18(weights=ResNet18_Weights.verify(weights_backbone))

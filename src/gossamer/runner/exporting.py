@@ -36,6 +36,7 @@ def write_model(model: nn.Module, task: Task, image: Tensor, folder: Path, forma
 
 def write_weights(model: nn.Module, path: Path) -> Path:
     """The state dict alone."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
     state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
@@ -43,8 +44,11 @@ def write_weights(model: nn.Module, path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole(path) as part:
             save_file(state, part, metadata={"format": "pt"})
-    except OSError as error:
-        raise GossamerError(f"{path}: cannot be written: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise GossamerError(
+            f"{path}: cannot be written: {reason}; make room, and write it by gossamer export"
+        ) from error
     return path
 
 

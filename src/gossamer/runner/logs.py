@@ -60,4 +60,6 @@ class _Shown(logging.Handler):
         self._display = display
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno > logging.WARNING:
+            return  # an error ends the run, and is told by whoever started it
         self._display.message(f"{record.levelname.lower()}: {record.getMessage()}")

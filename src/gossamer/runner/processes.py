@@ -54,16 +54,17 @@ def joined(device: str) -> Generator[Place]:
 @contextmanager
 def reproducible(wanted: bool) -> Generator[None]:
     """Only operations that give the same bits each time, for as long as the block runs."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(wanted or before[0])
+        torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = not wanted
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.backends.cudnn.benchmark = before[1]
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = benchmark
 
 
 def launch(count: int, arguments: Sequence[str]) -> int:

@@ -36,10 +36,13 @@ LENGTHS: dict[str, tuple[str, ...]] = {
 WHOLE = {"CosineAnnealingLR": "T_max", "OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
 """Arguments that are the length of the training unless they are given."""
 
+TIMES = ("T_max", "T_0", "total_steps", "total_iters", "milestones", "step_size", "_schedule_phases")
+"""Attributes of schedulers that a config decides, also for a run that is resumed."""
+
 
 def build_optimizer(config: Optimizer, parameters: Any) -> torch.optim.Optimizer:
     """The optimizer that a config names."""
-    known = {name: kind for name, kind in vars(torch.optim).items() if _is_optimizer(kind)}
+    known = {name: kind for name, kind in vars(torch.optim).items() if _is_optimizer(kind) and name not in UNFIT}
     kind = known.get(config.type)
     if kind is None:
         raise GossamerError(f"trainer.optimizer.type: torch.optim has no '{config.type}'{nearest(config.type, known)}")
@@ -52,13 +55,18 @@ def build_optimizer(config: Optimizer, parameters: Any) -> torch.optim.Optimizer
         raise GossamerError(f"trainer.optimizer.kwargs: {config.type}: {error}") from error
 
 
+UNFIT = ("LBFGS", "SparseAdam")
+"""Optimizers that need a closure, or gradients of another kind."""
+
+
 def build_lr_scheduler(
-    config: LRScheduler, optimizer: torch.optim.Optimizer, *, per_unit: int, length: int, higher_is_better: bool = True
+    config: LRScheduler, optimizer: torch.optim.Optimizer, *, per_unit: int, length: int, steps_per_epoch: int
 ) -> WarmUp:
     """The scheduler that a config names, to be stepped in each iteration.
 
     `per_unit` is the number of iterations in the config's unit of time: those of an epoch, or 1. `length` is how many
-    iterations one course of the schedule has: the whole training, or one level of sparsity.
+    iterations one course of the schedule has: the whole training, or one level of sparsity. A warm-up in epochs counts
+    those of `steps_per_epoch`.
     """
     name = config.type
     if name not in LENGTHS:
@@ -68,7 +76,7 @@ def build_lr_scheduler(
     _check_arguments(kind, config.kwargs, "trainer.lr_scheduler")
     given = dict(config.kwargs)
     if name == "ReduceLROnPlateau":
-        given.setdefault("mode", "max" if higher_is_better else "min")
+        given.setdefault("mode", "max")  # as all of our metrics
     try:
         kwargs = {key: _iterations(value, per_unit) if key in LENGTHS[name] else value for key, value in given.items()}
         if name in WHOLE and not (WHOLE[name] == "total_steps" and {"epochs", "steps_per_epoch"} <= set(kwargs)):
@@ -78,7 +86,7 @@ def build_lr_scheduler(
         inner = kind(optimizer, **kwargs)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise GossamerError(f"trainer.lr_scheduler.kwargs: {name}: {error}") from error
-    warm_up = config.warmup_iter or round(config.warmup_epochs * per_unit)
+    warm_up = config.warmup_iter or round(config.warmup_epochs * steps_per_epoch)
     return WarmUp(optimizer, inner, warm_up, config.warmup_ratio, config.warmup_type)
 
 
@@ -129,15 +137,26 @@ class WarmUp:
         return {"last_epoch": self.last_epoch, "rates": list(self.rates), "inner": inner}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the optimizer's state as well, which holds the rates of now."""
+        """Load the optimizer's state before, which holds the rates of now. Lengths stay those of the config."""
         self.last_epoch, self.rates = int(state["last_epoch"]), list(state["rates"])
         held = self._inner_state()
-        self.inner.load_state_dict(
-            {
-                key: Counter(value) if isinstance(held.get(key), Counter) else value
-                for key, value in state["inner"].items()
-            }
-        )
+        loaded: dict[str, Any] = {
+            key: Counter(value) if isinstance(held.get(key), Counter) else value
+            for key, value in state["inner"].items()
+        }
+        own = {key: held[key] for key in TIMES if key in held}
+        changed = any(loaded.get(key) != value for key, value in own.items())
+        self.inner.load_state_dict({**loaded, **own})
+        if changed:
+            self._start_from_here()
+
+    def _start_from_here(self) -> None:
+        """The rates that a schedule of another length has at this iteration, where it can say."""
+        closed_form: Any = getattr(self.inner, "_get_closed_form_lr", None)
+        if closed_form is not None:
+            for group, rate in zip(self.optimizer.param_groups, closed_form(), strict=True):
+                group["lr"] = rate
+            self._lower()
 
     def _inner_state(self) -> dict[str, Any]:
         return self.inner.state_dict()

@@ -13,6 +13,7 @@ from gossamer.runner.config import Config
 from gossamer.runner.data import ImageData, build_dataset
 
 logger = logging.getLogger("gossamer")
+Purpose = Literal["train", "test", "export"]
 
 
 @dataclass(frozen=True)
@@ -29,21 +30,21 @@ def read_run_data(
     config: Config,
     task: Literal["classification", "detection"],
     seed: int,
-    *,
-    training: bool,
+    purpose: Purpose = "train",
     classes: list[str] | None = None,
 ) -> RunData:
-    """Read what a config names; for tests alone the training data only where nothing else says the classes.
+    """Read what a config names for a purpose; an export wants an example from either.
 
-    `classes` are those of a checkpoint. What was left out of the data is told to the log.
+    Where only tests are wanted, the training data are read if nothing else says the classes. `classes` are those of a
+    checkpoint. What was left out of the data is told to the log.
     """
     train, test = config.dataset.train, config.dataset.test
-    needed = "train" if training else "test"
-    if getattr(config.dataset, needed) is None:
-        raise GossamerError(f"dataset.{needed}: is missing; name the data, or try --data tiny")
+    training = purpose == "train"
+    if (train if training else test or (train if purpose == "export" else None)) is None:
+        raise GossamerError(f"dataset.{'train' if training else 'test'}: is missing; name the data, or try --data tiny")
     wanted = config.num_classes
     train_data = test_data = None
-    if train is not None and (training or (wanted is None and classes is None)):
+    if train is not None and (training or test is None or (wanted is None and classes is None)):
         with _told("dataset.train"):
             train_data = build_dataset(train, task=task, seed=seed, num_classes=wanted)
         classes = train_data.classes
@@ -54,7 +55,7 @@ def read_run_data(
     for data, name in ((train_data, "train"), (test_data, "test")):
         for note in data.notes if data is not None else ():
             logger.warning("dataset.%s: %s", name, note)
-    return RunData(train_data if training else None, test_data, classes or [], wanted or len(classes or []))
+    return RunData(train_data, test_data, classes or [], wanted or len(classes or []))
 
 
 @contextmanager

@@ -34,11 +34,12 @@ from gossamer.runner.processes import Place, gathered, same_everywhere, send_buf
 from gossamer.runner.random_states import random_states, restore_random_states, seed_all
 from gossamer.runner.rates import WarmUp, build_lr_scheduler, build_optimizer
 from gossamer.runner.records import Records
-from gossamer.runner.run_data import read_run_data
+from gossamer.runner.run_data import Purpose, read_run_data
 from gossamer.runner.sparsity import Sparsifier
 from gossamer.runner.starting import (
     Start,
-    check_classes,
+    changed_settings,
+    check_fits,
     load_weights,
     restore_optimizer,
     start_of_evaluation,
@@ -57,8 +58,12 @@ class Runner:
 
     sparse: ClassVar[bool] = False
 
-    def __init__(self, loaded: Loaded, place: Place, *, training: bool = True, display: Display | None = None) -> None:
-        self.loaded, self.config, self.place, self.training = loaded, loaded.config, place, training
+    def __init__(
+        self, loaded: Loaded, place: Place, *, purpose: Purpose = "train", display: Display | None = None
+    ) -> None:
+        self.loaded, self.config, self.place = loaded, loaded.config, place
+        self.purpose: Purpose = purpose
+        self.training = purpose == "train"
         self.display = display or Display(shown=place.first)
         self.folder = self.config.saver.save_dir or Path("runs") / loaded.name
         keep = 1 if self.config.trainer.only_save_latest else self.config.saver.keep
@@ -102,7 +107,7 @@ class Runner:
 
     def build_data(self) -> None:
         saved = self.start.checkpoint.state.get("classes") if self.start.checkpoint is not None else None
-        data = read_run_data(self.config, self.kind, self.seed, training=self.training, classes=saved)
+        data = read_run_data(self.config, self.kind, self.seed, self.purpose, saved)
         self.train_data, self.test_data = data.train, data.test
         self.classes, self.num_classes = data.classes, data.num_classes
         train, test = self.config.dataset.train, self.config.dataset.test
@@ -135,7 +140,7 @@ class Runner:
             return
         averaged: Any = checkpoint.ema
         state = checkpoint.weights if averaged is None or self.training else averaged
-        check_classes(self.model, state, checkpoint.path)
+        check_fits(self.sparse, self.model, checkpoint, training=self.training)
         try:
             self.model.load_state_dict(state)
         except RuntimeError as error:
@@ -156,7 +161,11 @@ class Runner:
             per_unit = 1 if trainer.max_iter is not None else self.steps_per_epoch
             courses = self.sparsifier.courses if self.sparsifier is not None else 1
             self.lr_scheduler = build_lr_scheduler(
-                trainer.lr_scheduler, self.optimizer, per_unit=per_unit, length=max(self.length // courses, 1)
+                trainer.lr_scheduler,
+                self.optimizer,
+                per_unit=per_unit,
+                length=max(self.length // courses, 1),
+                steps_per_epoch=self.steps_per_epoch,
             )
         on_gpu = self.place.device.type == "cuda"
         self.half = (torch.float16 if on_gpu else torch.bfloat16) if trainer.fp16 else None
@@ -195,6 +204,8 @@ class Runner:
                 self.place.world,
             )
         logger.info("going on from iteration %d of %s", self.iteration, checkpoint.path)
+        for change in changed_settings(checkpoint.config, self.loaded.text):
+            logger.warning("%s", change)
 
     # Work
 
@@ -216,6 +227,9 @@ class Runner:
                 hook.train_begins(self)
             self._began = time.perf_counter()
             stopped = loop.run(lambda: self._iteration_done(loop, stop), self._tell)
+            tell_left_out(loop.skipped, loop.notes, "dataset.train")
+            if not stopped and not self.counts_for_best():
+                logger.warning("the model is less sparse than it was to become; was the training long enough?")
             if stopped and self.saved_at != self.iteration:
                 self.save()
             for hook in self.hooks:
@@ -279,10 +293,10 @@ class Runner:
 
     def save(self) -> None:
         """Write a checkpoint; all processes call this."""
+        self._check_weights()
         state = self.state()
-        found = self.metrics.get(self.task.metric) if self.tested_at == self.iteration else None
-        is_best = found is not None and self.counts_for_best() and (self.best is None or found > self.best)
-        self.best = found if is_best else self.best
+        is_best = self.is_best()
+        self.best = self.metrics[self.task.metric] if is_best else self.best
         state["best"] = self.best
         if self.place.first:
             epoch = self.iteration / self.steps_per_epoch
@@ -292,11 +306,17 @@ class Runner:
                 hook.saved(self, path)
         self.saved_at = self.iteration
 
+    def is_best(self) -> bool:
+        """Whether a test at this iteration found the best model so far."""
+        if self.tested_at != self.iteration or not self.counts_for_best():
+            return False
+        return self.best is None or self.metrics[self.task.metric] > self.best
+
     def counts_for_best(self) -> bool:
         """Whether the model is what the run is for: a model that is not yet sparse may be better, and is not."""
         if self.sparsifier is None:
             return True
-        target = self.sparsifier.target()
+        target = self.sparsifier.target(self.model)
         return target is None or self.sparsifier.now(self.model) > target - TOLERANCE
 
     def state(self) -> dict[str, Any]:
@@ -413,20 +433,31 @@ class Runner:
             hook.iteration_done(self)
         if self.test_data is not None and self._is_due(self.config.trainer.test_freq):
             self.test()
-        if self._is_due(self.config.trainer.save_freq):
+        if self._is_due(self.config.trainer.save_freq, default=self.steps_per_epoch) or self.is_best():
             self.save()
         return stop.agreed(self.iteration, self.config.trainer.log_freq) and self.iteration < self.length
 
-    def _is_due(self, frequency: int | None) -> bool:
+    def _is_due(self, frequency: int | None, default: int | None = None) -> bool:
+        """Whether something is due that is done so often, in the config's unit of time; `default` is in iterations."""
         unit = 1 if self.config.trainer.max_iter is not None else self.steps_per_epoch
-        at_end = self.iteration == self.length
-        return at_end or (frequency is not None and self.iteration % (frequency * unit) == 0)
+        every = default if frequency is None else frequency * unit
+        return self.iteration == self.length or (every is not None and self.iteration % every == 0)
+
+    def _check_weights(self) -> None:
+        """Raise rather than save weights that are no numbers: sound checkpoints would go to make room for them."""
+        for name, weight in unwrap(self.model).named_parameters():
+            if not bool(torch.isfinite(weight).all()):
+                raise GossamerError(
+                    f"the weight '{name}' is not finite at iteration {self.iteration}: lower "
+                    "trainer.optimizer.kwargs.lr, warm up longer, or set trainer.clip_grad_norm; checkpoints from "
+                    "before are intact"
+                )
 
     def _tell(self, progress: Progress) -> None:
         if not self.place.first:
             return
         now = self.sparsifier.now(self.model) if self.sparsifier is not None else None
-        target = self.sparsifier.target() if self.sparsifier is not None else None
+        target = self.sparsifier.target(self.model) if self.sparsifier is not None else None
         logger.info("iteration %d: loss %.4f, lr %.4g", progress.iteration, progress.loss, progress.lr)
         self.display.update(
             progress.iteration,

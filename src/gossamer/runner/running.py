@@ -21,11 +21,13 @@ from gossamer.runner.exporting import write_model
 from gossamer.runner.hooks import subclass
 from gossamer.runner.logs import logged
 from gossamer.runner.processes import Place, joined, reproducible
+from gossamer.runner.run_data import Purpose
 from gossamer.runner.runner import Runner
 from gossamer.runner.sparse_runner import SparseRunner
 from gossamer.runner.sparsity import ByRecipe
 
 logger = logging.getLogger("gossamer")
+HEADER = "# All settings of this run; `gossamer resume` reads them."
 WEIGHTS = (".safetensors", ".pt", ".pth", ".onnx", ".tar")
 CONFIG, RECIPE = "config.yaml", "recipe.yaml"
 
@@ -69,7 +71,7 @@ def evaluate(
 ) -> Result:
     """Test what is named, else the best of the run, else the latest. `config` may be a run folder."""
     loaded = _any(config, sets, data, weights)
-    with joined(loaded.config.runtime.device) as place, _built(loaded, place, display) as runner:
+    with joined(loaded.config.runtime.device) as place, _built(loaded, place, "test", display) as runner:
         metrics = runner.evaluate()
         sparsity = _sparsity(runner)
         if place.first and runner.folder.is_dir():
@@ -90,7 +92,7 @@ def export(
 ) -> Result:
     """Write the model of a run: what is named, else the best, else the latest."""
     loaded = _any(config, sets, data, weights)
-    with joined(loaded.config.runtime.device) as place, _built(loaded, place, display) as runner:
+    with joined(loaded.config.runtime.device) as place, _built(loaded, place, "export", display) as runner:
         sparsity = _sparsity(runner)
         if runner.sparsifier is not None:
             runner.sparsifier.finish(runner.model)
@@ -101,25 +103,30 @@ def export(
 
 def _train(loaded: Loaded, display: Display | None) -> Result:
     with joined(loaded.config.runtime.device) as place:
-        runner = _runner_class(loaded)(loaded, place, training=True, display=display)
+        runner = _runner_class(loaded)(loaded, place, display=display)
         with logged(runner.display) as keep, reproducible(loaded.config.runtime.deterministic):
             for warning in loaded.warnings if place.first else ():
                 logger.warning("%s", warning)
             runner.build()
             if place.first:
+                _check_config_place(runner.folder)
                 keep(runner.folder)
                 _keep_config(runner)
-            complete = runner.train()
-            sparsity = _sparsity(runner)
-            files = runner.finish() if complete else []
+            try:
+                complete = runner.train()
+                sparsity = _sparsity(runner)
+                files = runner.finish() if complete else []
+            except GossamerError as error:
+                logger.error("%s", error)
+                raise
             metrics = dict(runner.metrics)
             return Result(runner.folder, complete, runner.iteration, metrics, sparsity, None, files, place.first)
 
 
 @contextmanager
-def _built(loaded: Loaded, place: Place, display: Display | None) -> Generator[Runner]:
-    """A runner that is ready to test; its messages are shown."""
-    runner = _runner_class(loaded)(loaded, place, training=False, display=display)
+def _built(loaded: Loaded, place: Place, purpose: Purpose, display: Display | None) -> Generator[Runner]:
+    """A runner that is ready to test or export; its messages are shown."""
+    runner = _runner_class(loaded)(loaded, place, purpose=purpose, display=display)
     with logged(runner.display), reproducible(runner.config.runtime.deterministic):
         runner.build()
         yield runner
@@ -156,9 +163,16 @@ def _of_folder(folder: Path, sets: Sequence[str], data: str | None = None) -> Lo
     return read_config(folder / CONFIG, [*own, *sets], data)
 
 
+def _check_config_place(folder: Path) -> None:
+    """Raise rather than write over a config that somebody wrote."""
+    path = folder / CONFIG
+    if path.is_file() and not path.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
+        raise GossamerError(f"{path}: is no config of a run, and would be written over; choose another saver.save_dir")
+
+
 def _keep_config(runner: Runner) -> None:
     """Write the config into the run folder, and the recipe with its variables, so that the folder stands alone."""
-    texts = {CONFIG: runner.loaded.text}
+    texts = {CONFIG: f"{HEADER}\n{runner.loaded.text}"}
     if isinstance(runner.sparsifier, ByRecipe):
         texts[RECIPE] = runner.sparsifier.manager.recipe
     for name, text in texts.items():

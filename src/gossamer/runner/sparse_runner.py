@@ -27,6 +27,18 @@ class SparseRunner(Runner):
             return epochs
         return super().epochs()
 
+    def _tell_recipe_length(self, epochs: int) -> None:
+        """A recipe that goes on behind the end of training is cut off there."""
+        trained = self.length / self.steps_per_epoch
+        if epochs > trained:
+            logger.warning(
+                "the recipe goes to epoch %d, and the training to epoch %g: what comes later is not done; set "
+                "trainer.max_epoch=%d, or leave it out",
+                epochs,
+                trained,
+                epochs,
+            )
+
     def prepare_sparse_model(self) -> None:
         """The model, with what sparse training adds; torch.fx follows its network, and not its post-processing."""
         assert self.config.sparsity is not None
@@ -65,6 +77,8 @@ class SparseRunner(Runner):
             steps = self.steps_per_epoch if self.training else int(self.start.checkpoint.state["steps_per_epoch"])  # pyright: ignore[reportOptionalMemberAccess]
             image = self.example()
             more |= {"steps_per_epoch": steps, "accumulation_steps": self.config.trainer.accumulate}
+            if self.training:
+                self._tell_recipe_length(self.sparsifier.epochs)
             more["example_inputs"] = ([image[0]],) if self.kind == "detection" else image
         self.scaler = self.sparsifier.attach(self.model, self.optimizer, self.lr_scheduler, **more)
         if state is not None and not isinstance(self.sparsifier, ByRecipe):

@@ -67,7 +67,7 @@ class Sparsifier(ABC):
         """What stays dense, with the reason."""
 
     @abstractmethod
-    def target(self) -> float | None:
+    def target(self, model: nn.Module) -> float | None:
         """The sparsity in the end; None when that is learned."""
 
     @abstractmethod
@@ -141,7 +141,7 @@ class ByScheduler(Sparsifier):
     def now(self, model: nn.Module) -> float:
         return self.scheduler.compute_sparse_rate(model)
 
-    def target(self) -> float | None:
+    def target(self, model: nn.Module) -> float | None:
         return self._final
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,15 +187,19 @@ class ByRecipe(Sparsifier):
         """The optimizer's own steps drive a recipe."""
 
     def pruned(self) -> Sequence[str]:
-        """Those that have a mask by now."""
-        return list(self.manager.masks())
+        """Those that have a mask by now, or will have one."""
+        return list(dict.fromkeys([*self.manager.targets(), *self.manager.masks()]))
 
     def left_dense(self) -> Mapping[str, str]:
         return {name: reason for skipped in self.manager.skipped.values() for name, reason in skipped.items()}
 
-    def target(self) -> float | None:
-        finals = [found for m in self.manager.pruning_modifiers if (found := _final(m)) is not None]
-        return max(finals, default=None)
+    def target(self, model: nn.Module) -> float | None:
+        """Of all weights that are pruned together; None when some of them have no target of their own."""
+        targets, owner = self.manager.targets(), unwrap(model)
+        if not targets or set(targets) != set(self.pruned()):
+            return None
+        sizes = {name: get_parameter(owner, name).numel() for name in targets}
+        return sum(share * sizes[name] for name, share in targets.items()) / sum(sizes.values())
 
     def state_dict(self) -> dict[str, Any]:
         return self.manager.state_dict()
@@ -205,9 +209,3 @@ class ByRecipe(Sparsifier):
 
     def finish(self, model: nn.Module) -> None:
         self.manager.finalize(unwrap(model))
-
-
-def _final(modifier: Any) -> float | None:
-    """The sparsity that a pruning modifier ends at, where it says one."""
-    end = modifier.end_epoch if modifier.end_epoch != -1 else modifier.start_epoch
-    return modifier.sparsity_at(end) if hasattr(modifier, "sparsity_at") else None

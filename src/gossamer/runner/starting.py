@@ -7,10 +7,11 @@ What is given on the command line counts more than auto_resume, that more than
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Set
+import shlex
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +40,14 @@ class Start:
 def start_of_training(saver: Saver, given: Set[str], checkpoints: Checkpoints) -> Start:
     """What a training starts from."""
     if RESUME in given and saver.resume_model is not None:
-        return _resumed(saver.resume_model)
+        return _resumed(saver.resume_model, checkpoints)
     if PRETRAIN in given and saver.pretrain_model is not None and not (saver.auto_resume and checkpoints.latest()):
         _check_free(checkpoints)
         return Start(weights=file_of(saver.pretrain_model, PRETRAIN))
     if saver.auto_resume and (found := checkpoints.load_latest()) is not None:
         return Start(checkpoint=found, source=found.path)
     if saver.resume_model is not None:
-        return _resumed(saver.resume_model)
+        return _resumed(saver.resume_model, checkpoints)
     _check_free(checkpoints)
     if saver.pretrain_model is not None:
         return Start(weights=file_of(saver.pretrain_model, PRETRAIN))
@@ -57,7 +58,7 @@ def start_of_evaluation(saver: Saver, given: Set[str], checkpoints: Checkpoints)
     """What is evaluated: what is named, else the best, else the latest."""
     for key, path in ((RESUME, saver.resume_model), (PRETRAIN, saver.pretrain_model)):
         if path is not None and (key in given or key == RESUME):
-            return _any(file_of(path, key))
+            return _any(file_of(path, PRETRAIN))
     best = checkpoints.best()
     if best is not None:
         try:
@@ -73,7 +74,7 @@ def start_of_evaluation(saver: Saver, given: Set[str], checkpoints: Checkpoints)
     )
 
 
-def load_weights(model: nn.Module, path: Path, left_out: tuple[str, ...] = (), place: str = "pretrain_model") -> None:
+def load_weights(model: nn.Module, path: Path, left_out: tuple[str, ...] = ()) -> None:
     """Load weights into a model; names that start with one of `left_out` stay as they were made."""
     own = model.state_dict()
     state = {name: tensor for name, tensor in read_weights(path).items() if not any(part in name for part in OWN)}
@@ -84,13 +85,9 @@ def load_weights(model: nn.Module, path: Path, left_out: tuple[str, ...] = (), p
             f"saver.pretrain_except: no name in the model starts with '{unused[0]}'{nearest(unused[0], own)}"
         )
     state = {name: tensor for name, tensor in state.items() if not (left_out and name.startswith(left_out))}
-    for name, tensor in wanted.items():
-        if name in state and state[name].shape != tensor.shape:
-            layer = name.rpartition(".")[0]
-            raise GossamerError(
-                f"{path}: {_mismatch(name, state[name], tensor)}; change num_classes or net to what was trained, or "
-                f"leave the layer out by saver.pretrain_except: ['{layer}.']"
-            )
+    if wrong := _mismatched(state, wanted):
+        way_out = f"or leave the layer out by saver.pretrain_except: ['{wrong[0].rpartition('.')[0]}.']"
+        raise GossamerError(f"{path}: {_told(wrong, state, wanted)}, {way_out}")
     missing = [name for name in wanted if name not in state]
     surplus = [name for name in state if name not in wanted]
     if missing or surplus:
@@ -107,13 +104,61 @@ def load_weights(model: nn.Module, path: Path, left_out: tuple[str, ...] = (), p
     model.load_state_dict({**own, **state})
 
 
-def check_classes(model: nn.Module, state: Mapping[str, Tensor], path: Path | None) -> None:
-    """Raise when a checkpoint's weights have other shapes than the model's."""
+def check_fits(runner_is_sparse: bool, model: nn.Module, checkpoint: Checkpoint, *, training: bool) -> None:
+    """Raise when a checkpoint is of another kind of run, or of another model."""
+    if training and runner_is_sparse != (checkpoint.state.get("sparsity") is not None):
+        kinds = ("dense", "sparse") if runner_is_sparse else ("sparse", "dense")
+        raise GossamerError(
+            f"{checkpoint.path}: was saved by a {kinds[0]} run, which a {kinds[1]} one cannot go on with; "
+            f"begin from its weights by saver.pretrain_model"
+        )
     own = model.state_dict()
-    for name, tensor in state.items():
-        if name in own and own[name].shape != tensor.shape:
-            told = _mismatch(name, tensor, own[name])
-            raise GossamerError(f"{path}: {told}; change num_classes or net to what was trained")
+    if wrong := _mismatched(checkpoint.weights, own):
+        raise GossamerError(f"{checkpoint.path}: {_told(wrong, checkpoint.weights, own)}")
+
+
+def changed_settings(before: str, after: str) -> list[str]:
+    """What a resumed run will not take from its config, or take and not be the same run: a sentence each."""
+    old, new = _read_settings(before), _read_settings(after)
+    found: list[str] = []
+    for key, effect in _TELLING.items():
+        was, now = (dict(_leaves(_at(settings, key), key)) for settings in (old, new))
+        found += [
+            f"{k} is {now.get(k)} now and was {was.get(k)}: {effect}"
+            for k in {**was, **now}
+            if was.get(k) != now.get(k)
+        ]
+    return found
+
+
+_TELLING = {
+    "trainer.optimizer.type": "the checkpoint's state may not fit",
+    "trainer.optimizer.kwargs": "the checkpoint's own settings go on",
+    "trainer.accumulate": "steps see other batches than before",
+    "dataset.train.batch_size": "images come in another order than before",
+    "runtime.seed": "images come in another order than before",
+}
+"""Settings whose change is no mistake, but not without effect, and what that is."""
+
+
+def _read_settings(text: str) -> Any:
+    from ruamel.yaml import YAML
+
+    return YAML(typ="safe", pure=True).load(text)
+
+
+def _leaves(settings: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(settings, Mapping):
+        for name, value in cast(Mapping[str, Any], settings).items():
+            yield from _leaves(value, f"{key}.{name}")
+    elif settings is not None:
+        yield key, settings
+
+
+def _at(settings: Any, key: str) -> Any:
+    for part in key.split("."):
+        settings = cast(Mapping[str, Any], settings).get(part) if isinstance(settings, Mapping) else None
+    return settings
 
 
 def load_backbone(model: nn.Module, path: Path) -> None:
@@ -143,16 +188,33 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
                 entries[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
-def _mismatch(name: str, found: Tensor, own: Tensor) -> str:
-    shapes = f"'{name}' has the shape {tuple(found.shape)}, and the model's has {tuple(own.shape)}"
-    if found.dim() == own.dim() and found.shape[1:] == own.shape[1:]:
-        return f"{shapes}: {found.shape[0]} outputs against {own.shape[0]}, as from another number of classes"
-    return shapes
+def _mismatched(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+    return [name for name in own if name in found and found[name].shape != own[name].shape]
 
 
-def _resumed(path: Path) -> Start:
-    found = read_checkpoint(file_of(path, RESUME))
+def _told(wrong: Sequence[str], found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
+    """What is wrong with the shapes; other outputs of late layers alone are another number of classes."""
+    name = wrong[0]
+    told = f"'{name}' has the shape {tuple(found[name].shape)}, and the model's has {tuple(own[name].shape)}"
+    if name == next(iter(own)) or any(found[each].shape[1:] != own[each].shape[1:] for each in wrong):
+        return f"{told}; change net to what was trained"
+    counts = f"{found[name].shape[0]} outputs against {own[name].shape[0]}"
+    return f"{told}: {counts}, as from another number of classes; change num_classes to what was trained"
+
+
+def _resumed(path: Path, checkpoints: Checkpoints) -> Start:
+    """A checkpoint by its file, or the latest of a folder; in a folder of its own a run goes on, elsewhere none is."""
+    found = _of_folder(path).load_latest() if path.is_dir() else read_checkpoint(file_of(path, RESUME))
+    if found is None:
+        raise GossamerError(f"{RESUME}: {path} is a folder without checkpoints")
+    if found.path.parent.resolve() != checkpoints.folder.resolve():
+        _check_free(checkpoints)
     return Start(checkpoint=found, source=found.path)
+
+
+def _of_folder(path: Path) -> Checkpoints:
+    """The checkpoints of a run, by its folder or by theirs."""
+    return Checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path, keep=1)
 
 
 def _any(path: Path) -> Start:
@@ -167,8 +229,8 @@ def _any(path: Path) -> Start:
 def file_of(path: Path, key: str) -> Path:
     """The file that a key of a config means: a run folder stands for its best checkpoint, else its latest."""
     if path.is_dir():
-        checkpoints = Checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path, keep=1)
-        found = checkpoints.latest() if key == RESUME else (checkpoints.best() or checkpoints.latest())
+        checkpoints = _of_folder(path)
+        found = checkpoints.best() or checkpoints.latest()
         if found is None:
             raise GossamerError(f"{key}: {path} is a folder without checkpoints")
         return found
@@ -186,7 +248,8 @@ def _check_free(checkpoints: Checkpoints) -> None:
     """Raise rather than begin another run over one that is there."""
     if checkpoints.latest() is not None:
         run = checkpoints.folder.parent
+        command = f"gossamer resume {shlex.quote(str(run))}"
         raise GossamerError(
-            f"{run} holds a run already: go on with it by `gossamer resume {run}`, or choose another folder by "
+            f"{run} holds a run already: go on with it by `{command}`, or choose another folder by "
             "--set saver.save_dir=…"
         )

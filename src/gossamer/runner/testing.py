@@ -26,7 +26,8 @@ def tested(
         for batch in batches.epoch(0):
             skipped += batch.skipped
             notes += batch.notes
-            evaluator.update(model, batch.to(device, channels_last=channels_last))
+            if len(batch):  # else none of its images can be read
+                evaluator.update(model, batch.to(device, channels_last=channels_last))
             advance()
         metrics = evaluator.compute()
     tell_left_out(skipped, notes, "dataset.test")

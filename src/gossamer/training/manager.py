@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, has_parameter, unwrap
-from gossamer.modifiers import Modifier
+from gossamer.modifiers import Modifier, PruningModifier
 from gossamer.quantization import is_emulated
 from gossamer.recipe import Recipe, load
 from gossamer.training.arguments import check_arguments, check_model
@@ -292,6 +292,18 @@ class Manager:
         names = [name for name in run.shared.masks.names() if has_parameter(run.shared.module, name)]
         weights = {name: get_parameter(run.shared.module, name).detach() for name in names}
         return {name: float((weight == 0).double().mean()) for name, weight in weights.items()}
+
+    def targets(self) -> dict[str, float]:
+        """By parameter: the sparsity that the recipe's pruning ends at, where it says one for all of a modifier's."""
+        found: dict[str, float] = {}
+        for attachment in self._attached().attachments:
+            modifier = attachment.modifier
+            if isinstance(modifier, PruningModifier) and not isinstance(
+                getattr(modifier, "final_sparsity", None), dict
+            ):
+                end = modifier.sparsity_at(modifier.end_epoch if modifier.end_epoch != -1 else modifier.start_epoch)
+                found |= {name: max(end, found.get(name, 0.0)) for name in attachment.bound} if end else {}
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the run needs to go on elsewhere; masks are packed to bits."""

@@ -159,7 +159,8 @@ class Trainer(Part):
     max_iter: Count | None = None
     test_freq: Count | None = None
     """In epochs, or in iterations under max_iter; by default once at the end."""
-    save_freq: Count = 1
+    save_freq: Count | None = None
+    """In epochs, or in iterations under max_iter; by default once an epoch. The end and each new best are saved too."""
     only_save_latest: bool = False
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler | None = None
@@ -203,7 +204,7 @@ class RunnerType(Part):
 
 class Runtime(Part):
     runner: RunnerType = RunnerType()
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: str = "auto"
     """`auto`, or what torch.device takes."""
     deterministic: bool = False

@@ -85,7 +85,7 @@ class Packed:
 
 def packed(batch: Batch) -> Batch | Packed:
     """For the way between processes."""
-    if isinstance(batch.images, Tensor) or isinstance(batch.targets, Tensor):
+    if isinstance(batch.images, Tensor) or isinstance(batch.targets, Tensor) or not batch.images:
         return batch
     return Packed(
         torch.cat([image.flatten() for image in batch.images]),

@@ -87,7 +87,7 @@ class ImageData(Dataset[Sample]):
                 truths.append(truth)
                 batch.notes.extend([] if note is None else [note])
         if not images:
-            raise GossamerError(f"none of the {len(keys)} images of a batch can be read; the first: {batch.skipped[0]}")
+            return self._stand_in(keys[-1], batch) if train else batch
         if self.task == "detection":
             targets = cast("list[Target]", truths)
             batch.images, batch.targets = images, [_trainable(each) for each in targets] if train else targets
@@ -95,6 +95,18 @@ class ImageData(Dataset[Sample]):
             with self._worded(keys[0]):
                 batch.images, batch.targets = self._stacked(images), torch.tensor(truths)
         return batch
+
+    def _stand_in(self, key: Key, batch: Batch) -> Batch:
+        """In training a batch has an image: the next one that can be read, the same for the same batch each time."""
+        epoch, index = _epoch_and_index(key)
+        for step in range(1, len(self)):
+            found = self.read_batch([(epoch, (index + step) % len(self))], train=False)
+            if len(found):
+                found.skipped[:0] = batch.skipped
+                if self.task == "detection":
+                    found.targets = [_trainable(target) for target in cast("list[Target]", found.targets)]
+                return found
+        raise GossamerError(f"none of the {len(self)} images can be read; the first: {batch.skipped[0]}")
 
     def _stacked(self, images: list[Tensor]) -> Tensor:
         """Varied images, settled: all at once when their shapes allow it."""

@@ -23,9 +23,9 @@ from gossamer.runner.data.problems import Problems
 Pool = tuple[NDArray[np.uint8], NDArray[np.int64]]
 """Images (n, 8, 8) of digits, and which digits they are."""
 
-SMALLEST, LARGEST = 20 / 128, 48 / 128
+SMALLEST, LARGEST = 36 / 128, 72 / 128
 """Heights of digits, as shares of the scene's side."""
-FEWEST, MOST = 4, 9
+FEWEST, MOST = 2, 5
 _INK = 0.3  # coverage from which a pixel counts as ink; what is fainter is not drawn at all
 _TRIES = 30
 
