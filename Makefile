@@ -49,8 +49,9 @@ lint: $(STAMP) ## style, types and layers only
 bench: $(STAMP) ## the benchmarks that take minutes
 	@$(BIN)/python -m benchmarks
 
-bench-all: $(STAMP) ## every benchmark; FASHION_MNIST=folder for the one that needs it
-	@$(BIN)/python -m benchmarks --all $(if $(FASHION_MNIST),--data '$(FASHION_MNIST)')
+bench-all: $(STAMP) ## every benchmark; FASHION_MNIST=folder PHOTOGRAPHS=folder for those that need them
+	@$(BIN)/python -m benchmarks --all $(if $(FASHION_MNIST),--data '$(FASHION_MNIST)') \
+	  $(if $(PHOTOGRAPHS),--photographs '$(PHOTOGRAPHS)')
 
 clean: ## remove the environment, caches and build output
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist

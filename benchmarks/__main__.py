@@ -19,6 +19,7 @@ from rich.table import Table
 
 from benchmarks.allocation_accuracy import allocation_accuracy
 from benchmarks.create_accuracy import create_accuracy
+from benchmarks.detection_accuracy import detection_accuracy
 from benchmarks.import_time import import_time
 from benchmarks.mask_size import mask_size
 from benchmarks.mask_update import mask_update, mask_update_of_patterns
@@ -52,18 +53,21 @@ ON_DATA: dict[str, Callable[[Watch, Path | None], Iterable[Row]]] = {
     "methods-accuracy": methods_accuracy,
     "create-accuracy": create_accuracy,
 }
-"""Long ones that need a dataset."""
+"""Long ones that need Fashion-MNIST."""
+ON_PHOTOGRAPHS = {"detection-accuracy": detection_accuracy}
+"""A long one that also takes photographs with boxes."""
 COLOURS = {"met": "green", "accepted": "yellow", "missed": "red"}
 
 console = Console(highlight=False)
 
 
 def main() -> None:
-    known = [*SHORT, *LONG, *ON_DATA]
+    known = [*SHORT, *LONG, *ON_DATA, *ON_PHOTOGRAPHS]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure what Gossamer costs.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run: {', '.join(known)}")
     parser.add_argument("--all", action="store_true", help="the long ones too")
     parser.add_argument("--data", type=Path, metavar="DIR", help="the folder with Fashion-MNIST's IDX files")
+    parser.add_argument("--photographs", type=Path, metavar="DIR", help="a folder with train.json, val.json, images/")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     options = parser.parse_args()
     for name in options.names:
@@ -73,6 +77,10 @@ def main() -> None:
 
     console.print(", ".join(f"{key} {value}" for key, value in machine().items()), style="dim")
     benchmarks = SHORT | LONG | {name: partial(_on_data, on_data, options.data) for name, on_data in ON_DATA.items()}
+    for name, benchmark in ON_PHOTOGRAPHS.items():
+        if name in chosen and options.photographs is None:
+            console.print(f"{name}: without photographs; --photographs DIR names them", style="yellow")
+        benchmarks[name] = partial(_on_data, benchmark, options.photographs)
     rows = [row for name in chosen for row in run(name, benchmarks[name])]
     console.print(table(rows))
     if options.json:

@@ -1,7 +1,7 @@
 """Images per second of the runner's loop over a bare PyTorch loop, with the same model, data and augmentation.
 
-The bare loop is what one would write by hand: a DataLoader over the same
-dataset, forward, backward, step. The runner's loop has everything on: its
+The bare loop is what one would write by hand, without a line of ours: a
+DataLoader over the digits with torchvision's transforms, forward, backward, step. The runner's loop has everything on: its
 display, its records, and for the sparse one the masks. Stretches of
 iterations of each take turns.
 """
@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+import torchvision
+from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
 
 from benchmarks.measuring import Row, Watch, medians
 from gossamer.runner import Runner, SparseRunner
 from gossamer.runner.config import read_config
 from gossamer.runner.display import Display
 from gossamer.runner.loop import Progress
-from gossamer.runner.models import build_net
 from gossamer.runner.processes import joined
 from gossamer.runner.records import Records
 
@@ -74,13 +76,8 @@ def _stretch(runner: Runner, folder: Path) -> Callable[[], object]:
 
 def _bare(folder: str) -> Callable[[], object]:
     config = read_config(*_given("res18", folder)).config
-    with joined("cpu") as place:
-        twin = Runner(read_config(*_given("res18", folder)), place, display=Display(shown=False))
-        twin.build_env()
-        twin.build_data()
-    assert twin.train_data is not None
-    loader = DataLoader(twin.train_data, batch_size=64, shuffle=True, drop_last=True)
-    model = build_net(config.net, 10)
+    loader = DataLoader(_Digits(), batch_size=64, shuffle=True, drop_last=True)
+    model = torchvision.models.resnet18(num_classes=10)
     optimizer = torch.optim.SGD(model.parameters(), **config.trainer.optimizer.kwargs)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100000)
 
@@ -101,3 +98,26 @@ def _bare(folder: str) -> Callable[[], object]:
             scheduler.step()
 
     return train
+
+
+class _Digits(Dataset[tuple[torch.Tensor, int]]):
+    """The same images and transforms as the config's, by hand."""
+
+    def __init__(self) -> None:
+        images, labels = load_digits(return_X_y=True)
+        pixels = torch.as_tensor(images.reshape(-1, 1, 8, 8) * (255 / 16)).round().to(torch.uint8)
+        self._images, self._labels = pixels.expand(-1, 3, -1, -1).contiguous(), [int(label) for label in labels]
+        self._transform = v2.Compose(
+            [
+                v2.Resize((32, 32)),
+                v2.RandomAffine(degrees=8, translate=(0.1, 0.1)),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize([0.3] * 3, [0.35] * 3),
+            ]
+        )
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self._transform(self._images[index]), self._labels[index]

@@ -121,7 +121,7 @@ def final_state(folder: Path) -> dict[str, Any]:
     latest = Checkpoints(folder / "checkpoints", keep=3).latest()
     assert latest is not None
     state = dict(read_checkpoint(latest).state)
-    return {key: value for key, value in state.items() if key not in ("config", "seconds")}
+    return {key: value for key, value in state.items() if key not in ("config",)}
 
 
 def same(one: Any, other: Any, place: str = "state") -> None:

@@ -39,7 +39,7 @@ def test_a_config_is_read_with_its_name_and_defaults(tmp_path: Path):
     assert loaded.name == "my.net"
     assert loaded.config.net.type == "resnet18"
     assert loaded.config.saver.save_dir == Path("runs/x")
-    assert loaded.config.trainer.save_freq == 1
+    assert loaded.config.trainer.save_freq is None
     assert (loaded.given, loaded.warnings) == (frozenset(), [])
 
 

@@ -117,7 +117,7 @@ def test_aspect_ratios_alone_keep_the_sizes():
         ({"anchor_sizes": [[8, 9], [16], [24], [32], [48]]}, "the same number of sizes"),
         ({"aspect_ratios": [[1.0], [2.0]]}, "aspect_ratios: expected numbers"),
         ({"returned_layers": [0, 1]}, "returned_layers: expected stages of ResNet from 1 to 4"),
-        ({"pyramid_channels": 100}, "pyramid_channels: expected a multiple of 32, found 100"),
+        ({"pyramid_channels": 100}, "pyramid_channels: expected a multiple of 32 from 64 on, found 100"),
         ({"trainable_backbone_layers": 2}, "trainable_backbone_layers: without weights_backbone all layers train"),
     ],
 )

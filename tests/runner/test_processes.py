@@ -53,6 +53,7 @@ def in_two_processes(
         capture_output=True,
         text=True,
         check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"rank{rank}.pt") for rank in (0, 1)]

@@ -99,11 +99,13 @@ def test_a_run_folder_that_is_named_for_an_evaluation_stands_for_its_best(tmp_pa
     assert evaluated(config(tmp_path), weights=tmp_path / "other").iteration == 6
 
 
-def test_a_run_that_has_not_saved_yet_begins_anew(tmp_path: Path) -> None:
-    interrupted(config(tmp_path), 2)
+def test_a_run_that_has_not_saved_yet_is_not_resumed_but_begun_again(tmp_path: Path) -> None:
+    path = config(tmp_path)
+    interrupted(path, 2)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    result = resumed(tmp_path / "run")
-    assert result.complete
+    with pytest.raises(GossamerError, match="has no checkpoint to go on from; begin the run again by gossamer train"):
+        resumed(tmp_path / "run")
+    assert trained(path).complete
     assert [line["iteration"] for line in read_records(tmp_path / "run") if line["kind"] == "test"] == [6, 12, 18]
 
 

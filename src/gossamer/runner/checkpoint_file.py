@@ -264,7 +264,7 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, str], dict[str, 
         entries: dict[str, Any] = json.loads(header)
         metadata: dict[str, str] = entries.pop("__metadata__", {})
         kind = metadata.get("kind")
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, AttributeError, TypeError, RecursionError):
         raise _no_checkpoint(path, "or is damaged") from None
     if kind != KIND:
         raise _no_checkpoint(path, "or is damaged")

@@ -122,7 +122,12 @@ class Checkpoints:
         flush_folder(self.folder)
 
     def _prune(self, iteration: int) -> None:
-        """Remove all but the last `keep` up to this iteration."""
+        """Remove all but the last `keep` up to this iteration; what lies behind it is of a past that is given up."""
+        best = self.best()
+        if best is not None:
+            with contextlib.suppress(CheckpointError, OSError):
+                if describe(best).iteration > iteration:
+                    best.unlink()
         written = [path for path in self.all() if _iteration(path) <= iteration]
         kept = set(written[-self.keep :])
         for path in self.all():

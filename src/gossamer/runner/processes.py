@@ -7,17 +7,20 @@ models or configs.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
 from gossamer.errors import GossamerError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,9 @@ class Place:
 def joined(device: str) -> Generator[Place]:
     """Join the processes that torchrun started, if it did, for as long as the block runs."""
     world, rank, local = (_number(name, default) for name, default in _VARIABLES)
-    chosen = _device(device, local)
+    if distributed.is_available() and distributed.is_initialized():  # by whoever started us
+        world, rank = distributed.get_world_size(), distributed.get_rank()
+    chosen = _device(device, local, world)
     if world == 1:
         yield Place(0, 1, chosen)
         return
@@ -71,14 +76,20 @@ def launch(count: int, arguments: Sequence[str]) -> int:
     """Run `gossamer` with these arguments in several processes of this machine; the exit code."""
     if count < 1:
         raise GossamerError(f"--nproc: expected a number of processes from 1 on, found {count}")
+    if "WORLD_SIZE" in os.environ:
+        raise GossamerError("--nproc: torchrun has started several processes already; leave it out")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     environment = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // count, 1)), **os.environ}
     process = subprocess.Popen([*command, "-m", "gossamer", *arguments], env=environment)
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:  # the processes have the signal too, save, and end
-            continue
+    before = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+    try:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:  # the processes have the signal too, save, and end
+                continue
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def same_everywhere(value: Any, place: Place) -> Any:
@@ -90,13 +101,28 @@ def same_everywhere(value: Any, place: Place) -> Any:
     return holder[0]
 
 
-def gathered(value: Any, place: Place) -> list[Any]:
-    """The values of all processes, in the order of their ranks."""
-    if place.world == 1:
+def gathered(value: Any) -> list[Any]:
+    """The values of all processes, in the order of their ranks; of this one alone when there are no others."""
+    if not (distributed.is_available() and distributed.is_initialized()):
         return [value]
-    values: list[Any] = [None] * place.world
+    values: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(values, value)  # pyright: ignore[reportUnknownMemberType]
     return values
+
+
+def done_by_first(act: Callable[[], T], place: Place) -> T | None:
+    """What the first process makes; where it cannot, all raise what it was told, and none waits for it."""
+    made: T | None = None
+    told: str | None = None
+    if place.first:
+        try:
+            made = act()
+        except GossamerError as error:
+            told = str(error)
+    told = same_everywhere(told, place)
+    if told is not None:
+        raise GossamerError(told)
+    return made
 
 
 def any_of(flag: bool, place: Place) -> bool:
@@ -132,7 +158,7 @@ def _number(name: str, default: int) -> int:
     return int(text)
 
 
-def _device(word: str, local: int) -> torch.device:
+def _device(word: str, local: int, world: int) -> torch.device:
     if word == "auto":
         word = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -142,6 +168,8 @@ def _device(word: str, local: int) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise GossamerError(f"runtime.device: '{word}' is not there; write auto or cpu")
+        if ":" in word and world > 1:
+            raise GossamerError(f"runtime.device: '{word}' is one device for {world} processes; write cuda")
         device = torch.device("cuda", local if ":" not in word else device.index)
         torch.cuda.set_device(device)
     return device

@@ -36,7 +36,16 @@ LENGTHS: dict[str, tuple[str, ...]] = {
 WHOLE = {"CosineAnnealingLR": "T_max", "OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
 """Arguments that are the length of the training unless they are given."""
 
-TIMES = ("T_max", "T_0", "total_steps", "total_iters", "milestones", "step_size", "_schedule_phases")
+TIMES = (
+    "T_max",
+    "total_steps",
+    "total_iters",
+    "milestones",
+    "step_size",
+    "_schedule_phases",
+    "total_size",
+    "step_ratio",
+)
 """Attributes of schedulers that a config decides, also for a run that is resumed."""
 
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gossamer.errors import GossamerError
 from gossamer.files import whole
+from gossamer.runner.checkpoints import Checkpoints
 from gossamer.runner.config import Loaded, read_config
 from gossamer.runner.display import Display
-from gossamer.runner.exporting import write_model
 from gossamer.runner.hooks import subclass
 from gossamer.runner.logs import logged
-from gossamer.runner.processes import Place, joined, reproducible
+from gossamer.runner.processes import Place, done_by_first, joined, reproducible
 from gossamer.runner.run_data import Purpose
 from gossamer.runner.runner import Runner
 from gossamer.runner.sparse_runner import SparseRunner
@@ -58,6 +58,8 @@ def run(
 
 def resume(folder: str | Path, sets: Sequence[str] = (), *, display: Display | None = None) -> Result:
     """Go on with the run of a folder."""
+    if Checkpoints(Path(folder) / "checkpoints", keep=1).latest() is None and (Path(folder) / CONFIG).is_file():
+        raise GossamerError(f"{folder}: has no checkpoint to go on from; begin the run again by gossamer train")
     return _train(_of_folder(Path(folder), [*sets, "saver.auto_resume=true"]), display)
 
 
@@ -74,7 +76,7 @@ def evaluate(
     with joined(loaded.config.runtime.device) as place, _built(loaded, place, "test", display) as runner:
         metrics = runner.evaluate()
         sparsity = _sparsity(runner)
-        if place.first and runner.folder.is_dir():
+        if runner.folder.is_dir():
             runner.draw("evaluation.png")
         iteration = runner.start.checkpoint.iteration if runner.start.checkpoint is not None else 0
         return Result(runner.folder, True, iteration, metrics, sparsity, _source(runner), first=place.first)
@@ -94,10 +96,8 @@ def export(
     loaded = _any(config, sets, data, weights)
     with joined(loaded.config.runtime.device) as place, _built(loaded, place, "export", display) as runner:
         sparsity = _sparsity(runner)
-        if runner.sparsifier is not None:
-            runner.sparsifier.finish(runner.model)
         folder = output or runner.folder
-        files = write_model(runner.model, runner.task, runner.example(), folder, formats)
+        files = runner.finish(folder, formats)
         return Result(folder, True, 0, {}, sparsity, _source(runner), files, first=place.first)
 
 
@@ -108,10 +108,7 @@ def _train(loaded: Loaded, display: Display | None) -> Result:
             for warning in loaded.warnings if place.first else ():
                 logger.warning("%s", warning)
             runner.build()
-            if place.first:
-                _check_config_place(runner.folder)
-                keep(runner.folder)
-                _keep_config(runner)
+            done_by_first(lambda: _open_folder(runner, keep), place)
             try:
                 complete = runner.train()
                 sparsity = _sparsity(runner)
@@ -157,10 +154,17 @@ def _of_folder(folder: Path, sets: Sequence[str], data: str | None = None) -> Lo
     if not (folder / CONFIG).is_file():
         what = "a folder without config.yaml" if folder.is_dir() else "no such run folder"
         raise GossamerError(f"{folder}: {what}; name a folder that `gossamer train` made, as runs/res18")
-    own = [f"saver.save_dir={json.dumps(str(folder))}"]
+    own = [f"saver.save_dir={json.dumps(str(folder))}", "saver.resume_model=null", "saver.pretrain_model=null"]
     if (folder / RECIPE).is_file():
         own += [f"sparsity.recipe={json.dumps(str(folder / RECIPE))}", "sparsity.recipe_variables={}"]
     return read_config(folder / CONFIG, [*own, *sets], data)
+
+
+def _open_folder(runner: Runner, keep: Callable[[Path], None]) -> None:
+    """From here on the run has a folder: its log, its config."""
+    _check_config_place(runner.folder)
+    keep(runner.folder)
+    _keep_config(runner)
 
 
 def _check_config_place(folder: Path) -> None:

@@ -22,7 +22,7 @@ def tested(
     model.eval()
     skipped: list[str] = []
     notes: list[str] = []
-    with torch.inference_mode(), display.testing(batches.batches_per_epoch) as advance:
+    with torch.no_grad(), display.testing(batches.batches_per_epoch) as advance:
         for batch in batches.epoch(0):
             skipped += batch.skipped
             notes += batch.notes

@@ -109,10 +109,28 @@ def test_an_image_that_goes_away_during_a_run_is_told(tmp_path):
     assert batch.skipped == [f"{gone}: there is no such image"]
 
 
-def test_a_batch_without_any_image_left_is_an_error(tmp_path):
+def test_in_training_the_next_image_stands_in_for_a_batch_that_cannot_be_read(tmp_path):
+    truncated_picture(tmp_path / "cat" / "a.png")
+    picture(tmp_path / "cat" / "b.png")
+    source, data = folder(tmp_path, batch_size=1)
+    batches = list(Batches(data, source, train=True, seed=0).epoch(0))
+    assert [len(batch) for batch in batches] == [1, 1]
+    assert torch.equal(batches[0].images, batches[1].images)
+    assert sum(len(batch.skipped) for batch in batches) == 1
+
+
+def test_in_a_test_a_batch_that_cannot_be_read_is_empty(tmp_path):
     truncated_picture(tmp_path / "cat" / "a.png")
     source, data = folder(tmp_path)
-    with pytest.raises(GossamerError, match=r"none of the 1 images of a batch can be read; the first: .*truncated"):
+    (batch,) = Batches(data, source, train=False, seed=0).epoch(0)
+    assert len(batch) == 0
+    assert len(batch.skipped) == 1
+
+
+def test_data_without_any_image_left_are_an_error(tmp_path):
+    truncated_picture(tmp_path / "cat" / "a.png")
+    source, data = folder(tmp_path)
+    with pytest.raises(GossamerError, match=r"none of the 1 images can be read; the first: .*truncated"):
         list(Batches(data, source, train=True, seed=0).epoch(0))
 
 

@@ -153,7 +153,7 @@ def test_the_order_of_images_in_processes_does_not_matter(monkeypatch):
         evaluator = Finding(3).evaluator()
         evaluator.update(Answers(answers[index]), Batch(images[:1], [truths[index]]))
         parts.append(evaluator._seen)
-    monkeypatch.setattr(metrics, "from_all_processes", lambda value: parts)
+    monkeypatch.setattr(metrics, "gathered", lambda value: parts)
     assert evaluator.compute() == numbers
 
 

@@ -45,7 +45,7 @@ class Remembering(nn.Module):
         return {"network": (self, images)}
 
     def forward(self, images, targets=None):
-        self.calls.append((images, targets, self.training, torch.is_inference_mode_enabled()))
+        self.calls.append((images, targets, self.training, torch.is_grad_enabled()))
         return (self.losses or {"a": self.scale * 2}) if self.training else (self.found or [])
 
 
@@ -117,12 +117,12 @@ def test_a_detectors_own_losses_are_used_and_crowds_are_not_learned():
     assert given[0]["labels"].tolist() == [1]
 
 
-def test_predictions_are_made_in_evaluation_and_inference_mode():
+def test_predictions_are_made_in_evaluation_mode_without_gradients():
     answer = {"boxes": torch.rand(1, 4), "labels": torch.tensor([2]), "scores": torch.rand(1), "masks": torch.rand(1)}
     model = Remembering(found=[answer])
     (found,) = Finding(2).predict(model, [torch.rand(3, 8, 8)])
     assert set(found) == {"boxes", "labels", "scores"}
-    assert model.calls[0][2:] == (False, True)
+    assert model.calls[0][2:] == (False, False)
     assert model.training
 
 

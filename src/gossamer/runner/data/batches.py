@@ -147,8 +147,12 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _start_worker(worker: int) -> None:
-    """Ctrl-C is for the main process, which still wants the batches under way. (DataLoader sets one thread.)"""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ctrl-C and a cluster's signal are for the main process, which still wants the batches under way.
+
+    DataLoader ends its workers by a message, and by SIGKILL where they do not listen.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _context() -> BaseContext:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -71,19 +71,8 @@ def evaluating(model: nn.Module) -> Generator[None]:
     training = [part for part in model.modules() if part.training]
     model.eval()
     try:
-        with torch.inference_mode():
+        with torch.no_grad():  # what a model keeps of a test may take part in training
             yield
     finally:
         for part in training:
             part.training = True
-
-
-def from_all_processes(value: Any) -> list[Any]:
-    """The value of each process, in the order of ranks; of this one alone when there are no others."""
-    from torch import distributed
-
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return [value]
-    values: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(values, value)  # pyright: ignore[reportUnknownMemberType]
-    return values

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 from gossamer.graph import unwrap
-from gossamer.runner.tasks.base import Detection, Evaluator, Labelled, evaluating, from_all_processes
+from gossamer.runner.processes import gathered
+from gossamer.runner.tasks.base import Detection, Evaluator, Labelled, evaluating
 
 COCO = {
     "map": "mAP",
@@ -55,7 +56,7 @@ class Accuracy(Evaluator):
 
     def compute(self) -> dict[str, float]:
         own: list[int] = [0, 0, 0] if self._counts is None else [int(count) for count in self._counts]
-        first, five, total = (sum(column) for column in zip(*from_all_processes(own), strict=True))
+        first, five, total = (sum(column) for column in zip(*gathered(own), strict=True))
         if not total:
             raise GossamerError("dataset.test: there is no image that could be tested")
         found = {"top1": 100.0 * first / total}
@@ -79,7 +80,7 @@ class BoxPrecision(Evaluator):
         from torchmetrics.detection import MeanAveragePrecision
 
         # In the order of images, so that equal scores rank alike whatever process had them.
-        seen = sorted((entry for own in from_all_processes(self._seen) for entry in own), key=lambda entry: entry[0])
+        seen = sorted((entry for own in gathered(self._seen) for entry in own), key=lambda entry: entry[0])
         if not seen:
             raise GossamerError("dataset.test: there is no image that could be tested")
         metric = MeanAveragePrecision(backend="faster_coco_eval", sync_on_compute=False)
