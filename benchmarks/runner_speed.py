@@ -1,9 +1,9 @@
 """Images per second of the runner's loop over a bare PyTorch loop, with the same model, data and augmentation.
 
 The bare loop is what one would write by hand, without a line of ours: a
-DataLoader over the digits with torchvision's transforms, forward, backward, step. The runner's loop has everything on: its
-display, its records, and for the sparse one the masks. Stretches of
-iterations of each take turns.
+DataLoader over the digits with torchvision's transforms, forward, backward,
+step. The runner's loop has everything on: its display, its records, and for the
+sparse one the masks. Stretches of iterations of each take turns.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def test_the_best_stays_the_best_over_a_resume(tmp_path: Path) -> None:
 
 def test_weights_that_are_no_numbers_do_not_push_out_good_checkpoints(tmp_path: Path) -> None:
     path = config(tmp_path, net={"type": "tests.runner.nets:Unlucky"}, saver={"save_dir": str(tmp_path / "run")})
-    with pytest.raises(GossamerError, match="is (nan|not finite) at iteration"):
+    with pytest.raises(GossamerError, match=r"is (nan|not finite) at iteration"):
         trained(path, "trainer.max_iter=18", "trainer.save_freq=1", "trainer.test_freq=18", "trainer.log_freq=10")
     latest = Checkpoints(tmp_path / "run" / "checkpoints", 3).latest()
     assert latest is not None

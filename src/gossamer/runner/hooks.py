@@ -23,7 +23,10 @@ ALWAYS_ON = {
 
 
 class Hook:
-    """Called at the turns of a run; a hook overrides what it needs."""
+    """Called at the turns of a run, in each process; a hook overrides what it needs.
+
+    `runner.place.first` is the process that speaks for all; `saved` is called in that one alone.
+    """
 
     def train_begins(self, runner: Runner) -> None: ...
 
