@@ -28,7 +28,7 @@ from gossamer.runner.processes import joined
 from gossamer.runner.records import Records
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "cls" / "resnet"
-ROUNDS = 24
+ROUNDS = 14
 STRETCH = 11
 """Iterations: half an epoch."""
 LOG = 10
@@ -110,7 +110,7 @@ class _Digits(Dataset[tuple[torch.Tensor, int]]):
         self._transform = v2.Compose(
             [
                 v2.Resize((32, 32)),
-                v2.RandomAffine(degrees=8, translate=(0.1, 0.1)),
+                v2.RandomAffine(degrees=[-8.0, 8.0], translate=(0.1, 0.1)),
                 v2.ToDtype(torch.float32, scale=True),
                 v2.Normalize([0.3] * 3, [0.35] * 3),
             ]

@@ -51,6 +51,8 @@ def joined(device: str) -> Generator[Place]:
         distributed.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     try:
         yield Place(rank, world, chosen)
+        if started:
+            distributed.barrier()  # one that leaves early would cut the line to those that still listen
     finally:
         if started:
             distributed.destroy_process_group()

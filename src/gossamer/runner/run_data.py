@@ -47,6 +47,11 @@ def read_run_data(
     if train is not None and (training or test is None or (wanted is None and classes is None)):
         with _told("dataset.train"):
             train_data = build_dataset(train, task=task, seed=seed, num_classes=wanted)
+        if training and classes and classes != train_data.classes:
+            raise GossamerError(
+                f"dataset.train: has other classes than the run was begun with: {_some(train_data.classes)} and not "
+                f"{_some(classes)}; resume with the same data, or begin a new run from its weights"
+            )
         classes = train_data.classes
     if test is not None:
         with _told("dataset.test"):
@@ -56,6 +61,10 @@ def read_run_data(
         for note in data.notes if data is not None else ():
             logger.warning("dataset.%s: %s", name, note)
     return RunData(train_data, test_data, classes or [], wanted or len(classes or []))
+
+
+def _some(classes: list[str]) -> str:
+    return ", ".join(classes[:5]) + (f", … ({len(classes)})" if len(classes) > 5 else "")
 
 
 @contextmanager

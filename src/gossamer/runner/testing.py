@@ -9,6 +9,7 @@ from torch import nn
 
 from gossamer.runner.data import Batches
 from gossamer.runner.display import Display
+from gossamer.runner.processes import gathered
 from gossamer.runner.tasks import Task
 
 logger = logging.getLogger("gossamer")
@@ -35,7 +36,8 @@ def tested(
 
 
 def tell_left_out(skipped: list[str], notes: list[str], place: str) -> None:
-    """Say once how many images were not used, or used though something is wrong with them."""
+    """Say once how many images were not used, or used though something is wrong; all processes call this."""
+    skipped, notes = ([word for own in gathered(words) for word in own] for words in (skipped, notes))
     for sentences, what in ((skipped, "left out"), (notes, "used as they are")):
         if sentences:
             more = f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else ""
