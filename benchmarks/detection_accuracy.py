@@ -56,7 +56,7 @@ FASTER_RCNN = Detector(
     "resnet50",
     "det/faster_rcnn/faster_rcnn_r50_fpn_1x.yaml",
     "[roi_heads.box_predictor.]",
-    iterations=700,
+    iterations=500,
     rate=5e-4,
     on_photographs=100,
 )
@@ -129,7 +129,7 @@ def train_on_photographs(detector: Detector, folder: Path, photographs: Path, *,
     sets = [
         f"saver.pretrain_model={folder / start}",
         f"saver.pretrain_except={'[]' if sparse else detector.last_layers}",
-        f"saver.save_dir={folder / ('sparse-' if sparse else '')}photographs",
+        f"saver.save_dir={folder / ('sparse-photographs' if sparse else 'photographs')}",
         f"trainer.optimizer.kwargs.lr={detector.rate / 2}",
         "num_classes=null",
         "net.kwargs.min_size=160",

@@ -61,5 +61,5 @@ def write_onnx(model: nn.Module, task: Task, image: Tensor, folder: Path) -> lis
     written: list[Path] = []
     for name, network in networks.items():
         path = folder / (f"{NAME}.onnx" if len(networks) == 1 else f"{NAME}-{name}.onnx")
-        written.append(to_onnx(network.module, path, network.inputs))
+        written.append(to_onnx(network.module, path, network.inputs, output_names=network.outputs))
     return written
