@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from gossamer.errors import GossamerError
+from gossamer.runner import building
 from gossamer.runner.processes import joined, launch
 from gossamer.runner.records import read_records
 from tests.runner.running_on_digits import config, final_state, same, trained
@@ -119,3 +121,33 @@ def test_a_device_that_is_not_there_is_told(device: str) -> None:
 def test_no_processes_are_refused() -> None:
     with pytest.raises(GossamerError, match="--nproc: expected a number of processes from 1 on, found 0"):
         launch(0, [])
+
+
+def test_the_command_starts_several_processes(tmp_path: Path) -> None:
+    path = config(tmp_path, "amba")
+    done = subprocess.run(
+        [sys.executable, "-m", "gossamer", "train", path, "--nproc", "2", "--json", "--set", "trainer.max_epoch=1"],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert result["complete"]
+    assert result["sparsity"] == pytest.approx(0.8, abs=2e-3)
+    assert result["iteration"] == 200 // (32 * 2)
+
+
+def test_processes_that_are_there_already_start_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(GossamerError, match="--nproc: torchrun has started several processes already; leave it out"):
+        launch(2, [])
+
+
+def test_processes_that_see_different_folders_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(building, "gathered", lambda own: [own, (12, False)])
+    with pytest.raises(GossamerError, match=r"start from different places \(nothing, iteration 12\)"):
+        trained(config(tmp_path))
