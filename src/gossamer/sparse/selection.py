@@ -52,5 +52,16 @@ def _kth_smallest(scores: Tensor, k: int) -> Tensor:
     wide = scores if scores.dtype in (torch.float32, torch.float64) else scores.float()
     if wide.device.type != "cpu":
         return wide.kthvalue(k).values.to(scores.dtype)
-    value = np.partition(wide.detach().numpy(), k - 1)[k - 1]
+    wide = wide.detach()
+    lowest = wide.min()
+    equal = int((wide == lowest).count_nonzero())
+    if k <= equal:
+        return lowest.to(scores.dtype)
+    if equal > wide.numel() // _FEW:  # zeros of an earlier mask: partition takes many times as long over equal values
+        wide, k = wide[wide > lowest], k - equal
+    value = np.partition(wide.numpy(), k - 1)[k - 1]
     return torch.tensor(value, dtype=scores.dtype)
+
+
+_FEW = 50
+"""From one in so many on, equal values are left out before a partition."""
