@@ -23,6 +23,10 @@ given=0
 while [ $# -gt 0 ]; do
     case $1 in
         -e) EVALUATE=-e ;;
+        -h | --help)
+            sed -n '2,7s/^#//p' "$0"
+            exit 0
+            ;;
         -*) break ;; # this and all behind it are for gossamer
         *)
             given=$((given + 1))

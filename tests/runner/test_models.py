@@ -177,3 +177,11 @@ def test_equal_seeds_make_equal_weights():
     torch.manual_seed(3)
     second = build_net(Net(type="retinanet_resnet18_fpn"), 2).state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_an_argument_that_a_detector_would_take_and_forget_is_told() -> None:
+    for kind in ("retinanet_resnet18_fpn", "fasterrcnn_mobilenet_v3_large_320_fpn"):
+        with pytest.raises(
+            GossamerError, match=r"^net\.kwargs\.min_sise: there is no such argument; nearest: 'min_size'"
+        ):
+            build_net(Net(type=kind, kwargs={"min_sise": 64}), 3)

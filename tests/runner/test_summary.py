@@ -79,7 +79,7 @@ def test_the_table_of_a_run_says_it_in_few_lines(tmp_path: Path) -> None:
         "trained 300 iterations, 3 epochs in 1:00, 200 images/s",
         *[" ".join(line.split()) for line in shown(run_table(folder)) if line.startswith("folder")],
         "latest checkpoints/iter_00000300.safetensors",
-        "best checkpoints/best.safetensors",
+        "best checkpoints/best.safetensors, of the tests at the target sparsity",
         "files model.safetensors, metrics.jsonl",
     ]
 

@@ -71,6 +71,8 @@ class Built:
         self.sparsifier: Sparsifier | None = None
         self.average: AveragedModel | None = None
         self.records: Records | None = None
+        self.told: set[str] = set()
+        """What is wrong with images and was told already."""
 
     def build(self) -> None:
         """Everything that training or testing needs."""

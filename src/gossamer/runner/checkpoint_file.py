@@ -311,7 +311,7 @@ def _read_tensor(file: BinaryIO, entry: Mapping[str, Any], digest: Any, path: Pa
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{path}: the checkpoint is damaged: {reason}; use the one before it")
+    return CheckpointError(f"{path}: the checkpoint is damaged: {reason}; take another one")
 
 
 def _no_checkpoint(path: Path, otherwise: str) -> CheckpointError:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
+from urllib.error import URLError
 
 from torch import nn
 
@@ -68,6 +69,7 @@ def _by_name(net: Net, num_classes: int) -> nn.Module:
     anchors = {} if net.type in OURS else {key: kwargs.pop(key) for key in ANCHORS if key in kwargs}
     try:
         model = _call(net, make, {"num_classes": num_classes + 1, **kwargs})
+        _check_arguments(make, model, kwargs)
         if anchors:
             set_anchors(model, **anchors)
         if of_ones_own:
@@ -77,6 +79,16 @@ def _by_name(net: Net, num_classes: int) -> nn.Module:
             raise
         raise GossamerError(f"net.kwargs.{error}") from error
     return model
+
+
+def _check_arguments(make: Callable[..., Any], model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Raise for an argument that torchvision's detectors would take, and forget."""
+    taken: set[str] = {"fixed_size", "size_divisible", "weights"}
+    for function in (getattr(make, "func", make), type(model).__init__):
+        taken |= set(inspect.signature(function).parameters) - {"self", "kwargs"}
+    for key in given:
+        if key not in taken:
+            raise GossamerError(f"{key}: there is no such argument{nearest(key, taken)}")
 
 
 def _builder(net: Net) -> Callable[..., Any]:
@@ -133,6 +145,9 @@ def _call(net: Net, make: Callable[..., Any], kwargs: dict[str, Any], *arguments
         made = make(*arguments, **kwargs)
     except GossamerError:
         raise
+    except URLError as error:
+        way_out = "leave out net.kwargs.weights, and set net.kwargs.weights_backbone to null, to begin without"
+        raise GossamerError(f"net: weights of {net.type} cannot be downloaded ({error.reason}); {way_out}") from error
     except Exception as error:
         shown = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
         raise GossamerError(f"net: {net.type}({shown}) failed: {reason(error)}") from error

@@ -57,6 +57,8 @@ def read_run_data(
         with _told("dataset.test"):
             test_data = build_dataset(test, task=task, seed=seed, num_classes=wanted, classes=classes)
         classes = classes or test_data.classes
+    if wanted is not None and classes and wanted > len(classes) and training:
+        logger.warning("num_classes is %d, and the training data have %d classes", wanted, len(classes))
     for data, name in ((train_data, "train"), (test_data, "test")):
         for note in data.notes if data is not None else ():
             logger.warning("dataset.%s: %s", name, note)

@@ -33,7 +33,8 @@ class Runner(Built):
     def train(self) -> bool:
         """Train to the end; whether it got there, or was asked to stop before."""
         if self.iteration >= self.length:
-            logger.info("the run is complete: %d iterations", self.iteration)
+            more = "; make it longer by --set trainer.max_epoch=…" if self.iteration == self.length else ""
+            self.display.message(f"The run is complete: {self.iteration} of {self.length} iterations{more}.")
             self.metrics = dict(self.start.checkpoint.metrics) if self.start.checkpoint is not None else {}
             return True
         loop = self.loop()
@@ -47,11 +48,13 @@ class Runner(Built):
             for hook in self.hooks:
                 hook.train_begins(self)
             stopped = loop.run(lambda: self._iteration_done(loop, stop), self._tell)
-            tell_left_out(loop.skipped, loop.notes, "dataset.train")
+            tell_left_out(loop.skipped, loop.notes, "dataset.train", self.told)
             if not stopped and not self.counts_for_best():
                 logger.warning("the model is less sparse than it was to become; was the training long enough?")
-            if stopped and self.saved_at != self.iteration:
-                self.save()
+            if stopped:
+                logger.info("asked to stop at iteration %d", self.iteration)
+                if self.saved_at != self.iteration:
+                    self.save()
             for hook in self.hooks:
                 hook.train_ends(self)
         return not stopped
@@ -86,7 +89,13 @@ class Runner(Built):
         was_training = self.model.training
         try:
             return tested(
-                self.outcome, self.task, self.test_batches, self.place.device, self.display, self.channels_last
+                self.outcome,
+                self.task,
+                self.test_batches,
+                self.place.device,
+                self.display,
+                self.told,
+                self.channels_last,
             )
         finally:
             self.model.train(was_training)
@@ -180,7 +189,7 @@ class Runner(Built):
     def _iteration_done(self, loop: Loop, stop: Stop) -> bool:
         self.iteration = loop.iteration
         if loop.iteration % self.steps_per_epoch == 0:
-            tell_left_out(loop.skipped, loop.notes, "dataset.train")
+            tell_left_out(loop.skipped, loop.notes, "dataset.train", self.told)
             loop.skipped, loop.notes = [], []
         for hook in self.hooks:
             hook.iteration_done(self)

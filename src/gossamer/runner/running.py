@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
+from gossamer import __version__
 from gossamer.errors import GossamerError
 from gossamer.files import whole
 from gossamer.runner.checkpoints import Checkpoints
@@ -109,6 +112,7 @@ def _train(loaded: Loaded, display: Display | None) -> Result:
                 logger.warning("%s", warning)
             runner.build()
             done_by_first(lambda: _open_folder(runner, keep), place)
+            _tell_setting(runner)
             try:
                 complete = runner.train()
                 sparsity = _sparsity(runner)
@@ -142,6 +146,10 @@ def _any(config: str | Path, sets: Sequence[str], data: str | None, weights: str
     more = [*sets] if weights is None else [*sets, f"saver.resume_model={json.dumps(str(weights))}"]
     if Path(config).is_dir():
         return _of_folder(Path(config), more, data)
+    if not Path(config).suffix and not Path(config).exists():
+        raise GossamerError(
+            f"{config}: there is no such run folder or config; runs are in runs/ unless a config says else"
+        )
     if Path(config).suffix in WEIGHTS:
         raise GossamerError(
             f"{config}: is a file of weights; name the config or the run, and this by --weights {config}"
@@ -158,6 +166,15 @@ def _of_folder(folder: Path, sets: Sequence[str], data: str | None = None) -> Lo
     if (folder / RECIPE).is_file():
         own += [f"sparsity.recipe={json.dumps(str(folder / RECIPE))}", "sparsity.recipe_variables={}"]
     return read_config(folder / CONFIG, [*own, *sets], data)
+
+
+def _tell_setting(runner: Runner) -> None:
+    """What the figures of a run depend on, for its log."""
+    train = len(runner.train_data) if runner.train_data is not None else 0
+    test = len(runner.test_data) if runner.test_data is not None else 0
+    where = f"{runner.place.device}, {runner.place.world} processes"
+    logger.info("gossamer %s, torch %s, %s", __version__, torch.__version__, where)
+    logger.info("%d training and %d test images, %d classes", train, test, runner.num_classes)
 
 
 def _open_folder(runner: Runner, keep: Callable[[Path], None]) -> None:

@@ -58,7 +58,7 @@ def start_of_evaluation(saver: Saver, given: Set[str], checkpoints: Checkpoints)
     """What is evaluated: what is named, else the best, else the latest."""
     for key, path in ((RESUME, saver.resume_model), (PRETRAIN, saver.pretrain_model)):
         if path is not None and (key in given or key == RESUME):
-            return _any(file_of(path, PRETRAIN))
+            return _any(file_of(path, key))
     best = checkpoints.best()
     if best is not None:
         try:
@@ -235,13 +235,15 @@ def file_of(path: Path, key: str) -> Path:
             raise GossamerError(f"{key}: {path} is a folder without checkpoints")
         return found
     if not path.is_file():
-        raise GossamerError(f"{key}: no such file: {path}{_nearby(path)}")
+        way_out = "train it first, name another file, or set it to null" if key == PRETRAIN else "name another file"
+        raise GossamerError(f"{key}: there is no {path}{_nearby(path)}; {way_out}")
     return path
 
 
 def _nearby(path: Path) -> str:
     folder = path.parent
-    return nearest(path.name, [entry.name for entry in folder.iterdir()]) if folder.is_dir() else ""
+    others = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return nearest(path.name, [name for name in others if not name.startswith(path.name)])
 
 
 def _check_free(checkpoints: Checkpoints) -> None:

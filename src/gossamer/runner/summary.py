@@ -91,7 +91,8 @@ def run_table(folder: Path) -> RenderableType:
             column.justify = "right"
         for name, course in found["metrics"].items():
             values = [_shown(name, course[key]) for key in ("first", "best", "last")]
-            table.add_row(name, values[0], values[1], str(course["best_iteration"]), values[2])
+            at = course["best_iteration"]
+            table.add_row(name, values[0], values[1], "–" if at is None else str(at), values[2])
         parts.append(table)
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
@@ -174,7 +175,7 @@ def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     if found["sparsity"]:
         lines.append(("sparsity", _percent(found["sparsity"]) + _of_kinds(found)))
     epochs = round(found["epochs"], 2)
-    length = f"{found['iterations']} iterations, {epochs:g} {'epoch' if epochs == 1 else 'epochs'}"
+    length = f"{_counted(found['iterations'], 'iteration')}, {_counted(epochs, 'epoch')}"
     if found["seconds"] is not None:
         length += f" in {duration(found['seconds'])}"
     speed = found["images_per_s"]
@@ -182,10 +183,16 @@ def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines.append(("folder", found["folder"]))
     for kind, path in found["checkpoints"].items():
         if path is not None:
-            lines.append((kind, str(Path(path).relative_to(found["folder"]))))
+            sparse = kind == "best" and found["method"] not in (None, "dense")
+            note = ", of the tests at the target sparsity" if sparse else ""
+            lines.append((kind, f"{Path(path).relative_to(found['folder'])}{note}"))
     if found["files"]:
         lines.append(("files", ", ".join(Path(path).name for path in found["files"])))
     return lines
+
+
+def _counted(number: float, noun: str) -> str:
+    return f"{number:.10g} {noun}" if number == 1 else f"{number:.10g} {noun}s"
 
 
 def _of_kinds(found: Mapping[str, Any]) -> str:

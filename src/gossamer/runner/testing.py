@@ -16,7 +16,13 @@ logger = logging.getLogger("gossamer")
 
 
 def tested(
-    model: nn.Module, task: Task, batches: Batches, device: torch.device, display: Display, channels_last: bool
+    model: nn.Module,
+    task: Task,
+    batches: Batches,
+    device: torch.device,
+    display: Display,
+    told: set[str],
+    channels_last: bool,
 ) -> dict[str, float]:
     """The task's numbers. The model stays in evaluation mode; it must not be wrapped: ranks may differ in batches."""
     evaluator = task.evaluator()
@@ -31,14 +37,20 @@ def tested(
                 evaluator.update(model, batch.to(device, channels_last=channels_last))
             advance()
         metrics = evaluator.compute()
-    tell_left_out(skipped, notes, "dataset.test")
+    tell_left_out(skipped, notes, "dataset.test", told)
     return metrics
 
 
-def tell_left_out(skipped: list[str], notes: list[str], place: str) -> None:
-    """Say once how many images were not used, or used though something is wrong; all processes call this."""
+def tell_left_out(skipped: list[str], notes: list[str], place: str, told: set[str]) -> None:
+    """Say once how many images were not used, or used though something is wrong; all processes call this.
+
+    `told` holds what was said before.
+    """
     skipped, notes = ([word for own in gathered(words) for word in own] for words in (skipped, notes))
     for sentences, what in ((skipped, "left out"), (notes, "used as they are")):
-        if sentences:
-            more = f" (and {len(sentences) - 1} more)" if len(sentences) > 1 else ""
-            logger.warning("%s: %d images are %s: %s%s", place, len(sentences), what, sentences[0], more)
+        new = [sentence for sentence in dict.fromkeys(sentences) if f"{place}: {sentence}" not in told]
+        told.update(f"{place}: {sentence}" for sentence in new)
+        if new:
+            images = "1 image is" if len(new) == 1 else f"{len(new)} images are"
+            more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
+            logger.warning("%s: %s %s: %s%s", place, images, what, new[0], more)
