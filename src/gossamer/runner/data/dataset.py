@@ -10,7 +10,6 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Literal, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -132,8 +131,7 @@ class ImageData(Dataset[Sample]):
         if example.note is not None and self._refuse:
             raise GossamerError(f"{example.note}; correct it, or set 'on_error: skip'")
         if not self._pipeline.fixed:
-            seed = np.random.SeedSequence([self._seed, epoch, index]).generate_state(1, np.uint64)
-            torch.default_generator.manual_seed(int(seed[0]))
+            torch.default_generator.manual_seed(_mixed(_mixed(_mixed(self._seed) + epoch) + index))
         with self._worded(key):
             if isinstance(example.truth, Boxes):
                 image, boxes = self._pipeline.with_boxes(example.image, example.truth)
@@ -161,6 +159,14 @@ class ImageData(Dataset[Sample]):
             yield
         finally:
             torch.set_rng_state(state)
+
+
+def _mixed(number: int) -> int:
+    """One of 2^64 numbers for each of them, without a pattern (Steele et al. 2014, splitmix64)."""
+    number = (number + 0x9E3779B97F4A7C15) % 2**64
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) % 2**64
+    return number ^ (number >> 31)
 
 
 def _epoch_and_index(key: Key) -> tuple[int, int]:
