@@ -12,6 +12,7 @@ import torch
 
 from gossamer.errors import GossamerError
 from gossamer.runner.checkpoints import Checkpoints
+from gossamer.runner.config import read_config
 from gossamer.runner.records import read_records
 from tests.runner.nets import small
 from tests.runner.running_on_digits import (
@@ -282,3 +283,16 @@ def test_going_on_with_another_run_does_not_remove_the_checkpoints_of_the_one_th
     with pytest.raises(GossamerError, match="holds a run already"):
         trained(config(tmp_path), f"saver.resume_model={runs / 'stopped'}", "trainer.max_epoch=2")
     assert names(tmp_path / "run") == before
+
+
+def test_what_is_left_out_of_a_pretrained_model_is_there_when_a_model_is_tested(tmp_path: Path, runs: Path) -> None:
+    path = config(tmp_path, saver={"save_dir": str(tmp_path / "run"), "pretrain_except": ["9."]})
+    weights = runs / "dense" / "model.safetensors"
+    assert evaluated(path, weights=weights).metrics == evaluated(runs / "dense", weights=weights).metrics
+
+
+def test_a_resumed_run_still_says_what_it_began_with(tmp_path: Path, runs: Path) -> None:
+    path = config(tmp_path, saver={"save_dir": str(tmp_path / "run"), "pretrain_model": str(runs / "dense")})
+    interrupted(path, 2)
+    resumed(tmp_path / "run")
+    assert read_config(tmp_path / "run" / "config.yaml").config.saver.pretrain_model == runs / "dense"

@@ -117,7 +117,8 @@ class Built:
     def load_ckpt(self) -> None:
         """Weights to begin with; a checkpoint that holds averaged weights gives those."""
         if self.start.weights is not None:
-            load_weights(self.model, self.start.weights, tuple(self.config.saver.pretrain_except))
+            left_out = self.config.saver.pretrain_except if self.training else []
+            load_weights(self.model, self.start.weights, tuple(left_out))
             logger.info("weights from %s", self.start.weights)
         send_state(self.model, self.place)
 
@@ -270,10 +271,9 @@ class Built:
         return self.place.device.type == "cuda" if wanted == "auto" else wanted
 
     def _place_model(self) -> None:
-        layout = torch.channels_last if self.channels_last else torch.contiguous_format
         self.model = self.model.to(self.place.device)
         if self.channels_last:
-            self.model = self.model.to(memory_format=layout)  # pyright: ignore[reportCallIssue]
+            self.model = self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         state = checkpoint.state

@@ -1,7 +1,7 @@
 """The training loop: iterations of batches, backward passes and optimizer steps, and what is due between them.
 
 An iteration is one optimizer step, on `accumulate` batches. Knows the parts it
-is given, and not where they come from; `runner.py` builds them.
+is given, and not where they come from; `building.py` makes them.
 """
 
 from __future__ import annotations
@@ -183,7 +183,8 @@ class Stop:
         """
         return (self._place.device.type != "cuda" or iteration % 10 == 0) and any_of(self.asked, self._place)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        """What a signal does."""
         if self.asked and self._place.world == 1 and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked = True
@@ -197,7 +198,7 @@ def stopped_by_signals(place: Place) -> Generator[Stop]:
         yield stop
         return
     wanted = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, stop._ask) for number in wanted]  # pyright: ignore[reportPrivateUsage]
+    before = [signal.signal(number, stop.ask) for number in wanted]
     try:
         yield stop
     finally:

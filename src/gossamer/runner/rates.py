@@ -1,4 +1,4 @@
-"""Learning-rate schedulers by name, with a warm-up.
+"""Optimizers and learning-rate schedulers by name, the latter with a warm-up.
 
 A scheduler of torch is stepped once in each iteration, so the lengths that a
 config gives in epochs are turned into iterations here. Knows no config file
@@ -48,6 +48,9 @@ TIMES = (
 )
 """Attributes of schedulers that a config decides, also for a run that is resumed."""
 
+UNFIT = ("LBFGS", "SparseAdam")
+"""Optimizers that need a closure, or gradients of another kind."""
+
 
 def build_optimizer(config: Optimizer, parameters: Any) -> torch.optim.Optimizer:
     """The optimizer that a config names."""
@@ -62,10 +65,6 @@ def build_optimizer(config: Optimizer, parameters: Any) -> torch.optim.Optimizer
         return kind(parameters, **config.kwargs)
     except (TypeError, ValueError) as error:
         raise GossamerError(f"trainer.optimizer.kwargs: {config.type}: {error}") from error
-
-
-UNFIT = ("LBFGS", "SparseAdam")
-"""Optimizers that need a closure, or gradients of another kind."""
 
 
 def build_lr_scheduler(

@@ -162,7 +162,7 @@ def _of_folder(folder: Path, sets: Sequence[str], data: str | None = None) -> Lo
     if not (folder / CONFIG).is_file():
         what = "a folder without config.yaml" if folder.is_dir() else "no such run folder"
         raise GossamerError(f"{folder}: {what}; name a folder that `gossamer train` made, as runs/res18")
-    own = [f"saver.save_dir={json.dumps(str(folder))}", "saver.resume_model=null", "saver.pretrain_model=null"]
+    own = [f"saver.save_dir={json.dumps(str(folder))}", "saver.resume_model=null"]
     if (folder / RECIPE).is_file():
         own += [f"sparsity.recipe={json.dumps(str(folder / RECIPE))}", "sparsity.recipe_variables={}"]
     return read_config(folder / CONFIG, [*own, *sets], data)
@@ -172,7 +172,8 @@ def _tell_setting(runner: Runner) -> None:
     """What the figures of a run depend on, for its log."""
     train = len(runner.train_data) if runner.train_data is not None else 0
     test = len(runner.test_data) if runner.test_data is not None else 0
-    where = f"{runner.place.device}, {runner.place.world} processes"
+    count = runner.place.world
+    where = f"{runner.place.device}, {count} {'process' if count == 1 else 'processes'}"
     logger.info("gossamer %s, torch %s, %s", __version__, torch.__version__, where)
     logger.info("%d training and %d test images, %d classes", train, test, runner.num_classes)
 
