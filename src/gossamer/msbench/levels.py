@@ -111,6 +111,10 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         return {"max_layer_sparsity": min(0.99, *bounds)} if bounds else {}
 
     @property
+    def final_sparsity(self) -> float | None:
+        return self.table[-1]
+
+    @property
     def length(self) -> int | None:
         return self.total_iters
 

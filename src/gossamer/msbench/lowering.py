@@ -68,6 +68,11 @@ class Lowered:
         return [self.levels([target], 1.0, **({} if uniform else {"allocation": "global"}))]
 
     @property
+    def final_sparsity(self) -> float | None:
+        """The sparsity in the end of what is pruned, where the config decides it."""
+        return None
+
+    @property
     def length(self) -> int | None:
         """The iterations of the whole training, where the config says it."""
         return None

@@ -40,7 +40,7 @@ class AmpereScheduler(BaseScheduler):
         verbosity: int = 2,
     ) -> None:
         super().__init__(config)
-        calculator(mask_calculator)  # which says what is wrong with it
+        self._pattern = calculator(mask_calculator)  # which says what is wrong with it
         types = [layer_type(entry) for entry in (["Linear", "Conv2d"] if whitelist is None else whitelist)]
         self.arguments: dict[str, Any] = {
             "mask_calculator": mask_calculator,
@@ -73,6 +73,11 @@ class AmpereScheduler(BaseScheduler):
     def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
         if not self._computed:
             raise GossamerError("prune_model: call init_optimizer(optimizer) first, which computes the 2:4 masks")
+
+    @property
+    def final_sparsity(self) -> float | None:
+        kept, of = getattr(self._pattern, "n", None), getattr(self._pattern, "m", None)
+        return None if kept is None or of is None else 1 - kept / of
 
     @property
     def settings(self) -> str:
@@ -145,6 +150,10 @@ class ProbMaskPruneScheduler(BaseScheduler):
         return [made(ProbMaskPruningModifier, fields, {})]
 
     @property
+    def final_sparsity(self) -> float | None:
+        return self.rate
+
+    @property
     def length(self) -> int | None:
         return self.total
 
@@ -211,6 +220,10 @@ class ADMMScheduler(BaseScheduler):
         self.rho = rho
         self.lengths = _lengths(total_iters, iters_per_epoch, "scheduler.kwargs.")
         self.modifiers()  # so that what is wrong is told at once
+
+    @property
+    def final_sparsity(self) -> float | None:
+        return self.config.sparsity["target_sparsity"]
 
     @property
     def length(self) -> int | None:

@@ -27,7 +27,6 @@ from gossamer.runner.processes import Place, done_by_first, joined, reproducible
 from gossamer.runner.run_data import Purpose
 from gossamer.runner.runner import Runner
 from gossamer.runner.sparse_runner import SparseRunner
-from gossamer.runner.sparsity import ByRecipe
 
 logger = logging.getLogger("gossamer")
 HEADER = "# All settings of this run; `gossamer resume` reads them."
@@ -75,8 +74,8 @@ def evaluate(
     display: Display | None = None,
 ) -> Result:
     """Test what is named, else the best of the run, else the latest. `config` may be a run folder."""
-    loaded = _any(config, sets, data, weights)
-    with joined(loaded.config.runtime.device) as place, _built(loaded, place, "test", display) as runner:
+    loaded = loaded_of(config, sets, data, weights)
+    with joined(loaded.config.runtime.device) as place, built(loaded, place, "test", display) as runner:
         metrics = runner.evaluate()
         sparsity = _sparsity(runner)
         if runner.folder.is_dir():
@@ -96,8 +95,8 @@ def export(
     display: Display | None = None,
 ) -> Result:
     """Write the model of a run: what is named, else the best, else the latest."""
-    loaded = _any(config, sets, data, weights)
-    with joined(loaded.config.runtime.device) as place, _built(loaded, place, "export", display) as runner:
+    loaded = loaded_of(config, sets, data, weights)
+    with joined(loaded.config.runtime.device) as place, built(loaded, place, "export", display) as runner:
         sparsity = _sparsity(runner)
         folder = output or runner.folder
         files = runner.finish(folder, formats)
@@ -125,7 +124,7 @@ def _train(loaded: Loaded, display: Display | None) -> Result:
 
 
 @contextmanager
-def _built(loaded: Loaded, place: Place, purpose: Purpose, display: Display | None) -> Generator[Runner]:
+def built(loaded: Loaded, place: Place, purpose: Purpose, display: Display | None) -> Generator[Runner]:
     """A runner that is ready to test or export; its messages are shown."""
     runner = _runner_class(loaded)(loaded, place, purpose=purpose, display=display)
     with logged(runner.display), reproducible(runner.config.runtime.deterministic):
@@ -142,7 +141,8 @@ def _runner_class(loaded: Loaded) -> type[Runner]:
     return subclass(word, Runner, "runtime.runner.type")
 
 
-def _any(config: str | Path, sets: Sequence[str], data: str | None, weights: str | Path | None) -> Loaded:
+def loaded_of(config: str | Path, sets: Sequence[str], data: str | None, weights: str | Path | None) -> Loaded:
+    """The settings of a config file or of a run folder, with what the command line adds."""
     more = [*sets] if weights is None else [*sets, f"saver.resume_model={json.dumps(str(weights))}"]
     if Path(config).is_dir():
         return _of_folder(Path(config), more, data)
@@ -195,8 +195,8 @@ def _check_config_place(folder: Path) -> None:
 def _keep_config(runner: Runner) -> None:
     """Write the config into the run folder, and the recipe with its variables, so that the folder stands alone."""
     texts = {CONFIG: f"{HEADER}\n{runner.loaded.text}"}
-    if isinstance(runner.sparsifier, ByRecipe):
-        texts[RECIPE] = runner.sparsifier.manager.recipe
+    if runner.sparsifier is not None and runner.sparsifier.recipe is not None:
+        texts[RECIPE] = runner.sparsifier.recipe
     for name, text in texts.items():
         path = runner.folder / name
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from gossamer.errors import GossamerError
 from gossamer.runner.runner import Runner
 from gossamer.runner.sparsity import ByRecipe, build_sparsifier
@@ -27,7 +29,11 @@ class SparseRunner(Runner):
             return epochs
         return super().epochs()
 
-    def _tell_recipe_length(self, epochs: int) -> None:
+    def _arguments(self, image: Tensor) -> Any:
+        """An image (1, C, H, W) as the model takes it: detectors take lists."""
+        return ([image[0]],) if self.kind == "detection" else image
+
+    def _tell_length(self, epochs: int) -> None:
         """A recipe that goes on behind the end of training is cut off there."""
         trained = self.length / self.steps_per_epoch
         if epochs > trained:
@@ -51,9 +57,8 @@ class SparseRunner(Runner):
         networks = None
         if self.kind == "detection":
             networks = {name: network.module for name, network in self.task.networks(self.model, image).items()}
-        example: Any = ([image[0]],) if self.kind == "detection" else image
         self.model.train()
-        self.model = self.sparsifier.prepare(self.model, networks, example)
+        self.model = self.sparsifier.prepare(self.model, networks, self._arguments(image))
         # Parameters that were added go where the others are.
         self._place_model()
 
@@ -69,20 +74,19 @@ class SparseRunner(Runner):
         """Bind the sparsity to the optimizer and the learning-rate scheduler, in the state of a resumed run."""
         if self.sparsifier is None:
             return
-        state: Any = self.start.checkpoint.state["sparsity"] if self.start.checkpoint is not None else None
-        more: dict[str, Any] = {"scaler": self.scaler}
-        if isinstance(self.sparsifier, ByRecipe):
-            if state is not None:
-                self.sparsifier.load_state_dict(state)
-            steps = self.steps_per_epoch if self.training else int(self.start.checkpoint.state["steps_per_epoch"])  # pyright: ignore[reportOptionalMemberAccess]
-            image = self.example()
-            more |= {"steps_per_epoch": steps, "accumulation_steps": self.config.trainer.accumulate}
-            if self.training:
-                self._tell_recipe_length(self.sparsifier.epochs)
-            more["example_inputs"] = ([image[0]],) if self.kind == "detection" else image
-        self.scaler = self.sparsifier.attach(self.model, self.optimizer, self.lr_scheduler, **more)
-        if state is not None and not isinstance(self.sparsifier, ByRecipe):
-            self.sparsifier.load_state_dict(state)
+        saved: Any = self.start.checkpoint.state if self.start.checkpoint is not None else {}
+        if self.training:
+            self._tell_length(self.sparsifier.epochs)
+        self.scaler = self.sparsifier.attach(
+            self.model,
+            self.optimizer,
+            self.lr_scheduler,
+            saved.get("sparsity"),
+            scaler=self.scaler,
+            steps_per_epoch=self.steps_per_epoch if self.training else int(saved["steps_per_epoch"]),
+            accumulation_steps=self.config.trainer.accumulate,
+            example_inputs=self._arguments(self.example()),
+        )
         if not self.training and self.start.checkpoint is not None:
             self.sparsifier.begin(self.model, max(self.start.checkpoint.iteration - 1, 0))
         self._tell_layers()

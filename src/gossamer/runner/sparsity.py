@@ -6,11 +6,10 @@ files of a run.
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,16 +19,8 @@ from gossamer.graph import get_parameter, unwrap
 from gossamer.msbench import BaseScheduler, build_sparse_scheduler
 from gossamer.recipe import load
 from gossamer.runner.config.schema import Sparsity
+from gossamer.runner.config.sparse import msbench_config
 from gossamer.training import Manager
-
-logger = logging.getLogger("gossamer")
-
-LENGTHS = {
-    "AmbaLevelPruneScheduler": "total_iters",
-    "ADMMScheduler": "total_iters",
-    "ProbMaskPruneScheduler": "total_iterations",
-}
-"""Arguments of MSBench's schedulers that are the length of the training, filled in where they are missing."""
 
 
 class Sparsifier(ABC):
@@ -50,9 +41,29 @@ class Sparsifier(ABC):
         """What the optimizer is built on."""
         return model.parameters()
 
+    @property
+    def epochs(self) -> int:
+        """How long it wants to train; 0 when it does not say."""
+        return 0
+
+    @property
+    def recipe(self) -> str | None:
+        """The text of a recipe, where it is one."""
+        return None
+
     @abstractmethod
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any, **more: Any) -> Any:
-        """Bind it to what trains the model; returns the GradScaler to use, if one was given."""
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: Any,
+        state: Mapping[str, Any] | None,
+        **setting: Any,
+    ) -> Any:
+        """Bind it to what trains the model, in a saved state if one is given; the GradScaler to use, if there is one.
+
+        `setting` has scaler, steps_per_epoch, accumulation_steps and example_inputs.
+        """
 
     @abstractmethod
     def begin(self, model: nn.Module, iteration: int) -> None:
@@ -72,9 +83,6 @@ class Sparsifier(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
     @abstractmethod
     def finish(self, model: nn.Module) -> None:
@@ -97,25 +105,12 @@ class ByScheduler(Sparsifier):
     """An MSBench config."""
 
     def __init__(self, config: Sparsity, length: int, folder: Path) -> None:
-        given = config.model_dump(exclude_none=True, exclude={"recipe", "recipe_variables"})
-        part: dict[str, Any] = given["scheduler"]
-        kind: Any = part.get("type")
-        kwargs: Any = part.get("kwargs") or {}
-        if isinstance(kwargs, dict):  # else the door says what is wrong
-            filled_in = _filled_in(str(kind), length, folder)
-            given["scheduler"] = {**part, "kwargs": {**filled_in, **cast(dict[str, Any], kwargs)}}
         try:
-            self.scheduler: BaseScheduler = build_sparse_scheduler(given)
+            self.scheduler: BaseScheduler = build_sparse_scheduler(msbench_config(config, length, folder))
         except GossamerError as error:
             raise GossamerError(str(error).replace("sparsity_config: ", "sparsity.")) from error
         self.method = type(self.scheduler).__name__.removesuffix("Scheduler")
-        table: Any = getattr(self.scheduler, "table", None)
-        self.courses = len(table) if table is not None else 1
-        self._final: float | None = table[-1] if table is not None else None
-        if kind == "AmpereScheduler":
-            self._final = 0.5
-        if kind == "ProbMaskPruneScheduler":
-            self._final = float(part["kwargs"]["prune_rate"])
+        self.courses = len(getattr(self.scheduler, "table", [0]))
 
     def prepare(self, model: nn.Module, networks: Mapping[str, nn.Module] | None, example: Any) -> nn.Module:
         return self.scheduler.prepare_sparse_model(model, networks=networks, example_inputs=example)
@@ -123,11 +118,20 @@ class ByScheduler(Sparsifier):
     def groups(self, model: nn.Module, weight_decay: float) -> Any:
         return self.scheduler.param_groups(model, weight_decay) if self.scheduler.learns else model.parameters()
 
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any, **more: Any) -> Any:
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: Any,
+        state: Mapping[str, Any] | None,
+        **setting: Any,
+    ) -> Any:
         if lr_scheduler is not None:
             self.scheduler.set_lr_scheduler(lr_scheduler)
         self.scheduler.init_optimizer(optimizer)
-        return more.get("scaler")
+        if state is not None:
+            self.scheduler.load_state_dict(state)
+        return setting["scaler"]
 
     def begin(self, model: nn.Module, iteration: int) -> None:
         self.scheduler.prune_model(model, iteration)
@@ -142,26 +146,13 @@ class ByScheduler(Sparsifier):
         return self.scheduler.compute_sparse_rate(model)
 
     def target(self, model: nn.Module) -> float | None:
-        return self._final
+        return self.scheduler.final_sparsity
 
     def state_dict(self) -> dict[str, Any]:
         return self.scheduler.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.scheduler.load_state_dict(state)
-
     def finish(self, model: nn.Module) -> None:
         self.scheduler.export_sparse_model(unwrap(model))
-
-
-def _filled_in(kind: str, length: int, folder: Path) -> dict[str, Any]:
-    """Arguments that follow from the training and its folder."""
-    found: dict[str, Any] = {LENGTHS[kind]: length} if kind in LENGTHS else {}
-    if kind == "ProbMaskPruneScheduler":
-        found |= {"warmup_iteration_stamps": length // 10, "finetune_iteration_stamps": length * 8 // 10}
-    if kind == "AmbaLevelPruneScheduler":
-        found |= {"save_dir": str(folder / "levels"), "output_dir": str(folder / "analysis")}
-    return found
 
 
 class ByRecipe(Sparsifier):
@@ -172,16 +163,27 @@ class ByRecipe(Sparsifier):
         self.manager = Manager(load(config.recipe, variables=config.recipe_variables or None))
         self.method = "recipe"
         self.sets_rates = bool(self.manager.learning_rate_modifiers)
-        self._state: Mapping[str, Any] | None = None
 
     @property
     def epochs(self) -> int:
-        """How long the recipe is; 0 when it does not say."""
         return max(self.manager.max_epochs, 0)
 
-    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any, **more: Any) -> Any:
-        found = self.manager.modify(model, optimizer, lr_scheduler=lr_scheduler, **more)
-        return found if more.get("scaler") is not None else None
+    @property
+    def recipe(self) -> str | None:
+        return self.manager.recipe
+
+    def attach(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: Any,
+        state: Mapping[str, Any] | None,
+        **setting: Any,
+    ) -> Any:
+        if state is not None:
+            self.manager.load_state_dict(state)
+        found = self.manager.modify(model, optimizer, lr_scheduler=lr_scheduler, **setting)
+        return found if setting["scaler"] is not None else None
 
     def begin(self, model: nn.Module, iteration: int) -> None:
         """The optimizer's own steps drive a recipe."""
@@ -203,9 +205,6 @@ class ByRecipe(Sparsifier):
 
     def state_dict(self) -> dict[str, Any]:
         return self.manager.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.manager.load_state_dict(state)
 
     def finish(self, model: nn.Module) -> None:
         self.manager.finalize(unwrap(model))

@@ -6,10 +6,10 @@ Precedence: the file with what it includes, then `--data`, then `--set`. Loads n
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from gossamer.recipe.scalars import entry, plain_data
 from gossamer.runner.config.checking import checked
@@ -18,7 +18,7 @@ from gossamer.runner.config.overlays import retyped, with_data, without_missing_
 from gossamer.runner.config.overrides import overridden, read_overrides
 from gossamer.runner.config.schema import Config, Part
 from gossamer.runner.config.sparse import check_sparsity
-from gossamer.runner.config.tree import Problems, Tree
+from gossamer.runner.config.tree import Place, Problems, Tree, planted
 
 UNITS = {"max_iter": "iterations", "max_epoch": "epochs"}
 """What the length of a training is counted in."""
@@ -46,13 +46,24 @@ def read_config(path: str | os.PathLike[str], sets: Sequence[str] = (), data: st
     at the working directory, those of `!include` at the file they stand in.
     """
     path = Path(path)
-    problems, warnings = Problems(), list[str]()
-    written = read_tree(path, problems)
+    problems = Problems()
+    return _completed(read_tree(path, problems), path.stem, sets, data, problems)
+
+
+def config_of(settings: Mapping[str, Any], name: str, sets: Sequence[str] = (), data: str | None = None) -> Loaded:
+    """The same for settings that no file holds; `name` stands for the file."""
+    problems = Problems()
+    return _completed(planted(settings, Place(name)), name, sets, data, problems)
+
+
+def _completed(written: Tree, name: str, sets: Sequence[str], data: str | None, problems: Problems) -> Loaded:
+    """What was written, with what the command line adds."""
+    warnings = list[str]()
     overrides = read_overrides(sets, problems)
     tree = written
     if data is not None:
         naming = [override for override in overrides if override.path[0] in ("task", "net")]
-        tree = with_data(written, data, overridden(written, naming), path.stem, problems)
+        tree = with_data(written, data, overridden(written, naming), name, problems)
     for override in overrides:
         if len(override.path) == 3 and override.path[0] == "dataset" and override.path[2] == "type":
             tree = retyped(tree, override.path[1], override.value.content)
@@ -65,7 +76,7 @@ def read_config(path: str | os.PathLike[str], sets: Sequence[str] = (), data: st
     assert config is not None  # or there were problems
     given = frozenset(key for override in overrides for key in override.keys)
     warnings += [*_doubts(config), *_changed_unit(tree, given, timed)]
-    return Loaded(config, path.stem, given, config_text(config), warnings)
+    return Loaded(config, name, given, config_text(config), warnings)
 
 
 def config_text(config: Config) -> str:

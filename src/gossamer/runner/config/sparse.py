@@ -6,6 +6,8 @@ Knows how to find the line of what they complain about; the rules are theirs.
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from typing import Any, cast
 
 from gossamer.errors import GossamerError, RecipeError, nearest
 from gossamer.msbench import build_sparse_scheduler
@@ -15,9 +17,14 @@ from gossamer.runner.config.schema import Config, Sparsity
 from gossamer.runner.config.tree import Place, Problems, Tree
 
 _QUOTED = re.compile(r"(?:unknown key|unknown type) '([^']*)'")
-_FILLED_IN = re.compile(r"\.(total_iterations|\w+_iteration_stamps): is missing")
-"""Lengths that the runner gives when a config does not, from the length of the training."""
-
+_LENGTHS = {
+    "AmbaLevelPruneScheduler": "total_iters",
+    "ADMMScheduler": "total_iters",
+    "ProbMaskPruneScheduler": "total_iterations",
+}
+"""Arguments of MSBench's schedulers that are the length of the training, filled in where they are missing."""
+_LONG = 10**6
+"""A length for a config that is only checked."""
 
 RUNNERS = ("base", "sparse")
 
@@ -40,7 +47,7 @@ def check_sparsity(config: Config, tree: Tree, problems: Problems) -> None:
         if config.sparsity.recipe is not None:
             load(config.sparsity.recipe, variables=config.sparsity.recipe_variables or None)
         else:
-            build_sparse_scheduler(_msbench(config.sparsity))
+            build_sparse_scheduler(msbench_config(config.sparsity, _LONG, Path()))
     except RecipeError as error:
         at = told_of.child("recipe") or told_of
         for problem in error.problems:
@@ -49,14 +56,25 @@ def check_sparsity(config: Config, tree: Tree, problems: Problems) -> None:
         has_own_module = ":" in config.net.type
         for line in str(error).splitlines():
             message = line.removeprefix(f"{NAME}: ")
-            if _FILLED_IN.search(message) or (has_own_module and "unknown type" in message):
+            if has_own_module and "unknown type" in message:
                 continue  # the module of the model, which is not imported yet, may register classes of its own
             problems.add(_place(message, told_of), f"sparsity.{message}")
 
 
-def _msbench(sparsity: Sparsity) -> dict[str, object]:
-    names = ("mask_generator", "fake_sparse", "scheduler", "leaf_module", "sparsity")
-    return {name: value for name in names if (value := getattr(sparsity, name)) is not None}
+def msbench_config(sparsity: Sparsity, length: int, folder: Path) -> dict[str, Any]:
+    """The MSBench config in `sparsity`, with what follows from a training of `length` iterations in a run folder."""
+    given = sparsity.model_dump(exclude_none=True, exclude={"recipe", "recipe_variables"})
+    scheduler: dict[str, Any] = given["scheduler"]
+    kind = str(scheduler.get("type"))
+    kwargs: Any = scheduler.get("kwargs") or {}
+    known: dict[str, Any] = {_LENGTHS[kind]: length} if kind in _LENGTHS else {}
+    if kind == "ProbMaskPruneScheduler":
+        known |= {"warmup_iteration_stamps": length // 10, "finetune_iteration_stamps": length * 8 // 10}
+    if kind == "AmbaLevelPruneScheduler":
+        known |= {"save_dir": str(folder / "levels"), "output_dir": str(folder / "analysis")}
+    if isinstance(kwargs, dict):  # else whoever reads it says what is wrong
+        given["scheduler"] = {**scheduler, "kwargs": {**known, **cast(dict[str, Any], kwargs)}}
+    return given
 
 
 def _place(message: str, tree: Tree) -> Place:
