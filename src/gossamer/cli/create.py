@@ -14,8 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from gossamer.cli.console import AsJson, err, out, reports_errors, show_json, show_warnings
-from gossamer.cli.models import import_module, load_model
-from gossamer.cli.weights import load_weights
+from gossamer.cli.models import import_module, subject, untrained
 from gossamer.errors import GossamerError, nearest
 
 if TYPE_CHECKING:
@@ -125,10 +124,8 @@ def create(
     with _in_options():
         choices = choose(_named(pruning), quantization, _named(lr), distillation, variables)
     with redirect_stdout(sys.stderr):  # whatever the user's code prints is not our output
-        network = load_model(model)
-        if weights is not None:
-            load_weights(network, weights)
-        batches = None if data is None else _batches(data)
+        opened = subject(model, weights)
+        batches = None if data is None else batches_of(data)
         columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
         with Progress(*columns, console=err, transient=True, disable=not err.is_terminal or as_json) as progress:
             task = progress.add_task("measuring", total=1.0, visible=batches is not None)
@@ -137,12 +134,12 @@ def create(
                 progress.update(task, completed=share, description=f"measuring {escape(layer)}".strip())
 
             with _in_options():
-                made = design(network, choices, batches, progress=show)
+                made = design(opened.model, choices, batches, progress=show)
     told = [_as_options(sentence) for sentence in (*choices.without_effect, *made.warnings)]
     if batches is not None and not choices.measures:
         told.append(_as_options(DATA_IDLE))
-    if batches is not None and choices.measures and weights is None and ":" not in model:
-        told.append(f"{model} was measured with the weights it is initialised with; --weights gives it trained ones")
+    if batches is not None and choices.measures:
+        told += untrained(opened)
     if output is not None:
         made.recipe.save(output)
     if as_json:
@@ -190,7 +187,7 @@ def _mask_type(word: str | None) -> str | list[int] | None:
     return [int(part) for part in word.strip("[] ").split(",") if part.strip()]
 
 
-def _batches(word: str) -> Iterable[Any]:
+def batches_of(word: str) -> Iterable[Any]:
     """What the function that `word` names gives, called without arguments."""
     module_name, _, function_name = word.partition(":")
     if not module_name or not function_name:

@@ -1,27 +1,69 @@
-"""The model that one word on the command line names, made without arguments and without pretrained weights."""
+"""The model that one word on the command line names."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from gossamer.errors import GossamerError
-from gossamer.runner.words import builder, import_module, reason
+import typer
+
+from gossamer.runner.words import import_module
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
 
-__all__ = ["import_module", "load_model"]
+    from gossamer.runner.subjects import Subject
+
+__all__ = ["Data", "Input", "ModelWord", "Sets", "Weights", "import_module", "load_model", "subject", "untrained"]
+
+ModelWord = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="package.module:function, a torchvision model, a run folder, or model.safetensors of a run.",
+    ),
+]
+Weights = Annotated[
+    Path | None, typer.Option("--weights", "-w", metavar="FILE|RUN", help="Trained weights: .safetensors, .pt, a run.")
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a value of the config, as trainer.max_epoch=5; repeatable."),
+]
+Data = Annotated[
+    str | None,
+    typer.Option("--data", metavar="tiny|FOLDER", help="Other data: the embedded ones, or a folder of known form."),
+]
+Input = Annotated[
+    str | None, typer.Option("--input", metavar="SHAPE", help="Shape of the model's input, as 1,3,224,224.")
+]
 
 
-def load_model(word: str) -> nn.Module:
-    """Make the model that `word` names, without pretrained weights."""
-    from torch import nn
+def subject(
+    word: str,
+    weights: Path | None = None,
+    data: str | None = None,
+    shape: str | None = None,
+    sets: Sequence[str] = (),
+) -> Subject:
+    """The model that a word names, with what is known of it."""
+    from gossamer.runner.subjects import open_subject
 
-    make = builder(word)
-    try:
-        made = make()
-    except Exception as error:
-        raise GossamerError(f"{word}: calling it without arguments failed: {reason(error)}") from error
-    if not isinstance(made, nn.Module):
-        raise GossamerError(f"{word}: expected a torch.nn.Module, found {type(made).__name__}")
-    return made
+    with redirect_stdout(sys.stderr):  # whatever the user's code prints is not our output
+        return open_subject(word, weights=weights, data=data, input_shape=shape, sets=sets)
+
+
+def load_model(word: str, weights: Path | None = None) -> nn.Module:
+    """The model alone."""
+    return subject(word, weights).model
+
+
+def untrained(found: Subject) -> list[str]:
+    """A sentence to show when nobody gave a model its weights; one's own function may have loaded some."""
+    if found.trained or ":" in found.word:
+        return []
+    return [f"{found.word} has the weights it is initialised with; --weights gives it trained ones"]

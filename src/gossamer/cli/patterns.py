@@ -15,24 +15,17 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from gossamer.cli.console import AsJson, err, out, reports_errors, show_json, show_warnings
-from gossamer.cli.models import load_model
-from gossamer.cli.weights import check_format, load_weights, save_weights
+from gossamer.cli.models import Input, ModelWord, Weights, subject, untrained
+from gossamer.cli.weights import check_format, save_weights
 from gossamer.errors import GossamerError, SparsityError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from gossamer.analysis.eligibility import Eligibility
     from gossamer.graph.permutation import Permutation
     from gossamer.sparse import NM
 
-ModelWord = Annotated[
-    str, typer.Argument(metavar="MODEL", help="package.module:function, or the name of a torchvision model.")
-]
-Weights = Annotated[
-    Path | None,
-    typer.Option("--weights", metavar="FILE", help="Trained weights for it: .safetensors, or a .pt state dict."),
-]
 PatternName = Annotated[str, typer.Option("--pattern", metavar="N:M", help="The pattern, as in 2:4.")]
 PLOTS = (".png", ".svg", ".pdf")
 
@@ -45,10 +38,7 @@ def permute(
     ] = None,
     weights: Weights = None,
     pattern: PatternName = "2:4",
-    shape: Annotated[
-        str | None,
-        typer.Option("--input", metavar="SHAPE", help="Shape of the input, as in 1,3,224,224; guessed when left out."),
-    ] = None,
+    shape: Input = None,
     every_layer: Annotated[
         bool, typer.Option("--every-layer", help="Also layers that hardware cannot run in 2:4.")
     ] = False,
@@ -77,11 +67,11 @@ def permute(
         raise GossamerError(f"{picture}: expected a picture that ends in {', '.join(PLOTS)}")
     if effort <= 0:
         raise GossamerError(f"--effort: expected a number above 0, found {effort:g}")
-    network = _model(model, weights)
+    opened = subject(model, weights, shape=shape)
+    network = opened.model
     names, skipped = _searchable(network, chosen, every_layer)
     if not names:
         raise GossamerError(f"{model}: no layer can be {pattern}; {next(iter(skipped.values()), 'it has no layer')}")
-    inputs = _example(shape)
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal or as_json) as progress:
         task = progress.add_task("searching", total=1.0)
@@ -95,7 +85,7 @@ def permute(
                 names,
                 chosen.n,
                 chosen.m,
-                example_inputs=inputs,
+                example_inputs=opened.given,
                 effort=effort,
                 parts=parts,
                 progress=show,
@@ -115,7 +105,7 @@ def permute(
         show_json(_as_data(model, pattern, found, skipped, output))
         return
     _show_permutation(found, skipped, pattern)
-    show_warnings(filter(None, (found.note, _untrained(model, weights))))
+    show_warnings(filter(None, (found.note, *untrained(opened))))
     for path in filter(None, (output, picture)):
         out.print(f"wrote {path}", highlight=False, soft_wrap=True)
 
@@ -134,7 +124,8 @@ def check(
     from gossamer.analysis.eligibility import eligibility
 
     chosen = _pattern(pattern)
-    found = eligibility(_model(model, weights), chosen)
+    opened = subject(model, weights)
+    found = eligibility(opened.model, chosen)
     able = [layer for layer in found if layer.reason is None]
     holding = [layer for layer in able if layer.holds]
     if as_json:
@@ -142,27 +133,11 @@ def check(
         show_json({"model": model, "pattern": pattern, "holds": len(holding), "able": len(able), "layers": rows})
     else:
         _show_check(found, pattern, chosen.m)
-        show_warnings(filter(None, (_untrained(model, weights),)))
+        show_warnings(untrained(opened))
         cannot = len(found) - len(able)
         out.print(f"{len(holding)} of {len(able)} layers that can be {pattern} are; {cannot} cannot", highlight=False)
     if require and len(holding) < len(able):
         raise typer.Exit(1)
-
-
-def _untrained(word: str, weights: Path | None) -> str | None:
-    return (
-        f"{word} has the weights it is initialised with; --weights gives it trained ones"
-        if (weights is None and ":" not in word)
-        else None
-    )
-
-
-def _model(word: str, weights: Path | None) -> nn.Module:
-    with redirect_stdout(sys.stderr):  # whatever the user's code prints is not our output
-        network = load_model(word)
-    if weights is not None:
-        load_weights(network, weights)
-    return network
 
 
 def _pattern(name: str) -> NM:
@@ -172,20 +147,6 @@ def _pattern(name: str) -> NM:
         return parse_nm(name)
     except SparsityError as error:
         raise GossamerError(f"--pattern: {error}") from None
-
-
-def _example(shape: str | None) -> Tensor | None:
-    import torch
-
-    if shape is None:
-        return None
-    try:
-        sizes = [int(size) for size in shape.replace("x", ",").split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
-        raise GossamerError(f"--input: expected a shape such as 1,3,224,224, found '{shape}'")
-    return torch.zeros(sizes)
 
 
 def _searchable(network: nn.Module, pattern: NM, every_layer: bool) -> tuple[list[str], dict[str, str]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from gossamer.cli.console import AsJson, out, reports_errors, show_json
+from gossamer.cli.models import Data, Sets
 
 if TYPE_CHECKING:
     from gossamer.runner.display import Display
@@ -17,14 +18,6 @@ if TYPE_CHECKING:
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A config file.")]
 ConfigOrRun = Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="A config file, or a run folder.")]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set a value of the config, as trainer.max_epoch=5; repeatable."),
-]
-Data = Annotated[
-    str | None,
-    typer.Option("--data", metavar="tiny|FOLDER", help="Other data: the embedded ones, or a folder of known form."),
-]
 Weights = Annotated[
     Path | None, typer.Option("--weights", metavar="FILE|RUN", help="What to take, in place of the run's best.")
 ]

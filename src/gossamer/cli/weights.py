@@ -1,35 +1,17 @@
-"""Weights into a model from a file, and from a model into a file, which is written whole or not at all."""
+"""Weights of a model into a file, which is written whole or not at all."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gossamer.errors import GossamerError, nearest
+from gossamer.errors import GossamerError
 from gossamer.files import whole
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 _TORCH = (".pt", ".pth")
-
-
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a state dict into the model; every name must be there on both sides."""
-    from gossamer.runner.weights import read_weights
-
-    state = read_weights(path)
-    own = model.state_dict()
-    for name, tensor in state.items():
-        if name not in own:
-            raise GossamerError(f"{path}: '{name}' is not in the model{nearest(name, own)}")
-        if tensor.shape != own[name].shape:
-            shapes = f"{tuple(tensor.shape)} in the file and {tuple(own[name].shape)} in the model"
-            raise GossamerError(f"{path}: '{name}' has shape {shapes}")
-    missing = [name for name in own if name not in state]
-    if missing:
-        raise GossamerError(f"{path}: '{missing[0]}' is missing ({len(missing)} of {len(own)} names are)")
-    model.load_state_dict(state)
 
 
 def save_weights(model: nn.Module, path: Path) -> None:

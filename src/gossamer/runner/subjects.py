@@ -1,0 +1,352 @@
+"""What one word names: a model, with what is known of its input, its data and its weights.
+
+The word is `package.module:function`, the name of a torchvision model, a run folder, a config, or a file of weights
+that we exported, which says what model it is of. A file is data: it never makes us import anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from gossamer.errors import GossamerError, nearest
+from gossamer.graph.inputs import guesses
+from gossamer.runner.config import Config, config_of, task_of
+from gossamer.runner.config.schema import Net, Source
+from gossamer.runner.data import Batches, ImageData, build_dataset
+from gossamer.runner.display import Display
+from gossamer.runner.models import build_net, detector_classes
+from gossamer.runner.networks import Network, is_detector
+from gossamer.runner.processes import joined
+from gossamer.runner.run_data import read_run_data
+from gossamer.runner.running import built, loaded_of
+from gossamer.runner.starting import file_of
+from gossamer.runner.tasks import Classification, Finding
+from gossamer.runner.weights import read_weights
+from gossamer.runner.words import builder, reason
+
+Part = Literal["train", "test"]
+PROGRAMS = (".onnx", ".pt2")
+WEIGHTS = (".safetensors", ".pt", ".pth")
+CONFIGS = (".yaml", ".yml")
+_OF_OTHERS = ("weights", "weights_backbone", "pretrained")
+"""Arguments by which a model fetches weights, which a file of weights makes needless."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that a command works on."""
+
+    word: str
+    name: str
+    """Short, for titles and names of files."""
+    model: nn.Module
+    """In evaluation mode, on the CPU."""
+    kind: Literal["classification", "detection"]
+    given: Any = None
+    """What its forward takes, where that is known."""
+    num_classes: int | None = None
+    net: Net | None = None
+    """How it is made; None for a function of the user's own that was called without arguments."""
+    source: Path | None = None
+    """Where its weights come from; None when they are those that it is initialised with."""
+    folder: Path | None = None
+    """Of the run, if it is one."""
+    config: Config | None = None
+    """What names its data, if it has some."""
+
+    @cached_property
+    def example(self) -> Any:
+        """What its forward takes, a batch of one: what is known, else the most common input that it takes, or None."""
+        return _guessed(self.model) if self.given is None else self.given
+
+    @property
+    def trained(self) -> bool:
+        return self.source is not None
+
+    @property
+    def image(self) -> Tensor | None:
+        """The example as images (1, C, H, W), where it is that."""
+        found = self.example[0][0].unsqueeze(0) if is_detector(self.model) and self.example else self.example
+        return found if isinstance(found, Tensor) else None
+
+    def batches(self, part: Part) -> LabelledBatches | None:
+        """Images and labels without augmentation; None where there are none, or for a detector."""
+        source = None if self.config is None else getattr(self.config.dataset, part)
+        if self.config is None or source is None or self.kind != "classification":
+            return None
+        test = self.config.dataset.test
+        plain = source.model_copy(update={"transforms": (test or source).transforms, "num_workers": 0})
+        data = build_dataset(plain, task=self.kind, num_classes=self.num_classes)
+        return LabelledBatches(data, plain, shuffled=part == "train")
+
+    def networks(self) -> dict[str, Network]:
+        """What export writes: the parts that are tensors in and tensors out."""
+        image = self.image
+        if image is None:
+            raise GossamerError(f"{self.word}: nobody knows what its input is like; give --input, as 1,3,224,224")
+        task = Finding(self.num_classes or 1) if self.kind == "detection" else Classification(self.num_classes or 1)
+        try:
+            with torch.no_grad():
+                return task.networks(self.model, image)
+        except GossamerError:
+            raise
+        except Exception as error:
+            shape = tuple(image.shape)
+            raise GossamerError(f"{self.word}: does not run on an input of shape {shape}: {reason(error)}") from error
+
+    def about(self) -> dict[str, str]:
+        """What a file of its weights says of it, so that it can be made again."""
+        known = {"name": self.name, "task": self.kind}
+        if self.net is not None:
+            known["net"] = json.dumps({"type": self.net.type, "kwargs": _plain(self.net.kwargs)})
+        if self.num_classes is not None:
+            known["num_classes"] = str(self.num_classes)
+        if self.image is not None:
+            known["input"] = json.dumps(list(self.image.shape))
+        return known
+
+
+class LabelledBatches:
+    """Images (N, C, H, W) and labels (N,) of a dataset, as often as one asks."""
+
+    def __init__(self, data: ImageData, source: Source, *, shuffled: bool) -> None:
+        self._batches = Batches(data, source, train=shuffled and len(data) >= source.batch_size, seed=0)
+        self.images = len(data)
+
+    def __len__(self) -> int:
+        return self._batches.batches_per_epoch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in self._batches.epoch(0):
+            images: Any = batch.images
+            labels: Any = batch.targets
+            yield images, labels
+
+
+def open_subject(
+    word: str,
+    *,
+    weights: Path | None = None,
+    data: str | None = None,
+    input_shape: str | None = None,
+    sets: Sequence[str] = (),
+) -> Subject:
+    """The model that a word names.
+
+    `weights` are a file or a run; `data` is `tiny` or a folder; `input_shape` is text as `1,3,224,224`; `sets` are
+    settings of a config, as `runtime.seed=1`.
+    """
+    path = Path(word)
+    if path.is_dir() or path.suffix in CONFIGS:
+        found = _of_run(word, weights, data, sets)
+    elif path.suffix in PROGRAMS:
+        raise GossamerError(f"{word}: is a program and no model of torch; name the run or the model that it is of")
+    elif path.suffix in WEIGHTS:
+        found = _of_file(path, weights, data, sets)
+    elif data is not None or sets:
+        found = _on_data(word, config_of({"net": {"type": word}}, word, sets, data).config, _file(weights))
+    else:
+        found = _of_word(word, _file(weights))
+    return found if input_shape is None else _with_shape(found, input_shape)
+
+
+# By what the word is
+
+
+def _of_run(word: str, weights: Path | None, data: str | None, sets: Sequence[str]) -> Subject:
+    """The best model of a run, finished: its zeros are in its weights."""
+    loaded = loaded_of(word, [*sets, "runtime.device=cpu"], data, weights)
+    with joined("cpu") as place, built(loaded, place, "export", Display(shown=False)) as runner:
+        if runner.sparsifier is not None:
+            runner.sparsifier.finish(runner.model)
+        model, image, start = runner.outcome.eval(), runner.example(), runner.start
+        return Subject(
+            word=word,
+            name=runner.folder.resolve().name if Path(word).is_dir() else loaded.name,
+            model=model,
+            kind=runner.kind,
+            given=_as_example(model, image),
+            num_classes=runner.num_classes,
+            net=runner.config.net,
+            source=start.source or start.weights,
+            folder=runner.folder if Path(word).is_dir() else None,
+            config=runner.config,
+        )
+
+
+def _of_file(path: Path, weights: Path | None, data: str | None, sets: Sequence[str]) -> Subject:
+    """The model that a file of weights says it is of."""
+    about = _metadata(path)
+    way_out = f"name the model, and the file by --weights {path}"
+    if weights is not None:
+        raise GossamerError(f"{path}: has weights itself; give one file of weights")
+    if "net" not in about:
+        raise GossamerError(f"{path}: does not say what model its weights are of; {way_out}")
+    try:
+        net = Net.model_validate(json.loads(about["net"]))
+        classes = int(about.get("num_classes", "0"))
+        shape = [int(size) for size in json.loads(about.get("input", "[]"))]
+    except (ValueError, TypeError, ValidationError) as error:
+        raise GossamerError(f"{path}: what it says of its model cannot be read; {way_out}") from error
+    if ":" in net.type or "/" in net.type:
+        raise GossamerError(f"{path}: is of {net.type}, and no file makes us import that; {way_out}")
+    net = net.model_copy(update={"kwargs": {k: None if k in _OF_OTHERS else v for k, v in net.kwargs.items()}})
+    if data is not None or sets:
+        settings = {"net": {"type": net.type, "kwargs": net.kwargs}}
+        return _on_data(str(path), config_of(settings, path.stem, sets, data).config, path)
+    model = build_net(net, classes).eval()
+    load_weights(model, path)
+    example = _as_example(model, torch.zeros(shape)) if shape else None
+    kind = "detection" if is_detector(model) else "classification"
+    return Subject(str(path), about.get("name", path.stem), model, kind, example, classes or None, net, path)
+
+
+def _on_data(word: str, config: Config, weights: Path | None) -> Subject:
+    """A model for data: its classes are theirs."""
+    kind = task_of(config)
+    run_data = read_run_data(config, kind, 0, "export")
+    model = build_net(config.net, run_data.num_classes, kind).eval()
+    if weights is not None:
+        load_weights(model, weights)
+    images = run_data.test or run_data.train
+    assert images is not None
+    example = _as_example(model, images[0][0].unsqueeze(0))
+    return Subject(word, _name(word), model, kind, example, run_data.num_classes, config.net, weights, None, config)
+
+
+def _of_word(word: str, weights: Path | None) -> Subject:
+    make = builder(word)
+    model = _made(word, make, {})
+    classes: int | None = None
+    if weights is not None:
+        classes = _other_classes(model, weights)
+        if classes is not None:
+            model = _made(word, make, {"num_classes": classes})
+        load_weights(model, weights)
+    model = model.eval()
+    kind = "detection" if is_detector(model) else "classification"
+    net = Net(type=word, kwargs={} if classes is None or ":" not in word else {"num_classes": classes})
+    return Subject(word, _name(word), model, kind, None, classes or _classes(model), net, weights)
+
+
+# Weights
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load a state dict into the model; every name must be there on both sides."""
+    state = read_weights(path)
+    own = model.state_dict()
+    for name, tensor in state.items():
+        if name not in own:
+            raise GossamerError(f"{path}: '{name}' is not in the model{nearest(name, own)}")
+        if tensor.shape != own[name].shape:
+            shapes = f"{tuple(tensor.shape)} in the file and {tuple(own[name].shape)} in the model"
+            raise GossamerError(f"{path}: '{name}' has shape {shapes}")
+    missing = [name for name in own if name not in state]
+    if missing:
+        raise GossamerError(f"{path}: '{missing[0]}' is missing ({len(missing)} of {len(own)} names are)")
+    model.load_state_dict(state)
+
+
+def _other_classes(model: nn.Module, path: Path) -> int | None:
+    """How many classes weights were trained for, when nothing but that number differs from the model's own."""
+    own, state = model.state_dict(), read_weights(path)
+    wrong = [name for name in own if name in state and own[name].shape != state[name].shape]
+    if not wrong or any(own[name].shape[1:] != state[name].shape[1:] for name in wrong):
+        return None
+    counts = {state[name].shape[0] for name in wrong}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _file(weights: Path | None) -> Path | None:
+    return file_of(weights, "--weights") if weights is not None and weights.is_dir() else weights
+
+
+def _metadata(path: Path) -> Mapping[str, str]:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise GossamerError(f"{path}: there is no such file")
+    if path.suffix != ".safetensors":
+        return {}
+    try:
+        with cast(Any, safe_open)(path, framework="pt") as file:
+            return dict(file.metadata() or {})
+    except (SafetensorError, OSError, ValueError) as error:
+        raise GossamerError(f"{path}: cannot be read as weights: {' '.join(str(error).split())[:200]}") from error
+
+
+# Inputs
+
+
+def _with_shape(subject: Subject, text: str) -> Subject:
+    try:
+        sizes = [int(size) for size in text.replace("x", ",").split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise GossamerError(f"--input: expected a shape such as 1,3,224,224, found '{text}'")
+    like = next((guess for guess in guesses(subject.model)), None)
+    dtype = like.dtype if isinstance(like, Tensor) else torch.float32
+    return replace(subject, given=_as_example(subject.model, torch.zeros(sizes, dtype=dtype)))
+
+
+def _guessed(model: nn.Module) -> Any:
+    """The most common input that the model runs on."""
+    if is_detector(model):
+        return _as_example(model, torch.rand(1, 3, 320, 320))
+    for guess in guesses(model):
+        example = torch.zeros_like(guess[:1])
+        try:
+            with torch.no_grad():
+                model(example)
+        except Exception:  # noqa: BLE001  (any model, any reason: the next one is tried)
+            continue
+        return example
+    return None
+
+
+def _as_example(model: nn.Module, image: Tensor) -> Any:
+    """An image (1, C, H, W) as the model takes it: detectors take lists."""
+    return ([image[0]],) if is_detector(model) else image
+
+
+def _classes(model: nn.Module) -> int | None:
+    """How many classes a model tells apart, without the background; a classifier by its last linear layer."""
+    if is_detector(model):
+        found = detector_classes(model)
+        return None if found is None else found - 1
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    return layers[-1].out_features if layers else None
+
+
+# Words
+
+
+def _made(word: str, make: Callable[..., Any], kwargs: Mapping[str, Any]) -> nn.Module:
+    try:
+        made = make(**kwargs)
+    except Exception as error:
+        how = "without arguments" if not kwargs else f"with {dict(kwargs)}"
+        raise GossamerError(f"{word}: calling it {how} failed: {reason(error)}") from error
+    if not isinstance(made, nn.Module):
+        raise GossamerError(f"{word}: expected a torch.nn.Module, found {type(made).__name__}")
+    return made
+
+
+def _name(word: str) -> str:
+    return Path(word).stem if Path(word).suffix in WEIGHTS else word.rpartition(":")[2]
+
+
+def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON can hold of a net's arguments; paths of weights are none of the model."""
+    return {key: value for key, value in kwargs.items() if key not in _OF_OTHERS}

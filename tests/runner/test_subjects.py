@@ -1,0 +1,130 @@
+"""The model that one word names: by a function, a torchvision name, a run, a file of weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from gossamer.errors import GossamerError
+from gossamer.runner.subjects import open_subject
+from tests.runner.nets import small
+from tests.runner.running_on_digits import config, evaluated, trained
+
+
+def accuracy(model: nn.Module, batches) -> float:
+    """In percent."""
+    with torch.no_grad():
+        right = [(model(images).argmax(1) == labels).float() for images, labels in batches]
+    return 100 * float(torch.cat(right).mean())
+
+
+def test_a_torchvision_name_is_a_model_with_a_guessed_input_and_no_data() -> None:
+    subject = open_subject("squeezenet1_1")
+    assert not subject.trained
+    assert subject.example.shape == (1, 3, 224, 224)
+    assert subject.batches("test") is None
+    assert not subject.model.training
+
+
+def test_data_decide_how_many_classes_a_model_has() -> None:
+    subject = open_subject("squeezenet1_1", data="tiny")
+    train = subject.batches("train")
+    assert train is not None
+    images, labels = next(iter(train))
+    assert subject.num_classes == 10
+    assert subject.model(images[:2]).shape == (2, 10)
+    assert len(labels.unique()) > 5, "calibration batches hold many classes"
+
+
+def test_weights_for_another_number_of_classes_are_recognised(tmp_path: Path) -> None:
+    torch.save(small(num_classes=3).state_dict(), tmp_path / "three.pt")
+    subject = open_subject("tests.runner.nets:small", weights=tmp_path / "three.pt")
+    assert subject.model(torch.zeros(1, 3, 8, 8)).shape == (1, 3)
+    assert subject.num_classes == 3
+
+
+def test_the_model_of_a_run_has_the_accuracy_that_the_run_found(tmp_path: Path) -> None:
+    path = config(tmp_path, "gmp")
+    trained(path)
+    subject = open_subject(str(tmp_path / "run"))
+    assert accuracy(subject.model, subject.batches("test")) == pytest.approx(evaluated(path).metrics["top1"], abs=1e-4)
+    assert subject.example.shape == (1, 3, 8, 8)
+    weights = [subject.model[index].weight for index in (0, 3, 9)]
+    assert all(round(weight.numel() * 0.8) == int((weight == 0).sum()) for weight in weights)
+
+
+def test_a_run_takes_other_weights_by_name(tmp_path: Path) -> None:
+    trained(config(tmp_path))
+    torch.save(small().state_dict(), tmp_path / "other.pt")
+    subject = open_subject(str(tmp_path / "run"), weights=tmp_path / "other.pt")
+    assert subject.source == tmp_path / "other.pt"
+
+
+def test_a_file_of_weights_that_says_its_model_is_a_model(tmp_path: Path) -> None:
+    made = open_subject("squeezenet1_1", data="tiny")
+    state = {name: tensor.contiguous() for name, tensor in made.model.state_dict().items()}
+    save_file(state, tmp_path / "squeezed.safetensors", metadata=made.about())
+    again = open_subject(str(tmp_path / "squeezed.safetensors"))
+    images = torch.rand(2, 3, 32, 32)
+    assert torch.equal(again.model(images), made.model(images))
+    assert again.example.shape == (1, 3, 32, 32)
+    assert open_subject(str(tmp_path / "squeezed.safetensors"), data="tiny").batches("test") is not None
+
+
+def test_a_file_never_makes_us_import_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trap.py").write_text("raise SystemExit('sprung')")
+    monkeypatch.syspath_prepend(tmp_path)
+    about = {"net": json.dumps({"type": "trap:model", "kwargs": {}}), "num_classes": "2"}
+    save_file({"weight": torch.zeros(1)}, tmp_path / "bait.safetensors", metadata=about)
+    with pytest.raises(GossamerError, match=r"bait.safetensors: is of trap:model.*name the model.*--weights"):
+        open_subject(str(tmp_path / "bait.safetensors"))
+    assert "trap" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("resnet19", "no torchvision model of that name; nearest: 'resnet1"),
+        ("model.onnx", "is a program and no model of torch; name the run"),
+        ("weights.safetensors", "does not say what model its weights are of; name the model"),
+        ("nothing.safetensors", "there is no such file"),
+        ("broken.safetensors", "cannot be read as weights"),
+        ("odd.safetensors", "what it says of its model cannot be read"),
+        ("weights.pt", "does not say what model its weights are of"),
+        ("empty", "a folder without config.yaml"),
+        ("tests.runner.nets:Interrupt", "calling it without arguments failed"),
+    ],
+)
+def test_a_word_that_names_no_model_is_explained_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    save_file({"weight": torch.zeros(1)}, "weights.safetensors")
+    save_file({"weight": torch.zeros(1)}, "odd.safetensors", metadata={"net": "[]"})
+    torch.save({"weight": torch.zeros(1)}, "weights.pt")
+    Path("broken.safetensors").write_bytes(b"\x00" * 20)
+    with pytest.raises(GossamerError) as error:
+        open_subject(word)
+    assert sentence in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_wrong_shape_of_the_input_is_explained() -> None:
+    with pytest.raises(GossamerError, match=r"--input: expected a shape such as 1,3,224,224, found 'big'"):
+        open_subject("squeezenet1_1", input_shape="big")
+    with pytest.raises(GossamerError, match=r"does not run on an input of shape \(1, 4, 32, 32\)"):
+        open_subject("squeezenet1_1", input_shape="1,4,32,32").networks()
+
+
+def test_a_detector_is_given_images_in_a_list() -> None:
+    subject = open_subject("ssdlite320_mobilenet_v3_large", input_shape="1,3,64,64")
+    assert subject.kind == "detection"
+    assert [tuple(image.shape) for image in subject.example[0]] == [(3, 64, 64)]
+    assert list(subject.networks()) == ["network"]
