@@ -5,7 +5,7 @@ PYTHON ?= python3
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench bench-all clean
+.PHONY: help demo test test-all chromium lint bench bench-all clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -34,11 +34,22 @@ demo: $(STAMP) ## train a ResNet-18 on digits, make it sparse in two ways, compa
 	@echo "Each folder in $(DEMO) is a run: its config, log, metrics, checkpoints and model.safetensors."
 	@echo "How the layers share the zeros: $(DEMO)/levels/analysis/pruner_report.svg"
 
-test: lint ## style, types, layers, then the tests that take seconds
+test: lint chromium ## style, types, layers, then the tests that take seconds
 	$(PYTEST) -m "not slow"
 
-test-all: lint ## the same with the slow tests
+test-all: lint chromium ## the same with the slow tests
 	$(PYTEST)
+
+# The report is tested in the system's Chromium; where it cannot be had, those tests are skipped and say so.
+chromium:
+	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then exit 0; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "Installing Chromium and its driver, for the tests of the report"; \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver >/dev/null 2>&1 || \
+	  { apt-get update -qq >/dev/null 2>&1 && \
+	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver >/dev/null 2>&1; } || \
+	  echo "Chromium could not be installed: the tests of the report in a browser are skipped"; \
+	else echo "Chromium is missing and cannot be installed here: the tests of the report in a browser are skipped"; fi
 
 lint: $(STAMP) ## style, types and layers only
 	$(BIN)/ruff check

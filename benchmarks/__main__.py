@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.allocation import allocation
 from benchmarks.allocation_accuracy import allocation_accuracy
 from benchmarks.create_accuracy import create_accuracy
 from benchmarks.detection_accuracy import detection_accuracy
@@ -29,6 +30,7 @@ from benchmarks.nm_masks import nm_masks
 from benchmarks.permutation_search import permutation_search, permutation_search_large
 from benchmarks.quantized_speed import quantized_speed
 from benchmarks.runner_speed import runner_speed
+from benchmarks.thinning import thinning
 from benchmarks.training_step import training_step
 from benchmarks.two_of_four_accuracy import two_of_four_accuracy
 
@@ -41,6 +43,7 @@ SHORT: dict[str, Benchmark] = {
     "import": import_time,
     "quantized-speed": quantized_speed,
     "runner-speed": runner_speed,
+    "thinning": thinning,
 }
 LONG: dict[str, Benchmark] = {
     "mask-update-patterns": mask_update_of_patterns,
@@ -50,6 +53,7 @@ LONG: dict[str, Benchmark] = {
 ON_DATA: dict[str, Callable[[Watch, Path | None], Iterable[Row]]] = {
     "2of4-accuracy": two_of_four_accuracy,
     "allocation-accuracy": allocation_accuracy,
+    "allocation": allocation,
     "methods-accuracy": methods_accuracy,
     "create-accuracy": create_accuracy,
 }

@@ -7,14 +7,15 @@ gossamer` and the command line start at once.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from gossamer.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from gossamer import create
     from gossamer.errors import GossamerError, RecipeError
+    from gossamer.loading import load
     from gossamer.modifiers import Modifier, register
-    from gossamer.recipe import Recipe, compose, load
+    from gossamer.recipe import Recipe, compose
     from gossamer.training import Manager
-
-__version__ = "0.1.0"
 
 __all__ = ["GossamerError", "Manager", "Modifier", "Recipe", "RecipeError", "compose", "create", "load", "register"]
 
@@ -25,7 +26,7 @@ _HOMES = {
     "register": "modifiers",
     "Recipe": "recipe",
     "compose": "recipe",
-    "load": "recipe",
+    "load": "loading",
     "Manager": "training",
 }
 _PARTS = ("create", "export", "quantization")

@@ -163,11 +163,12 @@ def test_a_modifier_of_ones_own_is_known_after_its_import(run):
     assert found["modifiers"][0]["fields"] == {"effort": 0.5}
 
 
-def test_what_cannot_run_yet_is_a_warning(run, tmp_path):
-    recipe = tmp_path / "thin.yaml"
-    recipe.write_text("modifiers: [!LayerThinningModifier {}]\n")
-    found = json.loads(run("recipe", "check", str(recipe), "--json").stdout)
-    assert any("LayerThinningModifier" in warning for warning in found["warnings"])
+def test_what_cannot_run_yet_is_a_warning(run):
+    body = "class Someday(gossamer.Modifier):\n    unavailable = 'it is not built'\n"
+    write("some_day.py", f"import gossamer\n\n@gossamer.register\n{body}")
+    recipe = write("someday.yaml", "modifiers: [!Someday {}]\n")
+    found = json.loads(run("recipe", "check", recipe, "--import", "some_day", "--json").stdout)
+    assert any("Someday is read but cannot run yet: it is not built" in warning for warning in found["warnings"])
 
 
 def test_show_fills_in_the_variables(run):

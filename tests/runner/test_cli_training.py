@@ -112,7 +112,7 @@ def test_each_command_speaks_json(run: Run, tmp_path: Path) -> None:
     again = run("train", path, "-e", "--json", "--set", "saver.resume_model=run/checkpoints/iter_00000018.safetensors")
     assert read_json(again)["metrics"] == ended["metrics"]
     written = read_json(run("export", "run", "--json", "--format", "safetensors", "-o", "out"))
-    assert written["files"] == ["out/model.safetensors"]
+    assert [file["path"] for file in written["files"]] == ["out/model.safetensors"]
     compared = read_json(run("compare", "run", "--json"))
     assert compared[0]["iterations"] == LENGTH
 

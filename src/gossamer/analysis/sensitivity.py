@@ -94,7 +94,7 @@ def sensitivity(
     levels = sorted(set(sparsities))
     if not levels or not all(0 < level <= 1 for level in levels):
         raise SparsityError(f"sensitivity: expected sparsities above 0 and up to 1, found {list(sparsities)}")
-    inputs = [_arguments(batch, module) for batch in islice(data, batches)]
+    inputs = [arguments(batch, module) for batch in islice(data, batches)]
     if not inputs:
         raise GossamerError("data: expected at least one batch, found none; give a data loader that yields some")
     with undisturbed(module), torch.no_grad():
@@ -143,7 +143,7 @@ def allocate(
         above = amounts(high)
     else:
         low = high
-    counts = _rounded(_between(amounts(low), above, target), target, limits)
+    counts = rounded(_between(amounts(low), above, target), target, limits)
     return {name: count / max(curves[name].units, 1) for name, count in counts.items()}, high
 
 
@@ -157,11 +157,11 @@ def _measured(
 ) -> Curve:
     weight = get_parameter(module, name)
     whole = weight.detach().clone()
-    rows = _rows(module, name, whole)
+    rows = outputs_first(module, name, whole)
     moved: list[float] = []
     try:
         for level in levels:
-            keep = _rows(module, name, pattern.mask(magnitude(rows), level))
+            keep = outputs_first(module, name, pattern.mask(magnitude(rows), level))
             weight.copy_(whole.masked_fill(~keep, 0))
             distances = [_distance(_outputs(module, batch), old) for batch, old in zip(inputs, before, strict=True)]
             moved.append(max(sum(distances) / len(distances), moved[-1] if moved else 0.0))
@@ -183,7 +183,7 @@ def _refuse_unmoved(module: nn.Module, curves: Mapping[str, Curve]) -> None:
             )
 
 
-def _rows(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+def outputs_first(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """With output channels first (its own inverse)."""
     return tensor.transpose(0, 1) if tensor.dim() > 1 and is_transposed(module, name) else tensor
 
@@ -194,12 +194,12 @@ def _rows(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
 def first_inputs(data: Iterable[Any], module: nn.Module) -> Any:
     """The inputs of the first batch, a tuple or dict of arguments; None when there is no batch."""
     for batch in data:
-        args, kwargs = _arguments(batch, module)
+        args, kwargs = arguments(batch, module)
         return kwargs or args
     return None
 
 
-def _arguments(batch: Any, module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(batch: Any, module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A batch as arguments of a call, on the model's device; of a pair, the second are labels."""
     items = list(cast(Sequence[Any], batch)) if isinstance(batch, list | tuple) else [batch]
     inputs: Any = items[0] if len(items) in (1, 2) else tuple(items)
@@ -250,11 +250,11 @@ def _outputs(module: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -
     """
     torch.manual_seed(0)
     args, kwargs = batch
-    found = [tensor for tensor in _leaves(module(*args, **kwargs)) if tensor.is_floating_point()]
+    found = [tensor for tensor in tensors_in(module(*args, **kwargs)) if tensor.is_floating_point()]
     return [tensor for tensor in found if tensor.dim() > 0] or found
 
 
-def _leaves(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in tuples, lists, dicts and data classes."""
     if isinstance(value, Tensor):
         return [value]
@@ -266,7 +266,7 @@ def _leaves(value: Any) -> list[Tensor]:
         items = [getattr(value, field.name) for field in fields(value)]
     else:
         return []
-    return [tensor for item in items for tensor in _leaves(item)]
+    return [tensor for item in items for tensor in tensors_in(item)]
 
 
 def _distance(found: Sequence[Tensor], before: Sequence[Tensor]) -> float:
@@ -299,7 +299,7 @@ def _between(low: Mapping[str, float], high: Mapping[str, float], total: int) ->
     return {name: low[name] + (high[name] - low[name]) * share for name in low}
 
 
-def _rounded(amounts: Mapping[str, float], total: int, limits: Mapping[str, int]) -> dict[str, int]:
+def rounded(amounts: Mapping[str, float], total: int, limits: Mapping[str, int]) -> dict[str, int]:
     """Whole numbers near the amounts, none above its limit, that add up to `total`; the largest remainders first."""
     counts = {name: min(math.floor(amount + 1e-9), limits[name]) for name, amount in amounts.items()}
     order = sorted(amounts, key=lambda name: counts[name] - amounts[name])

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from gossamer.cli import convert, create, patterns, quantize, recipe, training
+from gossamer.cli import analyze, benchmark, convert, create, export, patterns, quantize, recipe, report, training
 from gossamer.cli.console import out
 
 __all__ = ["app", "main"]
@@ -24,6 +24,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(recipe.app, name="recipe")
+app.command(epilog="Example: gossamer analyze resnet18 --recipe builtin:gmp-90")(analyze.analyze)
 app.command(epilog="Example: gossamer create resnet18 --target tensorrt > recipe.yaml")(create.create)
 app.command(epilog="Example: gossamer permute resnet18 --weights trained.pt -o permuted.safetensors")(patterns.permute)
 app.command(epilog="Example: gossamer check resnet18 --weights pruned.pt --pattern 2:4")(patterns.check)
@@ -31,10 +32,12 @@ app.command(epilog="Example: gossamer convert msbench.yaml --steps-per-epoch 391
 app.command(epilog="Example: gossamer train configs/cls/resnet/res18.yaml --data tiny")(training.train)
 app.command(epilog="Example: gossamer resume runs/res18")(training.resume)
 app.command("eval", epilog="Example: gossamer eval runs/res18 --set dataset.test.batch_size=64")(training.evaluate)
-app.command(epilog="Example: gossamer export runs/res18_ampere_sparse --format onnx")(training.export)
+app.command(epilog="Example: gossamer export runs/res18_ampere_sparse --format onnx")(export.export)
 app.command(epilog="Example: gossamer compare runs/res18 runs/res18_amba_sparse runs/res18_ampere_sparse")(
     training.compare
 )
+app.command(epilog="Example: gossamer benchmark dense.onnx sparse.onnx --threads 2")(benchmark.benchmark)
+app.command(epilog="Example: gossamer report runs/res18")(report.report)
 app.command(epilog="Example: gossamer quantize-qat-export model.onnx -o model-int8.onnx")(quantize.quantize_qat_export)
 
 
@@ -45,7 +48,7 @@ def main() -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from gossamer import __version__
+        from gossamer.version import __version__
 
         out.print(f"gossamer {__version__}", highlight=False)
         raise typer.Exit

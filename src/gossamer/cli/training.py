@@ -1,4 +1,4 @@
-"""`gossamer train`, `resume`, `eval`, `export` and `compare`: runs from config files."""
+"""`gossamer train`, `resume`, `eval` and `compare`: runs from config files."""
 
 from __future__ import annotations
 
@@ -85,39 +85,6 @@ def evaluate(
 
 
 @reports_errors
-def export(
-    config: ConfigOrRun,
-    formats: Annotated[
-        list[str] | None, typer.Option("--format", metavar="NAME", help="onnx or safetensors; repeatable.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FOLDER", help="Where to write; by default the run folder.")
-    ] = None,
-    weights: Weights = None,
-    sets: Sets = None,
-    data: Data = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write the model of a run, zeros and all: its network, without post-processing."""
-    from gossamer.runner.running import export as write
-
-    result = write(
-        config,
-        sets or [],
-        data,
-        weights=weights,
-        formats=formats or ["onnx"],
-        output=output,
-        display=_display(as_json),
-    )
-    if as_json:
-        show_json(_plain(result))
-        return
-    for path in result.files:
-        out.print(f"{path}: {_size(path.stat().st_size)}", highlight=False, soft_wrap=True)
-
-
-@reports_errors
 def compare(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders; differences are to the first.")],
     as_json: AsJson = False,
@@ -177,7 +144,3 @@ def _plain(result: Result) -> dict[str, object]:
         "source": None if result.source is None else str(result.source),
         "files": [str(path) for path in result.files],
     }
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"

@@ -1,11 +1,31 @@
-"""Models as ONNX files: the float ones, and those that were trained with emulated quantization.
+"""Models as files that other programs take, each read back and checked after writing.
 
-`to_onnx` writes a model, `quantize_qat_export` makes integers of one that emulates them, `integer_operators` says what
-onnxruntime computes in integers.
+`save` writes ONNX, pt2 and three kinds of safetensors files; `load_into` and `read_state` read the latter. `to_onnx`
+and `quantize_qat_export` are for ONNX alone, `semi_structured` for a model on CUDA;
+`thin` makes a smaller copy of a model.
 """
 
 from gossamer.export.qat import integer_weights, quantize_qat_export
+from gossamer.export.reading import is_model_file, load_into, read_about, read_state
 from gossamer.export.runtime import integer_operators
+from gossamer.export.saving import FORMATS, Written, save
+from gossamer.export.semi_structured import Conversion, semi_structured
+from gossamer.export.thin import thin
 from gossamer.export.writing import to_onnx
 
-__all__ = ["integer_operators", "integer_weights", "quantize_qat_export", "to_onnx"]
+__all__ = [
+    "FORMATS",
+    "Conversion",
+    "Written",
+    "integer_operators",
+    "integer_weights",
+    "is_model_file",
+    "load_into",
+    "quantize_qat_export",
+    "read_about",
+    "read_state",
+    "save",
+    "semi_structured",
+    "thin",
+    "to_onnx",
+]

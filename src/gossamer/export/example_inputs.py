@@ -48,11 +48,25 @@ class ExampleInputs:
         batch = self.batch
         return self._each(lambda tensor: torch.cat([tensor, tensor]) if _has(tensor, batch) else tensor)
 
-    def shapes(self, model: nn.Module) -> dict[str, Any]:
+    def grown(self) -> ExampleInputs:
+        """A batch of another size than this one, and than the one that `doubled` makes of a single example."""
+        batch = self.batch
+        more = 2 if batch == 1 else 1
+        return self._each(lambda tensor: torch.cat([tensor, *[tensor[:1]] * more]) if _has(tensor, batch) else tensor)
+
+    def shapes(self, model: nn.Module, axis: Any = "batch") -> dict[str, Any]:
         """Which axes may have another size in another run, as torch.export wants it told."""
         batch = self.batch
-        arguments = inspect.signature(model.forward).bind(*self.positional, **self.named).arguments
-        return _mapped(arguments, lambda tensor: {0: "batch"} if _has(tensor, batch) else None, keep=False)
+        return _mapped(self._bound(model), lambda tensor: {0: axis} if _has(tensor, batch) else None, keep=False)
+
+    def tensors(self, model: nn.Module) -> list[Tensor]:
+        """The tensors among the arguments, in the order in which `forward` names them."""
+        found: list[Tensor] = []
+        _mapped(self._bound(model), found.append)
+        return found
+
+    def _bound(self, model: nn.Module) -> dict[str, Any]:
+        return inspect.signature(model.forward).bind(*self.positional, **self.named).arguments
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> ExampleInputs:
         return ExampleInputs(_mapped(self.positional, change), _mapped(self.named, change))

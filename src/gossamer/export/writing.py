@@ -54,11 +54,25 @@ def to_onnx(
     `dynamic_batch` the first axis of the inputs may have any size in the file. A model that emulates quantization is
     written with integer weights; `integers=False` leaves the emulation, with float weights, in the file.
     """
+    names = {"input_names": input_names, "output_names": output_names}
+    exported = as_onnx(model, Path(path), example_inputs, opset, dynamic_batch, names, integers)
+    return write_model(exported, path)
+
+
+def as_onnx(
+    model: nn.Module,
+    target: Path,
+    example_inputs: Any,
+    opset: int,
+    dynamic_batch: bool,
+    names: Mapping[str, Sequence[str] | None],
+    integers: bool = True,
+) -> ModelProto:
+    """What `to_onnx` writes to `target`; see there."""
     require("to_onnx", "onnx", "onnxscript", "onnx_ir")
-    target = Path(path)
     check_place(target)
     inputs = ExampleInputs.of(example_inputs).on_cpu()
-    copy = _copied(model, target)
+    copy = copied(model, target)
     emulations = emulations_in(copy)
     _check_floats(copy, bool(emulations), target)
     with contextlib.ExitStack() as stack:
@@ -72,7 +86,6 @@ def to_onnx(
                 inputs = inputs.doubled()
                 _try(copy, inputs, f"{target}: the model takes a batch of 1 only (use dynamic_batch=False)")
             shapes = inputs.shapes(copy)
-        names = {"input_names": input_names, "output_names": output_names}
         exported = export(
             copy,
             inputs.positional,
@@ -85,7 +98,7 @@ def to_onnx(
     _check_opset(exported, opset, target)
     if integers and _is_emulated(exported):
         exported = quantize_qat_export(exported)
-    return write_model(exported, target)
+    return exported
 
 
 def export(model: nn.Module, inputs: tuple[Any, ...], target: Path, **options: Any) -> ModelProto:
@@ -93,25 +106,26 @@ def export(model: nn.Module, inputs: tuple[Any, ...], target: Path, **options: A
     from gossamer.export.fake_quantization import AsOnnx
 
     try:
-        with _quiet(), AsOnnx() as mode:
+        with quiet(), AsOnnx() as mode:
             table = mode.translations
             program: Any = torch.onnx.export(
                 model, inputs, dynamo=True, verbose=False, custom_translation_table=table, **options
             )
             return _bare(program.model_proto)
     except Exception as error:
-        own = _own(error)
+        own = own_error(error)
         if own is not None:
             raise GossamerError(f"{target}: {own}") from None
         hint = "; if it takes one batch size only, use dynamic_batch=False" if options.get("dynamic_shapes") else ""
-        raise GossamerError(f"{target}: torch.onnx cannot export the model: {_reason(error)}{hint}") from error
+        raise GossamerError(f"{target}: torch.onnx cannot export the model: {reason_of(error)}{hint}") from error
 
 
-def _copied(model: nn.Module, target: Path) -> nn.Module:
+def copied(model: nn.Module, target: Path) -> nn.Module:
+    """The model itself without wrappers, on the CPU and in evaluation mode; the one that was given is not touched."""
     try:
         return deepcopy(unwrap(model)).cpu().eval()
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        raise GossamerError(f"{target}: the model cannot be copied for export: {_reason(error)}") from error
+        raise GossamerError(f"{target}: the model cannot be copied for export: {reason_of(error)}") from error
 
 
 def _check_floats(model: nn.Module, emulated: bool, target: Path) -> None:
@@ -134,10 +148,10 @@ def _warn_of_floats(emulations: Sequence[Emulation], target: Path) -> None:
 def _try(model: nn.Module, inputs: ExampleInputs, otherwise: str) -> None:
     """One pass: it says whether the inputs fit, and an emulation notes its scales in it."""
     try:
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), quiet():
             model(*inputs.positional, **inputs.named)
     except Exception as error:
-        raise GossamerError(f"{otherwise}: {_reason(error)}") from error
+        raise GossamerError(f"{otherwise}: {reason_of(error)}") from error
 
 
 def _bare(model: ModelProto) -> ModelProto:
@@ -162,7 +176,7 @@ def _is_emulated(model: ModelProto) -> bool:
 
 
 @contextlib.contextmanager
-def _quiet() -> Generator[None]:
+def quiet() -> Generator[None]:
     """torch.onnx tells its progress on stdout and by warnings that nobody can act on."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
@@ -177,14 +191,14 @@ def _quiet() -> Generator[None]:
                 logger.setLevel(level)
 
 
-def _own(error: BaseException | None) -> GossamerError | None:
+def own_error(error: BaseException | None) -> GossamerError | None:
     """Our own error, if that is what torch reports."""
     while error is not None and not isinstance(error, GossamerError):
         error = error.__cause__ or error.__context__
     return error
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """The first line of what went wrong: torch's own error is advice, and behind the first line stands a trace."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error.__cause__ or error)).splitlines()
     return next((line.strip() for line in lines if line.strip()), type(error.__cause__ or error).__name__)

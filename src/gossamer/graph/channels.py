@@ -108,6 +108,7 @@ class Channels:
     _fixes: list[tuple[Factor, Ints]] = field(default_factory=list[tuple[Factor, Ints]])
     _reasons: list[tuple[str, Ints]] = field(default_factory=list[tuple[str, Ints]])
     _limits: list[tuple[str, Ints]] = field(default_factory=list[tuple[str, Ints]])
+    _counts: list[tuple[str, Ints]] = field(default_factory=list[tuple[str, Ints]])
 
     def fresh(self, dim: int, size: int) -> Factor:
         """Channels that nothing is known about yet."""
@@ -152,6 +153,10 @@ class Channels:
     def fix_all(self, layout: Layout, why: str) -> None:
         for factor in layout:
             self.fix(factor, factor.dims, why)
+
+    def count(self, factor: Factor, why: str) -> None:
+        """How many channels there are matters, though not their order: none can be left out, not even of zeros."""
+        self._counts.append((why, factor.atoms.reshape(-1)))
 
     def unify(self, a: Factor, b: Factor, why: str) -> None:
         """Both hold the same channels, position by position; contradictions fix the channels in question.
@@ -247,7 +252,8 @@ class Channels:
         doubled = [("one of its channels meets another channel of the same tensor", np.flatnonzero(pinned))]
         reasons = Reasons.first(len(colour), [(why, self._root[atoms]) for why, atoms in self._reasons] + doubled)
         limits = Reasons.first(len(colour), [(why, self._root[atoms]) for why, atoms in self._limits])
-        return Classes(colour, reasons, limits)
+        counts = Reasons.first(len(colour), [(why, self._root[atoms]) for why, atoms in self._counts])
+        return Classes(colour, reasons, limits, counts)
 
     def resolved(self, factor: Factor) -> tuple[Ints, Labels]:
         """Class and copy at each position."""
@@ -280,9 +286,11 @@ class Reasons:
 class Classes:
     """`colour` by class: those of one colour may change places.
 
-    `reasons`: why a class cannot move at all. `limits`: why it may move only within a part of some tensor.
+    `reasons`: why a class cannot move at all. `limits`: why it may move only within a part of some tensor. `counts`:
+    why it may move but not be left out.
     """
 
     colour: Labels
     reasons: Reasons
     limits: Reasons
+    counts: Reasons

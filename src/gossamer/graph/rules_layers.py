@@ -240,6 +240,8 @@ def _batch_norm(call: Call) -> list[Layout]:
 def _group_norm(call: Call) -> list[Layout]:
     layout, inside = _per_channel(call)
     _split_by_group(call, inside.layout, int(call["group"]))
+    for factor in inside.layout:
+        call.channels.count(factor, f"{call.title} takes averages over its channels")
     for key in ("weight", "bias"):
         if isinstance(call.get(key), Tensor):
             call.join([inside, call.operand(key)], inside.shape)
@@ -260,6 +262,7 @@ def _layer_norm(call: Call) -> list[Layout]:
     x = call.operand("input")
     for factor in x.layout:
         if max(factor.dims) >= first:
+            call.channels.count(factor, f"{call.title} takes averages over its channels")
             outer = [dim for dim in factor.dims if dim < first]
             call.channels.fix(factor, outer, f"{call.title} takes averages over parts of its channels")
     operands = [x, *(call.operand(key) for key in ("weight", "bias") if isinstance(call.get(key), Tensor))]

@@ -70,6 +70,7 @@ def _softmax(call: Call) -> Layout:
     dim = call.dim()
     for factor in call.layout("self"):
         if dim in factor.dims:
+            call.channels.count(factor, f"{call.title} shares a whole out among its channels")
             call.channels.fix(factor, [d for d in factor.dims if d != dim], f"{call.title} keeps channels in their row")
     return call.layout("self")
 
@@ -77,6 +78,10 @@ def _softmax(call: Call) -> Layout:
 def _ordered(call: Call) -> Layout:
     """Sums that run on, sorting: what lies along the dimension has an order."""
     return call.still(call.layout("self"), [call.dim()], f"{call.title} depends on the order of its channels")
+
+
+_SUMS = ("sum", "nansum", "linalg_vector_norm", "norm", "any", "count_nonzero")
+"""Reductions to which a zero adds nothing."""
 
 
 def reduction(call: Call) -> Layout | None:
@@ -97,6 +102,8 @@ def _reduced(call: Call, layout: Layout, reduced: set[int]) -> Layout | None:
         if not inside:
             kept.append(factor)
         else:
+            if call.name not in _SUMS:
+                call.channels.count(factor, f"{call.title} runs over its channels, and zeros count")
             why = f"{call.title} sums over parts of its channels"
             call.channels.fix(factor, [d for d in factor.dims if d not in inside], why)
     if remaining == ndim:

@@ -159,6 +159,10 @@ class Run(Protocol):
         """Reorder channels of the model, its function unchanged, so that n:m keeps more of these weights."""
         ...
 
+    def thin(self, names: Sequence[str]) -> None:
+        """Take filters of these weights that are zero as a whole out of the model, its function unchanged."""
+        ...
+
     def reset_moments(self, name: str, where: torch.Tensor | None = None) -> None:
         """Zero the optimizer's momentum of a weight (at `where`, or all)."""
         ...

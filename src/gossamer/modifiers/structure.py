@@ -1,7 +1,4 @@
-"""Whole filters, channels and layers: masks in groups, and layers taken out.
-
-Physically removing what is zero (`LayerThinningModifier`) belongs to export.
-"""
+"""Whole filters, channels and layers: masks in groups, layers taken out, and filters of zeros removed for good."""
 
 from __future__ import annotations
 
@@ -15,7 +12,8 @@ from torch import Tensor, nn
 
 from gossamer.errors import ModifierError, SparsityError, nearest
 from gossamer.graph import ALL_PRUNABLE, get_module, match, named_modules, named_parameters, prunable
-from gossamer.modifiers.base import Modifier, ParamNames, Run, check_gradients_may_vanish, register
+from gossamer.graph.thinning_cuts import spread_over_processes
+from gossamer.modifiers.base import Modifier, ParamNames, Run, check_gradients_may_vanish, register, to_step
 from gossamer.modifiers.pruning import GMPruningModifier
 from gossamer.sparse import smallest, zero_count
 
@@ -154,18 +152,58 @@ class LayerPruningModifier(Modifier):
 
 @register
 class LayerThinningModifier(Modifier):
-    """Physically remove the structure that was pruned."""
+    """Remove the filters and channels that are zero as a whole, for good; training goes on with a smaller model.
+
+    It acts at the start and at each of `update_epochs`. What the model computes stays the same.
+    """
 
     family: ClassVar[str] = "pruning"
-    structural: ClassVar[bool] = True
-    unavailable: ClassVar[str | None] = (
-        "removing pruned filters comes with Gossamer's export (`gossamer export --format thin`)"
-    )
+    epoch_fields: ClassVar[tuple[str, ...]] = ("start_epoch", "end_epoch", "update_epochs")
 
     params: ParamNames = "__ALL_PRUNABLE__"
+    """Whose filters may go."""
     param_group_dependency_map: Any = None
+    """Accepted and without effect, as is the next: which layers depend on each other is found in the model itself."""
     structure_type: Literal["filter", "channel"] = "filter"
     update_epochs: list[float] = Field(default_factory=list[float])
+
+    @model_validator(mode="after")
+    def _for_good(self) -> Self:
+        if self.end_epoch != -1:
+            raise ValueError("end_epoch: what is removed does not come back; leave it out")
+        early = [epoch for epoch in self.update_epochs if not epoch > self.start_epoch]
+        if early:
+            raise ValueError(
+                f"update_epochs: expected epochs after start_epoch {self.start_epoch:g}, found {early[0]:g}"
+            )
+        return self
+
+    @property
+    def updates_every(self) -> float | None:
+        return -1.0 if self.update_epochs else None
+
+    def warnings(self) -> list[str]:
+        if self.param_group_dependency_map is None:
+            return super().warnings()
+        return [*super().warnings(), "param_group_dependency_map has no effect: dependencies are found in the model"]
+
+    def shifted(self, epochs: float) -> Self:
+        later = [epoch + epochs for epoch in self.update_epochs]
+        start = max(self.start_epoch, 0.0) + epochs
+        given = {**self.model_dump(exclude_unset=True), "start_epoch": start}
+        return type(self).model_validate(given | ({"update_epochs": later} if later else {}))
+
+    def bind(self, run: Run) -> list[str]:
+        if reason := spread_over_processes(run.forward):
+            raise ModifierError(f"filters cannot be removed: {reason}; thin the model after the run")
+        return match(run.module, self.params)
+
+    def start(self, run: Run) -> None:
+        run.thin(run.targets)
+
+    def update(self, run: Run) -> None:
+        if run.step in [to_step(epoch, run.steps_per_epoch) for epoch in self.update_epochs]:
+            run.thin(run.targets)
 
 
 def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:

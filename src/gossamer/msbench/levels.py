@@ -165,6 +165,13 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         by_name = {name: [share[name] for share in shares] for name in self.names}
         return layer_report(owner, by_name, self.table, self.example, self.skipped)
 
+    def final_shares(self) -> dict[str, float]:
+        """The sparsity of each weight at the last level, by the weights as they are now; none after the export."""
+        attachment = self._attachment
+        if attachment is None or type(attachment.modifier) is not LevelPruningModifier:
+            return {}
+        return attachment.modifier.shares(attachment, self.table[-1])
+
     def _write_analysis(self, report: LayerReport) -> None:
         if not _is_first_process():
             return

@@ -1,8 +1,7 @@
 """One checkpoint in one file: written in one pass, checked while it is read, described without its tensors.
 
-The file is a safetensors file, so that other tools read the weights. It is written here and not by that library,
-which wants all tensors as bytes at once and refuses those that share memory; ours go to the disk one after another,
-and digests of the text and of the tensors are taken on the way. Nothing here knows which checkpoints a run keeps.
+The file is a safetensors file with digests (`gossamer.sealed`), so that other tools read the weights. Nothing here
+knows which checkpoints a run keeps.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,21 +19,18 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-import gossamer
 from gossamer.errors import GossamerError
 from gossamer.files import whole
-from gossamer.runner.encoding import DTYPES, MODEL, decode, encode
+from gossamer.runner.encoding import MODEL, decode, encode
+from gossamer.sealed import LONGEST_TEXT, NewerError, Part, SealError, header_of, kind_of, read_header, write_sealed
+from gossamer.sealed import DamagedError as _SealDamagedError
+from gossamer.sealed import bytes_of as _bytes_of
+from gossamer.version import __version__
 
 KIND = "gossamer checkpoint"
 VERSION = 1
 """Goes up when an older reader would misread the file."""
-LONGEST_TEXT = 100_000_000
-"""Bytes before the tensors: what safetensors itself allows."""
 
-_DIGITS = 64
-_START = b'{"__metadata__":{"digest":"'
-"""Every version starts so: the digest of all that stands before the tensors, itself taken as zeros, is found here."""
-_BLANK = b"0" * _DIGITS
 _EMA = ("ema_state_dict", "state_dict", MODEL)
 
 
@@ -120,7 +115,7 @@ def write_checkpoint(
         "format": "pt",
         "kind": KIND,
         "version": str(VERSION),
-        "gossamer": gossamer.__version__,
+        "gossamer": __version__,
         "torch": torch.__version__,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "iteration": str(iteration),
@@ -132,7 +127,7 @@ def write_checkpoint(
     }
     # The widest first, as safetensors has it: each tensor then starts at a multiple of its numbers' size.
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    header = _header(about, {name: tensors[name] for name in order})
+    header = header_of(about, [(name, tensors[name].dtype, tensors[name].shape) for name in order])
     if len(header) > LONGEST_TEXT:
         raise GossamerError(f"{path}: the state has too many values that are no tensors; make tensors of long lists")
     try:
@@ -146,10 +141,10 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """The whole checkpoint, checked to the last byte; raises `CheckpointError` with the reason."""
     file_path = Path(path)
     with _opened(file_path) as file:
-        metadata, entries = _read_header(file, file_path)
+        metadata, parts = _read_header(file, file_path)
         about = _description(metadata, file_path)
         digest = hashlib.sha256()
-        tensors = {name: _read_tensor(file, entry, digest, file_path) for name, entry in entries.items()}
+        tensors = {name: _read_tensor(file, part, digest, file_path) for name, part in parts.items()}
         if digest.hexdigest() != metadata.get("content"):
             raise _damaged(file_path, "its tensors are not what was written")
     try:
@@ -168,48 +163,14 @@ def describe(path: str | os.PathLike[str]) -> Description:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a file starts as a checkpoint does, sound or not."""
-    try:
-        with path.open("rb") as file:
-            return file.read(8 + len(_START))[8:] == _START
-    except OSError:
-        return False
+    return kind_of(path) in (KIND, "")
 
 
 # Writing
 
 
-def _header(about: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bytes:
-    """The text before the tensors, with zeros for the digests, as long as a multiple of 8."""
-    metadata = {"digest": _BLANK.decode(), "content": _BLANK.decode(), **about}
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
-    return text + b" " * (-len(text) % 8)
-
-
 def _write(file: BinaryIO, header: bytes, tensors: list[Tensor]) -> None:
-    size = len(header).to_bytes(8, "little")
-    file.write(size + header)
-    content = hashlib.sha256()
-    for tensor in tensors:
-        numbers = _bytes_of(tensor)
-        content.update(numbers)
-        file.write(numbers)
-    first = len(_START) + _DIGITS
-    second = header.index(_BLANK, first)
-    header = header[:second] + content.hexdigest().encode() + header[second + _DIGITS :]
-    digest = hashlib.sha256(size + header).hexdigest().encode()
-    file.seek(len(size))
-    file.write(header[: len(_START)] + digest + header[first:])
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's numbers in order, without a copy where they are in the memory like that."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return memoryview(cast(Any, plain.view(torch.uint8).numpy()))
+    write_sealed(file, header, (_bytes_of(tensor) for tensor in tensors))
 
 
 def _count_weights(model: Any) -> dict[str, tuple[int, int]]:
@@ -250,35 +211,16 @@ def _opened(path: Path) -> BinaryIO:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, str], dict[str, Any]]:
+def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, str], dict[str, Part]]:
     """Metadata and the place of each tensor, in the order of the file."""
-    length = os.fstat(file.fileno()).st_size
-    size = file.read(8)
-    if length < 8 + len(_START) + _DIGITS:
-        raise _damaged(path, f"it has {length} bytes")
-    count = int.from_bytes(size, "little")
-    if count > min(length - 8, LONGEST_TEXT):
-        raise _no_checkpoint(path, "or is cut short")
-    header = file.read(count)
     try:
-        entries: dict[str, Any] = json.loads(header)
-        metadata: dict[str, str] = entries.pop("__metadata__", {})
-        kind = metadata.get("kind")
-    except (ValueError, AttributeError, TypeError, RecursionError):
-        raise _no_checkpoint(path, "or is damaged") from None
-    if kind != KIND:
-        raise _no_checkpoint(path, "or is damaged")
-    first = len(_START) + _DIGITS
-    blank = header[: len(_START)] + _BLANK + header[first:]
-    if header[len(_START) : first].decode("ascii", "replace") != hashlib.sha256(size + blank).hexdigest():
-        raise _damaged(path, "what it says of itself is not what was written")
-    if int(metadata["version"]) > VERSION:
-        words = f"of format {metadata['version']}, and this version reads up to {VERSION}"
-        raise NewerCheckpointError(f"{path}: is a checkpoint {words}; use gossamer {metadata.get('gossamer')} or newer")
-    end = 8 + count + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    if length != end:
-        raise _damaged(path, f"it has {length} of {end} bytes" if length < end else f"it has {length - end} bytes more")
-    return metadata, entries
+        return read_header(file, KIND, VERSION)
+    except NewerError as error:
+        raise NewerCheckpointError(f"{path}: is a checkpoint {error}") from None
+    except _SealDamagedError as error:
+        raise _damaged(path, str(error)) from None
+    except SealError as error:
+        raise _no_checkpoint(path, str(error)) from None
 
 
 def _description(metadata: Mapping[str, str], path: Path) -> Description:
@@ -296,18 +238,17 @@ def _description(metadata: Mapping[str, str], path: Path) -> Description:
     )
 
 
-def _read_tensor(file: BinaryIO, entry: Mapping[str, Any], digest: Any, path: Path) -> Tensor:
+def _read_tensor(file: BinaryIO, part: Part, digest: Any, path: Path) -> Tensor:
     """The next tensor of the file, read into its own memory."""
-    dtype = next(dtype for dtype, name in DTYPES.items() if name == entry["dtype"])
-    tensor = torch.empty(math.prod(entry["shape"]), dtype=dtype)
-    numbers = memoryview(cast(Any, tensor.view(torch.uint8).numpy()))
+    tensor = torch.empty(part.shape, dtype=part.dtype)
+    numbers = memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
     try:
         if file.readinto(numbers) != len(numbers):  # pyright: ignore[reportAttributeAccessIssue]
             raise _damaged(path, "it ends in the middle of a tensor")
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     digest.update(numbers)
-    return tensor.reshape(entry["shape"])
+    return tensor
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:

@@ -16,28 +16,8 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
+from gossamer.sealed import DTYPES
 
-DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.complex64: "C64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-}
-"""The names that safetensors has for numbers, the widest first."""
 MODEL = "model"
 """The key of a state whose tensors keep their plain names."""
 

@@ -1,65 +1,134 @@
-"""The model that comes out of a run, in files that other programs take."""
+"""A model in files that other programs take: which files, under which names, of which part of it.
+
+What is in each of them, and whether it is right, is known in `gossamer.export`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.files import whole
-from gossamer.runner.tasks import Task
+from gossamer.runner.config.schema import Net
+from gossamer.runner.networks import Network, is_detector
+
+if TYPE_CHECKING:
+    from gossamer.export import Written
+    from gossamer.runner.subjects import Subject
 
 NAME = "model"
-FORMATS = ("safetensors", "onnx")
+PROGRAMS = ("onnx", "pt2")
+"""Of a detector they hold its networks, a file for each, without post-processing."""
+STATES = {"safetensors": "", "bitmask": "-bitmask", "sparse24": "-sparse24"}
+"""The weights alone, and what their files have behind the name."""
+FORMATS = (*PROGRAMS, *STATES, "thin")
+FETCHING = ("weights", "weights_backbone", "pretrained")
+"""Arguments by which a model fetches weights, which a file of weights makes needless."""
+Networks = Callable[[nn.Module], Mapping[str, Network]]
+"""The parts of a model that are tensors in and tensors out."""
 
 
-def write_model(model: nn.Module, task: Task, image: Tensor, folder: Path, formats: Sequence[str]) -> list[Path]:
-    """Write `model.safetensors` and `model.onnx`, as asked; a detector's networks are a file each where it has several.
+@dataclass(frozen=True)
+class Export:
+    """What is to be written, and how."""
 
-    `image` (1, C, H, W) is an example of what the model takes.
+    formats: Sequence[str]
+    opset: int = 18
+    dynamic_batch: bool = True
+    about: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What files of weights say of the model."""
+
+    def __post_init__(self) -> None:
+        for name in self.formats:
+            if name not in FORMATS:
+                known = ", ".join(FORMATS)
+                raise GossamerError(f"--format: there is no '{name}'{nearest(name, FORMATS)}; there are {known}")
+
+
+def write_subject(subject: Subject, wanted: Export, folder: Path | None = None) -> list[Written]:
+    """Write the model that a word names: that of a run into its folder, unless told where; others here."""
+    where = folder or subject.folder or Path()
+    name = NAME if subject.folder is not None else subject.name
+    plan = replace(wanted, about=subject.about())
+    return write_model(subject.model, subject.example, subject.networks_of, where, plan, name)
+
+
+def write_model(
+    model: nn.Module, example: Any, networks: Networks, folder: Path, wanted: Export, name: str = NAME
+) -> list[Written]:
+    """Write a model in the formats that are wanted, each verified; the model is left as it was.
+
+    `example` is what the model takes, a batch of one.
     """
-    for name in formats:
-        if name not in FORMATS:
-            known = ", ".join(FORMATS)
-            raise GossamerError(f"--format: there is no '{name}'{nearest(name, FORMATS)}; there are {known}")
+    from gossamer.export import save
+
     was_training = model.training
     model.eval()
+    written: list[Written] = []
     try:
-        written = [write_weights(model, folder / f"{NAME}.safetensors")] if "safetensors" in formats else []
-        return written + (write_onnx(model, task, image, folder) if "onnx" in formats else [])
+        for format in dict.fromkeys(wanted.formats):
+            if format in STATES:
+                path = folder / f"{name}{STATES[format]}.safetensors"
+                written.append(save(model, path, format, about=wanted.about))
+            elif format in PROGRAMS:
+                written += _programs(model, networks, folder / name, format, wanted)
+            else:
+                from gossamer.export.thin import thin
+
+                smaller, found = thin(model, example)
+                notes = tuple(f"{weight} keeps filters that are zero: {why}" for weight, why in found.kept.items())
+                for program in PROGRAMS:
+                    written += _programs(smaller, networks, folder / f"{name}-thin", program, wanted, notes)
+        return written
     finally:
         model.train(was_training)
 
 
-def write_weights(model: nn.Module, path: Path) -> Path:
-    """The state dict alone."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
-
-    state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path) as part:
-            save_file(state, part, metadata={"format": "pt"})
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise GossamerError(
-            f"{path}: cannot be written: {reason}; make room, and write it by gossamer export"
-        ) from error
-    return path
-
-
-def write_onnx(model: nn.Module, task: Task, image: Tensor, folder: Path) -> list[Path]:
-    """One file for each network: what torch.fx follows, without post-processing."""
-    from gossamer.export import to_onnx
+def _programs(
+    model: nn.Module, networks: Networks, stem: Path, format: str, wanted: Export, notes: tuple[str, ...] = ()
+) -> list[Written]:
+    """One file for each network."""
+    from gossamer.export import save
 
     with torch.no_grad():
-        networks = task.networks(model, image)
-    written: list[Path] = []
-    for name, network in networks.items():
-        path = folder / (f"{NAME}.onnx" if len(networks) == 1 else f"{NAME}-{name}.onnx")
-        written.append(to_onnx(network.module, path, network.inputs, output_names=network.outputs))
+        found = networks(model)
+    written: list[Written] = []
+    for name, network in found.items():
+        path = stem.with_name(f"{stem.name}.{format}" if len(found) == 1 else f"{stem.name}-{name}.{format}")
+        one = save(
+            network.module,
+            path,
+            format,
+            example_inputs=network.inputs,
+            opset=wanted.opset,
+            dynamic_batch=wanted.dynamic_batch,
+            output_names=network.outputs,
+        )
+        written.append(replace(one, notes=(*one.notes, *notes)))
     return written
+
+
+def describe_model(
+    name: str, kind: str, net: Net | None, num_classes: int | None, image: Tensor | None
+) -> dict[str, str]:
+    """What a file of weights says of its model, so that it can be made again."""
+    known = {"name": name, "task": kind}
+    if net is not None:
+        kwargs = {key: value for key, value in net.kwargs.items() if key not in FETCHING}
+        known["net"] = json.dumps({"type": net.type, "kwargs": kwargs}, default=str)
+    if num_classes is not None:
+        known["num_classes"] = str(num_classes)
+    if image is not None:
+        known["input"] = json.dumps(list(image.shape))
+    return known
+
+
+def as_example(model: nn.Module, image: Tensor) -> Any:
+    """An image (1, C, H, W) as the model takes it: detectors take lists."""
+    return ([image[0]],) if is_detector(model) else image

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,13 +14,17 @@ from torch import nn
 from gossamer.errors import GossamerError
 from gossamer.graph import unwrap
 from gossamer.runner.building import Built
-from gossamer.runner.exporting import write_model
+from gossamer.runner.exporting import Export, as_example, describe_model, write_model
 from gossamer.runner.loop import Loop, Progress, Stop, stopped_by_signals
 from gossamer.runner.pictures import draw_tests
 from gossamer.runner.processes import done_by_first, gathered, send_buffers
 from gossamer.runner.random_states import random_states
 from gossamer.runner.records import Records
+from gossamer.runner.reporting_notes import Weights, weights_of
 from gossamer.runner.testing import tell_left_out, tested
+
+if TYPE_CHECKING:
+    from gossamer.export import Written
 
 logger = logging.getLogger("gossamer")
 TOLERANCE = 0.01
@@ -29,6 +33,9 @@ TOLERANCE = 0.01
 
 class Runner(Built):
     """Trains a float model. `build()` comes first, then `train()` or `evaluate()`."""
+
+    start_weights: Weights | None = None
+    """How the weights spread before the first iteration; None in a resumed run."""
 
     def train(self) -> bool:
         """Train to the end; whether it got there, or was asked to stop before."""
@@ -58,6 +65,12 @@ class Runner(Built):
             for hook in self.hooks:
                 hook.train_ends(self)
         return not stopped
+
+    def load_ckpt(self) -> None:
+        """The report compares the weights at the end with those that the run begins with."""
+        super().load_ckpt()
+        if self.training and self.start.checkpoint is None and self.place.first and self.config.runtime.report.enable:
+            self.start_weights = weights_of(self.model)
 
     def loop(self) -> Loop:
         trainer = self.config.trainer
@@ -168,12 +181,22 @@ class Runner(Built):
             "config": self.loaded.text,
         }
 
-    def finish(self, folder: Path | None = None, formats: Sequence[str] | None = None) -> list[Path]:
+    def finish(self, folder: Path | None = None, wanted: Export | None = None) -> list[Written]:
         """Write the model that came out, by default into the run folder as the config says; the files."""
         if self.sparsifier is not None:
             self.sparsifier.finish(self.model)
-        where, wanted = folder or self.folder, self.config.saver.export if formats is None else formats
-        written = done_by_first(lambda: write_model(self.outcome, self.task, self.example(), where, wanted), self.place)
+        image, plan = self.example(), wanted or Export(self.config.saver.export)
+        about = describe_model(self.folder.resolve().name, self.kind, self.config.net, self.num_classes, image)
+        written = done_by_first(
+            lambda: write_model(
+                self.outcome,
+                as_example(self.outcome, image),
+                lambda model: self.task.networks(model, image),
+                folder or self.folder,
+                replace(plan, about=about),
+            ),
+            self.place,
+        )
         return written or []
 
     def draw(self, name: str) -> None:
@@ -220,6 +243,7 @@ class Runner(Built):
             return
         now = self.sparsifier.now(self.model) if self.sparsifier is not None else None
         target = self.sparsifier.target(self.model) if self.sparsifier is not None else None
+        planned = self.sparsifier.planned(self.model, progress.iteration) if self.sparsifier is not None else None
         logger.info("iteration %d: loss %.4f, lr %.4g", progress.iteration, progress.loss, progress.lr)
         self.display.update(
             progress.iteration,
@@ -233,4 +257,5 @@ class Runner(Built):
             values: dict[str, float] = {"loss": progress.loss, "lr": progress.lr, "images_per_s": progress.images_per_s}
             values |= {} if len(progress.parts) < 2 else {f"loss_{name}": part for name, part in progress.parts.items()}
             values |= {} if now is None else {"sparsity": now}
+            values |= {} if planned is None else {"target": planned}
             self.records.train(progress.iteration, progress.epoch, values)

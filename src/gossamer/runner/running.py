@@ -15,18 +15,20 @@ from pathlib import Path
 
 import torch
 
-from gossamer import __version__
 from gossamer.errors import GossamerError
 from gossamer.files import whole
 from gossamer.runner.checkpoints import Checkpoints
 from gossamer.runner.config import Loaded, read_config
 from gossamer.runner.display import Display
+from gossamer.runner.exporting import Export
 from gossamer.runner.hooks import subclass
 from gossamer.runner.logs import logged
 from gossamer.runner.processes import Place, done_by_first, joined, reproducible
+from gossamer.runner.reporting import measure, note_begin, report_of
 from gossamer.runner.run_data import Purpose
 from gossamer.runner.runner import Runner
 from gossamer.runner.sparse_runner import SparseRunner
+from gossamer.version import __version__
 
 logger = logging.getLogger("gossamer")
 HEADER = "# All settings of this run; `gossamer resume` reads them."
@@ -91,16 +93,31 @@ def export(
     *,
     weights: str | Path | None = None,
     formats: Sequence[str] = ("onnx",),
+    opset: int = 18,
+    dynamic_batch: bool = True,
     output: Path | None = None,
     display: Display | None = None,
 ) -> Result:
     """Write the model of a run: what is named, else the best, else the latest."""
+    wanted = Export(formats, opset, dynamic_batch)
     loaded = loaded_of(config, sets, data, weights)
     with joined(loaded.config.runtime.device) as place, built(loaded, place, "export", display) as runner:
         sparsity = _sparsity(runner)
         folder = output or runner.folder
-        files = runner.finish(folder, formats)
+        files = [one.path for one in runner.finish(folder, wanted)]
         return Result(folder, True, 0, {}, sparsity, _source(runner), files, first=place.first)
+
+
+def measure_sensitivity(folder: str | Path, progress: Callable[[str, float], None] | None = None) -> None:
+    """Measure the last model of a run for its report, however long that takes; builds the model and reads images."""
+    latest = Checkpoints(Path(folder) / "checkpoints", keep=1).latest()
+    if latest is None and (Path(folder) / CONFIG).is_file():
+        raise GossamerError(f"{folder}: has no checkpoint to measure; begin the run again by gossamer train")
+    loaded = _of_folder(Path(folder), [f"saver.resume_model={json.dumps(str(latest))}"])
+    with joined(loaded.config.runtime.device) as place, built(loaded, place, "export", Display(shown=False)) as runner:
+        if runner.sparsifier is not None:
+            runner.sparsifier.finish(runner.model)
+        measure(runner, progress)
 
 
 def _train(loaded: Loaded, display: Display | None) -> Result:
@@ -112,13 +129,16 @@ def _train(loaded: Loaded, display: Display | None) -> Result:
             runner.build()
             done_by_first(lambda: _open_folder(runner, keep), place)
             _tell_setting(runner)
+            note_begin(runner)
             try:
                 complete = runner.train()
                 sparsity = _sparsity(runner)
-                files = runner.finish() if complete else []
+                files = [one.path for one in runner.finish()] if complete else []
             except GossamerError as error:
                 logger.error("%s", error)
+                report_of(runner, complete=False)
                 raise
+            done_by_first(lambda: report_of(runner, complete=complete), place)
             metrics = dict(runner.metrics)
             return Result(runner.folder, complete, runner.iteration, metrics, sparsity, None, files, place.first)
 

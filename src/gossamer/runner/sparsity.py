@@ -16,7 +16,9 @@ from torch import nn
 
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, unwrap
+from gossamer.modifiers import Modifier, PruningModifier
 from gossamer.msbench import BaseScheduler, build_sparse_scheduler
+from gossamer.msbench.levels import AmbaLevelPruneScheduler
 from gossamer.recipe import load
 from gossamer.runner.config.schema import Sparsity
 from gossamer.runner.config.sparse import msbench_config
@@ -81,6 +83,14 @@ class Sparsifier(ABC):
     def target(self, model: nn.Module) -> float | None:
         """The sparsity in the end; None when that is learned."""
 
+    def planned(self, model: nn.Module, iteration: int) -> float | None:
+        """The sparsity that the schedule asks for when so many iterations are done; None when it says none."""
+        return None
+
+    def targets(self) -> Mapping[str, float]:
+        """By weight: the sparsity in the end, where it can be told; before the training."""
+        return {}
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -111,6 +121,7 @@ class ByScheduler(Sparsifier):
             raise GossamerError(str(error).replace("sparsity_config: ", "sparsity.")) from error
         self.method = type(self.scheduler).__name__.removesuffix("Scheduler")
         self.courses = len(getattr(self.scheduler, "table", [0]))
+        self._modifiers: list[Modifier] = []
 
     def prepare(self, model: nn.Module, networks: Mapping[str, nn.Module] | None, example: Any) -> nn.Module:
         return self.scheduler.prepare_sparse_model(model, networks=networks, example_inputs=example)
@@ -147,6 +158,21 @@ class ByScheduler(Sparsifier):
 
     def target(self, model: nn.Module) -> float | None:
         return self.scheduler.final_sparsity
+
+    def planned(self, model: nn.Module, iteration: int) -> float | None:
+        """Masks change at the start of an iteration: those of the last one hold."""
+        if self.scheduler.learns and self.scheduler.final_sparsity is None:
+            return None
+        self._modifiers = self._modifiers or list(self.scheduler.modifiers())
+        pruning = [modifier for modifier in self._modifiers if isinstance(modifier, PruningModifier)]
+        shares = [modifier.sparsity_at(float(max(iteration - 1, 0))) for modifier in pruning]
+        return next((share for share in shares if share is not None), self.scheduler.final_sparsity)
+
+    def targets(self) -> Mapping[str, float]:
+        final = self.scheduler.final_sparsity
+        if isinstance(self.scheduler, AmbaLevelPruneScheduler):
+            return self.scheduler.final_shares()
+        return dict.fromkeys(self.scheduler.names, final) if final is not None and not self.scheduler.learns else {}
 
     def state_dict(self) -> dict[str, Any]:
         return self.scheduler.state_dict()
@@ -202,6 +228,16 @@ class ByRecipe(Sparsifier):
             return None
         sizes = {name: get_parameter(owner, name).numel() for name in targets}
         return sum(share * sizes[name] for name, share in targets.items()) / sum(sizes.values())
+
+    def planned(self, model: nn.Module, iteration: int) -> float | None:
+        planned, owner = self.manager.planned(iteration), unwrap(model)
+        if not planned or set(planned) != set(self.pruned()):
+            return None
+        sizes = {name: get_parameter(owner, name).numel() for name in planned}
+        return sum(share * sizes[name] for name, share in planned.items()) / sum(sizes.values())
+
+    def targets(self) -> Mapping[str, float]:
+        return self.manager.targets()
 
     def state_dict(self) -> dict[str, Any]:
         return self.manager.state_dict()

@@ -16,6 +16,7 @@ from typing import Any, Literal, cast
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from gossamer.errors import GossamerError, nearest
 from gossamer.graph.inputs import guesses
@@ -23,6 +24,7 @@ from gossamer.runner.config import Config, config_of, task_of
 from gossamer.runner.config.schema import Net, Source
 from gossamer.runner.data import Batches, ImageData, build_dataset
 from gossamer.runner.display import Display
+from gossamer.runner.exporting import FETCHING, as_example, describe_model
 from gossamer.runner.models import build_net, detector_classes
 from gossamer.runner.networks import Network, is_detector
 from gossamer.runner.processes import joined
@@ -37,8 +39,7 @@ Part = Literal["train", "test"]
 PROGRAMS = (".onnx", ".pt2")
 WEIGHTS = (".safetensors", ".pt", ".pth")
 CONFIGS = (".yaml", ".yml")
-_OF_OTHERS = ("weights", "weights_backbone", "pretrained")
-"""Arguments by which a model fetches weights, which a file of weights makes needless."""
+FAMILIES = ("timm/", "transformers/")
 
 
 @dataclass(frozen=True)
@@ -90,29 +91,31 @@ class Subject:
 
     def networks(self) -> dict[str, Network]:
         """What export writes: the parts that are tensors in and tensors out."""
+        return self.networks_of(self.model)
+
+    def networks_of(self, model: nn.Module) -> dict[str, Network]:
+        """The same parts of a changed copy of the model."""
         image = self.image
         if image is None:
             raise GossamerError(f"{self.word}: nobody knows what its input is like; give --input, as 1,3,224,224")
         task = Finding(self.num_classes or 1) if self.kind == "detection" else Classification(self.num_classes or 1)
         try:
             with torch.no_grad():
-                return task.networks(self.model, image)
+                return task.networks(model, image)
         except GossamerError:
             raise
         except Exception as error:
             shape = tuple(image.shape)
             raise GossamerError(f"{self.word}: does not run on an input of shape {shape}: {reason(error)}") from error
 
+    def half(self) -> Subject:
+        """The same with a model in 16-bit floats."""
+        example = pytree.tree_map_only(Tensor, lambda tensor: tensor.half(), self.example)
+        return replace(self, model=self.model.half(), given=example)
+
     def about(self) -> dict[str, str]:
         """What a file of its weights says of it, so that it can be made again."""
-        known = {"name": self.name, "task": self.kind}
-        if self.net is not None:
-            known["net"] = json.dumps({"type": self.net.type, "kwargs": _plain(self.net.kwargs)})
-        if self.num_classes is not None:
-            known["num_classes"] = str(self.num_classes)
-        if self.image is not None:
-            known["input"] = json.dumps(list(self.image.shape))
-        return known
+        return describe_model(self.name, self.kind, self.net, self.num_classes, self.image)
 
 
 class LabelledBatches:
@@ -152,6 +155,8 @@ def open_subject(
         raise GossamerError(f"{word}: is a program and no model of torch; name the run or the model that it is of")
     elif path.suffix in WEIGHTS:
         found = _of_file(path, weights, data, sets)
+    elif "/" in word and ":" not in word and not word.startswith(FAMILIES):
+        raise GossamerError(f"{word}: there is no such run folder or file; runs are in runs/ unless a config says else")
     elif data is not None or sets:
         found = _on_data(word, config_of({"net": {"type": word}}, word, sets, data).config, _file(weights))
     else:
@@ -174,7 +179,7 @@ def _of_run(word: str, weights: Path | None, data: str | None, sets: Sequence[st
             name=runner.folder.resolve().name if Path(word).is_dir() else loaded.name,
             model=model,
             kind=runner.kind,
-            given=_as_example(model, image),
+            given=as_example(model, image),
             num_classes=runner.num_classes,
             net=runner.config.net,
             source=start.source or start.weights,
@@ -199,13 +204,13 @@ def _of_file(path: Path, weights: Path | None, data: str | None, sets: Sequence[
         raise GossamerError(f"{path}: what it says of its model cannot be read; {way_out}") from error
     if ":" in net.type or "/" in net.type:
         raise GossamerError(f"{path}: is of {net.type}, and no file makes us import that; {way_out}")
-    net = net.model_copy(update={"kwargs": {k: None if k in _OF_OTHERS else v for k, v in net.kwargs.items()}})
+    net = net.model_copy(update={"kwargs": {k: None if k in FETCHING else v for k, v in net.kwargs.items()}})
     if data is not None or sets:
         settings = {"net": {"type": net.type, "kwargs": net.kwargs}}
         return _on_data(str(path), config_of(settings, path.stem, sets, data).config, path)
     model = build_net(net, classes).eval()
     load_weights(model, path)
-    example = _as_example(model, torch.zeros(shape)) if shape else None
+    example = as_example(model, torch.zeros(shape)) if shape else None
     kind = "detection" if is_detector(model) else "classification"
     return Subject(str(path), about.get("name", path.stem), model, kind, example, classes or None, net, path)
 
@@ -219,7 +224,7 @@ def _on_data(word: str, config: Config, weights: Path | None) -> Subject:
         load_weights(model, weights)
     images = run_data.test or run_data.train
     assert images is not None
-    example = _as_example(model, images[0][0].unsqueeze(0))
+    example = as_example(model, images[0][0].unsqueeze(0))
     return Subject(word, _name(word), model, kind, example, run_data.num_classes, config.net, weights, None, config)
 
 
@@ -297,13 +302,13 @@ def _with_shape(subject: Subject, text: str) -> Subject:
         raise GossamerError(f"--input: expected a shape such as 1,3,224,224, found '{text}'")
     like = next((guess for guess in guesses(subject.model)), None)
     dtype = like.dtype if isinstance(like, Tensor) else torch.float32
-    return replace(subject, given=_as_example(subject.model, torch.zeros(sizes, dtype=dtype)))
+    return replace(subject, given=as_example(subject.model, torch.zeros(sizes, dtype=dtype)))
 
 
 def _guessed(model: nn.Module) -> Any:
     """The most common input that the model runs on."""
     if is_detector(model):
-        return _as_example(model, torch.rand(1, 3, 320, 320))
+        return as_example(model, torch.rand(1, 3, 320, 320))
     for guess in guesses(model):
         example = torch.zeros_like(guess[:1])
         try:
@@ -313,11 +318,6 @@ def _guessed(model: nn.Module) -> Any:
             continue
         return example
     return None
-
-
-def _as_example(model: nn.Module, image: Tensor) -> Any:
-    """An image (1, C, H, W) as the model takes it: detectors take lists."""
-    return ([image[0]],) if is_detector(model) else image
 
 
 def _classes(model: nn.Module) -> int | None:
@@ -345,8 +345,3 @@ def _made(word: str, make: Callable[..., Any], kwargs: Mapping[str, Any]) -> nn.
 
 def _name(word: str) -> str:
     return Path(word).stem if Path(word).suffix in WEIGHTS else word.rpartition(":")[2]
-
-
-def _plain(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What JSON can hold of a net's arguments; paths of weights are none of the model."""
-    return {key: value for key, value in kwargs.items() if key not in _OF_OTHERS}

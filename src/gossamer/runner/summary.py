@@ -24,6 +24,7 @@ from gossamer.runner.figures import by_weight, count, duration, metric
 from gossamer.runner.records import read_records
 
 FILES = (
+    "report.html",
     "model.safetensors",
     "model*.onnx",
     "recipe.yaml",

@@ -1,7 +1,7 @@
 """Weights from files of every kind that a user may hold: name to tensor, on the CPU.
 
-A file is safetensors, PyTorch's own format (read as weights only, so that nothing in it runs), or a checkpoint of a
-run. Whether the weights fit a model is not known here.
+A file is safetensors, packed by us or not, PyTorch's own format (read as weights only, so that nothing in it runs), or
+a checkpoint of a run. Whether the weights fit a model is not known here.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
+from gossamer.export.reading import is_model_file, read_state
 from gossamer.runner.checkpoint_file import is_checkpoint, read_checkpoint
 
 _NESTS = ("ema_state_dict", "ema", "model_ema", "state_dict", "model_state_dict", "model", "module")
@@ -45,6 +46,8 @@ def _read(path: Path) -> dict[str, Tensor]:
     if is_checkpoint(path):
         checkpoint = read_checkpoint(path)
         return _tensors(checkpoint.ema) or checkpoint.weights
+    if is_model_file(path):
+        return read_state(path)
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 

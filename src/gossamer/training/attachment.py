@@ -27,6 +27,7 @@ from gossamer.training.sampling import Sampler, as_sampler, untaught
 
 if TYPE_CHECKING:
     from gossamer.graph.permutation import Permutation
+    from gossamer.graph.thinning_cuts import Cuts
     from gossamer.modifiers.distillation.lessons import Lessons
 
 logger = logging.getLogger("gossamer")
@@ -66,6 +67,10 @@ class Shared:
     """Told of each weight just before a modifier overwrites it."""
     reorder: Callable[[Permutation], None] | None = None
     """Puts channels of the whole run into another order."""
+    cut: Callable[[Cuts, Mapping[str, tuple[int, ...]]], None] | None = None
+    """Cuts what belongs to the model's weights, which had these shapes, after the weights themselves."""
+    removed: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """The tensors as they were before the last cut, until they are noted."""
     located: Callable[[Attachment, ModifierError], GossamerError] | None = None
     """Puts the place in the recipe before an error."""
     restart: Restart | None = None
@@ -237,6 +242,12 @@ class Attachment:
             )
         if shared.reorder is not None:
             shared.reorder(found)
+
+    def thin(self, names: Sequence[str]) -> None:
+        from gossamer.training.thinning import thin_run
+
+        if self._shared.cut is not None:
+            thin_run(self, names, self._shared, self._shared.cut)
 
     def reset_moments(self, name: str, where: Tensor | None = None) -> None:
         if self._shared.optimizer is None:

@@ -7,15 +7,17 @@ that somebody wrote since are left as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gossamer.graph import get_parameter
+from gossamer.graph.parameters import named_state
+from gossamer.graph.thinning_cuts import resize
 from gossamer.training.attachment import Shared
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Journal:
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
         self._open = False
+        self._cut = False
 
     def open(self, shared: Shared) -> None:
         """Note every change from now on."""
@@ -71,6 +74,16 @@ class Journal:
             followers += [] if weight.grad is None else [weight.grad]
             self._entries += [_Entry(where, restore) for where in (name, *followers)]
 
+    def after_cutting(self, shared: Shared, before: Mapping[str, Tensor]) -> None:
+        """Note that these tensors have lost positions; an optimizer's state is cut next."""
+        if not self._open:
+            return
+        for name, whole in before.items():
+            states: Mapping[Any, dict[str, Any]] = {} if shared.optimizer is None else shared.optimizer.state
+            kept = states.get(get_parameter(shared.module, name), {})
+            self._entries.append(_Entry(name, partial(_put_back, whole=whole, kept=kept, held=dict(kept))))
+        self._cut = True
+
     def close(self, shared: Shared) -> None:
         """Stop noting, and remember which tensors are still as they are now."""
         self._open = False
@@ -84,10 +97,13 @@ class Journal:
             untouched = [e for e in self._entries if e.version in (None, _version(e.tensor(module)))]
             for entry in reversed(untouched):
                 entry.restore(entry.tensor(module))
+        if self._cut:
+            resize(module, {name: tuple(tensor.shape) for name, tensor in named_state(module)})
         self.clear()
 
     def clear(self) -> None:
         self._entries.clear()
+        self._cut = False
 
 
 def _version(tensor: Tensor) -> int:
@@ -96,6 +112,13 @@ def _version(tensor: Tensor) -> int:
 
 def _fill(tensor: Tensor, where: Tensor, values: Tensor) -> None:
     tensor[where.to(tensor.device)] = values.to(tensor)
+
+
+def _put_back(tensor: Tensor, whole: Tensor, kept: dict[str, Any], held: dict[str, Any]) -> None:
+    tensor.grad = None
+    tensor.data = whole
+    kept.clear()
+    kept.update(held)
 
 
 def _reorder(tensor: Tensor, back: Permutation, name: str) -> None:

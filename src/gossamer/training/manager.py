@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, has_parameter, unwrap
-from gossamer.modifiers import Modifier, PruningModifier
+from gossamer.modifiers import LayerThinningModifier, Modifier, PruningModifier
 from gossamer.quantization import is_emulated
 from gossamer.recipe import Recipe, load
 from gossamer.training.arguments import check_arguments, check_model
@@ -28,6 +28,7 @@ from gossamer.training.run import TrainingRun, is_driven
 from gossamer.training.scaler import check_of_use, clocked
 from gossamer.training.state import check_state
 from gossamer.training.teachers import lessons_for
+from gossamer.training.thinning import cut_as
 
 _ONE_SHOT_STEPS = 1000
 """Steps that an epoch counts in one-shot application, where nothing trains."""
@@ -226,7 +227,18 @@ class Manager:
             self._run = run
 
     def apply_structure(self, module: nn.Module, epoch: float = math.inf) -> None:
-        """Only what changes which modules the model has, as before loading weights that were saved at `epoch`."""
+        """Only what changes which modules the model has, as before loading weights that were saved at `epoch`.
+
+        What LayerThinningModifier removed is known from the state: call `load_state_dict` first.
+        """
+        state = self._pending if self._run is None else self._run.state_dict()
+        if state is not None:
+            cut_as(unwrap(module), state)
+        elif any(isinstance(m, LayerThinningModifier) and max(m.start_epoch, 0) <= epoch for m in self.modifiers):
+            raise GossamerError(
+                "apply_structure: what LayerThinningModifier removed is in the manager's state; "
+                "call load_state_dict(state) first"
+            )
         structural = [modifier for modifier in self.modifiers if modifier.structural]
         if not structural:
             return
@@ -303,6 +315,15 @@ class Manager:
             ):
                 end = modifier.sparsity_at(modifier.end_epoch if modifier.end_epoch != -1 else modifier.start_epoch)
                 found |= {name: max(end, found.get(name, 0.0)) for name in attachment.bound} if end else {}
+        return found
+
+    def planned(self, step: int) -> dict[str, float]:
+        """By parameter that `targets` has: the sparsity that the recipe's schedules ask for at a step."""
+        run, found = self._attached(), dict.fromkeys(self.targets(), 0.0)
+        for attachment in run.attachments:
+            if isinstance(attachment.modifier, PruningModifier):
+                share = attachment.modifier.sparsity_at(step / run.shared.steps_per_epoch) or 0.0
+                found |= {name: max(share, found[name]) for name in attachment.bound if name in found}
         return found
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.graph import get_parameter, has_parameter
+from gossamer.graph.thinning_cuts import Cuts
 from gossamer.sparse import zero_where
 
 
@@ -70,6 +71,13 @@ class Masks:
             name: [*holders.values(), *([self._zeros[name]] if len(holders) > 1 else [])]
             for name, holders in self._held.items()
         }
+
+    def cut(self, cuts: Cuts, module: nn.Module) -> None:
+        """Follow weights that lost positions; where a weight took on what others carried it is no longer masked."""
+        for name in cuts.kept.keys() & self._held.keys():
+            free = get_parameter(module, name).detach() != 0
+            self._held[name] = {holder: cuts.of(name, zeros) & ~free for holder, zeros in self._held[name].items()}
+            self._combine(name)
 
     def names(self) -> list[str]:
         return list(self._zeros)

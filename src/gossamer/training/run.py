@@ -30,9 +30,11 @@ from gossamer.training.scaler import scales
 from gossamer.training.settings import restore_settings, settings
 from gossamer.training.state import STATE_FORMAT, check_state, frozen, matched, reordered, thawed
 from gossamer.training.teachers import load_teacher_state, teacher_state
+from gossamer.training.thinning import cut_along, misplaced, restore_structure
 
 if TYPE_CHECKING:
     from gossamer.graph.permutation import Permutation
+    from gossamer.graph.thinning_cuts import Cuts
     from gossamer.modifiers.distillation.lessons import Lessons
     from gossamer.modifiers.distillation.teaching import Teacher
 
@@ -70,6 +72,7 @@ class TrainingRun:
             accumulation_steps=accumulation_steps,
             restart=restart,
             reorder=self._reorder,
+            cut=self._cut,
             located=partial(located, recipe),
         )
         self.told_the_time = False
@@ -80,6 +83,7 @@ class TrainingRun:
         self._handles: list[RemovableHandle] = []
         self.journal = Journal()
         problems = [problem for attachment in self.attachments if (problem := bind(recipe, attachment)) is not None]
+        problems += [str(located(recipe, *found)) for found in misplaced(self.attachments)]
         if problems:
             raise RecipeError(problems)
 
@@ -169,6 +173,9 @@ class TrainingRun:
         for attachment in self.attachments:
             attachment.state = reordered(attachment.state, permutation, self.shared.module)
 
+    def _cut(self, cuts: Cuts, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        cut_along(cuts, shapes, self.shared, self.attachments, self.journal)
+
     # State
 
     def state_dict(self) -> dict[str, Any]:
@@ -213,6 +220,7 @@ class TrainingRun:
         check_state(state)
         self._undo_modifiers()
         self.journal.undo(self.shared.module)
+        restore_structure(self.shared, self.attachments, state)
         problems: list[str] = []
         step = int(state["step"])
         if state["steps_per_epoch"] != self.shared.steps_per_epoch:

@@ -189,7 +189,7 @@ class Saver(Part):
     auto_resume: bool = False
     keep: Count = 3
     """Checkpoints kept besides the best."""
-    export: list[Literal["safetensors", "onnx"]] = ["safetensors"]
+    export: list[Literal["safetensors", "bitmask", "sparse24", "onnx", "pt2", "thin"]] = ["safetensors"]
 
 
 class Ema(Part):
@@ -202,6 +202,13 @@ class RunnerType(Part):
     """`base`, `sparse`, or a class of one's own as package.module:Class."""
 
 
+class ReportPage(Part):
+    enable: bool = True
+    """Whether a run ends with report.html."""
+    sensitivity: bool | Literal["auto"] = "auto"
+    """Whether each layer's sensitivity is measured at the end; `auto` as far as that takes little of the run's time."""
+
+
 class Runtime(Part):
     runner: RunnerType = RunnerType()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -210,6 +217,7 @@ class Runtime(Part):
     deterministic: bool = False
     channels_last: bool | Literal["auto"] = "auto"
     tensorboard: bool = True
+    report: ReportPage = ReportPage()
 
 
 class Net(Named):

@@ -1,0 +1,331 @@
+"""A model as a table: the size, MACs and zeros of each prunable layer, as it is and as a recipe will leave it.
+
+What a recipe does is asked in `projection.py`, what hardware can use in `hardware.py`; nothing here is shown or
+written.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from gossamer.analysis.layers import LayerRow, layer_report
+from gossamer.analysis.projection import Outlook, Projection
+from gossamer.graph import get_parameter, is_depthwise, is_transposed, owner_of, prunable, unwrap
+from gossamer.graph.parameters import named_state
+from gossamer.sparse import NM, Block, Channel, Filter, Pattern
+
+PATTERNS: dict[str, Pattern] = {"filter": Filter(), "channel": Channel(), "2:4": NM(2, 4), "block4": Block(1, 4)}
+"""What zeros are held against, in the order in which they are told."""
+
+
+@dataclass(frozen=True)
+class ModelRow:
+    """One prunable weight."""
+
+    layer: LayerRow
+    """Its size, MACs and zeros now; it has no levels."""
+    kind: str
+    """In words: `conv 3×3`, `depthwise 3×3`, `linear`, `attention`."""
+    value_bytes: int
+    """How many bytes one value takes."""
+    patterns: tuple[str, ...]
+    """What its zeros hold to now, the coarsest first; `unstructured` if to nothing, and none without zeros."""
+    outlook: Outlook | None = None
+    """What the recipe makes of it; None without a recipe, or when the recipe leaves it dense."""
+    dense: str | None = None
+    """Why the recipe leaves it dense."""
+
+    @property
+    def weight(self) -> str:
+        return self.layer.weight
+
+    @property
+    def parameters(self) -> int:
+        return self.layer.parameters
+
+    @property
+    def zeros_then(self) -> int | None:
+        """Zeros at the end of the recipe; None when training decides. What nobody holds, training fills."""
+        return 0 if self.outlook is None else self.outlook.zeros
+
+    def macs_left(self, zeros: int | None) -> int | None:
+        """MACs with weights other than zero."""
+        if self.layer.macs is None or zeros is None:
+            return None
+        return self.layer.macs * (self.parameters - zeros) // max(self.parameters, 1)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of all parameters and buffers in a file, without the file's own few for names."""
+
+    dense: int
+    bitmask: int | None
+    """One bit for each weight, and the values that are not zero; None when their number is not known."""
+    sparse24: int | None
+    """Layers that hold to 2:4 as half of their values with two bits each, the others dense; None when none does."""
+
+
+@dataclass(frozen=True)
+class State:
+    """All prunable layers together, at one moment."""
+
+    zeros: int | None
+    macs: int | None
+    """MACs with weights other than zero; None without example inputs, or when training decides where they are."""
+    sizes: Sizes
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """Every prunable layer of a model in its order, and sums over them."""
+
+    rows: tuple[ModelRow, ...]
+    parameters: int
+    """In prunable layers."""
+    other_parameters: int
+    """Biases, normalisation, embeddings and the like."""
+    macs: int | None
+    now: State
+    then: State | None
+    """At the end of the recipe; None without one."""
+    projection: Projection | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Lists, numbers and text only: `layers`, `total`, and with a recipe `recipe`."""
+        project = self.projection
+        return {
+            "layers": [_row_json(row, project is not None) for row in self.rows],
+            "total": {
+                "layers": len(self.rows),
+                "parameters": self.parameters,
+                "other_parameters": self.other_parameters,
+                "macs": self.macs,
+                "now": _state_json(self.now, self.parameters),
+                "then": None if self.then is None else _state_json(self.then, self.parameters),
+            },
+            "recipe": None
+            if project is None
+            else {"name": project.recipe, "epochs": project.epochs, "notes": list(project.notes)},
+        }
+
+    def to_csv(self) -> str:
+        """One line for each layer; what is not known is left empty."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        rows = [_row_json(row, self.projection is not None) for row in self.rows]
+        columns = list(rows[0])
+        writer.writerow(columns)
+        for row in rows:
+            writer.writerow([_cell(row[column]) for column in columns])
+        return text.getvalue()
+
+
+def model_table(model: nn.Module, example_inputs: Any = None, projection: Projection | None = None) -> ModelTable:
+    """The layers of a model; `example_inputs` as for `gossamer.graph.macs.macs`, without them there are no MACs.
+
+    Raises `GossamerError` when the model has no layer to prune, or does not run on the inputs.
+
+    >>> table = model_table(nn.Linear(8, 4, bias=False), [1, 8])
+    >>> table.macs, table.now.sizes
+    (32, Sizes(dense=128, bitmask=128, sparse24=None))
+    """
+    module = unwrap(model)
+    names = prunable(module)
+    layers = layer_report(module, dict.fromkeys(names, ()), (), example_inputs).layers
+    rows = tuple(_row(module, layer, projection) for layer in layers)
+    state = dict(named_state(module))
+    rest = sum(tensor.numel() * tensor.element_size() for name, tensor in state.items() if name not in names)
+    own = {id(parameter) for parameter in module.parameters()}
+    others = sum(tensor.numel() for name, tensor in state.items() if id(tensor) in own and name not in names)
+    known = layers[0].macs is not None
+    return ModelTable(
+        rows=rows,
+        parameters=sum(row.parameters for row in rows),
+        other_parameters=others,
+        macs=sum(row.layer.macs or 0 for row in rows) if known else None,
+        now=_now(rows, rest),
+        then=None if projection is None else _then(rows, rest, projection),
+        projection=projection,
+    )
+
+
+def patterns_of(weight: Tensor) -> tuple[str, ...]:
+    """The patterns that the zeros of a weight `(out, in, …)` hold to, the coarsest first.
+
+    >>> import torch
+    >>> patterns_of(torch.tensor([[1.0, 0.0, 0.0, 2.0], [0.0, 0.0, 3.0, 4.0]]))
+    ('2:4',)
+    >>> patterns_of(torch.tensor([[1.0, 1.0], [0.0, 1.0]])), patterns_of(torch.ones(2, 2))
+    (('unstructured',), ())
+    """
+    if bool(weight.all()):
+        return ()
+    held = [name for name, pattern in PATTERNS.items() if not pattern.fits(weight.shape) and _holds(pattern, weight)]
+    return tuple(held) or ("unstructured",)
+
+
+def bitmask_bytes(parameters: int, zeros: int, value_bytes: int) -> int:
+    """A weight as one bit for each value, and the values that are not zero; dense where that takes no more."""
+    return min(math.ceil(parameters / 8) + (parameters - zeros) * value_bytes, parameters * value_bytes)
+
+
+def sparse24_bytes(parameters: int, value_bytes: int) -> int:
+    """A 2:4 weight as half of its values, each with its place among four in two bits."""
+    return parameters // 2 * value_bytes + math.ceil(parameters / 2 * 2 / 8)
+
+
+def kind_of(module: nn.Module, name: str) -> str:
+    """What a weight belongs to, in words."""
+    owner, shape = owner_of(module, name), get_parameter(module, name).shape
+    if len(shape) < 3:
+        return "attention" if isinstance(owner, nn.MultiheadAttention) else "linear"
+    kernel = "×".join(str(size) for size in shape[2:])
+    groups = getattr(owner, "groups", 1)
+    if is_depthwise(module, name):
+        return f"depthwise {kernel}"
+    noun = "transposed conv" if is_transposed(module, name) else "conv" if groups == 1 else f"conv in {groups} groups,"
+    return f"{noun} {kernel}"
+
+
+def rows_of(module: nn.Module, name: str) -> Tensor:
+    """A weight with its output channels first."""
+    weight = get_parameter(module, name).detach()
+    return weight.transpose(0, 1) if weight.dim() > 1 and is_transposed(module, name) else weight
+
+
+# Rows and sums
+
+
+def _row(module: nn.Module, layer: LayerRow, projection: Projection | None) -> ModelRow:
+    weight = rows_of(module, layer.weight)
+    patterns = patterns_of(weight) if layer.current_zeros else ()
+    outlook = None if projection is None else projection.layers.get(layer.weight)
+    if outlook is not None and outlook.sure == "held" and patterns:
+        outlook = replace(outlook, pattern=patterns[0])  # the zeros that are there stay where they are
+    return ModelRow(
+        layer=layer,
+        kind=kind_of(module, layer.weight),
+        value_bytes=weight.element_size(),
+        patterns=patterns,
+        outlook=outlook,
+        dense=None if projection is None else projection.dense.get(layer.weight),
+    )
+
+
+def _holds(pattern: Pattern, weight: Tensor) -> bool:
+    return pattern.violations(weight) == 0
+
+
+def _now(rows: Sequence[ModelRow], rest: int) -> State:
+    counts = [row.layer.current_zeros for row in rows]
+    return State(
+        zeros=sum(counts),
+        macs=_total(row.macs_left(zeros) for row, zeros in zip(rows, counts, strict=True)),
+        sizes=_sizes(rows, rest, counts, lambda row: "2:4" in row.patterns),
+    )
+
+
+def _then(rows: Sequence[ModelRow], rest: int, projection: Projection) -> State:
+    counts = [row.zeros_then for row in rows]
+    total = projection.zeros(row.weight for row in rows)
+    sizes = _sizes(rows, rest, counts, _ends_at_two_of_four)
+    if sizes.bitmask is None and total is not None and len({row.value_bytes for row in rows}) == 1:
+        # How layers share the zeros does not matter to a file, but for those that stay dense in it.
+        bits = sum(math.ceil(row.parameters / 8) for row in rows if row.outlook is not None)
+        kept = sum(row.parameters for row in rows) - total
+        sizes = Sizes(sizes.dense, min(rest + bits + kept * rows[0].value_bytes, sizes.dense), sizes.sparse24)
+    left = (row.macs_left(zeros) for row, zeros in zip(rows, counts, strict=True))
+    return State(total, _total(left), sizes)
+
+
+def _ends_at_two_of_four(row: ModelRow) -> bool:
+    outlook = row.outlook
+    if outlook is not None and outlook.sure == "held":
+        return "2:4" in row.patterns
+    return outlook is not None and outlook.pattern in ("2:4", "tensorrt", "m4n2_1d", "m4n2_2d_best", "m4n2_2d_greedy")
+
+
+def _sizes(
+    rows: Sequence[ModelRow], rest: int, zeros: Sequence[int | None], halved: Callable[[ModelRow], bool]
+) -> Sizes:
+    dense = [row.parameters * row.value_bytes for row in rows]
+    masked = [
+        None if count is None else bitmask_bytes(row.parameters, count, row.value_bytes)
+        for row, count in zip(rows, zeros, strict=True)
+    ]
+    packed = [
+        sparse24_bytes(row.parameters, row.value_bytes) if halved(row) else size
+        for row, size in zip(rows, dense, strict=True)
+    ]
+    bitmask = _total(masked)
+    return Sizes(
+        dense=rest + sum(dense),
+        bitmask=None if bitmask is None else rest + bitmask,
+        sparse24=rest + sum(packed) if any(halved(row) for row in rows) else None,
+    )
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    """The sum; None when one is not known."""
+    total = 0
+    for count in counts:
+        if count is None:
+            return None
+        total += count
+    return total
+
+
+# As text
+
+
+def _row_json(row: ModelRow, with_recipe: bool) -> dict[str, Any]:
+    layer, outlook = row.layer, row.outlook
+    known = {
+        "weight": row.weight,
+        "kind": row.kind,
+        "shape": list(layer.shape),
+        "parameters": row.parameters,
+        "macs": layer.macs,
+        "zeros": layer.current_zeros,
+        "sparsity": layer.current_sparsity,
+        "patterns": list(row.patterns),
+    }
+    if not with_recipe:
+        return known
+    then = row.zeros_then
+    return known | {
+        "zeros_then": then,
+        "sparsity_then": None if then is None else then / max(row.parameters, 1),
+        "pattern_then": None if outlook is None else outlook.pattern,
+        "sure": None if outlook is None else outlook.sure,
+        "modifier": None if outlook is None else outlook.modifier,
+        "macs_then": row.macs_left(then),
+        "dense_because": row.dense,
+    }
+
+
+def _state_json(state: State, parameters: int) -> dict[str, Any]:
+    sizes = state.sizes
+    return {
+        "zeros": state.zeros,
+        "sparsity": None if state.zeros is None else state.zeros / max(parameters, 1),
+        "macs": state.macs,
+        "bytes": {"dense": sizes.dense, "bitmask": sizes.bitmask, "sparse24": sizes.sparse24},
+    }
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        items: list[Any] = value  # pyright: ignore[reportUnknownVariableType]
+        return ("x" if items and isinstance(items[0], int) else " ").join(map(str, items))
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "" if value is None else str(value)

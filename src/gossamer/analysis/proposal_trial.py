@@ -1,0 +1,128 @@
+"""One allocation on trial: what a model is worth with so many zeros in each layer, at once and after a little training.
+
+The model is pruned, judged, trained for a few steps, judged again and put
+back. Which allocation is tried, and which wins, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gossamer.analysis.accuracy import Labelled, Score, class_scores, score_now
+from gossamer.analysis.one_shot import put_back
+from gossamer.graph import get_parameter, named_parameters
+from gossamer.sparse import magnitude
+from gossamer.sparse.selection import smallest
+
+_RECOVERY = 8
+"""Steps of training by which an allocation shows whether it can recover."""
+_PACE = 0.02
+"""How far a step moves a weight, as a share of the weight's length: the same in every network."""
+
+
+class Worth(NamedTuple):
+    """What a pruned model is worth at once, and what after a few steps of training."""
+
+    at_once: Score
+    recovered: float
+    """The loss behind those steps."""
+
+    @property
+    def cost(self) -> float:
+        """At high sparsity the loss at once tells little, and at a low one the steps change little: hence both."""
+        return self.at_once.loss + self.recovered
+
+
+class Trial:
+    """Prunes the model, judges it, lets it recover for a few steps, judges it again, and puts everything back."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str], batches: Sequence[Labelled]) -> None:
+        # Batch norm has no statistics of a single sample, such as a loader's last batch may be.
+        batches = [batch for batch in batches if len(batch.labels) > 1] or batches
+        half = (len(batches) + 1) // 2
+        self.module = module
+        self.seen, self.judged = batches[:half], batches[half:] or batches
+        self.before = {name: weight.detach().clone() for name, weight in named_parameters(module)}
+        self.whole = {name: self.before[name] for name in names}
+        norms = [layer for layer in module.modules() if isinstance(layer, _NORMS)]
+        self.norms = [layer for layer in norms if layer.running_mean is not None]
+
+    def __call__(self, zeros: Mapping[str, int]) -> Worth:
+        gone = {name: self._smallest(name, count) for name, count in zeros.items()}
+        try:
+            self._zero(gone)
+            torch.manual_seed(0)  # whatever the model draws at random it draws alike each time
+            self._estimate()
+            at_once = score_now(self.module, self.judged)
+            return Worth(at_once, self._recovered(gone))
+        finally:
+            put_back(self.module, self.before)
+
+    def _smallest(self, name: str, count: int) -> Tensor:
+        return smallest(magnitude(self.whole[name]).reshape(-1), count).reshape(self.whole[name].shape)
+
+    def _zero(self, gone: Mapping[str, Tensor]) -> None:
+        for name, where in gone.items():
+            get_parameter(self.module, name).masked_fill_(where, 0)
+
+    def _estimate(self) -> None:
+        """Batch norm's statistics of the pruned model: with those of the whole one every allocation looks lost."""
+        for layer in self.norms:
+            layer.reset_running_stats()
+            layer.momentum = None  # the plain mean over batches
+        with self._of_batches():
+            for batch in self.seen if self.norms else ():
+                class_scores(self.module, batch)
+
+    def _recovered(self, gone: Mapping[str, Tensor]) -> float:
+        """The loss after a few steps, each of which moves every weight by the same share of its length."""
+        weights = [weight for _, weight in named_parameters(self.module) if weight.is_floating_point()]
+        with self._of_batches(), _needing_gradients(weights):
+            for step in range(_RECOVERY):
+                batch = self.seen[step % len(self.seen)]
+                with torch.enable_grad():
+                    loss = functional.cross_entropy(class_scores(self.module, batch), batch.labels)
+                    slopes = cast(Sequence[Tensor | None], torch.autograd.grad(loss, weights, allow_unused=True))
+                for weight, slope in zip(weights, slopes, strict=True):
+                    length = 0.0 if slope is None else _length(slope)
+                    if slope is not None and 0 < length < math.inf:
+                        weight.sub_(slope, alpha=_PACE * _length(weight) / length)
+                self._zero(gone)
+            return score_now(self.module, self.judged).loss
+
+    @contextmanager
+    def _of_batches(self) -> Generator[None]:
+        """Batch norm by the statistics of each batch."""
+        for layer in self.norms:
+            layer.train()
+        try:
+            yield
+        finally:
+            for layer in self.norms:
+                layer.eval()
+
+
+def _length(tensor: Tensor) -> float:
+    return math.sqrt(float(tensor.double().square().sum()))
+
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@contextmanager
+def _needing_gradients(weights: Sequence[nn.Parameter]) -> Generator[None]:
+    before = [weight.requires_grad for weight in weights]
+    try:
+        for weight in weights:
+            weight.requires_grad_(True)
+        yield
+    finally:
+        for weight, needed in zip(weights, before, strict=True):
+            weight.requires_grad_(needed)

@@ -1,0 +1,229 @@
+"""`gossamer analyze`: what a network is, what a recipe makes of it, what hardware can use, which layers matter."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from gossamer.cli.console import AsJson, err, out, reports_errors, show_json, show_warnings
+from gossamer.cli.models import Input, ModelWord, Weights, subject, untrained
+from gossamer.errors import GossamerError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gossamer.analysis.hardware import Support
+    from gossamer.analysis.model_table import ModelTable
+    from gossamer.analysis.proposal import Proposal
+    from gossamer.analysis.sensitivity_map import SensitivityMap
+    from gossamer.runner.subjects import Subject
+
+EPOCHS = 20.0
+"""How long a proposed recipe trains, unless a recipe or a run says."""
+Show = Callable[[str, float], None]
+
+
+@dataclass
+class Analysis:
+    """Everything that was found out."""
+
+    subject: Subject
+    table: ModelTable
+    hardware: list[Support]
+    sensitivity: SensitivityMap | None = None
+    proposal: Proposal | None = None
+    epochs: float = EPOCHS
+    """How long a recipe for the proposal trains."""
+    left_out: list[str] = field(default_factory=list[str])
+    """What is missing, and how to get it."""
+    warnings: list[str] = field(default_factory=list[str])
+
+
+@reports_errors
+def analyze(
+    model: ModelWord,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            metavar="tiny|FOLDER|FUNCTION",
+            help="Data to measure layers by; package.module:function gives batches. A run has its own.",
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", metavar="FILE", help="Show what this recipe would make of the model.")
+    ] = None,
+    weights: Weights = None,
+    shape: Input = None,
+    target: Annotated[
+        float | None,
+        typer.Option("--target", metavar="SHARE", help="Propose how layers share this sparsity, as 0.9; needs data."),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option("--samples", metavar="N", help="Samples to measure by.", show_default="256")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Leave out sensitivity, for which the model runs many times.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FOLDER", help="Write analysis.json, layers.csv, pictures, a recipe."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a network is, what a recipe makes of it, what hardware can use, and which layers matter.
+
+    Parameters, MACs and zeros of each layer, now and at the end of --recipe; which layers can be 2:4, block4 or lose
+    channels, where, and why not; with data the accuracy when each layer alone is pruned, and with --target a proposal
+    how layers share a sparsity. The model is not changed.
+    """
+    from gossamer.cli import analyze_view as view
+    from gossamer.cli.analyze_files import folder_for, write
+
+    _check(target, samples, quick)
+    if output is not None:
+        folder_for(output)
+    own = data is not None and ":" in data
+    found = subject(model, weights, None if own else data, shape)
+    batches = _own_batches(data) if own and data is not None else None
+    analysis = Analysis(*_table_and_hardware(found, recipe))
+    analysis.warnings += untrained(found)
+    analysis.epochs = _epochs(analysis)
+    if found.example is None:
+        analysis.left_out.append("MACs: nobody knows what the model's input is like; --input 1,3,224,224 says it")
+    with _bar(as_json) as show:
+        _measure(analysis, batches, target, samples, quick, show)
+    files = [] if output is None else write(analysis, output)
+    if as_json:
+        show_json(view.as_data(analysis) | {"files": [str(path) for path in files]})
+        return
+    view.show(out, analysis)
+    show_warnings(analysis.warnings)
+    for path in files:
+        out.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+def _check(target: float | None, samples: int | None, quick: bool) -> None:
+    if target is not None and not 0 < target < 1:
+        raise GossamerError(f"--target: expected a share between 0 and 1, such as 0.9, found {target:g}")
+    if samples is not None and samples < 1:
+        raise GossamerError(f"--samples: expected a positive number, found {samples}")
+    if quick and target is not None:
+        raise GossamerError("--quick leaves out what --target needs; drop one of the two")
+
+
+def _table_and_hardware(found: Subject, recipe: str | None) -> tuple[Subject, ModelTable, list[Support]]:
+    from gossamer.analysis.hardware import hardware_support
+    from gossamer.analysis.model_table import model_table
+    from gossamer.analysis.projection import project
+    from gossamer.recipe import load
+
+    projection = None if recipe is None else project(load(recipe), found.model)
+    with redirect_stdout(sys.stderr), _in_options():
+        table = model_table(found.model, found.example, projection)
+        return found, table, hardware_support(found.model, found.example)
+
+
+def _measure(
+    analysis: Analysis, batches: Any, target: float | None, samples: int | None, quick: bool, show: Show
+) -> None:
+    """Fill in sensitivity and proposal as far as there are data; say what is left out."""
+    from gossamer.analysis.sensitivity_map import SAMPLES, first_samples, has_labels, sensitivity_map
+
+    found = analysis.subject
+    known = batches if batches is not None else None if quick else found.batches("train") or found.batches("test")
+    if quick:
+        analysis.left_out.append("sensitivity: --quick leaves it out")
+        return
+    if known is None:
+        analysis.left_out.append(
+            "sensitivity: detectors have no accuracy here; --data package.module:function with batches of their inputs "
+            "compares layers by the outputs"
+            if found.kind == "detection"
+            else "sensitivity: there are no data; --data tiny, a folder, or package.module:function gives some"
+        )
+        if target is not None:
+            raise GossamerError("--target: a proposal needs labelled data; give --data, or a run, which has its own")
+        return
+    with redirect_stdout(sys.stderr), _in_options():
+        few = first_samples(known, samples or SAMPLES)
+        if target is not None and not has_labels(few):
+            raise GossamerError("--target: a proposal needs labels, and the batches of --data have none")
+        analysis.sensitivity = sensitivity_map(
+            found.model, few, samples=samples or SAMPLES, progress=lambda name, share: show(f"pruning {name}", share)
+        )
+        analysis.warnings += _poor(analysis)
+        if target is not None:
+            analysis.proposal = _proposed(found.model, few, target, show)
+        elif has_labels(few):
+            analysis.left_out.append("a proposal: --target 0.9 says how layers should share that sparsity")
+        else:
+            analysis.left_out.append("accuracy: the data have no labels; layers are compared by the model's outputs")
+
+
+def _poor(analysis: Analysis) -> list[str]:
+    """A sentence when the model itself is hardly better than chance."""
+    dense = None if analysis.sensitivity is None else analysis.sensitivity.dense
+    classes = analysis.subject.num_classes
+    if dense is None or not classes or dense.accuracy > 2 / classes:
+        return []
+    return [
+        f"the model as it is has an accuracy of {100 * dense.accuracy:.1f} %: what pruning costs says little "
+        "before it is trained"
+    ]
+
+
+def _proposed(model: nn.Module, batches: Sequence[Any], target: float, show: Show) -> Proposal:
+    from gossamer.analysis.proposal import propose
+
+    doing = f"sharing {target:.4g}:"
+    return propose(model, batches, target, progress=lambda name, share: show(f"{doing} {name}", share))
+
+
+def _epochs(analysis: Analysis) -> float:
+    projection, config = analysis.table.projection, analysis.subject.config
+    if projection is not None and projection.epochs > 0:
+        return float(projection.epochs)
+    return EPOCHS if config is None else float(config.trainer.max_epoch or EPOCHS)
+
+
+def _own_batches(word: str) -> Any:
+    from gossamer.cli.create import batches_of
+
+    with redirect_stdout(sys.stderr):
+        return batches_of(word)
+
+
+@contextmanager
+def _bar(as_json: bool) -> Generator[Show]:
+    """A bar on stderr that says what is being done, on terminals only."""
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal or as_json) as progress:
+        task = progress.add_task("", total=1.0, visible=False)
+
+        def show(doing: str, share: float) -> None:
+            progress.update(task, completed=share, description=escape(doing.strip()), visible=True)
+
+        yield show
+
+
+@contextmanager
+def _in_options() -> Generator[None]:
+    """Errors in the words of the command line."""
+    try:
+        yield
+    except GossamerError as error:
+        text = str(error)
+        if text.startswith("data:"):
+            text = f"--{text}"
+        if "example_inputs" in text:
+            text = f"{text.partition('; give example_inputs')[0]}; --input 1,3,224,224 says what it takes"
+        raise GossamerError(text) from error

@@ -1,0 +1,334 @@
+"""How an analysis looks on a terminal, a table for each question, and as data for `--json`.
+
+Takes what was found out and shows it; it measures nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from gossamer.analysis.hardware import Support
+    from gossamer.analysis.model_table import ModelRow, ModelTable, State
+    from gossamer.analysis.proposal import Proposal
+    from gossamer.analysis.sensitivity_map import LayerCost, SensitivityMap
+    from gossamer.cli.analyze import Analysis
+
+MOST_NAMES = 3
+"""How many layers are named in a sentence; --json has all."""
+MOST_RANKED = 20
+"""How many of the layers that matter are shown."""
+SOME, SMALLER = 0.001, 0.97
+"""The share of zeros, and of bytes, from which on they are worth a sentence."""
+COUNTED = {"tensorrt": "be 2:4", "deepsparse": "be block4", "thin": "lose channels"}
+"""What the summary says of hardware, by runtime."""
+
+
+def as_data(analysis: Analysis) -> dict[str, Any]:
+    """Everything as lists, numbers and text: what `--json` prints."""
+    found = analysis.subject
+    return {
+        "model": found.word,
+        "name": found.name,
+        "kind": found.kind,
+        "weights": None if found.source is None else str(found.source),
+        "input": _shapes(found.example) or None,
+        **analysis.table.to_json(),
+        "hardware": [support.to_json() for support in analysis.hardware],
+        "sensitivity": None if analysis.sensitivity is None else analysis.sensitivity.to_json(),
+        "proposal": None if analysis.proposal is None else _proposal_data(analysis.proposal),
+        "left_out": list(analysis.left_out),
+        "warnings": list(analysis.warnings),
+    }
+
+
+def show(console: Console, analysis: Analysis) -> None:
+    """Sentences first, then a table for each question."""
+    for sentence in summary(analysis):
+        console.print(sentence, highlight=False, markup=False)
+    _layers(console, analysis.table)
+    _hardware(console, analysis.hardware, analysis.table)
+    if analysis.sensitivity is not None:
+        _sensitivity(console, analysis.sensitivity)
+    if analysis.proposal is not None:
+        _proposal(console, analysis.proposal, analysis.table)
+    if analysis.left_out:
+        console.print("[bold]Left out[/]")
+        for sentence in analysis.left_out:
+            console.print(Padding(escape(sentence), (0, 0, 0, 2)), highlight=False)
+
+
+def summary(analysis: Analysis) -> list[str]:
+    """The answer in a few sentences."""
+    table, shapes = analysis.table, _shapes(analysis.subject.example)
+    work = "" if table.macs is None else f", {amount(table.macs)} MACs on an input of {_first_shape(shapes)}"
+    size = f"{len(table.rows)} layers with {amount(table.parameters)} weights{work}; {size_of(table.now.sizes.dense)}"
+    told = [f"{analysis.subject.name}: {size}."]
+    if told_now := _state("Now it", "is", table, table.now):
+        told.append(told_now)
+    by_key = {support.runtime.key: support for support in analysis.hardware}
+    counts = [f"{len(by_key[key].able)} can {words}" for key, words in COUNTED.items() if key in by_key]
+    told.append(f"Of {len(table.rows)} layers {', '.join(counts)}.")
+    if table.then is not None and table.projection is not None:
+        told.append(
+            _state(table.projection.recipe, "makes it", table, table.then)
+            or f"{table.projection.recipe}: {_unknown(table)}."
+        )
+        told += [f"Note: {note}." for note in table.projection.notes]
+    return told
+
+
+def _state(who: str, verb: str, table: ModelTable, state: State) -> str | None:
+    """A sentence on zeros, what is left and what files take; None when there are next to none, or nobody knows."""
+    if state.zeros is None or state.zeros < SOME * table.parameters:
+        return None
+    macs = "" if state.macs is None else f" and {amount(state.macs)} MACs"
+    files = [
+        f"as a {name} file {size_of(taken)}"
+        for name, taken in (("bitmask", state.sizes.bitmask), ("sparse24", state.sizes.sparse24))
+        if taken is not None and taken < SMALLER * state.sizes.dense
+    ]
+    instead = f"; {', '.join(files)} instead of {size_of(state.sizes.dense)}" if files else ""
+    left = f"{amount(table.parameters - state.zeros)} weights{macs} left{instead}"
+    return f"{who} {verb} {percent(state.zeros / table.parameters)} sparse: {left}."
+
+
+def _unknown(table: ModelTable) -> str:
+    if table.then is not None and table.then.zeros == 0:
+        return "leaves the model dense"
+    return "finds its zeros while it trains, and has no target"
+
+
+# Layers
+
+
+def _layers(console: Console, table: ModelTable) -> None:
+    recipe = table.projection is not None
+    now, then = table.now, table.then
+    sparse = (now.zeros or 0) >= SOME * table.parameters
+    rows = [[row.weight, *_cells(row, sparse, recipe)] for row in table.rows]
+    total = ["total", "", amount(table.parameters), "" if table.macs is None else amount(table.macs)]
+    total += [percent((now.zeros or 0) / table.parameters)] if sparse else []
+    if then is not None:
+        total.append("learned" if then.zeros is None else percent(then.zeros / table.parameters))
+    headings = ["layer", "shape", "weights", "MACs", *(["zeros now"] if sparse else [])]
+    headings += [f"zeros{' then' * sparse}"] if recipe else []
+    _print(console, "Layers", headings, rows, total, left=2)
+    if recipe:
+        _dense(console, table)
+
+
+def _cells(row: ModelRow, sparse: bool, recipe: bool) -> list[str]:
+    macs = "" if row.layer.macs is None else amount(row.layer.macs)
+    shape = "×".join(map(str, row.layer.shape))
+    zeros = [*([_zeros_now(row)] if sparse else []), *([_zeros_then(row)] if recipe else [])]
+    return [shape, amount(row.parameters), macs, *zeros]
+
+
+def _zeros_now(row: ModelRow) -> str:
+    zeros = row.layer.current_zeros
+    if not zeros:
+        return "–"
+    if zeros == row.parameters:
+        return "all"
+    pattern = row.patterns[0] if row.patterns else "unstructured"
+    return percent(zeros / row.parameters) + (f" {pattern}" if pattern != "unstructured" else "")
+
+
+def _zeros_then(row: ModelRow) -> str:
+    outlook = row.outlook
+    if outlook is None:
+        return "dense"
+    if outlook.zeros is None:
+        return "learned"
+    if outlook.sure == "removed":
+        return "removed"
+    about = "≈ " if outlook.sure == "estimated" else ""
+    pattern = "" if outlook.pattern == "unstructured" else f" {outlook.pattern}"
+    return f"{about}{percent(outlook.zeros / row.parameters)}{pattern}"
+
+
+def _dense(console: Console, table: ModelTable) -> None:
+    """Which layers the recipe leaves alone, by reason."""
+    reasons = {row.weight: row.dense for row in table.rows if row.dense is not None}
+    for reason, names in _by_reason(reasons).items():
+        told = f"{_named(names)} stay{'s' * (len(names) == 1)} dense: {reason}"
+        console.print(told, highlight=False, markup=False)
+    if reasons:
+        console.print()
+
+
+# Hardware
+
+
+def _hardware(console: Console, found: Sequence[Support], table: ModelTable) -> None:
+    console.print("[bold]What hardware can use[/], once the weights hold to the pattern", highlight=False)
+    sizes = {row.weight: row.parameters for row in table.rows}
+    for support in found:
+        runtime = support.runtime
+        share = sum(sizes[name] for name in support.able) / max(table.parameters, 1)
+        count = f"{len(support.able)} of {len(sizes)} layers, {percent(share)} of the weights"
+        colour = "green" if support.able else "dim"
+        verdict = count if support.able else "no layer"
+        console.print(f"  [{colour}]{escape(runtime.name)}[/] ({runtime.pattern}): {verdict}", highlight=False)
+        lines = [f"{runtime.needs}: {runtime.fact}"]
+        if support.able:
+            lines += [f"not {_named(names)}: {reason}" for reason, names in _by_reason(support.unable).items()]
+        for line in lines:
+            console.print(Padding(escape(line), (0, 0, 0, 6)), style="dim", highlight=False)
+    console.print()
+
+
+# Sensitivity and proposal
+
+
+def _sensitivity(console: Console, found: SensitivityMap) -> None:
+    by_accuracy = found.dense is not None
+    what = "Accuracy when one layer alone is pruned" if by_accuracy else "How far outputs move when one layer is pruned"
+    ranked, levels = found.ranked(), range(len(found.sparsities))
+    rows = [[_of(layer), *(_cost(layer, place) for place in levels)] for layer in ranked[:MOST_RANKED]]
+    headings = ["layer", *(f"{100 * level:.4g} %" for level in found.sparsities)]
+    _print(console, f"{what}, those that matter most first", headings, rows)
+    if len(ranked) > MOST_RANKED:
+        console.print(f"and {len(ranked) - MOST_RANKED} more that matter less; --json has them", highlight=False)
+    dense = "" if found.dense is None else f"; dense: {percent(found.dense.accuracy)}, loss {found.dense.loss:.3g}"
+    console.print(f"{found.samples} samples, at once and by magnitude, without training{dense}\n", highlight=False)
+
+
+def _cost(layer: LayerCost, place: int) -> str:
+    value = layer.harm[place] if layer.accuracy is None else layer.accuracy[place]
+    return "∞" if not math.isfinite(value) else percent(value)
+
+
+def _proposal(console: Console, proposal: Proposal, table: ModelTable) -> None:
+    rows: list[list[str]] = []
+    for row in table.rows:
+        share = proposal.sparsity.get(row.weight, 0.0)
+        left = amount(round(row.parameters * (1 - share)))
+        rows.append([row.weight, amount(row.parameters), percent(share) if share else "dense", left])
+    title = f"How layers should share {percent(proposal.target)}"
+    _print(console, title, ["layer", "weights", "zeros", "weights left"], rows)
+    scores = [f"{name} {percent(score.accuracy)}" for name, score in proposal.calibration.items()]
+    console.print(f"Accuracy at once, without training: {', '.join(scores)}\n", highlight=False)
+
+
+def _proposal_data(proposal: Proposal) -> dict[str, Any]:
+    return {
+        "target": proposal.target,
+        "sparsity": dict(proposal.sparsity),
+        "calibration": {
+            name: {"loss": score.loss if math.isfinite(score.loss) else None, "accuracy": score.accuracy}
+            for name, score in proposal.calibration.items()
+        },
+    }
+
+
+# Words
+
+
+def amount(count: int) -> str:
+    """A count in three figures or more: `11.7 M`.
+
+    >>> amount(11_678_912), amount(9408), amount(640)
+    ('11.7 M', '9.41 k', '640')
+    """
+    for unit, step in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= step:
+            figures = count / step
+            return f"{figures:.{0 if figures >= 100 else 1 if figures >= 10 else 2}f} {unit}"
+    return str(count)
+
+
+def size_of(count: int) -> str:
+    """Bytes in words: `6.2 MB`."""
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
+
+
+def percent(share: float) -> str:
+    """One digit; what is not all, or not nothing, does not read as if it were.
+
+    >>> percent(0.9), percent(0.99999), percent(1e-9), percent(1.0)
+    ('90.0 %', '>99.9 %', '<0.1 %', '100 %')
+    """
+    if share <= 0 or share >= 1:
+        return f"{100 * share:.0f} %"
+    text = f"{100 * share:.1f}"
+    return ">99.9 %" if text == "100.0" else "<0.1 %" if text == "0.0" else f"{text} %"
+
+
+def short(weight: str, room: int) -> str:
+    """A layer's name in so many letters: first parts by their initials, then without those that have no number.
+
+    >>> short("encoder.layers.encoder_layer_0.self_attention.out_proj.weight", 22)
+    'e.l.el0.sa.out_proj'
+    >>> short("encoder.layers.encoder_layer_0.self_attention.in_proj_weight", 18)
+    'el0.in_proj_weight'
+    """
+    parts = (weight.removesuffix(".weight") or weight).split(".")
+    for place in range(len(parts) - 1):
+        if len(".".join(parts)) > room:
+            parts[place] = "".join(word if word.isdigit() else word[:1] for word in parts[place].split("_"))
+    for part in parts[:-1]:
+        if len(".".join(parts)) > room and part.isalpha():
+            parts.remove(part)
+    name = ".".join(parts)
+    return name if len(name) <= room else f"…{name[1 - room :]}"
+
+
+def _print(
+    console: Console,
+    title: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    total: Sequence[str] | None = None,
+    left: int = 1,
+) -> None:
+    """A table whose first column, names of layers, takes what room the others leave."""
+    console.print(f"\n[bold]{escape(title)}[/]", highlight=False)
+    grid = Table(box=box.SIMPLE_HEAD)
+    lines = [headings, *rows, *([total] if total else [])]
+    widths = [max(len(line[place]) for line in lines) + 3 for place in range(1, len(headings))]
+    room = max(12, console.width - sum(widths) - 4)
+    for place, heading in enumerate(headings):
+        grid.add_column(heading, justify="left" if place < left else "right", no_wrap=True)
+    for row in rows:
+        grid.add_row(escape(short(row[0], room)), *(escape(cell) for cell in row[1:]))
+    if total:
+        grid.add_section()
+        grid.add_row(*total, style="bold")
+    console.print(grid)
+
+
+def _of(layer: LayerCost) -> str:
+    return layer.name + (f" +{len(layer.members) - 1}" if len(layer.members) > 1 else "")
+
+
+def _named(names: Sequence[str]) -> str:
+    shown = [short(name, 60) for name in names[: MOST_NAMES if len(names) > MOST_NAMES + 1 else len(names)]]
+    rest = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")
+
+
+def _by_reason(reasons: dict[str, str] | Any) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        found.setdefault(reason, []).append(name)
+    return found
+
+
+def _shapes(example: Any) -> list[list[int]]:
+    return [list(leaf.shape) for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
+
+
+def _first_shape(shapes: Sequence[Sequence[int]]) -> str:
+    return " and ".join("×".join(map(str, shape)) for shape in shapes)

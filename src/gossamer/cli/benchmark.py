@@ -1,0 +1,189 @@
+"""`gossamer benchmark`: how fast exported files run, in a table that 80 columns hold, and what the figures mean."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from gossamer.cli.console import AsJson, err, out, reports_errors, show_json
+from gossamer.errors import GossamerError
+
+if TYPE_CHECKING:
+    from gossamer.export.speed import InMemory, Timing
+
+_FILES = (".onnx", ".pt2", ".safetensors")
+_STYLES = {"faster": "green", "slower": "red", "same": "default", "unclear": "dim"}
+
+
+@reports_errors
+def benchmark(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE",
+            help="Exported files, .onnx, .pt2, .safetensors; the first is what the others are compared to. "
+            "A MODEL (a torchvision name, package.module:function, a run) is timed in torch.",
+        ),
+    ],
+    batch: Annotated[
+        int | None, typer.Option("--batch", help="Samples in one run, where the file leaves it open.")
+    ] = None,
+    threads: Annotated[int, typer.Option("--threads", help="Threads of each runtime.")] = 1,
+    rounds: Annotated[
+        int | None, typer.Option("--rounds", help="So many rounds; each file has a turn in each.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", help="So many seconds in all, 10 when left out; ten rounds at least.")
+    ] = None,
+    runtime: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--runtime",
+            metavar="NAME",
+            help="onnxruntime, openvino, torch, or load (read weights), several times for more; else all there are.",
+        ),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="[NAME=]SHAPE", help="Sizes that a file leaves open, as in 1,3,224,224."),
+    ] = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Load .pt2 files, which can run code that is in them.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Time exported files against each other, and say what the difference is worth.
+
+    Files take turns in an order drawn anew for each round. The table has the median of all runs, the range in which
+    nine runs in ten lie, and how many times as fast as the first file it is, with an interval of 95 %. Files of weights
+    hold no program: reading them is timed.
+    """
+    from gossamer.export.speed import explain, measure
+
+    shapes = dict(_shape(word) for word in shape or ())
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal or as_json) as progress:
+        task = progress.add_task("loading", total=1.0)
+
+        def show(label: str, share: float) -> None:
+            progress.update(task, completed=share, description=escape(label))
+
+        candidates = [_candidate(word, shapes) for word in files]
+        timings = measure(
+            candidates,
+            batch=batch,
+            threads=threads,
+            rounds=rounds,
+            seconds=seconds,
+            runtimes=runtime,
+            shapes=shapes,
+            trust=trust,
+            progress=show,
+        )
+    sentences = explain(timings)
+    if as_json:
+        show_json({"threads": threads, "timings": [_as_data(timing) for timing in timings], "sentences": sentences})
+        return
+    for _, group in groupby(timings, key=lambda timing: timing.runtime):
+        _show(list(group), threads)
+    for sentence in sentences:
+        out.print(f"• {sentence}", highlight=False, markup=False)
+
+
+def _candidate(word: str, shapes: Mapping[str, Sequence[int]]) -> Path | InMemory:
+    """A file as it is; any other word names a model, which is timed in torch."""
+    path = Path(word)
+    if path.suffix.lower() in _FILES:
+        return path
+    if path.is_file() and path.suffix.lower() not in (".yaml", ".yml", ".pt", ".pth"):
+        raise GossamerError(f"{word}: expected a file that ends in {', '.join(_FILES)}; gossamer export writes them")
+    from gossamer.export.speed import InMemory
+    from gossamer.runner.subjects import open_subject
+
+    given = shapes.get("")
+    with redirect_stdout(sys.stderr):  # whatever the user's code prints is not our output
+        subject = open_subject(word, input_shape=None if given is None else ",".join(map(str, given)))
+    networks = subject.networks()
+    if len(networks) != 1:
+        raise GossamerError(f"{word}: it has {len(networks)} networks; export it, and time the files")
+    network = next(iter(networks.values()))
+    return InMemory(subject.name, network.module.eval(), network.inputs)
+
+
+def _shape(word: str) -> tuple[str, list[int]]:
+    name, _, sizes = word.rpartition("=")
+    try:
+        shape = [int(size) for size in sizes.replace("x", ",").split(",")]
+    except ValueError:
+        shape = [0]
+    if min(shape) < 1:
+        raise GossamerError(f"--input: expected a shape such as 1,3,224,224, or NAME=1,3,224,224, found '{word}'")
+    return name, shape
+
+
+def _show(timings: Sequence[Timing], threads: int) -> None:
+    """The rows of one runtime."""
+    from gossamer.export.speed.sentences import short, times
+
+    one = timings[0]
+    unit, factor = _unit(min(timing.median for timing in timings))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("file", overflow="fold")
+    for name in ("size", "zeros", "median", "5–95 %", *(["per s"] if one.batch else []), "speed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    digits = _digits(min(timing.low for timing in timings) * factor)
+    for timing in timings:
+        speed = "1" if timing.speed is None else times(timing.speed)
+        throughput = [] if timing.throughput is None else [_rounded(timing.throughput)]
+        table.add_row(
+            escape(short(timing.file)),
+            _size(timing.contents.bytes),
+            f"{timing.contents.sparsity:.1%}",
+            f"{timing.median * factor:.{digits}f}",
+            f"{timing.low * factor:.{digits}f}–{timing.high * factor:.{digits}f}",
+            *throughput,
+            f"[{_STYLES[timing.verdict or 'same']}]{speed}[/]",
+        )
+    what = "reading the file" if one.batch is None else f"batch {one.batch}, {_counted(threads, 'thread')}"
+    version = "" if one.batch is None else f" {one.version}"
+    out.print(
+        f"{one.runtime}{version}: {what}, {_counted(one.rounds, 'round')}, times in {unit}",
+        highlight=False,
+        markup=False,
+    )
+    out.print(table)
+
+
+def _as_data(timing: Timing) -> dict[str, object]:
+    return {**asdict(timing), "throughput": timing.throughput, "sparsity": timing.contents.sparsity}
+
+
+def _unit(seconds: float) -> tuple[str, float]:
+    return ("s", 1.0) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("µs", 1e6)
+
+
+def _digits(number: float) -> int:
+    return 2 if number < 10 else 1 if number < 100 else 0
+
+
+def _rounded(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
+
+
+def _size(number: int) -> str:
+    return f"{number / 1e6:.1f} MB" if number >= 1e6 else f"{number / 1e3:.1f} kB"
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

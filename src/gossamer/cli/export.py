@@ -1,0 +1,125 @@
+"""`gossamer export`: a model in files that other programs take, each verified after it is written."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from gossamer.cli.console import AsJson, err, out, reports_errors, show_json, show_warnings
+from gossamer.cli.models import Data, Input, ModelWord, Sets, Weights, subject, untrained
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gossamer.export import Conversion, Written
+
+LISTED = "semi-structured"
+
+
+@reports_errors
+def export(
+    model: ModelWord,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format",
+            "-f",
+            metavar="NAME",
+            help="onnx, pt2, safetensors, bitmask, sparse24, thin, or semi-structured, which only lists; repeatable.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FOLDER", help="Where to write; by default the run folder, or here."),
+    ] = None,
+    weights: Weights = None,
+    shape: Input = None,
+    opset: Annotated[int, typer.Option(help="The opset of ONNX files.")] = 18,
+    half: Annotated[bool, typer.Option("--half", help="Write the weights as 16-bit floats.")] = False,
+    static: Annotated[bool, typer.Option("--static-batch", help="Programs take one batch size only.")] = False,
+    sets: Sets = None,
+    data: Data = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a model, zeros and all, and check each file: read back, outputs compared, zeros counted.
+
+    Of a detector, onnx and pt2 hold its network, without post-processing. thin removes filters that are zero as a
+    whole, and writes what is left as onnx and pt2. bitmask and sparse24 are small files for gossamer.load().
+    """
+    from gossamer.export import semi_structured
+    from gossamer.runner.exporting import Export, write_subject
+
+    wanted = formats or ["onnx"]
+    plan = Export([name for name in wanted if name != LISTED], opset, not static)
+    opened = subject(model, weights, data, shape, sets or [])
+    if half:
+        opened = opened.half()
+    with err.status("writing, and reading back") if err.is_terminal and not as_json else nullcontext():
+        written = write_subject(opened, plan, output)
+    layers = semi_structured(opened.model, dry_run=True) if LISTED in wanted else None
+    if as_json:
+        found: dict[str, object] = {
+            "model": model,
+            "source": None if opened.source is None else str(opened.source),
+            "files": [{**asdict(one), "path": str(one.path)} for one in written],
+        }
+        show_json(found if layers is None else {**found, "semi_structured": [asdict(layer) for layer in layers]})
+        return
+    if opened.source is not None:
+        _say(f"weights from {opened.source}")
+    if written:
+        out.print(_table(written))
+        _say(f"in {written[0].path.parent.resolve()}")
+    for path, notes in {one.path: one.notes for one in written}.items():
+        for note in notes:
+            _say(f"{path.name}: {note}")
+    if layers is not None:
+        _show_layers(layers)
+    if opened.given is None and any(one.largest_difference is not None for one in written):
+        shape = "×".join(map(str, opened.example.shape)) if hasattr(opened.example, "shape") else "of the usual size"
+        show_warnings([f"nobody said what the input is like, so it was taken to be {shape}; --input says it"])
+    show_warnings(untrained(opened))
+
+
+def _table(written: Sequence[Written]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("file", no_wrap=True)
+    for column in ("size", "of dense", "zeros", "outputs differ by"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in written:
+        table.add_row(
+            escape(one.path.name),
+            _size(one.bytes),
+            f"{one.bytes / max(one.dense_bytes, 1):.2f}",
+            f"{one.zeros / max(one.weights, 1):.1%}",
+            "–" if one.largest_difference is None else f"{one.largest_difference:.1e}",
+        )
+    return table
+
+
+def _show_layers(layers: Sequence[Conversion]) -> None:
+    """Which layers torch runs as semi-structured on CUDA, and the others by reason."""
+    able = [layer.name for layer in layers if layer.reason is None]
+    _say(f"{len(able)} of {len(layers)} layers become semi-structured tensors on CUDA, in half precision")
+    reasons: dict[str, list[str]] = {}
+    for layer in layers:
+        reasons.setdefault(layer.reason or "able", []).append(layer.name)
+    for reason, names in reasons.items():
+        _say(f"  {reason}: {', '.join(names)}")
+    if able:
+        _say("On a CUDA device: gossamer.export.semi_structured(model.half().cuda())")
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
+
+
+def _say(sentence: str) -> None:
+    out.print(sentence, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,56 @@
+"""How many times as fast one thing is as another, from rounds in which both had their turn, and what that proves.
+
+Rounds are compared with themselves, so that whatever slows a whole round drops out. Nothing here knows what was timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+Verdict = Literal["faster", "slower", "same", "unclear"]
+
+SAME = 1.1
+"""An interval within this factor of 1 says that two things are as fast as each other."""
+_DRAWS = 4000
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A speed over another: 2 is twice as fast. The interval is one of 95 %."""
+
+    value: float
+    low: float
+    high: float
+
+    def verdict(self, floor: float = 1.0) -> Verdict:
+        """What the interval proves; a factor up to `floor` proves nothing.
+
+        >>> Ratio(1.9, 1.8, 2.0).verdict(), Ratio(1.01, 0.98, 1.03).verdict(), Ratio(1.1, 0.7, 1.6).verdict()
+        ('faster', 'same', 'unclear')
+        """
+        if self.low > floor:
+            return "faster"
+        if self.high < 1 / floor:
+            return "slower"
+        return "same" if self.low >= 1 / SAME and self.high <= SAME else "unclear"
+
+    @property
+    def doubt(self) -> float:
+        """The factor by which two equal things seemed to differ, at most, if this is their ratio."""
+        return max(self.high, 1 / self.low, 1.0)
+
+
+def paired(first: Sequence[float], other: Sequence[float], seed: int = 0) -> Ratio:
+    """The median over rounds of `first` / `other`, seconds each, with an interval by bootstrap of the rounds.
+
+    >>> paired([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+    Ratio(value=2.0, low=2.0, high=2.0)
+    """
+    ratios = np.asarray(first, dtype=float) / np.asarray(other, dtype=float)
+    drawn = np.random.default_rng(seed).integers(0, len(ratios), (_DRAWS, len(ratios)))
+    low, high = np.quantile(np.median(ratios[drawn], axis=1), [0.025, 0.975])
+    return Ratio(float(np.median(ratios)), float(low), float(high))

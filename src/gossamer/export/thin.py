@@ -1,0 +1,43 @@
+"""A smaller copy of a model, without the filters and channels that are of no use.
+
+The copy computes the same and can be saved in any format like another model. What can be removed, and what cannot,
+is the business of `graph`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from gossamer.errors import GossamerError
+from gossamer.graph import thinning
+from gossamer.graph.parameters import unwrap
+from gossamer.graph.thinning import Progress, Thinned
+from gossamer.graph.thinning_cuts import spread_over_processes
+
+
+def thin(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    names: Collection[str] | None = None,
+    progress: Progress | None = None,
+) -> tuple[nn.Module, Thinned]:
+    """A copy of the model, in evaluation mode, without filters and channels of zeros; and what was removed.
+
+    `example_inputs`: a tensor, a tuple of arguments for `forward`, or a dict of keyword arguments; without it common
+    shapes are tried. `names`: only filters of these weights go. The model itself is left as it is.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> _ = net[0].weight.data[:6].zero_(), net[0].bias.data.zero_()
+    >>> small, found = thin(net)
+    >>> small[0], found.parameters
+    (Linear(in_features=4, out_features=2, bias=True), (58, 16))
+    """
+    if reason := spread_over_processes(model):
+        raise GossamerError(f"thin: {reason}; give the model that is inside")
+    smaller: nn.Module = copy.deepcopy(unwrap(model)).eval()
+    return smaller, thinning.thin(smaller, example_inputs, names=names, progress=progress)

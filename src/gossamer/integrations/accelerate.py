@@ -1,0 +1,99 @@
+"""Recipes in a loop that Hugging Face Accelerate prepares.
+
+Says how many optimizer steps an epoch has there, and makes `save_state` and
+`load_state` keep the recipe's state. The loop stays the user's own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from gossamer.errors import GossamerError
+from gossamer.integrations.adapter import Adapter, batches_in, missing
+from gossamer.integrations.state_file import read_state, write_state
+from gossamer.training import Manager
+
+try:
+    from accelerate import Accelerator, DistributedType
+except ImportError as error:
+    raise missing("Accelerate", "accelerate") from error
+
+
+class Sparsity(Adapter):
+    """Trains with a recipe: `attach` after `accelerator.prepare`, `finalize` after the loop."""
+
+    _accelerator: Accelerator | None = None
+    _handles: tuple[RemovableHandle, ...] = ()
+
+    def attach(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Any,
+        dataloader: Any = None,
+        *,
+        lr_scheduler: Any = None,
+        epochs: float | None = None,
+    ) -> Manager:
+        """From now on the optimizer's steps drive the recipe, and the accelerator's states hold the recipe's.
+
+        Give what `accelerator.prepare` returned. The dataloader tells how many steps an epoch has; `steps_per_epoch`
+        does, when you count otherwise. Of `lr_scheduler` and `epochs`, the length of the training, the recipe is told
+        so that it can say what does not fit.
+        """
+        _check(accelerator)
+        steps = self._steps_of(accelerator, dataloader)
+        manager = self._attach(
+            model,
+            optimizer,
+            steps_per_epoch=steps,
+            total_steps=None if epochs is None else epochs * steps,
+            accumulation_steps=accelerator.gradient_accumulation_steps,
+            scaler=accelerator.scaler,
+            scheduler=getattr(lr_scheduler, "scheduler", lr_scheduler),
+            loggers=[lambda tag, value, step: accelerator.log({tag: value}, step=step)],
+        )
+        for handle in self._handles:
+            handle.remove()
+        self._accelerator = accelerator
+        self._handles = (
+            accelerator.register_save_state_pre_hook(self._save),
+            accelerator.register_load_state_pre_hook(self._restore),
+        )
+        return manager
+
+    def finalize(self) -> None:
+        """End: zeros are exact, the optimizer is free again; states that are saved later hold the recipe's last."""
+        self._finish()
+
+    def _steps_of(self, accelerator: Accelerator, dataloader: Any) -> float:
+        if self.steps_per_epoch is None and dataloader is None:
+            raise GossamerError("attach: give the dataloader that trains, or Sparsity(…, steps_per_epoch=…)")
+        accumulated = accelerator.gradient_accumulation_steps
+        batches = batches_in(dataloader)
+        if self.steps_per_epoch is None and batches and not accelerator.gradient_state.sync_with_dataloader:
+            return batches / accumulated  # what is left at the end of an epoch goes into a step of the next
+        return self._steps(batches, accumulated)
+
+    def _save(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        state = self._state()
+        if state is not None and self._accelerator is not None and self._accelerator.is_main_process:
+            write_state(Path(folder), state)
+
+    def _restore(self, models: list[nn.Module], folder: str) -> None:
+        if self._manager is not None:
+            self._load(read_state(Path(folder))[0])
+
+
+def _check(accelerator: Any) -> None:
+    if not isinstance(accelerator, Accelerator):
+        raise GossamerError(f"attach: expected the accelerator first, found {type(accelerator).__name__}")
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise GossamerError(
+            f"attach: under {accelerator.distributed_type.value} the optimizer steps where torch's hooks do not see "
+            "it, so a recipe cannot drive it; use DDP or FSDP"
+        )

@@ -1,0 +1,50 @@
+"""The recipe's state as a file in the folder of another library's checkpoint.
+
+Knows a folder and plain values; loading never executes code. Each file bears
+a mark, by which a checkpoint can say that the file is its own.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from gossamer.errors import GossamerError
+from gossamer.files import whole
+
+NAME = "gossamer.pt"
+_FORMAT = 1
+
+
+def write_state(folder: Path, state: Mapping[str, Any], mark: str = "") -> Path:
+    """Write the file, whole or not at all."""
+    path = folder / NAME
+    try:
+        with whole(path) as scratch:
+            torch.save({"format": _FORMAT, "mark": mark, "state": dict(state)}, scratch)
+    except OSError as error:
+        raise GossamerError(f"{path}: the state of the recipe cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def read_state(folder: Path) -> tuple[dict[str, Any], str]:
+    """State and mark."""
+    path = folder / NAME
+    try:
+        held: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise GossamerError(
+            f"{path}: there is no state of the recipe in this checkpoint; it was saved without the recipe"
+        ) from None
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise GossamerError(f"{path}: not a state of a recipe, or damaged; take another checkpoint") from error
+    if not isinstance(held, dict) or not {"format", "mark", "state"} <= cast(dict[str, Any], held).keys():
+        raise GossamerError(f"{path}: not a state of a recipe; take another checkpoint")
+    found = cast(dict[str, Any], held)
+    if found["format"] != _FORMAT:
+        raise GossamerError(f"{path}: has format {found['format']}; this version of Gossamer reads {_FORMAT}")
+    return found["state"], str(found["mark"])

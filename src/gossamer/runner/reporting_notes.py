@@ -1,0 +1,166 @@
+"""What a run notes for its report, since files at the end do not tell it: small JSON files in `analysis/`.
+
+`start.json`: how the weights spread at the start. `plan.json`: the layers, their targets and the course of the
+sparsity, as the run sees them when it begins or goes on. `end.json`: how the weights spread at the end.
+`sensitivity.json`: what `reporting_sensitivity.py` measures. How any of it is shown is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from torch import nn
+
+from gossamer.analysis.report.content import Bins
+from gossamer.analysis.report.weights import bins
+from gossamer.errors import GossamerError
+from gossamer.files import whole
+from gossamer.graph import get_parameter, is_transposed, prunable, unwrap
+from gossamer.runner.checkpoint_file import CheckpointError, describe
+
+if TYPE_CHECKING:
+    from gossamer.runner.runner import Runner
+
+FOLDER = "analysis"
+FORMAT = 1
+"""Goes up when an older reader would misread a note."""
+SAMPLES = 300
+"""At about how many iterations a schedule is asked."""
+
+Kind = Literal["start", "plan", "end", "sensitivity"]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """By prunable weight: its shape, and how its values spread."""
+
+    shapes: dict[str, tuple[int, ...]]
+    bins: dict[str, Bins]
+
+
+def weights_of(model: nn.Module) -> Weights:
+    """Of a model as it is now; nothing of it changes, and nothing is drawn at random."""
+    owner = unwrap(model)
+    weights = {name: get_parameter(owner, name).detach() for name in prunable(owner)}
+    return Weights(
+        {name: tuple(weight.shape) for name, weight in weights.items()},
+        {name: bins(weight) for name, weight in weights.items()},
+    )
+
+
+def note_weights(folder: Path, kind: Literal["start", "end"], weights: Weights, **more: Any) -> None:
+    layers = {
+        name: {"shape": list(weights.shapes[name]), **{key: _plain(value) for key, value in vars(found).items()}}
+        for name, found in weights.bins.items()
+    }
+    write_note(folder, kind, {**more, "layers": layers})
+
+
+def noted_weights(note: Mapping[str, Any] | None) -> Weights | None:
+    """What `note_weights` wrote; None when there is nothing, or nothing that makes sense."""
+    if note is None:
+        return None
+    try:
+        shapes = {name: tuple(map(int, layer["shape"])) for name, layer in note["layers"].items()}
+        found = {
+            name: Bins(
+                _reach(layer["reach"]), tuple(map(int, layer["counts"])), int(layer["beyond"]), int(layer["zeros"])
+            )
+            for name, layer in note["layers"].items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+    return Weights(shapes, found)
+
+
+def note_plan(runner: Runner) -> None:
+    """The layers with their targets, and the course of the sparsity."""
+    owner, sparsifier = unwrap(runner.model), runner.sparsifier
+    targets: Mapping[str, float] = {} if sparsifier is None else sparsifier.targets()
+    dense: Mapping[str, str] = {} if sparsifier is None else sparsifier.left_dense()
+    layers: dict[str, dict[str, Any]] = {}
+    for name in runner.start_weights.shapes if runner.start_weights is not None else prunable(owner):
+        # Schedulers name layers, recipes weights.
+        reason = dense.get(name) or dense.get(name.rpartition(".")[0])
+        layers[name] = {"target": targets.get(name), "dense": reason, "transposed": is_transposed(owner, name)}
+    content = {
+        "length": runner.length,
+        "steps_per_epoch": runner.steps_per_epoch,
+        "sparse": sparsifier is not None,
+        "layers": layers,
+        "course": _course(runner),
+    }
+    write_note(runner.folder, "plan", content)
+
+
+def origin_of(runner: Runner) -> dict[str, Any] | None:
+    """The weights that a run begins with: the name of their run, and what its tests gave."""
+    path = runner.start.weights
+    if path is None:
+        return None
+    name = path.parent.parent.name if path.parent.name == "checkpoints" else path.parent.name
+    try:
+        metrics = describe(path).metrics
+    except CheckpointError:
+        metrics = {}
+    return {
+        "name": name or path.name,
+        "metrics": {key: value for key, value in metrics.items() if math.isfinite(value)},
+    }
+
+
+def write_note(folder: Path, kind: Kind, content: Mapping[str, Any]) -> None:
+    path = folder / FOLDER / f"{kind}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole(path) as part:
+            part.write_text(json.dumps({"format": FORMAT, **content}, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise GossamerError(f"{path}: cannot be written: {error.strerror or error}; free some space") from None
+
+
+def read_note(folder: Path, kind: Kind) -> dict[str, Any] | None:
+    """What was noted, or None; raises `GossamerError` with a sentence when the file is there and of no use."""
+    path = folder / FOLDER / f"{kind}.json"
+    try:
+        loaded: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or "is no JSON"
+        raise GossamerError(f"{FOLDER}/{path.name}: {reason}; what it noted is left out") from None
+    version = cast(dict[str, Any], loaded).get("format") if isinstance(loaded, dict) else None
+    if version != FORMAT:
+        newer = isinstance(version, int) and version > FORMAT
+        what = f"is of format {version}, which a newer Gossamer reads" if newer else "is no note of a run"
+        raise GossamerError(f"{FOLDER}/{path.name}: {what}; what it noted is left out")
+    return cast(dict[str, Any], loaded)
+
+
+def _course(runner: Runner) -> list[list[float]]:
+    """Iterations and the planned sparsity from each of them on, where the schedule tells it."""
+    if runner.sparsifier is None:
+        return []
+    asked = sorted({*range(1, runner.length + 1, max(1, runner.length // SAMPLES)), runner.length})
+    found = [[float(at), share] for at in asked if (share := runner.sparsifier.planned(runner.model, at)) is not None]
+    target = runner.sparsifier.target(runner.model)
+    if found and target is not None:
+        found[-1] = [float(runner.length), target]  # some methods make their zeros with the last step
+    last = len(found) - 1
+    return [point for i, point in enumerate(found) if i in (0, last) or point[1] != found[i - 1][1]]
+
+
+def _plain(value: Any) -> Any:
+    return list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value
+
+
+def _reach(value: Any) -> float:
+    reach = float(value)
+    if not (math.isfinite(reach) and reach > 0 and math.frexp(reach)[0] == 0.5):
+        raise ValueError("reach is no power of two")
+    return reach

@@ -1,0 +1,178 @@
+"""Removing filters from a model that trains: the optimizer's state, masks and what modifiers remember go along.
+
+What was removed is kept in the modifier's state, so that a model that was built anew can be cut alike before weights
+are loaded into it. What can be removed is found by `graph`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.errors import GossamerError, ModifierError
+from gossamer.graph.parameters import get_tensor, named_state
+from gossamer.graph.thinning_cuts import Cuts
+from gossamer.modifiers import LayerThinningModifier, PruningModifier
+from gossamer.modifiers.base import to_step
+from gossamer.training.attachment import Attachment, Shared, logger
+from gossamer.training.state import thawed
+
+if TYPE_CHECKING:
+    from gossamer.training.journal import Journal
+
+_CUTS = "cuts"
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def thin_run(
+    attachment: Attachment, names: Collection[str], shared: Shared, cut: Callable[[Cuts, Shapes], None]
+) -> None:
+    """Remove what is zero as a whole and comes from these weights; `cut` takes the rest of the run along."""
+    from gossamer.graph.reordering import odd_state
+    from gossamer.graph.thinning import thin
+
+    module, who = shared.module, attachment.modifier.name
+    before = {name: tensor.detach() for name, tensor in named_state(module)}
+    odd = odd_state(shared.optimizer, {name: get_tensor(module, name) for name in before})
+    if odd:
+        key = next(iter(odd.values()))
+        logger.warning("%s removes nothing: the optimizer's '%s' cannot be cut with its weight", who, key)
+        return
+    try:
+        found = thin(module, shared.example_inputs, names=names)
+    except GossamerError as error:
+        logger.warning("%s removes nothing: %s", who, error)
+        return
+    for name, reason in found.kept.items():
+        attachment.skip(name, reason)
+        logger.info("%s: '%s' keeps filters of zeros: %s", who, name, reason)
+    if not found.cuts:
+        logger.warning("%s removes nothing: no filter or channel is zero as a whole and can go", who)
+        return
+    logger.info("%s: %d parameters before, %d after", who, *found.parameters)
+    if shared.step > 0:
+        logger.warning(
+            "%s removes filters at step %d: copies of the model that were made before, such as an average, "
+            "keep them; make them anew",
+            who,
+            shared.step,
+        )
+    shapes = {name: tuple(before[name].shape) for name in found.cuts.kept}
+    kept = {name: {str(dim): rows for dim, rows in dims.items()} for name, dims in found.cuts.kept.items()}
+    entry = {"kept": kept, "shapes": {name: list(shape) for name, shape in shapes.items()}}
+    attachment.state.setdefault(_CUTS, []).append(entry)
+    shared.removed = {name: before[name] for name in shapes}
+    cut(found.cuts, shapes)
+
+
+def cut_along(
+    cuts: Cuts, shapes: Shapes, shared: Shared, attachments: Sequence[Attachment], journal: Journal | None = None
+) -> None:
+    """Cut what belongs to a model's weights after the weights themselves."""
+    if journal is not None:
+        journal.after_cutting(shared, shared.removed)
+    for name, shape in shapes.items():
+        cuts.followed(shared.optimizer, name, get_tensor(shared.module, name), torch.Size(shape))
+    shared.masks.cut(cuts, shared.module)
+    for attachment in attachments:
+        if _CUTS not in attachment.state:
+            attachment.state = _cut_state(attachment.state, cuts, shapes)
+
+
+def _cut_state(value: Any, cuts: Cuts, shapes: Shapes) -> Any:
+    """The same values with everything that belongs to a weight, by its name, cut like the weight."""
+    if not isinstance(value, Mapping):
+        return value
+    entries = cast(Mapping[str, Any], value)
+    changed = {
+        key: _like(key, item, cuts, shapes[key]) if key in shapes else _cut_state(item, cuts, shapes)
+        for key, item in entries.items()
+    }
+    # Whoever holds what has not changed goes on to hold it.
+    return entries if all(changed[key] is item for key, item in entries.items()) else changed
+
+
+def _like(name: str, value: Any, cuts: Cuts, shape: tuple[int, ...]) -> Any:
+    """One number per weight, in the weight's shape or flat; alone or in a list."""
+    if isinstance(value, list):
+        return [_like(name, item, cuts, shape) for item in cast(list[Any], value)]
+    if isinstance(value, Tensor) and value.numel() == math.prod(shape):
+        found = cuts.of(name, value.reshape(shape))
+        return found if value.dim() == len(shape) else found.reshape(-1)
+    return value
+
+
+# A model that was built anew
+
+
+def cut_as(module: nn.Module, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Cut a model as the state of a run says; one that has been cut so is left alone. All of it or nothing."""
+    rounds = list(_rounds(state))
+    sizes = {name: tuple(tensor.shape) for name, tensor in named_state(module)}
+    first: dict[str, tuple[int, ...]] = {}
+    last: dict[str, tuple[int, ...]] = {}
+    for cuts, shapes in rounds:
+        for name, shape in shapes.items():
+            first.setdefault(name, shape)
+            last[name] = tuple(len(cuts.kept[name].get(dim, range(size))) for dim, size in enumerate(shape))
+    if all(sizes.get(name) == shape for name, shape in last.items()):
+        return
+    for name, shape in first.items():
+        if sizes.get(name) != shape:
+            found = f"has shape {sizes[name]}" if name in sizes else "is not in the model"
+            raise GossamerError(
+                f"state: '{name}' {found}, and was thinned from {shape} to {last[name]}; "
+                "load the state into a model that is built as the run's was"
+            )
+    for cuts, shapes in rounds:
+        cuts.apply(module)
+        for name, shape in shapes.items():
+            cuts.followed(optimizer, name, get_tensor(module, name), torch.Size(shape))
+
+
+def restore_structure(shared: Shared, attachments: Sequence[Attachment], state: Mapping[str, Any]) -> None:
+    """The same for the model of a run; raises when it lacks filters that the run of the state still had."""
+    own = [entry for attachment in attachments for entry in attachment.state.get(_CUTS, ())]
+    lost = [
+        entry
+        for entry in own
+        if any(list(get_tensor(shared.module, name).shape) != shape for name, shape in entry["shapes"].items())
+    ]
+    if len(lost) > len(list(_rounds(state))):
+        raise GossamerError(
+            "state: it is from before filters were removed from this model, and they cannot come back; "
+            "load it into a model that is built anew"
+        )
+    cut_as(shared.module, state, shared.optimizer)
+
+
+def _rounds(state: Mapping[str, Any]) -> Iterator[tuple[Cuts, Shapes]]:
+    """Every removal that a state knows of, in order."""
+    for entry in state.get("modifiers", {}).values():
+        for saved in thawed(entry["state"], torch.device("cpu")).get(_CUTS, ()):
+            kept = {name: {int(dim): rows for dim, rows in dims.items()} for name, dims in saved["kept"].items()}
+            yield Cuts(kept), {name: tuple(shape) for name, shape in saved["shapes"].items()}
+
+
+def misplaced(attachments: Sequence[Attachment]) -> list[tuple[Attachment, ModifierError]]:
+    """Removals that fall into a gradual pruning, whose shares would then count from what is left."""
+    found: list[tuple[Attachment, ModifierError]] = []
+    for own in attachments:
+        modifier = own.modifier
+        if not isinstance(modifier, LayerThinningModifier):
+            continue
+        for other in attachments:
+            pruning, timing = other.modifier, other.timing
+            if not isinstance(pruning, PruningModifier) or pruning.updates_every is None or timing.end is None:
+                continue
+            for epoch in (modifier.start_epoch, *modifier.update_epochs):
+                if timing.start <= to_step(epoch, own.steps_per_epoch) < timing.end:
+                    when = f"removes filters at epoch {max(epoch, 0.0):g}, while {pruning.name} prunes until epoch"
+                    why = f"{when} {pruning.end_epoch:g} and its shares would count from what is left; start later"
+                    found.append((own, ModifierError(why, "start_epoch")))
+                    break
+    return found

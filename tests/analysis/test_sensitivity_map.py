@@ -1,0 +1,109 @@
+"""Which layers matter: by labels and by outputs, on networks of which the answer is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gossamer.analysis.sensitivity_map import SensitivityMap, first_samples, has_labels, sensitivity_map
+from gossamer.analysis.sensitivity_plot import draw, save
+from gossamer.errors import GossamerError
+
+
+def network() -> nn.Sequential:
+    """Tells which of four numbers is largest; its first layer has ten times the rows that it needs."""
+    wide = nn.Linear(4, 40, bias=False)
+    narrow = nn.Linear(40, 4, bias=False)
+    with torch.no_grad():
+        wide.weight.copy_(torch.eye(4).repeat(10, 1) + 0.001)
+        narrow.weight.copy_(torch.eye(4).repeat(1, 10) + 0.001)
+        narrow.weight[3] *= 30  # one class hangs on large weights: the others go first
+    return nn.Sequential(wide, narrow)
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    inputs = torch.rand(64, 4, generator=torch.Generator().manual_seed(0))
+    return [(part, network()(part).argmax(dim=1)) for part in inputs.split(16)]
+
+
+def measured() -> SensitivityMap:
+    return sensitivity_map(network(), batches(), [0.5, 0.9])
+
+
+def test_labels_give_the_accuracy_that_each_layer_leaves() -> None:
+    found = measured()
+    assert (found.by, found.samples, found.dense is not None and found.dense.accuracy) == ("labels", 64, 1.0)
+    assert [layer.name for layer in found.layers] == ["0.weight", "1.weight"]
+    for layer in found.layers:
+        assert layer.accuracy is not None
+        assert layer.accuracy[0] >= layer.accuracy[1]
+
+
+def test_the_layer_whose_pruning_costs_most_comes_first() -> None:
+    found = measured()
+    means = [sum(layer.harm) / 2 for layer in found.ranked()]
+    assert means == sorted(means, reverse=True)
+    assert means[0] > means[1]
+
+
+def test_without_labels_the_outputs_are_compared() -> None:
+    found = sensitivity_map(network(), [inputs for inputs, _ in batches()], [0.5, 0.9])
+    assert (found.by, found.dense, found.layers[0].accuracy) == ("outputs", None, None)
+    assert all(0 <= layer.harm[0] <= layer.harm[1] for layer in found.layers)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = network()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sensitivity_map(model, batches(), [0.5])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model.training
+
+
+def test_only_as_many_batches_are_read_as_hold_the_samples() -> None:
+    assert len(first_samples(batches(), 17)) == 2
+    assert len(first_samples(batches(), 1000)) == 4
+
+
+def test_labels_are_whole_numbers_beside_the_inputs() -> None:
+    inputs, labels = batches()[0]
+    assert has_labels([(inputs, labels)])
+    assert not has_labels([inputs])
+    assert not has_labels([(inputs, labels.float())])
+    assert not has_labels([(inputs, inputs, labels)])
+    assert not has_labels([])
+
+
+def test_json_has_no_number_that_json_lacks() -> None:
+    model = network()
+    model[1].weight.data *= 1e38
+    found = sensitivity_map(model, batches(), [0.5])
+    json.dumps(found.to_json(), allow_nan=False)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_the_picture_has_a_cell_for_each_layer_and_sparsity(labelled: bool, tmp_path: Path) -> None:
+    found = measured() if labelled else sensitivity_map(network(), [inputs for inputs, _ in batches()], [0.5, 0.9])
+    axes = draw(found, "net").axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "1"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["50 %", "90 %"]
+    assert len(axes.texts) == 4
+    save(found, tmp_path / "map.png", "net")
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_map_gives_the_same_svg(tmp_path: Path) -> None:
+    for name in ("a.svg", "b.svg"):
+        save(measured(), tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_a_picture_of_another_kind_or_in_no_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(GossamerError, match=r"expected a file ending in .png, .svg"):
+        save(measured(), tmp_path / "map.bmp")
+    with pytest.raises(GossamerError, match="cannot be written"):
+        save(measured(), tmp_path / "missing" / "map.png")

@@ -1,0 +1,188 @@
+"""`gossamer analyze`: what it says of real networks, with and without data and recipes, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from safetensors.torch import save_file
+
+import gossamer
+from gossamer.cli import analyze_view as view
+
+NETWORK = """
+import torch
+from torch import nn
+
+print("whatever the user's code prints")
+
+def small(num_classes=10):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(),
+                         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, num_classes))
+
+def half():
+    model = small()
+    model[2].weight.data[::2] = 0
+    return model
+
+def labelled():
+    torch.manual_seed(1)
+    return [(torch.randn(8, 3, 8, 8), torch.arange(8))]
+
+def unlabelled():
+    torch.manual_seed(1)
+    return [torch.randn(8, 3, 8, 8)]
+"""
+MODEL = "nets_for_analyze:small"
+
+
+@pytest.fixture
+def analyze(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "nets_for_analyze.py").write_text(NETWORK)
+    monkeypatch.delitem(sys.modules, "nets_for_analyze", raising=False)
+    monkeypatch.setattr(view, "MOST_RANKED", 2)
+    return lambda *words, model=MODEL: run("analyze", model, *words)
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_the_answer_is_in_sentences_and_the_lines_fit_a_terminal(analyze: Any) -> None:
+    done = analyze("--recipe", "builtin:nm-2of4", model="mobilenet_v2")
+    assert done.exit_code == 0, done.output
+    told = words(done.stdout)
+    assert "mobilenet_v2: 53 layers with 3.47 M weights, 301 M MACs on an input of 1×3×224×224" in told
+    assert "Of 53 layers 33 can be 2:4" in told
+    assert "builtin:nm-2of4 makes it 49.1 % sparse" in told
+    assert "features.0.0 stays dense: mask_type 2:4 does not fit: 3 input channels do not divide by 4" in told
+    assert "sensitivity: there are no data" in told
+    assert "mobilenet_v2 has the weights it is initialised with" in words(done.stderr)
+    assert max(len(line) for line in done.stdout.splitlines()) <= 80
+    assert "…" not in done.stdout, "a cell was cut"
+
+
+def test_zeros_that_are_there_now_are_told_with_their_pattern(analyze: Any) -> None:
+    told = words(analyze(model="nets_for_analyze:half").stdout)
+    assert "Now it is 43.0 % sparse: 3.06 k weights" in told
+    assert "50.0 % filter" in told
+
+
+def test_json_has_all_that_is_known_of_each_layer(analyze: Any) -> None:
+    done = analyze("--json", "--recipe", "builtin:gmp-90", "--data", "nets_for_analyze:labelled")
+    found = json.loads(done.stdout)
+    assert [layer["weight"] for layer in found["layers"]] == ["0.weight", "2.weight", "6.weight"]
+    assert found["layers"][1]["zeros_then"] == round(0.9 * 4608)
+    assert found["input"] == [[1, 3, 224, 224]]
+    assert {support["key"] for support in found["hardware"]} >= {"thin", "tensorrt", "torch", "deepsparse"}
+    assert found["sensitivity"]["by"] == "labels"
+    assert len(found["sensitivity"]["layers"]) == 3
+    assert (found["recipe"]["name"], found["proposal"], found["files"]) == ("builtin:gmp-90", None, [])
+
+
+def test_labels_give_accuracy_and_only_the_layers_that_matter_most_are_shown(analyze: Any) -> None:
+    told = words(analyze("--data", "nets_for_analyze:labelled").stdout)
+    assert "Accuracy when one layer alone is pruned" in told
+    assert "and 1 more that matter less" in told
+    assert "--target 0.9 says how layers should share" in told
+
+
+def test_a_model_that_is_hardly_better_than_chance_is_told(analyze: Any) -> None:
+    assert "says little before it is trained" in words(analyze("--data", "nets_for_analyze:labelled").stderr)
+
+
+def test_without_labels_layers_are_compared_by_the_outputs(analyze: Any) -> None:
+    told = words(analyze("--data", "nets_for_analyze:unlabelled").stdout)
+    assert "How far outputs move when one layer is pruned" in told
+    assert "accuracy: the data have no labels" in told
+
+
+def test_quick_leaves_out_what_takes_long_and_says_so(analyze: Any) -> None:
+    told = words(analyze("--data", "nets_for_analyze:labelled", "--quick").stdout)
+    assert "Accuracy when" not in told
+    assert "--quick leaves it out" in told
+
+
+def test_a_folder_gets_data_pictures_and_a_recipe_that_runs_on_the_model(analyze: Any, tmp_path: Path) -> None:
+    done = analyze("--data", "nets_for_analyze:labelled", "--target", "0.8", "-o", "found/here")
+    assert done.exit_code == 0, done.output
+    folder = tmp_path / "found" / "here"
+    assert {path.name for path in folder.iterdir()} == {
+        "analysis.json",
+        "layers.csv",
+        "recipe.yaml",
+        "sensitivity.png",
+        "sensitivity.svg",
+    }
+    found = json.loads((folder / "analysis.json").read_text("utf-8"))
+    sizes = {layer["weight"]: layer["parameters"] for layer in found["layers"]}
+    zeros = sum(round(sizes[name] * share) for name, share in found["proposal"]["sparsity"].items())
+    assert zeros == round(0.8 * sum(sizes.values()))
+    assert {"proposed", "uniform", "erk"} <= set(found["proposal"]["calibration"])
+    assert (folder / "layers.csv").read_text("utf-8").count("\n") == 4
+    assert (folder / "sensitivity.png").read_bytes().startswith(b"\x89PNG")
+    assert ElementTree.parse(folder / "sensitivity.svg").getroot().tag.endswith("svg")
+    then = json.loads(analyze("--recipe", folder / "recipe.yaml", "--json", "--quick").stdout)
+    assert then["total"]["then"]["zeros"] == zeros
+
+
+def test_data_by_name_give_the_model_its_classes_and_its_input(analyze: Any) -> None:
+    found = json.loads(analyze("--data", "tiny", "--samples", "32", "--json").stdout)
+    assert found["sensitivity"]["samples"] >= 32
+    assert found["layers"][-1]["shape"] == [10, 32]
+    assert found["input"] != [[1, 3, 224, 224]]
+
+
+def test_weights_from_a_file_are_what_is_analysed(analyze: Any, tmp_path: Path) -> None:
+    analyze("--quick")  # imports the module
+    save_file(sys.modules["nets_for_analyze"].half().state_dict(), tmp_path / "half.safetensors")
+    found = json.loads(analyze("--weights", "half.safetensors", "--json").stdout)
+    assert found["layers"][1]["patterns"][0] == "filter"
+    assert found["weights"] == "half.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--target", "90"], "--target: expected a share between 0 and 1, such as 0.9, found 90"),
+        (["--target", "0.9"], "--target: a proposal needs labelled data; give --data, or a run, which has its own"),
+        (["--target", "0.9", "--quick"], "--quick leaves out what --target needs; drop one of the two"),
+        (
+            ["--target", "0.9", "--data", "nets_for_analyze:unlabelled"],
+            "--target: a proposal needs labels, and the batches of --data have none",
+        ),
+        (["--samples", "0"], "--samples: expected a positive number, found 0"),
+        (["--input", "1,5,8,8"], "MACs could not be counted, for the model fails on an input of shape [1, 5, 8, 8]"),
+        (["--input", "big"], "--input: expected a shape such as 1,3,224,224, found 'big'"),
+        (["--recipe", "builtin:gmp-99"], "builtin:gmp-99"),
+        (["--data", "nets_for_analyze:labeled"], "--data: 'nets_for_analyze' has no 'labeled'; nearest: 'labelled'"),
+        (["-o", "nets_for_analyze.py"], "--output: nets_for_analyze.py cannot be made a folder"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_one(analyze: Any, given: list[str], told: str) -> None:
+    done = analyze(*given)
+    assert done.exit_code == 1
+    assert done.stdout == ""
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1
+    assert errors[0].removeprefix("error: ").startswith(told)
+
+
+def test_an_unknown_model_gets_the_nearest_name(run: Any) -> None:
+    done = run("analyze", "resnet19")
+    assert done.exit_code == 1
+    assert "nearest: 'resnet1" in done.stderr
+
+
+def test_a_recipe_that_does_not_fit_is_told_with_its_line(analyze: Any, tmp_path: Path) -> None:
+    text = gossamer.load("builtin:gmp-90").text.replace("__ALL_PRUNABLE__", "['7.weight']")
+    (tmp_path / "mine.yaml").write_text(text)
+    done = analyze("--recipe", "mine.yaml")
+    assert done.exit_code == 1
+    assert "error: mine.yaml:" in done.stderr
+    assert "nearest: '" in done.stderr

@@ -1,0 +1,107 @@
+"""`gossamer benchmark`: a table that 80 columns hold, sentences below it, JSON, and one sentence for each mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from gossamer.cli.console import err, out
+from tests.cli.conftest import Run
+from tests.export.graphs import Graph
+
+WEIGHT = np.random.RandomState(0).randn(64, 8, 3, 3).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _files(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the folder that `run` makes: a network, the same with zeros, and one with another input."""
+    monkeypatch.setattr(out, "_width", 80)
+    monkeypatch.setattr(err, "_width", 80)
+    for name, weight, size in (
+        ("dense-network-with-a-long-name.onnx", WEIGHT, 9),
+        ("sparse.onnx", np.where(np.abs(WEIGHT) < 1.6, 0, WEIGHT), 9),
+        ("other.onnx", WEIGHT, 7),
+    ):
+        graph = Graph()
+        y = graph.add("Conv", "x", graph.constant("weight", weight.astype(np.float32)))
+        onnx.save(graph.build(y, ("batch", 8, size, size)), name)
+
+
+DENSE, SPARSE = "dense-network-with-a-long-name.onnx", "sparse.onnx"
+
+
+def test_the_table_has_a_row_for_each_file_and_fits_80_columns(run: Run) -> None:
+    result = run("benchmark", DENSE, SPARSE, "--rounds", 4, "--batch", 2, "--runtime", "onnxruntime")
+    assert result.exit_code == 0, result.output
+    assert max(len(line) for line in result.stdout.splitlines()) <= 80
+    first, *_ = result.stdout.splitlines()
+    assert first.startswith("onnxruntime ")
+    assert ": batch 2, 1 thread, 4 rounds, times in " in first
+    words = " ".join(result.stdout.split())
+    share = float((np.abs(WEIGHT) < 1.6).mean())
+    assert f"{share:.1%}" in words
+    assert "median 5–95 % per s speed" in words
+    assert "• sparse.onnx in onnxruntime: " in words
+    assert result.stderr == ""
+
+
+def test_json_holds_every_figure_and_the_sentences(run: Run) -> None:
+    result = run("benchmark", DENSE, SPARSE, "--rounds", 3, "--runtime", "onnxruntime", "--json")
+    found = json.loads(result.stdout)
+    dense, sparse = found["timings"]
+    assert (found["threads"], dense["file"], sparse["first"]) == (1, DENSE, DENSE)
+    assert sparse["contents"]["zeros"] == int((np.abs(WEIGHT) < 1.6).sum())
+    assert sparse["contents"]["bytes"] == Path(SPARSE).stat().st_size
+    assert sparse["speed"]["low"] <= sparse["speed"]["high"]
+    assert sparse["verdict"] in ("faster", "slower", "same", "unclear")
+    assert dense["throughput"] == pytest.approx(1 / dense["median"])
+    assert any(sentence.startswith("sparse.onnx in onnxruntime: ") for sentence in found["sentences"])
+
+
+def test_a_model_by_its_name_is_timed_in_torch(run: Run) -> None:
+    words = "benchmark", "torchvision.models:squeezenet1_1", "--input", "1,3,32,32", "--rounds", 1, "--json"
+    result = run(*words)
+    assert result.exit_code == 0, result.output
+    (timing,) = json.loads(result.stdout)["timings"]
+    assert (timing["runtime"], timing["batch"]) == ("torch", 1)
+    assert timing["contents"]["weights"] > 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["none.onnx"], "none.onnx: there is no such file; gossamer export writes one"),
+        (
+            [DENSE, "other.onnx"],
+            "other.onnx: takes float32 (1, 8, 7, 7), where dense-network-with-a-long-name.onnx takes",
+        ),
+        ([DENSE, "--runtime", "onyxruntime"], "--runtime: there is no 'onyxruntime'; nearest: 'onnxruntime'"),
+        (
+            [DENSE, "--input", "x=1,8,nine,9"],
+            "--input: expected a shape such as 1,3,224,224, or NAME=1,3,224,224, found",
+        ),
+        ([DENSE, "--input", "y=1,8,9,9"], f"{DENSE}: it has no input 'y'"),
+        (["text.onnx"], "text.onnx: not an ONNX model, or only a part of one; export it again"),
+        (
+            ["notes.txt"],
+            "notes.txt: expected a file that ends in .onnx, .pt2, .safetensors; gossamer export writes them",
+        ),
+        (["my.pt2"], "my.pt2: loading a .pt2 can run code that is in the file; give --trust if you know"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_1(run: Run, words: list[str], sentence: str) -> None:
+    for name in ("text.onnx", "notes.txt", "my.pt2"):
+        Path(name).write_text("no model")
+    result = run("benchmark", *words, "--rounds", 1)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith(f"error: {sentence}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_help_has_an_example(run: Run) -> None:
+    assert "Example: gossamer benchmark dense.onnx sparse.onnx" in run("benchmark", "--help").stdout

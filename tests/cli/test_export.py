@@ -1,0 +1,136 @@
+"""`gossamer export`: files of every format from runs, names and files, what it prints, how it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+
+import gossamer
+from gossamer.sparse import NM, magnitude
+from tests.cli.conftest import Run
+from tests.runner.nets import small
+from tests.runner.running_on_digits import config, trained
+
+NET = "tests.runner.nets:small"
+SHAPE = ("--input", "1,3,8,8")
+
+
+def sparse(pattern: Any, sparsity: float) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = small().eval()
+    for index in (3, 9):
+        weight = model[index].weight.data
+        weight *= pattern.mask(magnitude(weight), sparsity)
+    return model
+
+
+@pytest.fixture
+def two_of_four(tmp_path: Path) -> nn.Sequential:
+    """A model whose weights are in weights.pt."""
+    model = sparse(NM(2, 4), 0.5)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    return model
+
+
+def in_onnxruntime(path: str, images: torch.Tensor) -> torch.Tensor:
+    session = onnxruntime.InferenceSession(path)
+    (scores,) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    return torch.from_numpy(scores)
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_each_format_is_written_under_a_name_of_its_own_and_holds_the_same_model(
+    run: Run, two_of_four: nn.Sequential
+) -> None:
+    formats = ["onnx", "pt2", "safetensors", "bitmask", "sparse24"]
+    done = run(
+        "export", NET, "-w", "weights.pt", *(word for name in formats for word in ("-f", name)), *SHAPE, "--json"
+    )
+    assert done.exit_code == 0, done.output
+    files = {Path(entry["path"]).name: entry for entry in json.loads(done.stdout)["files"]}
+    packed = ["small-bitmask.safetensors", "small-sparse24.safetensors"]
+    assert list(files) == ["small.onnx", "small.pt2", "small.safetensors", *packed]
+    zeros = sum(int((two_of_four[index].weight == 0).sum()) for index in (0, 3, 9))
+    assert {entry["zeros"] for entry in files.values()} == {zeros}
+    images = torch.rand(3, 3, 8, 8)
+    expected = two_of_four(images).detach()
+    torch.testing.assert_close(in_onnxruntime("small.onnx", images), expected)
+    for name in ("small.safetensors", *packed):
+        assert torch.equal(gossamer.load(name, small()).eval()(images), expected)
+
+
+def test_what_was_written_is_shown_with_sizes_zeros_and_differences(run: Run, two_of_four: nn.Sequential) -> None:
+    done = run("export", NET, "-w", "weights.pt", "-f", "sparse24", "-f", "semi-structured", "--half", "-o", "out")
+    assert done.exit_code == 0, done.output
+    told = words(done.output)
+    assert "weights from weights.pt" in told
+    assert "small-sparse24.safetensors" in told
+    assert "not 2:4: 0.weight: 3 input channels do not divide by 4" in told
+    assert "0 of 3 layers become semi-structured tensors on CUDA" in told
+    assert "10 output features are no multiple of 16: 9.weight" in told
+    assert gossamer.load("out/small-sparse24.safetensors")["3.weight"].dtype == torch.float16
+    assert two_of_four[3].weight.dtype == torch.float32
+
+
+def test_a_run_is_written_into_its_folder_and_its_file_is_a_model_again(run: Run, tmp_path: Path) -> None:
+    trained(config(tmp_path, "gmp", net={"type": "squeezenet1_1"}, dataset=_large()), "trainer.max_iter=2")
+    done = run("export", "run", "--format", "bitmask", "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["files"][0]["path"] == "run/model-bitmask.safetensors"
+    again = run("export", "run/model-bitmask.safetensors", "--format", "onnx", "-o", "out")
+    assert again.exit_code == 0, again.output
+    assert Path("out/run.onnx").is_file()
+
+
+def _large() -> dict[str, Any]:
+    source = {"type": "digits", "batch_size": 4, "limit": 8, "transforms": [{"Resize": {"size": [32, 32]}}]}
+    return {"train": {**source, "split": "train"}, "test": {**source, "split": "test"}}
+
+
+def test_filters_that_are_zero_are_gone_in_a_thin_file(run: Run, tmp_path: Path) -> None:
+    model = small().eval()
+    model[0].weight.data[4:] = 0
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    done = run("export", NET, "-w", "weights.pt", "-f", "thin", "-f", "onnx", *SHAPE)
+    assert done.exit_code == 0, done.output
+    assert Path("small-thin.onnx").stat().st_size < 0.5 * Path("small.onnx").stat().st_size
+    images = torch.rand(2, 3, 8, 8)
+    torch.testing.assert_close(in_onnxruntime("small-thin.onnx", images), model(images).detach())
+
+
+def test_a_fixed_batch_and_another_opset_can_be_asked_for(run: Run, two_of_four: nn.Sequential) -> None:
+    done = run("export", NET, "-w", "weights.pt", "--static-batch", "--opset", "20")
+    assert done.exit_code == 0, done.output
+    session = onnxruntime.InferenceSession("small.onnx")
+    assert session.get_inputs()[0].shape == [1, 3, 224, 224]
+    assert "so it was taken to be 1×3×224×224; --input says it" in words(done.output)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((NET, "-f", "tflite"), "--format: there is no 'tflite'; there are onnx, pt2, safetensors, bitmask, sparse24"),
+        ((NET, "-f", "bitmaks"), "nearest: 'bitmask'"),
+        ((NET, "-w", "none.pt"), "none.pt: no such file of weights"),
+        ((NET, "--input", "1,4,8,8"), "does not run on an input of shape (1, 4, 8, 8)"),
+        ((NET, "-f", "safetensors", "-o", "/proc/none"), "cannot be written"),
+        (("run7",), "run7: no torchvision model of that name"),
+        (("runs/seven",), "there is no such run folder"),
+    ],
+)
+def test_what_cannot_be_written_is_explained_in_one_sentence(
+    run: Run, arguments: tuple[str, ...], sentence: str
+) -> None:
+    done = run("export", *arguments)
+    assert done.exit_code == 1
+    assert sentence in words(done.output)
+    assert "Traceback" not in done.output

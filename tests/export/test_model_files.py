@@ -1,0 +1,411 @@
+"""Model files: whatever is changed in them is refused with one sentence, and the model stays as it was."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import gossamer
+from gossamer.errors import GossamerError
+from gossamer.export import load_into, read_about, read_state, save
+from gossamer.export.packing import words
+from gossamer.sealed import bytes_of, header_of, write_sealed
+
+KINDS = ("safetensors", "bitmask", "sparse24")
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Two of four in the first, most of the second zero, everything in the last."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 24), nn.BatchNorm1d(24))
+    with torch.no_grad():
+        model[0].weight[:, 0::4] = 0
+        model[0].weight[:, 3::4] = 0
+        model[1].weight[torch.rand(24, 8) < 0.9] = 0
+        model[1].weight[1] = 3.0  # so that it is not two of four
+    return model.to(dtype)
+
+
+def other() -> nn.Sequential:
+    model = network()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.fill_(5)
+    return model
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return set(first) == set(second) and all(
+        tensor.dtype == second[name].dtype and torch.equal(words(tensor), words(second[name]))
+        for name, tensor in first.items()
+    )
+
+
+def refused(path: Path) -> str:
+    """The sentence, by both ways of reading; the model is not touched."""
+    with pytest.raises(GossamerError) as error:
+        read_state(path)
+    model = other()
+    with pytest.raises(GossamerError) as again:
+        load_into(model, path)
+    assert same(model.state_dict(), other().state_dict())
+    sentence = str(error.value)
+    assert str(again.value) == sentence
+    assert sentence.startswith(f"{path}: ")
+    assert "\n" not in sentence
+    return sentence
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def content(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("sound") / "model.safetensors"
+    save(network(), path, request.param, about={"model": "mine"})
+    return path.read_bytes()
+
+
+# Damage
+
+
+@pytest.mark.parametrize("every", [37, pytest.param(1, marks=pytest.mark.slow)])
+def test_flipped_bytes_are_refused_wherever_they_are(content: bytes, tmp_path: Path, every: int) -> None:
+    path = tmp_path / "model.safetensors"
+    model = other()
+    before = other().state_dict()
+    for at in range(0, len(content), every):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(GossamerError):
+            load_into(model, path)
+    assert same(model.state_dict(), before)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_several_changed_bytes_are_refused(
+    content: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("changed") / "model.safetensors"
+    changed = bytearray(content)
+    for _ in range(data.draw(st.integers(1, 4))):
+        changed[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(changed)
+    if bytes(changed) == content:
+        assert same(read_state(path), network().state_dict())
+    else:
+        refused(path)
+
+
+@pytest.mark.parametrize("every", [37, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_file_that_is_cut_short_is_refused(content: bytes, tmp_path: Path, every: int) -> None:
+    path = tmp_path / "model.safetensors"
+    for length in range(0, len(content), every):
+        path.write_bytes(content[:length])
+        with pytest.raises(GossamerError):
+            read_state(path)
+    path.write_bytes(content + b"\0")
+    assert "the file is damaged: it has 1 bytes more; take another copy of it" in refused(path)
+
+
+# Files that are whole, and wrong
+
+
+def forged(path: Path, change: Callable[[dict[str, str], dict[str, Any]], None]) -> Path:
+    """A file with sound digests, of which something was changed before it was sealed."""
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    entries = json.loads(raw[8 : 8 + size])
+    metadata = entries.pop("__metadata__")
+    metadata = {key: value for key, value in metadata.items() if key not in ("digest", "content")}
+    kinds = {"F32": torch.float32, "U8": torch.uint8, "I64": torch.int64}
+    parts: dict[str, Any] = {}
+    for name, entry in entries.items():
+        start, end = (8 + size + at for at in entry["data_offsets"])
+        parts[name] = [kinds[entry["dtype"]], entry["shape"], bytearray(raw[start:end])]
+    change(metadata, parts)
+    header = header_of(metadata, [(name, dtype, shape) for name, (dtype, shape, _) in parts.items()])
+    with path.open("wb") as file:
+        write_sealed(file, header, [memoryview(numbers) for *_, numbers in parts.values()])
+    return path
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save(network(), path, "sparse24")
+    assert json.loads(metadata_of(path)["packed"]) == {
+        "0.weight": ["sparse24", [8, 16], 1],
+        "1.weight": ["bitmask", [24, 8]],
+    }
+    return path
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    raw = path.read_bytes()
+    return json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
+
+
+def set_packed(**entries: Any) -> Callable[[dict[str, str], dict[str, Any]], None]:
+    def change(metadata: dict[str, str], _: dict[str, Any]) -> None:
+        found = json.loads(metadata["packed"])
+        found.update({name.replace("_", "."): entry for name, entry in entries.items()})
+        metadata["packed"] = json.dumps(found)
+
+    return change
+
+
+def test_an_unchanged_forgery_is_read(packed: Path) -> None:
+    assert same(read_state(forged(packed, lambda *_: None)), network().state_dict())
+
+
+def test_a_future_version_is_refused_with_the_way_to_read_it(packed: Path) -> None:
+    forged(packed, lambda metadata, _: metadata.update(version="2", gossamer="9.1"))
+    told = "is a model file of format 2, and this version reads up to 1; use gossamer 9.1 or newer"
+    assert refused(packed) == f"{packed}: {told}"
+
+
+@pytest.mark.parametrize("version", ["", "one", "-1", "²", "1" * 5000])
+def test_a_version_that_is_no_number_is_refused(packed: Path, version: str) -> None:
+    forged(packed, lambda metadata, _: metadata.update(version=version))
+    assert "its version is no number" in refused(packed)
+
+
+def test_an_unknown_encoding_is_refused(packed: Path) -> None:
+    forged(packed, lambda metadata, _: metadata.update(encoding="zip"))
+    assert "its encoding 'zip' is not one of dense, bitmask, sparse24; read it by a newer version" in refused(packed)
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        (["rle", [24, 8]], "'1.weight' has the unknown encoding 'rle'"),
+        (["bitmask", [24, 9]], "the parts of '1.weight' are not what they should be"),
+        (["bitmask", [2**40, 2**40]], "the shape of '1.weight' is larger than any memory"),
+        (["bitmask", [2**62]], "the shape of '1.weight' is larger than any memory"),
+        (["bitmask", [0, 2**64]], "the shape of '1.weight' is none"),
+        (["bitmask", [-24, -8]], "the shape of '1.weight' is none"),
+        (["bitmask", [24.0, 8]], "the shape of '1.weight' is none"),
+        (["bitmask", 192], "the shape of '1.weight' is none"),
+        (["bitmask"], "what it says of '1.weight' is illegible"),
+        (7, "what it says of '1.weight' is illegible"),
+        (["sparse24", [24, 8], 1], "the parts of '1.weight' are not what they should be"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_its_parts_is_refused(packed: Path, entry: Any, told: str) -> None:
+    assert told in refused(forged(packed, set_packed(**{"1_weight": entry})))
+
+
+@pytest.mark.parametrize("axis", [0, 2, -1, "1", None, True, 1.0])
+def test_groups_along_another_axis_than_there_is_are_refused(packed: Path, axis: Any) -> None:
+    entry = ["sparse24", [6, 16] if axis == 0 else [8, 16], axis]
+    assert "the parts of '0.weight' are not what they should be" in refused(
+        forged(packed, set_packed(**{"0_weight": entry}))
+    )
+
+
+def test_a_mask_that_does_not_fit_its_values_is_refused(packed: Path) -> None:
+    def change(_: dict[str, str], parts: dict[str, Any]) -> None:
+        parts["1.weight@mask"][2][0] ^= 1
+
+    assert "places for" in refused(forged(packed, change))
+
+
+def test_places_that_are_none_are_refused(packed: Path) -> None:
+    def change(_: dict[str, str], parts: dict[str, Any]) -> None:
+        parts["0.weight@positions"][2][3] = 0
+
+    assert "'0.weight@positions' names places that are none" in refused(forged(packed, change))
+
+
+def test_a_name_that_stands_twice_is_refused(packed: Path) -> None:
+    def both(_: dict[str, str], parts: dict[str, Any]) -> None:
+        parts["1.weight"] = [torch.uint8, [1], bytearray(1)]
+
+    assert "the parts of '1.weight' are not what they should be" in refused(forged(packed, both))
+    forged(packed, lambda metadata, parts: (parts.pop("1.weight"), metadata.update(tied='{"0.bias": "1.bias"}')))
+    assert "'0.bias' is another name of what is not there" in refused(packed)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "7", "[" * 100_000])
+def test_a_list_that_is_illegible_is_refused(packed: Path, text: str) -> None:
+    assert "its list 'packed' is illegible" in refused(forged(packed, lambda metadata, _: metadata.update(packed=text)))
+
+
+def test_two_entries_of_one_name_are_refused(packed: Path) -> None:
+    raw = packed.read_bytes()
+    packed.write_bytes(raw.replace(b'"1.bias"', b'"0.bias"'))
+    assert "is no model file of Gossamer, or is damaged" in refused(packed)
+
+
+def test_a_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
+    class Runs:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    path = tmp_path / "model.safetensors"
+    torch.save({"0.weight": torch.ones(3)}, path)
+    told = "is a file of PyTorch's own format and not safetensors; read it by torch.load(…, weights_only=True)"
+    assert refused(path) == f"{path}: {told}"
+    path.write_bytes(pickle.dumps(Runs()))
+    assert refused(path) == f"{path}: {told}"
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_checkpoint_and_a_missing_file_are_told(tmp_path: Path) -> None:
+    from gossamer.runner.checkpoint_file import write_checkpoint
+
+    path = tmp_path / "best.safetensors"
+    write_checkpoint(path, {"model": network().state_dict()}, iteration=1, epoch=1, metrics={})
+    assert "is a checkpoint of a run; write its model by `gossamer export` and load that" in refused(path)
+    assert "there is no such file" in refused(tmp_path / "none.safetensors")
+
+
+# Sound files
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_comes_back_to_the_bit(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    model = network(dtype)
+    odd = words(model[1].weight)
+    odd[1, :3] = torch.tensor([1, -1, 1 << (8 * dtype.itemsize - 2)], dtype=odd.dtype)  # tiny, NaN, anything
+    with torch.no_grad():
+        model[1].weight[1, 3] = -0.0
+    path = tmp_path / "model.safetensors"
+    save(model, path, kind, about={"model": "mine"})
+    assert read_about(path) == {"model": "mine"}
+    assert same(gossamer.load(path), model.state_dict())
+    loaded = network(dtype)
+    places = [tensor.data_ptr() for tensor in loaded.state_dict().values()]
+    assert gossamer.load(path, loaded) is loaded
+    assert [tensor.data_ptr() for tensor in loaded.state_dict().values()] == places
+    assert same(loaded.state_dict(), model.state_dict())
+
+
+def test_other_tools_read_a_plain_file_and_what_is_plain_in_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save(network(), path, "safetensors")
+    assert same(load_file(path), network().state_dict())
+    save(network(), path, "bitmask")
+    assert torch.equal(load_file(path)["2.running_var"], network()[2].running_var)
+
+
+def test_files_of_other_tools_are_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(network().state_dict(), path)
+    assert same(gossamer.load(path, other()).state_dict(), network().state_dict())
+    assert set(gossamer.load(path)) == set(network().state_dict())
+    assert read_about(path) == {}
+
+
+def test_tensors_that_are_shared_are_held_once_and_shared_again(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(32, 8), nn.Linear(8, 32, bias=False)
+            self.head.weight = self.table.weight
+
+    model, path = Tied(), tmp_path / "model.safetensors"
+    save(model, path, "bitmask")
+    assert path.stat().st_size < 32 * 8 * 4 * 1.9
+    found = gossamer.load(path)
+    assert found["head.weight"] is found["table.weight"]
+    loaded = gossamer.load(path, Tied())
+    assert loaded.head.weight is loaded.table.weight
+    assert torch.equal(loaded.head.weight, model.head.weight)
+    save(model, path, "safetensors")  # other tools know nothing of ties
+    assert set(load_file(path)) == {"table.weight", "head.weight"}
+
+
+def test_channels_last_and_compiled_models_are_read_and_filled_as_they_are(tmp_path: Path) -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ConvTranspose2d(8, 4, 3)).to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            model[0].weight[:, 1::2] = 0
+            model[1].weight[::2] = 0
+        return model
+
+    model, path = build(), tmp_path / "model.safetensors"
+    save(torch.compile(model, backend="eager"), path, "sparse24")
+    assert json.loads(metadata_of(path)["packed"]) == {
+        "0.weight": ["sparse24", [8, 8, 3, 3], 1],
+        "1.weight": ["sparse24", [8, 4, 3, 3], 0],
+    }
+    loaded = build()
+    for tensor in loaded.state_dict().values():
+        tensor.fill_(1)
+    load_into(torch.compile(loaded, backend="eager"), path)
+    assert same(loaded.state_dict(), model.state_dict())
+    assert loaded[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_wider_model_takes_the_weights_and_a_narrower_one_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save(network(torch.float16), path, "sparse24")
+    loaded = load_and_return(network(), path)
+    assert torch.equal(loaded[0].weight, network(torch.float16)[0].weight.float())
+    told = r"is float16 in the file and bfloat16 in the model, which cannot hold it exactly; call model.to"
+    with pytest.raises(GossamerError, match=told):
+        load_into(network(torch.bfloat16), path)
+
+
+def load_and_return(model: nn.Sequential, path: Path) -> nn.Sequential:
+    load_into(model, path)
+    return model
+
+
+def test_weights_of_another_model_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save(network(), path, "bitmask")
+    with pytest.raises(
+        GossamerError, match=r"weights of another model: it has no '3.weight'.*\(2 names missing, 0 unk"
+    ):
+        load_into(nn.Sequential(*network(), nn.Linear(24, 2)), path)
+    with pytest.raises(GossamerError, match=r"has the shape \(8, 16\) in the file and \(8, 12\) in the model"):
+        load_into(nn.Sequential(nn.Linear(12, 8), *network()[1:]), path)
+    with pytest.raises(GossamerError, match=r"has no memory to load into; call model.to_empty"):
+        load_into(network().to("meta"), path)
+
+
+def test_nothing_but_files_of_weights_is_loaded_into_a_model(tmp_path: Path) -> None:
+    with pytest.raises(GossamerError, match=r"load: a model takes weights from a .safetensors file, and not from"):
+        gossamer.load("modifiers: []", network())
+    with pytest.raises(GossamerError, match="an open file"):
+        gossamer.load(io.StringIO("modifiers: []"), network())
+    path = tmp_path / "model.safetensors"
+    save(network(), path, "bitmask")
+    with pytest.raises(GossamerError, match="weights have no variables; leave them out"):
+        gossamer.load(path, variables={"a": 1})
+    for ending, told in (("onnx", "onnxruntime"), ("pt2", "torch.export.load"), ("pt", "torch.load")):
+        (tmp_path / f"model.{ending}").write_bytes(b"PK")
+        with pytest.raises(GossamerError, match=told):
+            gossamer.load(tmp_path / f"model.{ending}")
+    path.rename(tmp_path / "model.weights")  # known by its first bytes
+    assert set(gossamer.load(tmp_path / "model.weights")) == set(network().state_dict())
+
+
+def test_the_runner_takes_packed_weights(tmp_path: Path) -> None:
+    from gossamer.runner.weights import read_weights
+
+    path = tmp_path / "model.safetensors"
+    for kind in KINDS:
+        save(network(), path, kind)
+        assert same(read_weights(path), network().state_dict())
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(GossamerError, match="the file is damaged: it has"):
+        read_weights(path)
+
+
+def test_bytes_of_a_tensor_are_not_copied() -> None:
+    weight = torch.rand(10, 10)
+    assert torch.frombuffer(bytes_of(weight), dtype=torch.uint8).data_ptr() == weight.data_ptr()

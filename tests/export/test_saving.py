@@ -1,0 +1,330 @@
+"""`save`: five formats of one model, each small as promised, checked after writing, and there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchvision.models import googlenet, resnet18, resnet50
+
+from gossamer.errors import GossamerError
+from gossamer.export import FORMATS, load_into, programs, save, saving
+from gossamer.graph import get_parameter, prunable
+from gossamer.sparse import NM
+from tests.loops import batch, network
+from tests.quantization.watching import emulated
+
+
+def pruned(model: nn.Module, sparsity: float) -> nn.Module:
+    with torch.no_grad():
+        for name in prunable(model):
+            weight = get_parameter(model, name)
+            flat = weight.abs().flatten()
+            weight[weight.abs() <= flat.kthvalue(round(sparsity * flat.numel())).values] = 0
+    return model
+
+
+def two_of_four(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for name in prunable(model):
+            weight = get_parameter(model, name)
+            if NM(2, 4).fits(weight.shape) is None:
+                weight.copy_(torch.where(NM(2, 4).keep_largest(weight), weight, 0.0))
+    return model
+
+
+def plain_size(model: nn.Module, folder: Path) -> int:
+    path = folder / "plain.safetensors"
+    save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, path)
+    return path.stat().st_size
+
+
+def zeros_in(model: nn.Module) -> int:
+    return sum(int((get_parameter(model, name) == 0).sum()) for name in prunable(model))
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("build", [resnet18, pytest.param(resnet50, marks=pytest.mark.slow)])
+def test_a_half_precision_model_in_2_of_4_takes_less_than_0_57_of_its_size(build: Any, tmp_path: Path) -> None:
+    model = two_of_four(build()).half()
+    found = save(model, tmp_path / "model.safetensors", "sparse24")
+    assert found.bytes == found.path.stat().st_size <= 0.57 * plain_size(model, tmp_path)
+    assert found.zeros == zeros_in(model)
+    assert found.notes == ("not 2:4: conv1.weight: 3 input channels do not divide by 4, written as dense",)
+
+
+def test_a_model_with_nine_of_ten_weights_zero_takes_less_than_0_14_of_its_size(tmp_path: Path) -> None:
+    model = pruned(resnet18(), 0.9)
+    found = save(model, tmp_path / "model.safetensors", "bitmask")
+    assert found.bytes == found.path.stat().st_size <= 0.14 * plain_size(model, tmp_path)
+    assert found.zeros == zeros_in(model) > 0.89 * found.weights
+    assert found.dense_bytes == sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    assert found.notes == ()
+    assert_filled_in_place(model, found.path)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
+        if isinstance(found, Tensor) and found.untyped_storage().data_ptr() not in given:
+            self.bytes = max(self.bytes, found.untyped_storage().nbytes())
+        return found
+
+
+def assert_filled_in_place(model: nn.Module, path: Path) -> None:
+    """Neither numpy nor torch makes anything as large as the largest tensor, of which the model has many."""
+    loaded = resnet18()
+    whole = sum(tensor.numel() * tensor.element_size() for tensor in loaded.state_dict().values())
+    with Largest() as made:
+        tracemalloc.start()
+        load_into(loaded, path)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 0.1 * whole
+    assert made.bytes < 0.1 * whole
+    assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
+
+
+# Weights that are not as expected
+
+
+def test_weights_that_are_not_2_of_4_are_told_and_still_come_back(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.ConvTranspose2d(6, 8, 1))
+    with torch.no_grad():
+        model[0].weight[:, ::2] *= 0.0  # which leaves −0.0
+        model[1].weight[:, ::2] = 0
+    found = save(model, tmp_path / "model.safetensors", "sparse24")
+    assert found.notes == (
+        "not 2:4: 0.weight: they hold groups with more than two of four weights, written as dense",
+        "not 2:4: 2.weight: 6 input channels do not divide by 4, written as dense",
+        "0.weight: hold −0.0, which takes room in the file; adding 0.0 to the weights makes it 0",
+    )
+    assert found.zeros == 256
+
+
+def test_a_model_that_emulates_quantization_leaves_its_weights_and_says_what_is_not_there(tmp_path: Path) -> None:
+    model, _ = emulated(network().train())
+    model(batch(0)[0])
+    found = save(model.eval(), tmp_path / "model.safetensors", "bitmask")
+    assert found.notes == ("the model emulates quantization: its float weights are in the file, its ranges are not",)
+    with pytest.raises(GossamerError, match="a model that emulates quantization is not written as pt2; use the format"):
+        save(model, tmp_path / "model.pt2", "pt2", example_inputs=batch(0)[0])
+
+
+# Programs
+
+
+def test_an_onnx_file_is_checked_in_onnxruntime_with_its_zeros(tmp_path: Path) -> None:
+    model = pruned(network(), 0.8)
+    told: list[tuple[str, float]] = []
+    found = save(
+        model,
+        tmp_path / "model.onnx",
+        "onnx",
+        example_inputs=batch(0)[0][:1],
+        about={"model": "mine"},
+        progress=lambda label, share: told.append((label, share)),
+    )
+    assert found.zeros == zeros_in(model) > 0.75 * found.weights
+    assert found.weights == 288 + 576 + 320
+    assert found.largest_difference is not None
+    assert found.largest_difference < 1e-5
+    assert [(entry.key, entry.value) for entry in onnx.load(found.path).metadata_props] == [("model", "mine")]
+    assert [share for _, share in told] == sorted(share for _, share in told)
+    assert told[-1] == ("Written", 1.0)
+    assert model.training
+
+
+def test_a_pt2_file_is_checked_with_another_batch_and_its_zeros(tmp_path: Path) -> None:
+    model = pruned(network(), 0.8)
+    found = save(model, tmp_path / "model.pt2", "pt2", example_inputs=batch(0)[0][:1], about={"model": "mine"})
+    assert (found.zeros, found.weights) == (zeros_in(model), 288 + 576 + 320)
+    assert found.notes == ()
+    about = {"about.json": ""}
+    program = torch.export.load(found.path, extra_files=about)
+    assert json.loads(about["about.json"]) == {"model": "mine"}
+    inputs = batch(3, size=5)[0]
+    torch.testing.assert_close(program.module()(inputs), model.eval()(inputs))
+
+
+def test_a_model_for_one_batch_gives_a_pt2_file_for_that_batch_and_a_note(tmp_path: Path) -> None:
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x.reshape(3, 8))
+
+    found = save(One(), tmp_path / "model.pt2", "pt2", example_inputs=torch.randn(3, 8))
+    assert found.notes[0].startswith("it takes batches of 3 only: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_real_models_keep_their_zeros_and_outputs(tmp_path: Path, format: str) -> None:
+    torch.manual_seed(0)
+    for model in (pruned(resnet18(), 0.9), two_of_four(googlenet(init_weights=False))):
+        path = tmp_path / f"model.{format}"
+        found = save(model, path, format, example_inputs=torch.randn(1, 3, 64, 64))
+        unused = [name for name in prunable(model) if name.startswith("aux")]
+        assert len(found.notes) == (len(unused) if format == "onnx" else 0)
+        skipped = sum(int((get_parameter(model, name) == 0).sum()) for name in unused)
+        assert found.zeros == zeros_in(model) - (skipped if format == "onnx" else 0)
+
+
+class Several(nn.Module):
+    """Arguments by name, outputs in a dict, a linear layer on sequences, attention and a choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.attention = nn.Linear(8, 16), nn.MultiheadAttention(16, 2, batch_first=True)
+        self.last = nn.ConvTranspose1d(16, 8, 3)
+
+    def forward(self, words: Tensor, *, weight: Tensor) -> dict[str, Tensor]:
+        hidden = self.inner(words) * weight[:, None, None]
+        hidden = self.attention(hidden, hidden, hidden)[0]
+        return {"states": self.last(hidden.transpose(1, 2)), "choice": hidden.argmax(-1)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_arguments_by_name_and_several_outputs_are_compared(tmp_path: Path, format: str) -> None:
+    torch.manual_seed(0)
+    model = pruned(Several(), 0.5)
+    inputs = {"words": torch.randn(2, 5, 8), "weight": torch.rand(2)}
+    found = save(model, tmp_path / f"model.{format}", format, example_inputs=inputs)
+    assert found.zeros == zeros_in(model)
+    assert found.notes == ()
+
+
+@pytest.mark.slow
+def test_a_half_precision_model_is_compared_with_half_precision(tmp_path: Path) -> None:
+    model = pruned(network(), 0.5).half()
+    found = save(model, tmp_path / "model.onnx", "onnx", example_inputs=batch(0)[0].half())
+    assert found.zeros == zeros_in(model)
+
+
+@pytest.mark.slow
+def test_a_quantized_model_is_written_in_integers_and_compared_with_its_emulation(tmp_path: Path) -> None:
+    model, _ = emulated(pruned(network(), 0.8).train())
+    model(batch(0)[0])
+    model.eval()
+    found = save(model, tmp_path / "model.onnx", "onnx", example_inputs=batch(0)[0])
+    assert found.zeros >= zeros_in(model)
+    assert found.weights == 288 + 576 + 320
+    assert "its weights are integers, compared with the model that emulates them" in found.notes
+    assert 0 < found.largest_difference < 0.05
+
+
+# What fails leaves nothing
+
+
+@pytest.mark.parametrize("format", [pytest.param("onnx", marks=pytest.mark.slow), *FORMATS[1:]])
+def test_a_file_that_is_not_the_model_does_not_take_its_place(
+    tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer gets another model than the one that is compared."""
+    model, wrong = network(), network(seed=1)
+    if format in ("onnx", "pt2"):
+        wrong[7].load_state_dict(model[7].state_dict())
+    if format == "onnx":
+        write = programs.as_onnx
+        monkeypatch.setattr(programs, "as_onnx", lambda _, *rest: write(wrong, *rest))
+    elif format == "pt2":
+        export = programs._export
+        monkeypatch.setattr(programs, "_export", lambda _, *rest: export(wrong.eval(), *rest))
+    else:
+        file = saving.write_model_file
+        monkeypatch.setattr(
+            saving, "write_model_file", lambda to, _, *rest, **more: file(to, wrong.state_dict(), *rest, **more)
+        )
+    path = tmp_path / f"model.{format if format in ('onnx', 'pt2') else 'safetensors'}"
+    path.write_text("what was there before")
+    with pytest.raises(GossamerError, match="not written: ") as error:
+        save(model, path, format, example_inputs=batch(0)[0])
+    assert str(error.value).startswith(f"{path}: ")
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+    assert path.read_text() == "what was there before"
+
+
+def test_a_lost_zero_is_found_in_an_onnx_file(tmp_path: Path) -> None:
+    from gossamer.export.initializers import count_zeros
+
+    weight = onnx.numpy_helper.from_array(torch.tensor([[1.0, 1e-30], [0.0, 2.0]]).numpy(), "0.weight")
+    file = onnx.helper.make_model(onnx.helper.make_graph([], "graph", [], [], [weight]))
+    model = nn.Sequential(nn.Linear(2, 2, bias=False))
+    model[0].weight.data = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
+    with pytest.raises(GossamerError, match=r"model.onnx: not written: 1 zeros of '0.weight' are none in the file"):
+        count_zeros(model, file, Path("model.onnx"))
+    model[0].weight.data = torch.tensor([[1.0, 3.0], [0.0, 2.0]])
+    assert count_zeros(model, file, Path("model.onnx")) == (4, 1, ())
+
+
+@pytest.mark.parametrize(
+    ("path", "format", "more", "told"),
+    [
+        ("a.onnx", "onx", {}, "format: there is no 'onx'; nearest: 'onnx'; there are onnx, pt2, safetensors"),
+        ("a.bin", "bitmask", {}, "a.bin: a file of the format bitmask ends in .safetensors; name it so"),
+        ("a.onnx", "onnx", {}, "a.onnx: the format onnx needs example_inputs, an example of what the model takes"),
+        ("a.safetensors", "bitmask", {"about": {"kind": "x"}}, "about: the name 'kind' is one that such files use"),
+        ("a.safetensors", "bitmask", {"about": {"classes": 10}}, "about: 'classes': names and values are text"),
+        ("a.pt2", "pt2", {"example_inputs": torch.randn(2, 3)}, "a.pt2: torch.export cannot export the model: "),
+    ],
+)
+def test_what_cannot_be_is_told(path: str, format: str, more: dict[str, Any], told: str, tmp_path: Path) -> None:
+    with pytest.raises(GossamerError) as error:
+        save(network(), tmp_path / path, format, **more)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_and_values_that_a_file_cannot_hold_are_told(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self, **buffers: Any) -> None:
+            super().__init__()
+            for name, value in buffers.items():
+                self.register_buffer(name, value)
+
+        def get_extra_state(self) -> Any:
+            return {"a": 1}
+
+    class Plain(Odd):
+        get_extra_state = nn.Module.get_extra_state
+
+    path = tmp_path / "model.safetensors"
+    for model, told in (
+        (Odd(), "'_extra_state' is a dict and no tensor"),
+        (Plain(**{"a@mask": torch.ones(2)}), "the name 'a@mask' has a meaning of its own in such files"),
+        (Plain(a=torch.ones(2, dtype=torch.complex128)), "safetensors has no name for complex128"),
+        (Plain(a=torch.ones(2, 2).to_sparse()), "it is a Tensor of the layout sparse_coo"),
+        (Plain(a=torch.ones(2, device="meta")), "it is on the meta device"),
+    ):
+        with pytest.raises(GossamerError, match=told):
+            save(model, path, "bitmask")
+        assert not path.exists()
+
+
+def test_a_place_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    for name in ("model.safetensors", "model.pt2"):
+        with pytest.raises(GossamerError, match="cannot be written: "):
+            save(network(), tmp_path / "taken" / name, FORMATS[1 + name.endswith("s")], example_inputs=batch(0)[0])

@@ -1,0 +1,52 @@
+"""A smaller copy of a model, and what onnxruntime makes of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gossamer.export import save, thin, to_onnx
+from tests.graph.thinned_networks import lively, prune
+
+IMAGE = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(784, 3)
+    )
+    prune(lively(net), IMAGE)
+    return net
+
+
+def test_the_model_itself_keeps_its_filters() -> None:
+    model = network().train()
+    smaller, found = thin(model, IMAGE)
+    assert model[0].out_channels == 8
+    assert smaller[0].out_channels == 5
+    assert model.training
+    assert not smaller.training
+    assert found.removed["0.weight"] == (216, 135)
+
+
+@pytest.mark.slow
+def test_the_copy_runs_in_onnxruntime_with_the_same_outputs(tmp_path) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    model = network()
+    smaller, _ = thin(model, IMAGE)
+    sessions = [
+        runtime.InferenceSession(to_onnx(net, tmp_path / f"{name}.onnx", IMAGE))
+        for name, net in (("whole", model), ("thin", smaller))
+    ]
+    whole, small = (session.run(None, {session.get_inputs()[0].name: IMAGE.numpy()})[0] for session in sessions)
+    assert np.allclose(whole, small, rtol=1e-4, atol=1e-5)
+
+
+def test_the_file_of_the_copy_is_smaller(tmp_path) -> None:
+    model = network()
+    smaller, _ = thin(model, IMAGE)
+    sizes = [save(net, tmp_path / f"{i}.safetensors", "safetensors").bytes for i, net in enumerate((model, smaller))]
+    assert sizes[1] < 0.75 * sizes[0]

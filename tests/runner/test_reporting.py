@@ -1,0 +1,237 @@
+"""`report.html` of real runs: what they note, what the page says of them, and that they are not disturbed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gossamer.cli import app
+from gossamer.errors import GossamerError
+from gossamer.runner import reporting
+from gossamer.runner.display import Display
+from gossamer.runner.records import read_records
+from gossamer.runner.reporting import report
+from gossamer.runner.reporting_content import run_content
+from gossamer.runner.reporting_notes import note_weights, noted_weights, read_note, weights_of
+from gossamer.runner.running import measure_sensitivity, run
+from tests.runner.nets import small
+from tests.runner.running_on_digits import SPARSITIES, config, final_state, interrupted, resumed, same, trained
+
+
+@pytest.fixture(scope="module")
+def levels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that became sparse by levels; tests copy it before they change it."""
+    folder = tmp_path_factory.mktemp("levels")
+    trained(config(folder, "amba"))
+    return folder / "run"
+
+
+def copied(run: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(run, folder / run.name))
+
+
+def test_a_run_ends_with_its_page(levels: Path) -> None:
+    text = (levels / "report.html").read_text()
+    content = run_content(levels, "run")
+    assert all(f'id="{part}"' in text for part in ("summary", "schedule", "layers", "weights", "masks", "settings"))
+    assert content.notes == ()
+    assert content.plan is not None
+    assert content.plan.y[-1] == 0.8
+    assert content.histograms[0].before is not None
+    assert {layer.target is None for layer in content.layers} == {False}
+
+
+def test_train_lines_tell_the_target_beside_the_sparsity(levels: Path) -> None:
+    lines = [record for record in read_records(levels) if record["kind"] == "train"]
+    assert {line["target"] for line in lines} == {0.3, 0.6, 0.8}
+    assert all(abs(line["sparsity"] - line["target"]) < 0.01 for line in lines)
+
+
+def test_the_start_is_noted_before_anything_is_pruned(levels: Path) -> None:
+    start, end = (noted_weights(read_note(levels, kind)) for kind in ("start", "end"))
+    assert start is not None
+    assert end is not None
+    assert sum(found.zeros for found in start.bins.values()) == 0
+    assert sum(found.zeros for found in end.bins.values()) > 0
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(name, marks=() if name in ("dense", "gmp", "str") else pytest.mark.slow)
+        for name in SPARSITIES
+        if name != "qat"
+    ],
+)
+def test_the_page_counts_the_zeros_of_every_method(tmp_path: Path, method: str) -> None:
+    result = trained(config(tmp_path, method))
+    content = run_content(result.folder, "run")
+    pruned = [layer for layer in content.layers if layer.dense is None]
+    share = sum(layer.zeros for layer in pruned) / sum(layer.parameters for layer in pruned)
+    assert share == pytest.approx(result.sparsity or 0.0, abs=0.02)
+    assert bool(content.masks) == (method != "dense")
+    assert "masks" in content.missing if method == "dense" else "masks" not in content.missing
+
+
+def test_the_report_changes_nothing_in_the_training(tmp_path: Path) -> None:
+    states = []
+    for name, sets in (("on", ["runtime.report.sensitivity=true"]), ("off", ["runtime.report.enable=false"])):
+        (tmp_path / name).mkdir()
+        trained(config(tmp_path / name, "amba"), *sets)
+        states.append(final_state(tmp_path / name / "run"))
+    same(*states)
+    assert (tmp_path / "on" / "run" / "report.html").is_file()
+    assert not (tmp_path / "off" / "run" / "report.html").exists()
+    assert not (tmp_path / "off" / "run" / "analysis").exists()
+
+
+def test_a_stopped_run_has_a_page_and_a_resumed_one_keeps_its_start(tmp_path: Path) -> None:
+    folder = interrupted(config(tmp_path, "gmp"), 9).folder
+    assert "stopped at iteration 9 of 18" in (folder / "report.html").read_text()
+    start = (folder / "analysis" / "start.json").read_text()
+    resumed(folder)
+    assert "not complete" not in (folder / "report.html").read_text()
+    assert (folder / "analysis" / "start.json").read_text() == start
+    assert run_content(folder, "run").histograms[0].before is not None
+
+
+def test_a_run_that_fails_has_a_page(tmp_path: Path) -> None:
+    with pytest.raises(GossamerError, match="lower trainer"):
+        trained(config(tmp_path), "trainer.optimizer.kwargs.lr=1e30", "trainer.lr_scheduler=null", "trainer.log_freq=1")
+    assert "not complete" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_page_that_cannot_be_made_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("nothing works")
+
+    monkeypatch.setattr(reporting, "run_content", fail)
+    monkeypatch.setattr(reporting, "note_plan", fail)
+    result = trained(config(tmp_path))
+    assert result.complete
+    assert (
+        caplog.messages.count(
+            f"the report is not complete: nothing works; make it again by gossamer report {result.folder}"
+        )
+        == 2
+    )
+
+
+def test_a_folder_from_before_notes_has_a_page_that_says_so(levels: Path, tmp_path: Path) -> None:
+    folder = copied(levels, tmp_path)
+    shutil.rmtree(folder / "analysis")
+    text = report([folder]).read_text()
+    assert "the run is from an earlier version" in text
+    assert "was not noted" in text
+    assert "gossamer report run --sensitivity" in text
+    assert run_content(folder, "run").layers
+
+
+def test_without_weights_the_notes_still_have_layers_and_histograms(levels: Path, tmp_path: Path) -> None:
+    folder = copied(levels, tmp_path)
+    before = run_content(folder, "run")
+    (folder / "model.safetensors").unlink()
+    for path in (folder / "checkpoints").iterdir():
+        path.unlink()
+    found = run_content(folder, "run")
+    assert (found.layers, found.histograms) == (before.layers, before.histograms)
+    assert found.masks == ()
+    assert "gossamer export" in found.missing["masks"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("{", "is no JSON"), ("[]", "is no note"), ('{"format": 9}', "is of format 9, which a newer Gossamer reads")],
+)
+@pytest.mark.parametrize("kind", ["start", "plan", "end", "sensitivity"])
+def test_a_note_of_no_use_is_left_out_and_told(levels: Path, tmp_path: Path, kind: str, text: str, told: str) -> None:
+    folder = copied(levels, tmp_path)
+    (folder / "analysis" / f"{kind}.json").write_text(text)
+    assert f"analysis/{kind}.json: {told}" in "".join(run_content(folder, "run").notes)
+    (folder / "analysis" / f"{kind}.json").write_text('{"format": 1, "layers": {"a": 3}, "course": 7, "rows": []}')
+    report([folder])
+
+
+def test_several_runs_are_set_side_by_side(levels: Path, tmp_path: Path) -> None:
+    path = report([levels, copied(levels, tmp_path)], tmp_path / "both.html")
+    text = path.read_text()
+    assert f"{levels.parent.name}/run" in text
+    assert 'id="run-2"' in text
+
+
+def test_a_file_that_is_no_report_is_not_written_over(levels: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.html").write_text("<html>mine</html>")
+    with pytest.raises(GossamerError, match="is no report, and would be written over; name another file by -o"):
+        report([levels], tmp_path / "mine.html")
+    assert (tmp_path / "mine.html").read_text() == "<html>mine</html>"
+    with pytest.raises(GossamerError, match="is a folder; name a file by -o"):
+        report([levels], tmp_path)
+
+
+def test_sensitivity_is_left_out_of_a_short_run_and_measured_on_request(levels: Path, tmp_path: Path) -> None:
+    folder = copied(levels, tmp_path)
+    assert "too many beside a run of this length" in run_content(folder, "run").missing["sensitivity"]
+    told: list[float] = []
+    measure_sensitivity(folder, lambda label, share: told.append(share))
+    heat = run_content(folder, "run").sensitivity
+    assert heat is not None
+    assert [name for name, _ in heat.rows] == [layer.name for layer in run_content(folder, "run").layers]
+    assert told[-1] == 1.0
+    assert told == sorted(told)
+
+
+def test_sensitivity_of_another_iteration_is_not_shown(levels: Path, tmp_path: Path) -> None:
+    folder = copied(levels, tmp_path)
+    measure_sensitivity(folder)
+    path = folder / "analysis" / "sensitivity.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "iteration": 7}))
+    assert "another iteration" in run_content(folder, "run").missing["sensitivity"]
+
+
+def test_notes_of_weights_come_back_as_they_were(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weights = weights_of(small())
+    note_weights(tmp_path, "start", weights)
+    assert noted_weights(read_note(tmp_path, "start")) == weights
+
+
+def test_the_command_writes_a_page_and_refuses_other_folders(levels: Path, tmp_path: Path) -> None:
+    folder = copied(levels, tmp_path)
+    result = CliRunner().invoke(app, ["report", str(folder), "--json"])
+    assert result.exit_code == 0
+    told = json.loads(result.stdout)
+    assert told["file"] == str(folder / "report.html")
+    assert told["bytes"] == (folder / "report.html").stat().st_size
+    result = CliRunner().invoke(app, ["report", str(tmp_path / "none")])
+    assert result.exit_code == 1
+    assert "there is no such folder; give the folder of a run" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_detector_has_a_page_with_its_losses_and_the_sensitivity_of_its_network(tmp_path: Path) -> None:
+    result = run(
+        Path(__file__).parents[2] / "configs/det/retinanet/retinanet-r18-improve_ampere_sparse.yaml",
+        [
+            f"saver.save_dir={json.dumps(str(tmp_path / 'run'))}",
+            "saver.pretrain_model=null",
+            "trainer.max_epoch=1",
+            "dataset.train.count=8",
+            "dataset.test.count=4",
+            "runtime.report.sensitivity=true",
+        ],
+        "tiny",
+        display=Display(shown=False),
+    )
+    content = run_content(result.folder, "run")
+    assert content.metric == "mAP"
+    assert len(content.loss) >= 3
+    assert content.sensitivity is not None
+    assert {name for name, _ in content.sensitivity.rows} <= {layer.name for layer in content.layers}
+    assert (result.folder / "report.html").stat().st_size < 500_000
