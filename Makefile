@@ -19,7 +19,7 @@ help: ## this list
 
 DEMO := runs/demo
 
-demo: $(STAMP) ## train a ResNet-18 on digits, make it sparse in two ways, compare (about three minutes)
+demo: $(STAMP) ## train a ResNet-18 on digits, make it sparse in two ways, see what that costs and is worth (four minutes)
 	@rm -rf $(DEMO)
 	@echo; echo "1. A dense ResNet-18, trained on scikit-learn's digits"
 	$(BIN)/gossamer train configs/cls/resnet/res18.yaml --data tiny --set saver.save_dir=$(DEMO)/dense
@@ -29,10 +29,18 @@ demo: $(STAMP) ## train a ResNet-18 on digits, make it sparse in two ways, compa
 	@echo; echo "3. Sparse by 2:4, two zeros in every four neighbours"
 	$(BIN)/gossamer train configs/cls/resnet/res18_ampere_sparse.yaml --data tiny --set saver.save_dir=$(DEMO)/two-of-four \
 	  --set saver.pretrain_model=$(DEMO)/dense
-	@echo; echo "What it costs"
-	$(BIN)/gossamer compare $(DEMO)/dense $(DEMO)/levels $(DEMO)/two-of-four
-	@echo "Each folder in $(DEMO) is a run: its config, log, metrics, checkpoints and model.safetensors."
-	@echo "How the layers share the zeros: $(DEMO)/levels/analysis/pruner_report.svg"
+	@echo; echo "4. What it costs"
+	$(BIN)/gossamer compare $(RUNS)
+	@echo "5. What it is worth: smaller files, and programs for onnxruntime, each read back and checked"
+	$(BIN)/gossamer export $(DEMO)/dense --format onnx
+	$(BIN)/gossamer export $(DEMO)/levels --format onnx --format bitmask
+	$(BIN)/gossamer export $(DEMO)/two-of-four --format sparse24 --half
+	@echo; echo "6. Is it faster? Zeros alone are not"
+	$(BIN)/gossamer benchmark $(DEMO)/dense/model.onnx $(DEMO)/levels/model.onnx --seconds 5
+	@echo; echo "7. One page about all of it, to open in a browser"
+	$(BIN)/gossamer report $(RUNS) -o $(DEMO)/report.html
+
+RUNS = $(DEMO)/dense $(DEMO)/levels $(DEMO)/two-of-four
 
 test: lint chromium ## style, types, layers, then the tests that take seconds
 	$(PYTEST) -m "not slow"

@@ -32,5 +32,7 @@ def test_a_run_that_removes_filters_goes_on_to_the_bit(tmp_path: Path, monkeypat
         digits.interrupted(digits.config(folder, "thin"), stop)
         assert digits.resumed(folder / "run").metrics == whole.metrics
         digits.same(digits.final_state(folder / "run"), state)
+    assert whole.sparsity is not None
+    assert whole.sparsity >= 0.5, "what was removed counts as zeros"
     latest = str(Checkpoints(tmp_path / "whole" / "run" / "checkpoints", 3).latest())
     assert digits.evaluated(path, weights=latest).metrics == whole.metrics

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gossamer.errors import GossamerError
+from gossamer.export import save, thin
 from gossamer.runner.subjects import open_subject
 from tests.runner.nets import small
 from tests.runner.running_on_digits import config, evaluated, trained
@@ -128,3 +129,15 @@ def test_a_detector_is_given_images_in_a_list() -> None:
     assert subject.kind == "detection"
     assert [tuple(image.shape) for image in subject.example[0]] == [(3, 64, 64)]
     assert list(subject.networks()) == ["network"]
+
+
+def test_a_file_of_a_thinned_network_is_a_model_again(tmp_path: Path) -> None:
+    made = open_subject("squeezenet1_1", data="tiny")
+    made.model.features[3].squeeze.weight.data[:4] = 0
+    made.model.features[3].squeeze.bias.data[:4] = 0
+    smaller, _ = thin(made.model, made.example)
+    assert smaller.features[3].squeeze.out_channels == 12
+    save(smaller, tmp_path / "thin.safetensors", "safetensors", about=made.about())
+    again = open_subject(str(tmp_path / "thin.safetensors"))
+    images = torch.rand(2, 3, 32, 32)
+    torch.testing.assert_close(again.model(images), made.model(images))

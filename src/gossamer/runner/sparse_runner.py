@@ -59,6 +59,8 @@ class SparseRunner(Runner):
             networks = {name: network.module for name, network in self.task.networks(self.model, image).items()}
         self.model.train()
         self.model = self.sparsifier.prepare(self.model, networks, self._arguments(image))
+        if self.start.checkpoint is not None and saved.get("sparsity") is not None:
+            self.sparsifier.reshape(self.model, saved["sparsity"], self.start.checkpoint.epoch)
         # Parameters that were added go where the others are.
         self._place_model()
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from gossamer.errors import GossamerError
-from gossamer.graph import get_parameter, unwrap
+from gossamer.graph import get_parameter, named_parameters, unwrap
 from gossamer.modifiers import Modifier, PruningModifier
 from gossamer.msbench import BaseScheduler, build_sparse_scheduler
 from gossamer.msbench.levels import AmbaLevelPruneScheduler
@@ -38,6 +38,10 @@ class Sparsifier(ABC):
     def prepare(self, model: nn.Module, networks: Mapping[str, nn.Module] | None, example: Any) -> nn.Module:
         """The model to train, with what it needs to learn; before the optimizer is built."""
         return model
+
+    def reshape(self, model: nn.Module, state: Mapping[str, Any], epoch: float) -> None:
+        """Give a model the shape that it had in a saved run, before its weights are loaded."""
+        return
 
     def groups(self, model: nn.Module, weight_decay: float) -> Any:
         """What the optimizer is built on."""
@@ -98,12 +102,9 @@ class Sparsifier(ABC):
     def finish(self, model: nn.Module) -> None:
         """Write the zeros into the weights and take out what was added."""
 
+    @abstractmethod
     def now(self, model: nn.Module) -> float:
         """Zeros over weights, counted, of the layers that are made sparse."""
-        owner = unwrap(model)
-        weights = [get_parameter(owner, name).detach() for name in self.pruned()]
-        total = sum(weight.numel() for weight in weights)
-        return sum(weight.numel() - int(weight.count_nonzero()) for weight in weights) / total if total else 0.0
 
 
 def build_sparsifier(config: Sparsity, *, length: int, folder: Path) -> Sparsifier:
@@ -189,6 +190,12 @@ class ByRecipe(Sparsifier):
         self.manager = Manager(load(config.recipe, variables=config.recipe_variables or None))
         self.method = "recipe"
         self.sets_rates = bool(self.manager.learning_rate_modifiers)
+        self._sizes: dict[str, int] = {}
+        """Of all parameters, before any of them lost filters."""
+
+    def prepare(self, model: nn.Module, networks: Mapping[str, nn.Module] | None, example: Any) -> nn.Module:
+        self._sizes = {name: parameter.numel() for name, parameter in named_parameters(unwrap(model))}
+        return model
 
     @property
     def epochs(self) -> int:
@@ -197,6 +204,10 @@ class ByRecipe(Sparsifier):
     @property
     def recipe(self) -> str | None:
         return self.manager.recipe
+
+    def reshape(self, model: nn.Module, state: Mapping[str, Any], epoch: float) -> None:
+        self.manager.load_state_dict(state)
+        self.manager.apply_structure(unwrap(model), epoch)
 
     def attach(
         self,
@@ -221,20 +232,23 @@ class ByRecipe(Sparsifier):
     def left_dense(self) -> Mapping[str, str]:
         return {name: reason for skipped in self.manager.skipped.values() for name, reason in skipped.items()}
 
+    def now(self, model: nn.Module) -> float:
+        """What was removed counts as zeros."""
+        owner = unwrap(model)
+        left = {name: int(get_parameter(owner, name).count_nonzero()) for name in self.pruned()}
+        return 1 - sum(left.values()) / max(sum(self._sizes[name] for name in left), 1) if left else 0.0
+
     def target(self, model: nn.Module) -> float | None:
         """Of all weights that are pruned together; None when some of them have no target of their own."""
-        targets, owner = self.manager.targets(), unwrap(model)
-        if not targets or set(targets) != set(self.pruned()):
-            return None
-        sizes = {name: get_parameter(owner, name).numel() for name in targets}
-        return sum(share * sizes[name] for name, share in targets.items()) / sum(sizes.values())
+        return self._mean(self.manager.targets())
 
     def planned(self, model: nn.Module, iteration: int) -> float | None:
-        planned, owner = self.manager.planned(iteration), unwrap(model)
-        if not planned or set(planned) != set(self.pruned()):
+        return self._mean(self.manager.planned(iteration))
+
+    def _mean(self, shares: Mapping[str, float]) -> float | None:
+        if not shares or set(shares) != set(self.pruned()):
             return None
-        sizes = {name: get_parameter(owner, name).numel() for name in planned}
-        return sum(share * sizes[name] for name, share in planned.items()) / sum(sizes.values())
+        return sum(share * self._sizes[name] for name, share in shares.items()) / sum(self._sizes[n] for n in shares)
 
     def targets(self) -> Mapping[str, float]:
         return self.manager.targets()

@@ -21,7 +21,6 @@ from gossamer.runner.checkpoint_file import Checkpoint, CheckpointError, is_chec
 from gossamer.runner.checkpoints import Checkpoints
 from gossamer.runner.config.schema import Saver
 from gossamer.runner.weights import read_weights
-from gossamer.training.thinning import cut_as
 
 logger = logging.getLogger("gossamer")
 RESUME, PRETRAIN = "saver.resume_model", "saver.pretrain_model"
@@ -106,15 +105,13 @@ def load_weights(model: nn.Module, path: Path, left_out: tuple[str, ...] = ()) -
 
 
 def check_fits(runner_is_sparse: bool, model: nn.Module, checkpoint: Checkpoint, *, training: bool) -> None:
-    """Raise when a checkpoint is of another kind of run, or of another model; one that was thinned is cut alike."""
+    """Raise when a checkpoint is of another kind of run, or of another model."""
     if training and runner_is_sparse != (checkpoint.state.get("sparsity") is not None):
         kinds = ("dense", "sparse") if runner_is_sparse else ("sparse", "dense")
         raise GossamerError(
             f"{checkpoint.path}: was saved by a {kinds[0]} run, which a {kinds[1]} one cannot go on with; "
             f"begin from its weights by saver.pretrain_model"
         )
-    if "modifiers" in (checkpoint.state.get("sparsity") or {}):  # a recipe's; it may have removed filters
-        cut_as(model, checkpoint.state["sparsity"])
     own = model.state_dict()
     if wrong := _mismatched(checkpoint.weights, own):
         raise GossamerError(f"{checkpoint.path}: {_told(wrong, checkpoint.weights, own)}")

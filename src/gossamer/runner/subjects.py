@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from gossamer.errors import GossamerError, nearest
 from gossamer.graph.inputs import guesses
+from gossamer.graph.thinning_cuts import shrink_to
 from gossamer.runner.config import Config, config_of, task_of
 from gossamer.runner.config.schema import Net, Source
 from gossamer.runner.data import Batches, ImageData, build_dataset
@@ -209,6 +210,8 @@ def _of_file(path: Path, weights: Path | None, data: str | None, sets: Sequence[
         settings = {"net": {"type": net.type, "kwargs": net.kwargs}}
         return _on_data(str(path), config_of(settings, path.stem, sets, data).config, path)
     model = build_net(net, classes).eval()
+    # The file says which network it is of, so what is smaller there was thinned.
+    shrink_to(model, {name: tensor.shape for name, tensor in read_weights(path).items()})
     load_weights(model, path)
     example = as_example(model, torch.zeros(shape)) if shape else None
     kind = "detection" if is_detector(model) else "classification"
