@@ -89,8 +89,9 @@ def propose(
 
     `batches` yields pairs (inputs, labels), of which those are read that hold the first `samples` samples: let them be
     shuffled, neither augmented nor part of the test. `names` are the weights that share the zeros; all prunable ones
-    unless given. `evaluations` bounds the allocations that are tried, the known ones first; each takes about three
-    forward passes over the samples. The same input gives the same proposal. The model is left as it was, to the bit.
+    unless given. `evaluations` bounds the allocations that are tried, the known ones first; each takes one and a half
+    forward passes over the samples, and eight steps of training on a batch. The same input gives the same proposal.
+    The model is left as it was, to the bit.
     """
     module = unwrap(model)
     if not 0 <= target < 1:
