@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -134,3 +135,28 @@ def test_what_cannot_be_written_is_explained_in_one_sentence(
     assert done.exit_code == 1
     assert sentence in words(done.output)
     assert "Traceback" not in done.output
+
+
+def test_a_program_that_computes_something_else_is_never_left(
+    run: Run, monkeypatch: pytest.MonkeyPatch, two_of_four: nn.Sequential
+) -> None:
+    """The input that a model is tried on tells weights apart, though nobody gave one."""
+    from gossamer.export import programs
+
+    true = programs.as_onnx
+
+    def other(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        wrong = copy.deepcopy(model)
+        wrong[3].weight.data.mul_(1.5)
+        return true(wrong, *args, **kwargs)
+
+    monkeypatch.setattr(programs, "as_onnx", other)
+    done = run("export", NET, "-w", "weights.pt")
+    assert done.exit_code == 1, done.output
+    assert not Path("small.onnx").exists()
+
+
+def test_a_network_without_filters_of_zeros_is_told_so(run: Run, two_of_four: nn.Sequential) -> None:
+    done = run("export", NET, "-w", "weights.pt", "-f", "thin", *SHAPE)
+    assert done.exit_code == 0, done.output
+    assert "nothing is zero as a whole and can go" in words(done.output)

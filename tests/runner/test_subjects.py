@@ -69,8 +69,7 @@ def test_a_run_takes_other_weights_by_name(tmp_path: Path) -> None:
 
 def test_a_file_of_weights_that_says_its_model_is_a_model(tmp_path: Path) -> None:
     made = open_subject("squeezenet1_1", data="tiny")
-    state = {name: tensor.contiguous() for name, tensor in made.model.state_dict().items()}
-    save_file(state, tmp_path / "squeezed.safetensors", metadata=made.about())
+    save(made.model, tmp_path / "squeezed.safetensors", "safetensors", about=made.about())
     again = open_subject(str(tmp_path / "squeezed.safetensors"))
     images = torch.rand(2, 3, 32, 32)
     assert torch.equal(again.model(images), made.model(images))
@@ -82,7 +81,7 @@ def test_a_file_never_makes_us_import_a_module(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "trap.py").write_text("raise SystemExit('sprung')")
     monkeypatch.syspath_prepend(tmp_path)
     about = {"net": json.dumps({"type": "trap:model", "kwargs": {}}), "num_classes": "2"}
-    save_file({"weight": torch.zeros(1)}, tmp_path / "bait.safetensors", metadata=about)
+    save(nn.Linear(1, 1), tmp_path / "bait.safetensors", "bitmask", about=about)
     with pytest.raises(GossamerError, match=r"bait.safetensors: is of trap:model.*name the model.*--weights"):
         open_subject(str(tmp_path / "bait.safetensors"))
     assert "trap" not in sys.modules
@@ -95,7 +94,7 @@ def test_a_file_never_makes_us_import_a_module(tmp_path: Path, monkeypatch: pyte
         ("model.onnx", "is a program and no model of torch; name the run"),
         ("weights.safetensors", "does not say what model its weights are of; name the model"),
         ("nothing.safetensors", "there is no such file"),
-        ("broken.safetensors", "cannot be read as weights"),
+        ("broken.safetensors", "is no safetensors file, or is cut short or damaged"),
         ("odd.safetensors", "what it says of its model cannot be read"),
         ("weights.pt", "does not say what model its weights are of"),
         ("empty", "a folder without config.yaml"),
@@ -108,7 +107,7 @@ def test_a_word_that_names_no_model_is_explained_in_one_sentence(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     save_file({"weight": torch.zeros(1)}, "weights.safetensors")
-    save_file({"weight": torch.zeros(1)}, "odd.safetensors", metadata={"net": "[]"})
+    save(nn.Linear(1, 1), "odd.safetensors", "safetensors", about={"net": "[]"})
     torch.save({"weight": torch.zeros(1)}, "weights.pt")
     Path("broken.safetensors").write_bytes(b"\x00" * 20)
     with pytest.raises(GossamerError) as error:
@@ -141,3 +140,19 @@ def test_a_file_of_a_thinned_network_is_a_model_again(tmp_path: Path) -> None:
     again = open_subject(str(tmp_path / "thin.safetensors"))
     images = torch.rand(2, 3, 32, 32)
     torch.testing.assert_close(again.model(images), made.model(images))
+
+
+def test_a_file_in_16_bits_stays_in_16_bits_and_one_without_classes_has_those_of_its_network(tmp_path: Path) -> None:
+    made = open_subject("squeezenet1_1", input_shape="1,3,64,64").half()
+    save(made.model, tmp_path / "half.safetensors", "bitmask", about=made.about())
+    again = open_subject(str(tmp_path / "half.safetensors"))
+    assert {weight.dtype for weight in again.model.parameters()} == {torch.float16}
+    assert again.model.classifier[1].out_channels == 1000
+
+
+def test_what_a_file_says_of_its_model_is_under_its_digest(tmp_path: Path) -> None:
+    made, path = open_subject("squeezenet1_1"), tmp_path / "changed.safetensors"
+    save(made.model, path, "safetensors", about=made.about())
+    path.write_bytes(path.read_bytes().replace(b"squeezenet1_1", b"squeezenet1_0"))
+    with pytest.raises(GossamerError, match=r"changed.safetensors: .*(damaged|changed)"):
+        open_subject(str(path))

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from gossamer.cli.console import AsJson, err, out, reports_errors, show_json, show_warnings
 from gossamer.cli.models import Data, Input, ModelWord, Sets, Weights, subject, untrained
+from gossamer.runner.figures import size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +52,8 @@ def export(
     """Write a model, zeros and all, and check each file: read back, outputs compared, zeros counted.
 
     Of a detector, onnx and pt2 hold its network, without post-processing. thin removes filters that are zero as a
-    whole, and writes what is left as onnx and pt2. bitmask and sparse24 are small files for gossamer.load().
+    whole, and writes what is left as onnx, pt2 and safetensors. bitmask and sparse24 are small files for
+    gossamer.load().
     """
     from gossamer.export import semi_structured
     from gossamer.runner.exporting import Export, write_subject
@@ -96,7 +98,7 @@ def _table(written: Sequence[Written]) -> Table:
     for one in written:
         table.add_row(
             escape(one.path.name),
-            _size(one.bytes),
+            size(one.bytes),
             f"{one.bytes / max(one.dense_bytes, 1):.2f}",
             f"{one.zeros / max(one.weights, 1):.1%}",
             "–" if one.largest_difference is None else f"{one.largest_difference:.1e}",
@@ -115,10 +117,6 @@ def _show_layers(layers: Sequence[Conversion]) -> None:
         _say(f"  {reason}: {', '.join(names)}")
     if able:
         _say("On a CUDA device: gossamer.export.semi_structured(model.half().cuda())")
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
 
 
 def _say(sentence: str) -> None:

@@ -8,7 +8,7 @@ and `quantize_qat_export` are for ONNX alone, `semi_structured` for a model on C
 from gossamer.export.qat import integer_weights, quantize_qat_export
 from gossamer.export.reading import is_model_file, load_into, read_about, read_state
 from gossamer.export.runtime import integer_operators
-from gossamer.export.saving import FORMATS, Written, save
+from gossamer.export.saving import FORMATS, Written, save, state_bytes
 from gossamer.export.semi_structured import Conversion, semi_structured
 from gossamer.export.thin import thin
 from gossamer.export.writing import to_onnx
@@ -26,6 +26,7 @@ __all__ = [
     "read_state",
     "save",
     "semi_structured",
+    "state_bytes",
     "thin",
     "to_onnx",
 ]

@@ -66,36 +66,42 @@ def write_model(
 
     `example` is what the model takes, a batch of one.
     """
-    from gossamer.export import save
-
     was_training = model.training
     model.eval()
     written: list[Written] = []
     try:
         for format in dict.fromkeys(wanted.formats):
-            if format in STATES:
-                path = folder / f"{name}{STATES[format]}.safetensors"
-                written.append(save(model, path, format, about=wanted.about))
-            elif format in PROGRAMS:
-                written += _programs(model, networks, folder / name, format, wanted)
+            if format == "thin":
+                written += _thinned(model, example, networks, folder / f"{name}-thin", wanted)
             else:
-                from gossamer.export.thin import thin
-
-                smaller, found = thin(model, example)
-                notes = tuple(f"{weight} keeps filters that are zero: {why}" for weight, why in found.kept.items())
-                for program in PROGRAMS:
-                    written += _programs(smaller, networks, folder / f"{name}-thin", program, wanted, notes)
+                written += _files(model, networks, folder / name, format, wanted)
         return written
     finally:
         model.train(was_training)
 
 
-def _programs(
-    model: nn.Module, networks: Networks, stem: Path, format: str, wanted: Export, notes: tuple[str, ...] = ()
-) -> list[Written]:
-    """One file for each network."""
+def _thinned(model: nn.Module, example: Any, networks: Networks, stem: Path, wanted: Export) -> list[Written]:
+    """The network without what is zero as a whole: its programs and its weights, measured against all of it."""
+    from gossamer.export import state_bytes, thin
+
+    smaller, found = thin(model, example)
+    before, after = found.parameters
+    notes = [f"{before:,} parameters became {after:,}" if found.removed else "nothing is zero as a whole and can go"]
+    notes += [f"{weight} keeps filters that are zero: {why}" for weight, why in found.kept.items()]
+    notes += [found.note] if found.note else []
+    written = [one for format in (*PROGRAMS, "safetensors") for one in _files(smaller, networks, stem, format, wanted)]
+    dense = state_bytes(model)
+    whole = [replace(one, dense_bytes=dense) for one in written]
+    return [replace(whole[0], notes=(*whole[0].notes, *notes)), *whole[1:]]
+
+
+def _files(model: nn.Module, networks: Networks, stem: Path, format: str, wanted: Export) -> list[Written]:
+    """The weights of a model, or a program for each of its networks."""
     from gossamer.export import save
 
+    if format in STATES:
+        path = stem.with_name(f"{stem.name}{STATES[format]}.safetensors")
+        return [save(model, path, format, about=wanted.about)]
     with torch.no_grad():
         found = networks(model)
     written: list[Written] = []
@@ -110,7 +116,7 @@ def _programs(
             dynamic_batch=wanted.dynamic_batch,
             output_names=network.outputs,
         )
-        written.append(replace(one, notes=(*one.notes, *notes)))
+        written.append(one)
     return written
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gossamer.errors import GossamerError, nearest
+from gossamer.export.reading import read_about
 from gossamer.graph.inputs import guesses
 from gossamer.graph.thinning_cuts import shrink_to
 from gossamer.runner.config import Config, config_of, task_of
@@ -26,7 +27,7 @@ from gossamer.runner.config.schema import Net, Source
 from gossamer.runner.data import Batches, ImageData, build_dataset
 from gossamer.runner.display import Display
 from gossamer.runner.exporting import FETCHING, as_example, describe_model
-from gossamer.runner.models import build_net, detector_classes
+from gossamer.runner.models import build_net
 from gossamer.runner.networks import Network, is_detector
 from gossamer.runner.processes import joined
 from gossamer.runner.run_data import read_run_data
@@ -191,7 +192,9 @@ def _of_run(word: str, weights: Path | None, data: str | None, sets: Sequence[st
 
 def _of_file(path: Path, weights: Path | None, data: str | None, sets: Sequence[str]) -> Subject:
     """The model that a file of weights says it is of."""
-    about = _metadata(path)
+    if not path.is_file():
+        raise GossamerError(f"{path}: there is no such file")
+    about = read_about(path) if path.suffix == ".safetensors" else {}
     way_out = f"name the model, and the file by --weights {path}"
     if weights is not None:
         raise GossamerError(f"{path}: has weights itself; give one file of weights")
@@ -199,7 +202,7 @@ def _of_file(path: Path, weights: Path | None, data: str | None, sets: Sequence[
         raise GossamerError(f"{path}: does not say what model its weights are of; {way_out}")
     try:
         net = Net.model_validate(json.loads(about["net"]))
-        classes = int(about.get("num_classes", "0"))
+        classes = int(about["num_classes"]) if "num_classes" in about else None
         shape = [int(size) for size in json.loads(about.get("input", "[]"))]
     except (ValueError, TypeError, ValidationError) as error:
         raise GossamerError(f"{path}: what it says of its model cannot be read; {way_out}") from error
@@ -209,13 +212,11 @@ def _of_file(path: Path, weights: Path | None, data: str | None, sets: Sequence[
     if data is not None or sets:
         settings = {"net": {"type": net.type, "kwargs": net.kwargs}}
         return _on_data(str(path), config_of(settings, path.stem, sets, data).config, path)
-    model = build_net(net, classes).eval()
-    # The file says which network it is of, so what is smaller there was thinned.
-    shrink_to(model, {name: tensor.shape for name, tensor in read_weights(path).items()})
-    load_weights(model, path)
-    example = as_example(model, torch.zeros(shape)) if shape else None
+    model = _made(net.type, builder(net.type), net.kwargs) if classes is None else build_net(net, classes)
+    load_weights(model.eval(), path, thinned=True)
+    example = as_example(model, _noise(torch.empty(shape))) if shape else None
     kind = "detection" if is_detector(model) else "classification"
-    return Subject(str(path), about.get("name", path.stem), model, kind, example, classes or None, net, path)
+    return Subject(str(path), about.get("name", path.stem), model, kind, example, classes, net, path)
 
 
 def _on_data(word: str, config: Config, weights: Path | None) -> Subject:
@@ -236,22 +237,31 @@ def _of_word(word: str, weights: Path | None) -> Subject:
     model = _made(word, make, {})
     classes: int | None = None
     if weights is not None:
-        classes = _other_classes(model, weights)
+        state = read_weights(weights)
+        classes = _other_classes(model, state)
         if classes is not None:
             model = _made(word, make, {"num_classes": classes})
-        load_weights(model, weights)
+        _fill(model, weights, state)
     model = model.eval()
     kind = "detection" if is_detector(model) else "classification"
     net = Net(type=word, kwargs={} if classes is None or ":" not in word else {"num_classes": classes})
-    return Subject(word, _name(word), model, kind, None, classes or _classes(model), net, weights)
+    return Subject(word, _name(word), model, kind, None, classes, net, weights)
 
 
 # Weights
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a state dict into the model; every name must be there on both sides."""
-    state = read_weights(path)
+def load_weights(model: nn.Module, path: Path, *, thinned: bool = False) -> None:
+    """Load a state dict into the model, in the numbers of the file; every name must be there on both sides.
+
+    `thinned`: the file is known to be of this network, so what is smaller there lost filters.
+    """
+    _fill(model, path, read_weights(path), thinned)
+
+
+def _fill(model: nn.Module, path: Path, state: Mapping[str, Tensor], thinned: bool = False) -> None:
+    if thinned:
+        shrink_to(model, {name: tensor.shape for name, tensor in state.items()})
     own = model.state_dict()
     for name, tensor in state.items():
         if name not in own:
@@ -262,12 +272,12 @@ def load_weights(model: nn.Module, path: Path) -> None:
     missing = [name for name in own if name not in state]
     if missing:
         raise GossamerError(f"{path}: '{missing[0]}' is missing ({len(missing)} of {len(own)} names are)")
-    model.load_state_dict(state)
+    model.load_state_dict(state, assign=True)
 
 
-def _other_classes(model: nn.Module, path: Path) -> int | None:
+def _other_classes(model: nn.Module, state: Mapping[str, Tensor]) -> int | None:
     """How many classes weights were trained for, when nothing but that number differs from the model's own."""
-    own, state = model.state_dict(), read_weights(path)
+    own = model.state_dict()
     wrong = [name for name in own if name in state and own[name].shape != state[name].shape]
     if not wrong or any(own[name].shape[1:] != state[name].shape[1:] for name in wrong):
         return None
@@ -277,20 +287,6 @@ def _other_classes(model: nn.Module, path: Path) -> int | None:
 
 def _file(weights: Path | None) -> Path | None:
     return file_of(weights, "--weights") if weights is not None and weights.is_dir() else weights
-
-
-def _metadata(path: Path) -> Mapping[str, str]:
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_file():
-        raise GossamerError(f"{path}: there is no such file")
-    if path.suffix != ".safetensors":
-        return {}
-    try:
-        with cast(Any, safe_open)(path, framework="pt") as file:
-            return dict(file.metadata() or {})
-    except (SafetensorError, OSError, ValueError) as error:
-        raise GossamerError(f"{path}: cannot be read as weights: {' '.join(str(error).split())[:200]}") from error
 
 
 # Inputs
@@ -305,15 +301,15 @@ def _with_shape(subject: Subject, text: str) -> Subject:
         raise GossamerError(f"--input: expected a shape such as 1,3,224,224, found '{text}'")
     like = next((guess for guess in guesses(subject.model)), None)
     dtype = like.dtype if isinstance(like, Tensor) else torch.float32
-    return replace(subject, given=as_example(subject.model, torch.zeros(sizes, dtype=dtype)))
+    return replace(subject, given=as_example(subject.model, _noise(torch.empty(sizes, dtype=dtype))))
 
 
 def _guessed(model: nn.Module) -> Any:
     """The most common input that the model runs on."""
     if is_detector(model):
-        return as_example(model, torch.rand(1, 3, 320, 320))
+        return as_example(model, _noise(torch.empty(1, 3, 320, 320)).sigmoid())
     for guess in guesses(model):
-        example = torch.zeros_like(guess[:1])
+        example = _noise(guess[:1])
         try:
             with torch.no_grad():
                 model(example)
@@ -323,13 +319,11 @@ def _guessed(model: nn.Module) -> Any:
     return None
 
 
-def _classes(model: nn.Module) -> int | None:
-    """How many classes a model tells apart, without the background; a classifier by its last linear layer."""
-    if is_detector(model):
-        found = detector_classes(model)
-        return None if found is None else found - 1
-    layers = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
-    return layers[-1].out_features if layers else None
+def _noise(like: Tensor) -> Tensor:
+    """The same noise each time, for zeros would hide what a network computes; indices are 0, which is always there."""
+    if not like.is_floating_point():
+        return torch.zeros_like(like)
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(0)).to(like.dtype)
 
 
 # Words
