@@ -48,9 +48,10 @@ test: lint chromium ## style, types, layers, then the tests that take seconds
 test-all: lint chromium ## the same with the slow tests
 	$(PYTEST)
 
-# The report is tested in the system's Chromium; where it cannot be had, those tests are skipped and say so.
+# The report is tested in the system's browser, one of those that tests/browser/chromium.py takes; where none can be had, those tests are skipped and say so.
 chromium:
-	@if command -v chromium >/dev/null && command -v chromedriver >/dev/null; then exit 0; fi; \
+	@browser="$$(command -v chromium || command -v chromium-browser || command -v google-chrome || true)"; \
+	if [ -n "$$browser" ] && command -v chromedriver >/dev/null; then exit 0; fi; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "Installing Chromium and its driver, for the tests of the report"; \
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver >/dev/null 2>&1 || \

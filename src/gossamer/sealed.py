@@ -158,6 +158,15 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
     return rest.partition(b'"')[0].decode("ascii", "replace") if found else ""
 
 
+def dtype_word(dtype: torch.dtype) -> str:
+    """A type of numbers as torch names it, for messages.
+
+    >>> dtype_word(torch.float16)
+    'float16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
     """A tensor's numbers in order, without a copy where they are in the memory like that."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)

@@ -12,7 +12,9 @@ import pytest
 from gossamer.analysis.report import render
 from tests.analysis.report.contents import run
 from tests.browser.chromium import chromium, requests, sized, themed
+from tests.runner.running_on_digits import config, trained
 
+PARTS = ("summary", "progress", "schedule", "training", "layers", "sensitivity", "weights", "masks", "settings")
 EVIL = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
 
 
@@ -62,6 +64,24 @@ def test_a_page_opens_without_errors_and_asks_for_nothing(browser: Any, pages: d
         box = page.find_element("id", part).rect
         assert box["height"] > 50
     assert page.execute_script("return [...document.images].every(i => i.complete && i.naturalWidth > 0)")
+
+
+def test_the_page_of_a_run_that_was_trained_opens_with_all_its_parts(
+    browser: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    made = trained(config(tmp_path_factory.mktemp("trained"), "amba"), "runtime.report.sensitivity=true")
+    address = (made.folder.resolve() / "report.html").as_uri()
+    page = opened(browser, address)
+    assert page.get_log("browser") == []
+    assert [url for url in requests(page) if not url.startswith("data:")] == [address]
+    for part in PARTS:
+        assert page.find_element("id", part).rect["height"] > 50, part
+    text = page.find_element("id", "summary").text
+    assert f"{made.metrics['top1']:.2f}" in text
+    assert len(page.find_elements("css selector", "#layers tr[data-tip]")) == 3
+    assert page.execute_script("return [...document.images].every(i => i.complete && i.naturalWidth > 0)")
+    sized(page, 360)
+    assert page.execute_script("return document.documentElement.scrollWidth") <= 360
 
 
 @pytest.mark.parametrize("name", ["one", "three", "evil"])

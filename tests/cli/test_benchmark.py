@@ -10,6 +10,7 @@ import onnx
 import pytest
 
 from gossamer.cli.console import err, out
+from gossamer.export.speed.ratios import Ratio
 from tests.cli.conftest import Run
 from tests.export.graphs import Graph
 
@@ -31,6 +32,12 @@ def _files(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         onnx.save(graph.build(y, ("batch", 8, size, size)), name)
 
 
+SAID = {
+    "faster": "runs faster than",
+    "slower": "runs slower than",
+    "same": "runs as fast as",
+    "unclear": "no difference to",
+}
 DENSE, SPARSE = "dense-network-with-a-long-name.onnx", "sparse.onnx"
 
 
@@ -57,9 +64,12 @@ def test_json_holds_every_figure_and_the_sentences(run: Run) -> None:
     assert sparse["contents"]["zeros"] == int((np.abs(WEIGHT) < 1.6).sum())
     assert sparse["contents"]["bytes"] == Path(SPARSE).stat().st_size
     assert sparse["speed"]["low"] <= sparse["speed"]["high"]
-    assert sparse["verdict"] in ("faster", "slower", "same", "unclear")
+    ratio, itself = (Ratio(**sparse[name]) for name in ("speed", "itself"))
+    assert dense["verdict"] is None
+    assert sparse["verdict"] == ratio.verdict(itself.doubt)
     assert dense["throughput"] == pytest.approx(1 / dense["median"])
-    assert any(sentence.startswith("sparse.onnx in onnxruntime: ") for sentence in found["sentences"])
+    said = SAID[sparse["verdict"]]
+    assert found["sentences"][0].startswith(f"sparse.onnx in onnxruntime: {said} {DENSE}")
 
 
 def test_a_model_by_its_name_is_timed_in_torch(run: Run) -> None:

@@ -14,6 +14,7 @@ from gossamer.errors import GossamerError
 from gossamer.graph.thinning import thin
 from gossamer.modifiers import base
 from gossamer.training import Manager
+from gossamer.training.attachment import Attachment, Shared
 
 INPUT = torch.zeros(2, 3, 8, 8)
 SPAN = "start_epoch: {}, end_epoch: {}, update_frequency: 0.25"
@@ -281,3 +282,11 @@ def test_one_shot_application_ends_with_the_small_model() -> None:
     model = network()
     Manager(RECIPE).apply(model, example_inputs=INPUT)
     assert shapes(model)["3.weight"] == (7, 5, 3, 3)
+
+
+def test_who_is_in_no_run_is_told_that_nothing_can_be_removed() -> None:
+    model = network()
+    (modifier,) = gossamer.load_text("modifiers: [!LayerThinningModifier {}]").modifiers
+    outside = Attachment(0, "thinning", modifier, Shared(model, model, None, 1.0))
+    with pytest.raises(GossamerError, match="filters cannot be removed outside a run; attach the recipe to a model"):
+        outside.thin(["0.weight"])

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
+from html import unescape
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,14 +128,48 @@ def test_a_page_that_cannot_be_made_ends_no_run(
     )
 
 
+def test_an_interrupt_goes_through_and_leaves_the_page_as_it_was(
+    levels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = copied(levels, tmp_path)
+    files = {path: path.read_bytes() for path in folder.rglob("*.html")}
+    write = Path.write_text
+
+    def half(path: Path, text: str, **more: Any) -> int:
+        if path.suffix != ".html":
+            return write(path, text, **more)
+        write(path, text[: len(text) // 2], **more)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        resumed(folder)
+    assert {path: path.read_bytes() for path in folder.rglob("*.html")} == files
+    told = f"the report is not complete: it was interrupted; make it again by gossamer report {folder}"
+    assert caplog.messages.count(told) == 1
+
+
 def test_a_folder_from_before_notes_has_a_page_that_says_so(levels: Path, tmp_path: Path) -> None:
     folder = copied(levels, tmp_path)
     shutil.rmtree(folder / "analysis")
     text = report([folder]).read_text()
     assert "the run is from an earlier version" in text
     assert "was not noted" in text
-    assert "gossamer report run --sensitivity" in text
+    assert f"gossamer report {folder} --sensitivity" in text
     assert run_content(folder, "run").layers
+
+
+def test_the_command_on_the_page_works_where_the_page_was_made(
+    levels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path(shutil.copytree(levels, "runs/my first"))
+    told = re.search(r"Measure it by: gossamer (report .* --sensitivity)", unescape(report([folder]).read_text()))
+    assert told is not None
+    words = shlex.split(told[1])
+    assert words == ["report", "runs/my first", "--sensitivity"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    assert run_content(folder, "run").sensitivity is not None
 
 
 def test_without_weights_the_notes_still_have_layers_and_histograms(levels: Path, tmp_path: Path) -> None:
@@ -155,8 +193,25 @@ def test_a_note_of_no_use_is_left_out_and_told(levels: Path, tmp_path: Path, kin
     folder = copied(levels, tmp_path)
     (folder / "analysis" / f"{kind}.json").write_text(text)
     assert f"analysis/{kind}.json: {told}" in "".join(run_content(folder, "run").notes)
-    (folder / "analysis" / f"{kind}.json").write_text('{"format": 1, "layers": {"a": 3}, "course": 7, "rows": []}')
-    report([folder])
+
+
+@pytest.mark.parametrize("kind", ["start", "plan", "end", "sensitivity"])
+def test_a_note_that_makes_no_sense_takes_only_its_own_part_from_the_page(
+    levels: Path, tmp_path: Path, kind: str
+) -> None:
+    folder = copied(levels, tmp_path)
+    measure_sensitivity(folder)
+    before = run_content(folder, "run")
+    (folder / "analysis" / f"{kind}.json").write_text(
+        '{"format": 1, "iteration": 18, "layers": {"a": 3}, "course": 7, "rows": []}'
+    )
+    found = run_content(folder, "run")
+    assert [layer.zeros for layer in found.layers] == [layer.zeros for layer in before.layers]
+    assert (found.plan is None) == ("plan" in found.missing) == (kind == "plan")
+    assert (found.sensitivity is None) == ("sensitivity" in found.missing) == (kind == "sensitivity")
+    assert {histogram.before is None for histogram in found.histograms} == {kind == "start"}
+    page = report([folder]).read_text()
+    assert all(sentence in page for sentence in found.missing.values())
 
 
 def test_several_runs_are_set_side_by_side(levels: Path, tmp_path: Path) -> None:

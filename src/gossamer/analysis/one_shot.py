@@ -19,6 +19,7 @@ from gossamer.analysis.accuracy import Labelled, Score, labelled, score_now
 from gossamer.analysis.sensitivity import Progress, outputs_first
 from gossamer.errors import GossamerError, SparsityError, nearest
 from gossamer.graph import first_names, get_parameter, prunable, unwrap
+from gossamer.graph.coupling import Untraceable
 from gossamer.graph.filter_groups import FilterGroup, filter_groups
 from gossamer.graph.undisturbed import undisturbed
 from gossamer.sparse import Channel, Filter, Pattern, Unstructured, magnitude
@@ -40,6 +41,8 @@ class ShotCurve:
     loss: tuple[float, ...]
     accuracy: tuple[float | None, ...]
     """From 0 to 1. Neither needs to be monotone: a little pruning can help."""
+    note: str | None = None
+    """What to know of the numbers: that the model could not be followed, so that coupled layers were pruned alone."""
 
 
 def one_shot(
@@ -57,9 +60,10 @@ def one_shot(
 
     `batches` yields pairs (inputs, labels), of which those are read that hold the first `samples` samples. `names` are
     weights that `pattern` fits; unless given, all prunable ones that it fits, save the last layer under `Filter`,
-    whose filters are the outputs. Under `Filter` and `Channel` the model is followed on `example_inputs`, by default
-    those of the first batch, and layers that share their filters or channels lose the same ones. The model is left as
-    it was, to the bit.
+    whose filters are the outputs (`left_out` says which are not, and why). Under `Filter` and `Channel` the model is
+    followed on `example_inputs`, by default those of the first batch, and layers that share their filters or channels
+    lose the same ones; of a model that cannot be followed each layer is pruned alone, and its curve has a `note`. The
+    model is left as it was, to the bit.
 
     >>> layer = nn.Linear(2, 2, bias=False)
     >>> layer.weight.data = torch.eye(2) * 50
@@ -76,7 +80,7 @@ def one_shot(
     with undisturbed(module), torch.no_grad():
         module.eval()
         inputs = example_inputs if example_inputs is not None else known[0].kwargs or known[0].args
-        groups = coupled(module, chosen, pattern, inputs)
+        groups, note = coupled(module, chosen, pattern, inputs)
         logger.info("pruning %d layers, or groups of them, to %d sparsities each", len(groups), len(levels))
         curves: list[ShotCurve] = []
         for index, members in enumerate(groups):
@@ -86,7 +90,7 @@ def one_shot(
                     progress(members[0], (index + step / len(levels)) / len(groups))
                 found.append(_pruned_score(module, members, pattern, level, known))
             losses, accuracies = tuple(s.loss for s in found), tuple(s.accuracy for s in found)
-            curves.append(ShotCurve(members[0], members, tuple(levels), losses, accuracies))
+            curves.append(ShotCurve(members[0], members, tuple(levels), losses, accuracies, note))
     if progress is not None:
         progress("", 1.0)
     return curves
@@ -95,17 +99,13 @@ def one_shot(
 def chosen_weights(module: nn.Module, names: Sequence[str] | None, pattern: Pattern) -> list[str]:
     """Weights by their first names, each once; raises `GossamerError` for what is not there or does not fit."""
     known = first_names(module)
-    wanted = prunable(module) if names is None else list(names)
-    if names is None and isinstance(pattern, Filter):
-        wanted = wanted[:-1]
     chosen: list[str] = []
-    for name in wanted:
+    for name in _candidates(module, pattern) if names is None else names:
         if name not in known:
             raise GossamerError(f"names: the model has no weight '{name}'{nearest(name, known)}")
-        weight = get_parameter(module, known[name]).detach()
-        if bool(weight.isnan().any()):
+        if bool(get_parameter(module, known[name]).detach().isnan().any()):
             raise GossamerError(f"names: '{name}' holds NaN and cannot be pruned; repair the weights first")
-        reason = pattern.fits(outputs_first(module, known[name], weight).shape)
+        reason = _unfit(module, known[name], pattern)
         if reason and names is not None:
             raise GossamerError(f"names: {pattern} does not fit '{name}': {reason}; leave it out")
         if not reason:
@@ -115,14 +115,42 @@ def chosen_weights(module: nn.Module, names: Sequence[str] | None, pattern: Patt
     return list(dict.fromkeys(chosen))
 
 
-def coupled(module: nn.Module, names: Sequence[str], pattern: Pattern, inputs: Any) -> list[tuple[str, ...]]:
-    """The weights in groups which lose the same filters or channels, in the order of their first members."""
+def left_out(model: nn.Module, pattern: Pattern) -> dict[str, str]:
+    """Prunable weights that `one_shot` leaves alone under a pattern unless they are named, with the reason.
+
+    >>> left_out(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 1)), Filter())
+    {'1.weight': 'it is the last layer, whose filters are the outputs'}
+    """
+    module = unwrap(model)
+    candidates = _candidates(module, pattern)
+    last = "it is the last layer, whose filters are the outputs"
+    reasons = {name: _unfit(module, name, pattern) if name in candidates else last for name in prunable(module)}
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _candidates(module: nn.Module, pattern: Pattern) -> list[str]:
+    names = prunable(module)
+    return names[:-1] if isinstance(pattern, Filter) else names
+
+
+def _unfit(module: nn.Module, name: str, pattern: Pattern) -> str | None:
+    return pattern.fits(outputs_first(module, name, get_parameter(module, name)).shape)
+
+
+def coupled(
+    module: nn.Module, names: Sequence[str], pattern: Pattern, inputs: Any
+) -> tuple[list[tuple[str, ...]], str | None]:
+    """The weights in groups which lose the same filters or channels, in the order of their first members.
+
+    Second a sentence where the model cannot be followed, so that nobody knows the groups.
+    """
     if not isinstance(pattern, Filter | Channel):
-        return [(name,) for name in names]
+        return [(name,) for name in names], None
+    note: str | None = None
     try:
         groups = filter_groups(module, inputs)
-    except GossamerError as error:
-        logger.warning("layers are pruned one by one, coupled ones too: %s", error)
+    except Untraceable as error:
+        note = f"layers were pruned one by one, those too that can only lose the same {_units(pattern)}: {error}"
         groups = []
     leader = {name: name for name in names}
     for group in groups:
@@ -137,7 +165,7 @@ def coupled(module: nn.Module, names: Sequence[str], pattern: Pattern, inputs: A
     together: dict[str, list[str]] = {}
     for name in names:
         together.setdefault(leader[name], []).append(name)
-    return [tuple(members) for members in together.values()]
+    return [tuple(members) for members in together.values()], note
 
 
 def masks_of(module: nn.Module, members: Sequence[str], pattern: Pattern, sparsity: float) -> dict[str, Tensor]:
@@ -174,6 +202,10 @@ def put_back(module: nn.Module, whole: Mapping[str, Tensor]) -> None:
 
 def _sharing(group: FilterGroup, pattern: Pattern) -> tuple[str, ...]:
     return group.producers if isinstance(pattern, Filter) else group.consumers
+
+
+def _units(pattern: Filter | Channel) -> str:
+    return "filters" if isinstance(pattern, Filter) else "channels"
 
 
 def _side(module: nn.Module, name: str, pattern: Pattern) -> int:

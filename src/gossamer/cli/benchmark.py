@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from gossamer.cli.console import AsJson, err, out, reports_errors, show_json
+from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json
 from gossamer.errors import GossamerError
+from gossamer.runner.figures import size
 
 if TYPE_CHECKING:
     from gossamer.export.speed import InMemory, Timing
@@ -72,13 +72,8 @@ def benchmark(
     from gossamer.export.speed import explain, measure
 
     shapes = dict(_shape(word) for word in shape or ())
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal or as_json) as progress:
-        task = progress.add_task("loading", total=1.0)
-
-        def show(label: str, share: float) -> None:
-            progress.update(task, completed=share, description=escape(label))
-
+    with progress("", as_json) as show:
+        show("loading", 0.0)
         candidates = [_candidate(word, shapes) for word in files]
         timings = measure(
             candidates,
@@ -148,7 +143,7 @@ def _show(timings: Sequence[Timing], threads: int) -> None:
         throughput = [] if timing.throughput is None else [_rounded(timing.throughput)]
         table.add_row(
             escape(short(timing.file)),
-            _size(timing.contents.bytes),
+            size(timing.contents.bytes),
             f"{timing.contents.sparsity:.1%}",
             f"{timing.median * factor:.{digits}f}",
             f"{timing.low * factor:.{digits}f}–{timing.high * factor:.{digits}f}",
@@ -179,10 +174,6 @@ def _digits(number: float) -> int:
 
 def _rounded(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
-
-
-def _size(number: int) -> str:
-    return f"{number / 1e6:.1f} MB" if number >= 1e6 else f"{number / 1e3:.1f} kB"
 
 
 def _counted(number: int, word: str) -> str:

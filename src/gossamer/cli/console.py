@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Annotated, ParamSpec, TypeVar
 
 import typer
@@ -18,6 +19,8 @@ from gossamer.errors import GossamerError, RecipeError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Show = Callable[[str, float], None]
+"""Told what is being done, and which share of the whole lies behind."""
 
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
@@ -56,6 +59,25 @@ def show_warnings(sentences: Iterable[str]) -> None:
 
 def show_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+@contextmanager
+def progress(title: str, quiet: bool) -> Generator[Show]:
+    """A bar on stderr for as long as the block runs, on terminals only: the title, then it and what is being done.
+
+    Without a title, the bar comes with the first word of what is being done.
+    """
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    # Names of layers and files may hold brackets, which are no markup.
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=err, transient=True, disable=quiet or not err.is_terminal) as bar:
+        task = bar.add_task(title, total=1.0, visible=bool(title))
+
+        def show(label: str, share: float) -> None:
+            bar.update(task, completed=share, description=f"{title} {label}".strip(), visible=True)
+
+        yield show
 
 
 def _say(kind: str, style: str, sentence: str) -> None:

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from gossamer.cli.console import AsJson, err, out, reports_errors, show_json, show_warnings
+from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json, show_warnings
 from gossamer.cli.models import import_module, subject, untrained
 from gossamer.errors import GossamerError, nearest
 
@@ -126,15 +124,8 @@ def create(
     with redirect_stdout(sys.stderr):  # whatever the user's code prints is not our output
         opened = subject(model, weights)
         batches = None if data is None else batches_of(data)
-        columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-        with Progress(*columns, console=err, transient=True, disable=not err.is_terminal or as_json) as progress:
-            task = progress.add_task("measuring", total=1.0, visible=batches is not None)
-
-            def show(layer: str, share: float) -> None:
-                progress.update(task, completed=share, description=f"measuring {escape(layer)}".strip())
-
-            with _in_options():
-                made = design(opened.model, choices, batches, progress=show)
+        with progress("measuring", as_json or batches is None) as show, _in_options():
+            made = design(opened.model, choices, batches, progress=show)
     told = [_as_options(sentence) for sentence in (*choices.without_effect, *made.warnings)]
     if batches is not None and not choices.measures:
         told.append(_as_options(DATA_IDLE))

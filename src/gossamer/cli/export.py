@@ -92,8 +92,8 @@ def export(
 
 def _table(written: Sequence[Written]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("file", no_wrap=True)
-    for column in ("size", "of dense", "zeros", "outputs differ by"):
+    table.add_column("file", overflow="fold")
+    for column in ("size", "of dense", "zeros", "differs by"):
         table.add_column(column, justify="right", no_wrap=True)
     for one in written:
         table.add_row(

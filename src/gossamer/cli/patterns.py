@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from gossamer.cli.console import AsJson, err, out, reports_errors, show_json, show_warnings
+from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json, show_warnings
 from gossamer.cli.models import Input, ModelWord, Weights, subject, untrained
 from gossamer.cli.weights import check_format, save_weights
 from gossamer.errors import GossamerError, SparsityError
@@ -72,24 +71,17 @@ def permute(
     names, skipped = _searchable(network, chosen, every_layer)
     if not names:
         raise GossamerError(f"{model}: no layer can be {pattern}; {next(iter(skipped.values()), 'it has no layer')}")
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal or as_json) as progress:
-        task = progress.add_task("searching", total=1.0)
-
-        def show(layer: str, share: float) -> None:
-            progress.update(task, completed=share, description=f"searching {escape(layer)}".strip())
-
-        with redirect_stdout(sys.stderr):
-            found = find(
-                network,
-                names,
-                chosen.n,
-                chosen.m,
-                example_inputs=opened.given,
-                effort=effort,
-                parts=parts,
-                progress=show,
-            )
+    with progress("searching", as_json) as show, redirect_stdout(sys.stderr):
+        found = find(
+            network,
+            names,
+            chosen.n,
+            chosen.m,
+            example_inputs=opened.given,
+            effort=effort,
+            parts=parts,
+            progress=show,
+        )
     if found.untraceable:
         told = found.untraceable.replace("(give example_inputs)", "(give --input)")
         more = "; --parts follows what it can" if "depends on values" in told and not parts else ""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from gossamer.cli.console import AsJson, err, out, reports_errors, show_json
+from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json
+from gossamer.runner.figures import size
 
 
 @reports_errors
@@ -34,20 +33,10 @@ def report(
         from gossamer.runner.running import measure_sensitivity
 
         for folder in folders:
-            with _progress(folder, as_json) as progress:
-                measure_sensitivity(folder, progress)
+            with progress(f"sensitivity of {folder.name}:", as_json) as show:
+                measure_sensitivity(folder, show)
     path = write(folders, output)
     if as_json:
         show_json({"file": str(path), "bytes": path.stat().st_size, "runs": [str(folder) for folder in folders]})
         return
-    out.print(f"{path}: {path.stat().st_size / 1e3:.0f} kB", highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _progress(folder: Path, quiet: bool) -> Generator[Callable[[str, float], None]]:
-    from rich.progress import BarColumn, Progress, TextColumn
-
-    columns = (TextColumn("sensitivity"), BarColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=err, transient=True, disable=quiet) as shown:
-        task = shown.add_task(folder.name, total=1.0)
-        yield lambda label, share: shown.update(task, completed=share, description=label)
+    out.print(f"{path}: {size(path.stat().st_size)}", highlight=False, soft_wrap=True)

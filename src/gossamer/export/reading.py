@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError, nearest
 from gossamer.export.model_file import KIND, ModelFile, damaged, opened
 from gossamer.export.states import clean_state
-from gossamer.sealed import DTYPES, kind_of
+from gossamer.sealed import DTYPES, dtype_word, kind_of
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how much of it is, from 0 to 1."""
@@ -173,15 +173,12 @@ def _check_fit(own: Mapping[str, Any], found: Mapping[str, Entry], path: Path) -
             shapes = f"{entry.shape} in the file and {tuple(target.shape)} in the model"
             raise GossamerError(f"{path}: '{name}' has the shape {shapes}; build the model as it was written")
         if torch.promote_types(target.dtype, entry.dtype) != target.dtype:
-            types = f"{_word(entry.dtype)} in the file and {_word(target.dtype)} in the model"
+            held = dtype_word(entry.dtype)
+            types = f"{held} in the file and {dtype_word(target.dtype)} in the model"
             raise GossamerError(
-                f"{path}: '{name}' is {types}, which cannot hold it exactly; call model.to(torch.{_word(entry.dtype)})"
+                f"{path}: '{name}' is {types}, which cannot hold it exactly; call model.to(torch.{held})"
             )
 
 
 def _told(progress: Progress | None, label: str) -> Callable[[float], None]:
     return (lambda share: progress(label, share)) if progress else (lambda _: None)
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError
 from gossamer.graph import first_names, get_parameter, named_modules, owner_of, prunable
 from gossamer.quantization import is_emulated
+from gossamer.sealed import dtype_word
 from gossamer.sparse import NM
 
 
@@ -86,8 +87,8 @@ def _unsuited(weight: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None)
     kind = dtype or weight.dtype
     limits = _limits()
     if kind not in limits:
-        known = ", ".join(sorted(_word(one) for one in limits))
-        return f"its weight is {_word(kind)}; torch takes {known}: call model.half() first"
+        known = ", ".join(sorted(dtype_word(one) for one in limits))
+        return f"its weight is {dtype_word(kind)}; torch takes {known}: call model.half() first"
     rows, columns = limits[kind]
     for size, least, side in ((shape[0], rows, "output"), (shape[1], columns, "input")):
         if size < least or size % least:
@@ -107,7 +108,3 @@ def _limits() -> dict[torch.dtype, tuple[int, int]]:
     chosen: Any = getattr(torch.sparse, f"SparseSemiStructuredTensor{name}")
     table: dict[torch.dtype, Any] = chosen._DTYPE_SHAPE_CONSTRAINTS
     return {kind: (limit.sparse_min_rows, limit.sparse_min_cols) for kind, limit in table.items()}
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

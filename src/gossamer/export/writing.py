@@ -25,6 +25,7 @@ from gossamer.export.models import check_place, require, write_model
 from gossamer.export.qat import quantize_qat_export
 from gossamer.graph import unwrap
 from gossamer.quantization import emulations_in
+from gossamer.sealed import dtype_word
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -131,7 +132,7 @@ def copied(model: nn.Module, target: Path) -> nn.Module:
 def _check_floats(model: nn.Module, emulated: bool, target: Path) -> None:
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if emulated and kinds - {torch.float32}:
-        found = ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+        found = ", ".join(sorted(dtype_word(kind) for kind in kinds))
         raise GossamerError(f"{target}: a quantized model is written from float32, not {found}; pass model.float()")
 
 

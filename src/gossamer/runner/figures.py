@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: losses, rates, times, metrics. Knows nothing of where they come from."""
+"""Numbers as a person reads them: losses, rates, times, metrics, sizes. Knows nothing of where they come from."""
 
 from __future__ import annotations
 
@@ -71,3 +71,14 @@ def count(value: int) -> str:
         if value >= size:
             return f"{value / size:.2f} {unit}"
     return str(value)
+
+
+def size(count: int) -> str:
+    """Bytes, in two or three figures and more.
+
+    >>> size(44_775_912), size(445_112), size(1200), size(0)
+    ('44.8 MB', '0.45 MB', '1.2 kB', '0.0 kB')
+    """
+    if count < 1e5:
+        return f"{count / 1e3:.1f} kB"
+    return f"{count / 1e6:.2f} MB" if count < 1e6 else f"{count / 1e6:.1f} MB"

@@ -1,12 +1,13 @@
 """`report.html` of run folders: made at the end of a run, and from its files whenever it is asked for.
 
-A run never ends because of its report: what goes wrong there is a warning. What the page holds is read by
-`reporting_content.py`, and how it looks is decided in `gossamer.analysis.report`.
+A run never ends because of its report: what goes wrong there is a warning, and only an interrupt goes through. What
+the page holds is read by `reporting_content.py`, and how it looks is decided in `gossamer.analysis.report`.
 """
 
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,12 +93,16 @@ def _note_end(runner: Runner) -> None:
 
 
 def _guarded(runner: Runner, act: Callable[[], object]) -> None:
-    """Whatever goes wrong is told, and the run goes on."""
+    """Whatever goes wrong is told, and the run goes on; an interrupt ends it, and leaves each file old or new."""
+    remedy = f"make it again by gossamer report {shlex.quote(str(runner.folder))}"
     try:
         act()
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - a page is worth no run
+    except KeyboardInterrupt:
+        logger.warning("the report is not complete: it was interrupted; %s", remedy)
+        raise
+    except Exception as error:  # noqa: BLE001 - a page is worth no run
         words = " ".join(f"{error}".split()) or type(error).__name__
-        logger.warning("the report is not complete: %s; make it again by gossamer report %s", words, runner.folder)
+        logger.warning("the report is not complete: %s; %s", words, remedy)
 
 
 def _check_place(path: Path) -> None:

@@ -7,13 +7,14 @@ last checkpoint. What cannot be shown is said with the reason, and with the comm
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from gossamer.analysis.report.content import Card, HeatMap, RunContent, Series
 from gossamer.errors import GossamerError
-from gossamer.runner.figures import count, duration, metric
+from gossamer.runner.figures import count, duration, metric, size
 from gossamer.runner.records import read_records
 from gossamer.runner.reporting_notes import Kind, read_note
 from gossamer.runner.reporting_weights import Shown, shown_weights
@@ -33,9 +34,8 @@ def run_content(folder: Path, name: str) -> RunContent:
     length = _whole(plan, "length")
     complete = length is None or iterations >= length
     if not complete:
-        notes.insert(
-            0, f"This run is not complete: it stopped at iteration {iterations} of {length}. Go on by gossamer resume."
-        )
+        stopped = f"This run is not complete: it stopped at iteration {iterations} of {length}."
+        notes.insert(0, f"{stopped} Go on by: gossamer resume {shlex.quote(str(folder))}")
     weights = shown_weights(folder, summary, plan, start, end, complete=complete)
     missing = dict(weights.missing)
     heat = _heat_map(measured, iterations, missing, folder)
@@ -102,7 +102,7 @@ def _cards(
     files = _files(folder)
     if files:
         cards.append(
-            Card("file", _size(files[0][1]), "; ".join([files[0][0], *(f"{n} {_size(s)}" for n, s in files[1:])]))
+            Card("file", size(files[0][1]), "; ".join([files[0][0], *(f"{n} {size(b)}" for n, b in files[1:])]))
         )
     if summary["seconds"] is not None:
         speed = summary["images_per_s"]
@@ -135,7 +135,7 @@ def _figures(folder: Path, summary: Mapping[str, Any], weights: Shown) -> list[t
     found.append(("sparsity", "–" if share is None else f"{100 * share:.1f} %"))
     found.append(("not zero", "–" if nonzero is None else count(nonzero)))
     files = _files(folder)
-    found.append(("file", _size(files[0][1]) if files else "–"))
+    found.append(("file", size(files[0][1]) if files else "–"))
     found.append(("iterations", str(summary["iterations"])))
     found.append(("time", "–" if summary["seconds"] is None else duration(summary["seconds"])))
     return found
@@ -155,14 +155,6 @@ def _files(folder: Path) -> list[tuple[str, int]]:
     paths = [path for path in sorted(folder.glob("model*")) if path.is_file()]
     paths.sort(key=lambda path: path.name != "model.safetensors")
     return [(path.name, path.stat().st_size) for path in paths]
-
-
-def _size(size: int) -> str:
-    """
-    >>> _size(44775912), _size(1200)
-    ('44.8 MB', '1.2 kB')
-    """
-    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
 
 
 def _metric(name: str, value: float | None) -> str:
@@ -217,7 +209,7 @@ def _plan(plan: Mapping[str, Any] | None, missing: dict[str, str]) -> Series | N
 
 
 def _heat_map(note: Mapping[str, Any] | None, iterations: int, missing: dict[str, str], folder: Path) -> HeatMap | None:
-    remedy = f"Measure it by: gossamer report {folder.resolve().name} --sensitivity"
+    remedy = f"Measure it by: gossamer report {shlex.quote(str(folder))} --sensitivity"
     if note is None:
         missing["sensitivity"] = f"The sensitivity of the layers was not measured. {remedy}"
         return None

@@ -246,8 +246,9 @@ class Attachment:
     def thin(self, names: Sequence[str]) -> None:
         from gossamer.training.thinning import thin_run
 
-        if self._shared.cut is not None:
-            thin_run(self, names, self._shared, self._shared.cut)
+        if self._shared.cut is None:
+            raise ModifierError("filters cannot be removed outside a run; attach the recipe to a model first")
+        thin_run(self, names, self._shared, self._shared.cut)
 
     def reset_moments(self, name: str, where: Tensor | None = None) -> None:
         if self._shared.optimizer is None:

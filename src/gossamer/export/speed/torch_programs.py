@@ -23,6 +23,7 @@ from gossamer.export.speed.candidates import Candidate, InMemory, Program, Run, 
 from gossamer.export.speed.contents import contents_of_tensors
 from gossamer.export.speed.inputs import Array, Slot
 from gossamer.export.writing import reason_of
+from gossamer.sealed import dtype_word
 
 
 def in_torch(candidate: Candidate, settings: Settings) -> Program:
@@ -111,7 +112,7 @@ def _slot(name: str, leaf: Tensor, path: Path) -> Slot:
 
 
 def _type_name(tensor: Tensor, where: str) -> str:
-    name = str(tensor.dtype).removeprefix("torch.")
+    name = dtype_word(tensor.dtype)
     if name not in {"float16", "float32", "float64", "bool", "uint8", "int8", "int16", "int32", "int64"}:
         raise GossamerError(f"{where}: an input is {name}, of which no noise can be made; export it in float32")
     return name
