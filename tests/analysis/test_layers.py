@@ -234,6 +234,7 @@ def test_the_drawing_holds_every_layer_number_and_reason() -> None:
     assert "MACs" not in " ".join(texts(report(inputs=None)))
 
 
+@pytest.mark.slow
 def test_long_names_lose_their_beginning_and_many_are_thinned() -> None:
     shown = texts(many(60))
     names = [text for text in shown if text.startswith(("a_block", "…"))]
@@ -266,6 +267,7 @@ def test_the_svg_is_one_element_for_a_page_and_the_same_each_time() -> None:
     assert not re.search(r"style=\"fill: #ffffff; opacity", drawn)
 
 
+@pytest.mark.slow
 def test_pictures_are_saved_by_their_ending(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
     for ending, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):

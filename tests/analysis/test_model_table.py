@@ -64,6 +64,7 @@ def test_two_of_four_takes_half_the_values_and_two_bits_for_each() -> None:
     assert sparse24_bytes(1024, 2) / (1024 * 2) == 0.5625
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "format"), [("builtin:gmp-90", "bitmask"), ("builtin:nm-2of4", "sparse24")])
 def test_what_a_file_is_said_to_take_is_what_the_export_writes(recipe: str, format: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -163,3 +164,8 @@ def test_a_model_without_layers_and_one_that_does_not_run_are_refused() -> None:
         model_table(nn.ReLU())
     with pytest.raises(GossamerError, match="fails on an input of shape"):
         model_table(nn.Linear(4, 4), [1, 5])
+
+
+def test_a_model_without_numbers_is_told_so() -> None:
+    with pytest.raises(GossamerError, match="meta device"):
+        model_table(nn.Linear(8, 4, device="meta"), torch.zeros(1, 8, device="meta"))

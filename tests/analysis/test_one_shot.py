@@ -84,6 +84,17 @@ def test_layers_that_read_the_same_channels_form_one_curve() -> None:
     assert [curve.members for curve in curves] == [("stem.weight",), ("left.weight", "right.weight")]
 
 
+def test_curves_of_a_model_that_cannot_be_followed_say_that_layers_were_pruned_alone() -> None:
+    class Deciding(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if float(x.sum()) > 0 else -x)
+
+    layers = nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 10)
+    for model, told in ((Deciding(*layers), "others were pruned one by one"), (nn.Sequential(*layers), None)):
+        (curve,) = one_shot(model, CALIBRATION[:1], [0.5], pattern=Filter())
+        assert told == curve.note or (told is not None and told in (curve.note or ""))
+
+
 def test_a_weight_behind_a_flattening_keeps_a_curve_of_its_own() -> None:
     curves = one_shot(trained(), CALIBRATION, [0.5], pattern=Channel(), names=["first.weight", "head.weight"])
     assert [curve.members for curve in curves] == [("first.weight",), ("head.weight",)]

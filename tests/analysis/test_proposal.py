@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gossamer import GossamerError, Manager, load
-from gossamer.analysis.accuracy import Score, classifier_score
+from gossamer.analysis.accuracy import Labelled, Score, classifier_score
 from gossamer.analysis.proposal import Proposal, known_allocations, propose
+from gossamer.analysis.proposal_trial import halves
 from gossamer.graph import get_parameter, prunable
 from gossamer.sparse.selection import smallest
 from tests.analysis.labelled_digits import Batches, parts, trained
@@ -45,6 +46,7 @@ def at_once(model: nn.Module, shares: dict[str, float], batches: Batches) -> Sco
     return classifier_score(pruned, batches)
 
 
+@pytest.mark.slow
 def test_the_proposal_keeps_far_more_than_uniform_on_digits_it_has_not_seen() -> None:
     model = trained()
     proposal = propose(model, CALIBRATION, 0.95, evaluations=30)
@@ -103,6 +105,34 @@ def test_a_model_without_batch_norm_and_a_single_batch_are_enough() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 10))
     proposal = propose(model, CALIBRATION[:1], 0.5, evaluations=8)
     assert round(1024 * proposal.sparsity["1.weight"] + 160 * proposal.sparsity["4.weight"]) == 592
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6).filter(lambda counts: sum(counts) >= 4))
+def test_no_sample_both_trains_and_judges_and_the_halves_are_equal(counts: list[int]) -> None:
+    samples = torch.arange(sum(counts))
+    scale = torch.tensor(2.0)  # no samples in it: handed on as it is
+    batches = [Labelled((part.float(),), {"scale": scale}, part) for part in samples.split(counts)]
+    first, second = halves(batches)
+    trained_on, judged = (torch.cat([batch.labels for batch in half]) for half in (first, second))
+    assert torch.equal(torch.cat([trained_on, judged]), samples)
+    assert len(trained_on) - len(judged) == len(samples) % 2
+    for batch in [*first, *second]:
+        assert torch.equal(batch.args[0], batch.labels.float())
+        assert batch.kwargs["scale"] is scale
+
+
+def test_a_single_batch_is_judged_by_its_second_half() -> None:
+    pixels, labels = CALIBRATION[0]
+    one, two = [(pixels, labels)], list(zip(pixels.split(32), labels.split(32), strict=True))
+    found = propose(trained(), one, 0.9, evaluations=5)
+    assert found == propose(trained(), two, 0.9, evaluations=5)
+    assert found.judged == 32
+
+
+def test_samples_too_few_for_two_halves_are_refused() -> None:
+    pixels, labels = CALIBRATION[0]
+    with pytest.raises(GossamerError, match=r"judged by the other, each of 2 or more, found 2 in 1 batch;"):
+        propose(trained(), [(pixels[:2], labels[:2])], 0.9)
 
 
 def test_a_last_batch_of_one_sample_does_no_harm() -> None:

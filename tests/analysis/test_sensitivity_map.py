@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from gossamer.analysis.sensitivity_map import SensitivityMap, first_samples, has_labels, sensitivity_map
+from gossamer.analysis.sensitivity_map import (
+    LEVELS,
+    UNCOUPLED,
+    SensitivityMap,
+    first_samples,
+    has_labels,
+    sensitivity_map,
+)
 from gossamer.analysis.sensitivity_plot import draw, save
 from gossamer.errors import GossamerError
 
@@ -54,6 +61,25 @@ def test_without_labels_the_outputs_are_compared() -> None:
     found = sensitivity_map(network(), [inputs for inputs, _ in batches()], [0.5, 0.9])
     assert (found.by, found.dense, found.layers[0].accuracy) == ("outputs", None, None)
     assert all(0 <= layer.harm[0] <= layer.harm[1] for layer in found.layers)
+
+
+def test_a_pattern_that_groups_layers_says_without_labels_that_it_did_not() -> None:
+    inputs = [inputs for inputs, _ in batches()]
+    assert sensitivity_map(network(), inputs, [0.5], pattern="filter").notes == (UNCOUPLED,)
+    assert sensitivity_map(network(), inputs, [0.5]).notes == ()
+
+
+def test_layers_that_the_pattern_does_not_fit_are_told_with_the_reason() -> None:
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False))
+    found = sensitivity_map(model, batches(), pattern="2:4")
+    assert [layer.name for layer in found.layers] == ["0.weight"]
+    assert found.skipped == {"1.weight": "6 input channels do not divide by 4"}
+    assert found.to_json()["skipped"] == found.skipped
+
+
+@pytest.mark.parametrize(("pattern", "levels"), [("2:4", (0.25, 0.5)), ("1:4", (0.375, 0.75)), ("channel", LEVELS)])
+def test_an_n_of_m_pattern_is_measured_up_to_its_own_sparsity(pattern: str, levels: tuple[float, ...]) -> None:
+    assert sensitivity_map(network(), batches(), pattern=pattern).sparsities == levels
 
 
 def test_the_model_is_left_as_it_was() -> None:

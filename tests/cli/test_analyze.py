@@ -30,6 +30,24 @@ def half():
     model[2].weight.data[::2] = 0
     return model
 
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.inner, self.end = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x):
+        x = self.stem(x).relu()
+        return self.head((x + self.end(self.inner(x).relu())).mean((2, 3)))
+
+class Deciding(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 8), nn.Linear(8, 10))
+
+    def forward(self, x):
+        return super().forward(x if float(x.sum()) > 0 else -x)
+
 def labelled():
     torch.manual_seed(1)
     return [(torch.randn(8, 3, 8, 8), torch.arange(8))]
@@ -54,15 +72,15 @@ def words(text: str) -> str:
 
 
 def test_the_answer_is_in_sentences_and_the_lines_fit_a_terminal(analyze: Any) -> None:
-    done = analyze("--recipe", "builtin:nm-2of4", model="mobilenet_v2")
+    done = analyze("--recipe", "builtin:nm-2of4", model="squeezenet1_1")
     assert done.exit_code == 0, done.output
     told = words(done.stdout)
-    assert "mobilenet_v2: 53 layers with 3.47 M weights, 301 M MACs on an input of 1×3×224×224" in told
-    assert "Of 53 layers 33 can be 2:4" in told
-    assert "builtin:nm-2of4 makes it 49.1 % sparse" in told
-    assert "features.0.0 stays dense: mask_type 2:4 does not fit: 3 input channels do not divide by 4" in told
+    assert "squeezenet1_1: 26 layers with 1.23 M weights, 349 M MACs on an input of 1×3×224×224" in told
+    assert "Of 26 layers 25 can be 2:4" in told
+    assert "builtin:nm-2of4 makes it 49.9 % sparse" in told
+    assert "features.0 stays dense: mask_type 2:4 does not fit: 3 input channels do not divide by 4" in told
     assert "sensitivity: there are no data" in told
-    assert "mobilenet_v2 has the weights it is initialised with" in words(done.stderr)
+    assert "squeezenet1_1 has the weights it is initialised with" in words(done.stderr)
     assert max(len(line) for line in done.stdout.splitlines()) <= 80
     assert "…" not in done.stdout, "a cell was cut"
 
@@ -90,6 +108,37 @@ def test_labels_give_accuracy_and_only_the_layers_that_matter_most_are_shown(ana
     assert "Accuracy when one layer alone is pruned" in told
     assert "and 1 more that matter less" in told
     assert "--target 0.9 says how layers should share" in told
+
+
+def test_layers_that_lose_the_same_filters_are_one_row_with_its_members(analyze: Any) -> None:
+    given = ("--data", "nets_for_analyze:labelled", "--pattern", "filter")
+    told = words(analyze(*given, model="nets_for_analyze:Residual").stdout)
+    assert "stem +1" in told
+    assert "Not head: it is the last layer" in told
+    found = json.loads(analyze(*given, "--json", model="nets_for_analyze:Residual").stdout)["sensitivity"]
+    assert [layer["members"] for layer in found["layers"]] == [["stem.weight", "end.weight"], ["inner.weight"]]
+    assert (found["pattern"], found["notes"]) == ("filter", [])
+
+
+def test_a_model_that_cannot_be_followed_is_told_beside_its_curves(analyze: Any, tmp_path: Path) -> None:
+    given = ("--data", "nets_for_analyze:labelled", "--pattern", "filter", "-o", "found")
+    assert "others were pruned one by one" in words(analyze(*given, model="nets_for_analyze:Deciding").stdout)
+    found = json.loads((tmp_path / "found" / "analysis.json").read_text("utf-8"))["sensitivity"]
+    assert "others were pruned one by one" in found["notes"][0]
+
+
+def test_a_test_part_alone_is_named_and_no_proposal_is_made_on_it(analyze: Any, tmp_path: Path) -> None:
+    lines = "{type: digits, split: test, batch_size: 16, limit: 32, transforms: [{Resize: {size: [8, 8]}}]}"
+    (tmp_path / "only.yaml").write_text(f"net: {{type: '{MODEL}'}}\nnum_classes: 10\ndataset:\n  test: {lines}\n")
+    analyze("--quick")  # imports the module
+    save_file(sys.modules["nets_for_analyze"].small().state_dict(), tmp_path / "small.safetensors")
+    given = ("--samples", "32", "--weights", "small.safetensors")
+    done = analyze(*given, model="only.yaml")
+    assert "On 32 samples of the test part" in words(done.stdout)
+    assert "measured on the test part" in words(done.stderr)
+    refused = analyze(*given, "--target", "0.9", model="only.yaml")
+    assert refused.exit_code == 1
+    assert "--target: there is a test part only" in words(refused.stderr)
 
 
 def test_a_model_that_is_hardly_better_than_chance_is_told(analyze: Any) -> None:
@@ -133,7 +182,7 @@ def test_a_folder_gets_data_pictures_and_a_recipe_that_runs_on_the_model(analyze
 
 def test_data_by_name_give_the_model_its_classes_and_its_input(analyze: Any) -> None:
     found = json.loads(analyze("--data", "tiny", "--samples", "32", "--json").stdout)
-    assert found["sensitivity"]["samples"] >= 32
+    assert (found["data"], found["sensitivity"]["samples"]) == ({"part": "train", "samples": 64}, 64)
     assert found["layers"][-1]["shape"] == [10, 32]
     assert found["input"] != [[1, 3, 224, 224]]
 
@@ -155,6 +204,12 @@ def test_weights_from_a_file_are_what_is_analysed(analyze: Any, tmp_path: Path) 
         (
             ["--target", "0.9", "--data", "nets_for_analyze:unlabelled"],
             "--target: a proposal needs labels, and the batches of --data have none",
+        ),
+        (["--pattern", "filtr"], "--pattern: unknown pattern 'filtr'; nearest: 'filter'"),
+        (["--target", "0.9", "--pattern", "2:4"], "--target: a proposal shares single zeros, not 2:4"),
+        (
+            ["--pattern", "1:64", "--data", "nets_for_analyze:labelled"],
+            "--pattern: the model has no layer that NM(n=1, m=64) could prune; name another pattern",
         ),
         (["--samples", "0"], "--samples: expected a positive number, found 0"),
         (["--input", "1,5,8,8"], "MACs could not be counted, for the model fails on an input of shape [1, 5, 8, 8]"),

@@ -72,6 +72,14 @@ def test_json_holds_every_figure_and_the_sentences(run: Run) -> None:
     assert found["sentences"][0].startswith(f"sparse.onnx in onnxruntime: {said} {DENSE}")
 
 
+def test_one_round_is_told_to_prove_nothing(run: Run) -> None:
+    words = "benchmark", DENSE, SPARSE, "--rounds", 1, "--runtime", "onnxruntime"
+    told = f"• sparse.onnx in onnxruntime: one round proves no difference to {DENSE}, "
+    assert told in " ".join(run(*words).stdout.split())
+    _, sparse = json.loads(run(*words, "--json").stdout, parse_constant=pytest.fail)["timings"]
+    assert (sparse["verdict"], sparse["speed"]["low"], sparse["speed"]["high"]) == ("unclear", None, None)
+
+
 def test_a_model_by_its_name_is_timed_in_torch(run: Run) -> None:
     words = "benchmark", "torchvision.models:squeezenet1_1", "--input", "1,3,32,32", "--rounds", 1, "--json"
     result = run(*words)
@@ -95,6 +103,7 @@ def test_a_model_by_its_name_is_timed_in_torch(run: Run) -> None:
             "--input: expected a shape such as 1,3,224,224, or NAME=1,3,224,224, found",
         ),
         ([DENSE, "--input", "y=1,8,9,9"], f"{DENSE}: it has no input 'y'"),
+        ([DENSE, "--batch", str(10**12)], "--batch, --input: an input 'x' of float32 (1000000000000, 8, 9, 9)"),
         (["text.onnx"], "text.onnx: not an ONNX model, or only a part of one; export it again"),
         (
             ["notes.txt"],

@@ -66,6 +66,13 @@ def test_noise_has_the_type_and_shape_and_the_same_values_each_time(dtype: str, 
     assert np.isfinite(array.astype(float)).all()
 
 
+@pytest.mark.parametrize("batch", [10**12, 10**18, 10**30])
+def test_sizes_that_no_memory_holds_are_one_sentence(batch: int) -> None:
+    sentence = rf"--batch, --input: an input 'x' of float32 \({batch}, 8\) does not fit into memory; give smaller sizes"
+    with pytest.raises(GossamerError, match=sentence):
+        noise([Slot("x", (batch, 8), "float32")])
+
+
 def test_words_are_in_every_vocabulary_and_masks_hide_nothing() -> None:
     for array in noise([Slot("ids", (2, 9), "int64"), Slot("mask", (2, 9), "bool")]):
         assert (array == 1).all()

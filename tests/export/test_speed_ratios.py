@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -35,6 +37,19 @@ def test_the_interval_covers_the_true_ratio_as_often_as_it_says() -> None:
         found = paired(list(first), list(other), seed=number)
         covered += found.low <= 1.5 <= found.high
     assert 0.91 <= covered / 300 <= 0.99
+
+
+@pytest.mark.parametrize("rounds", [2, 3, 4, 5, 6])
+def test_few_rounds_have_an_interval_that_covers_as_often(rounds: int) -> None:
+    draw = np.random.default_rng(0)
+    found = [paired(list(np.exp(draw.normal(0, 0.1, rounds))), [1.0] * rounds, seed=number) for number in range(300)]
+    assert sum(ratio.low <= 1 <= ratio.high for ratio in found) / 300 >= 0.91
+
+
+def test_one_round_proves_nothing() -> None:
+    itself, other = paired([1.05], [1.04]), paired([1.05], [0.1])
+    assert (other.low, other.high) == (0, math.inf)
+    assert other.verdict(itself.doubt) == other.verdict() == "unclear"
 
 
 @pytest.mark.parametrize(

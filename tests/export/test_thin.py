@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
+from gossamer.errors import GossamerError
 from gossamer.export import save, thin, to_onnx
 from tests.graph.thinned_networks import lively, prune
 
@@ -50,3 +52,21 @@ def test_the_file_of_the_copy_is_smaller(tmp_path) -> None:
     smaller, _ = thin(model, IMAGE)
     sizes = [save(net, tmp_path / f"{i}.safetensors", "safetensors").bytes for i, net in enumerate((model, smaller))]
     assert sizes[1] < 0.75 * sizes[0]
+
+
+def test_a_model_that_torch_itself_prunes_is_told_what_to_call() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    torch.nn.utils.prune.ln_structured(model[0], "weight", 0.5, 2, 0)
+    with pytest.raises(GossamerError, match=r"cannot be copied .*made final by its remove"):
+        thin(model, torch.randn(1, 8))
+
+
+def test_a_filter_that_stays_to_carry_constants_is_told_so_when_thinned_again() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+    model[0].weight.data[:8] = 0
+    model[0].bias.data[:8] = 1
+    smaller, first = thin(model, torch.zeros(1, 4))
+    _, second = thin(smaller, torch.zeros(1, 4))
+    assert "another weight" not in second.kept["0.weight"], second.kept
+    assert "constant" in first.kept["0.weight"]

@@ -334,5 +334,9 @@ def test_random_networks_compute_the_same_without_what_left(kinds, seed: int, sh
     model = lively(RandomGraph(kinds, seed), seed)
     inputs = torch.randn(2, 4, 6, 6)
     prune(model, inputs, share, seed)
-    _, found = thinned_alike(model.double(), inputs.double(), 1e-9)
+    smaller, found = thinned_alike(model.double(), inputs.double(), 1e-9)
     assert found.parameters[1] <= found.parameters[0]
+    other = 30 * torch.randn(3, 4, 11, 9).double()
+    with torch.no_grad():
+        wanted = model(other)
+        assert torch.allclose(smaller(other), wanted, rtol=1e-9, atol=1e-9 * float(wanted.abs().max()))

@@ -12,7 +12,7 @@ from torch import nn
 import gossamer
 from gossamer.errors import GossamerError
 from gossamer.graph.thinning import thin
-from gossamer.modifiers import base
+from gossamer.modifiers import LayerThinningModifier, base
 from gossamer.training import Manager
 from gossamer.training.attachment import Attachment, Shared
 
@@ -286,7 +286,6 @@ def test_one_shot_application_ends_with_the_small_model() -> None:
 
 def test_who_is_in_no_run_is_told_that_nothing_can_be_removed() -> None:
     model = network()
-    (modifier,) = gossamer.load_text("modifiers: [!LayerThinningModifier {}]").modifiers
-    outside = Attachment(0, "thinning", modifier, Shared(model, model, None, 1.0))
+    outside = Attachment(0, "thinning", LayerThinningModifier(), Shared(model, model, None, 1.0))
     with pytest.raises(GossamerError, match="filters cannot be removed outside a run; attach the recipe to a model"):
         outside.thin(["0.weight"])

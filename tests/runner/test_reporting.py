@@ -214,6 +214,26 @@ def test_a_note_that_makes_no_sense_takes_only_its_own_part_from_the_page(
     assert all(sentence in page for sentence in found.missing.values())
 
 
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "text"])
+@pytest.mark.parametrize("key", ["kind", "epoch", "seconds", "top1", "sparsity", "images_per_s", "loss"])
+def test_a_value_that_is_no_number_leaves_a_gap_and_ends_no_report(tmp_path: Path, key: str, value: object) -> None:
+    lines = [
+        {
+            "kind": "train",
+            "iteration": 4,
+            "epoch": 1.0,
+            "seconds": 0.5,
+            "loss": 2.0,
+            "sparsity": 0.5,
+            "images_per_s": 9.0,
+        },
+        {"kind": "test", "iteration": 4, "epoch": 1.0, "seconds": 0.6, "top1": 6.25},
+    ]
+    changed = [line | ({key: value} if key in line else {}) for line in lines]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
+    assert ("6.25" in report([tmp_path]).read_text()) == (key not in ("top1", "kind"))
+
+
 def test_several_runs_are_set_side_by_side(levels: Path, tmp_path: Path) -> None:
     path = report([levels, copied(levels, tmp_path)], tmp_path / "both.html")
     text = path.read_text()

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import gossamer
 from gossamer.errors import GossamerError
-from gossamer.export import save, thin
+from gossamer.export import THINNED, save, thin
 from gossamer.runner.subjects import open_subject
 from tests.runner.nets import small
 from tests.runner.running_on_digits import config, evaluated, trained
@@ -136,10 +137,12 @@ def test_a_file_of_a_thinned_network_is_a_model_again(tmp_path: Path) -> None:
     made.model.features[3].squeeze.bias.data[:4] = 0
     smaller, _ = thin(made.model, made.example)
     assert smaller.features[3].squeeze.out_channels == 12
-    save(smaller, tmp_path / "thin.safetensors", "safetensors", about=made.about())
+    save(smaller, tmp_path / "thin.safetensors", "safetensors", about={**made.about(), **THINNED})
     again = open_subject(str(tmp_path / "thin.safetensors"))
     images = torch.rand(2, 3, 32, 32)
     torch.testing.assert_close(again.model(images), made.model(images))
+    whole = open_subject("squeezenet1_1", data="tiny").model
+    assert torch.equal(gossamer.load(tmp_path / "thin.safetensors", whole)(images), again.model(images))
 
 
 def test_a_file_in_16_bits_stays_in_16_bits_and_one_without_classes_has_those_of_its_network(tmp_path: Path) -> None:

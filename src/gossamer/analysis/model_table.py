@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gossamer.analysis.layers import LayerRow, layer_report
 from gossamer.analysis.projection import Outlook, Projection
+from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, is_depthwise, is_transposed, owner_of, prunable, unwrap
 from gossamer.graph.parameters import named_state
 from gossamer.sparse import NM, Block, Channel, Filter, Pattern
@@ -139,6 +140,8 @@ def model_table(model: nn.Module, example_inputs: Any = None, projection: Projec
     """
     module = unwrap(model)
     names = prunable(module)
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise GossamerError("the model is on torch's meta device and has no weights to look at; load it first")
     layers = layer_report(module, dict.fromkeys(names, ()), (), example_inputs).layers
     rows = tuple(_row(module, layer, projection) for layer in layers)
     state = dict(named_state(module))

@@ -19,8 +19,8 @@ from gossamer.analysis.accuracy import Labelled, Score, labelled, score_now
 from gossamer.analysis.sensitivity import Progress, outputs_first
 from gossamer.errors import GossamerError, SparsityError, nearest
 from gossamer.graph import first_names, get_parameter, prunable, unwrap
-from gossamer.graph.coupling import Untraceable
-from gossamer.graph.filter_groups import FilterGroup, filter_groups
+from gossamer.graph.coupling import Untraceable, couple
+from gossamer.graph.filter_groups import FilterGraph, FilterGroup
 from gossamer.graph.undisturbed import undisturbed
 from gossamer.sparse import Channel, Filter, Pattern, Unstructured, magnitude
 
@@ -142,16 +142,20 @@ def coupled(
 ) -> tuple[list[tuple[str, ...]], str | None]:
     """The weights in groups which lose the same filters or channels, in the order of their first members.
 
-    Second a sentence where the model cannot be followed, so that nobody knows the groups.
+    Second a sentence where the model cannot be followed as a whole, so that groups may be larger.
     """
     if not isinstance(pattern, Filter | Channel):
         return [(name,) for name in names], None
-    note: str | None = None
+    same = f"that can only lose the same {_units(pattern)}"
+    groups: list[FilterGroup] = []
     try:
-        groups = filter_groups(module, inputs)
+        coupling = couple(module, inputs, parts=True)
+        graph = FilterGraph(module, coupling)
+        groups = [graph.group(classes) for classes in graph.components()]
+        found_in_parts = f"layers {same} were looked for in parts of the model, others were pruned one by one"
+        note = None if coupling.note is None else f"{found_in_parts}: {coupling.note}"
     except Untraceable as error:
-        note = f"layers were pruned one by one, those too that can only lose the same {_units(pattern)}: {error}"
-        groups = []
+        note = f"layers were pruned one by one, those too {same}: {error}"
     leader = {name: name for name in names}
     for group in groups:
         members = [

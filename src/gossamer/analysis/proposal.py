@@ -47,7 +47,9 @@ class Proposal:
     sparsity: dict[str, float]
     """By weight; the zeros add up to exactly round(N · target) of all N weights."""
     calibration: dict[str, Score]
-    """By allocation: `proposed`, `uniform`, `erk`, `global`, `lamp`; on the samples that decided."""
+    """By allocation: `proposed`, `uniform`, `erk`, `global`, `lamp`; on the samples that judged."""
+    judged: int = 0
+    """How many samples those are: the second half of all."""
 
     def to_recipe(self, epochs: float, *, prune_until: float | None = None, update_frequency: float = 0.1) -> str:
         """A recipe of so many epochs that reaches these sparsities at `prune_until`, half-way unless given.
@@ -89,9 +91,9 @@ def propose(
 
     `batches` yields pairs (inputs, labels), of which those are read that hold the first `samples` samples: let them be
     shuffled, neither augmented nor part of the test. `names` are the weights that share the zeros; all prunable ones
-    unless given. `evaluations` bounds the allocations that are tried, the known ones first; each takes one and a half
-    forward passes over the samples, and eight steps of training on a batch. The same input gives the same proposal.
-    The model is left as it was, to the bit.
+    unless given. The first half of the samples trains, the second judges. `evaluations` bounds the allocations that
+    are tried, the known ones first; each takes one and a half forward passes over the samples, and eight steps of
+    training on a batch. The same input gives the same proposal. The model is left as it was, to the bit.
     """
     module = unwrap(model)
     if not 0 <= target < 1:
@@ -112,7 +114,7 @@ def propose(
     if progress is not None:
         progress("", 1.0)
     shares = {name: counts[name] / max(size, 1) for name, size in search.sizes.items()}
-    return Proposal(target, shares, {name: worth.at_once for name, worth in found.items()})
+    return Proposal(target, shares, {name: worth.at_once for name, worth in found.items()}, trial.count)
 
 
 class _Search:

@@ -14,15 +14,19 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from gossamer.analysis.accuracy import Labelled, Score, class_scores, score_now
 from gossamer.analysis.one_shot import put_back
+from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, named_parameters
 from gossamer.sparse import magnitude
 from gossamer.sparse.selection import smallest
 
 _RECOVERY = 8
 """Steps of training by which an allocation shows whether it can recover."""
+_FEWEST = 2
+"""Samples in either half."""
 _PACE = 0.02
 """How far a step moves a weight, as a share of the weight's length: the same in every network."""
 
@@ -44,11 +48,10 @@ class Trial:
     """Prunes the model, judges it, lets it recover for a few steps, judges it again, and puts everything back."""
 
     def __init__(self, module: nn.Module, names: Sequence[str], batches: Sequence[Labelled]) -> None:
-        # Batch norm has no statistics of a single sample, such as a loader's last batch may be.
-        batches = [batch for batch in batches if len(batch.labels) > 1] or batches
-        half = (len(batches) + 1) // 2
         self.module = module
-        self.seen, self.judged = batches[:half], batches[half:] or batches
+        # Batch norm has no statistics of a single sample, such as a loader's last batch may be.
+        self.seen, self.judged = ([b for b in half if len(b.labels) > 1] or half for half in halves(batches))
+        self.count = sum(len(batch.labels) for batch in self.judged)
         self.before = {name: weight.detach().clone() for name, weight in named_parameters(module)}
         self.whole = {name: self.before[name] for name in names}
         norms = [layer for layer in module.modules() if isinstance(layer, _NORMS)]
@@ -107,6 +110,44 @@ class Trial:
         finally:
             for layer in self.norms:
                 layer.eval()
+
+
+def halves(batches: Sequence[Labelled]) -> tuple[list[Labelled], list[Labelled]]:
+    """The first half of the samples, to train on, and the second, to judge by: none is in both.
+
+    The batch that lies across the middle is cut; a batch whose inputs do not count samples first stays whole.
+    """
+    wanted = (sum(len(batch.labels) for batch in batches) + 1) // 2
+    first: list[Labelled] = []
+    second: list[Labelled] = []
+    for batch in batches:
+        room = wanted - sum(len(half.labels) for half in first)
+        if 0 < room < len(batch.labels) and _counts_samples(batch):
+            first.append(_part(batch, slice(None, room)))
+            second.append(_part(batch, slice(room, None)))
+        else:
+            (first if room > 0 else second).append(batch)
+    if min(sum(len(batch.labels) for batch in half) for half in (first, second)) < _FEWEST:
+        found = sum(len(batch.labels) for batch in batches)
+        raise GossamerError(
+            f"data: a proposal trains on one half of the samples and is judged by the other, each of {_FEWEST} or "
+            f"more, found {found} in {len(batches)} batch{'es' * (len(batches) != 1)}; give more"
+        )
+    return first, second
+
+
+def _counts_samples(batch: Labelled) -> bool:
+    tensors = [leaf for leaf in pytree.tree_leaves((batch.args, batch.kwargs)) if isinstance(leaf, Tensor)]
+    return any(leaf.dim() and len(leaf) == len(batch.labels) for leaf in tensors)
+
+
+def _part(batch: Labelled, where: slice) -> Labelled:
+    """Some samples of a batch: of every tensor that has one entry for each."""
+    count = len(batch.labels)
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda leaf: leaf[where] if leaf.dim() and len(leaf) == count else leaf, (batch.args, batch.kwargs)
+    )
+    return Labelled(args, kwargs, batch.labels[where])
 
 
 def _length(tensor: Tensor) -> float:

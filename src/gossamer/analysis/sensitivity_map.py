@@ -7,20 +7,23 @@ One shape for both ways of measuring, to show, draw and save. How layers are pru
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gossamer.analysis.accuracy import Score, classifier_score
-from gossamer.analysis.one_shot import one_shot
+from gossamer.analysis.one_shot import chosen_weights, left_out, one_shot
 from gossamer.analysis.sensitivity import Progress, sensitivity
+from gossamer.graph import unwrap
+from gossamer.sparse import NM, Channel, Filter, Pattern, parse_pattern
 
 LEVELS = (0.5, 0.8, 0.9, 0.95)
 SAMPLES = 256
 """How many samples are looked at, unless the caller says otherwise."""
+UNCOUPLED = "without labels layers are pruned one by one, those too that can only lose the same filters or channels"
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,8 @@ class LayerCost:
     """From 0 to 1; None without labels."""
 
     @property
-    def worst(self) -> float:
-        """The mean harm over the sparsities; infinite where numbers overflowed."""
+    def mean_harm(self) -> float:
+        """Over the sparsities; infinite where numbers overflowed."""
         return sum(self.harm) / max(len(self.harm), 1)
 
 
@@ -52,16 +55,25 @@ class SensitivityMap:
     """The model as it is; None without labels."""
     sparsities: tuple[float, ...]
     layers: tuple[LayerCost, ...]
+    pattern: str = "unstructured"
+    """What took the weights away."""
+    skipped: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Weights that were left alone, with the reason."""
+    notes: tuple[str, ...] = ()
+    """What to know of the numbers: that coupled layers could not be found, for one."""
 
     def ranked(self) -> list[LayerCost]:
         """Layers that matter most first."""
-        return sorted(self.layers, key=lambda layer: -layer.worst)
+        return sorted(self.layers, key=lambda layer: -layer.mean_harm)
 
     def to_json(self) -> dict[str, Any]:
         """Lists, numbers and text only; what is not finite is null."""
         return {
             "by": self.by,
             "samples": self.samples,
+            "pattern": self.pattern,
+            "skipped": dict(self.skipped),
+            "notes": list(self.notes),
             "dense": None if self.dense is None else {"loss": _plain(self.dense.loss), "accuracy": self.dense.accuracy},
             "sparsities": list(self.sparsities),
             "layers": [
@@ -79,24 +91,38 @@ class SensitivityMap:
 def sensitivity_map(
     model: nn.Module,
     batches: Iterable[Any],
-    sparsities: Sequence[float] = LEVELS,
+    sparsities: Sequence[float] | None = None,
     *,
+    pattern: str = "unstructured",
+    example_inputs: Any = None,
     samples: int = SAMPLES,
     progress: Progress | None = None,
 ) -> SensitivityMap:
     """Prune each layer alone, at once and by magnitude: by labels where batches are pairs (inputs, labels).
 
-    Of `batches` those are read that hold the first `samples` samples. The model is left as it was. Raises
-    `GossamerError` when the model does not run on them.
+    `pattern` is a name as a recipe's `mask_type` has it: `unstructured`, `filter`, `channel`, `block4`, `2:4` and
+    others. Under `filter` and `channel` layers that can only lose the same ones are pruned together, which needs
+    labels; `example_inputs` are what the model is followed on, those of the first batch unless given. Sparsities are
+    `LEVELS` unless given, under N:M half of the pattern and the whole of it. Of `batches` those are read that hold the
+    first `samples` samples. The model is left as it was. Raises `GossamerError` when the model does not run on them.
     """
-    levels = tuple(sorted(set(sparsities)))
+    shape = parse_pattern(pattern)
+    levels = tuple(sorted(set(sparsities or levels_for(shape))))
+    skipped = left_out(model, shape)
     some = first_samples(batches, samples)
     count = sum(_length(batch) for batch in some)
     if not has_labels(some):
-        curves = sensitivity(model, some, levels, batches=max(len(some), 1), progress=progress)
+        names = chosen_weights(unwrap(model), None, shape)
+        curves = sensitivity(model, some, levels, names, shape, max(len(some), 1), progress)
         costs = [LayerCost(name, (name,), curve.moved, None) for name, curve in curves.items()]
-        return SensitivityMap("outputs", count, None, levels, tuple(costs))
+        notes = (UNCOUPLED,) if isinstance(shape, Filter | Channel) else ()
+        return SensitivityMap("outputs", count, None, levels, tuple(costs), pattern, skipped, notes)
+    if progress is not None:
+        progress("nothing, to compare with", 0.0)
     dense = classifier_score(model, some)
+    shots = one_shot(
+        model, some, levels, pattern=shape, example_inputs=example_inputs, samples=samples, progress=progress
+    )
     costs = [
         LayerCost(
             shot.name,
@@ -104,9 +130,15 @@ def sensitivity_map(
             tuple(loss - dense.loss if math.isfinite(loss) else math.inf for loss in shot.loss),
             tuple(0.0 if accuracy is None else accuracy for accuracy in shot.accuracy),
         )
-        for shot in one_shot(model, some, levels, samples=samples, progress=progress)
+        for shot in shots
     ]
-    return SensitivityMap("labels", count, dense, levels, tuple(costs))
+    notes = tuple(dict.fromkeys(shot.note for shot in shots if shot.note is not None))
+    return SensitivityMap("labels", count, dense, levels, tuple(costs), pattern, skipped, notes)
+
+
+def levels_for(pattern: Pattern) -> tuple[float, ...]:
+    """Sparsities at which layers are compared: beyond 1 − n/m an N:M pattern takes nothing more."""
+    return (pattern.sparsity / 2, pattern.sparsity) if isinstance(pattern, NM) else LEVELS
 
 
 def first_samples(batches: Iterable[Any], samples: int) -> list[Any]:

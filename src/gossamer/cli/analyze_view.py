@@ -9,13 +9,13 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.table import Table
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from gossamer.cli.analyze_words import amount, percent, print_table, short, size_of
 
 if TYPE_CHECKING:
     from gossamer.analysis.hardware import Support
@@ -44,6 +44,7 @@ def as_data(analysis: Analysis) -> dict[str, Any]:
         "weights": None if found.source is None else str(found.source),
         "input": _shapes(found.example) or None,
         **analysis.table.to_json(),
+        "data": None if analysis.sensitivity is None else {"part": analysis.part, "samples": analysis.samples},
         "hardware": [support.to_json() for support in analysis.hardware],
         "sensitivity": None if analysis.sensitivity is None else analysis.sensitivity.to_json(),
         "proposal": None if analysis.proposal is None else _proposal_data(analysis.proposal),
@@ -59,9 +60,9 @@ def show(console: Console, analysis: Analysis) -> None:
     _layers(console, analysis.table)
     _hardware(console, analysis.hardware, analysis.table)
     if analysis.sensitivity is not None:
-        _sensitivity(console, analysis.sensitivity)
+        _sensitivity(console, analysis.sensitivity, analysis.measured_on)
     if analysis.proposal is not None:
-        _proposal(console, analysis.proposal, analysis.table)
+        _proposal(console, analysis.proposal, analysis.table, analysis.measured_on)
     if analysis.left_out:
         console.print("[bold]Left out[/]")
         for sentence in analysis.left_out:
@@ -123,7 +124,7 @@ def _layers(console: Console, table: ModelTable) -> None:
         total.append("learned" if then.zeros is None else percent(then.zeros / table.parameters))
     headings = ["layer", "shape", "weights", "MACs", *(["zeros now"] if sparse else [])]
     headings += [f"zeros{' then' * sparse}"] if recipe else []
-    _print(console, "Layers", headings, rows, total, left=2)
+    print_table(console, "Layers", headings, rows, total, left=2)
     if recipe:
         _dense(console, table)
 
@@ -192,17 +193,25 @@ def _hardware(console: Console, found: Sequence[Support], table: ModelTable) -> 
 # Sensitivity and proposal
 
 
-def _sensitivity(console: Console, found: SensitivityMap) -> None:
+def _sensitivity(console: Console, found: SensitivityMap, measured_on: str) -> None:
     by_accuracy = found.dense is not None
     what = "Accuracy when one layer alone is pruned" if by_accuracy else "How far outputs move when one layer is pruned"
+    what += "" if found.pattern == "unstructured" else f" ({found.pattern})"
     ranked, levels = found.ranked(), range(len(found.sparsities))
     rows = [[_of(layer), *(_cost(layer, place) for place in levels)] for layer in ranked[:MOST_RANKED]]
     headings = ["layer", *(f"{100 * level:.4g} %" for level in found.sparsities)]
-    _print(console, f"{what}, those that matter most first", headings, rows)
+    print_table(console, f"{what}, those that matter most first", headings, rows)
     if len(ranked) > MOST_RANKED:
         console.print(f"and {len(ranked) - MOST_RANKED} more that matter less; --json has them", highlight=False)
     dense = "" if found.dense is None else f"; dense: {percent(found.dense.accuracy)}, loss {found.dense.loss:.3g}"
-    console.print(f"{found.samples} samples, at once and by magnitude, without training{dense}\n", highlight=False)
+    told = [f"On {measured_on}, at once and by magnitude, without training{dense}"]
+    if any(len(layer.members) > 1 for layer in found.layers):
+        told.append(f"+1, +2 …: with as many others that can only lose the same {found.pattern}s; --json names them")
+    told += [f"Not {_named(names)}: {reason}" for reason, names in _by_reason(found.skipped).items()]
+    told += [f"Note: {note}" for note in found.notes]
+    for sentence in told:
+        console.print(sentence, highlight=False, markup=False)
+    console.print()
 
 
 def _cost(layer: LayerCost, place: int) -> str:
@@ -210,21 +219,24 @@ def _cost(layer: LayerCost, place: int) -> str:
     return "∞" if not math.isfinite(value) else percent(value)
 
 
-def _proposal(console: Console, proposal: Proposal, table: ModelTable) -> None:
+def _proposal(console: Console, proposal: Proposal, table: ModelTable, measured_on: str) -> None:
     rows: list[list[str]] = []
     for row in table.rows:
         share = proposal.sparsity.get(row.weight, 0.0)
         left = amount(round(row.parameters * (1 - share)))
         rows.append([row.weight, amount(row.parameters), percent(share) if share else "dense", left])
     title = f"How layers should share {percent(proposal.target)}"
-    _print(console, title, ["layer", "weights", "zeros", "weights left"], rows)
+    print_table(console, title, ["layer", "weights", "zeros", "weights left"], rows)
     scores = [f"{name} {percent(score.accuracy)}" for name, score in proposal.calibration.items()]
-    console.print(f"Accuracy at once, without training: {', '.join(scores)}\n", highlight=False)
+    console.print(f"Accuracy at once, without training: {', '.join(scores)}", highlight=False)
+    told = f"Judged by {proposal.judged} of {measured_on}; the others trained a few steps for each way to share\n"
+    console.print(told, highlight=False, markup=False)
 
 
 def _proposal_data(proposal: Proposal) -> dict[str, Any]:
     return {
         "target": proposal.target,
+        "judged_samples": proposal.judged,
         "sparsity": dict(proposal.sparsity),
         "calibration": {
             name: {"loss": score.loss if math.isfinite(score.loss) else None, "accuracy": score.accuracy}
@@ -236,81 +248,10 @@ def _proposal_data(proposal: Proposal) -> dict[str, Any]:
 # Words
 
 
-def amount(count: int) -> str:
-    """A count in three figures or more: `11.7 M`.
-
-    >>> amount(11_678_912), amount(9408), amount(640)
-    ('11.7 M', '9.41 k', '640')
-    """
-    for unit, step in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= step:
-            figures = count / step
-            return f"{figures:.{0 if figures >= 100 else 1 if figures >= 10 else 2}f} {unit}"
-    return str(count)
-
-
-def size_of(count: int) -> str:
-    """Bytes in words: `6.2 MB`."""
-    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
-
-
-def percent(share: float) -> str:
-    """One digit; what is not all, or not nothing, does not read as if it were.
-
-    >>> percent(0.9), percent(0.99999), percent(1e-9), percent(1.0)
-    ('90.0 %', '>99.9 %', '<0.1 %', '100 %')
-    """
-    if share <= 0 or share >= 1:
-        return f"{100 * share:.0f} %"
-    text = f"{100 * share:.1f}"
-    return ">99.9 %" if text == "100.0" else "<0.1 %" if text == "0.0" else f"{text} %"
-
-
-def short(weight: str, room: int) -> str:
-    """A layer's name in so many letters: first parts by their initials, then without those that have no number.
-
-    >>> short("encoder.layers.encoder_layer_0.self_attention.out_proj.weight", 22)
-    'e.l.el0.sa.out_proj'
-    >>> short("encoder.layers.encoder_layer_0.self_attention.in_proj_weight", 18)
-    'el0.in_proj_weight'
-    """
-    parts = (weight.removesuffix(".weight") or weight).split(".")
-    for place in range(len(parts) - 1):
-        if len(".".join(parts)) > room:
-            parts[place] = "".join(word if word.isdigit() else word[:1] for word in parts[place].split("_"))
-    for part in parts[:-1]:
-        if len(".".join(parts)) > room and part.isalpha():
-            parts.remove(part)
-    name = ".".join(parts)
-    return name if len(name) <= room else f"…{name[1 - room :]}"
-
-
-def _print(
-    console: Console,
-    title: str,
-    headings: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    total: Sequence[str] | None = None,
-    left: int = 1,
-) -> None:
-    """A table whose first column, names of layers, takes what room the others leave."""
-    console.print(f"\n[bold]{escape(title)}[/]", highlight=False)
-    grid = Table(box=box.SIMPLE_HEAD)
-    lines = [headings, *rows, *([total] if total else [])]
-    widths = [max(len(line[place]) for line in lines) + 3 for place in range(1, len(headings))]
-    room = max(12, console.width - sum(widths) - 4)
-    for place, heading in enumerate(headings):
-        grid.add_column(heading, justify="left" if place < left else "right", no_wrap=True)
-    for row in rows:
-        grid.add_row(escape(short(row[0], room)), *(escape(cell) for cell in row[1:]))
-    if total:
-        grid.add_section()
-        grid.add_row(*total, style="bold")
-    console.print(grid)
-
-
 def _of(layer: LayerCost) -> str:
-    return layer.name + (f" +{len(layer.members) - 1}" if len(layer.members) > 1 else "")
+    if len(layer.members) == 1:
+        return layer.name
+    return f"{layer.name.removesuffix('.weight')} +{len(layer.members) - 1}"
 
 
 def _named(names: Sequence[str]) -> str:

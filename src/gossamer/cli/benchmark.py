@@ -161,7 +161,11 @@ def _show(timings: Sequence[Timing], threads: int) -> None:
 
 
 def _as_data(timing: Timing) -> dict[str, object]:
-    return {**asdict(timing), "throughput": timing.throughput, "sparsity": timing.contents.sparsity}
+    found: dict[str, object] = {**asdict(timing), "throughput": timing.throughput, "sparsity": timing.contents.sparsity}
+    for name, ratio in (("speed", timing.speed), ("itself", timing.itself)):
+        if ratio is not None and not ratio.bounded:  # JSON has no word for infinity
+            found[name] = {"value": ratio.value, "low": None, "high": None}
+    return found
 
 
 def _unit(seconds: float) -> tuple[str, float]:

@@ -6,7 +6,7 @@ and `quantize_qat_export` are for ONNX alone, `semi_structured` for a model on C
 """
 
 from gossamer.export.qat import integer_weights, quantize_qat_export
-from gossamer.export.reading import is_model_file, load_into, read_about, read_state
+from gossamer.export.reading import THINNED, is_model_file, load_into, read_about, read_state
 from gossamer.export.runtime import integer_operators
 from gossamer.export.saving import FORMATS, Written, save, state_bytes
 from gossamer.export.semi_structured import Conversion, semi_structured
@@ -15,6 +15,7 @@ from gossamer.export.writing import to_onnx
 
 __all__ = [
     "FORMATS",
+    "THINNED",
     "Conversion",
     "Written",
     "integer_operators",

@@ -40,6 +40,13 @@ class ExampleInputs:
         _mapped((self.positional, self.named), lambda tensor: sizes.extend(tensor.shape[:1]))
         return sizes[0] if sizes else None
 
+    def ordered(self, model: nn.Module) -> ExampleInputs:
+        """Named arguments in the order in which `forward` names them, which is that of the file's inputs."""
+        order = list(inspect.signature(model.forward).parameters)
+        place = {name: number for number, name in enumerate(order)}
+        names = sorted(self.named, key=lambda name: place.get(name, len(order)))
+        return ExampleInputs(self.positional, {name: self.named[name] for name in names})
+
     def on_cpu(self) -> ExampleInputs:
         return self._each(lambda tensor: tensor.detach().cpu())
 

@@ -27,7 +27,10 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def words(tensor: Tensor) -> Tensor:
     """The numbers of a tensor as integers of the same bits, on the CPU, in its shape and without a copy if it can."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().view(_WORDS[tensor.element_size()])
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu()
+    if plain.element_size() == 16:  # two numbers of 64 bits, which no integer holds at once
+        plain = torch.view_as_real(plain)
+    return plain.view(_WORDS[plain.element_size()])
 
 
 def nonzero(numbers: Tensor) -> int:

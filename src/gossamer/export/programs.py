@@ -7,6 +7,7 @@ the model's weights is a zero in the file. How a program is made of a model is k
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -92,11 +93,14 @@ def write_pt2(
     copy = copied(model, target)
     program, fixed = _traced(copy, inputs, dynamic_batch, target)
     step("Writing the file", 0.6)
+    content = io.BytesIO()  # on a full disk torch's own writer of files would end the process
     try:
         with quiet():
-            torch.export.save(program, scratch, extra_files={"about.json": json.dumps(dict(about))})
+            torch.export.save(program, content, extra_files={"about.json": json.dumps(dict(about))})
     except Exception as error:
         raise GossamerError(f"{target}: torch.export cannot write the model: {reason_of(error)}") from error
+    scratch.write_bytes(content.getbuffer())
+    del content
     step("Checking the file", 0.8)
     with quiet():
         found: Any = torch.export.load(scratch)

@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError, nearest
 from gossamer.export.model_file import KIND, ModelFile, damaged, opened
 from gossamer.export.states import clean_state
+from gossamer.graph.thinning_cuts import shrink_to
 from gossamer.sealed import DTYPES, dtype_word, kind_of
 
+THINNED = {"thinned": "yes"}
+"""What a file says `about` a model whose layers are smaller than those of the network that its code builds."""
 Progress = Callable[[str, float], None]
 """Called with what is being done and how much of it is, from 0 to 1."""
 
@@ -64,13 +67,20 @@ def read_state(path: str | os.PathLike[str], *, progress: Progress | None = None
 def load_into(model: nn.Module, path: str | os.PathLike[str], *, progress: Progress | None = None) -> None:
     """Fill a model's own tensors from a safetensors file, one after another; no second copy of the whole is made.
 
-    The file is checked and compared with the model first: if this raises, the model is as it was.
+    The file is checked and compared with the model first: if this raises, the model is as it was. A file of a thinned
+    network gives the model its smaller layers.
     """
     own = clean_state(model)
     with open_weights(path) as weights:
         names = {name: name for name in weights.tensors} | dict(weights.tied)
-        _check_fit(own, {name: weights.tensors[first] for name, first in names.items()}, Path(path))
+        shapes = {name: weights.tensors[first].shape for name, first in names.items()}
+        thinned = isinstance(weights, ModelFile) and THINNED.items() <= weights.about.items()
+        fitting = {name: _corner(tensor, shapes.get(name)) for name, tensor in own.items()} if thinned else own
+        _check_fit(fitting, {name: weights.tensors[first] for name, first in names.items()}, Path(path))
         weights.check(_told(progress, "Checking the file"))
+        if thinned:
+            shrink_to(model, shapes)
+            own = clean_state(model)
         told = _told(progress, "Loading weights")
         with torch.no_grad():
             for done, (name, first) in enumerate(names.items()):
@@ -79,6 +89,13 @@ def load_into(model: nn.Module, path: str | os.PathLike[str], *, progress: Progr
                 weights.read_into(first, target)
                 torch.autograd.graph.increment_version(target)  # numpy writes past autograd's own count
         told(1.0)
+
+
+def _corner(tensor: Tensor, shape: tuple[int, ...] | None) -> Tensor:
+    """The first entries of a tensor along each axis, as many as a smaller one has."""
+    if shape is None or len(shape) != tensor.dim():
+        return tensor
+    return tensor.detach()[tuple(slice(size) for size in shape)]
 
 
 @contextmanager

@@ -78,7 +78,7 @@ def save(
         return _save_state(model, target, format, about or {}, step)
     if example_inputs is None:
         raise GossamerError(f"{target}: the format {format} needs example_inputs, an example of what the model takes")
-    inputs = ExampleInputs.of(example_inputs).on_cpu()
+    inputs = ExampleInputs.of(example_inputs).on_cpu().ordered(unwrap(model))
     dense = state_bytes(model)
 
     def write(scratch: Path) -> Checked:

@@ -39,5 +39,11 @@ def thin(
     """
     if reason := spread_over_processes(model):
         raise GossamerError(f"thin: {reason}; give the model that is inside")
-    smaller: nn.Module = copy.deepcopy(unwrap(model)).eval()
+    try:
+        smaller: nn.Module = copy.deepcopy(unwrap(model)).eval()
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise GossamerError(
+            f"thin: the model cannot be copied ({reason}); masks of torch.nn.utils.prune are made final by its remove()"
+        ) from error
     return smaller, thinning.thin(smaller, example_inputs, names=names, progress=progress)

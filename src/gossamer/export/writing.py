@@ -72,8 +72,8 @@ def as_onnx(
     """What `to_onnx` writes to `target`; see there."""
     require("to_onnx", "onnx", "onnxscript", "onnx_ir")
     check_place(target)
-    inputs = ExampleInputs.of(example_inputs).on_cpu()
     copy = copied(model, target)
+    inputs = ExampleInputs.of(example_inputs).on_cpu().ordered(copy)
     emulations = emulations_in(copy)
     _check_floats(copy, bool(emulations), target)
     with contextlib.ExitStack() as stack:
@@ -109,8 +109,10 @@ def export(model: nn.Module, inputs: tuple[Any, ...], target: Path, **options: A
     try:
         with quiet(), AsOnnx() as mode:
             table = mode.translations
+            # torch.onnx takes a dict at the end for arguments by name, unless another dict follows.
+            arguments = (*inputs, {}) if inputs and isinstance(inputs[-1], dict) else inputs
             program: Any = torch.onnx.export(
-                model, inputs, dynamo=True, verbose=False, custom_translation_table=table, **options
+                model, arguments, dynamo=True, verbose=False, custom_translation_table=table, **options
             )
             return _bare(program.model_proto)
     except Exception as error:

@@ -40,7 +40,7 @@ class Thinned:
     parameters: tuple[int, int]
     """Of the whole model, before and after."""
     note: str | None = None
-    """What was done when the model could be followed only in parts."""
+    """What was done when the model could be followed only in parts, and which weights the example does not use."""
     cuts: Cuts = field(default_factory=Cuts, repr=False)
     """The same cuts, for a model of the original shapes."""
 
@@ -73,7 +73,8 @@ def thin(
         told("running it", 0.2)
         runner = _runner(module, example_inputs)
         state = runner.state()
-        found = plan(graph, state, runner.reference, names)
+        observed = runner.observed()
+        found = plan(graph, state, observed, names)
         told("trying without", 0.4)
         accepted = _Trial(module, runner, found, state, told).accepted()
     cuts = found.cuts(accepted)
@@ -87,9 +88,19 @@ def thin(
         removed={name: (before[name], after[name]) for name in prunable(module) if after[name] != before[name]},
         kept=found.kept(accepted),
         parameters=(sum(before.values()), sum(after.values())),
-        note=coupling.note,
+        note=_note(coupling.note, [name for name in before if name not in observed.used]),
         cuts=cuts,
     )
+
+
+def _note(parts: str | None, idle: Sequence[str]) -> str | None:
+    """What to know about the result, in a sentence or two."""
+    if not idle:
+        return parts
+    more = f" and {len(idle) - 1} more parameters take" if len(idle) > 1 else " takes"
+    left = "are left as they are" if len(idle) > 1 else "is left as it is"
+    unused = f"'{idle[0]}'{more} no part in this example and {left}; give an example that uses "
+    return "; ".join(filter(None, (parts, unused + ("them" if len(idle) > 1 else "it"))))
 
 
 def _silent(label: str, share: float) -> None:
@@ -150,8 +161,7 @@ class _Trial:
         }
         try:
             with torch.no_grad():
-                observed = self.runner.run(state, lambda: resize(self.module, shapes))
-                return self.runner.difference(observed, outputs)
+                return self.runner.difference(state, outputs, lambda: resize(self.module, shapes))
         except Exception as error:  # noqa: BLE001  (any model, any reason)
             shown = " ".join(str(error).split())[:120].rstrip(".")
             return f"the model does not run without them ({shown or type(error).__name__})"

@@ -19,12 +19,14 @@ from torch import Tensor
 from gossamer.graph.channels import Ints
 from gossamer.graph.filter_groups import FilterGraph
 from gossamer.graph.thinning_cuts import Cuts
-from gossamer.graph.thinning_runs import Observed
+from gossamer.graph.thinning_watch import Observed
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 CARRIES = "it carries on the constant of the filters that went"
 _LAST = "one channel has to stay"
+_SOUND = 0.03
+"""A carrier's constant, of the largest that it carries: dividing by less would carry its rounding on."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ def plan(
     zero_rows = {name: _zero_slices(state[name], graph.output_side(name)) for name in graph.output_dim}
     found = Plan(graph, _readings(graph, state, observed), zero_rows)
     found.reasons |= graph.held | _strange(graph, observed)
+    for number, reason in _idle(graph, state, observed).items():
+        found.reasons.setdefault(number, reason)
     for name, classes in graph.produced.items():
         if names is not None and name not in names:
             found.reasons |= dict.fromkeys(classes.reshape(-1).tolist(), f"'{name}', which is not named, produces it")
@@ -186,15 +190,17 @@ class _Planner:
         return np.array(simple + constant, np.int64), self._carriers(np.array(constant, np.int64))
 
     def _carriers(self, classes: Ints) -> Ints:
-        """As few of these classes as will do for every reader to see a constant other than zero, if it sees any."""
+        """As few of these classes as will do for every reader to see a constant of some size, if it sees any."""
         chosen: list[int] = []
         readers: list[str] = [name for name, needs in self.needs.items() if needs[classes].any()]
         while readers:
             table = np.stack([self._sizes(name, classes) for name in readers], 1)  # (class, reader)
-            least = np.where(table > 0, table, np.inf).min(1)
-            best = max(range(len(classes)), key=lambda i: (int((table[i] > 0).sum()), float(least[i])))
+            shares = table / np.maximum(table.max(0), np.finfo(np.float64).tiny)
+            enough = shares >= _SOUND
+            least = np.where(enough, shares, np.inf).min(1)
+            best = max(range(len(classes)), key=lambda i: (int(enough[i].sum()), float(least[i])))
             chosen.append(int(classes[best]))
-            readers = [name for name, size in zip(readers, table[best].tolist(), strict=True) if not size > 0]
+            readers = [name for name, covered in zip(readers, enough[best].tolist(), strict=True) if not covered]
         return np.array(chosen, np.int64)
 
     def _sizes(self, name: str, classes: Ints) -> Floats:
@@ -231,7 +237,7 @@ def _readings(graph: FilterGraph, state: Mapping[str, Tensor], observed: Observe
             reading.values[:] = np.nan
             continue
         first = np.isinf(reading.values)  # not seen before
-        same = first | (np.abs(seen - reading.values) <= 1e-12 * np.abs(seen))
+        same = first | (np.abs(seen - reading.values) <= product.rounding * np.abs(seen))
         reading.values = np.where(first, seen, np.where(same, reading.values, np.nan))
     for reading in found.values():
         reading.values[np.isinf(reading.values)] = np.nan
@@ -252,6 +258,19 @@ def _strange(graph: FilterGraph, observed: Observed) -> dict[int, str]:
                 why = f"'{name}' is multiplied with in a way" if name in odd else f"they lie in '{name}' in a way"
                 numbers = np.unique(coupling.channels.resolved(factor)[0]).tolist()
                 found |= {number: f"{why} that no rule covers" for number in numbers if number not in found}
+    return found
+
+
+def _idle(graph: FilterGraph, state: Mapping[str, Tensor], observed: Observed) -> dict[int, str]:
+    """Groups that a weight without a part in the example may read in another: it takes as many channels."""
+    found: dict[int, str] = {}
+    idle = [name for name in graph.output_dim if name not in observed.used and state[name].dim() > 1]
+    wanted = {state[name].shape[0 if name in graph.depthwise else 1 - graph.output_dim[name]]: name for name in idle}
+    for classes in graph.components() if wanted else ():
+        name = wanted.get(len(classes))
+        if name is not None:
+            why = f"'{name}', which takes no part in this example, may read them; give an example that uses it"
+            found |= dict.fromkeys(classes.tolist(), why)
     return found
 
 

@@ -1,14 +1,16 @@
-"""Run a model on random inputs in float64, and note what enters and leaves each product with a weight.
+"""Run a model on random inputs in float64, and tell whether another version of it computes the same.
 
-From what enters one sees which channels carry a constant; from what leaves, whether two versions of a model compute
-the same, layer by layer and not only in the end. The model is left as it was. Nothing here knows what is removed.
+The inputs differ in numbers, batch and size from the example, as far as the model takes them; results are compared
+layer by layer and not only in the end, and once more in the model's own type, where rounding counts. The model is
+left as it was. Nothing here knows what is removed.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import functools
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -16,45 +18,21 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer.graph.inputs import as_arguments, guesses
 from gossamer.graph.parameters import named_state, prunable
 from gossamer.graph.tensors import tensors_in
+from gossamer.graph.thinning_inputs import Example, loud, negative
+from gossamer.graph.thinning_watch import Known, Observed, Trace, Watch
 from gossamer.graph.tracing import Arguments, storage_of
 from gossamer.graph.undisturbed import undisturbed
 
-_aten: Any = torch.ops.aten
-_CONVOLUTIONS: set[Any] = {_aten.convolution, _aten._convolution}
-_MATRIX_PRODUCTS: dict[Any, int] = {_aten.mm: 0, _aten.addmm: 1}
-"""Where the first of the two factors stands among the arguments."""
-_OTHER_PRODUCTS: set[Any] = {_aten.bmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot, _aten._trilinear}
 _SEED = 7
+_EXACT, _ROUNDED, _COARSE = 1e-9, 1e-4, 2e-2
+"""What two versions may differ by, of the largest: in float64, in float32, in half precision."""
 
-
-@dataclass(frozen=True)
-class Product:
-    """One product with a weight, on one input."""
-
-    name: str
-    input_dim: int | None
-    """The dimension of the weight that is summed over; None when that cannot be told."""
-    entering: Tensor
-    """The value of each input channel (float64, on the CPU); NaN where it is not the same everywhere."""
-    leaving: Tensor
-    """What tells one result from another, `(4, output channels)`: sums over all but the channels."""
-
-
-@dataclass
-class Observed:
-    """What one version of a model does on some inputs."""
-
-    products: list[Product] = field(default_factory=list[Product])
-    outputs: list[Tensor] = field(default_factory=list[Tensor])
-    otherwise: set[str] = field(default_factory=set[str])
-    """Tensors that were multiplied with in another way than a layer does."""
-    trained: int = 0
-    """How many of the inputs could also be run in training mode."""
+State = Mapping[str, Tensor]
+Prepare = Callable[[], None]
 
 
 class Runner:
@@ -63,77 +41,185 @@ class Runner:
     def __init__(self, module: nn.Module, example_inputs: Any) -> None:
         self.module = module
         self.names = {id(tensor): name for name, tensor in named_state(module)}
-        self.dtype, self.tolerance = torch.float64, 1e-9
-        self.trains: bool | None = None
+        self.own = {name: tensor.dtype for name, tensor in named_state(module)}
+        self.dtype, self.tolerance = torch.float64, _EXACT
+        self.trains = False
         """Whether some weights are used in training only, so that both modes are run."""
-        self.inputs: list[Arguments] = []
+        self.runs: list[tuple[Arguments, Observed]] = []
+        """Inputs, and what the model does with them."""
         tried = [example_inputs] if example_inputs is not None else guesses(module)
         failure: Exception | None = None
         for inputs in tried:
-            for dtype, tolerance in ((torch.float64, 1e-9), (None, 1e-3)):  # some models insist on their own type
+            for dtype, tolerance in ((torch.float64, _EXACT), (None, 1e-3)):  # some models insist on their own type
                 self.dtype, self.tolerance = dtype, tolerance
-                self.inputs = [_filled(as_arguments(inputs), dtype, seed) for seed in (_SEED, _SEED + 1)]
+                example = Example(as_arguments(inputs), dtype)
+                arguments = example.filled(_SEED)
                 try:
-                    self.reference = self.run(self.state())
+                    first = self.run(arguments, self.state())
+                    self.trains = not set(prunable(module)) <= first.used
+                    first = self.run(arguments, self.state()) if self.trains else first
                 except Exception as error:  # noqa: BLE001  (any model, any reason)
                     failure = error
-                else:
-                    return
+                    continue
+                self.runs = [(arguments, first)]
+                self._vary(example)
+                self.traced = self._traced(self.runs[-1][0])
+                self.rounded = self._rounded(Example(example.arguments, None).filled(_SEED))
+                return
         raise failure or RuntimeError("no input is known that it takes; give example_inputs")
 
     def state(self) -> dict[str, Tensor]:
         """The model's tensors in the type that is run in."""
-        return {name: self._cast(tensor.detach()) for name, tensor in named_state(self.module)}
+        return {
+            name: tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor.clone()
+            for name, tensor in ((name, tensor.detach()) for name, tensor in named_state(self.module))
+        }
 
-    def run(self, state: Mapping[str, Tensor], prepare: Callable[[], None] = lambda: None) -> Observed:
-        """Run with these tensors; `prepare` may change numbers in layers, which are put back."""
-        observed = Observed()
-        for arguments in self.inputs:
-            observed.outputs += self._once(state, arguments, observed, prepare, training=False)
-        if self.trains is None:
-            self.trains = not set(prunable(self.module)) <= {product.name for product in observed.products}
-        for arguments in self.inputs if self.trains else ():
+    def observed(self) -> Observed:
+        """What the model does on all inputs together."""
+        found = Observed()
+        for one in [*(observed for _, observed in self.runs), *self.traced]:
+            found.products += one.products
+            found.otherwise |= one.otherwise
+            found.used |= one.used
+        return found
+
+    def difference(self, state: State, kept: Mapping[str, Tensor], prepare: Prepare) -> str | None:
+        """In what the model with these tensors differs, as the end of a sentence.
+
+        `kept`: the output channels that weights have left; `prepare` may change numbers in layers, which are put back.
+        """
+        for arguments, before in self.runs:
+            reason = self._compared(before, self.run(arguments, state, prepare), kept)
+            if reason is not None:
+                return reason
+        if self.rounded is None:
+            return None
+        arguments, wanted = self.rounded
+        after = self.run(arguments, {name: tensor.to(self.own[name]) for name, tensor in state.items()}, prepare)
+        if len(wanted) != len(after.outputs):
+            return "the model would return something else"
+        for (exact, most), rounded in zip(wanted, after.outputs, strict=True):
+            if exact.shape != rounded.shape or not bool(((exact - rounded.to(exact)).abs() <= most).all()):
+                return "rounding in the model's own type of numbers would change what it returns"
+        return None
+
+    def run(self, arguments: Arguments, state: State, prepare: Prepare = lambda: None) -> Observed:
+        """Run with these tensors, also as in training where some weights are used only there."""
+        observed = self._once(state, arguments, prepare, training=False)
+        if self.trains:
             try:
-                observed.outputs += self._once(state, arguments, observed, prepare, training=True)
+                trained = self._once(state, arguments, prepare, training=True)
             except Exception:  # noqa: BLE001  (a detector wants answers to train, which nobody gave)
-                continue
-            observed.trained += 1
+                return observed
+            observed.products += trained.products
+            observed.outputs += trained.outputs
+            observed.otherwise |= trained.otherwise
+            observed.used |= trained.used
         return observed
+
+    def _vary(self, example: Example) -> None:
+        """Run on other inputs, those that the model takes."""
+        for number, bounds in example.whole_numbers():
+            for bound in bounds:
+                varied = example.varying(number, bound)
+                if self._takes(varied.filled(_SEED + 1, largest=True)):
+                    example = varied
+                    break
+        batch = example.another_batch()
+        if not self._takes(example.filled(_SEED + 2, loud, batch)):
+            self._takes(example.filled(_SEED + 2, loud))
+            self._takes(example.filled(_SEED + 2, negative, batch))
+            batch = {}
+        # A large batch is run as it is only once.
+        few = {(number, dim): size for (number, dim), size in batch.items() if size < len(example.tensors()[number])}
+        taken: set[tuple[int, int]] = set()
+        for sizes in example.other_sizes():
+            changed: set[tuple[int, int]] = set()
+            for one in sizes:
+                if not changed & set(one) and self._takes(example.filled(_SEED + 3, negative, few | one)):
+                    changed |= set(one)
+            taken |= changed
+        if not taken:
+            self._takes(example.filled(_SEED + 3, negative, few))
+
+    def _takes(self, arguments: Arguments) -> bool:
+        """Run on this input as well, if that works and says something."""
+        try:
+            observed = self.run(arguments, self.state())
+        except Exception:  # noqa: BLE001  (any model, any reason)
+            return False
+        finite = [bool(tensor.isfinite().all()) for tensor in observed.outputs]
+        known = all(tensor.isfinite().all() for tensor in self.runs[0][1].outputs)
+        if known and not all(finite):
+            return False
+        self.runs.append((arguments, observed))
+        return True
+
+    def _traced(self, arguments: Arguments) -> list[Observed]:
+        """What depends on the input, where that can be followed."""
+
+        def unknown(tensor: Tensor) -> Tensor:
+            return torch.full_like(tensor, torch.nan) if tensor.is_floating_point() else tensor
+
+        nothing, found = cast(Arguments, pytree.tree_map_only(Tensor, unknown, arguments)), list[Observed]()
+        for truth in (False, True):
+            try:
+                kind = functools.partial(Trace, truth=truth)
+                found.append(self._once(self.state(), nothing, lambda: None, training=False, kind=kind))
+            except Exception:  # noqa: BLE001  (any model, any reason)
+                continue
+        return found
+
+    def _rounded(self, arguments: Arguments) -> tuple[Arguments, list[tuple[Tensor, float]]] | None:
+        """Input in the model's own type, with the exact outputs and by how much others may differ from them."""
+        if self.dtype is None or set(self.own.values()) <= {torch.float64}:
+            return None
+        share = _COARSE if {torch.float16, torch.bfloat16} & set(self.own.values()) else _ROUNDED
+        found: list[tuple[Tensor, float]] = []
+        try:
+            exact = self.runs[0][1]  # on the same numbers
+            own = self.run(arguments, {name: tensor.detach() for name, tensor in named_state(self.module)})
+            for output, rounded in zip(exact.outputs, own.outputs, strict=True):
+                wanted = output.double()
+                scale = float(wanted.abs().max()) if wanted.numel() else 0.0
+                error = float((wanted - rounded.double()).abs().max()) if wanted.numel() else 0.0
+                # What rounding does to the model as it is cannot be asked of another version.
+                found.append((wanted, max(share * scale, 4 * error)))
+        except Exception:  # noqa: BLE001  (any model, any reason; another number of detections, for one)
+            return None
+        return (arguments, found) if all(math.isfinite(most) for _, most in found) else None
 
     def _once(
         self,
-        state: Mapping[str, Tensor],
+        state: State,
         arguments: Arguments,
-        observed: Observed,
-        prepare: Callable[[], None],
+        prepare: Prepare,
         training: bool,
-    ) -> list[Tensor]:
+        kind: Callable[[Known], Watch] = Watch,
+    ) -> Observed:
         module = self.module
         own = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         # Not written to: batch norm keeps still, but a model may count.
         tensors = {id(tensor): state[self.names[id(tensor)]] for _, tensor in own}
         tensors = {key: t if t.is_floating_point() and t.dim() else t.clone() for key, t in tensors.items()}
-        watch = _Watch({storage_of(tensor): (self.names[key], tensor) for key, tensor in tensors.items()})
+        watch = kind({storage_of(tensor): (self.names[key], tensor) for key, tensor in tensors.items()})
         with undisturbed(module), torch.inference_mode(False), torch.no_grad():
             prepare()
             for child in module.modules():
                 child.training = training and not isinstance(child, _BatchNorm | _DropoutNd)
             args, kwargs = copy.deepcopy(arguments)
+            watch.begin([leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
             with torch.random.fork_rng(devices=[]), watch:
                 torch.manual_seed(_SEED)
                 substitutes = {name: tensors[id(tensor)] for name, tensor in own}
                 output = torch.func.functional_call(module, substitutes, args, kwargs)
-        observed.products += watch.products
-        observed.otherwise |= watch.otherwise
-        return [leaf.detach().clone() for leaf in _leaves(output)]
+        watch.observed.outputs += [leaf.detach().clone() for leaf in _leaves(output)]
+        return watch.observed
 
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor.clone()
-
-    def difference(self, other: Observed, kept: Mapping[str, Tensor]) -> str | None:
-        """In what another version differs, as the end of a sentence; `kept`: the output channels it has left."""
-        mine = self.reference
-        if len(mine.products) != len(other.products) or mine.trained != other.trained:
+    def _compared(self, mine: Observed, other: Observed, kept: Mapping[str, Tensor]) -> str | None:
+        """In what another version differs on one input."""
+        if len(mine.products) != len(other.products):
             return "the model would take another path without them"
         for before, after in zip(mine.products, other.products, strict=True):
             leaving = before.leaving
@@ -164,82 +250,3 @@ def _leaves(output: Any) -> list[Tensor]:
     if not any(isinstance(leaf, Tensor) for leaf in found):  # a class of the model's own
         found = list(cast(dict[str, Any], getattr(output, "__dict__", {})).values())
     return tensors_in(found)
-
-
-def _filled(arguments: Arguments, dtype: torch.dtype | None, seed: int) -> Arguments:
-    """The same arguments with random numbers in every tensor of real numbers; whole numbers mean something."""
-    source = torch.Generator().manual_seed(seed)
-
-    def fill(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor.detach().clone()
-        values = torch.randn(tensor.shape, generator=source, dtype=torch.float64)
-        return values.to(tensor.device, dtype or tensor.dtype)
-
-    return cast(Arguments, pytree.tree_map_only(Tensor, fill, arguments))
-
-
-class _Watch(TorchDispatchMode):
-    """Notes every product with one of the model's tensors, recognised by its memory."""
-
-    def __init__(self, known: Mapping[int, tuple[str, Tensor]]) -> None:
-        super().__init__()
-        self.known = known
-        self.products: list[Product] = []
-        self.otherwise: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        named: dict[str, Any] = kwargs or {}
-        kind = func.overloadpacket
-        if kind not in _CONVOLUTIONS and kind not in _MATRIX_PRODUCTS and func.namespace != "prim":
-            with self:  # an operation that is made of others arrives whole inside an inference mode of the model's own
-                result = func.decompose(*args, **named)
-            if result is not NotImplemented:
-                return result
-        result = func(*args, **named)
-        if kind in _CONVOLUTIONS:
-            self._note(args[1], args[0], result, 1, 1 - int(args[6]))
-            self._note_otherwise([args[0]])
-        elif kind in _MATRIX_PRODUCTS:
-            left, right = args[_MATRIX_PRODUCTS[kind] :][:2]
-            self._note(right, left, result, -1, None)
-            self._note_otherwise([left])
-        elif kind in _OTHER_PRODUCTS:
-            self._note_otherwise(tensors_in(list(args)))
-        return result
-
-    def _note(self, weight: Tensor, entering: Tensor, leaving: Tensor, dim: int, input_dim: int | None) -> None:
-        name, whole = self.known.get(storage_of(weight), ("", weight))
-        if not name:
-            return
-        if input_dim is None and whole.dim() == 2:
-            turned = weight.stride() == whole.stride()[::-1] and weight.stride() != whole.stride()
-            input_dim = 1 if turned or whole.shape[1] == 1 else 0
-        entered, left = _constants(_rows(entering, dim)), _marks(_rows(leaving, dim))
-        self.products.append(Product(name, input_dim, entered, left))
-
-    def _note_otherwise(self, tensors: Sequence[Tensor]) -> None:
-        self.otherwise |= {self.known[key][0] for tensor in tensors if (key := storage_of(tensor)) in self.known}
-
-
-def _rows(tensor: Tensor, dim: int) -> Tensor:
-    """`(positions, channels)`."""
-    return tensor.detach().movedim(dim, -1).flatten(0, -2).cpu()
-
-
-def _constants(rows: Tensor) -> Tensor:
-    """The value of each channel, NaN where it is not the same at all positions up to rounding."""
-    if not len(rows):
-        return torch.zeros(rows.shape[1], dtype=torch.float64)
-    low, high = rows.amin(0).double(), rows.amax(0).double()
-    rounding = 1e-12 if rows.dtype == torch.float64 else 1e-5
-    same = high - low <= rounding * torch.maximum(low.abs(), high.abs())
-    return torch.where(same, rows[0].double(), torch.nan)
-
-
-def _marks(rows: Tensor) -> Tensor:
-    """Mean, size, and two sums that tell positions apart, of each channel."""
-    rows = rows.double()
-    place = torch.arange(len(rows), dtype=torch.float64)
-    weighted = [(rows * torch.cos(place * pace)[:, None]).mean(0) for pace in (0.7, 2.3)]
-    return torch.stack([rows.mean(0), rows.square().mean(0).sqrt(), *weighted])

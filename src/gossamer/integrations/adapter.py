@@ -9,18 +9,21 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import GossamerError
 from gossamer.integrations.rates import RecipeRates
+from gossamer.modifiers import LayerThinningModifier
 from gossamer.modifiers.base import to_step
 from gossamer.recipe import Recipe, load
 from gossamer.training import Manager
 from gossamer.training.attachment import Logger
+from gossamer.training.thinning import cut_as, thinned_shapes
 
 logger = logging.getLogger("gossamer")
 
@@ -66,6 +69,7 @@ class Adapter:
         }
         self._manager: Manager | None = None
         self._rates: RecipeRates | None = None
+        self._loading: RemovableHandle | None = None
         self._final: dict[str, Any] | None = None
         """The state at the end of the last training."""
 
@@ -134,6 +138,33 @@ class Adapter:
         self._last_step = _last_step(self.recipe, steps_per_epoch)
         self._tell(total_steps, steps_per_epoch, scheduler)
         return manager
+
+    def _cut_on_load(
+        self, model: nn.Module, states: Callable[[], Iterable[Mapping[str, Any]]], optimizer: Any = None
+    ) -> None:
+        """Have a model that is built anew cut before it gets weights of a run that had removed filters.
+
+        `states` are asked when weights are loaded: those of checkpoints that may be the one. That the shapes are the
+        right ones is enough: which filters went is in the weights, and the rest comes with the state itself.
+        """
+        self._loaded()
+        if not any(isinstance(modifier, LayerThinningModifier) for modifier in self.recipe.modifiers):
+            return
+
+        def cut(module: nn.Module, weights: Mapping[str, Any], *_: Any) -> None:
+            for state in states():
+                shapes = thinned_shapes(state)
+                if shapes and all(name in weights and weights[name].shape == size for name, size in shapes.items()):
+                    cut_as(module, state, optimizer)
+                    return
+
+        self._loading = model.register_load_state_dict_pre_hook(cut)
+
+    def _loaded(self) -> None:
+        """Whatever was to be loaded has been."""
+        if self._loading is not None:
+            self._loading.remove()
+            self._loading = None
 
     def _tell(self, total_steps: float | None, steps_per_epoch: float, scheduler: Any) -> None:
         if total_steps is not None and total_steps < self._last_step:

@@ -33,8 +33,13 @@ class SparsityCallback(Adapter, Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # A checkpoint is loaded after this; one that was loaded for a test is nothing to go on from.
         self._pending = None
+        self._cut_on_load(pl_module, lambda: self._in_checkpoint(trainer))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._loaded()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._loaded()
         optimizers = trainer.optimizers
         if len(optimizers) != 1:
             raise GossamerError(
@@ -85,6 +90,13 @@ class SparsityCallback(Adapter, Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._pending = state_dict.get("state")
+
+    def _in_checkpoint(self, trainer: Trainer) -> list[dict[str, Any]]:
+        """The recipe's state in the checkpoint that Lightning is loading; callbacks are handed it after the weights."""
+        connector = getattr(trainer, "_checkpoint_connector", None)
+        checkpoint: dict[str, Any] = getattr(connector, "_loaded_checkpoint", {})
+        state = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("state")
+        return [] if state is None else [state]
 
     def _steps_of(self, trainer: Trainer, module: LightningModule) -> float:
         if self.steps_per_epoch is None:

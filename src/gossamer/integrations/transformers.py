@@ -7,12 +7,13 @@ is the manager's.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import uuid
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,11 +60,17 @@ class SparsityCallback(Adapter, TrainerCallback):
         """
         trainer.callback_handler.callbacks.insert(0, self)
         self._trainer = weakref.ref(trainer)
+        self.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model, optimizer=trainer.optimizer)
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if isinstance(model := kwargs.get("model"), nn.Module):
+            self._cut_on_load(model, lambda: self._candidates(args), kwargs.get("optimizer"))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         _check(args)
+        self._loaded()
         optimizer, model, loader = kwargs["optimizer"], kwargs["model"], kwargs["train_dataloader"]
         steps = self._steps(batches_in(loader), args.gradient_accumulation_steps)
         saved, self._mark = self._saved(args, state)
@@ -149,6 +156,14 @@ class SparsityCallback(Adapter, TrainerCallback):
                 "in: add the callback by callback.join(trainer) in place of Trainer(callbacks=…)"
             )
         return model
+
+    def _candidates(self, args: TrainingArguments) -> Iterator[dict[str, Any]]:
+        """The recipe's states in the checkpoints that may be loaded; the Trainer tells which one afterwards."""
+        found = sorted(Path(cast(str, args.output_dir)).rglob(f"checkpoint-*/{NAME}"))
+        named = [Path(place) / NAME for place in (self.resume_from, args.resume_from_checkpoint) if place is not None]
+        for path in [*(path for path in named if path.exists()), *found]:
+            with contextlib.suppress(GossamerError):
+                yield read_state(path.parent)[0]
 
     def _saved(self, args: TrainingArguments, state: TrainerState) -> tuple[dict[str, Any] | None, str]:
         """State and mark to go on with; a new mark without a state."""

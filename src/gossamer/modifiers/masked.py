@@ -57,6 +57,10 @@ class PruningModifier(Modifier):
         """The scheduled sparsity at an epoch; None where this modifier sets none."""
         return None
 
+    def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
+        """The same for one weight."""
+        return self.sparsity_at(epoch)
+
     def bind(self, run: Run) -> list[str]:
         return self.bind_params(run, self.params)
 

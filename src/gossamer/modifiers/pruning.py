@@ -128,16 +128,25 @@ class GMPruningModifier(RankedPruningModifier):
         return super().warnings() + ignored
 
     def sparsity_at(self, epoch: float) -> float | None:
+        final = self.final_sparsity
+        if isinstance(final, dict):
+            return self._on_the_way(
+                sum(s * len(names) for s, names in final.items()) / sum(map(len, final.values())), epoch
+            )
+        return self._on_the_way(final, epoch)
+
+    def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
+        finals: dict[str, float] = run.plan.get("final", {})
+        return self._on_the_way(finals[name], epoch) if name in finals else self.sparsity_at(epoch)
+
+    def _on_the_way(self, final: float, epoch: float) -> float | None:
         if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):
             return None
-        start, final = max(self.start_epoch, 0.0), self.final_sparsity
-        target = final if not isinstance(final, dict) else sum(s * len(p) for s, p in final.items())
-        if isinstance(final, dict):
-            target /= sum(len(names) for names in final.values())
+        start = max(self.start_epoch, 0.0)
         initial = 0.0 if isinstance(self.init_sparsity, str) else self.init_sparsity
         span = self.end_epoch - start
         x = 1.0 if span <= 0 else (epoch - start) / span
-        return interpolate(initial, target, x, self.inter_func)
+        return interpolate(initial, final, x, self.inter_func)
 
     def bind(self, run: Run) -> list[str]:
         self.scorer.check(run)

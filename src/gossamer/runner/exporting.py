@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, nearest
+from gossamer.quantization import is_emulated
 from gossamer.runner.config.schema import Net
 from gossamer.runner.networks import Network, is_detector
 
@@ -47,8 +48,10 @@ class Export:
     def __post_init__(self) -> None:
         for name in self.formats:
             if name not in FORMATS:
-                known = ", ".join(FORMATS)
-                raise GossamerError(f"--format: there is no '{name}'{nearest(name, FORMATS)}; there are {known}")
+                close = nearest(name.lower(), FORMATS) or (
+                    f"; nearest: '{name.lower()}'" if name.lower() in FORMATS else ""
+                )
+                raise GossamerError(f"--format: there is no '{name}'{close}; there are {', '.join(FORMATS)}")
 
 
 def write_subject(subject: Subject, wanted: Export, folder: Path | None = None) -> list[Written]:
@@ -82,17 +85,27 @@ def write_model(
 
 def _thinned(model: nn.Module, example: Any, networks: Networks, stem: Path, wanted: Export) -> list[Written]:
     """The network without what is zero as a whole: its programs and its weights, measured against all of it."""
-    from gossamer.export import state_bytes, thin
+    from gossamer.export import THINNED, state_bytes, thin
 
     smaller, found = thin(model, example)
+    plan = replace(wanted, about={**wanted.about, **THINNED}) if found.removed else wanted
+    # torch.export takes no emulated integers.
+    formats = ("onnx",) if is_emulated(model) else (*PROGRAMS, "safetensors")
     before, after = found.parameters
     notes = [f"{before:,} parameters became {after:,}" if found.removed else "nothing is zero as a whole and can go"]
-    notes += [f"{weight} keeps filters that are zero: {why}" for weight, why in found.kept.items()]
+    reasons: dict[str, list[str]] = {}
+    for weight, why in found.kept.items():
+        reasons.setdefault(why, []).append(weight)
+    notes += [f"{_listed(names)} keep filters that are zero: {why}" for why, names in reasons.items()]
     notes += [found.note] if found.note else []
-    written = [one for format in (*PROGRAMS, "safetensors") for one in _files(smaller, networks, stem, format, wanted)]
+    written = [one for format in formats for one in _files(smaller, networks, stem, format, plan)]
     dense = state_bytes(model)
     whole = [replace(one, dense_bytes=dense) for one in written]
     return [replace(whole[0], notes=(*whole[0].notes, *notes)), *whole[1:]]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _files(model: nn.Module, networks: Networks, stem: Path, format: str, wanted: Export) -> list[Written]:

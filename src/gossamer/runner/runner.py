@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gossamer.errors import GossamerError
+from gossamer.export.reading import THINNED
 from gossamer.graph import unwrap
 from gossamer.runner.building import Built
 from gossamer.runner.exporting import Export, as_example, describe_model, write_model
@@ -24,7 +25,7 @@ from gossamer.runner.reporting_notes import Weights, weights_of
 from gossamer.runner.testing import tell_left_out, tested
 
 if TYPE_CHECKING:
-    from gossamer.export import Written
+    from gossamer.export.saving import Written
 
 logger = logging.getLogger("gossamer")
 TOLERANCE = 0.01
@@ -187,6 +188,8 @@ class Runner(Built):
             self.sparsifier.finish(self.model)
         image, plan = self.example(), wanted or Export(self.config.saver.export)
         about = describe_model(self.folder.resolve().name, self.kind, self.config.net, self.num_classes, image)
+        if self.sparsifier is not None and self.sparsifier.thinned(self.outcome):
+            about |= THINNED
         written = done_by_first(
             lambda: write_model(
                 self.outcome,

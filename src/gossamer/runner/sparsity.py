@@ -95,6 +95,10 @@ class Sparsifier(ABC):
         """By weight: the sparsity in the end, where it can be told; before the training."""
         return {}
 
+    def thinned(self, model: nn.Module) -> bool:
+        """Whether it has removed filters from the model."""
+        return False
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -252,6 +256,9 @@ class ByRecipe(Sparsifier):
 
     def targets(self) -> Mapping[str, float]:
         return self.manager.targets()
+
+    def thinned(self, model: nn.Module) -> bool:
+        return any(p.numel() < self._sizes.get(name, 0) for name, p in named_parameters(unwrap(model)))
 
     def state_dict(self) -> dict[str, Any]:
         return self.manager.state_dict()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.export.reading import read_about
+from gossamer.export.reading import THINNED, read_about
 from gossamer.graph.inputs import guesses
 from gossamer.graph.thinning_cuts import shrink_to
 from gossamer.runner.config import Config, config_of, task_of
@@ -213,7 +213,7 @@ def _of_file(path: Path, weights: Path | None, data: str | None, sets: Sequence[
         settings = {"net": {"type": net.type, "kwargs": net.kwargs}}
         return _on_data(str(path), config_of(settings, path.stem, sets, data).config, path)
     model = _made(net.type, builder(net.type), net.kwargs) if classes is None else build_net(net, classes)
-    load_weights(model.eval(), path, thinned=True)
+    load_weights(model.eval(), path, thinned=THINNED.items() <= about.items())
     example = as_example(model, _noise(torch.empty(shape))) if shape else None
     kind = "detection" if is_detector(model) else "classification"
     return Subject(str(path), about.get("name", path.stem), model, kind, example, classes, net, path)

@@ -50,9 +50,9 @@ def run_summary(folder: Path) -> dict[str, Any]:
     if not records and about is None:
         what = "holds neither metrics.jsonl nor checkpoints" if folder.is_dir() else "there is no such folder"
         raise GossamerError(f"{folder}: {what}; give the folder of a run, as runs/res18")
-    tests = [record for record in records if record["kind"] == "test"]
-    trained = [record for record in records if record["kind"] == "train"]
-    pruned = next((record["sparsity"] for record in reversed(records) if "sparsity" in record), None)
+    tests = [record for record in records if record.get("kind") == "test"]
+    trained = [record for record in records if record.get("kind") == "train"]
+    pruned = next(reversed(_numbers(records, "sparsity")), None)
     weights = {} if about is None else about.weights
     if pruned and pruned > 0.05 and _zeros(weights) < 0.01:
         weights = {}  # a method that makes its zeros when the model is exported
@@ -65,15 +65,15 @@ def run_summary(folder: Path) -> dict[str, Any]:
         "method": None if about is None else _method(about.config),
         "metric": names[0] if names else None,
         "metrics": {name: _course(name, tests, chosen) for name in names},
-        "sparsity": _zeros(weights) if weights else _finite(pruned),
-        "sparsity_of_pruned_layers": _finite(pruned),
+        "sparsity": _zeros(weights) if weights else pruned,
+        "sparsity_of_pruned_layers": pruned,
         "weights": sum(total for total, _ in weights.values()) or None,
         "nonzero": sum(nonzero for _, nonzero in weights.values()) if weights else None,
         "kinds": {kind: {"weights": total, "nonzero": nonzero} for kind, (total, nonzero) in weights.items()},
         "iterations": max([0 if about is None else about.iteration, *(record["iteration"] for record in records)]),
-        "epochs": max([0.0 if about is None else about.epoch, *(record["epoch"] for record in records)]),
-        "seconds": max((float(record.get("seconds", 0)) for record in records), default=None),
-        "images_per_s": _finite(median(speeds) if (speeds := _speeds(trained)) else None),
+        "epochs": max([0.0 if about is None else about.epoch, *_numbers(records, "epoch")]),
+        "seconds": max(_numbers(records, "seconds"), default=None),
+        "images_per_s": median(speeds) if (speeds := _speeds(trained)) else None,
         "checkpoints": {
             "latest": None if about is None else str(about.path),
             "best": None if best is None else str(best),
@@ -223,14 +223,9 @@ def _iteration(path: Path | None) -> int | None:
 
 def _course(name: str, tests: Sequence[Mapping[str, Any]], chosen: int | None) -> dict[str, Any]:
     """A metric over the tests of a run; best is where the best checkpoint is, for a run knows what it is for."""
-    values = [(float(test[name]), int(test["iteration"])) for test in tests if name in test]
-    best = next((entry for entry in values if entry[1] == chosen), (math.nan, None))
-    return {
-        "first": _finite(values[0][0]),
-        "best": _finite(best[0]),
-        "best_iteration": best[1],
-        "last": _finite(values[-1][0]),
-    }
+    values = [(_finite(test[name]), int(test["iteration"])) for test in tests if name in test]
+    best = next((entry for entry in values if entry[1] == chosen), (None, None))
+    return {"first": values[0][0], "best": best[0], "best_iteration": best[1], "last": values[-1][0]}
 
 
 def _method(text: str) -> str | None:
@@ -260,7 +255,12 @@ def _at(value: Any, *keys: str) -> Any:
 
 
 def _speeds(records: Sequence[Mapping[str, Any]]) -> list[float]:
-    return [float(record["images_per_s"]) for record in records if record.get("images_per_s")]
+    return [speed for speed in _numbers(records, "images_per_s") if speed]
+
+
+def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """The values of a key, without gaps: a log may come from elsewhere, or be mended by hand."""
+    return [value for record in records if (value := _finite(record.get(key))) is not None]
 
 
 def _zeros(weights: Mapping[str, tuple[int, int]]) -> float:
@@ -268,9 +268,10 @@ def _zeros(weights: Mapping[str, tuple[int, int]]) -> float:
     return 1 - sum(entry[1] for entry in weights.values()) / total if total else 0.0
 
 
-def _finite(value: float | None) -> float | None:
-    """A number that JSON knows."""
-    return None if value is None or not math.isfinite(value) else value
+def _finite(value: Any) -> float | None:
+    """A number that JSON knows, or None."""
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if known else None
 
 
 def _shown(name: str, value: float | None) -> str:

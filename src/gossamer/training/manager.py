@@ -306,15 +306,14 @@ class Manager:
         return {name: float((weight == 0).double().mean()) for name, weight in weights.items()}
 
     def targets(self) -> dict[str, float]:
-        """By parameter: the sparsity that the recipe's pruning ends at, where it says one for all of a modifier's."""
+        """By parameter: the sparsity that the recipe's pruning ends at, where it says one."""
         found: dict[str, float] = {}
         for attachment in self._attached().attachments:
             modifier = attachment.modifier
-            if isinstance(modifier, PruningModifier) and not isinstance(
-                getattr(modifier, "final_sparsity", None), dict
-            ):
-                end = modifier.sparsity_at(modifier.end_epoch if modifier.end_epoch != -1 else modifier.start_epoch)
-                found |= {name: max(end, found.get(name, 0.0)) for name in attachment.bound} if end else {}
+            if isinstance(modifier, PruningModifier):
+                end = modifier.end_epoch if modifier.end_epoch != -1 else modifier.start_epoch
+                shares = {name: modifier.sparsity_of(attachment, name, end) for name in attachment.bound}
+                found |= {name: max(share, found.get(name, 0.0)) for name, share in shares.items() if share}
         return found
 
     def planned(self, step: int) -> dict[str, float]:
@@ -322,8 +321,10 @@ class Manager:
         run, found = self._attached(), dict.fromkeys(self.targets(), 0.0)
         for attachment in run.attachments:
             if isinstance(attachment.modifier, PruningModifier):
-                share = attachment.modifier.sparsity_at(step / run.shared.steps_per_epoch) or 0.0
-                found |= {name: max(share, found[name]) for name in attachment.bound if name in found}
+                epoch = step / run.shared.steps_per_epoch
+                modifier = attachment.modifier
+                for name in (name for name in attachment.bound if name in found):
+                    found[name] = max(found[name], modifier.sparsity_of(attachment, name, epoch) or 0.0)
         return found
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ are loaded into it. What can be removed is found by `graph`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -47,6 +47,8 @@ def thin_run(
     except GossamerError as error:
         logger.warning("%s removes nothing: %s", who, error)
         return
+    if found.note:
+        logger.warning("%s: %s", who, found.note)
     for name, reason in found.kept.items():
         attachment.skip(name, reason)
         logger.info("%s: '%s' keeps filters of zeros: %s", who, name, reason)
@@ -113,12 +115,7 @@ def cut_as(module: nn.Module, state: Mapping[str, Any], optimizer: torch.optim.O
     """Cut a model as the state of a run says; one that has been cut so is left alone. All of it or nothing."""
     rounds = list(_rounds(state))
     sizes = {name: tuple(tensor.shape) for name, tensor in named_state(module)}
-    first: dict[str, tuple[int, ...]] = {}
-    last: dict[str, tuple[int, ...]] = {}
-    for cuts, shapes in rounds:
-        for name, shape in shapes.items():
-            first.setdefault(name, shape)
-            last[name] = tuple(len(cuts.kept[name].get(dim, range(size))) for dim, size in enumerate(shape))
+    first, last = _first_and_last(rounds)
     if all(sizes.get(name) == shape for name, shape in last.items()):
         return
     for name, shape in first.items():
@@ -132,6 +129,11 @@ def cut_as(module: nn.Module, state: Mapping[str, Any], optimizer: torch.optim.O
         cuts.apply(module)
         for name, shape in shapes.items():
             cuts.followed(optimizer, name, get_tensor(module, name), torch.Size(shape))
+
+
+def thinned_shapes(state: Mapping[str, Any]) -> Shapes:
+    """By weight that the run of a state has cut: the shape that it has now."""
+    return _first_and_last(_rounds(state))[1]
 
 
 def restore_structure(shared: Shared, attachments: Sequence[Attachment], state: Mapping[str, Any]) -> None:
@@ -148,6 +150,17 @@ def restore_structure(shared: Shared, attachments: Sequence[Attachment], state: 
             "load it into a model that is built anew"
         )
     cut_as(shared.module, state, shared.optimizer)
+
+
+def _first_and_last(rounds: Iterable[tuple[Cuts, Shapes]]) -> tuple[Shapes, Shapes]:
+    """The shapes of what was cut, before the first and after the last removal."""
+    first: dict[str, tuple[int, ...]] = {}
+    last: dict[str, tuple[int, ...]] = {}
+    for cuts, shapes in rounds:
+        for name, shape in shapes.items():
+            first.setdefault(name, shape)
+            last[name] = tuple(len(cuts.kept[name].get(dim, range(size))) for dim, size in enumerate(shape))
+    return first, last
 
 
 def _rounds(state: Mapping[str, Any]) -> Iterator[tuple[Cuts, Shapes]]:

@@ -71,7 +71,14 @@ def noise(slots: Sequence[Slot], seed: int = 0) -> list[Array]:
     Floats are normal; bytes are uniform, as in pictures. Other integers are 1: that is a word of every vocabulary,
     and an attention mask that hides nothing.
     """
-    return [_array(slot, np.random.default_rng([seed, number])) for number, slot in enumerate(slots)]
+    found: list[Array] = []
+    for number, slot in enumerate(slots):
+        try:
+            found.append(_array(slot, np.random.default_rng([seed, number])))
+        except (MemoryError, ValueError, OverflowError):  # the latter two where the sizes are beyond any array
+            what = f"an input '{slot.name}' of {slot} does not fit into memory"
+            raise GossamerError(f"--batch, --input: {what}; give smaller sizes") from None
+    return found
 
 
 def _given(slots: Sequence[Slot], where: str, shapes: Shapes) -> dict[str, tuple[int, ...]]:

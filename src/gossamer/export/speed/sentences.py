@@ -33,7 +33,9 @@ def explain(timings: Sequence[Timing]) -> list[str]:
 
 
 def times(ratio: Ratio) -> str:
-    """`1.87× (1.80–1.95)`"""
+    """`1.87× (1.80–1.95)`; after one round there is no interval."""
+    if not ratio.bounded:
+        return f"{ratio.value:.2f}×"
     return f"{ratio.value:.2f}× ({ratio.low:.2f}–{ratio.high:.2f})"
 
 
@@ -52,6 +54,8 @@ def _verdict(timing: Timing, does: str, other: str) -> str:
     if timing.verdict == "same":
         return f"{does} as fast as {other}, {figure}"
     if timing.verdict == "unclear":
+        if not timing.speed.bounded:
+            return f"one round proves no difference to {other}, {figure}; measure longer"
         floor = "" if timing.itself is None else f", and {other} differs from itself by {timing.itself.doubt:.2f}×"
         return f"no difference to {other} is proved, {figure}{floor}; measure longer, or where nothing else runs"
     return f"{does} {timing.verdict} than {other}, {figure}"

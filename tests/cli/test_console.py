@@ -1,0 +1,36 @@
+"""How commands speak while they work: a bar on terminals, and nothing elsewhere."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from gossamer.cli import console
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, title: str, *, terminal: bool = True, quiet: bool = False) -> str:
+    """What stands on stderr after a bar had its say."""
+    file = StringIO()
+    monkeypatch.setattr(console, "err", Console(file=file, force_terminal=terminal, width=120))
+    with console.progress(title, quiet) as show:
+        show("layer[0].weight", 0.5)
+    return file.getvalue()
+
+
+def test_a_bar_shows_the_title_the_label_as_it_is_and_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(monkeypatch, "measuring")
+    assert "measuring layer[0].weight" in text
+    assert "50%" in text
+
+
+def test_without_a_title_the_bar_comes_with_the_first_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(monkeypatch, "")
+    assert "\x1b[2Klayer[0].weight " in text  # at the start of a cleared line
+    assert "  0%" not in text
+
+
+def test_who_is_quiet_or_no_terminal_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(monkeypatch, "measuring", quiet=True) == ""
+    assert shown(monkeypatch, "measuring", terminal=False) == ""
