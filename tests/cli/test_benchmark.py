@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
 
 from gossamer.cli.console import err, out
+from gossamer.export import to_onnx
 from gossamer.export.speed.ratios import Ratio
 from tests.cli.conftest import Run
 from tests.export.graphs import Graph
@@ -124,3 +126,12 @@ def test_a_mistake_is_one_sentence_and_exit_code_1(run: Run, words: list[str], s
 
 def test_help_has_an_example(run: Run) -> None:
     assert "Example: gossamer benchmark dense.onnx sparse.onnx" in run("benchmark", "--help").stdout
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders(run: Run) -> None:
+    for folder in ("dense", "sparse"):
+        Path(folder).mkdir()
+        to_onnx(torch.nn.Linear(8, 4), Path(folder) / "model.onnx", torch.randn(1, 8))
+    done = run("benchmark", "dense/model.onnx", "sparse/model.onnx", "--rounds", "3")
+    assert done.exit_code == 0, done.output
+    assert "sparse/model.onnx in onnxruntime" in done.output.replace("\n", " ")

@@ -166,7 +166,7 @@ class Heads(nn.Module):
 def test_a_head_that_the_example_does_not_use_holds_what_it_may_read() -> None:
     found = thinned_alike(Heads(), ROW, ROWS, "b")
     assert "'b.weight', which takes no part in this example, may read them" in found.kept["trunk.weight"]
-    assert "'b.weight' and 1 more parameters take no part in this example" in str(found.note)
+    assert "'b.weight' and 1 more parameter take no part in this example" in str(found.note)
 
 
 def test_a_weight_that_cannot_read_them_holds_nothing_and_is_told_of() -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from gossamer.cli.console import AsJson, err, out, reports_errors, show_json, show_warnings
+from gossamer.cli.console import AsJson, Show, out, progress, reports_errors, show_json, show_warnings
 from gossamer.cli.models import Input, ModelWord, Weights, subject, untrained
 from gossamer.errors import GossamerError
 
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 EPOCHS = 20.0
 """How long a proposed recipe trains, unless a recipe or a run says."""
 PARTS = {"train": "the training part", "test": "the test part"}
-Show = Callable[[str, float], None]
 
 
 @dataclass
@@ -118,7 +115,7 @@ def analyze(
     _check(target, samples, quick, pattern)
     if output is not None:
         folder_for(output)
-    with _bar(as_json) as show:
+    with progress("", as_json) as show:
         show("opening the model", 0.0)
         own = data is not None and ":" in data
         found = subject(model, weights, None if own else data, shape)
@@ -266,19 +263,6 @@ def _own_batches(word: str) -> Any:
 
     with redirect_stdout(sys.stderr):
         return batches_of(word)
-
-
-@contextmanager
-def _bar(as_json: bool) -> Generator[Show]:
-    """A bar on stderr that says what is being done, on terminals only."""
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal or as_json) as progress:
-        task = progress.add_task("", total=1.0, visible=False)
-
-        def show(doing: str, share: float) -> None:
-            progress.update(task, completed=share, description=escape(doing.strip()), visible=True)
-
-        yield show
 
 
 @contextmanager

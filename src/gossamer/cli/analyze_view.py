@@ -15,7 +15,8 @@ from rich.padding import Padding
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gossamer.cli.analyze_words import amount, percent, print_table, short, size_of
+from gossamer.cli.analyze_words import amount, percent, print_table, short
+from gossamer.runner.figures import size as size_in_words
 
 if TYPE_CHECKING:
     from gossamer.analysis.hardware import Support
@@ -73,7 +74,8 @@ def summary(analysis: Analysis) -> list[str]:
     """The answer in a few sentences."""
     table, shapes = analysis.table, _shapes(analysis.subject.example)
     work = "" if table.macs is None else f", {amount(table.macs)} MACs on an input of {_first_shape(shapes)}"
-    size = f"{len(table.rows)} layers with {amount(table.parameters)} weights{work}; {size_of(table.now.sizes.dense)}"
+    taken = size_in_words(table.now.sizes.dense)
+    size = f"{len(table.rows)} layers with {amount(table.parameters)} weights{work}; {taken}"
     told = [f"{analysis.subject.name}: {size}."]
     if told_now := _state("Now it", "is", table, table.now):
         told.append(told_now)
@@ -95,11 +97,11 @@ def _state(who: str, verb: str, table: ModelTable, state: State) -> str | None:
         return None
     macs = "" if state.macs is None else f" and {amount(state.macs)} MACs"
     files = [
-        f"as a {name} file {size_of(taken)}"
+        f"as a {name} file {size_in_words(taken)}"
         for name, taken in (("bitmask", state.sizes.bitmask), ("sparse24", state.sizes.sparse24))
         if taken is not None and taken < SMALLER * state.sizes.dense
     ]
-    instead = f"; {', '.join(files)} instead of {size_of(state.sizes.dense)}" if files else ""
+    instead = f"; {', '.join(files)} instead of {size_in_words(state.sizes.dense)}" if files else ""
     left = f"{amount(table.parameters - state.zeros)} weights{macs} left{instead}"
     return f"{who} {verb} {percent(state.zeros / table.parameters)} sparse: {left}."
 

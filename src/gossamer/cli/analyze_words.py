@@ -23,11 +23,6 @@ def amount(count: int) -> str:
     return str(count)
 
 
-def size_of(count: int) -> str:
-    """Bytes in words: `6.2 MB`."""
-    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"
-
-
 def percent(share: float) -> str:
     """One digit; what is not all, or not nothing, does not read as if it were.
 

@@ -129,9 +129,9 @@ def _shape(word: str) -> tuple[str, list[int]]:
 
 def _show(timings: Sequence[Timing], threads: int) -> None:
     """The rows of one runtime."""
-    from gossamer.export.speed.sentences import short, times
+    from gossamer.export.speed.sentences import labels, times
 
-    one = timings[0]
+    one, names = timings[0], labels(timings)
     unit, factor = _unit(min(timing.median for timing in timings))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("file", overflow="fold")
@@ -142,7 +142,7 @@ def _show(timings: Sequence[Timing], threads: int) -> None:
         speed = "1" if timing.speed is None else times(timing.speed)
         throughput = [] if timing.throughput is None else [_rounded(timing.throughput)]
         table.add_row(
-            escape(short(timing.file)),
+            escape(names[timing.file]),
             size(timing.contents.bytes),
             f"{timing.contents.sparsity:.1%}",
             f"{timing.median * factor:.{digits}f}",

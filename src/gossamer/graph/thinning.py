@@ -97,7 +97,7 @@ def _note(parts: str | None, idle: Sequence[str]) -> str | None:
     """What to know about the result, in a sentence or two."""
     if not idle:
         return parts
-    more = f" and {len(idle) - 1} more parameters take" if len(idle) > 1 else " takes"
+    more = f" and {len(idle) - 1} more parameter{'s' * (len(idle) > 2)} take" if len(idle) > 1 else " takes"
     left = "are left as they are" if len(idle) > 1 else "is left as it is"
     unused = f"'{idle[0]}'{more} no part in this example and {left}; give an example that uses "
     return "; ".join(filter(None, (parts, unused + ("them" if len(idle) > 1 else "it"))))

@@ -24,6 +24,7 @@ from gossamer.graph.thinning_watch import Observed
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 CARRIES = "it carries on the constant of the filters that went"
+_CONSTANT = "it gives a constant that is read, and no other filter of zeros could carry it on"
 _LAST = "one channel has to stay"
 _SOUND = 0.03
 """A carrier's constant, of the largest that it carries: dividing by less would carry its rounding on."""
@@ -176,6 +177,8 @@ class _Planner:
             own = classes[gone[classes]]
             if own.size:
                 self.plan.groups.append(Group(own, carriers))
+            for number in () if own.size else carriers.tolist():
+                reasons.setdefault(number, _CONSTANT)
 
     def _useless(self, classes: Ints) -> tuple[Ints, Ints]:
         """Of the classes of a group those that could go, and those among them that have to stay for the others."""

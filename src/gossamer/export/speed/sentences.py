@@ -5,7 +5,7 @@ Every number in them was measured or counted. Nothing here measures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from gossamer.export.speed.measuring import Timing
@@ -20,13 +20,14 @@ LITTLE = 1.15
 def explain(timings: Sequence[Timing]) -> list[str]:
     """One sentence or two for each file that was compared, and what was strange."""
     firsts = {timing.runtime: timing for timing in timings if timing.first is None}
+    names = labels(timings)
     found: list[str] = []
     for timing in timings:
         found += timing.notes
         if timing.speed is not None:
-            found.append(_compared(timing, firsts[timing.runtime]))
-    found += [_remedy(timing) for timing in timings if _hopes_for_more(timing, firsts[timing.runtime])]
-    found += [sentence for timing in firsts.values() if (sentence := _alone(timing, timings))]
+            found.append(_compared(timing, firsts[timing.runtime], names))
+    found += [_remedy(timing, names) for timing in timings if _hopes_for_more(timing, firsts[timing.runtime])]
+    found += [sentence for timing in firsts.values() if (sentence := _alone(timing, timings, names))]
     if any(timing.batch is None for timing in timings):
         found.append("A file of weights holds no program: what is timed is reading it; export ONNX to see how it runs")
     return list(dict.fromkeys(found))
@@ -39,9 +40,19 @@ def times(ratio: Ratio) -> str:
     return f"{ratio.value:.2f}× ({ratio.low:.2f}–{ratio.high:.2f})"
 
 
-def _compared(timing: Timing, first: Timing) -> str:
+def labels(timings: Sequence[Timing]) -> dict[str, str]:
+    """By file: its name, with the folder that it is in where several have the same."""
+    files = dict.fromkeys(timing.file for timing in timings)
+    names = [PurePath(file).name for file in files]
+    return {
+        file: name if names.count(name) == 1 else "/".join(PurePath(file).parts[-2:])
+        for file, name in zip(files, names, strict=True)
+    }
+
+
+def _compared(timing: Timing, first: Timing, names: Mapping[str, str]) -> str:
     assert timing.speed is not None
-    name, other = short(timing.file), short(first.file)
+    name, other = names[timing.file], names[first.file]
     if timing.batch is None:
         return f"{name}: {_verdict(timing, 'loads', other)}"
     said = f"{name} in {timing.runtime}: {_verdict(timing, 'runs', other)}"
@@ -97,31 +108,26 @@ def _hopes_for_more(timing: Timing, first: Timing) -> bool:
     return little and timing.contents.sparsity - first.contents.sparsity >= MANY
 
 
-def _alone(first: Timing, timings: Sequence[Timing]) -> str:
+def _alone(first: Timing, timings: Sequence[Timing], names: Mapping[str, str]) -> str:
     """For a sparse file with nothing to compare it to."""
     compared = any(timing.first is not None and timing.runtime == first.runtime for timing in timings)
     if compared or first.batch is None or first.contents.sparsity < MANY:
         return ""
     return (
-        f"{short(first.file)}: {first.contents.sparsity:.1%} of its weights are zero, but {first.runtime} multiplies "
+        f"{names[first.file]}: {first.contents.sparsity:.1%} of its weights are zero, but {first.runtime} multiplies "
         "by them as by others; give the dense file first to see what they are worth"
     )
 
 
-def _remedy(timing: Timing) -> str:
+def _remedy(timing: Timing, names: Mapping[str, str]) -> str:
     """What does make a sparse model faster; first what this file is ready for."""
     own = timing.contents
     if own.filters and own.empty_filters / own.filters >= 0.1:
         return (
-            f"{short(timing.file)}: {own.empty_filters:,} of its {own.filters:,} filters are zero as a whole; "
+            f"{names[timing.file]}: {own.empty_filters:,} of its {own.filters:,} filters are zero as a whole; "
             "thinning removes them, and that makes it faster"
         )
     return (
         "What makes a sparse model faster: whole filters removed (thin), 8-bit integers, 2:4 on a GPU of the Ampere "
         "generation or newer, or a runtime that skips zeros; bitmask and sparse24 files make it smaller"
     )
-
-
-def short(file: str) -> str:
-    """The name of a file without its folders."""
-    return PurePath(file).name
