@@ -80,7 +80,9 @@ def summary(analysis: Analysis) -> list[str]:
     if told_now := _state("Now it", "is", table, table.now):
         told.append(told_now)
     by_key = {support.runtime.key: support for support in analysis.hardware}
-    counts = [f"{len(by_key[key].able)} can {words}" for key, words in COUNTED.items() if key in by_key]
+    counts = [
+        f"{len(by_key[key].able)} can {words}{_held(table, words)}" for key, words in COUNTED.items() if key in by_key
+    ]
     told.append(f"Of {len(table.rows)} layers {', '.join(counts)}.")
     if table.then is not None and table.projection is not None:
         told.append(
@@ -89,6 +91,15 @@ def summary(analysis: Analysis) -> list[str]:
         )
         told += [f"Note: {note}." for note in table.projection.notes]
     return told
+
+
+def _held(table: ModelTable, words: str) -> str:
+    """` (3 are)`: how many layers hold to a pattern now, once one of them has zeros."""
+    pattern = words.removeprefix("be ")
+    if not any(row.patterns or row.layer.current_zeros for row in table.rows) or pattern == words:
+        return ""
+    count = sum(pattern in row.patterns for row in table.rows)
+    return f" ({count} {'is' if count == 1 else 'are'})"
 
 
 def _state(who: str, verb: str, table: ModelTable, state: State) -> str | None:

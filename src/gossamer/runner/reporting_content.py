@@ -104,6 +104,9 @@ def _cards(
         cards.append(
             Card("file", size(files[0][1]), "; ".join([files[0][0], *(f"{n} {size(b)}" for n, b in files[1:])]))
         )
+    packed = _packed(files, total, nonzero)
+    if packed is not None and not any(name.startswith("model-bitmask") for name, _ in files):
+        cards.append(Card("as bitmask", size(packed), "by gossamer export --format bitmask"))
     if summary["seconds"] is not None:
         speed = summary["images_per_s"]
         cards.append(Card("time", duration(summary["seconds"]), "" if speed is None else f"{speed:.0f} images/s"))
@@ -131,11 +134,13 @@ def _figures(folder: Path, summary: Mapping[str, Any], weights: Shown) -> list[t
     if name is not None:
         course = summary["metrics"][name]
         found += [(name, _metric(name, course["last"])), ("best", _metric(name, course["best"]))]
-    share, _, nonzero = _sparsity(summary, weights)
+    share, total, nonzero = _sparsity(summary, weights)
     found.append(("sparsity", "–" if share is None else f"{100 * share:.1f} %"))
     found.append(("not zero", "–" if nonzero is None else count(nonzero)))
     files = _files(folder)
     found.append(("file", size(files[0][1]) if files else "–"))
+    packed = _packed(files, total, nonzero)
+    found.append(("as bitmask", "–" if packed is None else size(packed)))
     found.append(("iterations", str(summary["iterations"])))
     found.append(("time", "–" if summary["seconds"] is None else duration(summary["seconds"])))
     return found
@@ -148,6 +153,17 @@ def _sparsity(summary: Mapping[str, Any], weights: Shown) -> tuple[float | None,
         zeros = sum(layer.zeros for layer in weights.layers)
         return zeros / max(total, 1), total, total - zeros
     return summary["sparsity"], summary["weights"], summary["nonzero"]
+
+
+def _packed(files: Sequence[tuple[str, int]], total: int | None, nonzero: int | None) -> int | None:
+    """What a bit for each weight and those that are not zero take, beside all else that the plain file holds.
+
+    None where that saves nothing, or there is no plain file of 32-bit numbers.
+    """
+    if not files or files[0][0] != "model.safetensors" or total is None or nonzero is None:
+        return None
+    taken = files[0][1] - 4 * total + total // 8 + 4 * nonzero
+    return taken if 0 < taken < 0.95 * files[0][1] else None
 
 
 def _files(folder: Path) -> list[tuple[str, int]]:

@@ -122,7 +122,9 @@ def _up_labels(up: Scale, unit: str) -> str:
 
 
 def _across_labels(across: Scale) -> str:
-    ticks = list(across.ticks)
+    # The last one is "epoch 3", which on a phone reaches over what is close before it.
+    last = across.ticks[-1]
+    ticks = [tick for tick in across.ticks if tick == last or across.at(last) - across.at(tick) >= 0.22]
     spans = [f'<span style="left:{100 * across.at(tick):.1f}%">{short(tick)}</span>' for tick in ticks]
     if len(ticks) > 1:
         spans[-1] = spans[-1].replace(">", ">epoch ", 1)
