@@ -9,7 +9,7 @@ SHELL := bash
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-PYTEST := $(BIN)/python -m pytest -n 2
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # No look for a newer pyright on every run.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1

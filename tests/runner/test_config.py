@@ -73,7 +73,8 @@ dataset:
         "a.yaml:10: trainer.lr_scheduler.warmup_type: expected 'linear', 'exp' or 'constant', found 'liner'; "
         "nearest: 'linear'",
         "a.yaml:11: saver.save_dir: expected a path, found 7",
-        "a.yaml:11: saver.export.0: expected 'safetensors' or 'onnx', found 'onx'; nearest: 'onnx'",
+        "a.yaml:11: saver.export.0: expected 'safetensors', 'bitmask', 'sparse24', 'onnx', 'pt2' or 'thin', "
+        "found 'onx'; nearest: 'onnx'",
         "a.yaml:13: runtime.channels_last: expected true or false or 'auto', found 'autto'; nearest: 'auto'",
         "a.yaml:14: hooks: expected a list, found 3",
         "a.yaml:19: dataset.train.transforms.0: expected text or a mapping, found 3",

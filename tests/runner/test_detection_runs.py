@@ -87,7 +87,7 @@ def test_a_detector_of_ones_own_goes_through_all_of_it(method: str, tmp_path: Pa
     run = check_run(tmp_path, "own", method)
     if method == "amba":
         files = export(run, formats=["onnx", "safetensors"], display=Display(shown=False)).files
-        assert [path.name for path in files] == ["model.safetensors", "model.onnx"]
+        assert [path.name for path in files] == ["model.onnx", "model.safetensors"]
         assert len(onnxruntime.InferenceSession(run / "model.onnx").get_outputs()) == 1
     weights = load_file(run / "model.safetensors")
     zeros = float((weights["layers.2.weight"] == 0).float().mean())

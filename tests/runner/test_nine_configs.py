@@ -45,7 +45,13 @@ def test_there_are_nine_and_no_other() -> None:
     assert found == set(CONFIGS)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+LONG = "amba"
+"""Of detectors these take most of a minute each; classifiers show the same method."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n.startswith("det") and LONG in n else []) for n in CONFIGS]
+)
 def test_a_config_trains_stops_goes_on_evaluates_and_exports(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
