@@ -110,7 +110,7 @@ def export(model: nn.Module, inputs: tuple[Any, ...], target: Path, **options: A
         with quiet(), AsOnnx() as mode:
             table = mode.translations
             # torch.onnx takes a dict at the end for arguments by name, unless another dict follows.
-            arguments = (*inputs, {}) if inputs and isinstance(inputs[-1], dict) else inputs
+            arguments: tuple[Any, ...] = (*inputs, {}) if inputs and isinstance(inputs[-1], dict) else inputs
             program: Any = torch.onnx.export(
                 model, arguments, dynamo=True, verbose=False, custom_translation_table=table, **options
             )
