@@ -48,15 +48,17 @@ test: lint chromium ## style, types, layers, then the tests that take seconds
 test-all: lint chromium ## the same with the slow tests
 	$(PYTEST)
 
-# The report is tested in the system's browser, one of those that tests/browser/chromium.py takes; where none can be had, those tests are skipped and say so.
+# The report is tested in the system's browser, one of those that tests/browser/chromium.py takes; where none can be
+# had, or installing takes too long, those tests are skipped and say so.
+GET := DEBIAN_FRONTEND=noninteractive timeout 240 apt-get -qq
+
 chromium:
 	@browser="$$(command -v chromium || command -v chromium-browser || command -v google-chrome || true)"; \
 	if [ -n "$$browser" ] && command -v chromedriver >/dev/null; then exit 0; fi; \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	  echo "Installing Chromium and its driver, for the tests of the report"; \
-	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver >/dev/null 2>&1 || \
-	  { apt-get update -qq >/dev/null 2>&1 && \
-	    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver >/dev/null 2>&1; } || \
+	  { $(GET) install -y chromium chromium-driver || \
+	    { $(GET) update && $(GET) install -y chromium chromium-driver; }; } >/dev/null 2>&1 || \
 	  echo "Chromium could not be installed: the tests of the report in a browser are skipped"; \
 	else echo "Chromium is missing and cannot be installed here: the tests of the report in a browser are skipped"; fi
 
