@@ -37,8 +37,8 @@ demo: $(STAMP) ## train a ResNet-18 on digits, make it sparse in two ways, see w
 	$(BIN)/gossamer export $(DEMO)/two-of-four --format sparse24 --half
 	@echo; echo "6. Is it faster? Zeros alone are not"
 	$(BIN)/gossamer benchmark $(DEMO)/dense/model.onnx $(DEMO)/levels/model.onnx --seconds 5
-	@echo; echo "7. One page about all of it, to open in a browser"
-	$(BIN)/gossamer report $(RUNS) -o $(DEMO)/report.html
+	@echo; echo "7. One page about all of it, to open in a browser, with what each layer can spare"
+	$(BIN)/gossamer report $(RUNS) --sensitivity -o $(DEMO)/report.html
 
 RUNS = $(DEMO)/dense $(DEMO)/levels $(DEMO)/two-of-four
 
