@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from gossamer.errors import GossamerError
 from tests.integrations.digits import BATCHES, RECIPE, WITH_RATES, accuracy, loader, network, pruning, same, weights
+from tests.integrations.processes import in_a_new_process
 from tests.loops import zeros
 
 
@@ -231,7 +232,8 @@ def _in_two_processes(folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_processes_end_with_the_same_sparse_model(library: Any, tmp_path: Path) -> None:
-    library.debug_launcher(_in_two_processes, args=(str(tmp_path),), num_processes=2)
+    launch = f"debug_launcher(tests._in_two_processes, args=({str(tmp_path)!r},), num_processes=2)"
+    in_a_new_process(__name__, f"from accelerate import debug_launcher\n{launch}")
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
     assert first.pop("steps") == second.pop("steps") == 3 * math.ceil(BATCHES / 2)
     assert same(first, second)

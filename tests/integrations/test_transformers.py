@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError
 from gossamer.sparse import NM
 from tests.integrations.digits import same, weights
+from tests.integrations.processes import in_a_new_process
 
 SENTENCES, WORDS, LENGTH = 512, 12, 6
 BATCH = 32
@@ -390,8 +391,9 @@ def _in_two_processes(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_train_one_sparse_model_and_go_on_with_it(library: Any, tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.debug_launcher(_in_two_processes, args=(tmp_path,), num_processes=2)
+    pytest.importorskip("accelerate")
+    launch = f"debug_launcher(tests._in_two_processes, args=(Path({str(tmp_path)!r}),), num_processes=2)"
+    in_a_new_process(__name__, f"from accelerate import debug_launcher\n{launch}")
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
     assert first["steps_per_epoch"] == BATCHES / 2
     assert same(first["whole"], second["whole"])
