@@ -44,7 +44,7 @@ _FRAME = ("kind", "iteration", "epoch", "seconds")
 
 def run_summary(folder: Path) -> dict[str, Any]:
     """One run as plain values, for `--json`; what is not known is None."""
-    records = read_records(folder)
+    records = read_records(folder) if folder.is_dir() else []
     checkpoints = Checkpoints(folder / "checkpoints", keep=1)
     about = _last_description(checkpoints)
     if not records and about is None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
-from gossamer.export.reading import is_model_file, read_state
 from gossamer.runner.checkpoint_file import is_checkpoint, read_checkpoint
+from gossamer.sealed import kind_of
 
 _NESTS = ("ema_state_dict", "ema", "model_ema", "state_dict", "model_state_dict", "model", "module")
 """Where the weights may be in a file that holds more, averaged ones first."""
@@ -46,7 +46,9 @@ def _read(path: Path) -> dict[str, Tensor]:
     if is_checkpoint(path):
         checkpoint = read_checkpoint(path)
         return _tensors(checkpoint.ema) or checkpoint.weights
-    if is_model_file(path):
+    if kind_of(path) is not None:
+        from gossamer.export.reading import read_state
+
         return read_state(path)
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
