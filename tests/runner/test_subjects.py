@@ -141,6 +141,8 @@ def test_a_file_of_a_thinned_network_is_a_model_again(tmp_path: Path) -> None:
     again = open_subject(str(tmp_path / "thin.safetensors"))
     images = torch.rand(2, 3, 32, 32)
     torch.testing.assert_close(again.model(images), made.model(images))
+    on_data = open_subject(str(tmp_path / "thin.safetensors"), data="tiny")
+    assert torch.equal(on_data.model(images), again.model(images))
     whole = open_subject("squeezenet1_1", data="tiny").model
     assert torch.equal(gossamer.load(tmp_path / "thin.safetensors", whole)(images), again.model(images))
 

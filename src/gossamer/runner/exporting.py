@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError, nearest
 from gossamer.quantization import is_emulated
 from gossamer.runner.config.schema import Net
-from gossamer.runner.networks import Network, is_detector
+from gossamer.runner.networks import Network
 
 if TYPE_CHECKING:
     from gossamer.export import Written
@@ -48,10 +48,8 @@ class Export:
     def __post_init__(self) -> None:
         for name in self.formats:
             if name not in FORMATS:
-                close = nearest(name.lower(), FORMATS) or (
-                    f"; nearest: '{name.lower()}'" if name.lower() in FORMATS else ""
-                )
-                raise GossamerError(f"--format: there is no '{name}'{close}; there are {', '.join(FORMATS)}")
+                close, known = nearest(name.lower(), FORMATS), ", ".join(FORMATS)
+                raise GossamerError(f"--format: there is no '{name}'{close}; there are {known}")
 
 
 def write_subject(subject: Subject, wanted: Export, folder: Path | None = None) -> list[Written]:
@@ -146,8 +144,3 @@ def describe_model(
     if image is not None:
         known["input"] = json.dumps(list(image.shape))
     return known
-
-
-def as_example(model: nn.Module, image: Tensor) -> Any:
-    """An image (1, C, H, W) as the model takes it: detectors take lists."""
-    return ([image[0]],) if is_detector(model) else image

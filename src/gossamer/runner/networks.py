@@ -85,6 +85,11 @@ def is_detector(model: nn.Module) -> bool:
     return isinstance(model, Detector) or _torchvision_kind(model) is not None
 
 
+def as_example(model: nn.Module, image: Tensor) -> Any:
+    """An image (1, C, H, W) as a model takes it: detectors take lists."""
+    return ([image[0]],) if is_detector(model) else image
+
+
 class _OneStage(nn.Module):
     """Backbone and head; returns what the head returns, as a tuple."""
 

@@ -15,8 +15,9 @@ from gossamer.errors import GossamerError
 from gossamer.export.reading import THINNED
 from gossamer.graph import unwrap
 from gossamer.runner.building import Built
-from gossamer.runner.exporting import Export, as_example, describe_model, write_model
+from gossamer.runner.exporting import Export, describe_model, write_model
 from gossamer.runner.loop import Loop, Progress, Stop, stopped_by_signals
+from gossamer.runner.networks import as_example
 from gossamer.runner.pictures import draw_tests
 from gossamer.runner.processes import done_by_first, gathered, send_buffers
 from gossamer.runner.random_states import random_states

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from gossamer.errors import GossamerError
+from gossamer.runner.networks import as_example
 from gossamer.runner.runner import Runner
 from gossamer.runner.sparsity import ByRecipe, build_sparsifier
 
@@ -28,10 +27,6 @@ class SparseRunner(Runner):
                 raise GossamerError(f"{self.config.sparsity.recipe}: says no end; give trainer.max_epoch or max_iter")
             return epochs
         return super().epochs()
-
-    def _arguments(self, image: Tensor) -> Any:
-        """An image (1, C, H, W) as the model takes it: detectors take lists."""
-        return ([image[0]],) if self.kind == "detection" else image
 
     def _tell_length(self, epochs: int) -> None:
         """A recipe that goes on behind the end of training is cut off there."""
@@ -58,7 +53,7 @@ class SparseRunner(Runner):
         if self.kind == "detection":
             networks = {name: network.module for name, network in self.task.networks(self.model, image).items()}
         self.model.train()
-        self.model = self.sparsifier.prepare(self.model, networks, self._arguments(image))
+        self.model = self.sparsifier.prepare(self.model, networks, as_example(self.model, image))
         if self.start.checkpoint is not None and saved.get("sparsity") is not None:
             self.sparsifier.reshape(self.model, saved["sparsity"], self.start.checkpoint.epoch)
         # Parameters that were added go where the others are.
@@ -87,7 +82,7 @@ class SparseRunner(Runner):
             scaler=self.scaler,
             steps_per_epoch=self.steps_per_epoch if self.training else int(saved["steps_per_epoch"]),
             accumulation_steps=self.config.trainer.accumulate,
-            example_inputs=self._arguments(self.example()),
+            example_inputs=as_example(self.model, self.example()),
         )
         if not self.training and self.start.checkpoint is not None:
             self.sparsifier.begin(self.model, max(self.start.checkpoint.iteration - 1, 0))

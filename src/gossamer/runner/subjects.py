@@ -26,9 +26,9 @@ from gossamer.runner.config import Config, config_of, task_of
 from gossamer.runner.config.schema import Net, Source
 from gossamer.runner.data import Batches, ImageData, build_dataset
 from gossamer.runner.display import Display
-from gossamer.runner.exporting import FETCHING, as_example, describe_model
+from gossamer.runner.exporting import FETCHING, describe_model
 from gossamer.runner.models import build_net
-from gossamer.runner.networks import Network, is_detector
+from gossamer.runner.networks import Network, as_example, is_detector
 from gossamer.runner.processes import joined
 from gossamer.runner.run_data import read_run_data
 from gossamer.runner.running import built, loaded_of
@@ -208,24 +208,25 @@ def _of_file(path: Path, weights: Path | None, data: str | None, sets: Sequence[
         raise GossamerError(f"{path}: what it says of its model cannot be read; {way_out}") from error
     if ":" in net.type or "/" in net.type:
         raise GossamerError(f"{path}: is of {net.type}, and no file makes us import that; {way_out}")
+    thinned = THINNED.items() <= about.items()
     net = net.model_copy(update={"kwargs": {k: None if k in FETCHING else v for k, v in net.kwargs.items()}})
     if data is not None or sets:
         settings = {"net": {"type": net.type, "kwargs": net.kwargs}}
-        return _on_data(str(path), config_of(settings, path.stem, sets, data).config, path)
+        return _on_data(str(path), config_of(settings, path.stem, sets, data).config, path, thinned)
     model = _made(net.type, builder(net.type), net.kwargs) if classes is None else build_net(net, classes)
-    load_weights(model.eval(), path, thinned=THINNED.items() <= about.items())
+    load_weights(model.eval(), path, thinned=thinned)
     example = as_example(model, _noise(torch.empty(shape))) if shape else None
     kind = "detection" if is_detector(model) else "classification"
     return Subject(str(path), about.get("name", path.stem), model, kind, example, classes, net, path)
 
 
-def _on_data(word: str, config: Config, weights: Path | None) -> Subject:
+def _on_data(word: str, config: Config, weights: Path | None, thinned: bool = False) -> Subject:
     """A model for data: its classes are theirs."""
     kind = task_of(config)
     run_data = read_run_data(config, kind, 0, "export")
     model = build_net(config.net, run_data.num_classes, kind).eval()
     if weights is not None:
-        load_weights(model, weights)
+        load_weights(model, weights, thinned=thinned)
     images = run_data.test or run_data.train
     assert images is not None
     example = as_example(model, images[0][0].unsqueeze(0))
@@ -272,7 +273,10 @@ def _fill(model: nn.Module, path: Path, state: Mapping[str, Tensor], thinned: bo
     missing = [name for name in own if name not in state]
     if missing:
         raise GossamerError(f"{path}: '{missing[0]}' is missing ({len(missing)} of {len(own)} names are)")
-    model.load_state_dict(state, assign=True)
+    kinds = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    if len(kinds) == 1:
+        model.to(kinds.pop())
+    model.load_state_dict(state)
 
 
 def _other_classes(model: nn.Module, state: Mapping[str, Tensor]) -> int | None:
