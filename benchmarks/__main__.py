@@ -21,6 +21,7 @@ from benchmarks.allocation import allocation
 from benchmarks.allocation_accuracy import allocation_accuracy
 from benchmarks.create_accuracy import create_accuracy
 from benchmarks.detection_accuracy import detection_accuracy
+from benchmarks.file_size import file_size
 from benchmarks.import_time import import_time
 from benchmarks.mask_size import mask_size
 from benchmarks.mask_update import mask_update, mask_update_of_patterns
@@ -38,6 +39,7 @@ SHORT: dict[str, Benchmark] = {
     "training-step": training_step,
     "mask-update": mask_update,
     "mask-size": mask_size,
+    "file-size": file_size,
     "nm-masks": nm_masks,
     "permutation": permutation_search,
     "import": import_time,

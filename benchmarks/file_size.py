@@ -26,8 +26,8 @@ AIMS = {("90 % zeros, float32", "bitmask"): 0.14, ("2:4, float16", "sparse24"): 
 
 def file_size(watch: Watch) -> Iterator[Row]:
     networks = [(name, zeros) for name in ("resnet18", "resnet50") for zeros in RECIPES]
-    for name, zeros in watch("networks", len(networks), networks):
-        yield from _files(name, zeros)
+    for number in watch("networks", len(networks)):
+        yield from _files(*networks[number])
 
 
 def _files(name: str, zeros: str) -> Iterator[Row]:
