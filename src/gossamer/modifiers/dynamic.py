@@ -138,16 +138,24 @@ class RigLPruningModifier(DynamicPruningModifier):
             return None
         return self.final_sparsity
 
+    def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
+        if self.sparsity_at(epoch) is None:
+            return None
+        if "shares" not in run.plan:
+            run.plan["shares"] = self._shares(run)
+        return run.plan["shares"].get(name)
+
     def start(self, run: Run) -> None:
-        shapes = {name: tuple(run.parameter(name).shape) for name in run.targets}
-        match self.sparsity_strategy:
-            case "uniform":
-                sparsity = uniform(shapes, self.final_sparsity)
-            case strategy:
-                sparsity = erdos_renyi(shapes, self.final_sparsity, kernel=strategy == "erdos_renyi_kernel")
         scores = {name: magnitude(run.parameter(name)) for name in run.targets}
-        for name, keep in self.masks(run, scores, sparsity).items():
+        for name, keep in self.masks(run, scores, self._shares(run)).items():
             run.set_mask(name, keep)
+
+    def _shares(self, run: Run) -> dict[str, float]:
+        """The sparsity of each layer, which its shape decides."""
+        shapes = {name: tuple(run.parameter(name).shape) for name in run.targets}
+        if self.sparsity_strategy == "uniform":
+            return uniform(shapes, self.final_sparsity)
+        return erdos_renyi(shapes, self.final_sparsity, kernel=self.sparsity_strategy == "erdos_renyi_kernel")
 
     def before_step(self, run: Run) -> None:
         if run.next_update == run.step + 1:

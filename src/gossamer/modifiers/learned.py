@@ -246,6 +246,9 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         x = 1.0 if epoch >= final else (epoch - start) / (final - start)
         return interpolate(self.init_sparsity, self.final_sparsity, x)
 
+    def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
+        return None  # one budget for all layers
+
     def start(self, run: Run) -> None:
         first = initial_probabilities({name: run.parameter(name).detach() for name in run.targets})
         run.state["probabilities"] = first

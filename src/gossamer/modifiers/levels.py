@@ -88,6 +88,18 @@ class LevelPruningModifier(PruningModifier):
         share = (epoch - start) / (self.end_epoch - start) if self.end_epoch > start else 1.0
         return self.levels[min(int(share * len(self.levels)), len(self.levels) - 1)]
 
+    def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
+        """For `uniform` and `erk`; under the others the weights at the level's start decide."""
+        level = self.sparsity_at(epoch)
+        if level is None or self.allocation == "uniform":
+            return level
+        if self.allocation != "erk":
+            return None
+        shares: dict[float, dict[str, float]] = run.plan.setdefault("shares", {})
+        if level not in shares:
+            shares[level] = erdos_renyi({other: run.parameter(other).shape for other in run.targets}, level)
+        return shares[level].get(name)
+
     def starts(self, start: int, end: int) -> list[int]:
         """The step at which each level starts: n·total // L steps behind the start."""
         return [start + n * (end - start) // len(self.levels) for n in range(len(self.levels))]

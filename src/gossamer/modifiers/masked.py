@@ -58,7 +58,7 @@ class PruningModifier(Modifier):
         return None
 
     def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
-        """The same for one weight."""
+        """The same for one weight; None also where weights share one threshold, so that their values decide."""
         return self.sparsity_at(epoch)
 
     def bind(self, run: Run) -> list[str]:
@@ -149,6 +149,9 @@ class RankedPruningModifier(PruningModifier):
                 f"max_layer_sparsity: expected at least the final sparsity {self.goal:g}, found {lowest:g}"
             )
         return self
+
+    def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
+        return None if self.global_sparsity else super().sparsity_of(run, name, epoch)
 
     def bind(self, run: Run) -> list[str]:
         targets = super().bind(run)

@@ -137,7 +137,7 @@ class GMPruningModifier(RankedPruningModifier):
 
     def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
         finals: dict[str, float] = run.plan.get("final", {})
-        return self._on_the_way(finals[name], epoch) if name in finals else self.sparsity_at(epoch)
+        return self._on_the_way(finals[name], epoch) if name in finals else super().sparsity_of(run, name, epoch)
 
     def _on_the_way(self, final: float, epoch: float) -> float | None:
         if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):

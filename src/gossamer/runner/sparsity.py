@@ -231,7 +231,7 @@ class ByRecipe(Sparsifier):
 
     def pruned(self) -> Sequence[str]:
         """Those that have a mask by now, or will have one."""
-        return list(dict.fromkeys([*self.manager.targets(), *self.manager.masks()]))
+        return list(dict.fromkeys([*self.manager.planned(), *self.manager.masks()]))
 
     def left_dense(self) -> Mapping[str, str]:
         return {name: reason for skipped in self.manager.skipped.values() for name, reason in skipped.items()}
@@ -244,7 +244,7 @@ class ByRecipe(Sparsifier):
 
     def target(self, model: nn.Module) -> float | None:
         """Of all weights that are pruned together; None when some of them have no target of their own."""
-        return self._mean(self.manager.targets())
+        return self._mean(self.manager.planned())
 
     def planned(self, model: nn.Module, iteration: int) -> float | None:
         return self._mean(self.manager.planned(iteration))

@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, has_parameter, unwrap
-from gossamer.modifiers import LayerThinningModifier, Modifier, PruningModifier
+from gossamer.modifiers import LayerThinningModifier, Modifier
 from gossamer.quantization import is_emulated
 from gossamer.recipe import Recipe, load
 from gossamer.training.arguments import check_arguments, check_model
@@ -27,6 +27,7 @@ from gossamer.training.restart import Restart
 from gossamer.training.run import TrainingRun, is_driven
 from gossamer.training.scaler import check_of_use, clocked
 from gossamer.training.state import check_state
+from gossamer.training.targets import final_shares, planned_shares, targets
 from gossamer.training.teachers import lessons_for
 from gossamer.training.thinning import cut_as
 
@@ -306,26 +307,23 @@ class Manager:
         return {name: float((weight == 0).double().mean()) for name, weight in weights.items()}
 
     def targets(self) -> dict[str, float]:
-        """By parameter: the sparsity that the recipe's pruning ends at, where it says one."""
-        found: dict[str, float] = {}
-        for attachment in self._attached().attachments:
-            modifier = attachment.modifier
-            if isinstance(modifier, PruningModifier):
-                end = modifier.end_epoch if modifier.end_epoch != -1 else modifier.start_epoch
-                shares = {name: modifier.sparsity_of(attachment, name, end) for name in attachment.bound}
-                found |= {name: max(share, found.get(name, 0.0)) for name, share in shares.items() if share}
-        return found
+        """By parameter: the sparsity at the end of its pruning, where the recipe sets one for this parameter alone.
 
-    def planned(self, step: int) -> dict[str, float]:
-        """By parameter that `targets` has: the sparsity that the recipe's schedules ask for at a step."""
-        run, found = self._attached(), dict.fromkeys(self.targets(), 0.0)
-        for attachment in run.attachments:
-            if isinstance(attachment.modifier, PruningModifier):
-                epoch = step / run.shared.steps_per_epoch
-                modifier = attachment.modifier
-                for name in (name for name in attachment.bound if name in found):
-                    found[name] = max(found[name], modifier.sparsity_of(attachment, name, epoch) or 0.0)
-        return found
+        Parameters that share one threshold (`global_sparsity: true` and the like) are left out: their weights decide
+        how they divide it. `planned()` has the sparsity of all of them together.
+        """
+        return targets(self._attached().attachments)
+
+    def planned(self, step: int | None = None) -> dict[str, float]:
+        """By pruned parameter: the sparsity that the recipe's schedules ask for at a step, by default at the end.
+
+        Parameters that share one threshold have the sparsity of all of them together: only the mean over them,
+        weighted by their sizes, is meant.
+        """
+        run = self._attached()
+        if step is None:
+            return final_shares(run.attachments)
+        return planned_shares(run.attachments, step / run.shared.steps_per_epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the run needs to go on elsewhere; masks are packed to bits."""

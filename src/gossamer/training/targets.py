@@ -1,0 +1,55 @@
+"""How sparse a recipe makes each parameter, as far as its schedules say.
+
+Pure functions of the attached modifiers and the time; weights and masks are
+not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from gossamer.modifiers import PruningModifier
+from gossamer.training.attachment import Attachment
+
+Share = Callable[[Attachment, PruningModifier, str, float], float | None]
+
+
+def targets(attachments: Iterable[Attachment]) -> dict[str, float]:
+    """By parameter: the sparsity at the end, where the recipe sets one for this parameter alone."""
+    return _final(attachments, lambda run, modifier, name, epoch: modifier.sparsity_of(run, name, epoch))
+
+
+def final_shares(attachments: Iterable[Attachment]) -> dict[str, float]:
+    """By pruned parameter: the sparsity at the end; parameters under one threshold have that of all of them together.
+
+    Only the mean over parameters that share a threshold, weighted by their sizes, is what the recipe asks for.
+    """
+    return _final(attachments, _share)
+
+
+def planned_shares(attachments: Iterable[Attachment], epoch: float) -> dict[str, float]:
+    """The same at an epoch; 0 before pruning begins."""
+    own = list(attachments)
+    found = dict.fromkeys(final_shares(own), 0.0)
+    for attachment, modifier in _pruning(own):
+        for name in (name for name in attachment.bound if name in found):
+            found[name] = max(found[name], _share(attachment, modifier, name, epoch) or 0.0)
+    return found
+
+
+def _final(attachments: Iterable[Attachment], share: Share) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for attachment, modifier in _pruning(attachments):
+        end = modifier.end_epoch if modifier.end_epoch != -1 else modifier.start_epoch
+        shares = {name: share(attachment, modifier, name, end) for name in attachment.bound}
+        found |= {name: max(value, found.get(name, 0.0)) for name, value in shares.items() if value}
+    return found
+
+
+def _share(attachment: Attachment, modifier: PruningModifier, name: str, epoch: float) -> float | None:
+    own = modifier.sparsity_of(attachment, name, epoch)
+    return modifier.sparsity_at(epoch) if own is None else own
+
+
+def _pruning(attachments: Iterable[Attachment]) -> list[tuple[Attachment, PruningModifier]]:
+    return [(a, a.modifier) for a in attachments if isinstance(a.modifier, PruningModifier)]
