@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import gossamer
 from gossamer import GossamerError, Manager, Modifier, register
 from gossamer.modifiers import GMPruningModifier
 from tests.loops import loss_at, network, sgd, train
@@ -66,6 +67,15 @@ def test_steps_per_epoch_must_be_a_positive_number(value: object) -> None:
     with pytest.raises(GossamerError, match=f"steps_per_epoch: expected .* found {re.escape(repr(value))}"):
         attach(GMP.format(params="__ALL_PRUNABLE__"), model, value)
     assert torch.equal(model[0].weight.detach(), before)
+
+
+def test_a_loader_for_steps_per_epoch_is_refused_with_what_to_pass() -> None:
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 2)), batch_size=2)
+    with pytest.raises(GossamerError, match=r"steps_per_epoch: .* found a DataLoader; pass len\(loader\)"):
+        attach(GMP.format(params="__ALL_PRUNABLE__"), network(), loader)
+    model = network()
+    with pytest.raises(GossamerError, match=r"pass len\(loader\)"):
+        gossamer.create.initialize(model, sgd(model), loader)  # type: ignore[arg-type]
 
 
 def test_weights_that_hold_nan_are_refused_before_anything_happens() -> None:

@@ -24,6 +24,12 @@ def check_arguments(model: object, optimizer: object, steps_per_epoch: Any, scal
     check_model(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise GossamerError(f"optimizer: expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
+    if hasattr(steps_per_epoch, "__iter__") and not isinstance(steps_per_epoch, str | torch.Tensor):
+        kind = type(steps_per_epoch).__name__
+        raise GossamerError(
+            f"steps_per_epoch: expected the number of optimizer steps in an epoch, found a {kind}; pass len(loader), "
+            "divided by the number of batches in a step when gradients are accumulated"
+        )
     number = isinstance(steps_per_epoch, Real) and steps_per_epoch is not True
     if not number or not 0 < float(steps_per_epoch) < math.inf:
         wanted = "expected the number of optimizer steps in an epoch, more than 0"
