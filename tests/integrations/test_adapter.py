@@ -70,6 +70,7 @@ def test_groups_that_the_recipe_leaves_alone_follow_the_scheduler() -> None:
     )
     manager.modify(model, optimizer, 2)
     rates = RecipeRates(manager, optimizer, 2)
+    rates.begin()
     seen: list[list[float]] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append([group["lr"] for group in optimizer.param_groups]))
     for _ in range(4):

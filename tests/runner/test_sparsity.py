@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from gossamer.errors import GossamerError
 from gossamer.runner.checkpoints import Checkpoints, read_checkpoint
 from gossamer.runner.records import read_records
+from gossamer.runner.reporting_notes import read_note
 from gossamer.runner.running import Result
 from tests.runner.running_on_digits import (
     LENGTH,
@@ -120,7 +122,26 @@ def test_a_recipe_that_is_longer_than_the_run_is_told(tmp_path: Path) -> None:
     result = by_recipe(tmp_path, pruning(end=30))
     assert result.sparsity is not None
     assert result.sparsity < 0.5
-    assert "WARNING" in log(tmp_path), "the run ends before its recipe, and nobody is told"
+    assert "18 of 180 steps (epoch 3 of 30), sparsity" in log(tmp_path), "the run ends before its recipe, and nobody is told"
+
+
+def test_layers_under_one_threshold_have_a_target_together(tmp_path: Path) -> None:
+    result = by_recipe(tmp_path, pruning().replace("final_sparsity", "global_sparsity: true, final_sparsity"))
+    assert result.sparsity == pytest.approx(0.8, abs=2e-3)
+    assert Checkpoints(tmp_path / "run" / "checkpoints", 3).best() is not None
+    plan = read_note(tmp_path / "run", "plan")
+    assert plan is not None
+    assert {layer["target"] for layer in plan["layers"].values()} == {None}
+    assert plan["course"][-1][1] == pytest.approx(0.8)
+
+
+def test_a_run_that_is_interrupted_and_resumed_does_not_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = config(tmp_path, "gmp")
+    interrupted(path, 3)
+    gc.collect()
+    resumed(tmp_path / "run")
+    gc.collect()
+    assert "carried out" not in log(tmp_path) + caplog.text
 
 
 def test_the_best_is_kept_though_layers_have_different_targets(tmp_path: Path) -> None:

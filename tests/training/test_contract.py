@@ -74,6 +74,10 @@ ROWS = [
 rows = pytest.mark.parametrize("row", ROWS, ids=str)
 
 
+def sparsity_of(model: torch.nn.Module, name: str) -> float:
+    return zeros(model.get_parameter(name)) / model.get_parameter(name).numel()
+
+
 def begin(row: Row) -> tuple[torch.nn.Sequential, torch.optim.Optimizer, Manager]:
     model = network()
     manager = Manager(f"modifiers: [!{row.modifier}]")
@@ -81,17 +85,35 @@ def begin(row: Row) -> tuple[torch.nn.Sequential, torch.optim.Optimizer, Manager
 
 
 @rows
-def test_the_sparsity_at_the_end_is_exact(row: Row) -> None:
+def test_the_sparsity_at_the_end_is_exact_and_nothing_is_reported_missing(
+    row: Row, caplog: pytest.LogCaptureFixture
+) -> None:
     model, optimizer, manager = begin(row)
     end = 3 * STEPS_PER_EPOCH
+    targets, shares = manager.targets(), manager.planned()
     train(model, optimizer, range(end))
     masks = manager.masks()
     masked = tuple(int((~masks[name]).sum()) if name in masks else 0 for name in PRUNABLE)
     train(model, optimizer, range(end, STEPS))
     manager.finalize()
+    assert [message for message in caplog.messages if "carried out" in message] == []
+    # What the recipe says about one layer holds for it; what it says about all of them holds on average.
+    for name, target in targets.items():
+        assert sparsity_of(model, name) == pytest.approx(target, abs=0.01)
+    sizes = {name: model.get_parameter(name).numel() for name in shares}
+    reached = sum(zeros(model.get_parameter(name)) for name in shares)
+    assert reached == pytest.approx(sum(shares[name] * sizes[name] for name in shares), abs=2)
     for found in (masked, tuple(zeros(model.get_parameter(name)) for name in PRUNABLE)):
         assert row.each is None or found == row.each
         assert row.total is None or sum(found) == row.total
+
+
+@rows
+def test_a_run_that_stops_halfway_says_so(row: Row, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, manager = begin(row)
+    train(model, optimizer, range(6))
+    manager.finalize()
+    assert len([message for message in caplog.messages if "6 of 12 steps (epoch 1.5 of 3)" in message]) == 1
 
 
 @rows

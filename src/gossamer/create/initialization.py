@@ -17,7 +17,6 @@ from torch.amp.grad_scaler import GradScaler
 from gossamer.analysis.sensitivity import Progress
 from gossamer.create.choices import DATA_IDLE, Choices, choose
 from gossamer.create.generator import design
-from gossamer.create.schedulers import rates, watch
 from gossamer.create.schemas import RecipeVariables
 from gossamer.errors import GossamerError
 from gossamer.recipe import Recipe, load
@@ -77,13 +76,13 @@ def initialize(
         logger.warning(DATA_IDLE)
     for sentence in choices.without_effect:
         logger.warning("%s", sentence)
-    if choices.lr is not None and len(set(rates(optimizer))) > 1:
+    if choices.lr is not None and len({float(group["lr"]) for group in optimizer.param_groups}) > 1:
         logger.warning("the optimizer's groups have different learning rates, and the recipe sets one for all of them")
     made = design(model, choices, batches, example_inputs, float(steps_per_epoch), progress)
     for sentence in made.warnings:
         logger.warning("%s", sentence)
     manager = Manager(made.recipe if batches is None else _agreed(made.recipe))
-    used = manager.modify(
+    return manager, manager.modify(
         model,
         optimizer,
         steps_per_epoch,
@@ -95,9 +94,6 @@ def initialize(
         lr_scheduler=lr_scheduler,
         accumulation_steps=accumulation_steps,
     )
-    if choices.lr is not None:
-        watch(manager, optimizer)
-    return manager, used
 
 
 def _check_partners(choices: Choices, teacher: object, grad_sampler: object, lr_scheduler: object) -> None:

@@ -121,20 +121,26 @@ class Adapter:
                 steps_done,
                 steps_done / steps_per_epoch,
             )
+        # Before the manager's own hooks: a step begins with the recipe's rates, whatever a scheduler wrote.
+        rates = RecipeRates(manager, inner, steps_per_epoch)
         # The scaler that comes back would count the steps that it skips. It is not put in the library's place, so
         # that the clock shows performed steps; the loss scale is read from the library's own.
-        manager.modify(
-            model,
-            inner,
-            steps_per_epoch,
-            epoch=steps_done / steps_per_epoch if steps_done else None,
-            scaler=scaler,
-            accumulation_steps=accumulation_steps,
-            loggers=loggers,
-            **self._arguments,
-        )
-        self._manager, self._final = manager, None
-        self._rates = RecipeRates(manager, inner, steps_per_epoch)
+        try:
+            manager.modify(
+                model,
+                inner,
+                steps_per_epoch,
+                epoch=steps_done / steps_per_epoch if steps_done else None,
+                scaler=scaler,
+                accumulation_steps=accumulation_steps,
+                loggers=loggers,
+                **self._arguments,
+            )
+        except BaseException:
+            rates.remove()
+            raise
+        rates.begin()
+        self._manager, self._rates, self._final = manager, rates, None
         self._last_step = _last_step(self.recipe, steps_per_epoch)
         self._tell(total_steps, steps_per_epoch, scheduler)
         return manager
@@ -194,26 +200,25 @@ class Adapter:
         assert self._rates is not None
         self._rates.take()
 
-    def _finish(self) -> None:
+    @property
+    def _complete(self) -> bool:
+        """Whether the training that goes on has come to the end of the recipe."""
+        return self._manager is not None and self._manager.step >= self._last_step
+
+    def _finish(self, warn: bool = True) -> None:
         """The training is over: zeros are exact, the optimizer is free, and the state can still be saved."""
         if self._manager is None:
             return
-        if (step := self._manager.step) < self._last_step:
-            logger.warning(
-                "the optimizer performed %d steps and the recipe takes %d: it was not carried out to its end",
-                step,
-                self._last_step,
-            )
         state = self._state()
-        self._release()
+        self._release(warn)
         self._final = state
 
-    def _release(self) -> None:
-        """Off the model and the optimizer, at any time."""
+    def _release(self, warn: bool = False) -> None:
+        """Off the model and the optimizer, at any time; `warn` when the recipe was not carried out to its end."""
         if self._rates is not None:
             self._rates.remove()
         if self._manager is not None:
-            self._manager.finalize()
+            self._manager.finalize(warn=warn)
         self._manager = self._rates = None
 
     def _steps(self, batches: float | None, accumulation_steps: int, source: str = "the training dataloader") -> float:

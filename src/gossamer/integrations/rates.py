@@ -16,7 +16,10 @@ from gossamer.training import Manager
 
 
 class RecipeRates:
-    """Puts the rates back that the recipe set; from the start of its first learning-rate modifier they are its own."""
+    """Puts the rates back that the recipe set; from the start of its first learning-rate modifier they are its own.
+
+    Built before the manager is attached, so that its hook comes first in each step; `begin` follows `modify`.
+    """
 
     def __init__(self, manager: Manager, optimizer: torch.optim.Optimizer, steps_per_epoch: float) -> None:
         self._manager = manager
@@ -29,11 +32,15 @@ class RecipeRates:
         self._handles: list[RemovableHandle] = []
         self.used: float | None = None
         """What the first group's last step was made with, when the recipe set it."""
+        if self._starts:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+
+    def begin(self) -> None:
+        """Hold the rates as the manager set them, and those that it sets after each step."""
         self.take()
         if self._starts:
-            # After the manager's own hooks, which are registered already: it writes, then this reads.
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            # After the manager's own hooks, which are registered by now: it writes, then this reads.
+            self._handles.append(self._optimizer.register_step_post_hook(self._after_step))
 
     def take(self) -> None:
         """Note the rates as they are now, of the groups that the recipe drives by now."""

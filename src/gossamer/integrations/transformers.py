@@ -123,9 +123,10 @@ class SparsityCallback(Adapter, TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        complete = self._complete  # asked before the best model brings back the state of an earlier step
         if self._manager is not None and args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self._return_to(Path(state.best_model_checkpoint))
-        self._finish()
+        self._finish(warn=not complete)
 
     def _return_to(self, best: Path) -> None:
         """The model has the weights of an earlier checkpoint now; masks that came later are not theirs."""
@@ -134,11 +135,11 @@ class SparsityCallback(Adapter, TrainerCallback):
         else:
             logger.warning("%s: no state of the recipe; the best model gets the masks of the last step", best)
 
-    def _release(self) -> None:
+    def _release(self, warn: bool = False) -> None:
         if self._teaching is not None:
             self._teaching.remove()
             self._teaching = None
-        super()._release()
+        super()._release(warn)
 
     def _marked(self) -> str:
         return f"{self._mark}:{self.manager.step}"

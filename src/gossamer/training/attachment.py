@@ -218,6 +218,10 @@ class Attachment:
         if name in self._substitutions:
             self._substitutions.pop(name).remove()
 
+    def substitutes(self, name: str) -> bool:
+        """Whether layers compute with something else than this weight."""
+        return name in self._substitutions
+
     def restart_learning_rate(self) -> None:
         if self._shared.restart is not None:
             self._shared.restart.due = True

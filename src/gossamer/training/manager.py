@@ -23,6 +23,8 @@ from gossamer.quantization import is_emulated
 from gossamer.recipe import Recipe, load
 from gossamer.training.arguments import check_arguments, check_model
 from gossamer.training.attachment import Logger, logger
+from gossamer.training.completion import Completion, watch
+from gossamer.training.regrowth import count_zeros, warn_of_regrowth
 from gossamer.training.restart import Restart
 from gossamer.training.run import TrainingRun, is_driven
 from gossamer.training.scaler import check_of_use, clocked
@@ -46,6 +48,7 @@ class Manager:
     def __init__(self, recipe: Recipe | str | os.PathLike[str] | IO[str]) -> None:
         self.recipe_object = recipe if isinstance(recipe, Recipe) else load(recipe)
         self._run: TrainingRun | None = None
+        self._completion: Completion | None = None
         self._pending: Mapping[str, Any] | None = None
         self._finished = False
 
@@ -187,12 +190,16 @@ class Manager:
                 "gossamer.quantization.withdraw(model) ends that"
             )
         if self._pending is None:
+            before = count_zeros(run)
             run.begin(round(max(epoch or 0.0, 0.0) * steps_per_epoch))
+            warn_of_regrowth(run, before)
         else:
             _report(run.load_state_dict(self._pending))
             self._pending = None
         run.hook()
         self._run = run
+        self._completion = Completion(run.attachments, run.progress, run.shared.module, run.shared.masks, steps)
+        watch(self, run, self._completion)
         if scaler is None:
             logger.info(
                 "time is counted in performed optimizer steps; with a GradScaler, pass scaler= to count skipped ones"
@@ -200,13 +207,24 @@ class Manager:
             return optimizer
         return clocked(scaler, run)
 
-    def finalize(self, module: nn.Module | None = None) -> None:
-        """End the run: the optimizer is free again, the zeros stay in the weights."""
-        run = self._attached()
-        run.finish()
-        if module is not None:
+    def finalize(self, module: nn.Module | None = None, *, warn: bool = True) -> None:
+        """End the run: the optimizer is free again, the zeros stay in the weights.
+
+        Warns when the recipe was not carried out to its end; `warn=False` is for a run that you stop on purpose. If
+        the optimizer that `modify` was given never stepped, whatever trained the weights did not know of the masks,
+        and the weights are left as they are.
+        """
+        run, completion = self._attached(), self._completion
+        regrown = completion is not None and completion.regrown()
+        untrained = completion is not None and completion.untrained
+        run.finish(apply_masks=not untrained)
+        if module is not None and not untrained:
             self.apply_masks(module)
-        self._run, self._finished = None, True
+        self._run, self._completion, self._finished = None, None, True
+        if completion is not None:
+            completion.over = True
+            if warn and (report := completion.report(regrown)) is not None:
+                logger.warning("%s", report)
 
     def apply(
         self,

@@ -24,7 +24,9 @@ from gossamer.recipe import Recipe
 from gossamer.training.attachment import Attachment, Logger, Shared, due
 from gossamer.training.binding import attachments, bind, located
 from gossamer.training.closures import with_gradients
+from gossamer.training.completion import Progress
 from gossamer.training.journal import Journal
+from gossamer.training.learning_rate import LearningRates
 from gossamer.training.restart import Restart
 from gossamer.training.scaler import scales
 from gossamer.training.settings import restore_settings, settings
@@ -79,7 +81,9 @@ class TrainingRun:
         """True when someone else moves the clock, by `advance`; then an optimizer step only applies the masks."""
         self.attachments = attachments(recipe, self.shared)
         self.fired = 0
+        self.progress = Progress()
         self.skipped_steps = 0
+        self.rates = LearningRates(self.attachments, optimizer)
         self._handles: list[RemovableHandle] = []
         self.journal = Journal()
         problems = [problem for attachment in self.attachments if (problem := bind(recipe, attachment)) is not None]
@@ -118,18 +122,23 @@ class TrainingRun:
         if self.optimizer is not None:
             self._handles.append(self.optimizer.register_step_pre_hook(self.before_step))
             self._handles.append(self.optimizer.register_step_post_hook(self.after_step))
+            if self.rates.watched:
+                self._handles.append(self.optimizer.register_load_state_dict_post_hook(self.rates.note))
 
     def unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def finish(self) -> None:
+    def finish(self, apply_masks: bool = True) -> None:
         """Leave the weights as the model computes with them, and the optimizer alone."""
         for attachment in self.attachments:
             if attachment.status == "active":
                 attachment.modifier.finish(attachment)
-        self.apply_masks()
+        if apply_masks:
+            self.apply_masks()
+        else:
+            self.shared.masks.apply_changes(self.shared.module)
         self.unhook()
         self._dismiss_copy(over=True)
 
@@ -139,10 +148,12 @@ class TrainingRun:
 
     def advance(self, step: int) -> None:
         """Move the clock to `step` and do what is due: ends first, then updates and starts by their start."""
-        self.shared.step = step
+        self.shared.step = self.progress.step = step
         for attachment, action in due(self.attachments, step):
             self._perform(attachment, action)
         self._log()
+        if self.rates.watched:
+            self.rates.note()
         if self.told_the_time:
             self._restart_learning_rate()
 
@@ -155,6 +166,7 @@ class TrainingRun:
         """A GradScaler skipped the optimizer's step: time passes all the same, until the run is over."""
         if self._handles:
             self.skipped_steps += 1
+            self.progress.stepped = True
             self._forget_scaling()
             self.advance(self.step + 1)
 
@@ -179,6 +191,7 @@ class TrainingRun:
     # State
 
     def state_dict(self) -> dict[str, Any]:
+        self.progress.saved_step = self.step
         modifiers = {
             attachment.key: {
                 "status": attachment.status,
@@ -229,7 +242,8 @@ class TrainingRun:
                 f"steps_per_epoch was {state['steps_per_epoch']:g} and is {self.shared.steps_per_epoch:g}: "
                 f"the run goes on at step {step}, the same epoch"
             )
-        self.shared.step = step
+        self.shared.step = self.progress.step = step
+        self.progress.restored = True
         self.skipped_steps = int(state.get("skipped_steps", 0))
         self.shared.masks.clear()
         saved: dict[str, Any] = dict(state["modifiers"])
@@ -257,6 +271,7 @@ class TrainingRun:
             if action == "start":
                 self._perform(attachment, action)
         self.apply_masks()
+        self.rates.note()
         return problems
 
     def _load_one(self, attachment: Attachment, saved: Mapping[str, Any]) -> list[str]:
@@ -299,6 +314,8 @@ class TrainingRun:
         self.shared.loss_scale = 1.0 if scale is None else float(scale)
         self.shared.scaled = scales(self.shared.scaler, optimizer)
         self.shared.overflowed = found_inf is not None and float(found_inf) > 0
+        if self.rates.watched:
+            self.rates.check(self.step)
         self._restart_learning_rate()
         try:
             for attachment in self.attachments:
@@ -319,6 +336,7 @@ class TrainingRun:
     def after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What an optimizer calls after its step: masks are applied and the clock moves."""
         self.fired += 1
+        self.progress.stepped = True
         self.journal.clear()
         for attachment in self.attachments:
             if attachment.status == "active":

@@ -1,0 +1,206 @@
+"""Whether a run carried out its recipe, and the warning when it did not.
+
+Holds the schedule, the counters and the masks, but neither the model nor the
+optimizer, so that a manager that is dropped can still be reported and keeps
+nothing large alive.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from gossamer.graph import get_parameter, has_parameter
+from gossamer.training.attachment import Attachment, logger
+from gossamer.training.masks import Masks
+from gossamer.training.targets import final_shares
+
+TOLERANCE = 0.05
+"""The share of a recipe that may be missing at the end when only its training is cut short, not what it makes."""
+REACHED = 0.005
+"""How far below its target a sparsity may be and count as reached, before the last update."""
+_TRAINING_ONLY = ("epoch", "learning_rate", "distillation")
+"""Families that leave nothing in the model: what follows their start is training."""
+
+
+@dataclass
+class Progress:
+    """What a run counts for its report; the run writes here and needs nothing from it."""
+
+    step: int = 0
+    stepped: bool = False
+    """Whether the optimizer has stepped, or a GradScaler has skipped a step, since the recipe was attached."""
+    saved_step: int | None = None
+    """The step at which the state was taken last."""
+    restored: bool = False
+    """Whether a state was loaded."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One modifier: when it starts and has done all it does, and the parameters it makes sparse."""
+
+    name: str
+    family: str
+    start: int
+    last: int
+    params: Collection[str]
+
+
+class Completion:
+    """The state of one run against its recipe."""
+
+    def __init__(
+        self,
+        attachments: Sequence[Attachment],
+        progress: Progress,
+        module: nn.Module,
+        masks: Masks,
+        steps_per_epoch: float,
+    ) -> None:
+        self.progress = progress
+        self.over = False
+        """Whether the run was ended by finalize(); nothing is reported later."""
+        self._steps_per_epoch = steps_per_epoch
+        self._module = weakref.ref(module)
+        self._masks = masks
+        self._targets: Mapping[str, float] = final_shares(attachments)
+        self._sizes = {n: get_parameter(module, n).numel() for n in self._targets if has_parameter(module, n)}
+        self._parts = [
+            _Part(
+                a.modifier.name,
+                a.modifier.family,
+                a.timing.start,
+                a.timing.start if a.timing.end is None else a.timing.end,
+                [name for name in a.bound if name in self._sizes],
+            )
+            for a in attachments
+            if a.modifier.family != "logging"
+        ]
+
+    @property
+    def untrained(self) -> bool:
+        """Whether the masks were never applied to a training: a new run whose optimizer has not stepped."""
+        return not (self.progress.stepped or self.progress.restored)
+
+    def report(self, regrown: bool) -> str | None:
+        """What was not carried out, with the remedy; None when nothing is missing."""
+        if not self.progress.stepped:
+            return self._never_stepped(regrown)
+        unfinished = self._unfinished()
+        if not unfinished:
+            return None
+        names = ", ".join(dict.fromkeys(unfinished))
+        return (
+            f"the recipe was not carried out to its end: {self._figures()}; not finished: {names}. "
+            f"Train for {self._end / self._steps_per_epoch:.4g} epochs, shorten the recipe, or correct "
+            f"steps_per_epoch={self._steps_per_epoch:g}, which is the number of optimizer steps in an epoch"
+        )
+
+    def report_dropped(self) -> str | None:
+        """The same for a run that was never ended; a run that was saved where it stopped is to be resumed."""
+        if self.over or self.progress.saved_step == self.progress.step:
+            return None
+        if not (self.progress.stepped or self.regrown()):
+            return None  # somebody only looked at it
+        found = self.report(regrown=True)
+        return None if found is None else f"a manager was dropped without finalize(): {found}"
+
+    def regrown(self) -> bool:
+        """Whether masked weights are not zero although the run's optimizer never stepped: something else trains."""
+        module = None if self.progress.stepped else self._module()
+        if module is None:
+            return False
+        for name in (name for name in self._masks.names() if has_parameter(module, name)):
+            weight = get_parameter(module, name).detach()
+            zeros = self._masks.zeros(name).to(weight.device)
+            if zeros.shape == weight.shape and bool(weight.masked_select(zeros).count_nonzero()):
+                return True
+        return False
+
+    def _never_stepped(self, regrown: bool) -> str | None:
+        if not regrown and (self.progress.restored or not self._unfinished()):
+            return None
+        left = "; the weights are left as they are" if self.untrained else ""
+        return (
+            f"the recipe was not carried out: the optimizer passed to modify() never stepped: {self._figures()}. "
+            f"Create the optimizer before modify(), and step the one that modify() was given{left}"
+        )
+
+    @property
+    def _end(self) -> int:
+        return max((part.last for part in self._parts), default=0)
+
+    def _unfinished(self) -> list[str]:
+        """The modifiers that have not done all they do."""
+        step = self.progress.step
+        late = [part for part in self._parts if part.last > step]
+        if step >= self._end * (1 - TOLERANCE):
+            late = [part for part in late if self._changes_the_model(part)]
+        return [part.name for part in late]
+
+    def _changes_the_model(self, part: _Part) -> bool:
+        """Whether the model would be another one if this modifier had come to its end."""
+        if part.start > self.progress.step:
+            return part.family not in _TRAINING_ONLY
+        reached = self._sparsity(part.params)
+        return bool(part.params) and reached is not None and reached < self._target(part.params) - REACHED
+
+    def _figures(self) -> str:
+        step, end = self.progress.step, self._end
+        text = f"{step} of {end} steps (epoch {step / self._steps_per_epoch:.4g} of {end / self._steps_per_epoch:.4g})"
+        reached = self._sparsity(self._sizes)
+        return text if reached is None else f"{text}, sparsity {reached:.1%} of {self._target(self._sizes):.1%}"
+
+    def _target(self, names: Collection[str]) -> float:
+        return sum(self._targets[n] * self._sizes[n] for n in names) / max(sum(self._sizes[n] for n in names), 1)
+
+    def _sparsity(self, names: Collection[str]) -> float | None:
+        """Zeros over weights; None when it cannot be known: nothing has a target, or filters were removed."""
+        zeros = [self._zeros(name) for name in names]
+        if not zeros or None in zeros:
+            return None
+        return sum(count or 0 for count in zeros) / max(sum(self._sizes[n] for n in names), 1)
+
+    def _zeros(self, name: str) -> int | None:
+        module = self._module()
+        if module is None:
+            held = self._masks.zeros(name) if name in self._masks.names() else None
+            return int(held.count_nonzero()) if held is not None and held.numel() == self._sizes[name] else None
+        if not has_parameter(module, name) or (weight := get_parameter(module, name)).numel() != self._sizes[name]:
+            return None
+        return weight.numel() - int(weight.detach().count_nonzero())
+
+
+def watch(manager: object, run: object, completion: Completion) -> None:
+    """Report a run that did not finish when its manager is dropped, or when the interpreter exits.
+
+    A manager that nobody keeps, as in `optimizer = Manager(recipe).modify(…)`, is dropped before the first step. Its
+    run goes on with the optimizer, so it is looked at when the interpreter exits.
+    """
+    _open[run] = completion
+    weakref.finalize(manager, _report_dropped, completion).atexit = False
+
+
+_open: weakref.WeakKeyDictionary[object, Completion] = weakref.WeakKeyDictionary()
+"""By run: what is reported at exit, as long as the run exists and is not over."""
+
+
+def _report_dropped(completion: Completion) -> None:
+    if (found := completion.report_dropped()) is not None:
+        logger.warning("%s", found)
+        completion.over = True
+
+
+@atexit.register
+def _report_at_exit() -> None:
+    if getattr(sys, "last_value", None) is not None:
+        return  # the program ends with an exception, which says enough
+    for completion in list(_open.values()):
+        if (found := completion.report_dropped()) is not None:
+            logger.warning("%s", found)

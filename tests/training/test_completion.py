@@ -1,0 +1,327 @@
+"""A run that did not carry out its recipe says so, in one warning; one that did, or that is to go on, says nothing."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gossamer
+from gossamer import Manager
+from tests.loops import PRUNABLE, STEPS_PER_EPOCH, loss_at, network, sgd, through_disk, train, zeros
+
+PRUNE = """
+modifiers:
+  - !EpochRangeModifier {start_epoch: 0, end_epoch: 8}
+  - !GMPruningModifier
+    {params: __ALL_PRUNABLE__, init_sparsity: 0.05, final_sparsity: 0.8, start_epoch: 0, end_epoch: 6,
+     update_frequency: 0.5}
+"""
+HOLD = "modifiers: [!ConstantPruningModifier {params: __ALL_PRUNABLE__}]"
+ALL = 8 * STEPS_PER_EPOCH
+
+
+@pytest.fixture(autouse=True)
+def _warnings(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        yield
+
+
+def attached(recipe: str = PRUNE, steps_per_epoch: float = STEPS_PER_EPOCH) -> tuple[nn.Module, Any, Manager]:
+    model = network()
+    manager = Manager(recipe)
+    return model, manager.modify(model, sgd(model), steps_per_epoch), manager
+
+
+def sparse_network(sparsity: float = 0.8) -> nn.Module:
+    model = network()
+    Manager(PRUNE.replace("0.8", f"{sparsity}")).apply(model)
+    return model
+
+
+def share(model: nn.Module) -> float:
+    weights = [model.get_parameter(name) for name in PRUNABLE]
+    return sum(map(zeros, weights)) / sum(weight.numel() for weight in weights)
+
+
+def test_steps_per_epoch_that_is_too_large_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, manager = attached(steps_per_epoch=8 * STEPS_PER_EPOCH)
+    train(model, optimizer, range(ALL))
+    manager.finalize()
+    (message,) = caplog.messages
+    assert f"32 of 256 steps (epoch 1 of 8), sparsity {share(model):.1%} of 80.0%" in message
+    assert "GMPruningModifier" in message
+    assert "steps_per_epoch=32" in message
+
+
+def test_a_recipe_longer_than_the_training_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, manager = attached()
+    train(model, optimizer, range(5))
+    manager.finalize()
+    (message,) = caplog.messages
+    assert f"5 of 32 steps (epoch 1.25 of 8), sparsity {share(model):.1%} of 80.0%" in message
+
+
+@pytest.mark.parametrize("recipe", [PRUNE, HOLD])
+@pytest.mark.parametrize("named", [False, True])
+def test_an_optimizer_that_never_stepped_is_reported_and_the_weights_stay(
+    recipe: str, named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = sparse_network(0.05)
+    manager = Manager(recipe)
+    manager.modify(model, sgd(model), STEPS_PER_EPOCH)
+    train(model, sgd(model), range(10))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    manager.finalize(model if named else None)
+    (message,) = caplog.messages
+    assert "the optimizer passed to modify() never stepped" in message
+    assert "Create the optimizer before modify()" in message
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_run_that_was_carried_out_reports_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, manager = attached()
+    train(model, optimizer, range(ALL))
+    manager.finalize()
+    assert caplog.messages == []
+    assert share(model) == pytest.approx(0.8, abs=1e-3)
+
+
+@pytest.mark.parametrize(("steps", "reported"), [(31, False), (30, True), (24, True)])
+def test_only_the_last_steps_of_fine_tuning_may_be_missing(
+    steps: int, reported: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer, manager = attached()
+    train(model, optimizer, range(steps))
+    manager.finalize()
+    assert bool(caplog.messages) == reported
+
+
+def test_the_last_step_of_pruning_may_not_be_missing(caplog: pytest.LogCaptureFixture) -> None:
+    recipe = PRUNE.replace("end_epoch: 8", "end_epoch: 6").replace("0.5}", "0.5, inter_func: linear}")
+    model, optimizer, manager = attached(recipe)
+    train(model, optimizer, range(23))
+    manager.finalize()
+    assert "23 of 24 steps" in caplog.text
+
+
+def test_a_run_that_is_stopped_on_purpose_can_be_ended_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, manager = attached()
+    train(model, optimizer, range(5))
+    manager.finalize(warn=False)
+    assert caplog.messages == []
+
+
+def test_looking_at_a_checkpoint_is_not_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, manager = attached()
+    train(model, optimizer, range(9))
+    state = through_disk([model.state_dict(), manager.state_dict()])
+    again, second = network(), Manager(PRUNE)
+    again.load_state_dict(state[0])
+    second.load_state_dict(state[1])
+    second.modify(again, sgd(again), STEPS_PER_EPOCH)
+    second.finalize()
+    assert caplog.messages == []
+    assert share(again) == share(model)
+
+
+def test_a_resumed_run_counts_the_steps_before_it(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, manager = attached()
+    train(model, optimizer, range(9))
+    state = manager.state_dict()
+    second = Manager(PRUNE)
+    second.load_state_dict(state)
+    manager.finalize(warn=False)
+    second.modify(model, optimizer, STEPS_PER_EPOCH)
+    train(model, optimizer, range(9, ALL))
+    second.finalize()
+    assert caplog.messages == []
+
+
+def test_created_recipes_are_reported_too(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    manager, optimizer = gossamer.create.initialize(
+        model, sgd(model), STEPS_PER_EPOCH, quantization=False, recipe_variables={"num_epochs": 4}
+    )
+    caplog.clear()
+    train(model, optimizer, range(6))
+    manager.finalize()
+    (message,) = caplog.messages
+    assert "6 of 16 steps" in message
+
+
+def test_learned_sparsity_is_reported_as_finalize_leaves_it(caplog: pytest.LogCaptureFixture) -> None:
+    recipe = "{params: __ALL_PRUNABLE__, start_epoch: 0, end_epoch: 4, final_sparsity: 0.9}"
+    model, optimizer, manager = attached(f"modifiers: [!ProbMaskPruningModifier {recipe}]")
+    train(model, optimizer, range(4))
+    manager.finalize()
+    assert f"4 of 16 steps (epoch 1 of 4), sparsity {share(model):.1%} of 90.0%" in caplog.text
+
+
+def test_steps_that_a_scaler_skips_count(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = (model := network()), sgd(model)
+    manager = Manager(HOLD.replace("}", ", start_epoch: 0.5}"))
+    scaler = manager.modify(model, optimizer, STEPS_PER_EPOCH, scaler=torch.amp.GradScaler("cpu"))
+    for step in range(2):
+        scaler.scale(loss_at(model, step)).backward()
+        model[0].weight.grad.fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+    manager.finalize()
+    assert "carried out" not in caplog.text
+
+
+# Without finalize()
+
+
+def test_a_manager_that_is_dropped_early_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, manager = attached()
+    train(model, optimizer, range(5))
+    del manager
+    (message,) = caplog.messages
+    assert message.startswith("a manager was dropped without finalize(): ")
+    assert f"5 of 32 steps (epoch 1.25 of 8), sparsity {share(model):.1%} of 80.0%" in message
+
+
+def test_a_manager_whose_optimizer_never_stepped_is_reported_when_it_is_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, _, manager = attached()
+    train(model, sgd(model), range(5))
+    del manager
+    assert "the optimizer passed to modify() never stepped" in caplog.text
+
+
+@pytest.mark.parametrize("steps", [0, ALL])
+def test_a_dropped_manager_is_not_reported_when_nothing_was_trained_or_all_of_it(
+    steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer, manager = attached()
+    train(model, optimizer, range(steps))
+    del manager
+    assert caplog.messages == []
+
+
+def test_a_run_that_was_saved_where_it_stopped_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, manager = attached()
+    train(model, optimizer, range(5))
+    manager.state_dict()
+    del manager
+    assert caplog.messages == []
+
+
+def test_a_finalized_manager_is_not_reported_again(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, manager = attached()
+    train(model, optimizer, range(5))
+    manager.finalize()
+    del manager
+    assert len(caplog.messages) == 1
+
+
+def test_nothing_is_kept_alive() -> None:
+    model, optimizer, manager = attached()
+    train(model, optimizer, range(ALL))
+    held = [weakref.ref(model), weakref.ref(optimizer)]
+    del model, optimizer, manager
+    gc.collect()
+    assert [ref() for ref in held] == [None, None]
+
+
+SCRIPT = """
+import logging, torch
+from gossamer import Manager
+logging.basicConfig(format="%(message)s")
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+recipe = "{params: [weight], init_sparsity: 0, final_sparsity: 0.8, start_epoch: 0, end_epoch: 4, update_frequency: 1}"
+"""
+LOOP = """
+for _ in range(3):
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+"""
+KEPT = 'manager = Manager(f"modifiers: [!GMPruningModifier {recipe}]"); manager.modify(model, optimizer, 1)'
+NOT_KEPT = 'Manager(f"modifiers: [!GMPruningModifier {recipe}]").modify(model, optimizer, 1)'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("attach", "end", "reported"),
+    [(KEPT, "", True), (NOT_KEPT, "", True), (KEPT, "model(torch.ones(1, 8)); 1 / 0", False), (KEPT, "LAST", False)],
+)
+def test_a_script_that_ends_early_is_reported_at_exit(attach: str, end: str, reported: bool) -> None:
+    last = LOOP.replace("3", "1") if end == "LAST" else end
+    run = subprocess.run(
+        [sys.executable, "-c", "\n".join((SCRIPT, attach, LOOP, last))], capture_output=True, text=True, check=False
+    )
+    assert ("without finalize(): the recipe was not carried out" in run.stderr) == reported
+    assert run.stderr.count("Traceback") == int("1 / 0" in end)
+
+
+# A model that is sparser than the recipe
+
+
+def test_a_recipe_that_would_regrow_a_sparse_model_warns(caplog: pytest.LogCaptureFixture) -> None:
+    model = sparse_network()
+    manager = Manager(PRUNE)
+    optimizer = manager.modify(model, sgd(model), STEPS_PER_EPOCH)
+    (message,) = caplog.messages
+    assert "80.0% of the weights that the recipe prunes are zero already, and at epoch 0 it holds 5." in message
+    assert all(fix in message for fix in ("load_state_dict", "epoch=", "__FROM_PARAM__", "ConstantPruningModifier"))
+    train(model, optimizer, range(1))
+    assert share(model) < 0.1
+    manager.finalize(warn=False)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        HOLD,
+        PRUNE.replace("init_sparsity: 0.05", "init_sparsity: __FROM_PARAM__").replace("0.8", "0.9"),
+        PRUNE.replace("init_sparsity: 0.05", "init_sparsity: 0.8").replace(
+            "final_sparsity: 0.8", "final_sparsity: 0.9"
+        ),
+        PRUNE + "  - !ConstantPruningModifier {params: __ALL_PRUNABLE__}\n",
+        "modifiers: [!STRPruningModifier {params: __ALL_PRUNABLE__, start_epoch: 0, end_epoch: 3}]",
+        "modifiers: [!ProbMaskPruningModifier {params: __ALL_PRUNABLE__, start_epoch: 0, end_epoch: 3, "
+        "final_sparsity: 0.9}]",
+        "modifiers: [!SetLearningRateModifier {learning_rate: 0.1}]",
+    ],
+)
+def test_a_recipe_that_holds_the_zeros_does_not_warn(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = sparse_network()
+    manager = Manager(recipe)
+    manager.modify(model, sgd(model), STEPS_PER_EPOCH)
+    manager.finalize(warn=False)
+    assert caplog.messages == []
+
+
+def test_entering_where_the_recipe_is_as_sparse_or_with_the_state_does_not_warn(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = sparse_network()
+    manager = Manager(PRUNE)
+    manager.modify(model, sgd(model), STEPS_PER_EPOCH, epoch=6)
+    state = manager.state_dict()
+    manager.finalize(warn=False)
+    second = Manager(PRUNE)
+    second.load_state_dict(state)
+    second.modify(model, sgd(model), STEPS_PER_EPOCH)
+    second.finalize(warn=False)
+    assert caplog.messages == []
+
+
+def test_a_layer_that_is_initialized_to_zero_is_not_taken_for_a_sparse_one(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    nn.init.zeros_(model[7].weight)
+    manager = Manager(PRUNE)
+    manager.modify(model, sgd(model), STEPS_PER_EPOCH)
+    assert caplog.messages == []
