@@ -168,6 +168,7 @@ def test_the_rates_of_the_recipe_win_and_the_user_is_told(pl: Any, caplog: pytes
     with caplog.at_level(logging.WARNING, "gossamer"):
         trainer(pl, callback(WITH_RATES), limit_train_batches=5).fit(model, loader())
     assert "StepLR says has no effect" in caplog.text
+    assert len(caplog.messages) == 1
     assert model.rates == pytest.approx([0.01 - 0.009 * step / 20 for step in range(20)])
 
 
@@ -180,7 +181,9 @@ def test_a_scheduler_rules_where_the_recipe_says_nothing_of_rates(pl: Any) -> No
 def test_a_training_that_is_too_short_is_told(pl: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gossamer"):
         trainer(pl, callback(RECIPE), max_steps=BATCHES).fit(module(pl), loader())
-    assert "ends after 1 epochs and the recipe after 3" in caplog.text
+    assert "ends after 1 epochs and the recipe after 3" in caplog.messages[0]
+    assert f"{BATCHES} of {3 * BATCHES} steps (epoch 1 of 3), sparsity" in caplog.messages[1]
+    assert len(caplog.messages) == 2
 
 
 def test_a_step_that_the_scaler_skips_does_not_move_the_clock(pl: Any) -> None:

@@ -195,7 +195,9 @@ def test_a_dense_checkpoint_is_entered_in_the_middle(
     assert share(model.state_dict()[FIRST]) == pytest.approx(0.8, abs=1e-3)
 
 
-def test_the_best_model_is_one_that_was_pruned_to_the_end(library: Any, tmp_path: Path) -> None:
+def test_the_best_model_is_one_that_was_pruned_to_the_end(
+    library: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     scores = iter([0.9, 0.8, 0.3, 0.5, 0.4])  # the first two before pruning is over
     model = bert(library)
     train = trainer(
@@ -213,6 +215,7 @@ def test_the_best_model_is_one_that_was_pruned_to_the_end(library: Any, tmp_path
         compute_metrics=lambda _: {"score": next(scores)},
     )
     train.train()
+    assert "carried out" not in caplog.text  # the best model is older than the end of the training
     assert train.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{4 * BATCHES}")
     best = library.BertForSequenceClassification.from_pretrained(train.state.best_model_checkpoint)
     assert same(weights(model), weights(best))
@@ -276,6 +279,8 @@ def test_the_rates_of_the_recipe_win_and_are_what_is_logged(
     with caplog.at_level(logging.WARNING, "gossamer"):
         train.train()
     assert "LambdaLR says has no effect" in caplog.text
+    assert "parameter group" not in caplog.text
+    assert f"6 of {4 * BATCHES} steps" in caplog.text
     expected = [0.002 - 0.0018 * step / (4 * BATCHES) for step in range(6)]
     assert rates == pytest.approx(expected)
     assert [entry["learning_rate"] for entry in train.state.log_history if "loss" in entry] == pytest.approx(expected)

@@ -192,6 +192,7 @@ class ByRecipe(Sparsifier):
     def __init__(self, config: Sparsity) -> None:
         assert config.recipe is not None
         self.manager = Manager(load(config.recipe, variables=config.recipe_variables or None))
+        self.manager.report_when_dropped = False  # a run that fails or is interrupted says so itself
         self.method = "recipe"
         self.sets_rates = bool(self.manager.learning_rate_modifiers)
         self._sizes: dict[str, int] = {}

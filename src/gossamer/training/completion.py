@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gossamer.graph import get_parameter, has_parameter
+from gossamer.modifiers import LayerThinningModifier
 from gossamer.training.attachment import Attachment, logger
 from gossamer.training.masks import Masks
 from gossamer.training.targets import final_shares
@@ -71,6 +72,7 @@ class Completion:
         self._masks = masks
         self._targets: Mapping[str, float] = final_shares(attachments)
         self._sizes = {n: get_parameter(module, n).numel() for n in self._targets if has_parameter(module, n)}
+        self._thins = any(isinstance(a.modifier, LayerThinningModifier) for a in attachments)
         self._parts = [
             _Part(
                 a.modifier.name,
@@ -162,6 +164,8 @@ class Completion:
 
     def _sparsity(self, names: Collection[str]) -> float | None:
         """Zeros over weights; None when it cannot be known: nothing has a target, or filters were removed."""
+        if self._thins and self.progress.restored:
+            return None  # of the model that was thinned before, only the rest is here
         zeros = [self._zeros(name) for name in names]
         if not zeros or None in zeros:
             return None

@@ -45,6 +45,9 @@ class Manager:
     >>> optimizer = manager.modify(model, torch.optim.SGD(model.parameters(), lr=0.1), steps_per_epoch=10)
     """
 
+    report_when_dropped = True
+    """Whether a run that ends without `finalize` is reported; False for a caller that handles failures itself."""
+
     def __init__(self, recipe: Recipe | str | os.PathLike[str] | IO[str]) -> None:
         self.recipe_object = recipe if isinstance(recipe, Recipe) else load(recipe)
         self._run: TrainingRun | None = None
@@ -199,7 +202,8 @@ class Manager:
         run.hook()
         self._run = run
         self._completion = Completion(run.attachments, run.progress, run.shared.module, run.shared.masks, steps)
-        watch(self, run, self._completion)
+        if self.report_when_dropped:
+            watch(self, run, self._completion)
         if scaler is None:
             logger.info(
                 "time is counted in performed optimizer steps; with a GradScaler, pass scaler= to count skipped ones"
