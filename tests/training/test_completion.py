@@ -226,6 +226,16 @@ def test_a_finalized_manager_is_not_reported_again(caplog: pytest.LogCaptureFixt
     assert len(caplog.messages) == 1
 
 
+def test_a_finalized_run_keeps_no_masks() -> None:
+    model, optimizer, manager = attached()
+    train(model, optimizer, range(ALL))
+    assert manager._run is not None
+    masks = weakref.ref(manager._run.shared.masks)
+    manager.finalize()
+    gc.collect()
+    assert masks() is None
+
+
 def test_nothing_is_kept_alive() -> None:
     model, optimizer, manager = attached()
     train(model, optimizer, range(ALL))

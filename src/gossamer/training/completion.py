@@ -65,8 +65,7 @@ class Completion:
         steps_per_epoch: float,
     ) -> None:
         self.progress = progress
-        self.over = False
-        """Whether the run was ended by finalize(); nothing is reported later."""
+        self._over = False
         self._steps_per_epoch = steps_per_epoch
         self._module = weakref.ref(module)
         self._masks = masks
@@ -90,6 +89,10 @@ class Completion:
         """Whether the masks were never applied to a training: a new run whose optimizer has not stepped."""
         return not (self.progress.stepped or self.progress.restored)
 
+    def close(self) -> None:
+        """The run is over, or was reported: nothing is reported later, and the masks are not kept."""
+        self._over, self._masks = True, Masks()
+
     def report(self, regrown: bool) -> str | None:
         """What was not carried out, with the remedy; None when nothing is missing."""
         if not self.progress.stepped:
@@ -106,7 +109,7 @@ class Completion:
 
     def report_dropped(self) -> str | None:
         """The same for a run that was never ended; a run that was saved where it stopped is to be resumed."""
-        if self.over or self.progress.saved_step == self.progress.step:
+        if self._over or self.progress.saved_step == self.progress.step:
             return None
         if not (self.progress.stepped or self.regrown()):
             return None  # somebody only looked at it
@@ -198,7 +201,7 @@ _open: weakref.WeakKeyDictionary[object, Completion] = weakref.WeakKeyDictionary
 def _report_dropped(completion: Completion) -> None:
     if (found := completion.report_dropped()) is not None:
         logger.warning("%s", found)
-        completion.over = True
+        completion.close()
 
 
 @atexit.register

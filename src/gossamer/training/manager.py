@@ -225,10 +225,11 @@ class Manager:
         if module is not None and not untrained:
             self.apply_masks(module)
         self._run, self._completion, self._finished = None, None, True
-        if completion is not None:
-            completion.over = True
-            if warn and (report := completion.report(regrown)) is not None:
-                logger.warning("%s", report)
+        if completion is None:
+            return
+        if warn and (report := completion.report(regrown)) is not None:
+            logger.warning("%s", report)
+        completion.close()
 
     def apply(
         self,
