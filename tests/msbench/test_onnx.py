@@ -61,6 +61,33 @@ def test_the_file_computes_what_the_model_evaluates_to(method: str) -> None:
         assert held[tuple(weight.shape)] == int((weight == 0).sum()) > 10
 
 
+@pytest.mark.parametrize("given", [1, 3])
+def test_the_batch_dimension_is_open(given: int) -> None:
+    scheduler, model = prepared(levels(), nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2)))
+    scheduler.prune_model(model, 0)
+    written = scheduler.export_sparse_onnx(model, torch.randn(given, 8), "model")
+    for size in (1, 2, 5):
+        inputs = torch.randn(size, 8)
+        assert torch.allclose(computed(written, inputs), model(inputs).detach(), atol=1e-6)
+
+
+def test_a_model_for_one_batch_size_is_written_for_that_one(caplog: pytest.LogCaptureFixture) -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).reshape(3, 2, 2)
+
+    scheduler, model = prepared(levels(), Fixed())
+    scheduler.prune_model(model, 0)
+    inputs = torch.randn(3, 8)
+    written = scheduler.export_sparse_onnx(model, inputs, "model")
+    assert "the file takes batches of 3 only" in caplog.text
+    assert torch.allclose(computed(written, inputs), model(inputs).detach(), atol=1e-6)
+
+
 @pytest.mark.slow
 def test_training_goes_on_after_it() -> None:
     scheduler, model = trained(levels(), iterations=6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from copy import deepcopy
 from pathlib import Path
@@ -16,9 +17,15 @@ from gossamer.graph import unwrap
 if TYPE_CHECKING:
     from gossamer.msbench.schedulers import BaseScheduler
 
+logger = logging.getLogger("gossamer.msbench")
+
 
 def write(scheduler: BaseScheduler, model: nn.Module, dummy_input: Any, onnx_name: str | os.PathLike[str]) -> str:
-    """Export a copy of the model in evaluation mode to `onnx_name`.onnx; the file is written whole or not at all."""
+    """Export a copy of the model in evaluation mode to `onnx_name`.onnx; the file is written whole or not at all.
+
+    The batch dimension is left open. For a model that takes one batch size only, the file does too, with a warning.
+    """
+    from gossamer.export.example_inputs import ExampleInputs
     from gossamer.export.models import check_place, require, write_model
     from gossamer.export.writing import export
 
@@ -27,6 +34,16 @@ def write(scheduler: BaseScheduler, model: nn.Module, dummy_input: Any, onnx_nam
     inputs = _inputs(copy, dummy_input)
     target = Path(f"{os.fspath(onnx_name).removesuffix('.onnx')}.onnx")
     check_place(target)
+    example = ExampleInputs.of(inputs)
+    if example.batch is not None:
+        several = example.doubled() if example.batch == 1 else example
+        try:
+            shapes = several.shapes(copy)
+            return str(write_model(export(copy, several.positional, target, dynamic_shapes=shapes), target))
+        except (GossamerError, TypeError) as error:
+            fixed = export(copy, inputs, target)  # raises where the batch is not what is wrong
+            logger.warning("%s: the file takes batches of %d only: %s", target, example.batch, error)
+            return str(write_model(fixed, target))
     return str(write_model(export(copy, inputs, target), target))
 
 
