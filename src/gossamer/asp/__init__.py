@@ -24,9 +24,10 @@ from torch import nn
 from gossamer.analysis.eligibility import ineligible
 from gossamer.asp.graphs import save_graph, search
 from gossamer.asp.selection import LAYERS, MaskCalculator, calculator, chosen, leaves_by_type, outputs_first, why_not
-from gossamer.asp.state import State, drop_buffers, mask_buffers
+from gossamer.asp.state import State, mask_buffers
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, prunable, unwrap
+from gossamer.graph.additions import drop_buffers
 from gossamer.graph.permutation import Permutation
 from gossamer.recipe import Recipe
 from gossamer.sparse import NM

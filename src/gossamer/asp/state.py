@@ -21,6 +21,7 @@ from gossamer.asp.graphs import Options, logger, make_folder, save_graph, search
 from gossamer.asp.selection import Calculate, MaskCalculator, buffer_home, outputs_first
 from gossamer.errors import GossamerError, SparsityError
 from gossamer.graph import first_names, get_parameter, has_parameter
+from gossamer.graph.additions import MASK, PRUNED, buffer_name
 from gossamer.graph.permutation import Permutation, state_of
 from gossamer.modifiers.pruning import GMPruningModifier
 from gossamer.recipe import Recipe
@@ -74,7 +75,7 @@ class State:
         for name, home in before.weights.items():
             if name in self.weights and not self.recompute:
                 owner, leaf = buffer_home(self.model(), home)
-                owner._buffers.pop(f"__{leaf}_mma_pruned_p", None)  # pyright: ignore[reportPrivateUsage]
+                owner._buffers.pop(buffer_name(leaf, PRUNED), None)  # pyright: ignore[reportPrivateUsage]
         for optimizer in list(before.optimizers):
             before.release(optimizer)
             self.hook(optimizer)
@@ -86,8 +87,8 @@ class State:
         if self.recompute and has_parameter(self.model(), name):
             get_parameter(self.model(), name).copy_(self._dense(name))
         owner, leaf = buffer_home(self.model(), self.weights[name])
-        for key in (f"__{leaf}_mma_mask", f"__{leaf}_mma_pruned_p"):
-            owner._buffers.pop(key, None)  # pyright: ignore[reportPrivateUsage]
+        for kind in (MASK, PRUNED):
+            owner._buffers.pop(buffer_name(leaf, kind), None)  # pyright: ignore[reportPrivateUsage]
 
     def mask(self, name: str) -> Tensor:
         """True where the weight is kept. A layer that was replaced, as quantization does, gets its mask anew."""
@@ -97,19 +98,19 @@ class State:
             same = held is not None and held.shape == weight.shape
             return cast(Tensor, held) if same else torch.ones_like(weight, dtype=torch.bool)
 
-        return self._buffer(name, "mask", anew)
+        return self._buffer(name, MASK, anew)
 
     def pruned(self, name: str) -> Tensor | None:
         """The values that are masked, where they are kept."""
-        return self._buffer(name, "pruned_p", lambda w: torch.zeros_like(w, device="cpu")) if self.recompute else None
+        return self._buffer(name, PRUNED, lambda w: torch.zeros_like(w, device="cpu")) if self.recompute else None
 
     def _buffer(self, name: str, kind: str, anew: Callable[[Tensor], Tensor]) -> Tensor:
         owner, leaf = buffer_home(self.model(), self.weights[name])
-        found = owner._buffers.get(f"__{leaf}_mma_{kind}")  # pyright: ignore[reportPrivateUsage]
+        found = owner._buffers.get(buffer_name(leaf, kind))  # pyright: ignore[reportPrivateUsage]
         weight = get_parameter(self.model(), name).detach()
         if found is None or found.shape != weight.shape:
             found = anew(weight)
-            owner.register_buffer(f"__{leaf}_mma_{kind}", found)
+            owner.register_buffer(buffer_name(leaf, kind), found)
         return found
 
     def _drop_missing(self) -> None:
@@ -326,13 +327,6 @@ def mask_buffers(model: nn.Module, names: Iterable[str]) -> dict[str, list[Tenso
     for alias, name in first_names(model).items():  # a tied weight has its buffers in one of its layers
         if name in found:
             owner, leaf = buffer_home(model, alias)
-            kept = (owner._buffers.get(f"__{leaf}_mma_{kind}") for kind in ("mask", "pruned_p"))  # pyright: ignore[reportPrivateUsage]
+            kept = (owner._buffers.get(buffer_name(leaf, kind)) for kind in (MASK, PRUNED))  # pyright: ignore[reportPrivateUsage]
             found[name] += [buffer for buffer in kept if buffer is not None]
     return found
-
-
-def drop_buffers(model: nn.Module) -> None:
-    """Take all that ASP has put on a model off it."""
-    for layer in model.modules():
-        for key in [key for key in layer._buffers if "_mma_" in key and key.startswith("__")]:  # pyright: ignore[reportPrivateUsage]
-            del layer._buffers[key]  # pyright: ignore[reportPrivateUsage]

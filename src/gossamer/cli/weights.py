@@ -18,8 +18,11 @@ def save_weights(model: nn.Module, path: Path) -> None:
     """Write the model's state dict in the format that the file's ending names."""
     import torch
 
+    from gossamer.graph.additions import without_additions
+
     check_format(path)
-    state: dict[str, Tensor] = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    own: dict[str, Tensor] = without_additions(model.state_dict())
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole(path) as part:

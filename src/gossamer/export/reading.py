@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError, nearest
 from gossamer.export.model_file import KIND, ModelFile, damaged, opened
 from gossamer.export.states import clean_state
+from gossamer.graph.additions import is_added
 from gossamer.graph.thinning_cuts import shrink_to
 from gossamer.sealed import DTYPES, dtype_word, kind_of
 
@@ -73,6 +74,9 @@ def load_into(model: nn.Module, path: str | os.PathLike[str], *, progress: Progr
     own = clean_state(model)
     with open_weights(path) as weights:
         names = {name: name for name in weights.tensors} | dict(weights.tied)
+        # What training added may be on one side only: the file of an ASP model fits the plain one, and the reverse.
+        names = {name: first for name, first in names.items() if name in own or not is_added(name)}
+        own = {name: tensor for name, tensor in own.items() if name in names or not is_added(name)}
         shapes = {name: weights.tensors[first].shape for name, first in names.items()}
         thinned = isinstance(weights, ModelFile) and THINNED.items() <= weights.about.items()
         fitting = {name: _corner(tensor, shapes.get(name)) for name, tensor in own.items()} if thinned else own
@@ -80,7 +84,7 @@ def load_into(model: nn.Module, path: str | os.PathLike[str], *, progress: Progr
         weights.check(_told(progress, "Checking the file"))
         if thinned:
             shrink_to(model, shapes)
-            own = clean_state(model)
+            own |= clean_state(model)
         told = _told(progress, "Loading weights")
         with torch.no_grad():
             for done, (name, first) in enumerate(names.items()):

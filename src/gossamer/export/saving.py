@@ -23,7 +23,8 @@ from gossamer.export.programs import Checked, write_onnx, write_pt2
 from gossamer.export.reading import ForeignFile, Progress
 from gossamer.export.states import State, state_of
 from gossamer.files import whole
-from gossamer.graph import get_parameter, is_transposed, prunable, unwrap
+from gossamer.graph import unwrap
+from gossamer.graph.additions import without_additions
 from gossamer.quantization import is_emulated
 from gossamer.sparse import NM
 
@@ -53,7 +54,7 @@ class Written:
 
 
 def save(
-    model: nn.Module,
+    model: nn.Module | Mapping[str, Tensor],
     path: str | os.PathLike[str],
     format: str,
     *,
@@ -69,13 +70,18 @@ def save(
 
     `onnx` and `pt2` hold a program and need `example_inputs`: a tensor, the arguments of `forward` in a list or tuple,
     or by name in a dict; the batch may vary in the file with `dynamic_batch`. `safetensors`, `sparse24` and `bitmask`
-    hold the tensors, which `gossamer.load` reads. `about` is text to keep in the file.
+    hold the tensors, which `gossamer.load` reads, and take a state dict in place of the model too. What training added
+    is in none of them: ASP's masks, MSBench's sparsers. `about` is text to keep in the file.
     """
     target = Path(path)
     _check_words(target, format, about or {})
     step: Progress = progress or (lambda _label, _share: None)
     if format in _ENCODINGS:
         return _save_state(model, target, format, about or {}, step)
+    if not isinstance(model, nn.Module):
+        known = ", ".join(_ENCODINGS)
+        told = f"the format {format} needs the model, not its state dict; tensors go into {known}"
+        raise GossamerError(f"{target}: {told}")
     if example_inputs is None:
         raise GossamerError(f"{target}: the format {format} needs example_inputs, an example of what the model takes")
     inputs = ExampleInputs.of(example_inputs).on_cpu().ordered(unwrap(model))
@@ -100,8 +106,9 @@ def save(
 
 
 def state_bytes(model: nn.Module) -> int:
-    """What the parameters and buffers of a model take in memory, each once."""
-    tensors = {id(tensor): tensor for tensor in (*unwrap(model).parameters(), *unwrap(model).buffers())}
+    """What the parameters and buffers of a model take in memory, each once, without what training added."""
+    named = {**dict(unwrap(model).named_parameters()), **dict(unwrap(model).named_buffers())}
+    tensors = {id(tensor): tensor for tensor in without_additions(named).values()}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
@@ -130,17 +137,18 @@ class _Counted:
     notes: tuple[str, ...]
 
 
-def _save_state(model: nn.Module, target: Path, format: str, about: Mapping[str, str], step: Progress) -> Written:
+def _save_state(
+    model: nn.Module | Mapping[str, Tensor], target: Path, format: str, about: Mapping[str, str], step: Progress
+) -> Written:
     encoding = _ENCODINGS[format]
     state = state_of(model, target)
-    names = [name for name in prunable(model) if name in state.tensors]
-    axes = {name: 0 if is_transposed(model, name) else 1 for name in names}
+    names = list(state.axes)
     # Other tools know nothing of ties: a plain file has every name.
     tied: dict[str, str] = {} if encoding == "dense" else state.tied
     tensors = state.tensors | {name: state.tensors[first] for name, first in state.tied.items() if name not in tied}
 
     def write(scratch: Path) -> _Counted:
-        stored = plan(tensors, encoding, axes)
+        stored = plan(tensors, encoding, state.axes)
         with scratch.open("wb") as file:
             write_model_file(
                 file,
@@ -152,9 +160,9 @@ def _save_state(model: nn.Module, target: Path, format: str, about: Mapping[str,
                 seen=lambda share: step("Writing the file", 0.6 * share),
             )
         zeros = _compare(scratch, target, tensors, names, encoding, lambda share: step("Checking", 0.6 + 0.4 * share))
-        notes = _notes(model, stored, axes) if encoding == "sparse24" else []
+        notes = _notes(state, stored) if encoding == "sparse24" else []
         notes += _negative_zeros(state, names) if encoding != "dense" else []
-        if is_emulated(model):
+        if isinstance(model, nn.Module) and is_emulated(model):
             notes.append("the model emulates quantization: its float weights are in the file, its ranges are not")
         return _Counted(sum(state.tensors[name].numel() for name in names), zeros, tuple(notes))
 
@@ -195,13 +203,13 @@ def _zeros(tensor: Tensor) -> int:
     return tensor.numel() - int(torch.count_nonzero(wide))
 
 
-def _notes(model: nn.Module, stored: Sequence[Stored], axes: Mapping[str, int]) -> list[str]:
+def _notes(state: State, stored: Sequence[Stored]) -> list[str]:
     """Which weights are not stored as 2:4, by reason."""
     reasons: dict[str, list[str]] = {}
     for entry in stored:
-        if entry.name in axes and entry.encoding != "sparse24":
-            weight = get_parameter(model, entry.name)
-            shape = weight.transpose(0, 1).shape if axes[entry.name] == 0 else weight.shape
+        if entry.name in state.axes and entry.encoding != "sparse24":
+            weight = state.tensors[entry.name]
+            shape = weight.transpose(0, 1).shape if state.axes[entry.name] == 0 else weight.shape
             reason = NM(2, 4).fits(shape) or "they hold groups with more than two of four weights"
             reasons.setdefault(f"{reason}, written as {entry.encoding}", []).append(entry.name)
     return [f"not 2:4: {_listed(names)}: {reason}" for reason, names in reasons.items()]

@@ -14,6 +14,7 @@ from torch import nn
 
 from gossamer.errors import GossamerError
 from gossamer.graph import thinning
+from gossamer.graph.additions import strip
 from gossamer.graph.parameters import unwrap
 from gossamer.graph.thinning import Progress, Thinned
 from gossamer.graph.thinning_cuts import spread_over_processes
@@ -40,7 +41,7 @@ def thin(
     if reason := spread_over_processes(model):
         raise GossamerError(f"thin: {reason}; give the model that is inside")
     try:
-        smaller: nn.Module = copy.deepcopy(unwrap(model)).eval()
+        smaller: nn.Module = strip(copy.deepcopy(unwrap(model)).eval())
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise GossamerError(

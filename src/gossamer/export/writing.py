@@ -12,7 +12,6 @@ import os
 import re
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
+from gossamer.export import states
 from gossamer.export.example_inputs import ExampleInputs
 from gossamer.export.models import check_place, require, write_model
 from gossamer.export.qat import quantize_qat_export
-from gossamer.graph import unwrap
+from gossamer.graph.additions import strip
 from gossamer.quantization import emulations_in
 from gossamer.sealed import dtype_word
 
@@ -124,11 +124,8 @@ def export(model: nn.Module, inputs: tuple[Any, ...], target: Path, **options: A
 
 
 def copied(model: nn.Module, target: Path) -> nn.Module:
-    """The model itself without wrappers, on the CPU and in evaluation mode; the one that was given is not touched."""
-    try:
-        return deepcopy(unwrap(model)).cpu().eval()
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        raise GossamerError(f"{target}: the model cannot be copied for export: {reason_of(error)}") from error
+    """A copy to trace, in evaluation mode on the CPU, without wrappers and without what training added."""
+    return strip(states.copied(model, target))
 
 
 def _check_floats(model: nn.Module, emulated: bool, target: Path) -> None:

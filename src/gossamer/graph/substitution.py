@@ -50,6 +50,30 @@ def withdraw_all(module: nn.Module) -> None:
     compile_anew()
 
 
+def is_substituted(module: nn.Module) -> bool:
+    """Whether some weight of a model is replaced while it computes."""
+    return any(True for layer in module.modules() for _ in _hooks_on(layer))
+
+
+def substituted(module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    """Every weight that is replaced, with what stands in its place in the mode that its layer is in now."""
+    found: dict[int, tuple[nn.Parameter, Tensor]] = {}
+    for layer in module.modules():
+        for hooks in _hooks_on(layer):
+            owner = get_module(layer, hooks.path)
+            weight = owner._parameters.get(hooks.leaf)  # pyright: ignore[reportPrivateUsage]
+            if weight is not None and id(weight) not in found:
+                found[id(weight)] = weight, hooks.substitute(owner, weight)
+    return list(found.values())
+
+
+def _hooks_on(layer: nn.Module) -> Iterator[_Hooks]:
+    hooks = cast(dict[int, object], layer._forward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
+    for hook in hooks.values():
+        if isinstance(found := getattr(hook, "__self__", None), _Hooks):
+            yield found
+
+
 class _Hooks:
     """The two hooks on a module; they keep no reference to it, so that a copied or unpickled model works alone."""
 

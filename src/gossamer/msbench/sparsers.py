@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.graph import first_names, get_module, get_parameter, named_modules
+from gossamer.graph.additions import SPARSER
 from gossamer.graph.substitution import Substitution, withdraw_all
 from gossamer.msbench.generators import MaskGenerator, ProbMaskGenerator
 from gossamer.sparse.reparameterization import (
@@ -26,8 +27,6 @@ from gossamer.sparse.reparameterization import (
     relaxed_mask,
     soft_threshold,
 )
-
-SUFFIX = "_fake_sparse"
 
 
 class FakeSparse(nn.Module):
@@ -166,7 +165,7 @@ class ProbMaskFakeSparse(FakeSparse):
 def attach(model: nn.Module, name: str, sparser: FakeSparse) -> Substitution:
     """Put a sparser beside a weight, in each layer that holds it, and let the layers compute through it."""
     for owner, leaf in _homes(model, name):
-        owner.add_module(leaf + SUFFIX, sparser)
+        owner.add_module(leaf + SPARSER, sparser)
     sparser.train(get_module(model, name.rpartition(".")[0]).training)
     return Substitution(model, name, Through(name.rpartition(".")[2]))
 
@@ -178,7 +177,7 @@ class Through:
         self.leaf = leaf
 
     def __call__(self, owner: nn.Module, weight: Tensor) -> Tensor:
-        return getattr(owner, self.leaf + SUFFIX)(weight)
+        return getattr(owner, self.leaf + SPARSER)(weight)
 
 
 def effective(model: nn.Module, name: str) -> Tensor:
@@ -203,17 +202,17 @@ def fold(model: nn.Module, names: list[str]) -> None:
         weight = get_parameter(model, name)
         weight.copy_(torch.where(value == 0, 0.0, value))
         for owner, leaf in _homes(model, name):
-            owner._modules.pop(leaf + SUFFIX, None)  # pyright: ignore[reportPrivateUsage]
+            owner._modules.pop(leaf + SPARSER, None)  # pyright: ignore[reportPrivateUsage]
 
 
 def nodes(model: nn.Module) -> dict[str, FakeSparse]:
     """The sparsers of a model by the name of their weight."""
-    return {path.removesuffix(SUFFIX): child for path, child in named_modules(model) if isinstance(child, FakeSparse)}
+    return {path.removesuffix(SPARSER): child for path, child in named_modules(model) if isinstance(child, FakeSparse)}
 
 
 def _node(model: nn.Module, name: str) -> FakeSparse | None:
     path, _, leaf = name.rpartition(".")
-    node = getattr(get_module(model, path), leaf + SUFFIX, None)
+    node = getattr(get_module(model, path), leaf + SPARSER, None)
     return node if isinstance(node, FakeSparse) else None
 
 

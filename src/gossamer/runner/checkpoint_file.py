@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gossamer.errors import GossamerError
 from gossamer.files import whole
+from gossamer.graph.additions import is_added
 from gossamer.runner.encoding import MODEL, decode, encode
 from gossamer.sealed import LONGEST_TEXT, NewerError, Part, SealError, header_of, kind_of, read_header, write_sealed
 from gossamer.sealed import DamagedError as _SealDamagedError
@@ -186,7 +187,7 @@ def _count_weights(model: Any) -> dict[str, tuple[int, int]]:
 
 
 def _is_weight(name: str) -> bool:
-    return "weight" in name and not any(part in name for part in ("_mma_", "fake_sparse", "mask", "score"))
+    return "weight" in name and not is_added(name)
 
 
 def _cannot_write(path: Path, error: OSError) -> str:

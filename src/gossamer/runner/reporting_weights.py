@@ -16,6 +16,7 @@ from torch import Tensor
 from gossamer.analysis.report.content import Bins, Layer, MaskPicture, WeightHistogram
 from gossamer.analysis.report.weights import bins, chosen, count_zeros, mask_picture
 from gossamer.errors import GossamerError
+from gossamer.graph.additions import is_added
 from gossamer.runner.checkpoints import Checkpoints
 from gossamer.runner.reporting_notes import Weights, noted_weights
 from gossamer.runner.weights import read_weights
@@ -23,8 +24,6 @@ from gossamer.runner.weights import read_weights
 MODEL = "model.safetensors"
 FEW = 0.001
 """A model with fewer zeros than this share is dense: some weights are zero by chance."""
-_ADDED = ("_mma_", "fake_sparse", "mask", "score")
-"""Parts of names of what methods keep beside the weights."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def _tensors(folder: Path, known: Mapping[str, Any], *, complete: bool) -> tuple
 def _is_shown(name: str, tensor: Tensor, known: Mapping[str, Any]) -> bool:
     if known:
         return name in known and tensor.is_floating_point()
-    named = "weight" in name and not any(part in name for part in _ADDED)
+    named = "weight" in name and not is_added(name)
     return named and tensor.dim() >= 2 and tensor.is_floating_point()
 
 

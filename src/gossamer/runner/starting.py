@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, nearest
+from gossamer.graph.additions import without_additions
 from gossamer.runner.checkpoint_file import Checkpoint, CheckpointError, is_checkpoint, read_checkpoint
 from gossamer.runner.checkpoints import Checkpoints
 from gossamer.runner.config.schema import Saver
@@ -24,8 +25,6 @@ from gossamer.runner.weights import read_weights
 
 logger = logging.getLogger("gossamer")
 RESUME, PRETRAIN = "saver.resume_model", "saver.pretrain_model"
-OWN = ("_mma_mask", "_mma_pruned_p", "weight_fake_sparse")
-"""Parts of names that sparse training adds to a model."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def start_of_evaluation(saver: Saver, given: Set[str], checkpoints: Checkpoints)
 def load_weights(model: nn.Module, path: Path, left_out: tuple[str, ...] = ()) -> None:
     """Load weights into a model; names that start with one of `left_out` stay as they were made."""
     own = model.state_dict()
-    state = {name: tensor for name, tensor in read_weights(path).items() if not any(part in name for part in OWN)}
+    state = without_additions(read_weights(path))
     wanted = {name: tensor for name, tensor in own.items() if not (left_out and name.startswith(left_out))}
     unused = [word for word in left_out if not any(name.startswith(word) for name in own)]
     if unused:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
+from gossamer.graph.additions import is_buffer
 from gossamer.runner.checkpoint_file import is_checkpoint, read_checkpoint
 from gossamer.sealed import kind_of
 
@@ -39,7 +40,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise GossamerError(f"{path}: is no state dict of tensors alone; save model.state_dict()") from error
     except (OSError, ValueError, RuntimeError, EOFError, KeyError, SafetensorError) as error:
         raise GossamerError(f"{path}: cannot be read as weights: {' '.join(str(error).split())[:200]}") from error
-    return {name: tensor for name, tensor in _unwrapped(found).items() if "_mma_" not in name}
+    return {name: tensor for name, tensor in _unwrapped(found).items() if not is_buffer(name)}
 
 
 def _read(path: Path) -> dict[str, Tensor]:
