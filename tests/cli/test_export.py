@@ -156,7 +156,11 @@ def test_a_program_that_computes_something_else_is_never_left(
     assert not Path("small.onnx").exists()
 
 
-def test_a_network_without_filters_of_zeros_is_told_so(run: Run, two_of_four: nn.Sequential) -> None:
-    done = run("export", NET, "-w", "weights.pt", "-f", "thin", *SHAPE)
-    assert done.exit_code == 0, done.output
-    assert "nothing is zero as a whole and can go" in words(done.output)
+def test_thin_with_nothing_to_remove_says_so_and_writes_nothing(run: Run, two_of_four: nn.Sequential) -> None:
+    done = run("export", NET, "-w", "weights.pt", "-f", "thin", "-f", "bitmask", *SHAPE)
+    assert done.exit_code == 1, done.output
+    told = "thin: nothing to remove, so no file is written: no filter or channel is zero as a whole"
+    assert told in words(done.output)
+    assert [path.name for path in Path().glob("small*")] == ["small-bitmask.safetensors"], "other formats are written"
+    done = run("export", NET, "-w", "weights.pt", "-f", "thin", *SHAPE, "--json")
+    assert (done.exit_code, json.loads(done.stdout)["left_out"]) == (1, [told])

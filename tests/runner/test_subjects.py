@@ -161,3 +161,39 @@ def test_what_a_file_says_of_its_model_is_under_its_digest(tmp_path: Path) -> No
     path.write_bytes(path.read_bytes().replace(b"squeezenet1_1", b"squeezenet1_0"))
     with pytest.raises(GossamerError, match=r"changed.safetensors: .*(damaged|changed)"):
         open_subject(str(path))
+
+
+# How many classes
+
+
+def test_a_function_that_needs_num_classes_is_given_what_is_known(tmp_path: Path) -> None:
+    (tmp_path / "asking_nets.py").write_text(ASKING)
+    sys.path.insert(0, str(tmp_path))
+    try:
+        word, image = "asking_nets:asking", torch.zeros(1, 3, 8, 8)
+        asked = open_subject(word, num_classes=7)
+        assert (asked.model(image).shape, asked.assumed_classes) == ((1, 7), None)
+        on_data = open_subject(word, data="tiny")
+        assert (on_data.model(on_data.example).shape, on_data.assumed_classes) == ((1, 10), None)
+        assumed = open_subject(word)
+        assert (assumed.model(image).shape, assumed.assumed_classes) == ((1, 1000), 1000)
+        torch.save(asked.model.state_dict(), tmp_path / "seven.pt")
+        by_weights = open_subject(word, weights=tmp_path / "seven.pt")
+        assert (by_weights.num_classes, by_weights.assumed_classes) == (7, None)
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+ASKING = """
+from torch import nn
+
+def asking(num_classes):
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes))
+"""
+
+
+def test_classes_are_said_once(tmp_path: Path) -> None:
+    with pytest.raises(GossamerError, match=r"--num-classes: tiny says how many classes there are; drop it"):
+        open_subject("squeezenet1_1", data="tiny", num_classes=3)
+    with pytest.raises(GossamerError, match="--num-classes: expected a positive number, found 0"):
+        open_subject("squeezenet1_1", num_classes=0)

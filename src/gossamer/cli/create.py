@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json, show_warnings
-from gossamer.cli.models import import_module, subject, untrained
+from gossamer.cli.models import Classes, import_module, subject, untrained
 from gossamer.errors import GossamerError, nearest
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def create(
         Path | None,
         typer.Option("--weights", metavar="FILE", help="Trained weights: .safetensors, or a .pt state dict."),
     ] = None,
+    classes: Classes = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -122,14 +123,14 @@ def create(
     with _in_options():
         choices = choose(_named(pruning), quantization, _named(lr), distillation, variables)
     with redirect_stdout(sys.stderr):  # whatever the user's code prints is not our output
-        opened = subject(model, weights)
+        opened = subject(model, weights, classes=classes)
         batches = None if data is None else batches_of(data)
         with progress("measuring", as_json or batches is None) as show, _in_options():
             made = design(opened.model, choices, batches, progress=show)
     told = [_as_options(sentence) for sentence in (*choices.without_effect, *made.warnings)]
     if batches is not None and not choices.measures:
         told.append(_as_options(DATA_IDLE))
-    if batches is not None and choices.measures:
+    if (batches is not None and choices.measures) or opened.assumed_classes is not None:
         told += untrained(opened)
     if output is not None:
         made.recipe.save(output)

@@ -12,14 +12,15 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from gossamer.cli.console import AsJson, err, out, reports_errors, show_json, show_warnings
-from gossamer.cli.models import Data, Input, ModelWord, Sets, Weights, subject, untrained
+from gossamer.cli.console import AsJson, err, out, reports_errors, show_errors, show_json, show_warnings
+from gossamer.cli.models import Classes, Data, Input, ModelWord, Sets, Weights, subject, untrained
 from gossamer.runner.figures import size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gossamer.export import Conversion, Written
+    from gossamer.runner.subjects import Subject
 
 LISTED = "semi-structured"
 
@@ -42,6 +43,7 @@ def export(
     ] = None,
     weights: Weights = None,
     shape: Input = None,
+    classes: Classes = None,
     opset: Annotated[int, typer.Option(help="The opset of ONNX files.")] = 18,
     half: Annotated[bool, typer.Option("--half", help="Write the weights as 16-bit floats.")] = False,
     static: Annotated[bool, typer.Option("--static-batch", help="Programs take one batch size only.")] = False,
@@ -52,28 +54,37 @@ def export(
     """Write a model, zeros and all, and check each file: read back, outputs compared, zeros counted.
 
     Of a detector, onnx and pt2 hold its network, without post-processing. thin removes filters that are zero as a
-    whole, and writes what is left as onnx, pt2 and safetensors. bitmask and sparse24 are small files for
-    gossamer.load().
+    whole, and writes what is left as onnx, pt2 and safetensors; where there are none it writes nothing, and the exit
+    code is 1. bitmask and sparse24 are small files for gossamer.load().
     """
     from gossamer.export import semi_structured
     from gossamer.runner.exporting import Export, write_subject
 
     wanted = formats or ["onnx"]
     plan = Export([name for name in wanted if name != LISTED], opset, not static)
-    opened = subject(model, weights, data, shape, sets or [])
+    opened = subject(model, weights, data, shape, sets or [], classes)
     if half:
         opened = opened.half()
     with err.status("writing, and reading back") if err.is_terminal and not as_json else nullcontext():
-        written = write_subject(opened, plan, output)
+        left_out: list[str] = []
+        written = write_subject(opened, plan, output, left_out.append)
     layers = semi_structured(opened.model, dry_run=True) if LISTED in wanted else None
     if as_json:
         found: dict[str, object] = {
             "model": model,
             "source": None if opened.source is None else str(opened.source),
             "files": [{**asdict(one), "path": str(one.path)} for one in written],
+            "left_out": left_out,
         }
         show_json(found if layers is None else {**found, "semi_structured": [asdict(layer) for layer in layers]})
-        return
+    else:
+        _show(opened, written, layers)
+        show_errors(left_out)
+    if left_out:
+        raise typer.Exit(1)
+
+
+def _show(opened: Subject, written: Sequence[Written], layers: Sequence[Conversion] | None) -> None:
     if opened.source is not None:
         _say(f"weights from {opened.source}")
     if written:

@@ -18,7 +18,18 @@ if TYPE_CHECKING:
 
     from gossamer.runner.subjects import Subject
 
-__all__ = ["Data", "Input", "ModelWord", "Sets", "Weights", "import_module", "load_model", "subject", "untrained"]
+__all__ = [
+    "Classes",
+    "Data",
+    "Input",
+    "ModelWord",
+    "Sets",
+    "Weights",
+    "import_module",
+    "load_model",
+    "subject",
+    "untrained",
+]
 
 ModelWord = Annotated[
     str,
@@ -42,6 +53,11 @@ Input = Annotated[
     str | None, typer.Option("--input", metavar="SHAPE", help="Shape of the model's input, as 1,3,224,224.")
 ]
 
+Classes = Annotated[
+    int | None,
+    typer.Option("--num-classes", metavar="N", help="Passed to the function that makes the model, as num_classes."),
+]
+
 
 def subject(
     word: str,
@@ -49,12 +65,13 @@ def subject(
     data: str | None = None,
     shape: str | None = None,
     sets: Sequence[str] = (),
+    classes: int | None = None,
 ) -> Subject:
     """The model that a word names, with what is known of it."""
     from gossamer.runner.subjects import open_subject
 
     with redirect_stdout(sys.stderr):  # whatever the user's code prints is not our output
-        return open_subject(word, weights=weights, data=data, input_shape=shape, sets=sets)
+        return open_subject(word, weights=weights, data=data, input_shape=shape, sets=sets, num_classes=classes)
 
 
 def load_model(word: str, weights: Path | None = None) -> nn.Module:
@@ -63,7 +80,9 @@ def load_model(word: str, weights: Path | None = None) -> nn.Module:
 
 
 def untrained(found: Subject) -> list[str]:
-    """A sentence to show when nobody gave a model its weights; one's own function may have loaded some."""
-    if found.trained or ":" in found.word:
-        return []
-    return [f"{found.word} has the weights it is initialised with; --weights gives it trained ones"]
+    """Warnings about a model that was not given its weights, or its number of classes."""
+    assumed = found.assumed_classes
+    told = [] if assumed is None else [f"num_classes not given; assuming {assumed}. Override with --num-classes"]
+    if found.trained or ":" in found.word:  # a function of the user's own may have loaded weights
+        return told
+    return [*told, f"{found.word} has the weights it is initialised with; --weights gives it trained ones"]

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json, show_warnings
-from gossamer.cli.models import Input, ModelWord, Weights, subject, untrained
+from gossamer.cli.models import Classes, Input, ModelWord, Weights, subject, untrained
 from gossamer.cli.weights import check_format, save_weights
 from gossamer.errors import GossamerError, SparsityError
 
@@ -38,6 +38,7 @@ def permute(
     weights: Weights = None,
     pattern: PatternName = "2:4",
     shape: Input = None,
+    classes: Classes = None,
     every_layer: Annotated[
         bool, typer.Option("--every-layer", help="Also layers that hardware cannot run in 2:4.")
     ] = False,
@@ -66,7 +67,7 @@ def permute(
         raise GossamerError(f"{picture}: expected a picture that ends in {', '.join(PLOTS)}")
     if effort <= 0:
         raise GossamerError(f"--effort: expected a number above 0, found {effort:g}")
-    opened = subject(model, weights, shape=shape)
+    opened = subject(model, weights, shape=shape, classes=classes)
     network = opened.model
     names, skipped = _searchable(network, chosen, every_layer)
     if not names:
@@ -106,6 +107,7 @@ def permute(
 def check(
     model: ModelWord,
     weights: Weights = None,
+    classes: Classes = None,
     pattern: PatternName = "2:4",
     require: Annotated[
         bool, typer.Option("--require", help="Exit with code 1 unless every layer that can hold to it does.")
@@ -116,7 +118,7 @@ def check(
     from gossamer.analysis.eligibility import eligibility
 
     chosen = _pattern(pattern)
-    opened = subject(model, weights)
+    opened = subject(model, weights, classes=classes)
     found = eligibility(opened.model, chosen)
     able = [layer for layer in found if layer.reason is None]
     holding = [layer for layer in able if layer.holds]

@@ -6,6 +6,7 @@ What is in each of them, and whether it is right, is known in `gossamer.export`.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,8 +22,10 @@ from gossamer.runner.networks import Network
 
 if TYPE_CHECKING:
     from gossamer.export import Written
+    from gossamer.graph.thinning import Thinned
     from gossamer.runner.subjects import Subject
 
+logger = logging.getLogger("gossamer")
 NAME = "model"
 PROGRAMS = ("onnx", "pt2")
 """Of a detector they hold its networks, a file for each, without post-processing."""
@@ -33,6 +36,7 @@ FETCHING = ("weights", "weights_backbone", "pretrained")
 """Arguments by which a model fetches weights, which a file of weights makes needless."""
 Networks = Callable[[nn.Module], Mapping[str, Network]]
 """The parts of a model that are tensors in and tensors out."""
+LeftOut = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -52,20 +56,28 @@ class Export:
                 raise GossamerError(f"--format: there is no '{name}'{close}; there are {known}")
 
 
-def write_subject(subject: Subject, wanted: Export, folder: Path | None = None) -> list[Written]:
+def write_subject(
+    subject: Subject, wanted: Export, folder: Path | None = None, left_out: LeftOut = logger.warning
+) -> list[Written]:
     """Write the model that a word names: that of a run into its folder, unless told where; others here."""
     where = folder or subject.folder or Path()
     name = NAME if subject.folder is not None else subject.name
     plan = replace(wanted, about=subject.about())
-    return write_model(subject.model, subject.example, subject.networks_of, where, plan, name)
+    return write_model(subject.model, subject.example, subject.networks_of, where, plan, name, left_out)
 
 
 def write_model(
-    model: nn.Module, example: Any, networks: Networks, folder: Path, wanted: Export, name: str = NAME
+    model: nn.Module,
+    example: Any,
+    networks: Networks,
+    folder: Path,
+    wanted: Export,
+    name: str = NAME,
+    left_out: LeftOut = logger.warning,
 ) -> list[Written]:
     """Write a model in the formats that are wanted, each verified; the model is left as it was.
 
-    `example` is what the model takes, a batch of one.
+    `example` is what the model takes, a batch of one. `left_out` is called with the reason why a format has no file.
     """
     was_training = model.training
     model.eval()
@@ -73,7 +85,7 @@ def write_model(
     try:
         for format in dict.fromkeys(wanted.formats):
             if format == "thin":
-                written += _thinned(model, example, networks, folder / f"{name}-thin", wanted)
+                written += _thinned(model, example, networks, folder / f"{name}-thin", wanted, left_out)
             else:
                 written += _files(model, networks, folder / name, format, wanted)
         return written
@@ -81,25 +93,36 @@ def write_model(
         model.train(was_training)
 
 
-def _thinned(model: nn.Module, example: Any, networks: Networks, stem: Path, wanted: Export) -> list[Written]:
+def _thinned(
+    model: nn.Module, example: Any, networks: Networks, stem: Path, wanted: Export, left_out: LeftOut
+) -> list[Written]:
     """The network without what is zero as a whole: its programs and its weights, measured against all of it."""
     from gossamer.export import THINNED, state_bytes, thin
 
     smaller, found = thin(model, example)
-    plan = replace(wanted, about={**wanted.about, **THINNED}) if found.removed else wanted
+    kept = _kept(found)
+    if not found.removed:
+        reasons = kept or ["no filter or channel is zero as a whole"]
+        left_out(f"thin: nothing to remove, so no file is written: {'; '.join(reasons)}")
+        return []
+    plan = replace(wanted, about={**wanted.about, **THINNED})
     # torch.export takes no emulated integers.
     formats = ("onnx",) if is_emulated(model) else (*PROGRAMS, "safetensors")
     before, after = found.parameters
-    notes = [f"{before:,} parameters became {after:,}" if found.removed else "nothing is zero as a whole and can go"]
-    reasons: dict[str, list[str]] = {}
-    for weight, why in found.kept.items():
-        reasons.setdefault(why, []).append(weight)
-    notes += [f"{_listed(names)} keep filters that are zero: {why}" for why, names in reasons.items()]
+    notes = [f"{before:,} parameters became {after:,}", *kept]
     notes += [found.note] if found.note else []
     written = [one for format in formats for one in _files(smaller, networks, stem, format, plan)]
     dense = state_bytes(model)
     whole = [replace(one, dense_bytes=dense) for one in written]
     return [replace(whole[0], notes=(*whole[0].notes, *notes)), *whole[1:]]
+
+
+def _kept(found: Thinned) -> list[str]:
+    """Which weights keep filters of zeros, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for weight, why in found.kept.items():
+        reasons.setdefault(why, []).append(weight)
+    return [f"{_listed(names)} keep filters that are zero: {why}" for why, names in reasons.items()]
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ that we exported, which says what model it is of. A file is data: it never makes
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,8 @@ PROGRAMS = (".onnx", ".pt2")
 WEIGHTS = (".safetensors", ".pt", ".pth")
 CONFIGS = (".yaml", ".yml")
 FAMILIES = ("timm/", "transformers/")
+CLASSES = 1000
+"""As torchvision's own models have, where a function needs `num_classes` and nothing says it."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Subject:
     """Of the run, if it is one."""
     config: Config | None = None
     """What names its data, if it has some."""
+    assumed_classes: int | None = None
+    """The `num_classes` that its function needed and that nothing said."""
 
     @cached_property
     def example(self) -> Any:
@@ -144,13 +149,19 @@ def open_subject(
     data: str | None = None,
     input_shape: str | None = None,
     sets: Sequence[str] = (),
+    num_classes: int | None = None,
 ) -> Subject:
     """The model that a word names.
 
     `weights` are a file or a run; `data` is `tiny` or a folder; `input_shape` is text as `1,3,224,224`; `sets` are
-    settings of a config, as `runtime.seed=1`.
+    settings of a config, as `runtime.seed=1`; `num_classes` is passed to the function that makes the model.
     """
     path = Path(word)
+    by_name = not path.is_dir() and path.suffix not in (*CONFIGS, *PROGRAMS, *WEIGHTS) and data is None and not sets
+    if num_classes is not None and not by_name:
+        raise GossamerError(f"--num-classes: {word if data is None else data} says how many classes there are; drop it")
+    if num_classes is not None and num_classes < 1:
+        raise GossamerError(f"--num-classes: expected a positive number, found {num_classes}")
     if path.is_dir() or path.suffix in CONFIGS:
         found = _of_run(word, weights, data, sets)
     elif path.suffix in PROGRAMS:
@@ -162,7 +173,7 @@ def open_subject(
     elif data is not None or sets:
         found = _on_data(word, config_of({"net": {"type": word}}, word, sets, data).config, _file(weights))
     else:
-        found = _of_word(word, _file(weights))
+        found = _of_word(word, _file(weights), num_classes)
     return found if input_shape is None else _with_shape(found, input_shape)
 
 
@@ -233,20 +244,32 @@ def _on_data(word: str, config: Config, weights: Path | None, thinned: bool = Fa
     return Subject(word, _name(word), model, kind, example, run_data.num_classes, config.net, weights, None, config)
 
 
-def _of_word(word: str, weights: Path | None) -> Subject:
+def _of_word(word: str, weights: Path | None, given: int | None = None) -> Subject:
     make = builder(word)
-    model = _made(word, make, {})
-    classes: int | None = None
+    classes, assumed = given, None
+    if given is None and _needs_classes(make):
+        classes = assumed = CLASSES
+    model = _made(word, make, {} if classes is None else {"num_classes": classes})
     if weights is not None:
         state = read_weights(weights)
-        classes = _other_classes(model, state)
-        if classes is not None:
+        found = _other_classes(model, state) if given is None else None
+        if found is not None:
+            classes, assumed = found, None
             model = _made(word, make, {"num_classes": classes})
         _fill(model, weights, state)
     model = model.eval()
     kind = "detection" if is_detector(model) else "classification"
     net = Net(type=word, kwargs={} if classes is None or ":" not in word else {"num_classes": classes})
-    return Subject(word, _name(word), model, kind, None, classes, net, weights)
+    return Subject(word, _name(word), model, kind, None, classes, net, weights, assumed_classes=assumed)
+
+
+def _needs_classes(make: Callable[..., Any]) -> bool:
+    """Whether a function cannot be called without `num_classes`."""
+    try:
+        parameter = inspect.signature(make).parameters.get("num_classes")
+    except (TypeError, ValueError):  # written in C, it does not say
+        return False
+    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 # Weights
