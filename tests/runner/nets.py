@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gossamer.runner import Hook, Runner
+from gossamer.runner import Hook, Runner, SparseRunner
 
 
 def small(num_classes: int = 10, width: int = 16) -> nn.Sequential:
@@ -123,6 +123,13 @@ class Scripted(Runner):
 
     def evaluate(self) -> dict[str, float]:
         return {"top1": self.script[self.iteration]}
+
+
+class ScriptedSparse(SparseRunner):
+    """The same for a sparse run."""
+
+    def evaluate(self) -> dict[str, float]:
+        return {"top1": Scripted.script[self.iteration]}
 
 
 class Unused(nn.Module):

@@ -59,7 +59,14 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
     found = run_summary(folder)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["metric"] == "top1"
-    assert found["metrics"]["top1"] == {"first": 50.0, "best": 70.0, "best_iteration": 200, "last": 60.0}
+    assert found["metrics"]["top1"] == {
+        "first": 50.0,
+        "best": 70.0,
+        "best_iteration": 200,
+        "last": 60.0,
+        "model": 70.0,
+    }
+    assert found["model"]["title"] == "best checkpoint, iteration 200: top1 70.00"
     assert (found["weights"], found["nonzero"], found["sparsity"]) == (200, 150, 0.25)
     assert found["kinds"]["convolution"] == {"weights": 100, "nonzero": 50}
     assert (found["iterations"], found["epochs"], found["seconds"], found["images_per_s"]) == (300, 3, 60.0, 200.0)
@@ -78,13 +85,14 @@ def test_the_table_of_a_run_says_it_in_few_lines(tmp_path: Path) -> None:
         "sparsity 25.0 % (convolution 50.0 %, linear 0.0 %); 150 of 200 weights are not zero",
         "trained 300 iterations, 3 epochs in 1:00, 200 images/s",
         *[" ".join(line.split()) for line in shown(run_table(folder)) if line.startswith("folder")],
+        "model best checkpoint, iteration 200: top1 70.00 (of the tests at the target sparsity)",
         "latest checkpoints/iter_00000300.safetensors",
-        "best checkpoints/best.safetensors, of the tests at the target sparsity",
+        "best checkpoints/best.safetensors",
         "files model.safetensors, metrics.jsonl",
     ]
 
 
-def test_runs_are_compared_with_the_first_by_their_last_test(tmp_path: Path) -> None:
+def test_runs_are_compared_with_the_first_by_their_models(tmp_path: Path) -> None:
     folders = [
         run(tmp_path / "res18", [92.0]),
         run(tmp_path / "levels", [91.9, 91.5], zeros=0.5, told=0.5, config=LEVELS),
@@ -93,7 +101,7 @@ def test_runs_are_compared_with_the_first_by_their_last_test(tmp_path: Path) -> 
     rows = comparison(folders)
     assert [(row["name"], row["method"], row["value"], row["difference"]) for row in rows] == [
         ("res18", "dense", 92.0, None),
-        ("levels", "AmbaLevel", 91.5, -0.5),
+        ("levels", "AmbaLevel", 91.9, pytest.approx(-0.1)),
         ("gmp", "gmp-90", 90.25, -1.75),
     ]
     assert [(row["sparsity"], row["nonzero"], row["iterations"]) for row in rows] == [
@@ -102,8 +110,8 @@ def test_runs_are_compared_with_the_first_by_their_last_test(tmp_path: Path) -> 
         (pytest.approx(0.45), 110, 100),
     ]
     head, _, *body = shown(comparison_table(folders))
-    assert head.split() == ["run", "method", "top1", "change", "sparsity", "non-zero", "iter."]
-    assert body[1].split() == ["levels", "AmbaLevel", "91.50", "-0.50", "25.0", "%", "150", "200"]
+    assert head.split() == ["run", "method", "top1", "change", "sparsity", "non-zero", "model"]
+    assert body[1].split() == ["levels", "AmbaLevel", "91.90", "-0.10", "25.0", "%", "150", "best", "100"]
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -112,8 +120,8 @@ def test_numbers_in_tables_stay_whole_in_narrow_terminals(tmp_path: Path, width:
     text = "\n".join(shown(comparison_table(folders), width))
     assert "…" not in text
     first, second = (line.split() for line in text.splitlines() if "92.00" in line)
-    assert first[1:] == ["dense", "92.00", "0.0", "%", "200", "100"]
-    assert second == ["b", "dense", "92.00", "+0.00", "0.0", "%", "200", "100"]
+    assert first[1:] == ["dense", "92.00", "0.0", "%", "200", "best", "100"]
+    assert second == ["b", "dense", "92.00", "+0.00", "0.0", "%", "200", "best", "100"]
     assert max(map(len, shown(run_table(folders[0]), width))) <= width
 
 
@@ -138,7 +146,13 @@ def test_weights_are_not_counted_where_zeros_come_at_the_end(tmp_path: Path) -> 
 
 def test_numbers_that_json_lacks_are_unknown(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", [math.nan, 50.0, math.nan])
-    assert run_summary(folder)["metrics"]["top1"] == {"first": None, "best": 50.0, "best_iteration": 200, "last": None}
+    assert run_summary(folder)["metrics"]["top1"] == {
+        "first": None,
+        "best": 50.0,
+        "best_iteration": 200,
+        "last": None,
+        "model": 50.0,
+    }
     assert "–" in " ".join(shown(run_table(folder)))
 
 

@@ -43,6 +43,7 @@ def as_data(analysis: Analysis) -> dict[str, Any]:
         "name": found.name,
         "kind": found.kind,
         "weights": None if found.source is None else str(found.source),
+        "checkpoint": found.checkpoint,
         "input": _shapes(found.example) or None,
         **analysis.table.to_json(),
         "data": None if analysis.sensitivity is None else {"part": analysis.part, "samples": analysis.samples},
@@ -77,6 +78,8 @@ def summary(analysis: Analysis) -> list[str]:
     taken = size_in_words(table.now.sizes.dense)
     size = f"{len(table.rows)} layers with {amount(table.parameters)} weights{work}; {taken}"
     told = [f"{analysis.subject.name}: {size}."]
+    if analysis.subject.checkpoint is not None:
+        told.append(f"Its weights: {analysis.subject.checkpoint}.")
     if told_now := _state("Now it", "is", table, table.now):
         told.append(told_now)
     by_key = {support.runtime.key: support for support in analysis.hardware}

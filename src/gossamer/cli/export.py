@@ -73,6 +73,7 @@ def export(
         found: dict[str, object] = {
             "model": model,
             "source": None if opened.source is None else str(opened.source),
+            "checkpoint": opened.checkpoint,
             "files": [{**asdict(one), "path": str(one.path)} for one in written],
             "left_out": left_out,
         }
@@ -86,7 +87,7 @@ def export(
 
 def _show(opened: Subject, written: Sequence[Written], layers: Sequence[Conversion] | None) -> None:
     if opened.source is not None:
-        _say(f"weights from {opened.source}")
+        _say(f"weights from {opened.origin}")
     if written:
         out.print(_table(written))
         _say(f"in {written[0].path.parent.resolve()}")

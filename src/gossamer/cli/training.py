@@ -68,10 +68,11 @@ def evaluate(
     processes: Processes = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Test a run: what --weights or saver.resume_model names, else its best checkpoint, else its latest."""
+    """Test a run: what --weights or saver.resume_model names, else its best checkpoint, else its last."""
     if processes != 1:
         _launched(processes)
     from gossamer.runner.running import evaluate as test
+    from gossamer.runner.running import origin
 
     result = test(config, sets or [], data, weights=weights, display=_display(as_json))
     if result.first and as_json:
@@ -79,8 +80,8 @@ def evaluate(
     elif result.first:
         from gossamer.runner.summary import metrics_table
 
-        at = f", iteration {result.iteration}" if result.iteration else ""
-        out.print(f"{result.source}{at}", highlight=False, soft_wrap=True)
+        if result.source is not None:
+            out.print(origin(result.model, result.source), highlight=False, markup=False, soft_wrap=True)
         out.print(metrics_table(result.metrics, result.sparsity))
 
 
@@ -142,5 +143,6 @@ def _plain(result: Result) -> dict[str, object]:
         "metrics": result.metrics,
         "sparsity": result.sparsity,
         "source": None if result.source is None else str(result.source),
+        "model": result.model,
         "files": [str(path) for path in result.files],
     }

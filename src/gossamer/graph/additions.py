@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gossamer.graph.substitution import is_substituted, substituted, withdraw_all
 
@@ -19,7 +19,7 @@ MASK, PRUNED = "mask", "pruned_p"
 SPARSER = "_fake_sparse"
 """Behind a weight's name: the module of MSBench that decides what the layer computes with."""
 
-_BUFFER = re.compile(rf"__.+_mma_({MASK}|{PRUNED})")
+_BUFFER = re.compile(rf"(.*\.)?__.+_mma_({MASK}|{PRUNED})")
 V = TypeVar("V")
 
 
@@ -34,7 +34,7 @@ def buffer_name(leaf: str, kind: str) -> str:
 
 def is_buffer(name: str) -> bool:
     """Whether an entry of a state dict is one of ASP's buffers."""
-    return _BUFFER.fullmatch(name.rpartition(".")[2]) is not None
+    return _BUFFER.fullmatch(name) is not None
 
 
 def is_added(name: str) -> bool:
@@ -57,20 +57,29 @@ def without_additions(state: Mapping[str, V]) -> dict[str, V]:
 
 
 @torch.no_grad()
+def evaluated(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    """Every weight that the model replaces while it computes, with what it evaluates with in its place."""
+    if not is_substituted(model):
+        return []
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        return [(weight, torch.where(value == 0, 0.0, value)) for weight, value in substituted(model)]
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@torch.no_grad()
 def strip(model: nn.Module) -> nn.Module:
     """Take off a model, in place, all that training has added; its weights become what it evaluates with.
 
     Meant for a copy: training cannot go on with a model that was stripped.
     """
-    if is_substituted(model):
-        training = {module: module.training for module in model.modules()}
-        model.eval()
-        values = substituted(model)
-        withdraw_all(model)
-        for weight, value in values:
-            weight.copy_(torch.where(value == 0, 0.0, value))
-        for module, mode in training.items():
-            module.training = mode
+    values = evaluated(model)
+    withdraw_all(model)
+    for weight, value in values:
+        weight.copy_(value)
     drop_buffers(model)
     for layer in model.modules():
         for name in [name for name in layer._modules if name.endswith(SPARSER)]:  # pyright: ignore[reportPrivateUsage]

@@ -50,6 +50,8 @@ class Built:
     """The parts of a run, made by `build()`."""
 
     sparse: ClassVar[bool] = False
+    chosen: Checkpoint | None = None
+    """What to test or export, whatever the config names: the model of a run that has just ended."""
 
     def __init__(
         self, loaded: Loaded, place: Place, *, purpose: Purpose = "train", display: Display | None = None
@@ -226,6 +228,8 @@ class Built:
         raise GossamerError("dataset: no image can be read")
 
     def _start(self) -> Start:
+        if self.chosen is not None:
+            return Start(checkpoint=self.chosen, source=self.chosen.path)
         choose = start_of_training if self.training else start_of_evaluation
         return choose(self.config.saver, self.loaded.given, self.checkpoints)
 

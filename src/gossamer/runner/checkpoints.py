@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,19 @@ from gossamer.runner.checkpoint_file import (
     read_checkpoint,
     write_checkpoint,
 )
+from gossamer.runner.figures import metric_words
 from gossamer.runner.weights import read_weights
 
-__all__ = ["Checkpoint", "CheckpointError", "Checkpoints", "Description", "describe", "read_checkpoint", "read_weights"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Checkpoints",
+    "Description",
+    "describe",
+    "read_checkpoint",
+    "read_weights",
+    "title",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -83,12 +93,31 @@ class Checkpoints:
         path = self.folder / _BEST
         return path if path.exists() else None
 
+    def model(self) -> Description | None:
+        """The checkpoint that is the model of the run: the best where there is one, else the last.
+
+        Whatever shows, tests or exports the model of a run asks here, or loads it by `load_model`.
+        """
+        for path in self._model_first():
+            with contextlib.suppress(CheckpointError):
+                return describe(path)
+        return None
+
+    def load_model(self) -> Checkpoint | None:
+        """The same, with its tensors; a damaged one is reported, and the next taken."""
+        return self._first_readable(self._model_first())
+
     def load_latest(self) -> Checkpoint | None:
-        """The last checkpoint that can be read, or None when there is none at all.
+        """The last checkpoint that can be read, to go on from; or None when there is none at all.
 
         A damaged one is reported, and the one before it is taken; the best is the last resort.
         """
-        paths = [*reversed(self.all()), *([best] if (best := self.best()) else [])]
+        return self._first_readable([*reversed(self.all()), *([best] if (best := self.best()) else [])])
+
+    def _model_first(self) -> list[Path]:
+        return [*([best] if (best := self.best()) else []), *reversed(self.all())]
+
+    def _first_readable(self, paths: Sequence[Path]) -> Checkpoint | None:
         problems: list[str] = []
         for path in paths:
             try:
@@ -134,6 +163,15 @@ class Checkpoints:
             if path not in kept:
                 with contextlib.suppress(OSError):  # a folder of that name, or one that another process removed
                     path.unlink()
+
+
+def title(about: Description) -> str:
+    """A checkpoint by name, as `best checkpoint, iteration 40: top1 96.30`."""
+    path = about.path
+    last = Checkpoints(path.parent, keep=1).all()[-1:] == [path]
+    which = "best checkpoint" if path.name == _BEST else "last checkpoint" if last else "checkpoint"
+    tested = f": {metric_words(about.metrics, 1)}" if about.metrics else ""
+    return f"{which}, iteration {about.iteration}{tested}"
 
 
 def _iteration(path: Path) -> int:

@@ -38,7 +38,7 @@ def run_content(folder: Path, name: str) -> RunContent:
         notes.insert(0, f"{stopped} Go on by: gossamer resume {shlex.quote(str(folder))}")
     weights = shown_weights(folder, summary, plan, start, end, complete=complete)
     missing = dict(weights.missing)
-    heat = _heat_map(measured, iterations, missing, folder)
+    heat = _heat_map(measured, summary["model"]["iteration"], missing, folder)
     course = _plan(plan, missing)
     train = [record for record in records if record.get("kind") == "train"]
     return RunContent(
@@ -88,9 +88,7 @@ def _cards(
     name = summary["metric"]
     if name is not None:
         course = summary["metrics"][name]
-        best = "" if course["best"] is None else f"best {metric(name, course['best'])}"
-        at = f" at iteration {course['best_iteration']}" if best else ""
-        cards.append(Card(name, _metric(name, course["last"]), best + at))
+        cards.append(Card(name, _metric(name, course["model"]), (summary["model"]["title"] or "").partition(":")[0]))
         cards += _change(name, course, start, tests)
     share, total, nonzero = _sparsity(summary, weights)
     pruned = summary["sparsity_of_pruned_layers"]
@@ -115,7 +113,7 @@ def _cards(
 
 def _change(name: str, course: Mapping[str, Any], start: Mapping[str, Any] | None, tests: int) -> list[Card]:
     """How the metric changed: against the weights that the run began with, where known, else since its first test."""
-    if course["last"] is None:
+    if course["model"] is None:
         return []
     origin: Any = (start or {}).get("origin") or {}
     try:
@@ -124,7 +122,7 @@ def _change(name: str, course: Mapping[str, Any], start: Mapping[str, Any] | Non
         before, of = course["first"] if tests > 1 else None, "since the first test"
     if before is None or not math.isfinite(before):
         return []
-    return [Card("change", _signed(name, course["last"] - before), of)]
+    return [Card("change", _signed(name, course["model"] - before), of)]
 
 
 def _figures(folder: Path, summary: Mapping[str, Any], weights: Shown) -> list[tuple[str, str]]:
@@ -133,7 +131,7 @@ def _figures(folder: Path, summary: Mapping[str, Any], weights: Shown) -> list[t
     name = summary["metric"]
     if name is not None:
         course = summary["metrics"][name]
-        found += [(name, _metric(name, course["last"])), ("best", _metric(name, course["best"]))]
+        found += [(name, _metric(name, course["model"])), ("last", _metric(name, course["last"]))]
     share, total, nonzero = _sparsity(summary, weights)
     found.append(("sparsity", "–" if share is None else f"{100 * share:.1f} %"))
     found.append(("not zero", "–" if nonzero is None else count(nonzero)))
@@ -224,7 +222,9 @@ def _plan(plan: Mapping[str, Any] | None, missing: dict[str, str]) -> Series | N
     return Series("planned", *zip(*((at / steps, share) for at, share in (*before, *known)), strict=True), stepped=True)
 
 
-def _heat_map(note: Mapping[str, Any] | None, iterations: int, missing: dict[str, str], folder: Path) -> HeatMap | None:
+def _heat_map(
+    note: Mapping[str, Any] | None, iteration: int | None, missing: dict[str, str], folder: Path
+) -> HeatMap | None:
     remedy = f"Measure it by: gossamer report {shlex.quote(str(folder))} --sensitivity"
     if note is None:
         missing["sensitivity"] = f"The sensitivity of the layers was not measured. {remedy}"
@@ -232,7 +232,7 @@ def _heat_map(note: Mapping[str, Any] | None, iterations: int, missing: dict[str
     if isinstance(note.get("left_out"), str):
         missing["sensitivity"] = f"{note['left_out']} {remedy}"
         return None
-    if note.get("iteration") != iterations:
+    if note.get("iteration") != iteration:
         missing["sensitivity"] = f"The sensitivity was measured at another iteration. {remedy}"
         return None
     try:

@@ -46,7 +46,7 @@ def shown_weights(
     """What can be shown of the weights at the end of a run, or where it stopped."""
     known = _known(plan)
     tensors, why = _tensors(folder, known, complete=complete)
-    noted = noted_weights(end) if end is not None and end.get("iteration") == summary["iterations"] else None
+    noted = noted_weights(end) if end is not None and end.get("iteration") == summary["model"]["iteration"] else None
     if tensors and _makes_zeros_late(summary, tensors):
         tensors, why = {}, "This method writes its zeros into the weights when the run is complete."
     if not tensors and noted is None:
@@ -65,10 +65,10 @@ def shown_weights(
 
 def _tensors(folder: Path, known: Mapping[str, Any], *, complete: bool) -> tuple[dict[str, Tensor], str]:
     """The prunable weights, or the reason why there are none."""
-    latest = Checkpoints(folder / "checkpoints", keep=1).latest()
+    model = Checkpoints(folder / "checkpoints", keep=1).model()
     paths = [folder / MODEL] if complete and (folder / MODEL).is_file() else []
     why = "The folder holds no weights: neither model.safetensors nor a checkpoint."
-    for path in [*paths, *([] if latest is None else [latest])]:
+    for path in [*paths, *([] if model is None else [model.path])]:
         try:
             weights = read_weights(path)
         except GossamerError as error:

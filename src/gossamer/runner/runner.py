@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from gossamer.export.saving import Written
 
 logger = logging.getLogger("gossamer")
-TOLERANCE = 0.01
-"""How far the sparsity of a best model may lie below the target: layers that a method leaves alone count too."""
 
 
 class Runner(Built):
@@ -161,10 +159,7 @@ class Runner(Built):
 
     def counts_for_best(self) -> bool:
         """Whether the model is what the run is for: a model that is not yet sparse may be better, and is not."""
-        if self.sparsifier is None:
-            return True
-        target = self.sparsifier.target(self.model)
-        return target is None or self.sparsifier.now(self.model) > target - TOLERANCE
+        return self.sparsifier is None or self.sparsifier.settled(self.model, at_end=self.iteration == self.length)
 
     def state(self) -> dict[str, Any]:
         """Everything that a resumed run needs."""

@@ -17,7 +17,7 @@ import torch
 
 from gossamer.errors import GossamerError
 from gossamer.files import whole
-from gossamer.runner.checkpoints import Checkpoints
+from gossamer.runner.checkpoints import Checkpoints, title
 from gossamer.runner.config import Loaded, read_config
 from gossamer.runner.display import Display
 from gossamer.runner.exporting import Export
@@ -47,7 +47,9 @@ class Result:
     metrics: dict[str, float]
     sparsity: float | None = None
     source: Path | None = None
-    """The checkpoint or file of weights that was evaluated or exported."""
+    """The checkpoint or file of weights that was evaluated, exported or, at the end of a training, written."""
+    model: str | None = None
+    """That checkpoint by name, as `best checkpoint, iteration 40: top1 96.30`; None for a file of weights."""
     files: list[Path] = field(default_factory=list[Path])
     first: bool = True
     """Whether this is the first of several processes, which speaks for them."""
@@ -75,7 +77,7 @@ def evaluate(
     weights: str | Path | None = None,
     display: Display | None = None,
 ) -> Result:
-    """Test what is named, else the best of the run, else the latest. `config` may be a run folder."""
+    """Test what is named, else the model of the run. `config` may be a run folder."""
     loaded = loaded_of(config, sets, data, weights)
     with joined(loaded.config.runtime.device) as place, built(loaded, place, "test", display) as runner:
         metrics = runner.evaluate()
@@ -83,7 +85,9 @@ def evaluate(
         if runner.folder.is_dir():
             runner.draw("evaluation.png")
         iteration = runner.start.checkpoint.iteration if runner.start.checkpoint is not None else 0
-        return Result(runner.folder, True, iteration, metrics, sparsity, _source(runner), first=place.first)
+        return Result(
+            runner.folder, True, iteration, metrics, sparsity, _source(runner), named(runner), first=place.first
+        )
 
 
 def export(
@@ -98,22 +102,21 @@ def export(
     output: Path | None = None,
     display: Display | None = None,
 ) -> Result:
-    """Write the model of a run: what is named, else the best, else the latest."""
+    """Write what is named, else the model of the run."""
     wanted = Export(formats, opset, dynamic_batch)
     loaded = loaded_of(config, sets, data, weights)
     with joined(loaded.config.runtime.device) as place, built(loaded, place, "export", display) as runner:
         sparsity = _sparsity(runner)
         folder = output or runner.folder
         files = [one.path for one in runner.finish(folder, wanted)]
-        return Result(folder, True, 0, {}, sparsity, _source(runner), files, first=place.first)
+        return Result(folder, True, 0, {}, sparsity, _source(runner), named(runner), files, first=place.first)
 
 
 def measure_sensitivity(folder: str | Path, progress: Callable[[str, float], None] | None = None) -> None:
-    """Measure the last model of a run for its report, however long that takes; builds the model and reads images."""
-    latest = Checkpoints(Path(folder) / "checkpoints", keep=1).latest()
-    if latest is None and (Path(folder) / CONFIG).is_file():
+    """Measure the model of a run for its report, however long that takes; builds the model and reads images."""
+    if Checkpoints(Path(folder) / "checkpoints", keep=1).model() is None and (Path(folder) / CONFIG).is_file():
         raise GossamerError(f"{folder}: has no checkpoint to measure; begin the run again by gossamer train")
-    loaded = _of_folder(Path(folder), [f"saver.resume_model={json.dumps(str(latest))}"])
+    loaded = _of_folder(Path(folder), [])
     with joined(loaded.config.runtime.device) as place, built(loaded, place, "export", Display(shown=False)) as runner:
         if runner.sparsifier is not None:
             runner.sparsifier.finish(runner.model)
@@ -132,15 +135,34 @@ def _train(loaded: Loaded, display: Display | None) -> Result:
             note_begin(runner)
             try:
                 complete = runner.train()
-                sparsity = _sparsity(runner)
-                files = [one.path for one in runner.finish()] if complete else []
+                final = _final(runner) if complete else runner
+                sparsity = _sparsity(final)
+                files = [one.path for one in final.finish()] if complete else []
             except GossamerError as error:
                 logger.error("%s", error)
                 report_of(runner, complete=False)
                 raise
-            done_by_first(lambda: report_of(runner, complete=complete), place)
-            metrics = dict(runner.metrics)
-            return Result(runner.folder, complete, runner.iteration, metrics, sparsity, None, files, place.first)
+            done_by_first(lambda: report_of(final, complete=complete), place)
+            metrics = dict(runner.metrics if final is runner else final.metrics)
+            about = runner.checkpoints.model() if complete else None
+            source, model = (None, None) if about is None else (about.path, title(about))
+            if model is not None and place.first:
+                logger.info("the model of the run is its %s", model)
+            return Result(
+                runner.folder, complete, runner.iteration, metrics, sparsity, source, model, files, place.first
+            )
+
+
+def _final(runner: Runner) -> Runner:
+    """The runner that holds the model of the run: this one, or another with the best checkpoint in it."""
+    about = runner.checkpoints.model()
+    if about is None or about.iteration == runner.iteration or (chosen := runner.checkpoints.load_model()) is None:
+        return runner
+    final = type(runner)(runner.loaded, runner.place, purpose="export", display=runner.display)
+    final.chosen = chosen
+    final.build()
+    final.iteration, final.metrics = chosen.iteration, dict(chosen.metrics)
+    return final
 
 
 @contextmanager
@@ -224,6 +246,17 @@ def _keep_config(runner: Runner) -> None:
                 part.write_text(text, encoding="utf-8")
         except OSError as error:
             raise GossamerError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def named(runner: Runner) -> str | None:
+    """The checkpoint that a runner tests or exports, by name; None for a file of weights."""
+    checkpoint = runner.start.checkpoint
+    return None if checkpoint is None else title(checkpoint.about)
+
+
+def origin(checkpoint: str | None, source: Path) -> str:
+    """A checkpoint by its name and its file, or a file of weights."""
+    return str(source) if checkpoint is None else f"{checkpoint} ({source})"
 
 
 def _source(runner: Runner) -> Path | None:

@@ -16,13 +16,19 @@ from torch import nn
 
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, named_parameters, unwrap
+from gossamer.graph.additions import evaluated
 from gossamer.modifiers import Modifier, PruningModifier
+from gossamer.modifiers.learned import LearnedPruningModifier
 from gossamer.msbench import BaseScheduler, build_sparse_scheduler
 from gossamer.msbench.levels import AmbaLevelPruneScheduler
+from gossamer.quantization import is_emulated
 from gossamer.recipe import load
 from gossamer.runner.config.schema import Sparsity
 from gossamer.runner.config.sparse import msbench_config
 from gossamer.training import Manager
+
+TOLERANCE = 0.01
+"""How far the sparsity of a settled model may lie below the target: layers that a method leaves alone count too."""
 
 
 class Sparsifier(ABC):
@@ -110,6 +116,11 @@ class Sparsifier(ABC):
     def now(self, model: nn.Module) -> float:
         """Zeros over weights, counted, of the layers that are made sparse."""
 
+    def settled(self, model: nn.Module, *, at_end: bool) -> bool:
+        """Whether the model is as sparse as it is to become; `at_end`: whether the training is over."""
+        target = self.target(model)
+        return target is None or self.now(model) > target - TOLERANCE
+
 
 def build_sparsifier(config: Sparsity, *, length: int, folder: Path) -> Sparsifier:
     """What a config's `sparsity` describes, for a training of `length` iterations in a run folder."""
@@ -163,6 +174,12 @@ class ByScheduler(Sparsifier):
 
     def target(self, model: nn.Module) -> float | None:
         return self.scheduler.final_sparsity
+
+    def settled(self, model: nn.Module, *, at_end: bool) -> bool:
+        """Where training itself finds the sparsity, there is none to wait for but that at the end."""
+        if self.scheduler.learns and self.scheduler.final_sparsity is None:
+            return at_end
+        return super().settled(model, at_end=at_end)
 
     def planned(self, model: nn.Module, iteration: int) -> float | None:
         """Masks change at the start of an iteration: those of the last one hold."""
@@ -239,9 +256,37 @@ class ByRecipe(Sparsifier):
 
     def now(self, model: nn.Module) -> float:
         """What was removed counts as zeros."""
+        return self._share(model, self.pruned())
+
+    def settled(self, model: nn.Module, *, at_end: bool) -> bool:
+        """Whether targets are reached, thresholds are learned, and integers emulated where the recipe quantizes.
+
+        A model that is still dense, or still computes in floats, may be better, and is not what the run is for.
+        """
+        if self.manager.quantization_modifiers and not is_emulated(model):
+            return False
+        if self._learns() and not at_end:
+            return False
+        targets = self.manager.targets()
+        target = self._weighted(targets)
+        return target is None or self._share(model, list(targets)) > target - TOLERANCE
+
+    def _learns(self) -> bool:
+        """Whether a modifier without a target of its own is still finding one."""
+        return any(
+            isinstance(modifier, LearnedPruningModifier)
+            and modifier.sparsity_at(modifier.end_epoch) is None
+            and not -1 < modifier.end_epoch <= self.manager.epoch
+            for modifier in self.manager.pruning_modifiers
+        )
+
+    def _share(self, model: nn.Module, names: Sequence[str]) -> float:
+        """Zeros over weights, as the model evaluates."""
         owner = unwrap(model)
-        left = {name: int(get_parameter(owner, name).count_nonzero()) for name in self.pruned()}
-        return 1 - sum(left.values()) / max(sum(self._sizes[name] for name in left), 1) if left else 0.0
+        values = {id(weight): value for weight, value in evaluated(owner)}
+        weights = {name: get_parameter(owner, name) for name in names}
+        left = sum(int(values.get(id(weight), weight).count_nonzero()) for weight in weights.values())
+        return 1 - left / max(sum(self._sizes[name] for name in names), 1) if names else 0.0
 
     def target(self, model: nn.Module) -> float | None:
         """Of all weights that are pruned together; None when some of them have no target of their own."""
@@ -251,7 +296,10 @@ class ByRecipe(Sparsifier):
         return self._mean(self.manager.planned(iteration))
 
     def _mean(self, shares: Mapping[str, float]) -> float | None:
-        if not shares or set(shares) != set(self.pruned()):
+        return self._weighted(shares) if set(shares) == set(self.pruned()) else None
+
+    def _weighted(self, shares: Mapping[str, float]) -> float | None:
+        if not shares:
             return None
         return sum(share * self._sizes[name] for name, share in shares.items()) / sum(self._sizes[n] for n in shares)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, nearest
 from gossamer.graph.additions import without_additions
-from gossamer.runner.checkpoint_file import Checkpoint, CheckpointError, is_checkpoint, read_checkpoint
+from gossamer.runner.checkpoint_file import Checkpoint, is_checkpoint, read_checkpoint
 from gossamer.runner.checkpoints import Checkpoints
 from gossamer.runner.config.schema import Saver
 from gossamer.runner.weights import read_weights
@@ -54,17 +54,11 @@ def start_of_training(saver: Saver, given: Set[str], checkpoints: Checkpoints) -
 
 
 def start_of_evaluation(saver: Saver, given: Set[str], checkpoints: Checkpoints) -> Start:
-    """What is evaluated: what is named, else the best, else the latest."""
+    """What is evaluated: what is named, else the model of the run."""
     for key, path in ((RESUME, saver.resume_model), (PRETRAIN, saver.pretrain_model)):
         if path is not None and (key in given or key == RESUME):
             return _any(file_of(path, key))
-    best = checkpoints.best()
-    if best is not None:
-        try:
-            return Start(checkpoint=read_checkpoint(best), source=best)
-        except CheckpointError as error:
-            logger.warning("%s; the latest is evaluated in its place", error)
-    if (found := checkpoints.load_latest()) is not None:
+    if (found := checkpoints.load_model()) is not None:
         return Start(checkpoint=found, source=found.path)
     if saver.pretrain_model is not None:
         return _any(file_of(saver.pretrain_model, PRETRAIN))
@@ -226,13 +220,12 @@ def _any(path: Path) -> Start:
 
 
 def file_of(path: Path, key: str) -> Path:
-    """The file that a key of a config means: a run folder stands for its best checkpoint, else its latest."""
+    """The file that a key of a config means: a run folder stands for the model of the run."""
     if path.is_dir():
-        checkpoints = _of_folder(path)
-        found = checkpoints.best() or checkpoints.latest()
+        found = _of_folder(path).model()
         if found is None:
             raise GossamerError(f"{key}: {path} is a folder without checkpoints")
-        return found
+        return found.path
     if not path.is_file():
         way_out = "train it first, name another file, or set it to null" if key == PRETRAIN else "name another file"
         raise GossamerError(f"{key}: there is no {path}{_nearby(path)}; {way_out}")

@@ -32,7 +32,7 @@ from gossamer.runner.models import build_net
 from gossamer.runner.networks import Network, as_example, is_detector
 from gossamer.runner.processes import joined
 from gossamer.runner.run_data import read_run_data
-from gossamer.runner.running import built, loaded_of
+from gossamer.runner.running import built, loaded_of, named, origin
 from gossamer.runner.starting import file_of
 from gossamer.runner.tasks import Classification, Finding
 from gossamer.runner.weights import read_weights
@@ -68,6 +68,8 @@ class Subject:
     """Of the run, if it is one."""
     config: Config | None = None
     """What names its data, if it has some."""
+    checkpoint: str | None = None
+    """Which checkpoint of a run its weights are, by name."""
     assumed_classes: int | None = None
     """The `num_classes` that its function needed and that nothing said."""
 
@@ -75,6 +77,11 @@ class Subject:
     def example(self) -> Any:
         """What its forward takes, a batch of one: what is known, else the most common input that it takes, or None."""
         return _guessed(self.model) if self.given is None else self.given
+
+    @property
+    def origin(self) -> str | None:
+        """Where its weights come from, in words."""
+        return None if self.source is None else origin(self.checkpoint, self.source)
 
     @property
     def trained(self) -> bool:
@@ -181,7 +188,7 @@ def open_subject(
 
 
 def _of_run(word: str, weights: Path | None, data: str | None, sets: Sequence[str]) -> Subject:
-    """The best model of a run, finished: its zeros are in its weights."""
+    """The model of a run, finished: its zeros are in its weights."""
     loaded = loaded_of(word, [*sets, "runtime.device=cpu"], data, weights)
     with joined("cpu") as place, built(loaded, place, "export", Display(shown=False)) as runner:
         if runner.sparsifier is not None:
@@ -196,6 +203,7 @@ def _of_run(word: str, weights: Path | None, data: str | None, sets: Sequence[st
             num_classes=runner.num_classes,
             net=runner.config.net,
             source=start.source or start.weights,
+            checkpoint=named(runner),
             folder=runner.folder if Path(word).is_dir() else None,
             config=runner.config,
         )

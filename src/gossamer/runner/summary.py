@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gossamer.errors import GossamerError
-from gossamer.runner.checkpoints import CheckpointError, Checkpoints, Description, describe
+from gossamer.runner.checkpoints import CheckpointError, Checkpoints, Description, describe, title
 from gossamer.runner.figures import by_weight, count, duration, metric
 from gossamer.runner.records import read_records
 
@@ -46,7 +46,8 @@ def run_summary(folder: Path) -> dict[str, Any]:
     """One run as plain values, for `--json`; what is not known is None."""
     records = read_records(folder) if folder.is_dir() else []
     checkpoints = Checkpoints(folder / "checkpoints", keep=1)
-    about = _last_description(checkpoints)
+    about = checkpoints.model()
+    latest = _last(checkpoints)
     if not records and about is None:
         what = "holds neither metrics.jsonl nor checkpoints" if folder.is_dir() else "there is no such folder"
         raise GossamerError(f"{folder}: {what}; give the folder of a run, as runs/res18")
@@ -58,24 +59,28 @@ def run_summary(folder: Path) -> dict[str, Any]:
         weights = {}  # a method that makes its zeros when the model is exported
     names = by_weight(dict.fromkeys(name for record in tests for name in record if name not in (*_FRAME, "sparsity")))
     best = checkpoints.best()
-    chosen = _iteration(best)
     return {
         "name": folder.resolve().name,
         "folder": str(folder),
         "method": None if about is None else _method(about.config),
         "metric": names[0] if names else None,
-        "metrics": {name: _course(name, tests, chosen) for name in names},
+        "metrics": {name: _course(name, tests, best is not None, about) for name in names},
+        "model": {
+            "checkpoint": None if about is None else str(about.path),
+            "title": None if about is None else title(about),
+            "iteration": None if about is None else about.iteration,
+        },
         "sparsity": _zeros(weights) if weights else pruned,
         "sparsity_of_pruned_layers": pruned,
         "weights": sum(total for total, _ in weights.values()) or None,
         "nonzero": sum(nonzero for _, nonzero in weights.values()) if weights else None,
         "kinds": {kind: {"weights": total, "nonzero": nonzero} for kind, (total, nonzero) in weights.items()},
-        "iterations": max([0 if about is None else about.iteration, *(record["iteration"] for record in records)]),
-        "epochs": max([0.0 if about is None else about.epoch, *_numbers(records, "epoch")]),
+        "iterations": max([0 if latest is None else latest.iteration, *(record["iteration"] for record in records)]),
+        "epochs": max([0.0 if latest is None else latest.epoch, *_numbers(records, "epoch")]),
         "seconds": max(_numbers(records, "seconds"), default=None),
         "images_per_s": median(speeds) if (speeds := _speeds(trained)) else None,
         "checkpoints": {
-            "latest": None if about is None else str(about.path),
+            "latest": None if latest is None else str(latest.path),
             "best": None if best is None else str(best),
         },
         "files": [str(path) for name in FILES for path in sorted(folder.glob(name))],
@@ -106,7 +111,7 @@ def run_table(folder: Path) -> RenderableType:
 def comparison(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """Runs side by side as plain values; differences are to the first.
 
-    `value` is the metric of the last test, which belongs to the sparsity that the run ended with.
+    `value` is the metric of the model of the run, which `model` names.
     """
     runs = [run_summary(folder) for folder in folders]
     labels = [run["name"] for run in runs]
@@ -120,8 +125,9 @@ def comparison(folders: Sequence[Path]) -> list[dict[str, Any]]:
                 "folder": run["folder"],
                 "method": run["method"],
                 "metric": name,
-                "value": course.get("last"),
-                "best": course.get("best"),
+                "value": course.get("model"),
+                "last": course.get("last"),
+                "model": run["model"]["title"],
                 "difference": None,
                 **{key: run[key] for key in ("sparsity", "weights", "nonzero", "iterations", "epochs")},
             }
@@ -136,11 +142,11 @@ def comparison_table(folders: Sequence[Path]) -> Table:
     """Runs side by side, for a terminal."""
     rows = comparison(folders)
     names = {row["metric"] for row in rows if row["metric"] is not None}
-    title = names.pop() if len(names) == 1 else "metric"
+    heading = names.pop() if len(names) == 1 else "metric"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("run", overflow="fold", min_width=6)
-    table.add_column("method", overflow="fold", min_width=7)
-    for word in (title, "change", "sparsity", "non-zero", "iter."):
+    table.add_column("run", overflow="fold", min_width=5)
+    table.add_column("method", overflow="fold", min_width=5)
+    for word in (heading, "change", "sparsity", "non-zero", "model"):
         table.add_column(word, justify="right", no_wrap=True)
     for row in rows:
         name = row["metric"] or ""
@@ -149,13 +155,19 @@ def comparison_table(folders: Sequence[Path]) -> Table:
         table.add_row(
             escape(row["name"]),
             escape(row["method"] or "–"),
-            value if title != "metric" or not name else f"{name} {value}",
+            value if heading != "metric" or not name else f"{name} {value}",
             difference,
             _percent(row["sparsity"]),
             "–" if row["nonzero"] is None else count(row["nonzero"]),
-            str(row["iterations"]),
+            _checkpoint(row),
         )
     return table
+
+
+def _checkpoint(row: Mapping[str, Any]) -> str:
+    """Which checkpoint the model is, as `best 40`; without one, how long the run was."""
+    which, _, rest = (row["model"] or "").partition(" checkpoint, iteration ")
+    return f"{which} {rest.partition(':')[0]}" if rest else str(row["iterations"])
 
 
 def metrics_table(metrics: Mapping[str, float], sparsity: float | None = None) -> Table:
@@ -182,11 +194,13 @@ def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     speed = found["images_per_s"]
     lines.append(("trained", length if speed is None else f"{length}, {speed:.0f} images/s"))
     lines.append(("folder", found["folder"]))
+    if found["model"]["title"] is not None:
+        sparse = found["checkpoints"]["best"] is not None and found["method"] not in (None, "dense")
+        note = " (of the tests at the target sparsity)" if sparse else ""
+        lines.append(("model", f"{found['model']['title']}{note}"))
     for kind, path in found["checkpoints"].items():
         if path is not None:
-            sparse = kind == "best" and found["method"] not in (None, "dense")
-            note = ", of the tests at the target sparsity" if sparse else ""
-            lines.append((kind, f"{Path(path).relative_to(found['folder'])}{note}"))
+            lines.append((kind, str(Path(path).relative_to(found["folder"]))))
     if found["files"]:
         lines.append(("files", ", ".join(Path(path).name for path in found["files"])))
     return lines
@@ -206,8 +220,8 @@ def _of_kinds(found: Mapping[str, Any]) -> str:
     return f" ({', '.join(shares)}); {count(found['nonzero'])} of {count(found['weights'])} weights are not zero"
 
 
-def _last_description(checkpoints: Checkpoints) -> Description | None:
-    """Of the last checkpoint that can be read."""
+def _last(checkpoints: Checkpoints) -> Description | None:
+    """The last checkpoint that can be read: how far the run came."""
     best = checkpoints.best()
     for path in [*reversed(checkpoints.all()), *([] if best is None else [best])]:
         with contextlib.suppress(CheckpointError):
@@ -215,17 +229,14 @@ def _last_description(checkpoints: Checkpoints) -> Description | None:
     return None
 
 
-def _iteration(path: Path | None) -> int | None:
-    with contextlib.suppress(CheckpointError):
-        return None if path is None else describe(path).iteration
-    return None
-
-
-def _course(name: str, tests: Sequence[Mapping[str, Any]], chosen: int | None) -> dict[str, Any]:
-    """A metric over the tests of a run; best is where the best checkpoint is, for a run knows what it is for."""
+def _course(name: str, tests: Sequence[Mapping[str, Any]], has_best: bool, about: Description | None) -> dict[str, Any]:
+    """A metric over the tests of a run; `model` is that of the model of the run."""
     values = [(_finite(test[name]), int(test["iteration"])) for test in tests if name in test]
-    best = next((entry for entry in values if entry[1] == chosen), (None, None))
-    return {"first": values[0][0], "best": best[0], "best_iteration": best[1], "last": values[-1][0]}
+    last = values[-1][0]
+    chosen = next((entry for entry in values if about is not None and entry[1] == about.iteration), (None, None))
+    best = chosen if has_best else (None, None)
+    model = chosen[0] if chosen[1] is not None else last
+    return {"first": values[0][0], "best": best[0], "best_iteration": best[1], "last": last, "model": model}
 
 
 def _method(text: str) -> str | None:

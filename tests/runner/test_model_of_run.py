@@ -1,0 +1,94 @@
+"""The model of a run is one thing: its best checkpoint at the target, wherever it is shown, tested or written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gossamer.runner.checkpoints import Checkpoints, read_checkpoint, title
+from gossamer.runner.reporting import report
+from gossamer.runner.running import export
+from gossamer.runner.subjects import open_subject
+from gossamer.runner.summary import comparison, run_summary
+from tests.cli.conftest import Run, run  # noqa: F401
+from tests.runner.running_on_digits import config, trained
+
+SCRIPTED = "runtime.runner.type=tests.runner.nets:Scripted"  # which is best at iteration 12 of 18
+BEST = "best checkpoint, iteration 12: top1 90.00"
+
+
+def written(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("scripted")
+    result = trained(config(place), SCRIPTED, "runtime.report.enable=true")
+    assert (result.model, result.metrics, result.iteration) == (BEST, {"top1": 90.0}, 18)
+    return place / "run"
+
+
+def test_every_file_is_the_best_checkpoint(folder: Path, tmp_path: Path) -> None:
+    best = read_checkpoint(folder / "checkpoints" / "best.safetensors")
+    last = read_checkpoint(folder / "checkpoints" / "iter_00000018.safetensors")
+    assert best.iteration == 12
+    assert not torch.equal(best.weights["3.weight"], last.weights["3.weight"])
+    export(folder, formats=["safetensors"], output=tmp_path)
+    for file in (folder / "model.safetensors", tmp_path / "model.safetensors"):
+        found = written(file)
+        assert all(torch.equal(tensor, best.weights[name]) for name, tensor in found.items()), file
+    subject = open_subject(str(folder))
+    assert subject.checkpoint == BEST
+    assert torch.equal(subject.model[3].weight, best.weights["3.weight"])
+
+
+def test_it_is_named_wherever_it_is_shown(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    assert run_summary(folder)["model"]["title"] == BEST
+    (row,) = comparison([folder])
+    assert (row["value"], row["last"], row["model"]) == (90.0, 50.0, BEST)
+    assert "best 12" in run("compare", folder).output
+    for command in (("export", folder, "-f", "bitmask", "-o", "files"), ("analyze", folder, "--quick")):
+        done = run(*command)
+        assert done.exit_code == 0, done.output
+        assert BEST in " ".join(done.output.split()), command
+    page = report([folder], "page.html").read_text()
+    assert "best checkpoint, iteration 12" in page
+
+
+def test_eval_tests_it_and_says_which(tmp_path: Path, run: Run) -> None:  # noqa: F811
+    trained(config(tmp_path))
+    found = Checkpoints(tmp_path / "run" / "checkpoints", 3).model()
+    assert found is not None
+    assert title(found) in " ".join(run("eval", tmp_path / "run").output.split())
+    told = json.loads(run("eval", tmp_path / "run", "--json").stdout)
+    assert (told["model"], told["metrics"]) == (title(found), found.metrics)
+
+
+def test_without_tests_it_is_the_last(tmp_path: Path) -> None:
+    result = trained(config(tmp_path, dataset={"test": None}))
+    assert result.model == "last checkpoint, iteration 18"
+    last = read_checkpoint(tmp_path / "run" / "checkpoints" / "iter_00000018.safetensors")
+    found = written(tmp_path / "run" / "model.safetensors")
+    assert all(torch.equal(tensor, last.weights[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("sparsity", ["gmp", "str", "qat"])
+def test_a_model_on_its_way_is_never_the_best(sparsity: str, tmp_path: Path) -> None:
+    """The first test gives 30, the second 90, the third 50: the second is at no target, or still in floats."""
+    path = config(tmp_path, sparsity)
+    (tmp_path / "qat.yaml").write_text(LATE)
+    result = trained(path, "runtime.runner.type=tests.runner.nets:ScriptedSparse")
+    assert result.model == "best checkpoint, iteration 18: top1 50.00"
+
+
+LATE = """
+modifiers:
+  - !GMPruningModifier {params: __ALL_PRUNABLE__, init_sparsity: 0.1, final_sparsity: 0.6, start_epoch: 0,
+                        end_epoch: 1, update_frequency: 0.3}
+  - !QuantizationModifier {start_epoch: 2.5}
+"""
