@@ -19,9 +19,15 @@ from gossamer.export import save
 NINE_IN_TEN = "init_sparsity: 0.9, final_sparsity: 0.9, start_epoch: 0, end_epoch: 1, update_frequency: 1"
 RECIPES = {
     "90 % zeros, float32": f"modifiers: [!GMPruningModifier {{params: __ALL_PRUNABLE__, {NINE_IN_TEN}}}]",
+    "90 % zeros, int8": f"modifiers: [!GMPruningModifier {{params: __ALL_PRUNABLE__, {NINE_IN_TEN}}}, "
+    "!QuantizationModifier {start_epoch: 0}]",
     "2:4, float16": "builtin:nm-2of4",
 }
-AIMS = {("90 % zeros, float32", "bitmask"): 0.14, ("2:4, float16", "sparse24"): 0.57}
+AIMS = {
+    ("90 % zeros, float32", "bitmask"): 0.14,
+    ("90 % zeros, int8", "bitmask"): 0.06,
+    ("2:4, float16", "sparse24"): 0.57,
+}
 
 
 def file_size(watch: Watch) -> Iterator[Row]:

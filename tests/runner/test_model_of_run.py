@@ -9,13 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gossamer.export import read_integers
+from gossamer.quantization import is_emulated
 from gossamer.runner.checkpoints import Checkpoints, read_checkpoint, title
 from gossamer.runner.reporting import report
 from gossamer.runner.running import export
 from gossamer.runner.subjects import open_subject
 from gossamer.runner.summary import comparison, run_summary
 from tests.cli.conftest import Run, run  # noqa: F401
-from tests.runner.running_on_digits import config, trained
+from tests.runner.running_on_digits import config, evaluated, trained
 
 SCRIPTED = "runtime.runner.type=tests.runner.nets:Scripted"  # which is best at iteration 12 of 18
 BEST = "best checkpoint, iteration 12: top1 90.00"
@@ -84,6 +86,28 @@ def test_a_model_on_its_way_is_never_the_best(sparsity: str, tmp_path: Path) -> 
     (tmp_path / "qat.yaml").write_text(LATE)
     result = trained(path, "runtime.runner.type=tests.runner.nets:ScriptedSparse")
     assert result.model == "best checkpoint, iteration 18: top1 50.00"
+
+
+def test_the_small_file_of_a_quantized_run_holds_integers_and_is_tested_as_the_run_was(
+    tmp_path: Path,
+    run: Run,  # noqa: F811
+) -> None:
+    path = config(tmp_path, "qat", saver={"save_dir": str(tmp_path / "run"), "export": ["bitmask", "safetensors"]})
+    result = trained(path)
+    small, plain = (tmp_path / "run" / name for name in ("model-bitmask.safetensors", "model.safetensors"))
+    assert read_integers(small)
+    assert not read_integers(plain)
+    assert small.stat().st_size < plain.stat().st_size
+    assert evaluated(path, weights=small).metrics == result.metrics
+    done = run("export", tmp_path / "run", "-f", "bitmask", "-o", "files")
+    assert done.exit_code == 0, done.output
+    assert "its weights are integers with scales" in " ".join(done.output.split())
+    assert Path("files/model-bitmask.safetensors").read_bytes() == small.read_bytes()
+    subject = open_subject("tests.runner.nets:small", weights=small)
+    assert is_emulated(subject.model)
+    with torch.no_grad():
+        image = torch.rand(1, 3, 8, 8)
+        assert torch.equal(subject.model(image), open_subject(str(tmp_path / "run")).model(image))
 
 
 LATE = """

@@ -6,7 +6,7 @@ and `quantize_qat_export` are for ONNX alone, `semi_structured` for a model on C
 """
 
 from gossamer.export.qat import integer_weights, quantize_qat_export
-from gossamer.export.reading import THINNED, is_model_file, load_into, read_about, read_state
+from gossamer.export.reading import THINNED, is_model_file, load_into, read_about, read_integers, read_state
 from gossamer.export.runtime import integer_operators
 from gossamer.export.saving import FORMATS, Written, save, state_bytes
 from gossamer.export.semi_structured import Conversion, semi_structured
@@ -24,6 +24,7 @@ __all__ = [
     "load_into",
     "quantize_qat_export",
     "read_about",
+    "read_integers",
     "read_state",
     "save",
     "semi_structured",

@@ -36,8 +36,8 @@ from gossamer.sealed import (
 from gossamer.version import __version__
 
 KIND = "gossamer model"
-VERSION = 1
-"""Goes up when an older reader would misread the file."""
+VERSION = 2
+"""Goes up when an older reader would misread the file. The second has integers; files without them are of the first."""
 
 Encoding = Literal["dense", "bitmask", "sparse24"]
 ENCODINGS: tuple[Encoding, ...] = ("dense", "bitmask", "sparse24")
@@ -47,7 +47,9 @@ PARTS: dict[Encoding, tuple[str, ...]] = {
     "sparse24": ("@positions", "@values"),
 }
 """What is added to a tensor's name for each of the parts in which it stands."""
-RESERVED = ("digest", "content", "kind", "version", "encoding", "gossamer", "format", "packed", "tied")
+SCALE, RANGES = "@scale", "@ranges"
+"""Of a quantized model: what is added to a weight's name for its scales, and the name of its ranges."""
+RESERVED = ("digest", "content", "kind", "version", "encoding", "gossamer", "format", "packed", "tied", "quantized")
 """Names in the metadata that are ours."""
 
 _BYTES = 2**20
@@ -76,6 +78,10 @@ class Stored:
         where = f"{self.name}{PARTS[self.encoding][0]}"
         return [(where, torch.uint8, (-(-count // 8),)), (f"{self.name}@values", self.dtype, (self.values,))]
 
+    @property
+    def bytes(self) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in self.parts)
+
 
 def plan(state: Mapping[str, Tensor], encoding: Encoding, axes: Mapping[str, int]) -> list[Stored]:
     """How each tensor is to be written; `axes` names those that may be two of four, and along which axis they are."""
@@ -103,9 +109,13 @@ def write_model_file(
     encoding: Encoding,
     tied: Mapping[str, str],
     about: Mapping[str, str],
+    quantized: str | None = None,
     seen: Callable[[float], None] = lambda _: None,
 ) -> None:
-    """Write tensors as planned; `seen` is told how much of them is written. `tied` are further names of tensors."""
+    """Write tensors as planned; `seen` is told how much of them is written. `tied` are further names of tensors.
+
+    `quantized` says what the integers among them stand for.
+    """
     planned = list(stored)
     packed = {
         entry.name: [entry.encoding, list(entry.shape), *([entry.axis] if entry.encoding == "sparse24" else [])]
@@ -114,12 +124,13 @@ def write_model_file(
     }
     metadata = {
         "kind": KIND,
-        "version": str(VERSION),
+        "version": "1" if quantized is None else str(VERSION),
         "encoding": encoding,
         "gossamer": __version__,
         "format": "pt",
         "packed": json.dumps(packed, separators=(",", ":")),
         "tied": json.dumps(dict(tied), separators=(",", ":")),
+        **({} if quantized is None else {"quantized": quantized}),
         **about,
     }
     parts = [(part, entry) for entry in planned for part in entry.parts]

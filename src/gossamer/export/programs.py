@@ -50,6 +50,7 @@ def write_onnx(
     opset: int,
     dynamic_batch: bool,
     names: Mapping[str, Sequence[str] | None],
+    integers: bool,
     about: Mapping[str, str],
     step: Step,
 ) -> Checked:
@@ -59,7 +60,7 @@ def write_onnx(
 
     step("Tracing the model", 0.0)
     given = inputs.named if inputs.named else inputs.positional
-    exported = as_onnx(model, target, given, opset, dynamic_batch, names)
+    exported = as_onnx(model, target, given, opset, dynamic_batch, names, integers)
     if about:
         set_model_props(exported, dict(about))
     step("Writing the file", 0.6)
@@ -71,7 +72,7 @@ def write_onnx(
     difference = _compare(copy, _in_onnxruntime(scratch, copy, target), inputs, dynamic_batch, target, quantized)
     step("Counting zeros", 0.95)
     weights, zeros, notes = count_zeros(copy, read_model(scratch), target)
-    if quantized:
+    if quantized and integers:
         notes = (*notes, "its weights are integers, compared with the model that emulates them")
     return Checked(weights, zeros, difference, notes)
 

@@ -55,7 +55,11 @@ def quantize_qat_export(
 
 
 def integer_weights(model: ModelProto | str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
-    """The weights that a model holds as 8-bit integers, by name: 0 where the weight is zero."""
+    """The weights that an ONNX model or a file of `save` holds as integers, by name: 0 where the weight is zero."""
+    if isinstance(model, str | os.PathLike) and os.fspath(model).endswith(".safetensors"):
+        from gossamer.export.reading import read_integers
+
+        return {name: integers.int().numpy() for name, (integers, _) in read_integers(model).items()}
     require("integer_weights", "onnx", "onnx_ir")
     import onnx_ir as ir
     from onnx import ModelProto

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.export.model_file import KIND, ModelFile, damaged, opened
+from gossamer.export.model_file import KIND, damaged, opened
+from gossamer.export.quantized import QuantizedFile
 from gossamer.export.states import clean_state
 from gossamer.graph.additions import is_added
 from gossamer.graph.thinning_cuts import shrink_to
@@ -41,6 +42,8 @@ class Weights(Protocol):
     def tensors(self) -> Mapping[str, Entry]: ...
     @property
     def tied(self) -> Mapping[str, str]: ...
+    @property
+    def about(self) -> Mapping[str, str]: ...
     def check(self, seen: Callable[[float], None] = ...) -> None: ...
     def read(self, name: str) -> Tensor: ...
     def read_into(self, name: str, target: Tensor) -> None: ...
@@ -54,7 +57,7 @@ def is_model_file(path: str | os.PathLike[str]) -> bool:
 def read_about(path: str | os.PathLike[str]) -> dict[str, str]:
     """What was said `about` a model file when it was written; empty for files of others. No tensor is read."""
     with open_weights(path) as weights:
-        return weights.about if isinstance(weights, ModelFile) else {}
+        return dict(weights.about)
 
 
 def read_state(path: str | os.PathLike[str], *, progress: Progress | None = None) -> dict[str, Tensor]:
@@ -69,7 +72,7 @@ def load_into(model: nn.Module, path: str | os.PathLike[str], *, progress: Progr
     """Fill a model's own tensors from a safetensors file, one after another; no second copy of the whole is made.
 
     The file is checked and compared with the model first: if this raises, the model is as it was. A file of a thinned
-    network gives the model its smaller layers.
+    network gives the model its smaller layers, and one of a quantized network lets it emulate the file's integers.
     """
     own = clean_state(model)
     with open_weights(path) as weights:
@@ -78,9 +81,11 @@ def load_into(model: nn.Module, path: str | os.PathLike[str], *, progress: Progr
         names = {name: first for name, first in names.items() if name in own or not is_added(name)}
         own = {name: tensor for name, tensor in own.items() if name in names or not is_added(name)}
         shapes = {name: weights.tensors[first].shape for name, first in names.items()}
-        thinned = isinstance(weights, ModelFile) and THINNED.items() <= weights.about.items()
+        thinned = THINNED.items() <= weights.about.items()
         fitting = {name: _corner(tensor, shapes.get(name)) for name, tensor in own.items()} if thinned else own
         _check_fit(fitting, {name: weights.tensors[first] for name, first in names.items()}, Path(path))
+        if isinstance(weights, QuantizedFile):
+            weights.check_modules(model)
         weights.check(_told(progress, "Checking the file"))
         if thinned:
             shrink_to(model, shapes)
@@ -92,7 +97,28 @@ def load_into(model: nn.Module, path: str | os.PathLike[str], *, progress: Progr
                 target = own[name].detach()
                 weights.read_into(first, target)
                 torch.autograd.graph.increment_version(target)  # numpy writes past autograd's own count
+        if isinstance(weights, QuantizedFile):
+            weights.emulate(model)
         told(1.0)
+
+
+def emulate_as(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Let a model emulate the integers that a file holds; nothing for a file that holds none."""
+    if kind_of(path) != KIND:
+        return
+    with open_weights(path) as weights:
+        if isinstance(weights, QuantizedFile):
+            weights.check_modules(model)
+            weights.check()
+            weights.emulate(model)
+
+
+def read_integers(path: str | os.PathLike[str]) -> dict[str, tuple[Tensor, Tensor]]:
+    """The weights that a file holds as integers, each with its scales; empty for a file that holds none."""
+    with open_weights(path) as weights:
+        weights.check()
+        names = weights.integer_names if isinstance(weights, QuantizedFile) else []
+        return {name: weights.integers(name) for name in names if isinstance(weights, QuantizedFile)}
 
 
 def _corner(tensor: Tensor, shape: tuple[int, ...] | None) -> Tensor:
@@ -113,7 +139,7 @@ def open_weights(path: str | os.PathLike[str]) -> Generator[Weights]:
         raise GossamerError(f"{file}: is a checkpoint of a run; write its model by `gossamer export` and load that")
     if kind is not None:
         with opened(file) as found:
-            yield found
+            yield QuantizedFile(found) if "quantized" in found.metadata else found
         return
     with _foreign(file) as found:
         yield found
@@ -127,6 +153,7 @@ class ForeignFile:
         self._file = file
         self.tensors: dict[str, _Plain] = {}
         self.tied: dict[str, str] = {}
+        self.about: dict[str, str] = {}
         known = {name: dtype for dtype, name in DTYPES.items()}
         names: list[str] = file.keys()
         for name in names:

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, nearest
+from gossamer.export.comparison import computed
 from gossamer.export.example_inputs import ExampleInputs
 from gossamer.export.model_file import RESERVED, Encoding, Stored, opened, plan, write_model_file
 from gossamer.export.models import check_place
 from gossamer.export.packing import words
 from gossamer.export.programs import Checked, write_onnx, write_pt2
-from gossamer.export.reading import ForeignFile, Progress
-from gossamer.export.states import State, state_of
+from gossamer.export.quantized import Integers, as_integers
+from gossamer.export.reading import ForeignFile, Progress, load_into
+from gossamer.export.states import State, copied, state_of
 from gossamer.files import whole
 from gossamer.graph import unwrap
 from gossamer.graph.additions import without_additions
@@ -63,6 +65,7 @@ def save(
     dynamic_batch: bool = True,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
+    integers: bool = True,
     about: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> Written:
@@ -71,13 +74,14 @@ def save(
     `onnx` and `pt2` hold a program and need `example_inputs`: a tensor, the arguments of `forward` in a list or tuple,
     or by name in a dict; the batch may vary in the file with `dynamic_batch`. `safetensors`, `sparse24` and `bitmask`
     hold the tensors, which `gossamer.load` reads, and take a state dict in place of the model too. What training added
-    is in none of them: ASP's masks, MSBench's sparsers. `about` is text to keep in the file.
+    is in none of them: ASP's masks, MSBench's sparsers. A model that emulates quantization is written with integer
+    weights as `onnx`, `bitmask` and `sparse24`, unless `integers=False`. `about` is text to keep in the file.
     """
     target = Path(path)
     _check_words(target, format, about or {})
     step: Progress = progress or (lambda _label, _share: None)
     if format in _ENCODINGS:
-        return _save_state(model, target, format, about or {}, step)
+        return _save_state(model, target, format, example_inputs, integers, about or {}, step)
     if not isinstance(model, nn.Module):
         known = ", ".join(_ENCODINGS)
         told = f"the format {format} needs the model, not its state dict; tensors go into {known}"
@@ -98,6 +102,7 @@ def save(
             opset=opset,
             dynamic_batch=dynamic_batch,
             names={"input_names": input_names, "output_names": output_names},
+            integers=integers,
             about=about or {},
             step=step,
         )
@@ -138,14 +143,25 @@ class _Counted:
 
 
 def _save_state(
-    model: nn.Module | Mapping[str, Tensor], target: Path, format: str, about: Mapping[str, str], step: Progress
+    model: nn.Module | Mapping[str, Tensor],
+    target: Path,
+    format: str,
+    example: Any,
+    integers: bool,
+    about: Mapping[str, str],
+    step: Progress,
 ) -> Written:
     encoding = _ENCODINGS[format]
     state = state_of(model, target)
     names = list(state.axes)
     # Other tools know nothing of ties: a plain file has every name.
     tied: dict[str, str] = {} if encoding == "dense" else state.tied
-    tensors = state.tensors | {name: state.tensors[first] for name, first in state.tied.items() if name not in tied}
+    floats = state.tensors | {name: state.tensors[first] for name, first in state.tied.items() if name not in tied}
+    emulated = isinstance(model, nn.Module) and is_emulated(model)
+    quantized: Integers | None = None
+    if isinstance(model, nn.Module) and emulated and integers and encoding != "dense":
+        quantized = as_integers(model, state, target)
+    tensors = floats if quantized is None else quantized.tensors
 
     def write(scratch: Path) -> _Counted:
         stored = plan(tensors, encoding, state.axes)
@@ -157,16 +173,42 @@ def _save_state(
                 encoding=encoding,
                 tied=tied,
                 about=about,
+                quantized=None if quantized is None else quantized.text,
                 seen=lambda share: step("Writing the file", 0.6 * share),
             )
         zeros = _compare(scratch, target, tensors, names, encoding, lambda share: step("Checking", 0.6 + 0.4 * share))
         notes = _notes(state, stored) if encoding == "sparse24" else []
-        notes += _negative_zeros(state, names) if encoding != "dense" else []
-        if isinstance(model, nn.Module) and is_emulated(model):
+        notes += _negative_zeros(state, names) if encoding != "dense" and quantized is None else []
+        if isinstance(model, nn.Module) and quantized is not None:
+            if example is not None:
+                _compare_outputs(model, scratch, target, ExampleInputs.of(example).on_cpu())
+            sizes = [sum(entry.bytes for entry in one) for one in (stored, plan(floats, encoding, state.axes))]
+            notes += _integer_notes(quantized, names, *sizes)
+        elif emulated:
             notes.append("the model emulates quantization: its float weights are in the file, its ranges are not")
         return _Counted(sum(state.tensors[name].numel() for name in names), zeros, tuple(notes))
 
     return _written(target, format, state.bytes, write, step)
+
+
+def _compare_outputs(model: nn.Module, scratch: Path, target: Path, example: ExampleInputs) -> None:
+    """Load a quantized file into a copy of the model; both compute the same, to the bit."""
+    copy = copied(model, target)
+    expected = computed(copy, example)
+    load_into(copy, scratch)
+    for one, other in zip(expected, computed(copy, example), strict=True):
+        if not torch.equal(one, other):
+            raise GossamerError(
+                f"{target}: not written: the model uses a weight that is an integer in the file in floats too; "
+                "write floats by save(…, integers=False)"
+            )
+
+
+def _integer_notes(quantized: Integers, names: Sequence[str], bytes: int, in_floats: int) -> list[str]:
+    floats = [name for name in names if name not in quantized.names]
+    taken = f"its tensors take {bytes / 1e6:.3f} MB, and {in_floats / 1e6:.3f} MB with float weights"
+    notes = [f"its weights are integers with scales: {taken}"]
+    return notes + ([f"in floats, as in the model: {_listed(floats)}"] if floats else [])
 
 
 def _compare(

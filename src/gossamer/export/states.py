@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.export.model_file import PARTS, writable
+from gossamer.export.model_file import PARTS, RANGES, SCALE, writable
 from gossamer.graph import is_transposed, prunable, unwrap
 from gossamer.graph.additions import holds_sparsers, strip, without_additions
 from gossamer.graph.substitution import is_substituted
@@ -110,7 +110,7 @@ def _is_weight(name: str, value: Any) -> bool:
 
 
 def _check_name(name: str, path: Path) -> None:
-    ours = [suffix for suffixes in PARTS.values() for suffix in suffixes]
+    ours = [*(suffix for suffixes in PARTS.values() for suffix in suffixes), SCALE, RANGES]
     if name == "__metadata__" or name.endswith(tuple(ours)):
         raise GossamerError(f"{path}: the name '{name}' has a meaning of its own in such files; rename it in the model")
     if any(0xD800 <= ord(letter) < 0xE000 for letter in name):

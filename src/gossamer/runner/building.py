@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from gossamer.errors import GossamerError
+from gossamer.export.reading import emulate_as
 from gossamer.graph import unwrap
 from gossamer.runner.checkpoints import Checkpoint, Checkpoints
 from gossamer.runner.config import Loaded, task_of
@@ -121,6 +122,8 @@ class Built:
         if self.start.weights is not None:
             left_out = self.config.saver.pretrain_except if self.training else []
             load_weights(self.model, self.start.weights, tuple(left_out))
+            if not self.training:
+                emulate_as(self.model, self.start.weights)
             logger.info("weights from %s", self.start.weights)
         send_state(self.model, self.place)
 

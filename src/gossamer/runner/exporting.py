@@ -87,7 +87,7 @@ def write_model(
             if format == "thin":
                 written += _thinned(model, example, networks, folder / f"{name}-thin", wanted, left_out)
             else:
-                written += _files(model, networks, folder / name, format, wanted)
+                written += _files(model, example, networks, folder / name, format, wanted)
         return written
     finally:
         model.train(was_training)
@@ -111,7 +111,7 @@ def _thinned(
     before, after = found.parameters
     notes = [f"{before:,} parameters became {after:,}", *kept]
     notes += [found.note] if found.note else []
-    written = [one for format in formats for one in _files(smaller, networks, stem, format, plan)]
+    written = [one for format in formats for one in _files(smaller, example, networks, stem, format, plan)]
     dense = state_bytes(model)
     whole = [replace(one, dense_bytes=dense) for one in written]
     return [replace(whole[0], notes=(*whole[0].notes, *notes)), *whole[1:]]
@@ -129,13 +129,16 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _files(model: nn.Module, networks: Networks, stem: Path, format: str, wanted: Export) -> list[Written]:
+def _files(
+    model: nn.Module, example: Any, networks: Networks, stem: Path, format: str, wanted: Export
+) -> list[Written]:
     """The weights of a model, or a program for each of its networks."""
     from gossamer.export import save
 
     if format in STATES:
         path = stem.with_name(f"{stem.name}{STATES[format]}.safetensors")
-        return [save(model, path, format, about=wanted.about)]
+        inputs = example if isinstance(example, Tensor) else None
+        return [save(model, path, format, example_inputs=inputs, about=wanted.about)]
     with torch.no_grad():
         found = networks(model)
     written: list[Written] = []

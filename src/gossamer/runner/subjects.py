@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.export.reading import THINNED, read_about
+from gossamer.export.reading import THINNED, emulate_as, read_about
 from gossamer.graph.inputs import guesses
 from gossamer.graph.thinning_cuts import shrink_to
 from gossamer.runner.config import Config, config_of, task_of
@@ -265,6 +265,7 @@ def _of_word(word: str, weights: Path | None, given: int | None = None) -> Subje
             classes, assumed = found, None
             model = _made(word, make, {"num_classes": classes})
         _fill(model, weights, state)
+        emulate_as(model, weights)
     model = model.eval()
     kind = "detection" if is_detector(model) else "classification"
     net = Net(type=word, kwargs={} if classes is None or ":" not in word else {"num_classes": classes})
@@ -286,9 +287,11 @@ def _needs_classes(make: Callable[..., Any]) -> bool:
 def load_weights(model: nn.Module, path: Path, *, thinned: bool = False) -> None:
     """Load a state dict into the model, in the numbers of the file; every name must be there on both sides.
 
-    `thinned`: the file is known to be of this network, so what is smaller there lost filters.
+    `thinned`: the file is known to be of this network, so what is smaller there lost filters. A model with the integers
+    of a file emulates them.
     """
     _fill(model, path, read_weights(path), thinned)
+    emulate_as(model, path)
 
 
 def _fill(model: nn.Module, path: Path, state: Mapping[str, Tensor], thinned: bool = False) -> None:
