@@ -168,8 +168,8 @@ def test_an_unchanged_forgery_is_read(packed: Path) -> None:
 
 
 def test_a_future_version_is_refused_with_the_way_to_read_it(packed: Path) -> None:
-    forged(packed, lambda metadata, _: metadata.update(version="2", gossamer="9.1"))
-    told = "is a model file of format 2, and this version reads up to 1; use gossamer 9.1 or newer"
+    forged(packed, lambda metadata, _: metadata.update(version="3", gossamer="9.1"))
+    told = "is a model file of format 3, and this version reads up to 2; use gossamer 9.1 or newer"
     assert refused(packed) == f"{packed}: {told}"
 
 

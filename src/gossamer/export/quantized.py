@@ -91,7 +91,7 @@ class QuantizedFile:
             self._ways = {name: _rounded(entry) for name, entry in text["weights"].items()}
             self.norms_frozen = bool(text["norms_frozen"])
             schemes = [_scheme(entry) for entry in text["schemes"]]
-            self.schemes = {str(path): schemes[index] for path, index in text["modules"].items()}
+            self.schemes: dict[str, Scheme] = {str(path): schemes[index] for path, index in text["modules"].items()}
             self._sites = [str(site) for site in text["ranges"]]
         except (KeyError, TypeError, ValueError, IndexError, AttributeError):
             raise damaged(file.path, "what it says of its integers is illegible") from None
@@ -150,11 +150,11 @@ class QuantizedFile:
     def _check_parts(self) -> None:
         held: Mapping[str, Any] = self._file.tensors
         for name, (how, _) in self._ways.items():
-            scale = held.get(f"{name}{SCALE}")
-            axis, entry = how.axis, held.get(name)
-            known = entry is not None and (axis is None or 0 <= axis < len(entry.shape)) and entry.dtype == how.dtype
-            expected = () if axis is None or not known else (entry.shape[axis],)
-            if not known or scale is None or scale.dtype != torch.float32 or scale.shape != expected:
+            entry, scale = held.get(name), held.get(f"{name}{SCALE}")
+            shape: tuple[int, ...] = () if entry is None else entry.shape
+            known = entry is not None and entry.dtype == how.dtype and (how.axis is None or 0 <= how.axis < len(shape))
+            sizes = () if how.axis is None or not known else (shape[how.axis],)
+            if not known or scale is None or (scale.dtype, scale.shape) != (torch.float32, sizes):
                 raise damaged(self.path, f"the integers of '{name}' do not fit their scales")
         rows = held.get(RANGES)
         fits = not self._sites if rows is None else rows.shape == (len(self._sites), 2) and rows.dtype == torch.float32
