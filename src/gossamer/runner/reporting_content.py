@@ -232,7 +232,7 @@ def _heat_map(
     if isinstance(note.get("left_out"), str):
         missing["sensitivity"] = f"{note['left_out']} {remedy}"
         return None
-    if note.get("iteration") != iteration:
+    if iteration is not None and note.get("iteration") != iteration:
         missing["sensitivity"] = f"The sensitivity was measured at another iteration. {remedy}"
         return None
     try:

@@ -46,7 +46,9 @@ def shown_weights(
     """What can be shown of the weights at the end of a run, or where it stopped."""
     known = _known(plan)
     tensors, why = _tensors(folder, known, complete=complete)
-    noted = noted_weights(end) if end is not None and end.get("iteration") == summary["model"]["iteration"] else None
+    at = summary["model"]["iteration"]
+    of_model = end is not None and (complete if at is None else end.get("iteration") == at)
+    noted = noted_weights(end) if of_model else None
     if tensors and _makes_zeros_late(summary, tensors):
         tensors, why = {}, "This method writes its zeros into the weights when the run is complete."
     if not tensors and noted is None:

@@ -25,7 +25,7 @@ from gossamer.runner.records import read_records
 
 FILES = (
     "report.html",
-    "model.safetensors",
+    "model*.safetensors",
     "model*.onnx",
     "recipe.yaml",
     "config.yaml",
