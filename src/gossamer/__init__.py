@@ -12,16 +12,29 @@ from gossamer.version import __version__ as __version__
 if TYPE_CHECKING:
     from gossamer import create
     from gossamer.errors import GossamerError, RecipeError
+    from gossamer.graph.recalibration import recalibrate
     from gossamer.loading import load
     from gossamer.modifiers import Modifier, register
     from gossamer.recipe import Recipe, compose
     from gossamer.training import Manager
 
-__all__ = ["GossamerError", "Manager", "Modifier", "Recipe", "RecipeError", "compose", "create", "load", "register"]
+__all__ = [
+    "GossamerError",
+    "Manager",
+    "Modifier",
+    "Recipe",
+    "RecipeError",
+    "compose",
+    "create",
+    "load",
+    "recalibrate",
+    "register",
+]
 
 _HOMES = {
     "GossamerError": "errors",
     "RecipeError": "errors",
+    "recalibrate": "graph.recalibration",
     "Modifier": "modifiers",
     "register": "modifiers",
     "Recipe": "recipe",

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gossamer.analysis.sensitivity import arguments, tensors_in
+from gossamer.analysis.sensitivity import tensors_in
 from gossamer.errors import GossamerError
 from gossamer.graph import unwrap
+from gossamer.graph.inputs import batch_arguments
 from gossamer.graph.undisturbed import undisturbed
 
 
@@ -69,7 +70,7 @@ def labelled(module: nn.Module, batches: Iterable[Any], samples: int | None = No
                 f"data: expected batches that are pairs (inputs, labels), found {_kind(batch)} in batch "
                 f"{len(found) + 1}; without labels, use sensitivity(), which compares outputs"
             )
-        args, kwargs = arguments(pair, module)
+        args, kwargs = batch_arguments(pair, module)
         found.append(Labelled(args, kwargs, _labels(pair[1], module, len(found) + 1)))
         seen += found[-1].labels.numel()
         if samples is not None and seen >= samples:

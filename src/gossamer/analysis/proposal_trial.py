@@ -20,6 +20,7 @@ from gossamer.analysis.accuracy import Labelled, Score, class_scores, score_now
 from gossamer.analysis.one_shot import put_back
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, named_parameters
+from gossamer.graph.recalibration import recalibrate
 from gossamer.sparse import magnitude
 from gossamer.sparse.selection import smallest
 
@@ -56,13 +57,16 @@ class Trial:
         self.whole = {name: self.before[name] for name in names}
         norms = [layer for layer in module.modules() if isinstance(layer, _NORMS)]
         self.norms = [layer for layer in norms if layer.running_mean is not None]
+        for layer in self.norms:
+            layer.momentum = None  # recovery goes on with the plain mean over batches
 
     def __call__(self, zeros: Mapping[str, int]) -> Worth:
         gone = {name: self._smallest(name, count) for name, count in zeros.items()}
         try:
             self._zero(gone)
             torch.manual_seed(0)  # whatever the model draws at random it draws alike each time
-            self._estimate()
+            # With batch norm's statistics of the whole model every allocation looks lost.
+            recalibrate(self.module, [(batch.kwargs or batch.args, batch.labels) for batch in self.seen])
             at_once = score_now(self.module, self.judged)
             return Worth(at_once, self._recovered(gone))
         finally:
@@ -74,15 +78,6 @@ class Trial:
     def _zero(self, gone: Mapping[str, Tensor]) -> None:
         for name, where in gone.items():
             get_parameter(self.module, name).masked_fill_(where, 0)
-
-    def _estimate(self) -> None:
-        """Batch norm's statistics of the pruned model: with those of the whole one every allocation looks lost."""
-        for layer in self.norms:
-            layer.reset_running_stats()
-            layer.momentum = None  # the plain mean over batches
-        with self._of_batches():
-            for batch in self.seen if self.norms else ():
-                class_scores(self.module, batch)
 
     def _recovered(self, gone: Mapping[str, Tensor]) -> float:
         """The loss after a few steps, each of which moves every weight by the same share of its length."""

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from gossamer.errors import GossamerError, SparsityError
 from gossamer.graph import get_parameter, is_transposed, prunable, unwrap
-from gossamer.graph.inputs import as_arguments
+from gossamer.graph.inputs import batch_arguments
 from gossamer.graph.undisturbed import undisturbed
 from gossamer.sparse import Pattern, Unstructured, magnitude, zero_count
 
@@ -94,7 +94,7 @@ def sensitivity(
     levels = sorted(set(sparsities))
     if not levels or not all(0 < level <= 1 for level in levels):
         raise SparsityError(f"sensitivity: expected sparsities above 0 and up to 1, found {list(sparsities)}")
-    inputs = [arguments(batch, module) for batch in islice(data, batches)]
+    inputs = [batch_arguments(batch, module) for batch in islice(data, batches)]
     if not inputs:
         raise GossamerError("data: expected at least one batch, found none; give a data loader that yields some")
     with undisturbed(module), torch.no_grad():
@@ -194,19 +194,9 @@ def outputs_first(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
 def first_inputs(data: Iterable[Any], module: nn.Module) -> Any:
     """The inputs of the first batch, a tuple or dict of arguments; None when there is no batch."""
     for batch in data:
-        args, kwargs = arguments(batch, module)
+        args, kwargs = batch_arguments(batch, module)
         return kwargs or args
     return None
-
-
-def arguments(batch: Any, module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as arguments of a call, on the model's device; of a pair, the second are labels."""
-    items = list(cast(Sequence[Any], batch)) if isinstance(batch, list | tuple) else [batch]
-    inputs: Any = items[0] if len(items) in (1, 2) else tuple(items)
-    like = next(iter(module.parameters()), None)
-    if like is not None:
-        inputs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(like.device), inputs)
-    return as_arguments(inputs)
 
 
 def _cut(module: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:

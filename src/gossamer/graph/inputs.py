@@ -1,17 +1,18 @@
-"""A guess at what a model takes, for those who give no example of its input.
+"""What a model takes: batches as arguments of a call, and a guess for those who give no example of its input.
 
-The first layer with a weight tells how many channels come in; the sizes are
-tried from the usual ones. Only shapes matter to who asks.
+For a guess, the first layer with a weight tells how many channels come in;
+the sizes are tried from the usual ones. Only shapes matter to who asks.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 IMAGE_SIZES = (224, 32, 28, 64, 299, 8, 16, 48, 96, 128, 256, 384, 512, 12, 14, 20, 24, 40, 56, 112)
 """Sides of square images, most common first."""
@@ -21,9 +22,20 @@ CLIPS = ((16, 112), (16, 224), (8, 32), (4, 16), (8, 8))
 
 def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Example inputs, a tensor, a tuple or a dict, as arguments of a call."""
-    if isinstance(inputs, dict):
-        return (), cast(dict[str, Any], inputs)
+    if isinstance(inputs, Mapping):
+        return (), dict(cast(Mapping[str, Any], inputs))
     return (cast(tuple[Any, ...], inputs) if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def batch_arguments(batch: Any, module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as arguments of a call, on the model's device; of a pair, the second are labels."""
+    items = list(cast(Sequence[Any], batch)) if isinstance(batch, list | tuple) else [batch]
+    inputs: Any = items[0] if len(items) in (1, 2) else tuple(items)
+    args, kwargs = as_arguments(inputs)
+    like = next(iter(module.parameters()), None)
+    if like is not None:
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(like.device), (args, kwargs))
+    return args, kwargs
 
 
 def guesses(module: nn.Module) -> Iterator[Any]:

@@ -1,0 +1,131 @@
+"""Batch norm's running statistics, estimated again for a model whose weights changed without training.
+
+Training keeps the statistics up to date with the weights; masks that are
+applied afterwards, averages of weights and one-shot pruning do not. Knows
+nothing of why the weights changed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeGuard, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.utils import _pytree as pytree
+
+from gossamer.errors import GossamerError
+from gossamer.graph.inputs import batch_arguments
+from gossamer.graph.parameters import named_modules, unwrap
+
+BATCHES = 100
+"""How many batches are read where the library recalibrates by itself, from data that may hold any number."""
+
+
+def recalibrate(model: nn.Module, batches: Iterable[Any]) -> list[str]:
+    """Estimate the running statistics of batch norm again, as plain averages over the given batches.
+
+    For a model whose weights changed without training: masks applied to an averaged copy, one-shot pruning, a final
+    mask. `batches` yields tensors, pairs (inputs, labels), tuples of three or more arguments, or dicts of keyword
+    arguments; a few dozen training batches are enough. A batch of one sample behind larger ones, as a loader's last
+    may be, is left out.
+
+    Only batch norm is in training mode meanwhile, so that dropout and the like are off, and no gradient is computed.
+    Afterwards every module has its mode and every layer its momentum back; weights are not touched.
+    `num_batches_tracked` is the number of batches that the new statistics come from.
+
+    Returns the names of the layers that were estimated again; an empty list when there are none. Left as they are:
+    layers without running statistics, layers in evaluation mode while the model trains (frozen), those that emulated
+    quantization has frozen, and those that the forward pass does not reach. In several processes, each estimates from
+    its own batches. If the model fails on a batch, all statistics are left as they were.
+
+    >>> model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1)).eval()
+    >>> nn.init.constant_(model[0].weight, 2.0)
+    Parameter containing:
+    tensor([[2.]], requires_grad=True)
+    >>> recalibrate(model, [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [6.0]])])
+    ['1']
+    >>> float(model[1].running_mean), float(model[1].running_var), model[1].training
+    (6.0, 8.0, False)
+    """
+    if isinstance(batches, Tensor | Mapping):
+        kind = type(cast(object, batches)).__name__
+        raise GossamerError(f"recalibrate: expected batches, found one {kind}; give a list of them")
+    module = unwrap(model)
+    norms = {name: layer for name, layer in named_modules(module) if _is_tracking(layer, module)}
+    layers = list(dict.fromkeys(norms.values()))
+    if not layers:
+        return []
+    with _averaging(module, layers) as estimated:
+        _run(module, batches)
+        estimated.update(layer for layer in layers if layer.num_batches_tracked)
+    return [name for name, layer in norms.items() if layer in estimated]
+
+
+def _is_tracking(layer: nn.Module, module: nn.Module) -> TypeGuard[_BatchNorm]:
+    frozen = module.training and not layer.training
+    return isinstance(layer, _BatchNorm) and layer.running_mean is not None and not frozen
+
+
+@contextmanager
+def _averaging(module: nn.Module, layers: Sequence[_BatchNorm]) -> Generator[set[_BatchNorm]]:
+    """Batch norm trains, everything else evaluates; layers that are not in the set get their statistics back."""
+    modes = [(child, child.training) for child in module.modules()]
+    momenta = [layer.momentum for layer in layers]
+    before = [[tensor.clone() for tensor in _statistics(layer)] for layer in layers]
+    estimated: set[_BatchNorm] = set()
+    try:
+        with torch.no_grad(), _uncompiled():
+            module.eval()
+            for layer in layers:
+                layer.training = True
+                layer.momentum = None  # the plain average over batches
+                layer.reset_running_stats()
+            yield estimated
+    finally:
+        for child, training in modes:
+            child.training = training
+        for layer, momentum, tensors in zip(layers, momenta, before, strict=True):
+            layer.momentum = momentum
+            if layer not in estimated:
+                for tensor, old in zip(_statistics(layer), tensors, strict=True):
+                    tensor.copy_(old)
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Compiled parts run as they were written, or each change of mode would compile them again."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def _statistics(layer: _BatchNorm) -> list[Tensor]:
+    found = (layer.running_mean, layer.running_var, layer.num_batches_tracked)
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _run(module: nn.Module, batches: Iterable[Any]) -> None:
+    largest = 0
+    for number, batch in enumerate(batches, start=1):
+        args, kwargs = batch_arguments(batch, module)
+        samples = _samples((args, kwargs))
+        if samples == 1 < largest:
+            continue
+        largest = max(largest, samples)
+        try:
+            module(*args, **kwargs)
+        except Exception as error:  # any model, any reason
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(".")
+            raise GossamerError(
+                f"recalibrate: the model does not run on batch {number} ({reason}); give tensors, pairs of inputs "
+                "and labels, or dicts of the arguments of forward"
+            ) from error
+    if not largest:
+        raise GossamerError("recalibrate: batches: expected at least one batch, found none; give some training data")
+
+
+def _samples(batch: object) -> int:
+    """The length of the first tensor; at least 1."""
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    return max(len(tensors[0]), 1) if tensors else 1

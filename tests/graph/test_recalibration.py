@@ -1,0 +1,158 @@
+"""Batch norm's statistics after weights changed without training: `gossamer.recalibrate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, update_bn
+
+import gossamer
+from gossamer import GossamerError, Manager
+from tests.loops import batch, network, sgd, train
+
+
+def statistics(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def test_statistics_are_those_that_update_bn_of_torch_finds() -> None:
+    model, twin = network(), network()
+    inputs = [batch(step)[0] for step in range(5)]
+    assert gossamer.recalibrate(model, inputs) == ["1"]
+    update_bn(inputs, twin)
+    for name, value in statistics(twin).items():
+        assert torch.equal(statistics(model)[name], value), name
+    assert int(model[1].num_batches_tracked) == 5
+
+
+def test_what_batch_norm_passes_on_in_a_pruned_model_has_mean_0_and_variance_1_again() -> None:
+    model, inputs = network().eval(), [batch(step, size=64)[0] for step in range(3)]
+    gossamer.recalibrate(model, inputs)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def variance() -> Tensor:
+        with torch.no_grad():
+            return torch.stack([model[:2](x).var(dim=(0, 2, 3)) for x in inputs]).mean(0)
+
+    assert torch.allclose(variance(), torch.ones(8), atol=0.01)
+    with torch.no_grad():
+        model[0].weight[model[0].weight.abs() < 0.12] = 0
+    pruned = model[0].weight.detach().clone()
+    assert bool((variance() < 0.8).all())
+    assert gossamer.recalibrate(model, inputs) == ["1"]
+    assert torch.allclose(variance(), torch.ones(8), atol=0.01)
+    others = zip(list(model.parameters())[1:], weights[1:], strict=True)
+    assert torch.equal(model[0].weight, pruned)
+    assert all(torch.equal(parameter, old) for parameter, old in others)
+
+
+def test_modes_momenta_gradients_and_random_numbers_are_left_alone() -> None:
+    model = nn.Sequential(network(), nn.Dropout(0.5)).train()
+    model[0][0].eval()
+    model[0][1].momentum = 0.3
+    model[0][1].weight.requires_grad_(False)
+    modes = [layer.training for layer in model.modules()]
+    random = torch.get_rng_state()
+    assert gossamer.recalibrate(model, [batch(0)]) == ["0.1"]
+    assert [layer.training for layer in model.modules()] == modes
+    assert model[0][1].momentum == 0.3
+    assert torch.equal(torch.get_rng_state(), random)  # dropout was off
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x, y: x,
+        lambda x, y: (x, y),
+        lambda x, y: [x, y],
+        lambda x, y: (x,),
+        lambda x, y: {"input": x},
+        lambda x, y: ({"input": x}, y),
+    ],
+    ids=["tensor", "pair", "list", "tuple", "dict", "pair with a dict"],
+)
+def test_batches_come_in_the_usual_forms(form: Callable[[Tensor, Tensor], Any]) -> None:
+    model, plain = network(), network()
+    gossamer.recalibrate(model, (form(*batch(step)) for step in range(2)))
+    gossamer.recalibrate(plain, [batch(step)[0] for step in range(2)])
+    assert torch.equal(model[1].running_mean, plain[1].running_mean)
+
+
+def test_a_model_without_batch_norm_or_with_a_frozen_one_is_left_as_it_is() -> None:
+    untracked = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8, track_running_stats=False), nn.GroupNorm(2, 8))
+    assert gossamer.recalibrate(untracked, []) == []
+    model = network().train()
+    model[1].eval()  # as fine-tuning freezes it
+    before = statistics(model)
+    assert gossamer.recalibrate(model, [batch(0)]) == []
+    assert all(torch.equal(value, before[name]) for name, value in statistics(model).items())
+    assert gossamer.recalibrate(model.eval(), [batch(0)]) == ["1"]
+
+
+class Auxiliary(nn.Module):
+    """A second head that runs in training alone, as in Inception."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.second = network(), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.main(self.second(x) if self.training else x)
+
+
+def test_statistics_of_a_layer_that_is_not_reached_stay() -> None:
+    model = Auxiliary()
+    model.second.running_mean.fill_(7.0)
+    assert gossamer.recalibrate(model, [batch(0)]) == ["main.1"]
+    assert bool((model.second.running_mean == 7.0).all())
+
+
+def test_statistics_that_quantization_has_frozen_stay() -> None:
+    model = network()
+    optimizer = Manager("modifiers: [!QuantizationModifier {start_epoch: 0, freeze_bn_stats_epoch: 1}]").modify(
+        model, sgd(model), 1
+    )
+    assert gossamer.recalibrate(model, [batch(9)]) == ["1"]
+    train(model, optimizer, range(2))
+    before = statistics(model)
+    assert gossamer.recalibrate(model, [batch(5)]) == []
+    assert all(torch.equal(value, before[name]) for name, value in statistics(model).items())
+    assert model[1].training
+
+
+def test_wrapped_models_are_recalibrated_inside() -> None:
+    plain, inner = network(), network()
+    gossamer.recalibrate(plain, [batch(0)])
+    for wrapped in (torch.compile(inner), AveragedModel(inner), nn.DataParallel(inner)):
+        assert gossamer.recalibrate(wrapped, [batch(0)]) == ["1"]
+    assert torch.equal(inner[1].running_var, plain[1].running_var)
+
+
+def test_a_last_batch_of_one_sample_is_left_out() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    gossamer.recalibrate(model, [torch.randn(4, 2), torch.randn(1, 2)])
+    assert int(model[1].num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([], "recalibrate: batches: expected at least one batch, found none"),
+        (torch.zeros(2, 4, 8, 8), "recalibrate: expected batches, found one Tensor; give a list of them"),
+        ({"x": torch.zeros(1)}, "recalibrate: expected batches, found one dict"),
+        ([batch(0), torch.zeros(2, 3, 8, 8)], "recalibrate: the model does not run on batch 2 .RuntimeError"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_and_changes_nothing(batches: Any, message: str) -> None:
+    model = network().train()
+    before = statistics(model)
+    with pytest.raises(GossamerError, match=message):
+        gossamer.recalibrate(model, batches)
+    assert all(torch.equal(value, before[name]) for name, value in statistics(model).items())
+    assert model[1].momentum == 0.1
+    assert all(layer.training for layer in model.modules())
