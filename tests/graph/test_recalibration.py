@@ -156,3 +156,78 @@ def test_what_is_wrong_is_one_sentence_and_changes_nothing(batches: Any, message
     assert all(torch.equal(value, before[name]) for name, value in statistics(model).items())
     assert model[1].momentum == 0.1
     assert all(layer.training for layer in model.modules())
+
+
+# Where weights change without training
+
+
+ONE_SHOT = """
+modifiers:
+  - !GMPruningModifier {params: __ALL_PRUNABLE__, init_sparsity: 0.0, final_sparsity: 0.8, start_epoch: 0,
+                        end_epoch: 1, update_frequency: 1}
+"""
+PROBMASK = """
+modifiers:
+  - !ProbMaskPruningModifier {params: __ALL_PRUNABLE__, final_sparsity: 0.8, start_epoch: 0, end_epoch: 2}
+"""
+
+
+def recalibrated_alike(model: nn.Module, batches: list[Any]) -> bool:
+    """Whether the statistics are what recalibration finds for the weights as they are."""
+    before = statistics(model)
+    gossamer.recalibrate(model, batches)
+    return all(torch.equal(value, before[name]) for name, value in statistics(model).items())
+
+
+def test_one_shot_pruning_with_data_recalibrates() -> None:
+    batches = [batch(step) for step in range(3)]
+    model, without = network(), network()
+    Manager(ONE_SHOT).apply(model, calibration_data=iter(batches))
+    Manager(ONE_SHOT).apply(without)
+    assert torch.equal(model[0].weight, without[0].weight)
+    assert recalibrated_alike(model, batches)
+    assert bool((without[1].running_mean == 0).all())
+
+
+def test_one_shot_quantization_takes_its_ranges_from_the_recalibrated_model() -> None:
+    recipe = ONE_SHOT + "  - !QuantizationModifier {start_epoch: 2}"
+    model, alone = network(), network()
+    batches = [batch(step) for step in range(3)]
+    Manager(recipe).apply(model, calibration_data=batches)
+    Manager(ONE_SHOT).apply(alone, calibration_data=batches)
+    assert all(torch.equal(value, statistics(model)[name]) for name, value in statistics(alone).items())
+    emulation = gossamer.quantization.emulation_of(model)
+    assert emulation is not None
+    with torch.no_grad():
+        greatest = max(float(alone.eval()[:3](x).max()) for x, _ in batches)
+    assert any(float(values[1]) == pytest.approx(greatest, rel=0.05) for values in emulation.ranges.values())
+
+
+def test_probmask_recalibrates_at_its_end_where_it_has_data(caplog: pytest.LogCaptureFixture) -> None:
+    batches = [batch(step) for step in range(3)]
+    for end, given in ((8, True), (5, True), (8, False), (5, False)):
+        caplog.clear()
+        model, manager = network(), Manager(PROBMASK)
+        optimizer = manager.modify(model, sgd(model), 4, calibration_data=batches if given else None)
+        train(model, optimizer, range(end))
+        manager.finalize()
+        assert recalibrated_alike(model, batches) is given
+        assert ("call gossamer.recalibrate(model, batches)" in caplog.text) is not given
+        assert "no effect" not in caplog.text
+
+
+def test_probmask_does_not_warn_where_training_or_the_user_came_first(caplog: pytest.LogCaptureFixture) -> None:
+    for end, by_hand in ((12, False), (8, True), (5, True)):
+        model, manager = network(), Manager(PROBMASK)
+        optimizer = manager.modify(model, sgd(model), 4)
+        train(model, optimizer, range(end))
+        if by_hand:
+            gossamer.recalibrate(model, [batch(0)])
+        manager.finalize()
+    assert "recalibrate" not in caplog.text
+
+
+def test_calibration_data_without_a_batch_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    model, manager = network(), Manager(PROBMASK)
+    train(model, manager.modify(model, sgd(model), 4, calibration_data=[]), range(8))
+    assert "calibration_data holds no batch, and batch norm is not recalibrated" in caplog.text

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+import gossamer
 from gossamer.errors import SparsityError
 from gossamer.msbench import BaseScheduler
 from gossamer.msbench.sparsers import ProbMaskFakeSparse, nodes
@@ -321,3 +322,14 @@ def test_digits_are_read_at_eighty_percent() -> None:
     scheduler.export_sparse_model(model)
     assert scheduler.compute_sparse_rate(model) == pytest.approx(0.8, abs=1e-4)
     assert accuracy(model) >= 0.85
+
+
+def test_an_export_with_the_statistics_of_random_masks_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    for recalibrated in (False, True):
+        caplog.clear()
+        scheduler, model = prepared(probmask())
+        loop(scheduler, model, sgd(model), range(TOTAL))
+        if recalibrated:
+            gossamer.recalibrate(model, [batch(0)])
+        scheduler.export_sparse_model(model)
+        assert ("call gossamer.recalibrate(model, batches)" in caplog.text) is not recalibrated

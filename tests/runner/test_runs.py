@@ -9,14 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import gossamer
 from gossamer.errors import GossamerError
 from gossamer.runner import SparseRunner
 from gossamer.runner.config import read_config
-from gossamer.runner.data import build_dataset
+from gossamer.runner.data import Batches, build_dataset
 from gossamer.runner.display import Display
 from gossamer.runner.processes import joined
 from gossamer.runner.records import read_records
-from tests.runner.nets import Diary, Frozen
+from tests.runner.nets import Diary, Frozen, small
 from tests.runner.running_on_digits import (
     LENGTH,
     SPARSITIES,
@@ -88,6 +89,22 @@ def test_amp_accumulation_clipping_and_averages_go_on_to_the_bit_too(tmp_path: P
             interrupted(path, stop, *sets)
             assert resumed(folder / "run").metrics == result.metrics
     same(final_state(tmp_path / "parts" / "run"), final_state(tmp_path / "whole" / "run"))
+
+
+@pytest.mark.parametrize(("sparsity", "sets"), [("probmask", []), ("dense", ["ema.enable=true", "ema.decay=0.9"])])
+def test_weights_that_were_not_trained_get_statistics_of_their_own(
+    sparsity: str, sets: list[str], tmp_path: Path
+) -> None:
+    path = config(tmp_path, sparsity)
+    trained(path, *sets, "trainer.max_epoch=1")
+    model = small()
+    model.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    source = read_config(path).config.dataset.train
+    data = Batches(build_dataset(source, task="classification"), source, train=True, seed=0)
+    gossamer.recalibrate(model, [(batch.images, batch.targets) for batch in data.epoch(0)])
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, before[name], rtol=1e-5, atol=1e-6)
 
 
 def test_accumulated_batches_make_the_step_of_one_large_batch(tmp_path: Path) -> None:

@@ -65,6 +65,14 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> list[str]:
     return [name for name, layer in norms.items() if layer in estimated]
 
 
+def statistics_version(module: nn.Module) -> tuple[int, ...]:
+    """Changes whenever batch norm's running statistics do; empty where there are none."""
+    # batch_norm writes to the statistics without counting it as a version, but the layer counts its batches.
+    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    counts = [layer.num_batches_tracked for layer in norms if layer.num_batches_tracked is not None]
+    return tuple(count._version for count in counts)  # pyright: ignore[reportPrivateUsage]
+
+
 def _is_tracking(layer: nn.Module, module: nn.Module) -> TypeGuard[_BatchNorm]:
     frozen = module.training and not layer.training
     return isinstance(layer, _BatchNorm) and layer.running_mean is not None and not frozen

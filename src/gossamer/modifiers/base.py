@@ -79,7 +79,7 @@ class Run(Protocol):
     def grad_sampler(self) -> Callable[[nn.Module], Iterable[torch.Tensor]] | None: ...
     @property
     def calibration_data(self) -> Iterable[Any] | None:
-        """Batches that the user gave to find activation ranges with."""
+        """Batches that the user gave to find activation ranges with, and to recalibrate batch norm."""
         ...
 
     @property
@@ -203,6 +203,8 @@ class Modifier(BaseModel):
     """Fields that hold points in time and move when a recipe is composed behind another."""
     structural: ClassVar[bool] = False
     """True when the modifier changes which modules the model has."""
+    recalibrates: ClassVar[bool] = False
+    """True when evaluation computes with other weights than training, so that batch norm must be recalibrated."""
 
     start_epoch: Epoch = -1.0
     end_epoch: Epoch = -1.0
@@ -282,6 +284,9 @@ class Modifier(BaseModel):
 
     def finish(self, run: Run) -> None:
         """The run is over while the modifier is active: leave in the weights what the model computed with."""
+
+    def finalized(self, run: Run) -> None:
+        """The run is over, whether or not the modifier has ended before."""
 
 
 @contextmanager

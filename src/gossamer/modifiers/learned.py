@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Annotated, ClassVar, Self, cast
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain, islice
+from typing import Annotated, Any, ClassVar, Self, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -20,6 +21,8 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from gossamer.errors import ModifierError
+from gossamer.graph import get_module
+from gossamer.graph.recalibration import BATCHES, recalibrate, statistics_version
 from gossamer.modifiers.base import Epoch, ParamNames, Run, register, to_step
 from gossamer.modifiers.pruning import PruningModifier, Sparsity
 from gossamer.sparse import (
@@ -206,6 +209,7 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
 
     epoch_fields: ClassVar[tuple[str, ...]] = ("start_epoch", "end_epoch", "finetune_epoch")
     learned: ClassVar[str] = "probabilities"
+    recalibrates: ClassVar[bool] = True
 
     start_epoch: Epoch = Field(default=...)
     end_epoch: Epoch = Field(default=...)
@@ -315,9 +319,34 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         for name in self.names(run):
             run.set_mask(name, masks[name])
 
+    def finish(self, run: Run) -> None:
+        """Recalibrate batch norm, which has seen masks drawn by chance, where the user gave data for that."""
+        if run.calibration_data is not None:
+            self._recalibrate(run, islice(run.calibration_data, BATCHES))
+        super().finish(run)
+
     def end(self, run: Run) -> None:
+        run.scratch["statistics"] = statistics_version(run.module)
         super().end(run)
         run.state.clear()
+
+    def finalized(self, run: Run) -> None:
+        stale = run.scratch.get("statistics") == statistics_version(run.module)
+        if stale and run.scratch["statistics"]:
+            logger.warning(
+                "%s: batch norm has the statistics of masks drawn by chance, not of the final one; pass "
+                "calibration_data to modify(), or call gossamer.recalibrate(model, batches)",
+                self.name,
+            )
+
+    def _recalibrate(self, run: Run, batches: Iterable[Any]) -> None:
+        # Not settled yet: in evaluation mode, layers compute with the final mask already.
+        for first in batches:
+            names = recalibrate(run.module, chain([first], batches))
+            layers = [get_module(run.module, name) for name in names]
+            run.average([getattr(layer, key) for layer in layers for key in ("running_mean", "running_var")])
+            return
+        logger.warning("%s: calibration_data holds no batch, and batch norm is not recalibrated", self.name)
 
     def _sparsity(self, run: Run) -> float:
         x = fraction(run.step, run.start_step, to_step(self.ramp[1], run.steps_per_epoch))
@@ -341,6 +370,7 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
             for index, (name, p) in enumerate(probabilities.items())
         }
         run.scratch.pop("kept", None)
+        run.scratch["statistics"] = statistics_version(run.module)
 
     def _rank(self, run: Run) -> dict[str, Tensor]:
         """The masks without chance, found when an evaluation first asks for them."""

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from gossamer.asp import ASP
 from gossamer.asp.selection import calculator
 from gossamer.errors import GossamerError
-from gossamer.graph import get_parameter
+from gossamer.graph import get_parameter, unwrap
+from gossamer.graph.recalibration import statistics_version
 from gossamer.modifiers import ADMMPruningModifier, Modifier, ProbMaskPruningModifier
 from gossamer.msbench import sparsers
 from gossamer.msbench.config import NAME, Config
 from gossamer.msbench.lowering import ADMM_ARGUMENTS, made
-from gossamer.msbench.schedulers import BaseScheduler
+from gossamer.msbench.schedulers import BaseScheduler, logger
 from gossamer.msbench.selection import layer_of
 from gossamer.recipe import Recipe
 from gossamer.sparse import fraction, interpolate
@@ -108,6 +109,7 @@ class ProbMaskPruneScheduler(BaseScheduler):
     """
 
     needs = sparsers.ProbMaskFakeSparse
+    recalibrates: ClassVar[bool] = True
     TAU_END: ClassVar[float] = 0.03
 
     def __init__(
@@ -135,6 +137,8 @@ class ProbMaskPruneScheduler(BaseScheduler):
         self.rate, self.start_rate, self.total = prune_rate, start_prune_rate, total_iterations
         self.warmup, self.finetune, self.seed = warmup_iteration_stamps, finetune_iteration_stamps, seed
         self._pool = sparsers.Pool(seed=seed)
+        self._statistics: tuple[int, ...] = ()
+        """The version of batch norm's statistics at the last step."""
 
     def modifiers(self, steps_per_epoch: float = 1.0) -> Sequence[Modifier]:
         fields: dict[str, Any] = {
@@ -186,8 +190,20 @@ class ProbMaskPruneScheduler(BaseScheduler):
         self._pool.project()
 
     def after_step(self) -> None:
-        if self._pool.members:
+        model = self._reference() if self._reference is not None else None
+        if self._pool.members and model is not None:
             self._pool.project()
+            self._statistics = statistics_version(model)
+
+    def export_sparse_model(self, model: nn.Module) -> nn.Module:
+        """As in the base; evaluate and export with batch norm recalibrated, which training left as chance had it."""
+        prepared = self._reference() if self._reference is not None else None
+        if self._statistics and unwrap(model) is prepared and self._statistics == statistics_version(unwrap(model)):
+            logger.warning(
+                "export_sparse_model: batch norm has the statistics of masks drawn by chance, not of the final one; "
+                "call gossamer.recalibrate(model, batches)"
+            )
+        return super().export_sparse_model(model)
 
     def exported(self) -> None:
         self._pool = sparsers.Pool(seed=self.seed)

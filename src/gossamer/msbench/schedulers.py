@@ -47,6 +47,8 @@ class BaseScheduler(Lowered):
 
     traces: ClassVar[bool] = True
     """Whether torch.fx is tried on the model."""
+    recalibrates: ClassVar[bool] = False
+    """Whether evaluation computes with other weights than training, so that batch norm must be recalibrated."""
 
     def __init__(self, config: Config, *, no_prune_keyword: str = "", no_prune_layer: str = "") -> None:
         super().__init__(config, no_prune_keyword, no_prune_layer)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +16,15 @@ from torch import nn
 from gossamer.errors import GossamerError
 from gossamer.export.reading import THINNED
 from gossamer.graph import unwrap
+from gossamer.graph.recalibration import BATCHES, recalibrate
 from gossamer.runner.building import Built
+from gossamer.runner.data import Batches
 from gossamer.runner.exporting import Export, describe_model, write_model
 from gossamer.runner.loop import Loop, Progress, Stop, stopped_by_signals
 from gossamer.runner.networks import as_example
 from gossamer.runner.pictures import draw_tests
 from gossamer.runner.processes import done_by_first, gathered, send_buffers
-from gossamer.runner.random_states import random_states
+from gossamer.runner.random_states import random_states, restore_random_states
 from gossamer.runner.records import Records
 from gossamer.runner.reporting_notes import Weights, weights_of
 from gossamer.runner.testing import tell_left_out, tested
@@ -117,6 +121,29 @@ class Runner(Built):
     def outcome(self) -> nn.Module:
         """The model that the run is for: the average where one is kept."""
         return unwrap(self.model if self.average is None else self.average.module)
+
+    def recalibrate(self) -> None:
+        """Estimate batch norm's statistics for weights that training did not see: those of an average, or ProbMask's.
+
+        In place, on training images in a fixed order: gradients do not depend on the statistics, checkpoints hold them,
+        and random states are put back, so that a resumed run stays the same to the bit.
+        """
+        if self.average is None and (self.sparsifier is None or not self.sparsifier.recalibrates):
+            return
+        assert self.train_data is not None
+        assert self.config.dataset.train is not None
+        random = random_states()
+        reader = self._batches(self.train_data, self.config.dataset.train, train=True)
+        try:
+            recalibrate(self.outcome, islice(self._images(reader), BATCHES))
+        finally:
+            reader.close()
+            restore_random_states(random)
+
+    def _images(self, reader: Batches) -> Iterator[tuple[Any]]:
+        for batch in reader.epoch(0):
+            if len(batch):  # else none of its images can be read
+                yield (batch.to(self.place.device, channels_last=self.channels_last).images,)
 
     def test(self) -> None:
         """Evaluate, and note what came out."""
@@ -215,7 +242,10 @@ class Runner(Built):
             loop.skipped, loop.notes = [], []
         for hook in self.hooks:
             hook.iteration_done(self)
-        if self.test_data is not None and self._is_due(self.config.trainer.test_freq):
+        testing = self.test_data is not None and self._is_due(self.config.trainer.test_freq)
+        if testing or self.iteration == self.length:
+            self.recalibrate()
+        if testing:
             self.test()
         if self._is_due(self.config.trainer.save_freq, default=self.steps_per_epoch) or self.is_best():
             self.save()

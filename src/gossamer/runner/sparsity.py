@@ -40,6 +40,8 @@ class Sparsifier(ABC):
     """How often the learning-rate schedule is run through."""
     sets_rates = False
     """Whether it decides the learning rate itself."""
+    recalibrates = False
+    """Whether evaluation computes with other weights than training, so that batch norm must be recalibrated."""
 
     def prepare(self, model: nn.Module, networks: Mapping[str, nn.Module] | None, example: Any) -> nn.Module:
         """The model to train, with what it needs to learn; before the optimizer is built."""
@@ -138,6 +140,7 @@ class ByScheduler(Sparsifier):
         self.method = type(self.scheduler).__name__.removesuffix("Scheduler")
         self.courses = len(getattr(self.scheduler, "table", [0]))
         self._modifiers: list[Modifier] = []
+        self.recalibrates = self.scheduler.recalibrates
 
     def prepare(self, model: nn.Module, networks: Mapping[str, nn.Module] | None, example: Any) -> nn.Module:
         return self.scheduler.prepare_sparse_model(model, networks=networks, example_inputs=example)
@@ -212,6 +215,7 @@ class ByRecipe(Sparsifier):
         self.manager.report_when_dropped = False  # a run that fails or is interrupted says so itself
         self.method = "recipe"
         self.sets_rates = bool(self.manager.learning_rate_modifiers)
+        self.recalibrates = any(modifier.recalibrates for modifier in self.manager.modifiers)
         self._sizes: dict[str, int] = {}
         """Of all parameters, before any of them lost filters."""
 

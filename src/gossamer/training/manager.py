@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from numbers import Integral, Real
 from typing import IO, Any
 
@@ -18,6 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, has_parameter, unwrap
+from gossamer.graph.recalibration import BATCHES, recalibrate
 from gossamer.modifiers import LayerThinningModifier, Modifier
 from gossamer.quantization import is_emulated
 from gossamer.recipe import Recipe, load
@@ -161,8 +163,10 @@ class Manager:
             raise GossamerError(f"epoch: expected the epoch at which to enter the run, found {epoch!r}")
         for warning in self.recipe_object.warnings:
             logger.warning("%s", warning)
-        if calibration_data is not None and not self.quantization_modifiers:
-            logger.warning("calibration_data has no effect: the recipe holds no quantization modifier")
+        if calibration_data is not None and not any(
+            m.recalibrates or m.family == "quantization" for m in self.modifiers
+        ):
+            logger.warning("calibration_data has no effect: the recipe holds no modifier that uses it")
         steps = float(steps_per_epoch)
         restart = None if lr_scheduler is None else Restart(lr_scheduler)
         lessons = lessons_for(module, distillation_teacher, wanted=bool(self.distillation_modifiers))
@@ -239,12 +243,35 @@ class Manager:
         grad_sampler: object = None,
         loggers: Sequence[Logger] = (),
         example_inputs: Any = None,
+        calibration_data: Iterable[Any] | None = None,
     ) -> None:
-        """One shot: bring a model to where the recipe has it at `epoch`, without training."""
+        """One shot: bring a model to where the recipe has it at `epoch`, without training.
+
+        With `calibration_data`, batches in the forms that `gossamer.recalibrate` takes, of which the first 100 are
+        read, the statistics of batch norm are estimated again for the pruned weights; quantization that starts after
+        epoch 0 takes its ranges behind that.
+        """
         self._check_free()
         check_model(module)
-        run = TrainingRun(self.recipe_object, module, None, _ONE_SHOT_STEPS, grad_sampler, loggers, example_inputs)
-        run.begin(round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS))
+        data = None if calibration_data is None else list(islice(calibration_data, BATCHES))
+        run = TrainingRun(
+            self.recipe_object,
+            module,
+            None,
+            _ONE_SHOT_STEPS,
+            grad_sampler,
+            loggers,
+            example_inputs,
+            calibration_data=data,
+        )
+        end = round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS)
+        starts = [a.start_step for a in run.attachments if a.modifier.family == "quantization"]
+        stop = min((start - 1 for start in starts if data is not None and 0 < start <= end), default=end)
+        run.begin(stop)
+        if data is not None:
+            recalibrate(module, data)
+        if stop < end:
+            run.advance(end)
         if finalize:
             run.finish()
         else:

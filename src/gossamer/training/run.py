@@ -139,6 +139,9 @@ class TrainingRun:
             self.apply_masks()
         else:
             self.shared.masks.apply_changes(self.shared.module)
+        for attachment in self.attachments:
+            if attachment.status != "pending":
+                attachment.modifier.finalized(attachment)
         self.unhook()
         self._dismiss_copy(over=True)
 
