@@ -85,7 +85,7 @@ def test_whoever_ranks_by_gradients_leaves_the_layers_unknown_and_the_sum_known(
     assert found.zeros(prunable(network())) == round(0.8 * sum(sizes))
 
 
-def test_learned_thresholds_have_no_target_and_learned_masks_have_one() -> None:
+def test_learned_thresholds_have_a_target_where_it_is_given_and_learned_masks_always() -> None:
     names = prunable(network())
     thresholds = projected("modifiers: [!STRPruningModifier {params: __ALL_PRUNABLE__, start_epoch: 0, end_epoch: 3}]")
     assert {o.sure for o in thresholds.layers.values()} == {"learned"}
@@ -96,6 +96,11 @@ def test_learned_thresholds_have_no_target_and_learned_masks_have_one() -> None:
     )
     sizes = sum(get_parameter(network(), name).numel() for name in names)
     assert masks.zeros(names) == round(0.9 * sizes)
+    controlled = projected(
+        "modifiers: [!STRPruningModifier {params: __ALL_PRUNABLE__, start_epoch: 0, end_epoch: 3, final_sparsity: 0.8}]"
+    )
+    assert {o.sure for o in controlled.layers.values()} == {"learned"}
+    assert controlled.zeros(names) == round(0.8 * sizes)
 
 
 def test_zeros_that_are_let_go_before_the_end_do_not_count() -> None:

@@ -199,6 +199,75 @@ def test_a_layer_of_which_nothing_is_left_is_told(caplog: pytest.LogCaptureFixtu
     assert "STRPruningModifier left nothing of '0.weight'; a smaller st_decay or st_lr keeps more" in caplog.text
 
 
+# Thresholds with a target
+
+
+TARGET = recipe("STR", "end_epoch: 4, final_sparsity: 0.8")
+
+
+def effective_share(model: nn.Module, manager: Manager) -> float:
+    thresholds = state(manager)["thresholds"]
+    return sum(zeros(soft_threshold(model.get_parameter(n).detach(), s)) for n, s in thresholds.items()) / COUNT
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-3, 0.05])
+@pytest.mark.parametrize("s", [-12.0, -5.0, 0.0], ids=["dense first", "default", "sparser first"])
+def test_thresholds_follow_the_schedule_and_end_at_the_target(s: float, rate: float) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+
+    model, optimizer, manager = begin(TARGET.replace("final", f"s_init: {s}, final"), make)
+    [modifier] = manager.modifiers
+
+    def check(step: int) -> None:
+        if manager.step < 16:
+            assert modifier.sparsity_at(manager.epoch) - 1e-3 <= effective_share(model, manager) <= 0.801
+
+    train(model, optimizer, range(16), after=check)
+    assert sum(zeros(model.get_parameter(name)) for name in PRUNABLE) == round(0.8 * COUNT)
+    assert len({float(value) for value in state(manager)["thresholds"].values()}) == (1 if rate == 0 else 3)
+    train(model, optimizer, range(16, 18))
+    assert sum(zeros(model.get_parameter(name)) for name in PRUNABLE) == round(0.8 * COUNT)
+
+
+def test_a_schedule_of_thresholds_goes_on_to_the_bit() -> None:
+    whole, optimizer, manager = begin(TARGET)
+    train(whole, optimizer, range(16))
+    model, optimizer, manager = begin(TARGET)
+    train(model, optimizer, range(7))
+    saved = through_disk({"model": model.state_dict(), "sgd": optimizer.state_dict(), "run": manager.state_dict()})
+    again, second = network(seed=5), Manager(TARGET)
+    again.load_state_dict(saved["model"])
+    second.load_state_dict(saved["run"])
+    optimizer = second.modify(again, sgd(again), STEPS_PER_EPOCH)
+    optimizer.load_state_dict(saved["sgd"])
+    train(again, optimizer, range(7, 16))
+    for name, value in whole.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+def test_a_target_is_known_before_and_reached_in_one_shot_too() -> None:
+    model, _, manager = begin(TARGET)
+    assert manager.targets() == dict.fromkeys(PRUNABLE, 0.8)
+    assert manager.planned(4) == dict.fromkeys(PRUNABLE, pytest.approx(0.7))
+    model = network()
+    Manager(TARGET).apply(model)
+    assert sum(zeros(model.get_parameter(name)) for name in PRUNABLE) == round(0.8 * COUNT)
+
+
+def test_a_target_out_of_reach_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    model[3].weight.data.fill_(2.0)
+    Manager(TARGET).apply(model)
+    assert "STRPruningModifier reached a sparsity of 51.4 % and not 80.0 %" in caplog.text
+
+
+def test_what_has_no_effect_beside_a_target_is_reported() -> None:
+    [warning] = load(TARGET.replace("final", "st_decay: 0.1, final")).warnings
+    assert "st_decay has no effect beside final_sparsity" in warning
+    assert not load(TARGET).warnings
+
+
 @both
 def test_a_backward_pass_that_is_thrown_away_teaches_nothing(text: str) -> None:
     found = []

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gossamer.errors import GossamerError
+from gossamer.graph import get_parameter
 from gossamer.msbench import build_sparse_scheduler
 from gossamer.msbench.sparsers import STRFakeSparse, fold, nodes
 from tests.loops import PRUNABLE, batch, has_minus_zero, loss_at, network, sgd, through_disk, train, zeros
-from tests.msbench.door import loop, prepared, str_config
+from tests.msbench.door import PLACES, TOTAL, Place, loop, prepared, str_config
 
 BOTH = pytest.mark.parametrize("scheduler_name", ["BaseScheduler", "STRScheduler"])
 
@@ -167,6 +169,53 @@ def test_a_model_can_be_prepared_again_after_export() -> None:
     assert set(nodes(again)) == set(PRUNABLE)
     other.export_sparse_model(again)
     assert zeros(again.get_parameter("3.weight")) >= exported
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_prune_rate_is_followed_and_reached(place: Place) -> None:
+    scheduler, model = prepared(str_config(prune_rate=0.8, total_iterations=TOTAL))
+    found: list[float] = []
+    loop(
+        scheduler,
+        model,
+        torch.optim.SGD(scheduler.param_groups(model, weight_decay=1e-4), lr=0.05, momentum=0.9),
+        range(TOTAL),
+        place=place,
+        after=lambda _: found.append(scheduler.compute_sparse_rate(model)),
+    )
+    assert found[0] < 0.6 < found[TOTAL // 2 - 2]
+    assert found[TOTAL // 2 + 1 :] == pytest.approx([0.8] * (TOTAL // 2 - 1), abs=1e-3)
+    assert len({float(s) for s in thresholds(model).values()}) == 3
+    scheduler.export_sparse_model(model)
+    count = sum(get_parameter(model, name).numel() for name in PRUNABLE)
+    assert sum(zeros(get_parameter(model, name)) for name in PRUNABLE) == round(0.8 * count)
+    [modifier] = scheduler.recipe(steps_per_epoch=4).modifiers
+    assert (modifier.final_sparsity, modifier.end_epoch) == (0.8, 3.0)
+
+
+def test_a_prune_rate_that_cannot_be_followed_is_refused() -> None:
+    with pytest.raises(GossamerError, match=r"scheduler\.kwargs\.total_iterations: is missing beside prune_rate"):
+        prepared(str_config(prune_rate=0.8))
+    with pytest.raises(GossamerError, match=r"scheduler\.kwargs\.prune_rate: expected a number < 1, found 1"):
+        prepared(str_config(prune_rate=1.0, total_iterations=TOTAL))
+
+
+def test_training_to_a_prune_rate_goes_on_to_the_bit() -> None:
+    config = str_config(prune_rate=0.8, total_iterations=TOTAL)
+    first, whole = prepared(config)
+    loop(first, whole, sgd(whole), range(TOTAL))
+    scheduler, model = prepared(config)
+    optimizer = sgd(model)
+    loop(scheduler, model, optimizer, range(5))
+    saved = through_disk({"model": model.state_dict(), "sgd": optimizer.state_dict(), "state": scheduler.state_dict()})
+    second, again = prepared(config, network(seed=3))
+    again.load_state_dict(saved["model"])
+    assert second.load_state_dict(saved["state"]) == []
+    optimizer = sgd(again)
+    optimizer.load_state_dict(saved["sgd"])
+    loop(second, again, optimizer, range(5, TOTAL))
+    for name, value in whole.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from gossamer.sparse import (
     relaxed_mask,
     soft_threshold,
     threshold_gradient,
+    threshold_shift,
 )
 from tests.loops import has_minus_zero
 
@@ -174,3 +175,26 @@ def test_hard_masks_keep_exactly_the_count_and_the_largest(p: dict[str, torch.Te
         assert worst >= refused
         if worst == refused:
             assert int((kept & (every == worst)).nonzero().max()) < int((~kept & (every == worst)).nonzero().min())
+
+
+@given(st.integers(0, 10**6), st.floats(0, 1), st.floats(0, 1))
+def test_one_shift_of_all_thresholds_gives_the_asked_zeros(seed: int, first: float, second: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 200, (3,), generator=generator).tolist()
+    weights = {str(size): torch.rand(size, generator=generator).pow(3) * 0.9 for size in sizes}
+    s = {name: torch.randn((), generator=generator) * 2 - 4 for name in weights}
+    count = sum(weight.numel() for weight in weights.values())
+    least, most = sorted((round(first * count), round(second * count)))
+
+    def zeros(shift: float) -> int:
+        return sum(int((soft_threshold(weight, s[name] + shift) == 0).sum()) for name, weight in weights.items())
+
+    shift = threshold_shift(weights, s, least, most)
+    assert zeros(shift) == min(max(zeros(0.0), least), most)
+    assert threshold_shift(weights, s, least, most, tolerance=count) == 0
+
+
+def test_a_shift_goes_as_far_as_it_can() -> None:
+    weights, s = {"a": torch.tensor([0.5, 2.0])}, {"a": torch.tensor(-5.0)}
+    assert int((soft_threshold(weights["a"], s["a"] + threshold_shift(weights, s, 2, 2)) == 0).sum()) == 1
+    assert threshold_shift({}, {}, 0, 0) == 0

@@ -28,6 +28,7 @@ METHODS = {
     + "    num_grads: 64\n    fisher_block_size: 32\n    damp: 1e-4\n",
     "ACDCPruningModifier": "    compression_sparsity: 0.9\n    update_frequency: 2\n",
     "RigLPruningModifier": "    final_sparsity: 0.9\n    update_frequency: 0.5\n",
+    "STRPruningModifier": "    final_sparsity: 0.9\n",
     "TopKASTPruningModifier": "    forward_sparsity: 0.9\n    backward_sparsity: 0.6\n    update_frequency: 0.5\n",
 }
 

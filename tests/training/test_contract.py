@@ -65,6 +65,7 @@ ROWS = [
     Row(f"StructuredPruningModifier {{{GRADUAL.format(0.5)}, score_type: fpgm_l2}}", each=(144, 288, 0)),
     Row(f"StructuredPruningModifier {{{GRADUAL.format(0.5)}, score_type: nuclear}}", each=(144, 288, 0)),
     Row("STRPruningModifier {params: __ALL_PRUNABLE__, start_epoch: 0, end_epoch: 3, s_init: -3.5, st_decay: 0.01}"),
+    Row("STRPruningModifier {params: __ALL_PRUNABLE__, start_epoch: 0, end_epoch: 3, final_sparsity: 0.9}", total=1066),
     Row(
         "ProbMaskPruningModifier {params: __ALL_PRUNABLE__, start_epoch: 0, end_epoch: 3, final_sparsity: 0.9}",
         total=1066,

@@ -23,11 +23,11 @@ from gossamer.modifiers import (
     LayerThinningModifier,
     LevelPruningModifier,
     Modifier,
-    ProbMaskPruningModifier,
     PruningModifier,
     RigLPruningModifier,
 )
 from gossamer.modifiers.dynamic import DynamicPruningModifier
+from gossamer.modifiers.learned import LearnedPruningModifier
 from gossamer.modifiers.masked import RankedPruningModifier
 from gossamer.modifiers.scoring import FilterScorer, MagnitudeScorer
 from gossamer.recipe import Recipe
@@ -184,7 +184,7 @@ def _outlooks(run: Attachment) -> dict[str, Outlook]:
     if isinstance(modifier, RankedPruningModifier):
         return _ranked(run, modifier)
     share = modifier.sparsity_at(math.inf if modifier.end_epoch == -1 else modifier.end_epoch)
-    if share is None or isinstance(modifier, ProbMaskPruningModifier):
+    if share is None or isinstance(modifier, LearnedPruningModifier):
         return {name: _seen(modifier, None, "learned") for name in names}
     return {
         name: replace(o, sure="estimated") for name, o in _allotted(run, modifier, dict.fromkeys(names, share)).items()

@@ -36,6 +36,8 @@ from gossamer.sparse import (
     relaxed_mask,
     soft_threshold,
     threshold_gradient,
+    threshold_shift,
+    zero_count,
 )
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -43,6 +45,10 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 TRAVEL, SLOWEST, FASTEST = 5.0, 6e-3, 0.2
 """How far Adam may move a probability in one run, and the learning rates within which that holds."""
+CONTROLLED = 5e-4
+"""How far the sparsity under learned thresholds may be from its schedule; in the end it is exact."""
+MISSED = 0.01
+"""How far below its target a sparsity is reported."""
 ADAM = ("probabilities", "first", "second")
 """What Adam trains, and its two moments."""
 
@@ -107,22 +113,52 @@ class STRPruningModifier(LearnedPruningModifier):
     """Soft thresholds that are learned, one for each weight tensor (Kusupati et al. 2020).
 
     Layers compute with sign(W) · ReLU(|W| − σ(s)). Weight decay pulls s up from far below zero and the loss holds
-    against it, so that each layer finds its own sparsity. There is no target: more `st_decay`, a higher `s_init`, a
-    higher `st_lr` or longer training give more zeros.
+    against it, so that each layer finds its own sparsity: more `st_decay`, a higher `s_init`, a higher `st_lr` or
+    longer training give more zeros. With `final_sparsity` the pull is not fixed but controlled: after every step all s
+    move by one common amount, so that the sparsity of all layers together follows a cubic schedule to its target, and
+    the gradients decide how layers share it.
     """
 
     learned: ClassVar[str] = "thresholds"
 
+    final_sparsity: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
+    """The sparsity of all layers together, reached halfway between start and end; None: whatever comes out."""
     s_init: float = Field(default=-5.0, allow_inf_nan=False)
     """The first s; what lies within σ(s) of zero is zero, 0.0067 for −5."""
     st_decay: NotNegative = 5e-4
-    """Weight decay on s."""
+    """Weight decay on s; without effect beside `final_sparsity`."""
     st_lr: NotNegative | None = None
     """The learning rate of s; None: that of the weight at each step."""
+
+    @model_validator(mode="after")
+    def _ends_at_its_target(self) -> Self:
+        if self.final_sparsity is not None and self.end_epoch == -1:
+            raise ValueError(
+                "end_epoch: expected the epoch at which final_sparsity is written to the weights, found -1"
+            )
+        return self
+
+    def warnings(self) -> list[str]:
+        idle = self.final_sparsity is not None and "st_decay" in self.model_fields_set
+        return super().warnings() + ["st_decay has no effect beside final_sparsity, which controls the decay"] * idle
 
     @property
     def updates_every(self) -> float | None:
         return 1.0
+
+    @property
+    def ramp_end(self) -> float:
+        """The epoch from which on the sparsity is final."""
+        return (max(self.start_epoch, 0.0) + self.end_epoch) / 2
+
+    def sparsity_at(self, epoch: float) -> float | None:
+        """The least at an epoch; more, up to the final sparsity, comes of the gradients."""
+        ended = epoch >= self.end_epoch and not self.leave_enabled
+        if self.final_sparsity is None or epoch < self.start_epoch or ended:
+            return None
+        start = max(self.start_epoch, 0.0)
+        x = 1.0 if epoch >= self.ramp_end else (epoch - start) / (self.ramp_end - start)
+        return interpolate(0.0, self.final_sparsity, x)
 
     def start(self, run: Run) -> None:
         devices = {name: run.parameter(name).device for name in run.targets}
@@ -162,7 +198,7 @@ class STRPruningModifier(LearnedPruningModifier):
                 buffers,
                 lr=rate,
                 momentum=momentum,
-                weight_decay=self.st_decay,
+                weight_decay=self.st_decay if self.final_sparsity is None else 0.0,
                 dampening=0.0,
                 nesterov=False,
                 maximize=False,
@@ -170,15 +206,54 @@ class STRPruningModifier(LearnedPruningModifier):
             if buffers[0] is not None:
                 momenta[name] = buffers[0]
 
+    def after_step(self, run: Run) -> None:
+        if self.final_sparsity is not None:
+            self._control(run, run.step + 1, CONTROLLED)
+
+    @torch.no_grad()
+    def _control(self, run: Run, step: int, tolerance: float) -> None:
+        """Move all s together to where the sparsity of all layers is the scheduled one."""
+        assert self.final_sparsity is not None
+        thresholds: dict[str, Tensor] = run.state["thresholds"]
+        weights = {name: run.parameter(name).detach() for name in self.names(run)}
+        found = {name: thresholds[name].to(weight.device) for name, weight in weights.items()}
+        x = fraction(step, run.start_step, to_step(self.ramp_end, run.steps_per_epoch))
+        shift = controlled_shift(weights, found, self.final_sparsity, x, tolerance)
+        thresholds.update({name: s + shift for name, s in found.items()})
+
     def settle(self, run: Run) -> None:
-        run.log("effective_sparsity", effective_sparsity(run))
+        if self.final_sparsity is not None:
+            self._control(run, run.step, tolerance=0.0)
+        reached = effective_sparsity(run)
+        run.log("effective_sparsity", reached)
+        if (
+            self.final_sparsity is not None
+            and run.step >= (run.end_step or 0)
+            and reached < self.final_sparsity - MISSED
+        ):
+            logger.warning(
+                "%s reached a sparsity of %.1f %% and not %.1f %%: no threshold reaches a weight of 1 or more",
+                self.name,
+                100 * reached,
+                100 * self.final_sparsity,
+            )
         for name in self.names(run):
             effective = soft_threshold(run.parameter(name).detach(), run.state["thresholds"][name])
             if not bool(effective.any()):
-                logger.warning("%s left nothing of '%s'; a smaller st_decay or st_lr keeps more", self.name, name)
+                turned = "st_decay" if self.final_sparsity is None else "final_sparsity"
+                logger.warning("%s left nothing of '%s'; a smaller %s or st_lr keeps more", self.name, name, turned)
             run.write(name, effective)
             run.set_mask(name, effective != 0)
         run.state.pop("momenta", None)
+
+
+def controlled_shift(
+    weights: Mapping[str, Tensor], thresholds: Mapping[str, Tensor], final: float, x: float, tolerance: float = 0.0
+) -> float:
+    """What to add to all thresholds at a share `x` of the way: at least the scheduled sparsity, at most the final."""
+    total = sum(weight.numel() for weight in weights.values())
+    least, most = (zero_count(total, share) for share in (interpolate(0.0, final, x), final))
+    return threshold_shift(weights, thresholds, least, most, int(tolerance * total))
 
 
 def effective_sparsity(run: Run) -> float:

@@ -35,6 +35,7 @@ ADMM_ARGUMENTS = {
     "end_epoch": "scheduler.kwargs.total_iters",
     "update_frequency": "scheduler.kwargs.iters_per_epoch",
 }
+STR_ARGUMENTS = {"final_sparsity": "scheduler.kwargs.prune_rate", "end_epoch": "scheduler.kwargs.total_iterations"}
 """Where the fields of modifiers come from."""
 
 

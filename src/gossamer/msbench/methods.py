@@ -13,10 +13,11 @@ from gossamer.asp.selection import calculator
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, unwrap
 from gossamer.graph.recalibration import statistics_version
-from gossamer.modifiers import ADMMPruningModifier, Modifier, ProbMaskPruningModifier
+from gossamer.modifiers import ADMMPruningModifier, Modifier, ProbMaskPruningModifier, STRPruningModifier
+from gossamer.modifiers.learned import CONTROLLED, controlled_shift
 from gossamer.msbench import sparsers
 from gossamer.msbench.config import NAME, Config
-from gossamer.msbench.lowering import ADMM_ARGUMENTS, made
+from gossamer.msbench.lowering import ADMM_ARGUMENTS, STR_ARGUMENTS, made
 from gossamer.msbench.schedulers import BaseScheduler, logger
 from gossamer.msbench.selection import layer_of
 from gossamer.recipe import Recipe
@@ -97,9 +98,61 @@ class AmpereScheduler(BaseScheduler):
 
 
 class STRScheduler(BaseScheduler):
-    """Learned thresholds; they need no schedule."""
+    """Learned thresholds.
+
+    With `prune_rate`, the sparsity of all layers together follows a cubic schedule and is final in the middle of
+    `total_iterations`: after each step all thresholds move by one common amount. Without it, the decay of the
+    thresholds decides what comes out.
+    """
 
     needs = sparsers.STRFakeSparse
+
+    def __init__(
+        self, config: Config, *, prune_rate: float | None = None, total_iterations: int | None = None, **excluded: Any
+    ) -> None:
+        super().__init__(config, **excluded)
+        if prune_rate is not None and total_iterations is None:
+            raise GossamerError(f"{NAME}: scheduler.kwargs.total_iterations: is missing beside prune_rate")
+        self.rate, self.total = prune_rate, total_iterations
+        self.modifiers()  # so that what is wrong is told at once
+
+    def modifiers(self, steps_per_epoch: float = 1.0) -> Sequence[Modifier]:
+        [thresholds] = super().modifiers(steps_per_epoch)
+        if self.rate is None or self.total is None:
+            return [thresholds]
+        target = {"start_epoch": 0.0, "end_epoch": self.total / steps_per_epoch, "final_sparsity": self.rate}
+        return [made(STRPruningModifier, thresholds.model_dump(exclude_unset=True) | target, STR_ARGUMENTS)]
+
+    @property
+    def final_sparsity(self) -> float | None:
+        return self.rate
+
+    @property
+    def length(self) -> int | None:
+        return None if self.rate is None else self.total
+
+    def after_step(self) -> None:
+        self._control(CONTROLLED)
+
+    def export_sparse_model(self, model: nn.Module) -> nn.Module:
+        prepared = self._reference() if self._reference is not None else None
+        if unwrap(model) is prepared:
+            self._control()
+        return super().export_sparse_model(model)
+
+    @torch.no_grad()
+    def _control(self, tolerance: float = 0.0) -> None:
+        """Move all thresholds together to where the sparsity of all layers is the scheduled one."""
+        model = self._reference() if self._reference is not None else None
+        if model is None or self.rate is None or self.total is None:
+            return
+        found = {name: node for name, node in sparsers.nodes(model).items() if name in self.names}
+        thresholds = {name: node.s for name, node in found.items() if isinstance(node, sparsers.STRFakeSparse)}
+        weights = {name: get_parameter(model, name).detach() for name in thresholds}
+        done = 0 if self.iteration is None else self.iteration + 1
+        shift = controlled_shift(weights, thresholds, self.rate, fraction(done, 0, self.total // 2), tolerance)
+        for s in thresholds.values():
+            s.add_(shift)
 
 
 class ProbMaskPruneScheduler(BaseScheduler):

@@ -22,6 +22,7 @@ from gossamer.sparse.reparameterization import (
     relaxed_mask,
     soft_threshold,
     threshold_gradient,
+    threshold_shift,
 )
 from gossamer.sparse.schedules import cosine, fraction, interpolate
 from gossamer.sparse.scores import filter_median_distance, filter_norm, filter_nuclear, magnitude, movement
@@ -61,6 +62,7 @@ __all__ = [
     "smallest",
     "soft_threshold",
     "threshold_gradient",
+    "threshold_shift",
     "uniform",
     "unpack",
     "within_reach",

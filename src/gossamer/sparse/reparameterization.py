@@ -22,6 +22,8 @@ BORDER = 1e-6
 
 _RESOLUTION = 2.0**-24
 """How exactly a shift is found: the spacing of float32 below 1."""
+_FIRST_SHIFT, _LARGEST_SHIFT = 2.0**-8, 64.0
+"""The smallest and the largest shift of thresholds that are tried in search of a bracket."""
 _SLACK = 2.0**-40
 """The share of a budget that is left over, so that every order of summation stays within it."""
 
@@ -45,6 +47,53 @@ def threshold_gradient(weight: Tensor, gradient: Tensor, s: Tensor) -> Tensor:
     """
     slope = torch.sigmoid(s)
     return -slope * (1 - slope) * (weight.sign() * gradient).sum(dtype=s.dtype)
+
+
+def threshold_shift(
+    weights: Mapping[str, Tensor], thresholds: Mapping[str, Tensor], least: int, most: int, tolerance: int = 0
+) -> float:
+    """What to add to every s so that `soft_threshold` leaves from `least` to `most` zeros in all weights together.
+
+    The smaller shift of those that do, within `tolerance` zeros; weights of equal magnitude go together. Where none is
+    large enough, because σ(s) < 1 is no threshold for a weight of 1 or more, the largest.
+
+    >>> weights, s = {"a": torch.tensor([0.1, -0.2, 0.3]), "b": torch.tensor([0.05, 0.6])}, torch.tensor(-5.0)
+    >>> shift = threshold_shift(weights, {"a": s, "b": s}, least=3, most=4)
+    >>> sum(int((soft_threshold(weight, s + shift) == 0).sum()) for weight in weights.values())
+    3
+    """
+    magnitudes = {name: weight.abs() for name, weight in weights.items()}
+
+    def count(shift: float) -> int:
+        counts = [(m <= (thresholds[name] + shift).sigmoid().to(m.dtype)).sum() for name, m in magnitudes.items()]
+        # One exchange with a GPU, not one for each layer.
+        return int(torch.stack([count.to(counts[0].device) for count in counts]).sum()) if counts else 0
+
+    now = count(0.0)
+    zeros = min(max(now, least), most)
+
+    def excess(shift: float) -> int:
+        return count(shift) - zeros
+
+    low, below = 0.0, now - zeros
+    if abs(below) <= tolerance:
+        return 0.0
+    high, above, width = low, below, _FIRST_SHIFT
+    while below * above > 0 and abs(above) > tolerance:  # away from 0, until the count is on the other side
+        if width > _LARGEST_SHIFT:
+            return high
+        low, below = high, above
+        high, width = width if below < 0 else -width, 2 * width
+        above = excess(high)
+    by_secant = True
+    while min(abs(below), abs(above)) > tolerance and abs(high - low) > _RESOLUTION:
+        middle = (low * above - high * below) / (above - below) if by_secant else (low + high) / 2
+        found, by_secant = excess(middle), not by_secant
+        if (found > 0) == (below > 0):
+            low, below = middle, found
+        else:
+            high, above = middle, found
+    return low if abs(below) < abs(above) else high
 
 
 def initial_probabilities(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ _LENGTHS = {
     "AmbaLevelPruneScheduler": "total_iters",
     "ADMMScheduler": "total_iters",
     "ProbMaskPruneScheduler": "total_iterations",
+    "STRScheduler": "total_iterations",
 }
 """Arguments of MSBench's schedulers that are the length of the training, filled in where they are missing."""
 _LONG = 10**6
