@@ -203,8 +203,6 @@ def has_the_zeros(model: nn.Sequential, options: Options) -> bool:
         return held if options.pruning is False and options.quantization else count < total / 2
     if method.name == "constant":
         return held and count == 16 * 8 * 9
-    if method.name == "str":
-        return 0 < count < total
     pattern = parse_pattern(
         options.mask_type or {"vnni": "block4", "tensorrt": "2:4", None: "unstructured"}[options.target]
     )

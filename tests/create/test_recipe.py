@@ -83,7 +83,7 @@ def test_a_sparsity_beyond_the_measured_bounds_is_refused_with_the_numbers() -> 
         Manager(recipe.with_variables(sparsity=0.99)).apply(model)
 
 
-@pytest.mark.parametrize("pruning", ["movement", "acdc", "rigl", "topkast", "probmask", "admm", "levels"])
+@pytest.mark.parametrize("pruning", ["movement", "acdc", "rigl", "topkast", "str", "probmask", "admm", "levels"])
 def test_every_method_ends_at_the_sparsity_asked_for(pruning: str) -> None:
     model = network()
     recipe = sparsify.create.recipe_for(model, pruning, False, recipe_variables={"sparsity": 0.65})

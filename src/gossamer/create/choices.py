@@ -185,11 +185,9 @@ def _sparsity(method: Method | None, variables: RecipeVariables, pattern: Patter
         return sparsity
     if method.sharing == "own":
         if given:
-            told = "holds the zeros that the model has" if method is CONSTANT else "finds its sparsity by itself"
-            other = "magnitude" if method is CONSTANT else "probmask"
             raise _conflict(
-                f"pruning='{method.name}' {told}, and sparsity asks for {sparsity:g}",
-                f"sparsity, or choose pruning='{other}'",
+                f"pruning='{method.name}' holds the zeros that the model has, and sparsity asks for {sparsity:g}",
+                f"sparsity, or choose pruning='{MAGNITUDE.name}'",
             )
         return sparsity
     if isinstance(pattern, NM):
@@ -228,13 +226,13 @@ def _sharing(method: Method | None, variables: RecipeVariables, pattern: Pattern
                 f"global_sparsity, or choose pruning='{MAGNITUDE.name}'",
             )
         return True
-    if method.sharing in ("layers", "own"):
+    if method.sharing == "layers":
         if given and wide:
             raise _conflict(
                 f"pruning='{method.name}' gives each layer a share of its own, and global_sparsity is true",
                 f"global_sparsity, or choose pruning='{MAGNITUDE.name}'",
             )
-        if method.sharing == "layers" and wide:
+        if wide:
             notes.append(f"global_sparsity is false: {method.name} gives each layer a share of its own")
         return False
     if isinstance(pattern, NM):

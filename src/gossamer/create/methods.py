@@ -68,7 +68,7 @@ METHODS: tuple[Method, ...] = (
         "str",
         "STRPruningModifier",
         "learns a threshold for each layer",
-        sharing="own",
+        sharing="global",
         single_weights=True,
         by_gradient=True,
     ),

@@ -27,8 +27,6 @@ LEVELS = (0.5, 0.75, 0.9, 1.0)
 """The levels of `levels`, as shares of the sparsity."""
 PHASES = 6
 """Of AC/DC: an even number, dense first, sparse last."""
-STR_RATE, STR_TRAVEL, STR_MOST = 0.05, 10.8, 0.1
-"""At this rate STR's threshold learns; a decay of so much over the number of steps came to 90 % on two data sets."""
 
 _FREQUENCIES = {
     "movement": ("eval(min(0.1, pruning_end / 50))", "small: the scores are fresh only where training goes on"),
@@ -260,19 +258,11 @@ def _rigl(context: Context) -> list[Piece]:
     )
 
 
-def _str(context: Context) -> list[Piece]:
-    fields: Span = {"params": context.params, **_span(frequency=False)}
-    told = "The sparsity is a result here: more st_decay gives more zeros."
-    if context.steps_per_epoch:
-        steps = max(round(context.phases.pruning_end * context.steps_per_epoch), 1)
-        fields |= {"st_lr": STR_RATE, "st_decay": float(f"{min(STR_TRAVEL / steps, STR_MOST):.2g}")}
-        told += f" These two suit the {steps:,} steps that it has."
-    return [Piece("STRPruningModifier", fields, [told])]
-
-
-def _probmask(context: Context) -> list[Piece]:
+def _learned(context: Context) -> list[Piece]:
+    method = context.choices.method
+    assert method is not None
     fields: Span = {"params": context.params, "final_sparsity": "eval(sparsity)", **_span(frequency=False)}
-    return [Piece("ProbMaskPruningModifier", fields)]
+    return [Piece(method.modifier, fields)]
 
 
 def _levels(context: Context) -> list[Piece]:
@@ -303,7 +293,7 @@ _MAKERS: dict[str, Callable[[Context], list[Piece]]] = {
     "admm": _admm,
     "topkast": _topkast,
     "rigl": _rigl,
-    "str": _str,
-    "probmask": _probmask,
+    "str": _learned,
+    "probmask": _learned,
     "levels": _levels,
 }
