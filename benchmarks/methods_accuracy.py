@@ -35,7 +35,7 @@ AT_90 = {
     "levels, energy": """!LevelPruningModifier {levels: [0.6, 0.8, 0.9], end_epoch: eval(epochs / 2),
         restart_lr: false, allocation: energy}""",
     "STR": """!STRPruningModifier {params: __ALL_PRUNABLE__, start_epoch: 0, end_epoch: eval(epochs),
-        st_decay: eval(st_decay)}""",
+        final_sparsity: 0.9}""",
     "ProbMask": """!ProbMaskPruningModifier {params: __ALL_PRUNABLE__, final_sparsity: 0.9,
         start_epoch: 0, end_epoch: eval(epochs / 2)}""",
     "ADMM": """!ADMMPruningModifier {params: __ALL_PRUNABLE__, final_sparsity: 0.9,
@@ -66,8 +66,6 @@ class Task:
     """Epochs of training with a recipe."""
     batch_size: int
     mirrored: bool
-    st_decay: float
-    """The decay with which learned thresholds come near 90 % here."""
 
 
 class Result(NamedTuple):
@@ -84,7 +82,7 @@ def methods_accuracy(watch: Watch, folder: Path | None) -> Iterator[Row]:
         return fashion_mnist.SmallResNet().to(memory_format=torch.channels_last)
 
     epochs, batch_size = fashion_mnist.EPOCHS, fashion_mnist.BATCH
-    return compared(Task(training, test, network, epochs, 3, batch_size, True, st_decay=1.2e-2), watch)
+    return compared(Task(training, test, network, epochs, 3, batch_size, True), watch)
 
 
 def methods_accuracy_on_digits(watch: Watch) -> Iterator[Row]:
@@ -95,7 +93,7 @@ def methods_accuracy_on_digits(watch: Watch) -> Iterator[Row]:
         range(len(images)), test_size=0.25, random_state=0, stratify=digits.target
     )
     training, test = ((images[part], labels[part]) for part in (chosen, kept_back))
-    return compared(Task(training, test, small_network, 10, 10, 64, False, st_decay=5e-2), watch)
+    return compared(Task(training, test, small_network, 10, 10, 64, False), watch)
 
 
 def small_network() -> nn.Module:
@@ -149,7 +147,7 @@ def trial(task: Task, seed: int, dense: nn.Module, modifier: str, steps: Iterato
     optimizer = sgd(model)
     manager = None
     if modifier:
-        manager = Manager(f"epochs: {task.again}\nst_decay: {task.st_decay}\nmodifiers:\n  - {modifier}\n")
+        manager = Manager(f"epochs: {task.again}\nmodifiers:\n  - {modifier}\n")
         manager.modify(model, optimizer, steps_per_epoch(task.training, task.batch_size))
     train(model, optimizer, task.training, seed + 100, steps, task.again, task.batch_size, task.mirrored)
     if manager is not None:
