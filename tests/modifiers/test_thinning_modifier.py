@@ -77,20 +77,20 @@ def test_filters_that_were_pruned_leave_while_training_goes_on(make) -> None:
     train(model, optimizer, range(3))
     assert shapes(model)["0.weight"] == (8, 3, 3, 3)
     train(model, optimizer, range(3, 4))
-    assert shapes(model)["0.weight"] == (5, 3, 3, 3)  # four of eight went, one of them carries on
-    assert shapes(model)["3.weight"] == (7, 5, 3, 3)
-    assert shapes(model)["4.running_mean"] == (7,)
-    assert shapes(model)["8.weight"] == (5, 28)
+    assert shapes(model)["0.weight"] == (4, 3, 3, 3)  # four of eight went, with their biases and batch norm
+    assert shapes(model)["3.weight"] == (6, 4, 3, 3)
+    assert shapes(model)["4.running_mean"] == (6,)
+    assert shapes(model)["8.weight"] == (5, 24)
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     for parameter, state in optimizer.state.items():
         assert all(value.shape == parameter.shape for value in state.values() if value.dim())
     assert {name: tuple(mask.shape) for name, mask in manager.masks().items()} == {
-        "0.weight": (5, 3, 3, 3),
-        "3.weight": (7, 5, 3, 3),
+        "0.weight": (4, 3, 3, 3),
+        "3.weight": (6, 4, 3, 3),
     }
     train(model, optimizer, range(4, 8))
     dead = [int((weight.detach().flatten(1) == 0).all(1).sum()) for weight in (model[0].weight, model[3].weight)]
-    assert dead == [1, 1]
+    assert dead == [0, 0]
 
 
 def test_the_step_at_which_filters_leave_changes_no_output() -> None:
@@ -137,7 +137,7 @@ def test_a_run_that_was_thinned_goes_on_to_the_bit(order: str) -> None:
         again.load_state_dict(saved[0])
     train(again, fresh, range(6, 10))
     assert same(whole, again)
-    assert shapes(again)["0.weight"] == (5, 3, 3, 3)
+    assert shapes(again)["0.weight"] == (4, 3, 3, 3)
 
 
 def test_without_the_state_nobody_knows_what_was_removed() -> None:
@@ -179,7 +179,7 @@ def test_filters_leave_again_at_each_update() -> None:
     optimizer = manager.modify(model, momentum(model), 4, example_inputs=INPUT)
     assert shapes(model)["0.weight"] == (5, 3, 3, 3)
     train(model, optimizer, range(8))
-    assert shapes(model)["3.weight"] == (4, 5, 3, 3)
+    assert shapes(model)["3.weight"] == (3, 5, 3, 3)
     again, second = network(), Manager(recipe)
     second.load_state_dict(manager.state_dict())
     second.apply_structure(again)
@@ -281,7 +281,7 @@ def test_a_model_in_ddp_is_refused_with_what_to_do(tmp_path) -> None:
 def test_one_shot_application_ends_with_the_small_model() -> None:
     model = network()
     Manager(RECIPE).apply(model, example_inputs=INPUT)
-    assert shapes(model)["3.weight"] == (7, 5, 3, 3)
+    assert shapes(model)["3.weight"] == (6, 4, 3, 3)
 
 
 def test_who_is_in_no_run_is_told_that_nothing_can_be_removed() -> None:

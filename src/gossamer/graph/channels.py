@@ -255,6 +255,11 @@ class Channels:
         counts = Reasons.first(len(colour), [(why, self._root[atoms]) for why, atoms in self._counts])
         return Classes(colour, reasons, limits, counts)
 
+    def fixed_because(self, why: str) -> Ints:
+        """The classes that were fixed for this reason, whatever other reasons they have; sorted."""
+        atoms = [atoms for sentence, atoms in (*self._reasons, *self._limits) if sentence == why]
+        return np.unique(self._root[np.concatenate(atoms)]) if atoms else np.zeros(0, np.int64)
+
     def resolved(self, factor: Factor) -> tuple[Ints, Labels]:
         """Class and copy at each position."""
         return self._root[factor.atoms], self._offset[factor.atoms] + factor.copies

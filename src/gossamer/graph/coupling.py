@@ -25,6 +25,8 @@ from gossamer.graph.tensors import tensors_in
 from gossamer.graph.tracing import Arguments, Coupling, Follower, storage_of
 from gossamer.graph.undisturbed import quietly, undisturbed
 
+LEAVES = "it reaches the network's output, or the model keeps it"
+"""Why channels that the model returns or stores are held in place."""
 _MOST_CALLS = 8
 """Of one part, with inputs of different shapes."""
 
@@ -57,7 +59,7 @@ def _coupled(module: nn.Module, example_inputs: Any, parts: bool) -> Coupling:
     for inputs in tried:
         try:
             follower = Follower(module)
-            follower.follow(module, [as_arguments(inputs)], "the network's input", _LEAVES)
+            follower.follow(module, [as_arguments(inputs)], "the network's input", LEAVES)
             return follower.coupling()
         except Exception as error:  # noqa: BLE001  (any model, any reason)
             failure = _told(error)
@@ -73,9 +75,6 @@ def _coupled(module: nn.Module, example_inputs: Any, parts: bool) -> Coupling:
 
 def _told(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
-
-
-_LEAVES = "it reaches the network's output, or the model keeps it"
 
 
 # Parts

@@ -13,10 +13,19 @@ from typing import Any
 
 import numpy as np
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from gossamer.graph.channels import Ints
-from gossamer.graph.coupling import couple
-from gossamer.graph.parameters import first_names, is_depthwise, is_transposed, named_modules, prunable
+from gossamer.graph.coupling import LEAVES, couple
+from gossamer.graph.parameters import (
+    first_names,
+    is_depthwise,
+    is_transposed,
+    named_modules,
+    named_parameters,
+    owner_of,
+    prunable,
+)
 from gossamer.graph.tracing import Coupling
 
 
@@ -71,6 +80,21 @@ class FilterGraph:
             if into is not None and name not in tables and name not in self.depthwise:
                 self.read[name] = into
         self.held = _held(coupling)
+        self.leaving = frozenset(coupling.channels.fixed_because(LEAVES).tolist())
+        """Classes that the model returns or keeps."""
+        self.vectors = self._vectors(model)
+        """The class at each position of the biases of layers, and of the affine parameters of batch norm."""
+
+    def _vectors(self, model: nn.Module) -> dict[str, Ints]:
+        found: dict[str, Ints] = {}
+        for name, parameter in named_parameters(model):
+            path, _, leaf = name.rpartition(".")
+            own_bias = leaf == "bias" and f"{path}.weight".lstrip(".") in self.output_dim
+            if parameter.dim() == 1 and (own_bias or isinstance(owner_of(model, name), _NormBase)):
+                for factor in self.coupling.layouts.get(name, ()):
+                    if factor.dims == (0,):
+                        found[name] = self.coupling.channels.resolved(factor)[0]
+        return found
 
     def output_side(self, name: str) -> int:
         """The dimension of a weight along which its output channels lie; those of a depthwise one are its rows."""

@@ -72,9 +72,8 @@ class ADMMPruningModifier(DynamicPruningModifier):
                 parameter.grad.add_(pull, alpha=self.rho * run.loss_scale)
 
     def end(self, run: Run) -> None:
-        for name, keep in self.magnitude_masks(run, self.final_sparsity).items():
-            run.set_mask(name, keep)
         run.state.clear()
+        self.hold(run, self.magnitude_masks(run, self.final_sparsity))
         super().end(run)
 
 

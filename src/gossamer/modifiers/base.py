@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Self, TypeVar, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -19,6 +19,9 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, ModifierError, nearest
 from gossamer.graph import expects_every_gradient
+
+if TYPE_CHECKING:
+    from gossamer.graph.filter_groups import FilterGraph
 
 _NEWER = {"start": "start_epoch", "end": "end_epoch", "targets": "params"}
 
@@ -157,6 +160,10 @@ class Run(Protocol):
 
     def permute(self, names: Sequence[str], n: int, m: int) -> None:
         """Reorder channels of the model, its function unchanged, so that n:m keeps more of these weights."""
+        ...
+
+    def filter_graph(self) -> FilterGraph | str:
+        """Which filters of the model belong together; the reason when the model cannot be followed."""
         ...
 
     def thin(self, names: Sequence[str]) -> None:

@@ -96,13 +96,11 @@ class ACDCPruningModifier(DynamicPruningModifier):
     def update(self, run: Run) -> None:
         sparse = self.is_sparse(run.updates_done)
         if sparse and not run.state.get("sparse", False):
-            for name, keep in self.magnitude_masks(run, self.compression_sparsity).items():
-                run.set_mask(name, keep)
+            self.hold(run, self.magnitude_masks(run, self.compression_sparsity))
         elif not sparse and run.state.get("sparse", False):
-            for name in run.targets:
-                run.release_mask(name)
-                if self.momentum_buffer_reset:
-                    run.reset_moments(name)
+            self.release(run)
+            for name in run.targets if self.momentum_buffer_reset else ():
+                run.reset_moments(name)
         run.state["sparse"] = sparse
 
     def end(self, run: Run) -> None:

@@ -117,8 +117,8 @@ class LevelPruningModifier(PruningModifier):
         level = self._level(run)
         if run.step > self._starts(run)[level] and self._is_at(run, self.levels[level]):
             # Entered within a level, with its weights but without its state: the zeros are the mask.
-            for name in run.targets:
-                run.set_mask(name, run.parameter(name).detach() != 0)
+            masks = {name: run.parameter(name).detach() != 0 for name in run.targets}
+            self.hold(run, masks, as_they_are=True)
             run.state.update(level=level, target=self.levels[level])
         else:
             self._enter(run, level)
@@ -138,8 +138,7 @@ class LevelPruningModifier(PruningModifier):
     def prune(self, run: Run, sparsity: Mapping[str, float] | float) -> None:
         """Hold masks of one sparsity over all layers together, or of one for each layer that is named."""
         names = [name for name in run.targets if name in sparsity] if isinstance(sparsity, Mapping) else run.targets
-        for name, keep in self.masks(run, self.scorer.scores(run, names), sparsity).items():
-            run.set_mask(name, keep)
+        self.hold(run, self.masks(run, self.scorer.scores(run, names), sparsity))
 
     def allocated(self, weights: Mapping[str, Tensor], sparsity: float) -> dict[str, float] | float:
         """A sparsity for each layer, or one number for all of them together."""
@@ -169,8 +168,7 @@ class LevelPruningModifier(PruningModifier):
             masks = self._masks_at(run, self.levels[level])
         except SparsityError as error:
             raise ModifierError(f"level {level + 1} of {len(self.levels)}: {error}", "levels") from None
-        for name, keep in masks.items():
-            run.set_mask(name, keep)
+        self.hold(run, masks)
         run.state.update(level=level, target=self.levels[level])
         run.log(f"{self.name}/level", self.levels[level])
 

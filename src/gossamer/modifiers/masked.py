@@ -14,10 +14,11 @@ from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
 from gossamer.errors import ModifierError, SparsityError
-from gossamer.graph import match, match_excluded, match_prunable, prunable
+from gossamer.graph import has_parameter, is_depthwise, match, match_excluded, match_prunable, prunable
 from gossamer.modifiers.base import Modifier, ParamNames, Run
+from gossamer.modifiers.filters import FilterPlan, hold_vectors, is_held, leaves, plan_filters
 from gossamer.modifiers.scoring import outputs_first
-from gossamer.sparse import Filter, Pattern, global_masks, parse_pattern, within_reach
+from gossamer.sparse import Channel, Filter, Pattern, global_masks, parse_pattern, within_reach
 from gossamer.sparse.selection import refuse_nan
 
 Sparsity = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -62,7 +63,19 @@ class PruningModifier(Modifier):
         return self.sparsity_at(epoch)
 
     def bind(self, run: Run) -> list[str]:
-        return self.bind_params(run, self.params)
+        targets = self.bind_params(run, self.params)
+        self.bind_filters(run, targets)
+        return targets
+
+    def bind_filters(self, run: Run, targets: Sequence[str]) -> None:
+        """Find out which filters of the weights go together, where whole filters or channels go."""
+        run.plan["targets"] = list(targets)
+        if (filters := self.filters(run)) is not None:
+            for message in filters.notes:
+                logger.warning("%s: %s", self.name, message)
+            for pool in filters.pools.pools:
+                if len(pool.weights) > 1:
+                    logger.info("%s prunes together: %s", self.name, ", ".join(pool.weights))
 
     def bind_params(self, run: Run, wanted: str | Sequence[str], field: str = "params") -> list[str]:
         """The weights to prune; what the pattern does not fit is skipped, or refused when named exactly."""
@@ -70,7 +83,6 @@ class PruningModifier(Modifier):
         for name, reason in matches.skipped.items():
             run.skip(name, reason)
         targets: list[str] = []
-        outputs = next(reversed(prunable(run.module)), None)
         excluded, idle = match_excluded(run.module, self.exclude, field="exclude")
         for pattern in idle:
             logger.warning("%s: exclude: '%s' matches nothing", self.name, pattern)
@@ -81,8 +93,8 @@ class PruningModifier(Modifier):
             parameter = run.parameter(name)
             if parameter.numel() and bool(parameter.detach().isnan().any()):
                 raise ModifierError(f"'{name}' holds NaN and cannot be pruned; repair the weights first", field)
-            if isinstance(self.pattern, Filter) and name == outputs and name not in matches.exact:
-                run.skip(name, "the last layer: pruning its filters would remove outputs; name it exactly to prune it")
+            if name not in matches.exact and (reason := self._spared(run, name)):
+                run.skip(name, f"{reason}; name it exactly to prune it")
                 continue
             reason = self.pattern.fits(self._rows(run, name, parameter).shape)
             if reason and name in matches.exact:
@@ -99,8 +111,55 @@ class PruningModifier(Modifier):
 
     def end(self, run: Run) -> None:
         if not self.leave_enabled:
-            for name in run.targets:
-                run.release_mask(name)
+            self.release(run)
+
+    def hold(self, run: Run, masks: Mapping[str, Tensor], *, as_they_are: bool = False) -> None:
+        """Hold masks of weights, and with whole filters what belongs to them; `as_they_are` changes no value."""
+        for name, keep in masks.items():
+            run.set_mask(name, keep)
+        self._hold_vectors(run, as_they_are)
+
+    def release(self, run: Run) -> None:
+        """Let go of all masks; what was held along with filters gets its values back."""
+        for name in run.targets:
+            run.release_mask(name)
+        self._hold_vectors(run)
+
+    def _hold_vectors(self, run: Run, as_they_are: bool = False) -> None:
+        filters = self.filters(run)
+        if filters is not None and isinstance(self.pattern, Filter):
+            hold_vectors(run, filters.vectors, filters.graph, as_they_are)
+
+    def filters(self, run: Run) -> FilterPlan | None:
+        """Which filters or channels go together and what goes with them; None under other patterns."""
+        if not isinstance(self.pattern, Filter | Channel):
+            return None
+        names = [name for name in run.plan["targets"] if has_parameter(run.module, name)]
+        shapes = {name: tuple(self._rows(run, name, run.parameter(name)).shape) for name in names}
+        found: FilterPlan | None = run.plan.get("filters")
+        if found is None or found.shapes != shapes:
+            groups = [[name for name in group if name in shapes] for group in run.plan.get("groups", ())]
+            found = run.plan["filters"] = plan_filters(
+                run, shapes, isinstance(self.pattern, Channel), [group for group in groups if group], self.apart(run)
+            )
+        return found
+
+    def apart(self, run: Run) -> Mapping[str, float]:
+        """Sparsities that the recipe gives to single weights: those with different ones do not share a mask."""
+        return {}
+
+    def _spared(self, run: Run, name: str) -> str | None:
+        """Why a weight that is not named exactly keeps its filters or channels."""
+        if isinstance(self.pattern, Channel) and is_depthwise(run.module, name):
+            return "a depthwise convolution, which reads each channel on its own"
+        if not isinstance(self.pattern, Filter):
+            return None
+        last, graph = name == prunable(run.module)[-1], run.filter_graph()
+        if last and (isinstance(graph, str) or is_held(graph, name)):
+            return "the last layer: pruning its filters would remove outputs"
+        if not isinstance(graph, str) and leaves(graph, name):
+            return "its filters are outputs of the model"
+        return None
 
     def masks(self, run: Run, scores: Mapping[str, Tensor], sparsity: Mapping[str, float] | float) -> dict[str, Tensor]:
         """Masks for a sparsity per layer, or for one number over all layers together."""
@@ -111,7 +170,12 @@ class PruningModifier(Modifier):
             except SparsityError as error:
                 raise ModifierError(f"'{name}' cannot be pruned at step {run.step}: {error}") from None
             rows[name] = self._rows(run, name, score)
-        if isinstance(sparsity, Mapping):
+        if (filters := self.filters(run)) is not None:
+            units = {name: self.pattern.unit_scores(score) for name, score in rows.items()}
+            numels = {name: score.numel() for name, score in rows.items()}
+            parts = filters.pools.keep(units, sparsity, self.caps(run), numels)
+            kept = {name: self.pattern.expand(part, rows[name].shape) for name, part in parts.items()}
+        elif isinstance(sparsity, Mapping):
             kept = {name: self.pattern.mask(score, sparsity[name]) for name, score in rows.items()}
         else:
             kept = global_masks(rows, self.pattern, sparsity, self.caps(run))
@@ -157,10 +221,14 @@ class RankedPruningModifier(PruningModifier):
         targets = super().bind(run)
         run.plan["caps"] = caps = self._caps(run, targets)
         if self.goal is not None and self.max_layer_sparsity != 1.0:
-            rows = {name: self._rows(run, name, run.parameter(name).detach()) for name in targets}
-            units = {name: self.pattern.unit_scores(weight).numel() for name, weight in rows.items()}
+            if (filters := self.filters(run)) is not None:
+                units, bounds = filters.pools.sizes(), filters.pools.bounds(caps)
+            else:
+                rows = {name: self._rows(run, name, run.parameter(name).detach()) for name in targets}
+                units = {name: self.pattern.unit_scores(weight).numel() for name, weight in rows.items()}
+                bounds = caps
             try:
-                within_reach(units, self.goal, caps)
+                within_reach(units, self.goal, bounds)
             except SparsityError as error:
                 raise ModifierError(f"max_layer_sparsity: {error}", "max_layer_sparsity") from None
         return targets

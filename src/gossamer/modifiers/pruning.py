@@ -158,7 +158,11 @@ class GMPruningModifier(RankedPruningModifier):
                 if finals.setdefault(name, sparsity) != sparsity:
                     raise ModifierError(f"final_sparsity: '{name}' is listed at two sparsities", "final_sparsity")
         run.plan["final"] = finals
+        self.bind_filters(run, list(finals))
         return list(finals)
+
+    def apart(self, run: Run) -> Mapping[str, float]:
+        return run.plan.get("final", {})
 
     def start(self, run: Run) -> None:
         initial: dict[str, float] = {}
@@ -210,8 +214,7 @@ class GMPruningModifier(RankedPruningModifier):
             masks = self.masks(run, scores, sparsity)
         del scores
         scorer.settle(run, masks)
-        for name, keep in masks.items():
-            run.set_mask(name, keep)
+        self.hold(run, masks)
 
     @staticmethod
     def _rank_masked_last(run: Run, scores: dict[str, Tensor], sparsity: Mapping[str, float]) -> None:
@@ -263,15 +266,16 @@ class ConstantPruningModifier(PruningModifier):
     params: ParamNames = Field(default=...)
 
     def start(self, run: Run) -> None:
+        masks: dict[str, Tensor] = {}
         for name in run.targets:
             keep = run.parameter(name).detach() != 0
             if bool(keep.all()):
                 run.skip(name, "dense: it has no zeros to hold")
             else:
-                run.set_mask(name, keep)
+                masks[name] = keep
+        self.hold(run, masks, as_they_are=True)
         if not any(run.mask(name) is not None for name in run.targets):
             logger.warning("%s holds nothing: no weight it names has a zero; load the sparse weights first", self.name)
 
     def end(self, run: Run) -> None:
-        for name in run.targets:
-            run.release_mask(name)
+        self.release(run)

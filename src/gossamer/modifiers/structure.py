@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
-from torch import Tensor, nn
+from torch import nn
 
-from gossamer.errors import ModifierError, SparsityError, nearest
+from gossamer.errors import ModifierError, nearest
 from gossamer.graph import ALL_PRUNABLE, get_module, match, named_modules, named_parameters, prunable
 from gossamer.graph.thinning_cuts import spread_over_processes
 from gossamer.modifiers.base import Modifier, ParamNames, Run, check_gradients_may_vanish, register, to_step
 from gossamer.modifiers.pruning import GMPruningModifier
-from gossamer.sparse import smallest, zero_count
 
 
 @register
 class StructuredPruningModifier(GMPruningModifier):
     """Gradual pruning of whole filters or input channels.
 
-    The weights of one list in `param_groups` lose the same filters (or
-    channels), ranked by the sum of their scores: what a residual addition needs.
+    Weights whose filters (or channels) can be removed only together lose the
+    same ones. The weights of one list in `param_groups` do so whatever the
+    model, ranked by the sum of their scores; a weight in a list of its own is
+    pruned on its own.
     """
 
     mask_type: str | list[int] = "filter"
@@ -42,44 +43,22 @@ class StructuredPruningModifier(GMPruningModifier):
             raise ValueError("param_groups: groups share one mask and cannot be ranked against other layers")
         return self
 
-    def bind(self, run: Run) -> list[str]:
-        targets = super().bind(run)
+    def bind_filters(self, run: Run, targets: Sequence[str]) -> None:
         groups = [match(run.module, names, field="param_groups") for names in self.param_groups]
         repeated = [name for name, count in Counter(name for group in groups for name in group).items() if count > 1]
         if repeated:
             raise ModifierError(f"param_groups: '{repeated[0]}' stands in two groups; join them", "param_groups")
         for group in groups:
-            counts = {name: self._units(run, name) for name in group}
             if missing := [name for name in group if name not in targets]:
                 raise ModifierError(f"param_groups: '{missing[0]}' is not among params", "param_groups")
+            counts = {name: self._units(run, name) for name in group}
             if len(set(counts.values())) > 1:
                 shown = ", ".join(f"{name} has {count}" for name, count in counts.items())
                 raise ModifierError(
                     f"param_groups: one group needs as many {self.mask_type}s everywhere: {shown}", "param_groups"
                 )
         run.plan["groups"] = groups
-        return targets
-
-    def masks(self, run: Run, scores: Mapping[str, Tensor], sparsity: Mapping[str, float] | float) -> dict[str, Tensor]:
-        present = [[name for name in group if name in scores] for group in run.plan["groups"]]
-        groups: list[list[str]] = [group for group in present if group]
-        if not isinstance(sparsity, Mapping) or not groups:
-            return super().masks(run, scores, sparsity)
-        grouped = {name for group in groups for name in group}
-        alone = {name: score for name, score in scores.items() if name not in grouped}
-        masks = super().masks(run, alone, sparsity)
-        for group in groups:
-            rows = {name: self._rows(run, name, scores[name]) for name in group}
-            units = sum(self.pattern.unit_scores(score).double() for score in rows.values())
-            assert isinstance(units, Tensor)
-            try:
-                keep = ~smallest(units, zero_count(units.numel(), sparsity[group[0]]))
-            except SparsityError as error:
-                raise ModifierError(f"{', '.join(group)} cannot be pruned at step {run.step}: {error}") from None
-            for name, score in rows.items():
-                expanded = self.pattern.expand(keep.to(score.device), score.shape)
-                masks[name] = self._rows(run, name, expanded).contiguous()
-        return masks
+        super().bind_filters(run, targets)
 
     def _units(self, run: Run, name: str) -> int:
         return self.pattern.unit_scores(self._rows(run, name, run.parameter(name).detach())).numel()

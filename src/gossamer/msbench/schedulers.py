@@ -58,7 +58,7 @@ class BaseScheduler(Lowered):
         """The weights that are pruned; known when a model is prepared."""
         self.skipped: dict[str, str] = {}
         self.followed: tuple[Any, bool] = (None, False)
-        """What a permutation follows the model with, and whether in parts."""
+        """What the model is followed with, and whether in parts."""
         self._reference: weakref.ref[nn.Module] | None = None
         self._run: TrainingRun | None = None
         self._begun = False
@@ -85,7 +85,8 @@ class BaseScheduler(Lowered):
         A `config` overrides parts of the scheduler's own. Build the optimizer behind this call: methods that learn
         add parameters. `networks`, for a model such as a detector that no graph can represent, are modules over its
         layers that torch.fx follows in its place: the model comes back as it is, and what lies outside of them is
-        not pruned. `example_inputs` is what a permutation of channels follows the model with.
+        not pruned. `example_inputs` is what the model is followed with, to permute channels and to find filters that
+        belong together.
         """
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise GossamerError(f"prepare_sparse_model: expected a torch.nn.Module, found {type(model).__name__}")
@@ -162,10 +163,13 @@ class BaseScheduler(Lowered):
         self._exported.apply_to_copy(owner)
         sparsers.fold(owner, self.names)
         if self._reference is not None and owner is self._reference():
-            if self._run is not None and self._begun:
-                self._run.finish()
+            held = list(self.names)
+            if self._run is not None:
+                held += [name for name in self._run.shared.masks.names() if name not in held]
+                if self._begun:
+                    self._run.finish()
             self._run = None
-            for name in self.names:
+            for name in held:
                 weight = get_parameter(owner, name).detach()
                 self._exported.hold(0, name, weight != 0, weight)
             self.exported()
@@ -310,7 +314,8 @@ class BaseScheduler(Lowered):
 
     def _new_run(self, model: nn.Module) -> TrainingRun:
         with told_of_config():
-            run = TrainingRun(Recipe.of(self.modifiers(), name=NAME), model, None, 1.0, restart=self._restart)
+            recipe, example = Recipe.of(self.modifiers(), name=NAME), self.followed[0]
+            run = TrainingRun(recipe, model, None, 1.0, example_inputs=example, restart=self._restart)
         run.told_the_time = True
         first = run.attachments[0]
         if self.generator.mask_type is None and isinstance(first.modifier, LevelPruningModifier):

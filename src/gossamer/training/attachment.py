@@ -7,7 +7,7 @@ to the run's shared parts: model, optimizer, masks, clock.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from gossamer.errors import GossamerError, ModifierError
 from gossamer.graph import get_parameter, has_parameter
+from gossamer.graph.parameters import named_state
 from gossamer.graph.substitution import Substitution
 from gossamer.modifiers.base import Modifier
 from gossamer.training.clock import Timing
@@ -26,9 +27,11 @@ from gossamer.training.restart import Restart
 from gossamer.training.sampling import Sampler, as_sampler, untaught
 
 if TYPE_CHECKING:
+    from gossamer.graph.filter_groups import FilterGraph
     from gossamer.graph.permutation import Permutation
     from gossamer.graph.thinning_cuts import Cuts
     from gossamer.modifiers.distillation.lessons import Lessons
+    from gossamer.modifiers.filters import FilterPlan
 
 logger = logging.getLogger("gossamer")
 
@@ -75,8 +78,16 @@ class Shared:
     """Puts the place in the recipe before an error."""
     restart: Restart | None = None
     """The user's learning-rate scheduler, when the run was told of one."""
+    filters: tuple[tuple[tuple[str, tuple[int, ...]], ...], FilterGraph | str] | None = None
+    """The shapes that the model had when it was last followed, and what was found."""
     stepping: set[int] | None = None
     """While one of several optimizers is about to step: the ids of its parameters."""
+    targets: set[str] = field(default_factory=set[str])
+    """Every parameter that a modifier is bound to."""
+
+    def pruned(self) -> list[str]:
+        """Masked parameters, without those that are held at zero because a filter is."""
+        return [name for name in self.masks.names() if name in self.targets]
 
 
 class Attachment:
@@ -104,6 +115,12 @@ class Attachment:
         names = [name for name in self.bound if has_parameter(self._shared.module, name)]
         stepping = self._shared.stepping
         return names if stepping is None else [name for name in names if id(self.parameter(name)) in stepping]
+
+    @property
+    def held_along(self) -> Collection[str]:
+        """Parameters that are no targets and may be held at zero along with filters."""
+        filters: FilterPlan | None = self.plan.get("filters")
+        return () if filters is None else filters.vectors.keys()
 
     @property
     def step(self) -> int:
@@ -247,6 +264,20 @@ class Attachment:
         if shared.reorder is not None:
             shared.reorder(found)
 
+    def filter_graph(self) -> FilterGraph | str:
+        from gossamer.graph.coupling import Untraceable, couple
+        from gossamer.graph.filter_groups import FilterGraph
+
+        shared = self._shared
+        shapes = tuple((name, tuple(tensor.shape)) for name, tensor in named_state(shared.module))
+        if shared.filters is None or shared.filters[0] != shapes:
+            try:
+                graph = FilterGraph(shared.module, couple(shared.module, shared.example_inputs, parts=True))
+            except Untraceable as error:
+                graph = str(error)
+            shared.filters = (shapes, graph)
+        return shared.filters[1]
+
     def thin(self, names: Sequence[str]) -> None:
         from gossamer.training.thinning import thin_run
 
@@ -268,7 +299,7 @@ class Attachment:
         return weight.numel() - int(weight.detach().count_nonzero()), weight.numel()
 
     def masked_names(self) -> list[str]:
-        return [name for name in self._shared.masks.names() if has_parameter(self._shared.module, name)]
+        return [name for name in self._shared.pruned() if has_parameter(self._shared.module, name)]
 
     def skip(self, name: str, reason: str) -> None:
         self.skipped[name] = reason

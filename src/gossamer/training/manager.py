@@ -143,8 +143,9 @@ class Manager:
         Returns the optimizer, or, when a GradScaler was given, a scaler to
         use in its place (so that steps which overflow count). `epoch` enters
         the run in the middle. `example_inputs` (a tensor, or a tuple or dict of
-        arguments for the model) is what `permute: true` follows the model with;
-        without it common shapes are tried. `lr_scheduler` is what
+        arguments for the model) is what the model is followed with, to permute
+        channels and to find filters that belong together; without it common
+        shapes are tried. `lr_scheduler` is what
         `LevelPruningModifier` starts over. `distillation_teacher` is a module;
         None or "self" for a frozen copy of the model as it is now; "disable" or
         False for none. `accumulation_steps` is the number by which each loss is
@@ -339,9 +340,9 @@ class Manager:
         return {a.key: dict(a.skipped) for a in self._attached().attachments if a.skipped}
 
     def masks(self) -> dict[str, torch.Tensor]:
-        """By parameter: True where the weight is kept."""
-        masks = self._attached().shared.masks
-        return {name: ~masks.zeros(name) for name in masks.names()}
+        """By pruned parameter: True where the weight is kept."""
+        shared = self._attached().shared
+        return {name: ~shared.masks.zeros(name) for name in shared.pruned()}
 
     def apply_masks(self, module: nn.Module) -> None:
         """Zero the masked weights of another copy of the model, such as an average of it."""
@@ -350,9 +351,9 @@ class Manager:
             raise GossamerError(f"apply_masks: this is no copy of the model: it has no parameter '{min(missing)}'")
 
     def sparsity(self) -> dict[str, float]:
-        """By masked parameter: the share of its weights that are zero now."""
+        """By pruned parameter: the share of its weights that are zero now."""
         run = self._attached()
-        names = [name for name in run.shared.masks.names() if has_parameter(run.shared.module, name)]
+        names = [name for name in run.shared.pruned() if has_parameter(run.shared.module, name)]
         weights = {name: get_parameter(run.shared.module, name).detach() for name in names}
         return {name: float((weight == 0).double().mean()) for name, weight in weights.items()}
 

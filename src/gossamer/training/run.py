@@ -90,6 +90,7 @@ class TrainingRun:
         problems += [str(located(recipe, *found)) for found in misplaced(self.attachments)]
         if problems:
             raise RecipeError(problems)
+        self.shared.targets = {name for attachment in self.attachments for name in attachment.bound}
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -289,7 +290,7 @@ class TrainingRun:
                 reason = "it is not in the model"
             elif tuple(parameters[name].shape) != tuple(keep.shape):
                 reason = f"it has shape {tuple(parameters[name].shape)}"
-            elif name not in attachment.bound:
+            elif name not in attachment.bound and name not in attachment.held_along:
                 reason = "the recipe no longer names it there"
             if reason:
                 problems.append(f"{attachment.key}: the mask of '{name}' {tuple(keep.shape)} is dropped: {reason}")

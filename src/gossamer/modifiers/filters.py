@@ -1,0 +1,373 @@
+"""Whole filters and input channels: which ones of several weights go together, and what else goes with them.
+
+A residual addition, a depthwise convolution or a shared input ties filters of
+several weights to each other: the channel can be removed only when all of
+them are zero. Such filters form a pool, which is ranked as one and gets one
+mask. With a filter go its bias and the affine parameters of the batch norm
+behind it, so that a removed channel is exactly zero. Which channels are the
+same comes from `graph`; the run holds the masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gossamer.graph import first_names, get_parameter, has_parameter, prunable
+from gossamer.modifiers.base import Run
+from gossamer.modifiers.scoring import outputs_first
+from gossamer.sparse import Unstructured, global_masks
+
+if TYPE_CHECKING:
+    from gossamer.graph.channels import Ints
+    from gossamer.graph.filter_groups import FilterGraph
+
+Bools = NDArray[np.bool_]
+
+SAVED = "removed_with_filters"
+"""The key in `run.state` of the values that parameters had before they were held at zero along with a filter."""
+
+
+@dataclass(frozen=True)
+class FilterPlan:
+    """Which filters (or input channels) of some weights go together, and what goes with them."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of the weights, output channels first; other shapes need another plan."""
+    graph: FilterGraph | None
+    pools: Pools
+    vectors: Mapping[str, Vector]
+    notes: Sequence[str]
+    """What the user should know."""
+
+
+def plan_filters(
+    run: Run,
+    shapes: Mapping[str, tuple[int, ...]],
+    channels: bool,
+    by_hand: Sequence[Sequence[str]],
+    apart: Mapping[str, float],
+) -> FilterPlan:
+    """Find what goes together, by following the model; of one that cannot be followed, each weight is on its own."""
+    units = "channels" if channels else "filters"
+    found = run.filter_graph()
+    graph = None if isinstance(found, str) else found
+    sizes = {name: shape[int(channels)] for name, shape in shapes.items()}
+    pools = pools_of(sizes, graph, channels=channels, by_hand=by_hand, apart=apart)
+    notes: list[str] = []
+    if isinstance(found, str):
+        notes.append(f"{units} that belong together are not known, and each layer is pruned on its own: {found}")
+    elif found.coupling.note is not None:
+        notes.append(f"{units} that belong together are known in parts of the model only: {found.coupling.note}")
+    if graph is not None and not channels:
+        notes += _unpruned(graph, pools, shapes)
+    vectors = {} if channels else vectors_of(run.module, list(shapes), graph)
+    return FilterPlan(shapes, graph, pools, vectors, notes)
+
+
+def _unpruned(graph: FilterGraph, pools: Pools, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Pools whose channels stay, because a weight that produces them too is not pruned, in one sentence."""
+    found: dict[str, str] = {}
+    for name in (name for name in graph.produced if name not in shapes and name not in graph.depthwise):
+        classes = graph.produced[name].reshape(-1)
+        for pool in pools.pools:
+            if any(n in graph.produced and np.isin(graph.produced[n], classes).any() for n in pool.members):
+                found.setdefault(pool.members[0], name)
+    return [
+        f"what '{name}' loses cannot be removed from the model: '{other}' produces the same channels and is not pruned"
+        for name, other in found.items()
+    ][:1]
+
+
+# Filters of several weights
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Units `first` to `last - 1`: channels with all the filters that produce them, or all that read them."""
+
+    first: int
+    last: int
+    members: tuple[str, ...]
+    """Weights whose sparsity counts."""
+    followers: tuple[str, ...] = ()
+    """Depthwise convolutions, which lose what the members lose."""
+    by_hand: bool = False
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        return self.members + self.followers
+
+    @property
+    def span(self) -> slice:
+        return slice(self.first, self.last)
+
+
+@dataclass(frozen=True)
+class Pools:
+    """The filters (or input channels) of some weights as units that go together."""
+
+    units: Mapping[str, Tensor]
+    """By weight: the unit that each of its filters belongs to."""
+    pools: Sequence[Pool]
+
+    @cached_property
+    def by_key(self) -> dict[str, Pool]:
+        """The pools by a readable key; a weight on its own goes by its name."""
+        found: dict[str, Pool] = {}
+        for pool in self.pools:
+            key = " + ".join(pool.members)
+            found[key if key not in found else f"{key} ({pool.first})"] = pool
+        return found
+
+    def sizes(self) -> dict[str, int]:
+        return {key: pool.last - pool.first for key, pool in self.by_key.items()}
+
+    def bounds(self, caps: float | Mapping[str, float]) -> float | dict[str, float]:
+        """Bounds of weights as bounds of pools: the lowest of the members'."""
+        if not isinstance(caps, Mapping):
+            return caps
+        found = {key: [caps[name] for name in pool.members if name in caps] for key, pool in self.by_key.items()}
+        return {key: min(bounds) for key, bounds in found.items() if bounds}
+
+    def keep(
+        self,
+        scores: Mapping[str, Tensor],
+        sparsity: Mapping[str, float] | float,
+        caps: float | Mapping[str, float],
+        numels: Mapping[str, int],
+    ) -> dict[str, Tensor]:
+        """By weight: True for each filter that stays; `scores` has one number per filter.
+
+        In each pool exactly round(units · sparsity) units go. Members with different sparsities get their mean, by
+        size. With one number for all weights, exactly that share of all units goes, under one threshold.
+        """
+        ranks, scored = self._ranks(scores, relative=isinstance(sparsity, Mapping))
+        pools = {key: pool for key, pool in self.by_key.items() if bool(scored[pool.first])}
+        keep = torch.ones(len(ranks), dtype=torch.bool)
+        if isinstance(sparsity, Mapping):
+            for pool in pools.values():
+                keep[pool.span] = Unstructured().mask(ranks[pool.span], _share(pool, sparsity, numels))
+        else:
+            ranked = {key: ranks[pool.span] for key, pool in pools.items()}
+            bounds = self.bounds(caps)
+            if isinstance(bounds, dict):
+                bounds = {key: bound for key, bound in bounds.items() if key in pools}
+            for key, kept in global_masks(ranked, Unstructured(), sparsity, bounds).items():
+                keep[pools[key].span] = kept
+        return {name: keep[self.units[name]].to(score.device) for name, score in scores.items()}
+
+    def _ranks(self, scores: Mapping[str, Tensor], relative: bool) -> tuple[Tensor, Tensor]:
+        """The mean score of each unit over its weights, and whether there is any; of pools made by hand, the sum.
+
+        Relative scores are divided by their mean in each weight: the weights of a pool have an equal say, whatever
+        their scale. Under one threshold for all layers, scores stay as they are.
+        """
+        count = max((pool.last for pool in self.pools), default=0)
+        totals, votes = torch.zeros(2, count, dtype=torch.float64)
+        shared, summed = torch.zeros(2, count, dtype=torch.bool)
+        for pool in self.pools:
+            shared[pool.span] = len(pool.weights) > 1 and not pool.by_hand
+            summed[pool.span] = pool.by_hand
+        for name, score in scores.items():
+            values, own = score.detach().double().cpu(), self.units[name]
+            finite = values[values.isfinite()].abs()
+            scale = float(finite.mean()) if relative and finite.numel() else 0.0
+            if scale > 0 and bool(shared[own].any()):
+                values = torch.where(shared[own], values / scale, values)
+            totals.index_add_(0, own, values)
+            votes.index_add_(0, own, torch.ones_like(values))
+        return totals / votes.clamp(min=1).masked_fill(summed, 1), votes > 0
+
+
+def _share(pool: Pool, sparsity: Mapping[str, float], numels: Mapping[str, int]) -> float:
+    shares = {name: sparsity[name] for name in pool.members if name in sparsity}
+    shares = shares or {name: sparsity[name] for name in pool.followers if name in sparsity}
+    if pool.by_hand or len(set(shares.values())) == 1:
+        return next(iter(shares.values()))
+    return sum(share * numels[name] for name, share in shares.items()) / sum(numels[name] for name in shares)
+
+
+def pools_of(
+    sizes: Mapping[str, int],
+    graph: FilterGraph | None,
+    *,
+    channels: bool = False,
+    by_hand: Sequence[Sequence[str]] = (),
+    apart: Mapping[str, float] | None = None,
+) -> Pools:
+    """Weights, with their numbers of filters (or of input channels), in pools.
+
+    Without a graph each weight is a pool of its own, apart from those grouped `by_hand`. Weights with different
+    values in `apart` are not pooled.
+    """
+    builder = _Builder()
+    for group in by_hand:
+        first = builder.count
+        for name in group:
+            builder.units[name] = torch.arange(first, first + sizes[name])
+        builder.add(sizes[group[0]], tuple(group), by_hand=True)
+    known = {} if graph is None else _classes(graph, sizes, channels)
+    free = {name: classes for name, classes in known.items() if name not in builder.units}
+    kinds = apart or {}
+    for kind in dict.fromkeys(kinds.get(name) for name in free):
+        builder.couple({n: c for n, c in free.items() if kinds.get(n) == kind}, graph.depthwise if graph else set())
+    for name, size in sizes.items():
+        if name not in builder.units:
+            builder.alone(name, size)
+    return Pools(builder.units, sorted(builder.pools, key=lambda pool: list(sizes).index(pool.members[0])))
+
+
+def _classes(graph: FilterGraph, sizes: Mapping[str, int], channels: bool) -> dict[str, Ints]:
+    """The class of each filter of the weights whose channels can be removed as far as the graph tells."""
+    found: dict[str, Ints] = {}
+    side = graph.read if channels else graph.produced
+    for name, size in sizes.items():
+        classes = side.get(name)
+        if classes is not None and classes.ndim == 1 and len(classes) == size and not graph.held.keys() & set(classes):
+            found[name] = classes
+    return found
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.units: dict[str, Tensor] = {}
+        self.pools: list[Pool] = []
+        self.count = 0
+
+    def add(self, size: int, members: tuple[str, ...], followers: tuple[str, ...] = (), by_hand: bool = False) -> None:
+        self.pools.append(Pool(self.count, self.count + size, members, followers, by_hand))
+        self.count += size
+
+    def alone(self, name: str, size: int) -> None:
+        self.units[name] = torch.arange(self.count, self.count + size)
+        self.add(size, (name,))
+
+    def couple(self, classes: Mapping[str, Ints], depthwise: set[str]) -> None:
+        """One pool for all classes that the same weights have; depthwise convolutions follow their producers."""
+        summed = {number for name, own in classes.items() if name not in depthwise for number in own.tolist()}
+        following = [name for name in classes if name in depthwise and summed.issuperset(classes[name].tolist())]
+        owners: dict[int, list[str]] = {}
+        for name, own in classes.items():
+            for number in dict.fromkeys(own.tolist()) if name not in following else ():
+                owners.setdefault(number, []).append(name)
+        pools: dict[tuple[str, ...], list[int]] = {}
+        for number, names in owners.items():
+            pools.setdefault(tuple(names), []).append(number)
+        unit: dict[int, int] = {}
+        for members, numbers in pools.items():
+            if len(members) == 1 and len(classes[members[0]]) > len(set(classes[members[0]].tolist())) == len(numbers):
+                continue  # each channel comes several times, as behind a flattening, and no other weight shares it
+            unit |= {number: self.count + index for index, number in enumerate(numbers)}
+            own = set(numbers)
+            followers = tuple(name for name in following if own.intersection(classes[name].tolist()))
+            self.add(len(numbers), members, followers)
+        for name, own in classes.items():
+            if int(own[0]) in unit:
+                self.units[name] = torch.tensor([unit[number] for number in own.tolist()])
+
+
+# What goes with a filter
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A bias, or an affine parameter of batch norm."""
+
+    weight: str | None
+    """Of a bias: the weight beside it, whose filters it belongs to one by one."""
+    classes: Ints | None
+    """The channel at each position, where known."""
+
+
+def vectors_of(module: nn.Module, names: Sequence[str], graph: FilterGraph | None) -> dict[str, Vector]:
+    """The parameters that belong to filters of the named weights, save those that are outputs of the model."""
+    first, found = first_names(module), dict[str, Vector]()
+    weights = set(names)
+    if graph is not None:
+        own = [graph.produced[name].reshape(-1) for name in names if name in graph.produced]
+        touched = np.unique(np.concatenate(own)) if own else np.zeros(0, np.int64)
+        found = {n: Vector(None, own) for n, own in graph.vectors.items() if np.isin(own, touched).any()}
+    for name in names:
+        bias = first.get(f"{name.removesuffix('weight')}bias")
+        outputs = name == prunable(module)[-1] if graph is None else leaves(graph, name)
+        if name.endswith("weight") and bias is not None and not outputs and get_parameter(module, bias).dim() == 1:
+            found[bias] = Vector(name, found[bias].classes if bias in found else None)
+    return {name: vector for name, vector in found.items() if name not in weights}
+
+
+def hold_vectors(run: Run, vectors: Mapping[str, Vector], graph: FilterGraph | None, zeros_only: bool = False) -> None:
+    """Hold at zero what belongs to the filters that this modifier's masks remove; give back what comes back.
+
+    A bias goes with its filter. The affine parameters of batch norm go where every filter of a channel is removed.
+    With `zeros_only`, only what is zero already is held.
+    """
+    rows = {name: dead for name in run.targets if (dead := _dead_rows(run, name)) is not None}
+    gone = _dead_classes(graph, rows) if graph is not None else None
+    saved: dict[str, Tensor] = run.state.setdefault(SAVED, {})
+    for name, vector in vectors.items():
+        if not has_parameter(run.module, name):
+            continue
+        values = run.parameter(name).detach()
+        dead = torch.zeros(values.shape, dtype=torch.bool)
+        if vector.weight in rows and len(rows[vector.weight]) == len(dead):
+            dead |= rows[vector.weight]
+        if gone is not None and vector.classes is not None and len(vector.classes) == len(dead):
+            dead |= torch.from_numpy(gone[vector.classes])
+        dead = dead.to(values.device)
+        held = run.mask(name)
+        before = torch.zeros_like(dead) if held is None else ~held
+        if zeros_only:
+            dead &= before | (values == 0)
+        if bool((dead & ~before).any()):
+            saved[name] = torch.where(dead & ~before, values, saved.get(name, values).to(values))
+        if bool(dead.any()):
+            run.set_mask(name, ~dead)
+        elif held is not None:
+            run.release_mask(name)
+        if bool((before & ~dead).any()) and name in saved:
+            run.write(name, torch.where(before & ~dead, saved[name].to(values), values))
+    if not saved:
+        del run.state[SAVED]
+
+
+def _dead_rows(run: Run, name: str) -> Tensor | None:
+    """True for each filter of a weight that this modifier removes as a whole."""
+    keep = run.mask(name)
+    if keep is None or keep.dim() < 2:
+        return None
+    return ~outputs_first(run, name, keep).flatten(1).any(1).cpu()
+
+
+def _dead_classes(graph: FilterGraph, rows: Mapping[str, Tensor]) -> Bools:
+    """Channels that can be removed and whose filters are removed in every weight that produces them."""
+    size = len(graph.coupling.classes.colour)
+    some, every = np.zeros(size, np.bool_), np.ones(size, np.bool_)
+    for name, classes in graph.produced.items():
+        if name in graph.depthwise:
+            continue
+        dead = rows.get(name)
+        if dead is None or len(dead) != len(classes):
+            every[classes] = False
+        else:
+            some[classes] = True
+            every[classes[~dead.numpy()]] = False
+    every[list(graph.held)] = False
+    return some & every
+
+
+def is_held(graph: FilterGraph, name: str) -> bool:
+    """Whether a weight produces channels that cannot be removed, or that are not known."""
+    return name not in graph.produced or not graph.held.keys().isdisjoint(graph.produced[name].reshape(-1).tolist())
+
+
+def leaves(graph: FilterGraph, name: str) -> bool:
+    """Whether the model returns or keeps what a weight produces."""
+    return name in graph.produced and not graph.leaving.isdisjoint(graph.produced[name].reshape(-1).tolist())
