@@ -263,15 +263,11 @@ class _Builder:
             pools.setdefault(tuple(names), []).append(number)
         unit: dict[int, int] = {}
         for members, numbers in pools.items():
-            if len(members) == 1 and len(classes[members[0]]) > len(set(classes[members[0]].tolist())) == len(numbers):
-                continue  # each channel comes several times, as behind a flattening, and no other weight shares it
             unit |= {number: self.count + index for index, number in enumerate(numbers)}
             own = set(numbers)
             followers = tuple(name for name in following if own.intersection(classes[name].tolist()))
             self.add(len(numbers), members, followers)
-        for name, own in classes.items():
-            if int(own[0]) in unit:
-                self.units[name] = torch.tensor([unit[number] for number in own.tolist()])
+        self.units |= {name: torch.tensor([unit[number] for number in own.tolist()]) for name, own in classes.items()}
 
 
 # What goes with a filter
