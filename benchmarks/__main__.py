@@ -32,6 +32,7 @@ from benchmarks.permutation_search import permutation_search, permutation_search
 from benchmarks.quantized_speed import quantized_speed
 from benchmarks.runner_speed import runner_speed
 from benchmarks.thinning import thinning
+from benchmarks.thinning_peer import thinning_peer
 from benchmarks.training_step import training_step
 from benchmarks.two_of_four_accuracy import two_of_four_accuracy
 
@@ -58,8 +59,9 @@ ON_DATA: dict[str, Callable[[Watch, Path | None], Iterable[Row]]] = {
     "allocation": allocation,
     "methods-accuracy": methods_accuracy,
     "create-accuracy": create_accuracy,
+    "thinning-peer": thinning_peer,
 }
-"""Long ones that need Fashion-MNIST."""
+"""Long ones that need Fashion-MNIST, or take it where it is given."""
 ON_PHOTOGRAPHS = {"detection-accuracy": detection_accuracy}
 """A long one that also takes photographs with boxes."""
 COLOURS = {"met": "green", "accepted": "yellow", "missed": "red"}
@@ -95,10 +97,10 @@ def main() -> None:
 
 
 def _on_data(benchmark: Callable[[Watch, Path | None], Iterable[Row]], folder: Path | None, watch: Watch) -> list[Row]:
-    """The rows, or none and a sentence when the data is not there."""
+    """The rows, or none and a sentence when the data, or the tool to compare with, is not there."""
     try:
         return list(benchmark(watch, folder))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, ModuleNotFoundError) as error:
         console.print(str(error), style="yellow")
         return []
 

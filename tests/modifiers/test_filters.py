@@ -173,10 +173,14 @@ def test_groups_by_hand_keep_their_meaning() -> None:
     assert removed(model, "b.3.weight") == removed(model, "down.0.weight")
 
 
-def test_weights_with_sparsities_of_their_own_in_the_recipe_are_pruned_apart() -> None:
+def test_weights_with_sparsities_of_their_own_in_the_recipe_are_pruned_apart(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = made()
     final = "final_sparsity: {0.5: [stem.0.weight], 0.75: [a.3.weight]}"
-    Manager(recipe(f"mask_type: filter, {final}, {SPAN}")).apply(model, example_inputs=INPUT)
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        Manager(recipe(f"mask_type: filter, {final}, {SPAN}")).apply(model, example_inputs=INPUT)
+    assert "'a.3.weight' produces the same channels and is pruned apart from it" in caplog.text
     assert [len(removed(model, name)) for name in ("stem.0.weight", "a.3.weight")] == [4, 6]
 
 

@@ -26,6 +26,11 @@ modifiers:
   - !RigLPruningModifier {params: ['7.weight'], final_sparsity: 0.5, start_epoch: 0,
                           end_epoch: 2, update_frequency: 0.5}
 """
+FILTERS = """
+modifiers:
+  - !StructuredPruningModifier {params: ['0.weight', '3.weight'], init_sparsity: 0.25, final_sparsity: 0.5,
+                                start_epoch: 0, end_epoch: 1, update_frequency: 0.25}
+"""
 
 
 def worker(rank: int, folder: str) -> None:
@@ -39,7 +44,14 @@ def worker(rank: int, folder: str) -> None:
         optimizer.zero_grad()
         loss_at(model, 10 * step + rank).backward()
         optimizer.step()
-    torch.save([manager.masks(), model.module.state_dict()], f"{folder}/rank{rank}.pt")
+    filters = DistributedDataParallel(network(seed=rank))
+    optimizer = Manager(FILTERS).modify(filters, sgd(filters), 4)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss_at(filters, 10 * step + rank).backward()
+        optimizer.step()
+    saved = [manager.masks(), model.module.state_dict(), dict(filters.module.named_parameters())]
+    torch.save(saved, f"{folder}/rank{rank}.pt")
     freeze = (
         "modifiers: [!TrainableParamsModifier {params: ['0.weight'], trainable: false, start_epoch: 0.5, end_epoch: 1}]"
     )
@@ -64,3 +76,8 @@ def test_two_ranks_end_with_the_same_masks_and_weights() -> None:
         assert torch.equal(mask, second[0][name])
         assert torch.equal(first[1][name], second[1][name])
         assert bool((first[1][name][~mask] == 0).all())
+    for name, weight in first[2].items():
+        assert torch.equal(weight, second[2][name])
+    removed = (first[2]["0.weight"] == 0).flatten(1).all(1)
+    assert int(removed.sum()) == len(removed) // 2
+    assert not first[2]["0.bias"][removed].any()

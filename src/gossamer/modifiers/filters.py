@@ -10,7 +10,7 @@ same comes from `graph`; the run holds the masks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -72,18 +72,20 @@ def plan_filters(
     return FilterPlan(shapes, graph, pools, vectors, notes)
 
 
-def _unpruned(graph: FilterGraph, pools: Pools, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Pools whose channels stay, because a weight that produces them too is not pruned, in one sentence."""
-    found: dict[str, str] = {}
-    for name in (name for name in graph.produced if name not in shapes and name not in graph.depthwise):
-        classes = graph.produced[name].reshape(-1)
-        for pool in pools.pools:
-            if any(n in graph.produced and np.isin(graph.produced[n], classes).any() for n in pool.members):
-                found.setdefault(pool.members[0], name)
-    return [
-        f"what '{name}' loses cannot be removed from the model: '{other}' produces the same channels and is not pruned"
-        for name, other in found.items()
-    ][:1]
+def _unpruned(graph: FilterGraph, pools: Pools, names: Collection[str]) -> list[str]:
+    """In one sentence, the first pool whose channels stay because a weight outside it produces them too."""
+    for pool in pools.pools:
+        first = pool.members[0]
+        if is_held(graph, first) or first in graph.depthwise:
+            continue
+        inside = ((pools.units[first] >= pool.first) & (pools.units[first] < pool.last)).numpy()
+        classes = graph.produced[first][inside] if len(inside) == len(graph.produced[first]) else ()
+        for name, own in graph.produced.items():
+            if name not in (*pool.members, *graph.depthwise) and np.isin(own, classes).any():
+                why = "is pruned apart from it" if name in names else "is not pruned"
+                lost = f"what '{first}' loses cannot be removed from the model"
+                return [f"{lost}: '{name}' produces the same channels and {why}"]
+    return []
 
 
 # Filters of several weights
@@ -150,7 +152,7 @@ class Pools:
         size. With one number for all weights, exactly that share of all units goes, under one threshold.
         """
         ranks, scored = self._ranks(scores, relative=isinstance(sparsity, Mapping))
-        pools = {key: pool for key, pool in self.by_key.items() if bool(scored[pool.first])}
+        pools = {key: pool for key, pool in self.by_key.items() if bool(scored[pool.span].any())}
         keep = torch.ones(len(ranks), dtype=torch.bool)
         if isinstance(sparsity, Mapping):
             for pool in pools.values():

@@ -134,7 +134,7 @@ class PruningModifier(Modifier):
         """Which filters or channels go together and what goes with them; None under other patterns."""
         if not isinstance(self.pattern, Filter | Channel):
             return None
-        names = [name for name in run.plan["targets"] if has_parameter(run.module, name)]
+        names = [name for name in run.plan.get("targets", run.targets) if has_parameter(run.module, name)]
         shapes = {name: tuple(self._rows(run, name, run.parameter(name)).shape) for name in names}
         found: FilterPlan | None = run.plan.get("filters")
         if found is None or found.shapes != shapes:
