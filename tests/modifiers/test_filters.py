@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from gossamer import Manager
 from gossamer.export import thin
+from gossamer.msbench import build_sparse_scheduler
+from tests.msbench.door import levels
 
 INPUT = torch.zeros(2, 3, 8, 8)
 SPAN = "init_sparsity: 0.25, start_epoch: 0, end_epoch: 1, update_frequency: 0.5"
@@ -199,6 +201,21 @@ def test_levels_give_coupled_layers_the_mean_of_their_shares() -> None:
     fields = "levels: [0.3, 0.5], start_epoch: 0, end_epoch: 2, mask_type: filter, allocation: erk"
     Manager(recipe(fields, "LevelPruningModifier")).apply(model, example_inputs=INPUT)
     assert removed(model, "stem.0.weight") == removed(model, "a.3.weight") != []
+
+
+@pytest.mark.parametrize("generator", ["FPGMMaskGenerator", "NuclearMaskGenerator"])
+def test_filters_under_an_msbench_config_belong_together_too(generator: str) -> None:
+    scheduler = build_sparse_scheduler(levels(generator, sparsity_table=[25, 50], total_iters=4))
+    model = scheduler.prepare_sparse_model(made(), example_inputs=INPUT)
+    optimizer = adam(model)
+    for step in range(4):
+        scheduler.prune_model(model, step)
+        train(model, optimizer, range(step, step + 1))
+    exported = scheduler.export_sparse_model(model)
+    assert scheduler.compute_sparse_rate(exported) == 0.5
+    train(exported, optimizer, range(4, 6))
+    assert removed(exported, "stem.0.bias") == removed(exported, "a.4.bias") == removed(exported, "stem.0.weight") != []
+    assert parameters(thin(exported.eval(), INPUT)[0]) == parameters(Residual(4))
 
 
 class Features(Residual):
