@@ -39,6 +39,7 @@ AGAIN = 3
 RECIPE = f"""modifiers:
   - !StructuredPruningModifier
     params: __ALL_PRUNABLE__
+    exclude: ['re:(fc|classifier|head)\\b']
     init_sparsity: {RATIO}
     final_sparsity: {RATIO}
     start_epoch: 0.0

@@ -196,6 +196,21 @@ def test_one_threshold_over_all_layers_counts_a_channel_once() -> None:
     assert all(len(removed(model, name)) <= 0.75 * size for name, size in pools.items())
 
 
+def test_depthwise_filters_do_not_weigh_in_under_one_threshold() -> None:
+    found: list[list[int]] = []
+    for scale in (1.0, 100.0):
+        model = made(Inverted)
+        model.depthwise[0].weight.data *= scale
+        fields = f"params: __ALL_PRUNABLE__, mask_type: filter, {HALF}, global_sparsity: true"
+        Manager(recipe(fields)).apply(model, example_inputs=INPUT)
+        assert removed(model, "depthwise.0.weight") == [
+            *removed(model, "left.weight"),
+            *(12 + row for row in removed(model, "right.weight")),
+        ]
+        found.append(removed(model, "depthwise.0.weight"))
+    assert found[0] == found[1]
+
+
 def test_levels_give_coupled_layers_the_mean_of_their_shares() -> None:
     model = made()
     fields = "levels: [0.3, 0.5], start_epoch: 0, end_epoch: 2, mask_type: filter, allocation: erk"

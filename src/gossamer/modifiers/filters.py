@@ -170,7 +170,8 @@ class Pools:
         """The mean score of each unit over its weights, and whether there is any; of pools made by hand, the sum.
 
         Relative scores are divided by their mean in each weight: the weights of a pool have an equal say, whatever
-        their scale. Under one threshold for all layers, scores stay as they are.
+        their scale. Under one threshold for all layers, scores stay as they are, and those of followers do not count:
+        the few weights of a depthwise filter are larger than those of others.
         """
         count = max((pool.last for pool in self.pools), default=0)
         totals, votes = torch.zeros(2, count, dtype=torch.float64)
@@ -178,7 +179,10 @@ class Pools:
         for pool in self.pools:
             shared[pool.span] = len(pool.weights) > 1 and not pool.by_hand
             summed[pool.span] = pool.by_hand
+        led = {name for pool in self.pools if scores.keys() & set(pool.members) for name in pool.followers}
         for name, score in scores.items():
+            if not relative and name in led:
+                continue
             values, own = score.detach().double().cpu(), self.units[name]
             finite = values[values.isfinite()].abs()
             scale = float(finite.mean()) if relative and finite.numel() else 0.0
