@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchvision
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -116,6 +118,19 @@ def test_a_residual_network_thins_to_half_its_width_without_groups_by_hand() -> 
     assert torch.allclose(model(images), smaller(images), atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("resnet18", 3_055_880), ("resnet50", 6_917_640), ("mobilenet_v2", 1_221_768)],  # as Torch-Pruning 1.6.1
+)
+def test_half_of_the_filters_is_half_of_the_width_of_common_networks(name: str, count: int) -> None:
+    torch.manual_seed(0)
+    model, image = getattr(torchvision.models, name)(), torch.randn(1, 3, 64, 64)
+    Manager(FILTERS).apply(model, example_inputs=image)
+    smaller, found = thin(model.eval(), image)
+    assert (parameters(smaller), found.kept) == (count, {})
+
+
 def test_the_built_in_recipe_thins_a_residual_network() -> None:
     model = made()
     Manager("builtin:filters-50").apply(model)
@@ -219,8 +234,9 @@ def test_levels_give_coupled_layers_the_mean_of_their_shares() -> None:
 
 
 @pytest.mark.parametrize("generator", ["FPGMMaskGenerator", "NuclearMaskGenerator"])
-def test_filters_under_an_msbench_config_belong_together_too(generator: str) -> None:
-    scheduler = build_sparse_scheduler(levels(generator, sparsity_table=[25, 50], total_iters=4))
+def test_filters_under_an_msbench_config_belong_together_too(generator: str, tmp_path: Path) -> None:
+    config = levels(generator, sparsity_table=[25, 50], total_iters=4, save_dir=str(tmp_path))
+    scheduler = build_sparse_scheduler(config)
     model = scheduler.prepare_sparse_model(made(), example_inputs=INPUT)
     optimizer = adam(model)
     for step in range(4):
@@ -309,7 +325,8 @@ def test_a_removed_channel_is_zero_at_once_in_both_modes(training: bool) -> None
 
 
 def test_what_is_held_along_is_in_no_report_but_in_copies() -> None:
-    model, manager = made(), Manager(FILTERS)
+    text = FILTERS.removesuffix("]") + ", !TrainableParamsModifier {params: __ALL__, trainable: true}]"
+    model, manager = made(), Manager(text)
     average = copy.deepcopy(model)
     manager.modify(model, adam(model), 4, example_inputs=INPUT)
     weights = {f"{name}.weight" for name in ("stem.0", "a.0", "a.3", "b.0", "b.3", "down.0")}

@@ -82,12 +82,12 @@ class Shared:
     """The shapes that the model had when it was last followed, and what was found."""
     stepping: set[int] | None = None
     """While one of several optimizers is about to step: the ids of its parameters."""
-    targets: set[str] = field(default_factory=set[str])
-    """Every parameter that a modifier is bound to."""
+    along: set[str] = field(default_factory=set[str])
+    """Parameters that no pruning modifier is bound to and that may be held at zero along with filters."""
 
     def pruned(self) -> list[str]:
-        """Masked parameters, without those that are held at zero because a filter is."""
-        return [name for name in self.masks.names() if name in self.targets]
+        """Masked parameters, without those that are held along with filters."""
+        return [name for name in self.masks.names() if name not in self.along]
 
 
 class Attachment:
@@ -118,7 +118,7 @@ class Attachment:
 
     @property
     def held_along(self) -> Collection[str]:
-        """Parameters that are no targets and may be held at zero along with filters."""
+        """Parameters beside the targets that may be held at zero along with filters."""
         filters: FilterPlan | None = self.plan.get("filters")
         return () if filters is None else filters.vectors.keys()
 

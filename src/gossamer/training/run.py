@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import GossamerError, RecipeError, SparsityError
 from gossamer.graph import named_parameters, unwrap
+from gossamer.modifiers import PruningModifier
 from gossamer.modifiers.base import placed
 from gossamer.recipe import Recipe
 from gossamer.training.attachment import Attachment, Logger, Shared, due
@@ -90,7 +91,9 @@ class TrainingRun:
         problems += [str(located(recipe, *found)) for found in misplaced(self.attachments)]
         if problems:
             raise RecipeError(problems)
-        self.shared.targets = {name for attachment in self.attachments for name in attachment.bound}
+        pruning = [attachment for attachment in self.attachments if isinstance(attachment.modifier, PruningModifier)]
+        bound = {name for attachment in pruning for name in attachment.bound}
+        self.shared.along = {name for attachment in pruning for name in attachment.held_along if name not in bound}
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
