@@ -20,6 +20,7 @@ from gossamer.modifiers.scoring import (
     MFAC,
     OBS,
     FilterScorer,
+    FisherDefaults,
     FisherScorer,
     MagnitudeScorer,
     MovementScorer,
@@ -108,15 +109,23 @@ class GMPruningModifier(RankedPruningModifier):
             case "movement":
                 return MovementScorer()
             case "OBS":
-                return FisherScorer(lambda _: OBS.num_grads, OBS.damp, OBS.block, compensate=True, needs_sampler=True)
+                return self._fisher(OBS, compensate=True)
             case "MFAC":
-                return FisherScorer(
-                    lambda _: MFAC.num_grads, MFAC.damp, MFAC.block, compensate=False, needs_sampler=False
-                )
+                return self._fisher(MFAC, compensate=False)
             case "magnitude":
                 return MagnitudeScorer()
             case kind:
                 return FilterScorer(kind)
+
+    def _fisher(self, defaults: FisherDefaults, *, compensate: bool) -> FisherScorer:
+        return FisherScorer(
+            lambda _: defaults.num_grads,
+            None,
+            defaults.block,
+            together=self.global_sparsity,
+            compensate=compensate,
+            needs_sampler=compensate,
+        )
 
     @property
     def rounds(self) -> int:

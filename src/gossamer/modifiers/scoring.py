@@ -7,6 +7,7 @@ go.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,6 +15,7 @@ from typing import NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from gossamer.errors import ModifierError
 from gossamer.graph import is_transposed
@@ -25,15 +27,16 @@ FILTER_KINDS: tuple[FilterKind, ...] = get_args(FilterKind)
 
 
 class FisherDefaults(NamedTuple):
-    """Gradients, damping and block size that a method takes unless the recipe says otherwise."""
+    """Gradients and block size that a method takes unless the recipe says otherwise."""
 
     num_grads: int
-    damp: float
     block: int
 
 
-OBS = FisherDefaults(1024, 1e-7, 50)
-MFAC = FisherDefaults(64, 1e-5, 2000)
+OBS = FisherDefaults(1024, 50)
+MFAC = FisherDefaults(64, 2000)
+DAMP = 0.3
+"""The damp where the recipe gives none, as a fraction of the Fisher matrix's mean diagonal."""
 
 
 class Scorer(Protocol):
@@ -127,8 +130,11 @@ class FisherScorer(MagnitudeScorer):
 
     num_grads: Callable[[float], int]
     """How many gradients to use at a sparsity."""
-    damp: float
+    damp: float | None
+    """None: relative to the mean diagonal of the Fisher matrix over the weights that are ranked together."""
     block_size: int | None
+    together: bool
+    """Whether the weights of all layers are ranked together."""
     compensate: bool
     needs_sampler: bool
 
@@ -153,52 +159,86 @@ class FisherScorer(MagnitudeScorer):
                 del kept[:-count]
 
     def scores(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]:
-        gradients = self._sampled(run, names) if run.grad_sampler is not None else self._kept(run)
-        run.scratch["fisher"] = {
-            name: BlockFisher(rows, self.damp, self.block_size or max(rows.shape[1], 1))
-            for name, rows in gradients.items()
-            if name in names
-        }
-        fisher: dict[str, BlockFisher] = run.scratch["fisher"]
-        return _or_magnitude(run, names, {name: block.saliency(run.parameter(name)) for name, block in fisher.items()})
+        fisher = self._sampled(run, names) if run.grad_sampler is not None else self._kept(run, names)
+        damp = self._damp(fisher)
+        if self.compensate:
+            run.scratch["fisher"] = {name: (matrix, damp[name]) for name, matrix in fisher.items()}
+        return _or_magnitude(
+            run, names, {name: matrix.saliency(run.parameter(name), damp[name]) for name, matrix in fisher.items()}
+        )
 
     def settle(self, run: Run, masks: Mapping[str, Tensor]) -> None:
-        fisher: dict[str, BlockFisher] = run.scratch.pop("fisher", {})
-        if self.compensate:
-            for name in fisher.keys() & masks.keys():
-                run.write(name, fisher[name].compensated(run.parameter(name), masks[name]))
+        fisher: dict[str, tuple[BlockFisher, float]] = run.scratch.pop("fisher", {})
+        for name in fisher.keys() & masks.keys():
+            matrix, damp = fisher[name]
+            run.write(name, matrix.compensated(run.parameter(name), masks[name], damp))
 
-    def _kept(self, run: Run) -> dict[str, Tensor]:
+    def _damp(self, fisher: Mapping[str, BlockFisher]) -> dict[str, float]:
+        """The damp by name: the recipe's, or a fraction of the mean diagonal.
+
+        Layers that are ranked together share one, so that it adds the same to the cost of a weight in each of them:
+        the larger it is, the nearer are the scores to the squared magnitude, whose order is that of all layers.
+        """
+        means = {name: matrix.mean_diagonal() for name, matrix in fisher.items()}
+        for name, mean in means.items():
+            if not math.isfinite(mean):
+                raise ModifierError(f"gradients of '{name}' are not finite; check the losses of the gradient sampler")
+        if self.damp is not None:
+            return dict.fromkeys(fisher, self.damp)
+        if self.together:
+            sizes = {name: matrix.weights for name, matrix in fisher.items()}
+            shared = sum(means[name] * size for name, size in sizes.items()) / max(sum(sizes.values()), 1)
+            means = dict.fromkeys(fisher, shared)
+        # Without any gradient every damp ranks by magnitude.
+        return {name: DAMP * mean or 1.0 for name, mean in means.items()}
+
+    def _kept(self, run: Run, names: Sequence[str]) -> dict[str, BlockFisher]:
         rows: dict[str, list[Tensor]] = run.state.get("gradients", {})
-        return {name: torch.stack(kept) for name, kept in rows.items() if kept}
+        fisher: dict[str, BlockFisher] = {}
+        for name, kept in rows.items():
+            if kept and name in names:
+                fisher[name] = BlockFisher(run.parameter(name), self.block_size, len(kept))
+                for gradient in kept:
+                    fisher[name].add(gradient)
+        return fisher
 
-    def _sampled(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]:
-        """One gradient per loss that the sampler yields; the model's own gradients and statistics are put back."""
+    def _sampled(self, run: Run, names: Sequence[str]) -> dict[str, BlockFisher]:
+        """One gradient per loss that the sampler yields; the model's own gradients and statistics are put back.
+
+        Batch norm uses its running statistics meanwhile: the Fisher matrix is made of gradients of independent
+        samples, and statistics of a batch would hide what a change of a filter's scale does to the model.
+        """
         parameters = {name: run.parameter(name) for name in names}
-        count, found = self.num_grads(_reached(run)), 0
-        rows = {name: parameter.new_empty(count, parameter.numel()) for name, parameter in parameters.items()}
+        count = self.num_grads(_reached(run))
+        fisher = {name: BlockFisher(weight, self.block_size, count) for name, weight in parameters.items()}
         before = {name: parameter.grad for name, parameter in run.module.named_parameters()}
         buffers: dict[str, Tensor] = {name: buffer.clone() for name, buffer in run.module.named_buffers()}
         frozen = [parameter for parameter in parameters.values() if not parameter.requires_grad]
+        norms = [module for module in run.module.modules() if isinstance(module, _BatchNorm) and module.training]
+        found = False
         try:
             for parameter in frozen:
                 parameter.requires_grad_(True)
-            for found, loss in enumerate(islice(self._losses(run), count), start=1):
+            for norm in norms:
+                norm.eval()
+            for loss in islice(self._losses(run), count):
+                found = True
                 run.module.zero_grad(set_to_none=True)
                 loss.backward()
                 for name, parameter in parameters.items():
-                    gradient = parameter.grad
-                    rows[name][found - 1] = 0 if gradient is None else gradient.detach().reshape(-1)
+                    fisher[name].add(parameter.grad)
         finally:
+            for norm in norms:
+                norm.train()
             for name, parameter in run.module.named_parameters():
                 parameter.grad = before[name]
             for name, buffer in run.module.named_buffers():
                 buffer.copy_(buffers[name])
             for parameter in frozen:
                 parameter.requires_grad_(False)
-        if found == 0:
+        if not found:
             raise ModifierError("the gradient sampler yielded no loss; give it at least one batch")
-        return {name: kept[:found] for name, kept in rows.items()}
+        return fisher
 
     def _losses(self, run: Run) -> Iterator[Tensor]:
         assert run.grad_sampler is not None

@@ -22,7 +22,8 @@ class SecondOrderModifier(GMPruningModifier):
 
     num_grads: Count | dict[Sparsity, Count]
     """A number, or `{sparsity: number}`: the number of the last sparsity that was reached."""
-    damp: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    damp: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Added to the diagonal of the Fisher matrix; null: a fraction (`scoring.DAMP`) of its mean diagonal."""
     fisher_block_size: Count | None
     """Weights in a block; null: a whole parameter is one block."""
     grad_sampler_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -34,20 +35,29 @@ class SecondOrderModifier(GMPruningModifier):
         reached = [share for share in self.num_grads if share <= sparsity + 1e-9]
         return self.num_grads[max(reached, default=min(self.num_grads))]
 
+    def _scorer(self, *, compensate: bool) -> Scorer:
+        return FisherScorer(
+            self.gradients_at,
+            self.damp,
+            self.fisher_block_size,
+            together=self.global_sparsity,
+            compensate=compensate,
+            needs_sampler=compensate,
+        )
+
 
 @register
 class OBSPruningModifier(SecondOrderModifier):
     """Gradual pruning by the optimal brain surgeon on a block-wise Fisher matrix (Kurtic et al. 2022)."""
 
     num_grads: Count | dict[Sparsity, Count] = OBS.num_grads
-    damp: Annotated[float, Field(gt=0, allow_inf_nan=False)] = OBS.damp
     fisher_block_size: Count | None = OBS.block
     num_recomputations: Count = 1
     score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "OBS"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def scorer(self) -> Scorer:
-        return FisherScorer(self.gradients_at, self.damp, self.fisher_block_size, compensate=True, needs_sampler=True)
+        return self._scorer(compensate=True)
 
     @property
     def rounds(self) -> int:
@@ -59,7 +69,6 @@ class MFACPruningModifier(SecondOrderModifier):
     """Gradual pruning by the Fisher saliency of the last training gradients (Frantar et al. 2021)."""
 
     num_grads: Count | dict[Sparsity, Count] = MFAC.num_grads
-    damp: Annotated[float, Field(gt=0, allow_inf_nan=False)] = MFAC.damp
     fisher_block_size: Count | None = MFAC.block
     num_pages: int = 1
     available_devices: Any = None
@@ -76,4 +85,4 @@ class MFACPruningModifier(SecondOrderModifier):
 
     @property
     def scorer(self) -> Scorer:
-        return FisherScorer(self.gradients_at, self.damp, self.fisher_block_size, compensate=False, needs_sampler=False)
+        return self._scorer(compensate=False)
