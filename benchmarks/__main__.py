@@ -28,6 +28,7 @@ from benchmarks.mask_update import mask_update, mask_update_of_patterns
 from benchmarks.measuring import Benchmark, Row, Watch
 from benchmarks.methods_accuracy import methods_accuracy, methods_accuracy_on_digits
 from benchmarks.nm_masks import nm_masks
+from benchmarks.obs_accuracy import obs_accuracy, obs_accuracy_on_cifar, obs_accuracy_on_digits
 from benchmarks.permutation_search import permutation_search, permutation_search_large
 from benchmarks.quantized_speed import quantized_speed
 from benchmarks.runner_speed import runner_speed
@@ -52,6 +53,7 @@ LONG: dict[str, Benchmark] = {
     "mask-update-patterns": mask_update_of_patterns,
     "permutation-large": permutation_search_large,
     "methods-accuracy-digits": methods_accuracy_on_digits,
+    "obs-accuracy-digits": obs_accuracy_on_digits,
 }
 ON_DATA: dict[str, Callable[[Watch, Path | None], Iterable[Row]]] = {
     "2of4-accuracy": two_of_four_accuracy,
@@ -60,21 +62,25 @@ ON_DATA: dict[str, Callable[[Watch, Path | None], Iterable[Row]]] = {
     "methods-accuracy": methods_accuracy,
     "create-accuracy": create_accuracy,
     "thinning-peer": thinning_peer,
+    "obs-accuracy": obs_accuracy,
 }
 """Long ones that need Fashion-MNIST, or take it where it is given."""
 ON_PHOTOGRAPHS = {"detection-accuracy": detection_accuracy}
 """A long one that also takes photographs with boxes."""
+ON_CIFAR = {"obs-accuracy-cifar": obs_accuracy_on_cifar}
+"""A long one that needs CIFAR-10."""
 COLOURS = {"met": "green", "accepted": "yellow", "missed": "red"}
 
 console = Console(highlight=False)
 
 
 def main() -> None:
-    known = [*SHORT, *LONG, *ON_DATA, *ON_PHOTOGRAPHS]
+    known = [*SHORT, *LONG, *ON_DATA, *ON_CIFAR, *ON_PHOTOGRAPHS]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure what Gossamer costs.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run: {', '.join(known)}")
     parser.add_argument("--all", action="store_true", help="the long ones too")
     parser.add_argument("--data", type=Path, metavar="DIR", help="the folder with Fashion-MNIST's IDX files")
+    parser.add_argument("--cifar", type=Path, metavar="DIR", help="the folder with CIFAR-10's binary files")
     parser.add_argument("--photographs", type=Path, metavar="DIR", help="a folder with train.json, val.json, images/")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     options = parser.parse_args()
@@ -85,6 +91,7 @@ def main() -> None:
 
     console.print(", ".join(f"{key} {value}" for key, value in machine().items()), style="dim")
     benchmarks = SHORT | LONG | {name: partial(_on_data, on_data, options.data) for name, on_data in ON_DATA.items()}
+    benchmarks |= {name: partial(_on_data, on_cifar, options.cifar) for name, on_cifar in ON_CIFAR.items()}
     for name, benchmark in ON_PHOTOGRAPHS.items():
         if name in chosen and options.photographs is None:
             console.print(f"{name}: without photographs; --photographs DIR names them", style="yellow")
