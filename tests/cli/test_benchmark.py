@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 
+from gossamer.cli.benchmark import broken
 from gossamer.cli.console import err, out
 from gossamer.export import to_onnx
 from gossamer.export.speed.ratios import Ratio
@@ -37,7 +38,7 @@ def _files(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 SAID = {
     "faster": "runs faster than",
     "slower": "runs slower than",
-    "same": "runs as fast as",
+    "same": "as fast as",
     "unclear": "no difference to",
 }
 DENSE, SPARSE = "dense-network-with-a-long-name.onnx", "sparse.onnx"
@@ -56,6 +57,38 @@ def test_the_table_has_a_row_for_each_file_and_fits_80_columns(run: Run) -> None
     assert "median 5–95 % per s speed" in words
     assert "• sparse.onnx in onnxruntime: " in words
     assert result.stderr == ""
+    _, _, rows = result.stdout.partition("───\n") if "───\n" in result.stdout else result.stdout.partition("─── \n")
+    names = [line.split()[0] for line in rows.splitlines()[:4] if line.strip()]
+    assert "".join(names).startswith(DENSE + SPARSE)
+    assert all(name[-1] in "-." for name in names[: names.index(SPARSE) - 1]), result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "lines"),
+    [
+        ("filters/model-thin.onnx", 23, ["filters/model-thin.onnx"]),
+        ("filters/model-thin.onnx", 18, ["filters/", "model-thin.onnx"]),
+        ("dense-network-with-a-long-name.onnx", 18, ["dense-network-", "with-a-long-name.", "onnx"]),
+        ("torchvision.models:squeezenet1_1", 18, ["torchvision.", "models:", "squeezenet1_1"]),
+        ("runs/one/two", 5, ["runs/", "one/", "two"]),
+        ("unbreakable", 5, ["unbreakable"]),
+    ],
+)
+def test_long_names_are_broken_behind_separators_only(name: str, width: int, lines: list[str]) -> None:
+    assert broken(name, width) == lines
+
+
+def test_results_are_written_beside_the_table(run: Run) -> None:
+    words = "benchmark", DENSE, SPARSE, "--rounds", 3, "--runtime", "onnxruntime"
+    result = run(*words, "-o", "results/speed.json")
+    assert result.exit_code == 0, result.output
+    assert "• sparse.onnx in onnxruntime: " in result.stdout
+    found = json.loads(Path("results/speed.json").read_text(), parse_constant=pytest.fail)
+    assert set(found) == {"threads", "timings", "sentences"}
+    assert [timing["name"] for timing in found["timings"]] == [DENSE, SPARSE]
+    refused = run(*words, "-o", SPARSE)
+    assert refused.stderr == f"error: --output: expected a file that ends in .json, found '{SPARSE}'\n"
+    assert Path(SPARSE).stat().st_size > 10_000
 
 
 def test_json_holds_every_figure_and_the_sentences(run: Run) -> None:
@@ -70,8 +103,8 @@ def test_json_holds_every_figure_and_the_sentences(run: Run) -> None:
     assert dense["verdict"] is None
     assert sparse["verdict"] == ratio.verdict(itself.doubt)
     assert dense["throughput"] == pytest.approx(1 / dense["median"])
-    said = SAID[sparse["verdict"]]
-    assert found["sentences"][0].startswith(f"sparse.onnx in onnxruntime: {said} {DENSE}")
+    assert found["sentences"][0].startswith("sparse.onnx in onnxruntime: ")
+    assert f"{SAID[sparse['verdict']]} {DENSE}" in found["sentences"][0]
 
 
 def test_one_round_is_told_to_prove_nothing(run: Run) -> None:

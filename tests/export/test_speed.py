@@ -153,6 +153,8 @@ def a_timing(**other: Any) -> Timing:
             "unclear",
             "no difference to dense is proved, 1.00× (0.70–1.40), and dense differs from",
         ),
+        (Ratio(0.97, 0.95, 1.02), "same", "runs about as fast as dense, 0.97× (0.95–1.02);"),
+        (Ratio(0.998, 0.96, 1.02), "same", "runs as fast as dense, 1.00× (0.96–1.02);"),
         (Ratio(1.5, 1.4, 1.6), "faster", "which torch is not known to use: repeat the measurement"),
         (
             Ratio(0.7, 0.6, 0.8),

@@ -61,12 +61,25 @@ def test_one_round_proves_nothing() -> None:
         (Ratio(1.03, 1.01, 1.05), 1.0, "faster"),
         (Ratio(1.03, 1.01, 1.05), 1.02, "same"),
         (Ratio(1.0, 0.8, 1.3), 1.02, "unclear"),
+        (Ratio(0.998, 0.997, 0.999), 1.0, "same"),
+        (Ratio(0.99, 0.98, 0.996), 1.0, "same"),
+        (Ratio(1.003, 1.002, 1.004), 1.0, "same"),
+        (Ratio(1.02, 1.004, 1.04), 1.0, "same"),
+        (Ratio(0.97, 0.95, 0.99), 1.0, "slower"),
     ],
 )
 def test_a_verdict_needs_an_interval_beyond_what_one_file_differs_from_itself(
     ratio: Ratio, floor: float, verdict: str
 ) -> None:
     assert ratio.verdict(floor) == verdict
+
+
+@given(st.floats(0.8, 1.2), st.floats(0.0, 0.1), st.floats(0.0, 0.1))
+def test_a_difference_is_one_with_two_decimals_too(value: float, below: float, above: float) -> None:
+    """Nothing is called slower or faster beside a figure, or an end of the interval, that reads 1.00."""
+    ratio = Ratio(value, value - below, value + above)
+    if ratio.verdict() in ("faster", "slower"):
+        assert "1.00" not in [f"{number:.2f}" for number in (ratio.value, ratio.low, ratio.high)]
 
 
 def test_doubt_is_the_larger_end_of_the_interval_in_either_direction() -> None:

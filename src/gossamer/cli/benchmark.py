@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -17,6 +19,7 @@ from rich.table import Table
 
 from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json
 from gossamer.errors import GossamerError
+from gossamer.files import whole
 from gossamer.runner.figures import size
 
 if TYPE_CHECKING:
@@ -61,6 +64,10 @@ def benchmark(
     trust: Annotated[
         bool, typer.Option("--trust", help="Load .pt2 files, which can run code that is in them.")
     ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Also write the results as JSON, for gossamer report."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time exported files against each other, and say what the difference is worth.
@@ -70,7 +77,10 @@ def benchmark(
     hold no program: reading them is timed.
     """
     from gossamer.export.speed import explain, measure
+    from gossamer.export.speed.sentences import labels
 
+    if output is not None and output.suffix != ".json":
+        raise GossamerError(f"--output: expected a file that ends in .json, found '{output}'")
     shapes = dict(_shape(word) for word in shape or ())
     with progress("", as_json) as show:
         show("loading", 0.0)
@@ -87,8 +97,16 @@ def benchmark(
             progress=show,
         )
     sentences = explain(timings)
+    names = labels(timings)
+    found = {
+        "threads": threads,
+        "timings": [{"name": names[timing.file], **_as_data(timing)} for timing in timings],
+        "sentences": sentences,
+    }
+    if output is not None:
+        _write(output, found)
     if as_json:
-        show_json({"threads": threads, "timings": [_as_data(timing) for timing in timings], "sentences": sentences})
+        show_json(found)
         return
     for _, group in groupby(timings, key=lambda timing: timing.runtime):
         _show(list(group), threads)
@@ -133,23 +151,28 @@ def _show(timings: Sequence[Timing], threads: int) -> None:
 
     one, names = timings[0], labels(timings)
     unit, factor = _unit(min(timing.median for timing in timings))
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("file", overflow="fold")
-    for name in ("size", "zeros", "median", "5–95 %", *(["per s"] if one.batch else []), "speed"):
-        table.add_column(name, justify="right", no_wrap=True)
+    heads = ("size", "zeros", "median", "5–95 %", *(["per s"] if one.batch else []), "speed")
     digits = _digits(min(timing.low for timing in timings) * factor)
-    for timing in timings:
-        speed = "1" if timing.speed is None else times(timing.speed)
-        throughput = [] if timing.throughput is None else [_rounded(timing.throughput)]
-        table.add_row(
-            escape(names[timing.file]),
+    rows = [
+        [
             size(timing.contents.bytes),
             f"{timing.contents.sparsity:.1%}",
             f"{timing.median * factor:.{digits}f}",
             f"{timing.low * factor:.{digits}f}–{timing.high * factor:.{digits}f}",
-            *throughput,
-            f"[{_STYLES[timing.verdict or 'same']}]{speed}[/]",
-        )
+            *([] if timing.throughput is None else [_rounded(timing.throughput)]),
+            "1" if timing.speed is None else times(timing.speed),
+        ]
+        for timing in timings
+    ]
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    width = out.width - sum(widths) - 2 * len(widths) - 2  # two spaces between columns, and one on each side
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("file", overflow="fold")
+    for name in heads:
+        table.add_column(name, justify="right", no_wrap=True)
+    for timing, (*cells, speed) in zip(timings, rows, strict=True):
+        name = "\n".join(broken(names[timing.file], width))
+        table.add_row(escape(name), *cells, f"[{_STYLES[timing.verdict or 'same']}]{speed}[/]")
     what = "reading the file" if one.batch is None else f"batch {one.batch}, {_counted(threads, 'thread')}"
     version = "" if one.batch is None else f" {one.version}"
     out.print(
@@ -158,6 +181,35 @@ def _show(timings: Sequence[Timing], threads: int) -> None:
         markup=False,
     )
     out.print(table)
+
+
+def broken(name: str, width: int) -> list[str]:
+    """A file name in lines of up to `width` characters, each of which ends behind a separator.
+
+    A part without a separator is never divided, and may be longer.
+
+    >>> broken("filters/model-thin.onnx", 18)
+    ['filters/', 'model-thin.onnx']
+    """
+    lines = [name]
+    for parts in (r"[^/]*/|[^/]+", r"[^-/_.:]*[-/_.:]+|[^-/_.:]+"):
+        if max(map(len, lines)) <= width:
+            break
+        lines = [""]
+        for part in re.findall(parts, name):
+            if lines[-1] and len(lines[-1]) + len(part) > width:
+                lines.append("")
+            lines[-1] += part
+    return lines
+
+
+def _write(path: Path, content: Mapping[str, object]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole(path) as part:
+            part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise GossamerError(f"{path}: cannot be written: {error.strerror or error}; name another by -o") from None
 
 
 def _as_data(timing: Timing) -> dict[str, object]:

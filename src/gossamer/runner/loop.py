@@ -68,8 +68,26 @@ class Loop:
     notes: list[str] = field(default_factory=list[str])
     """Images that are used though something is wrong with them."""
 
-    def run(self, done: Callable[[], bool | None], told: Callable[[Progress], None]) -> bool:
-        """Train to the end. `done` is called after each iteration, and True ends the run early; returns whether."""
+    def run(
+        self,
+        done: Callable[[], bool | None],
+        told: Callable[[Progress], None],
+        before_step: Callable[[float], None] | None = None,
+    ) -> bool:
+        """Train to the end. `done` is called after each iteration, and True ends the run early; returns whether.
+
+        `before_step` is called with the learning rate of each optimizer step, after everything that sets it.
+        """
+        if before_step is None:
+            return self._run(done, told)
+        # A recipe may set the learning rate in a hook of its own, which was registered before this one.
+        hook = self.optimizer.register_step_pre_hook(lambda *_: before_step(self._lr()))
+        try:
+            return self._run(done, told)
+        finally:
+            hook.remove()
+
+    def _run(self, done: Callable[[], bool | None], told: Callable[[Progress], None]) -> bool:
         self.model.train()
         clock = _Clock()
         sums: dict[str, Tensor] = {}
@@ -136,8 +154,11 @@ class Loop:
                 "trainer.optimizer.kwargs.lr, warm up longer, or set trainer.clip_grad_norm; "
                 "checkpoints from before are intact"
             )
-        lr = float(self.optimizer.param_groups[0]["lr"])
-        return Progress(self.iteration, self.iteration / self.steps_per_epoch, loss, parts, lr, clock.rate())
+        epoch = self.iteration / self.steps_per_epoch
+        return Progress(self.iteration, epoch, loss, parts, self._lr(), clock.rate())
+
+    def _lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.half is None else torch.autocast(self.place.device.type, self.half)

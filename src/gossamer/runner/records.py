@@ -1,6 +1,6 @@
 """The numbers of a run as they come: one JSON object a line in `metrics.jsonl`, and TensorBoard events beside it.
 
-A line has `kind` (`train` or `test`), `iteration`, `epoch`, `seconds` of training so far, and the values. Each line is
+A line has `kind` (`train`, `test` or `set`), `iteration`, `epoch`, `seconds` of training so far, and the values. Each line is
 valid JSON: a number that JSON does not know is the text `NaN`, `Infinity` or `-Infinity`. What the numbers mean is
 not known here.
 """
@@ -60,6 +60,10 @@ class Records:
         """Note values of the training up to an iteration."""
         self._write("train", iteration, epoch, values)
 
+    def set(self, iteration: int, epoch: float, values: Mapping[str, float]) -> None:
+        """Record values that hold from an iteration on, until the next record of them."""
+        self._write("set", iteration, epoch, values)
+
     def test(self, iteration: int, epoch: float, metrics: Mapping[str, float]) -> None:
         """Note what a test of the model gave."""
         self._write("test", iteration, epoch, metrics)
@@ -91,7 +95,7 @@ class Records:
             self._file.flush()
         except OSError as error:
             raise _cannot_write(self.path, error) from None
-        for name, value in numbers.items():
+        for name, value in numbers.items() if kind != "set" else ():
             self._with_events(
                 lambda events, name=name, value=value: events.add_scalar(f"{kind}/{name}", value, iteration)
             )

@@ -49,10 +49,10 @@ def run_content(folder: Path, name: str) -> RunContent:
         figures=tuple(_figures(folder, summary, weights)),
         metric=str(summary["metric"] or "metric"),
         tests=tuple(_tests(records, list(summary["metrics"]))),
-        sparsity=_series("sparsity", train, "sparsity"),
+        sparsity=_schedule("sparsity", records, "sparsity"),
         plan=course,
         loss=tuple(_losses(train)),
-        rate=_series("learning rate", train, "lr"),
+        rate=_schedule("learning rate", records, "lr"),
         layers=weights.layers,
         histograms=weights.histograms,
         masks=weights.masks,
@@ -201,6 +201,23 @@ def _series(label: str, records: Sequence[Mapping[str, Any]], key: str) -> Serie
     if not known:
         return None
     return Series(label, tuple(x for x, _, _ in known), tuple(y for _, _, y in known))
+
+
+def _schedule(label: str, records: Sequence[Mapping[str, Any]], key: str) -> Series | None:
+    """A value as it was set, in steps, up to the last iteration; sampled where the run did not record what it set."""
+    trained = [record for record in records if record.get("kind") == "train"]
+    chosen = [record for record in records if record.get("kind") == "set" and key in record]
+    found = _series(label, chosen, key)
+    if found is None:
+        return _series(label, trained, key)
+    # The sparsity is counted at train lines too, also after the last step. Their learning rate is of the next step.
+    counted = trained if key == "sparsity" else []
+    merged = _series(label, [*counted, *chosen], key)
+    assert merged is not None
+    end = max((x for record in trained if (x := _number(record.get("epoch"))) is not None), default=merged.x[-1])
+    if end > merged.x[-1]:
+        return Series(label, (*merged.x, end), (*merged.y, merged.y[-1]), stepped=True)
+    return Series(label, merged.x, merged.y, stepped=True)
 
 
 def _plan(plan: Mapping[str, Any] | None, missing: dict[str, str]) -> Series | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -31,6 +31,8 @@ FORMAT = 1
 """Goes up when an older reader would misread a note."""
 SAMPLES = 300
 """At about how many iterations a schedule is asked."""
+STEP = 0.02
+"""A larger change between two of them is a step, whose iteration is looked for."""
 
 Kind = Literal["start", "plan", "end", "sensitivity"]
 
@@ -146,13 +148,35 @@ def _course(runner: Runner) -> list[list[float]]:
     """Iterations and the planned sparsity from each of them on, where the schedule tells it."""
     if runner.sparsifier is None:
         return []
-    asked = sorted({*range(1, runner.length + 1, max(1, runner.length // SAMPLES)), runner.length})
-    found = [[float(at), share] for at in asked if (share := runner.sparsifier.planned(runner.model, at)) is not None]
-    target = runner.sparsifier.target(runner.model)
-    if found and target is not None:
-        found[-1] = [float(runner.length), target]  # some methods make their zeros with the last step
-    last = len(found) - 1
-    return [point for i, point in enumerate(found) if i in (0, last) or point[1] != found[i - 1][1]]
+    sparsifier, model = runner.sparsifier, runner.model
+
+    def planned(at: int) -> float | None:
+        return sparsifier.planned_in(model, at) if at < runner.length else sparsifier.planned(model, at)
+
+    course: list[list[float]] = []
+    before = 0
+    for at in [*range(0, runner.length, max(1, runner.length // SAMPLES)), runner.length]:
+        share = planned(at)
+        if share is None:
+            continue
+        if course and abs(share - course[-1][1]) > STEP:
+            at = _first_change(planned, before, at)
+        if not course or share != course[-1][1]:
+            course.append([float(at), share])
+        before = at
+    target = sparsifier.target(model)
+    if course:  # some methods make their zeros with the last step
+        course.append([float(runner.length), course[-1][1] if target is None else target])
+    return course
+
+
+def _first_change(planned: Callable[[int], float | None], low: int, high: int) -> int:
+    """The iteration after `low` from which on a schedule has the value that it has at `high`, if it is one step."""
+    share = planned(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if planned(middle) == share else (middle, high)
+    return high
 
 
 def _plain(value: Any) -> Any:

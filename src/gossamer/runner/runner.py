@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
@@ -27,6 +27,7 @@ from gossamer.runner.processes import done_by_first, gathered, send_buffers
 from gossamer.runner.random_states import random_states, restore_random_states
 from gossamer.runner.records import Records
 from gossamer.runner.reporting_notes import Weights, weights_of
+from gossamer.runner.schedule_log import ScheduleLog
 from gossamer.runner.testing import tell_left_out, tested
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Runner(Built):
             stack.enter_context(self.display.training(self.length, self.steps_per_epoch, self.iteration))
             for hook in self.hooks:
                 hook.train_begins(self)
-            stopped = loop.run(lambda: self._iteration_done(loop, stop), self._tell)
+            stopped = loop.run(lambda: self._iteration_done(loop, stop), self._tell, self._schedule_log())
             tell_left_out(loop.skipped, loop.notes, "dataset.train", self.told)
             if not stopped and not self.counts_for_best():
                 logger.warning("the model is less sparse than it was to become; was the training long enough?")
@@ -250,6 +251,13 @@ class Runner(Built):
         if self._is_due(self.config.trainer.save_freq, default=self.steps_per_epoch) or self.is_best():
             self.save()
         return stop.agreed(self.iteration) and self.iteration < self.length
+
+    def _schedule_log(self) -> Callable[[float], None] | None:
+        """What records the learning rate and the sparsity of each step; None in processes that write no records."""
+        if self.records is None:
+            return None
+        log = ScheduleLog(self.records, self.steps_per_epoch)
+        return lambda lr: log.step(self.iteration, lr, self.sparsifier, self.model)
 
     def _is_due(self, frequency: int | None, default: int | None = None) -> bool:
         """Whether something is due that is done so often, in the config's unit of time; `default` is in iterations."""

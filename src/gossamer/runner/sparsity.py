@@ -99,6 +99,14 @@ class Sparsifier(ABC):
         """The sparsity that the schedule asks for when so many iterations are done; None when it says none."""
         return None
 
+    def planned_in(self, model: nn.Module, iteration: int) -> float | None:
+        """The sparsity that the schedule asks for during one iteration, counted from 0; None when it says none."""
+        return self.planned(model, iteration)
+
+    def mask_changes(self) -> int | None:
+        """Increases whenever a mask changes; None if the method does not count changes."""
+        return None
+
     def targets(self) -> Mapping[str, float]:
         """By weight: the sparsity in the end, where it can be told; before the training."""
         return {}
@@ -192,6 +200,10 @@ class ByScheduler(Sparsifier):
         pruning = [modifier for modifier in self._modifiers if isinstance(modifier, PruningModifier)]
         shares = [modifier.sparsity_at(float(max(iteration - 1, 0))) for modifier in pruning]
         return next((share for share in shares if share is not None), self.scheduler.final_sparsity)
+
+    def planned_in(self, model: nn.Module, iteration: int) -> float | None:
+        """Masks change at the start of an iteration."""
+        return self.planned(model, iteration + 1)
 
     def targets(self) -> Mapping[str, float]:
         final = self.scheduler.final_sparsity
@@ -306,6 +318,9 @@ class ByRecipe(Sparsifier):
         if not shares:
             return None
         return sum(share * self._sizes[name] for name, share in shares.items()) / sum(self._sizes[n] for n in shares)
+
+    def mask_changes(self) -> int | None:
+        return self.manager.mask_changes
 
     def targets(self) -> Mapping[str, float]:
         return self.manager.targets()

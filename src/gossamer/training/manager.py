@@ -344,6 +344,11 @@ class Manager:
         shared = self._attached().shared
         return {name: ~shared.masks.zeros(name) for name in shared.pruned()}
 
+    @property
+    def mask_changes(self) -> int:
+        """Increases whenever a mask changes; equal values mean equal masks."""
+        return self._attached().shared.masks.changes
+
     def apply_masks(self, module: nn.Module) -> None:
         """Zero the masked weights of another copy of the model, such as an average of it."""
         missing = self._attached().shared.masks.apply_to_copy(module)

@@ -25,6 +25,8 @@ class Masks:
         self._stale: set[str] = set()
         self.before_zeroing: Callable[[str, Tensor], None] | None = None
         """Told of each weight, and where, just before it is zeroed."""
+        self.changes = 0
+        """Goes up whenever a mask changes."""
 
     def hold(self, holder: int, name: str, keep: Tensor, weight: Tensor, ended: Collection[int] = ()) -> None:
         """Let `holder` keep only these weights; the masks of `ended` holders on that weight go."""
@@ -45,6 +47,7 @@ class Masks:
         self._held.pop(name, None)
         self._zeros.pop(name, None)
         self._stale.discard(name)
+        self.changes += 1
 
     def touched(self, name: str) -> None:
         """Say that a weight was written and its zeros may be gone."""
@@ -55,6 +58,7 @@ class Masks:
         self._held.clear()
         self._zeros.clear()
         self._stale.clear()
+        self.changes += 1
 
     def kept_by(self, holder: int, name: str) -> Tensor | None:
         """The mask of one holder, True where it keeps."""
@@ -126,6 +130,7 @@ class Masks:
         return self._zeros[name]
 
     def _combine(self, name: str) -> None:
+        self.changes += 1
         self._stale.add(name)
         holders = list(self._held[name].values())
         if not holders:

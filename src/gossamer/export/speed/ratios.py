@@ -36,12 +36,16 @@ class Ratio:
     def verdict(self, floor: float = 1.0) -> Verdict:
         """What the interval proves; a factor up to `floor` proves nothing.
 
+        An interval that reaches 1.00 when it is shown with two decimals is not a difference, whatever the third says.
+
         >>> Ratio(1.9, 1.8, 2.0).verdict(), Ratio(1.01, 0.98, 1.03).verdict(), Ratio(1.1, 0.7, 1.6).verdict()
         ('faster', 'same', 'unclear')
+        >>> Ratio(0.998, 0.997, 0.999).verdict()
+        'same'
         """
-        if self.low > floor:
+        if self.low > floor and round(self.low, 2) > 1:
             return "faster"
-        if self.high < 1 / floor:
+        if self.high < 1 / floor and round(self.high, 2) < 1:
             return "slower"
         return "same" if self.low >= 1 / SAME and self.high <= SAME else "unclear"
 

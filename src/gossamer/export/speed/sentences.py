@@ -41,13 +41,10 @@ def times(ratio: Ratio) -> str:
 
 
 def labels(timings: Sequence[Timing]) -> dict[str, str]:
-    """By file: its name, with the folder that it is in where several have the same."""
-    files = dict.fromkeys(timing.file for timing in timings)
-    names = [PurePath(file).name for file in files]
-    return {
-        file: name if names.count(name) == 1 else "/".join(PurePath(file).parts[-2:])
-        for file, name in zip(files, names, strict=True)
-    }
+    """By file: its name; of all files with the folder that they are in where two have the same name."""
+    files = {timing.file: PurePath(timing.file) for timing in timings}
+    alike = len({path.name for path in files.values()}) < len(files)
+    return {file: "/".join(path.parts[-2:]) if alike else path.name for file, path in files.items()}
 
 
 def _compared(timing: Timing, first: Timing, names: Mapping[str, str]) -> str:
@@ -63,11 +60,13 @@ def _verdict(timing: Timing, does: str, other: str) -> str:
     assert timing.speed is not None
     figure = times(timing.speed)
     if timing.verdict == "same":
-        return f"{does} as fast as {other}, {figure}"
+        about = "" if f"{timing.speed.value:.2f}" == "1.00" else "about "
+        return f"{does} {about}as fast as {other}, {figure}"
     if timing.verdict == "unclear":
         if not timing.speed.bounded:
             return f"one round proves no difference to {other}, {figure}; measure longer"
-        floor = "" if timing.itself is None else f", and {other} differs from itself by {timing.itself.doubt:.2f}×"
+        doubt = "1.00" if timing.itself is None else f"{timing.itself.doubt:.2f}"
+        floor = "" if doubt == "1.00" else f", and {other} differs from itself by {doubt}×"
         return f"no difference to {other} is proved, {figure}{floor}; measure longer, or where nothing else runs"
     return f"{does} {timing.verdict} than {other}, {figure}"
 
