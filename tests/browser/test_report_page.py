@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gossamer.analysis.report import render
-from tests.analysis.report.contents import run
+from tests.analysis.report.contents import run, speed
 from tests.browser.chromium import chromium, requests, sized, themed
 from tests.runner.running_on_digits import config, trained
 
@@ -29,7 +29,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("pages")
     texts = {
         "one": render([run("levels", layers=40)]),
-        "three": render([run("dense"), run("levels"), run("a-run-with-a-very-long-name-" * 4)]),
+        "three": render([run("dense"), run("levels"), run("a-run-with-a-very-long-name-" * 4)], speed()),
         "evil": render([run(EVIL), run("levels")]),
     }
     for name, text in texts.items():
@@ -92,6 +92,23 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(browser: Any, pages: 
     assert wide <= 360
     heads = "[...document.querySelectorAll('th[scope=row]')].filter(h => h.offsetWidth)"
     assert page.execute_script(f"return Math.min(...{heads}.map(h => h.offsetWidth))") >= 60  # no letter for itself
+
+
+def test_a_table_that_is_wider_than_a_phone_says_so_until_its_end_is_seen(browser: Any, pages: dict[str, str]) -> None:
+    wide = "return document.querySelector('#summary .scroll')"
+    hint = "return getComputedStyle(document.querySelector('#summary .hint')).display"
+    page = opened(browser, pages["three"], width=360)
+    page.execute_script("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert page.execute_script(f"{wide}.scrollWidth > 340")
+    assert page.execute_script(hint) == "block"
+    left = "return document.querySelector('#summary tbody th').getBoundingClientRect().left"
+    before = page.execute_script(left)
+    page.execute_script("const box = document.querySelector('#summary .scroll'); box.scrollLeft = box.scrollWidth")
+    page.execute_script("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert page.execute_script(hint) == "none"
+    assert abs(page.execute_script(left) - before) < 20  # the name of a row stays in sight
+    page = opened(browser, pages["three"], width=1300)
+    assert page.execute_script(hint) == "none"
 
 
 def test_pointing_at_a_layer_shows_its_numbers(browser: Any, pages: dict[str, str]) -> None:

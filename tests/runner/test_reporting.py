@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from gossamer.cli import app
 from gossamer.errors import GossamerError
+from gossamer.export import to_onnx
 from gossamer.runner import reporting
 from gossamer.runner.display import Display
 from gossamer.runner.records import read_records
@@ -248,6 +249,47 @@ def test_a_file_that_is_no_report_is_not_written_over(levels: Path, tmp_path: Pa
     assert (tmp_path / "mine.html").read_text() == "<html>mine</html>"
     with pytest.raises(GossamerError, match="is a folder; name a file by -o"):
         report([levels], tmp_path)
+
+
+def test_a_benchmark_of_its_files_is_shown_with_the_runs(levels: Path, tmp_path: Path) -> None:
+    folder = copied(levels, tmp_path)
+    example = torch.zeros(1, 3, 8, 8)
+    for name in ("dense.onnx", "model.onnx"):
+        to_onnx(small().eval(), folder / name, example)
+    results = tmp_path / "speed.json"
+    files = [str(tmp_path / "run" / name) for name in ("dense.onnx", "model.onnx")]
+    done = CliRunner().invoke(
+        app, ["benchmark", *files, "--rounds", "6", "--runtime", "onnxruntime", "-o", str(results)]
+    )
+    assert done.exit_code == 0, done.output
+    done = CliRunner().invoke(app, ["report", str(folder), "--benchmark", str(results)])
+    assert done.exit_code == 0, done.output
+    part = unescape((folder / "report.html").read_text().split('id="speed"')[1].split("</section>")[0])
+    found = json.loads(results.read_text())
+    assert all(sentence in part for sentence in found["sentences"])
+    ratio = found["timings"][1]["speed"]
+    assert f"{ratio['value']:.2f}×<small>{ratio['low']:.2f}–{ratio['high']:.2f}</small>" in part
+    assert part.count('class="dot"') == 2  # both files are in the folder of the run
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file"),
+        ("{", "is not JSON"),
+        ("[]", "is not a result of a benchmark"),
+        ('{"threads": 1, "sentences": [], "timings": [{"runtime": "torch"}]}', "is not a result of a benchmark"),
+    ],
+)
+def test_a_file_that_is_not_of_a_benchmark_is_refused(
+    levels: Path, tmp_path: Path, text: str | None, message: str
+) -> None:
+    path = tmp_path / "speed.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(GossamerError, match=message):
+        report([levels], tmp_path / "page.html", path)
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_sensitivity_is_left_out_of_a_short_run_and_measured_on_request(levels: Path, tmp_path: Path) -> None:

@@ -24,6 +24,10 @@ def report(
         bool,
         typer.Option("--sensitivity", help="Measure the layers' sensitivity first: builds the model, takes longer."),
     ] = False,
+    benchmark: Annotated[
+        Path | None,
+        typer.Option("--benchmark", metavar="FILE", help="Show these results of gossamer benchmark --output."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """One page about runs, in one file: curves, layers, weights, masks. Several runs are compared, in ./report.html."""
@@ -35,7 +39,7 @@ def report(
         for folder in folders:
             with progress(f"sensitivity of {folder.name}:", as_json) as show:
                 measure_sensitivity(folder, show)
-    path = write(folders, output)
+    path = write(folders, output, benchmark)
     if as_json:
         show_json({"file": str(path), "bytes": path.stat().st_size, "runs": [str(folder) for folder in folders]})
         return

@@ -80,8 +80,12 @@ class Loop:
         """
         if before_step is None:
             return self._run(done, told)
+
+        def call(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+            before_step(self._lr())
+
         # A recipe may set the learning rate in a hook of its own, which was registered before this one.
-        hook = self.optimizer.register_step_pre_hook(lambda *_: before_step(self._lr()))
+        hook = self.optimizer.register_step_pre_hook(call)
         try:
             return self._run(done, told)
         finally:

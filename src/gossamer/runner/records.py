@@ -1,8 +1,8 @@
 """The numbers of a run as they come: one JSON object a line in `metrics.jsonl`, and TensorBoard events beside it.
 
-A line has `kind` (`train`, `test` or `set`), `iteration`, `epoch`, `seconds` of training so far, and the values. Each line is
-valid JSON: a number that JSON does not know is the text `NaN`, `Infinity` or `-Infinity`. What the numbers mean is
-not known here.
+A line has `kind` (`train`, `test` or `set`), `iteration`, `epoch`, `seconds` of training so far, and the values. Each
+line is valid JSON: a number that JSON does not know is the text `NaN`, `Infinity` or `-Infinity`. What the numbers mean
+is not known here.
 """
 
 from __future__ import annotations

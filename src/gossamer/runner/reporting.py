@@ -18,6 +18,7 @@ from gossamer.runner.records import read_records
 from gossamer.runner.reporting_content import run_content
 from gossamer.runner.reporting_notes import note_plan, note_weights, origin_of, weights_of
 from gossamer.runner.reporting_sensitivity import measure
+from gossamer.runner.reporting_speed import read_speed
 
 if TYPE_CHECKING:
     from gossamer.runner.runner import Runner
@@ -28,8 +29,13 @@ logger = logging.getLogger("gossamer")
 PAGE = "report.html"
 
 
-def report(folders: Sequence[str | Path], output: str | Path | None = None) -> Path:
-    """Write one page for a run, by default into its folder, or for several side by side, by default here."""
+def report(
+    folders: Sequence[str | Path], output: str | Path | None = None, benchmark: str | Path | None = None
+) -> Path:
+    """Write one page for a run, by default into its folder, or for several side by side, by default here.
+
+    `benchmark` is a file of results that `gossamer benchmark --output` wrote.
+    """
     from gossamer.analysis.report import render
 
     if not folders:
@@ -38,7 +44,8 @@ def report(folders: Sequence[str | Path], output: str | Path | None = None) -> P
     path = Path(output) if output is not None else (paths[0] / PAGE if len(paths) == 1 else Path(PAGE))
     _check_place(path)
     names = _names(paths)
-    text = render([run_content(folder, name) for folder, name in zip(paths, names, strict=True)])
+    speed = None if benchmark is None else read_speed(Path(benchmark), paths)
+    text = render([run_content(folder, name) for folder, name in zip(paths, names, strict=True)], speed)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole(path) as part:

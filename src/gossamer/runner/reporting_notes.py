@@ -159,10 +159,9 @@ def _course(runner: Runner) -> list[list[float]]:
         share = planned(at)
         if share is None:
             continue
-        if course and abs(share - course[-1][1]) > STEP:
-            at = _first_change(planned, before, at)
         if not course or share != course[-1][1]:
-            course.append([float(at), share])
+            step = bool(course) and abs(share - course[-1][1]) > STEP
+            course.append([float(_first_change(planned, before, at) if step else at), share])
         before = at
     target = sparsifier.target(model)
     if course:  # some methods make their zeros with the last step

@@ -6,7 +6,18 @@ from dataclasses import replace
 
 import torch
 
-from gossamer.analysis.report import Bins, Card, HeatMap, Layer, RunContent, Series, WeightHistogram
+from gossamer.analysis.report import (
+    Bins,
+    Card,
+    HeatMap,
+    Layer,
+    RunContent,
+    Series,
+    Speed,
+    SpeedTable,
+    TimedFile,
+    WeightHistogram,
+)
 from gossamer.analysis.report.weights import bins, mask_picture
 
 
@@ -42,6 +53,16 @@ def run(name: str = "levels", layers: int = 4, **changed: object) -> RunContent:
         settings=(("The config (config.yaml)", "net: {type: resnet18}\n"),),
     )
     return replace(made, **changed)  # pyright: ignore[reportArgumentType]
+
+
+def speed() -> Speed:
+    """Three files of a benchmark, the last two of runs on the page."""
+    files = (
+        TimedFile("dense.onnx", 44_700_000, 0.0, 0.0905, 0.0695, 0.1021),
+        TimedFile("thin/model-thin.onnx", 11_200_000, 0.0, 0.0226, 0.0172, 0.0336, (3.78, 3.41, 4.04), 0),
+        TimedFile("int8/model.onnx", 11_200_000, 0.024, 0.0258, 0.0184, 0.035, (3.37, None, None), 1),
+    )
+    return Speed((SpeedTable("onnxruntime 1.31.1: batch 1, 1 thread, 38 rounds", files),), ("thin <b> is faster",))
 
 
 def empty_bins() -> Bins:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 
 import numpy as np
 import pytest
@@ -13,10 +14,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from gossamer.analysis.report import Bins, Layer, Picture
-from gossamer.analysis.report.pictures import _bars, png
+from gossamer.analysis.report.pictures import GROUP_GAP, _bars, mask, png
 from gossamer.analysis.report.scales import linear, logarithmic, pieces, thinned, within
 from gossamer.analysis.report.weights import bins, chosen, mask_picture
-from gossamer.sparse import NM, magnitude
+from gossamer.sparse import NM, Pattern, Unstructured, magnitude
 
 finite = st.floats(-1e9, 1e9)
 
@@ -97,6 +98,37 @@ def test_two_of_four_can_be_seen_in_the_corner_of_a_convolution() -> None:
     cells = np.frombuffer(found.corner.cells, np.uint8).reshape(found.corner.rows, found.corner.columns)
     assert set(np.unique(cells)) == {0, 15}
     assert ((cells > 0).reshape(found.corner.rows, -1, 4).sum(-1) == 2).all()
+    assert found.groups == (2, 4)
+    drawn = mask(found)
+    frames, kept = re.findall(r'<path class="[fk]" d="([^"]+)"', drawn)
+    assert frames.count("M") == found.corner.rows * found.corner.columns // 4  # a frame around each group
+    assert kept.count("M") == found.corner.rows * found.corner.columns // 2
+    assert "<b>2:4</b>: in every group of 4, at most 2 are kept" in drawn
+    places = sorted({float(x) for x in re.findall(r"M([\d.]+) ", kept)})
+    assert places[4] - places[3] == pytest.approx(1 + GROUP_GAP, abs=0.01)  # groups stand apart
+
+
+@pytest.mark.parametrize(
+    ("pattern", "groups"), [(NM(2, 4), (2, 4)), (NM(1, 4), (1, 4)), (NM(2, 8), (2, 8)), (Unstructured(), None)]
+)
+def test_groups_are_marked_in_the_pattern_that_the_weights_have(pattern: Pattern, groups: object) -> None:
+    weight = torch.randn(64, 32)
+    sparsity = 0.5 if groups is None else 1 - pattern.n / pattern.m  # pyright: ignore[reportAttributeAccessIssue]
+    assert mask_picture("fc", weight * pattern.mask(magnitude(weight), sparsity)).groups == groups
+
+
+@pytest.mark.parametrize("zeros", ["none", "all", "filters", "few left"])
+def test_masks_without_groups_have_none(zeros: str) -> None:
+    weight = torch.randn(64, 32)
+    if zeros == "all":
+        weight[:] = 0
+    elif zeros == "filters":
+        weight[::2] = 0
+    elif zeros == "few left":
+        weight[torch.rand(64, 32) < 0.97] = 0
+    found = mask_picture("fc", weight)
+    assert found.groups is None
+    assert "in every group" not in mask(found)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

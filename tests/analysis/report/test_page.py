@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from gossamer.analysis.report import Layer, RunContent, Series, WeightHistogram, render
-from tests.analysis.report.contents import empty_bins, run
+from tests.analysis.report.contents import empty_bins, run, speed
 
 VOID = {"meta", "link", "img", "wbr", "br"}
 
@@ -64,6 +64,24 @@ def test_every_part_of_a_run_is_there() -> None:
     ids = outline(render([run()])).values("id")
     parts = ["summary", "progress", "schedule", "training", "layers", "sensitivity", "weights", "masks", "settings"]
     assert [name for name in ids if name != "tip"] == parts
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_benchmark_has_its_own_part_with_figures_intervals_and_what_they_mean(count: int) -> None:
+    text = render([run(f"run {i}") for i in range(count)], speed())
+    ids = outline(text).values("id")
+    assert ids[:2] == ["summary", "speed"]
+    part = text.split('id="speed"')[1].split("</section>")[0]
+    assert "onnxruntime 1.31.1: batch 1, 1 thread, 38 rounds" in part
+    assert "3.78×<small>3.41–4.04</small>" in part
+    assert "22.6<small>17.2–33.6</small>" in part
+    assert "time, ms" in part
+    assert part.count("<u style=") == 1  # one round has no interval, and the first file is what others compare to
+    assert "thin &lt;b&gt; is faster" in part
+    ends = [float(value) for value in re.findall(r'<u style="left:([\d.]+)%;width:([\d.]+)%', part)[0]]
+    bar = float(re.findall(r'<i style="width:([\d.]+)%', part)[1])
+    assert ends[0] < bar < sum(ends) < 100
+    assert 'id="speed"' not in render([run()])
 
 
 def test_names_that_look_like_markup_do_nothing() -> None:

@@ -13,6 +13,9 @@ from gossamer.analysis.report.content import (
     Picture,
     RunContent,
     Series,
+    Speed,
+    SpeedTable,
+    TimedFile,
     WeightHistogram,
 )
 from gossamer.analysis.report.page import GENERATOR, render
@@ -27,6 +30,9 @@ __all__ = [
     "Picture",
     "RunContent",
     "Series",
+    "Speed",
+    "SpeedTable",
+    "TimedFile",
     "WeightHistogram",
     "render",
 ]

@@ -92,7 +92,42 @@ class MaskPicture:
     sparsity: float
     whole: Picture
     corner: Picture | None = None
-    """The first rows and columns, weight by weight, where the whole is too large for that."""
+    """The first rows and columns, weight by weight, where the whole is too large for that or has groups."""
+    groups: tuple[int, int] | None = None
+    """(n, m) where of every m neighbours in a row at most n are kept, and nearly always n."""
+
+
+@dataclass(frozen=True)
+class TimedFile:
+    """One file of a benchmark. Times are seconds of one run."""
+
+    name: str
+    bytes: int
+    sparsity: float
+    median: float
+    low: float
+    high: float
+    """5 % of the runs are faster than `low`, 5 % slower than `high`."""
+    speed: tuple[float, float | None, float | None] | None = None
+    """How many times as fast as the first file, and the interval of 95 %; None for the first file itself."""
+    run: int | None = None
+    """The run that it belongs to, by its position on the page."""
+
+
+@dataclass(frozen=True)
+class SpeedTable:
+    """Files that were timed against each other in one runtime, the first of them being what the others compare to."""
+
+    title: str
+    files: tuple[TimedFile, ...]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The results of `gossamer benchmark`."""
+
+    tables: tuple[SpeedTable, ...]
+    sentences: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from gossamer.analysis.report import pictures, tables
 from gossamer.analysis.report.charts import Line, chart
-from gossamer.analysis.report.content import RunContent, Series
+from gossamer.analysis.report.content import RunContent, Series, Speed
 from gossamer.analysis.report.style import SCRIPT, STYLE
 from gossamer.analysis.report.words import escaped, percent
 from gossamer.version import __version__
@@ -23,12 +23,13 @@ OPEN, FOLDED = 6, 48
 """Histograms that are shown, and those that are folded behind them."""
 
 
-def render(runs: Sequence[RunContent]) -> str:
-    """The page of one run, or of several side by side."""
+def render(runs: Sequence[RunContent], speed: Speed | None = None) -> str:
+    """The page of one run, or of several side by side; with the results of a benchmark if there are some."""
     single = len(runs) == 1
     title = runs[0].name if single else " · ".join(run.name for run in runs)
     parts = [
         ("summary", "Summary" if single else "Comparison", _summary(runs)),
+        *([("speed", "Speed", _speed(speed))] if speed is not None else []),
         ("progress", "Accuracy and sparsity", _progress(runs)),
         ("schedule", "Schedule", _schedule(runs)),
         ("training", "Loss and learning rate", _training(runs)),
@@ -85,6 +86,17 @@ def _summary(runs: Sequence[RunContent]) -> str:
     if len(runs) == 1:
         return _notes(runs[0]) + tables.cards(runs[0].cards)
     return f'<div class="sheet">{tables.comparison(runs)}</div>'
+
+
+def _speed(speed: Speed) -> str:
+    told = (
+        "Files that took turns in one process. The bar says how many times as fast as the first file each one is, the "
+        "line at its end is the interval of 95 %, the tick is at 1×. Times are the median of all runs and, below it, "
+        "the range from 5 to 95 % of them."
+    )
+    shown = "".join(f'<div class="sheet">{tables.speeds(table)}</div>' for table in speed.tables)
+    meant = "".join(f"<li>{escaped(sentence)}</li>" for sentence in speed.sentences)
+    return f"<p>{told}</p>{shown}" + (f"<ul>{meant}</ul>" if meant else "")
 
 
 def _notes(run: RunContent) -> str:

@@ -21,6 +21,8 @@ BARS = 64
 INK = bytes((0x25, 0x83, 0xC4))
 """Seen on white as on black."""
 _SHADES = 16
+GROUP_GAP = 0.7
+"""Between two groups of weights, in widths of a weight."""
 
 
 def histogram(found: WeightHistogram) -> str:
@@ -61,14 +63,20 @@ def mask(found: MaskPicture) -> str:
     told = f"{rows} × {columns} weights, {percent(found.sparsity)} zero"
     text = f'<figure class="small"><figcaption>{breakable(found.layer)}<span>{told}</span></figcaption>'
     text += _image(found.whole, f"Weights of {found.layer} that are not zero")
+    if (found.whole.rows, found.whole.columns) == found.weights:
+        text += '<div class="soft">each cell is a weight</div>'
+    else:
+        cell = f"{_ratio(rows, found.whole.rows)} × {_ratio(columns, found.whole.columns)} weights"
+        text += f'<div class="soft">the whole layer: a cell is {cell}, darker where more are kept</div>'
     if found.corner is None:
-        return text + '<div class="soft">each cell is a weight</div></figure>'
-    cell = f"{_ratio(rows, found.whole.rows)} × {_ratio(columns, found.whole.columns)} weights"
-    text += f'<div class="soft">the whole layer: a cell is {cell}, darker where more are kept</div>'
-    text += _image(found.corner, f"The first weights of {found.layer}, one by one")
-    return text + (
-        f'<div class="soft">its corner, weight by weight: {found.corner.rows} × {found.corner.columns}</div></figure>'
-    )
+        return f"{text}</figure>"
+    text += _excerpt(found.corner, found.groups, f"The first weights of {found.layer}, one by one")
+    first = f"its first {found.corner.rows} × {found.corner.columns} weights, one by one"
+    if found.groups is None:
+        return f'{text}<div class="soft">{first}</div></figure>'
+    n, m = found.groups
+    kept = f"<b>{n}:{m}</b>: in every group of {m}, at most {n} {'is' if n == 1 else 'are'} kept"
+    return f'{text}<div class="soft">{first}. {kept}</div></figure>'
 
 
 def png(picture: Picture) -> bytes:
@@ -95,6 +103,28 @@ def _image(picture: Picture, told: str) -> str:
     height = min(max(picture.rows / picture.columns, 0.18), 1.1)
     size = f'width="{picture.columns}" height="{picture.rows}" style="aspect-ratio:{1 / height:.3f}"'
     return f'<img class="mask" {size} alt="{escaped(told)}" src="data:image/png;base64,{code}">'
+
+
+def _excerpt(picture: Picture, groups: tuple[int, int] | None, told: str) -> str:
+    """Each weight as a square, filled where it is kept; groups of an N:M pattern stand apart, each in a frame."""
+    size = picture.columns if groups is None else groups[1]
+    gap = 0.0 if groups is None else GROUP_GAP
+    width = picture.columns + gap * (picture.columns // size - 1)
+    frames, kept = "", ""
+    for row in range(picture.rows):
+        frames += "".join(f"M{_at(first * (1 + gap / size))} {row}h{size}" for first in range(0, picture.columns, size))
+        for column in range(picture.columns):
+            if picture.cells[row * picture.columns + column]:
+                kept += f"M{_at(column + gap * (column // size) + 0.08)} {row}h.84"
+    # Strokes along the middle of each row: a square costs a few letters.
+    return (
+        f'<svg class="mask excerpt" viewBox="-.1 -.6 {_at(width + 0.2)} {_at(picture.rows + 0.2)}" role="img" '
+        f'aria-label="{escaped(told)}"><path class="f" d="{frames}"/><path class="k" d="{kept}"/></svg>'
+    )
+
+
+def _at(value: float) -> str:
+    return f"{value:.4g}"
 
 
 def _bars(bins: Bins, reach: float) -> list[int]:

@@ -12,10 +12,10 @@ COLOURS = 6
 
 STYLE = """
 :root{color-scheme:light dark;--ground:#fbfbfa;--sheet:#fff;--ink:#1c2024;--soft:#5b636b;--line:#dfe3e6;--grid:#e9ecee;
---accent:#0067a3;--wash:0,103,163;--before:#8b949c;
+--accent:#0067a3;--wash:0,103,163;--before:#8b949c;--shade:rgba(28,32,36,.28);
 --c0:#0067a3;--c1:#c24e00;--c2:#00785a;--c3:#9a3f84;--c4:#7a5c00;--c5:#4d555c}
 @media(prefers-color-scheme:dark){:root{--ground:#14171a;--sheet:#1b1f23;--ink:#e6e9ec;--soft:#a3acb5;--line:#31373d;
---grid:#272c31;--accent:#6bbcf0;--wash:107,188,240;--before:#7d868f;
+--grid:#272c31;--accent:#6bbcf0;--wash:107,188,240;--before:#7d868f;--shade:rgba(230,233,236,.34);
 --c0:#6bbcf0;--c1:#f0a04b;--c2:#45cfa5;--c3:#e093c6;--c4:#e3d25a;--c5:#c3cad1}}
 *{box-sizing:border-box}
 html{-webkit-text-size-adjust:100%;scroll-behavior:smooth;scroll-padding-top:3.5rem}
@@ -78,7 +78,14 @@ svg .p{stroke:var(--k);stroke-width:1.6;stroke-dasharray:5 5;stroke-linecap:butt
 .cursor{position:absolute;top:0;bottom:0;border-left:1px solid var(--soft);pointer-events:none;display:none}
 #tip{position:absolute;z-index:9;pointer-events:none;background:var(--ink);color:var(--ground);font-size:.8rem;
 line-height:1.4;padding:.4rem .6rem;border-radius:7px;max-width:min(20rem,90vw);white-space:pre-line;display:none}
-.scroll{overflow-x:auto;max-width:100%;position:relative}
+.scroll{overflow-x:auto;max-width:100%;position:relative;background:
+linear-gradient(to right,var(--sheet) 35%,transparent) left/2.4rem 100% no-repeat local,
+linear-gradient(to left,var(--sheet) 35%,transparent) right/2.4rem 100% no-repeat local,
+linear-gradient(to right,var(--shade),transparent) left/.9rem 100% no-repeat scroll,
+linear-gradient(to left,var(--shade),transparent) right/.9rem 100% no-repeat scroll}
+.scroll th,.scroll td{overflow-wrap:break-word}
+.hint{display:none;color:var(--soft);font-size:.78rem;text-align:right;margin-bottom:.2rem}
+.hint.on{display:block}
 table{border-collapse:collapse;width:100%;font-size:.87rem}
 caption{text-align:left;color:var(--soft);font-size:.83rem;padding-bottom:.5rem}
 th,td{padding:.3rem .6rem;text-align:left;border-bottom:1px solid var(--grid);vertical-align:middle}
@@ -93,6 +100,11 @@ print-color-adjust:exact;-webkit-print-color-adjust:exact}
 .bar i{position:absolute;inset:0 auto 0 0;background:var(--k);border-radius:3px}
 .bar b{position:absolute;top:-.18rem;bottom:-.18rem;width:2px;background:var(--ink);margin-left:-1px}
 .size i{background:var(--before)}
+.bar u{position:absolute;top:12%;bottom:12%;min-width:3px;border:0 solid var(--ink);border-width:0 1.5px;
+background:linear-gradient(var(--ink),var(--ink)) center/100% 1.5px no-repeat}
+td small{display:block;color:var(--soft);font-size:.78rem;line-height:1.2}
+.speeds .bar{min-width:8rem;height:1rem}
+.speeds tbody th{min-width:7rem}
 .runs th[scope=row]{min-width:8rem}
 .runs td:nth-child(2){min-width:6rem}
 .heat tbody th{min-width:8.5rem}
@@ -110,6 +122,10 @@ svg .a{stroke:var(--accent);stroke-width:1.8}
 .ends{display:flex;justify-content:space-between;font-size:.73rem;color:var(--soft)}
 .mask{display:block;width:100%;height:auto;image-rendering:pixelated;border:1px solid var(--line);border-radius:3px;
 background:var(--ground);print-color-adjust:exact;-webkit-print-color-adjust:exact}
+.small svg.excerpt{position:static;width:100%;height:auto;overflow:hidden}
+.excerpt path{vector-effect:none;stroke-linecap:butt}
+.excerpt .f{stroke:var(--grid);stroke-width:.98}
+.excerpt .k{stroke:#2583c4;stroke-width:.84}
 .mask+.soft{font-size:.76rem;margin:.25rem 0 .7rem}
 details{margin:.9rem 0}
 summary{cursor:pointer;color:var(--accent);font-size:.92rem}
@@ -124,6 +140,7 @@ footer{color:var(--soft);font-size:.83rem;padding-top:1.2rem;padding-bottom:2.5r
 @media(max-width:34rem){h1{font-size:1.5rem}main,header,footer{padding-left:.9rem;padding-right:.9rem}
 nav ul{padding-left:.9rem;padding-right:.9rem}.sheet{padding:.85rem .8rem}.plot{--high:10.5rem}
 .cards{grid-template-columns:repeat(2,minmax(0,1fr));gap:.6rem}.card{padding:.7rem .75rem}.card .value{font-size:1.3rem}
+.scroll tbody th{position:sticky;left:0;z-index:1;background:var(--sheet);max-width:8.5rem}
 .wide{display:none}th,td{padding:.3rem .4rem}.layers tbody th{min-width:7rem}.bar{min-width:3.2rem}}
 @media print{:root{color-scheme:light;--ground:#fff;--sheet:#fff;--ink:#000;--soft:#444;--line:#ccc;--grid:#e4e4e4;
 --accent:#0067a3;--wash:0,103,163;--before:#8b949c;--c0:#0067a3;--c1:#c24e00;--c2:#00785a;--c3:#9a3f84;--c4:#7a5c00;
@@ -131,7 +148,7 @@ nav ul{padding-left:.9rem;padding-right:.9rem}.sheet{padding:.85rem .8rem}.plot{
 @page{margin:16mm}
 body{font-size:10.5pt}nav,#tip,.cursor,.settings{display:none!important}main,header,footer{max-width:none;padding:0}
 section{margin:1.4rem 0}h2,h3{break-after:avoid}.card,.chart,.small,tr,.empty,.note{break-inside:avoid}
-thead{display:table-header-group}.scroll{overflow:visible}.plot{--high:9.5rem}article{break-before:page}
+thead{display:table-header-group}.scroll{overflow:visible;background:none}.hint{display:none!important}.plot{--high:9.5rem}article{break-before:page}
 .cards{grid-template-columns:repeat(4,1fr)}details:not([open]){display:none}}
 """
 
@@ -199,6 +216,12 @@ document.querySelectorAll('[data-chart]').forEach(function(chart){
   if(to===undefined)return;
   k.preventDefault();here=Math.max(0,Math.min(stops.length-1,to));point(stops[here],null);
  });
+});
+document.querySelectorAll('.scroll').forEach(function(box){
+ var hint=box.previousElementSibling;
+ function look(){hint.classList.toggle('on',box.scrollWidth-box.clientWidth-box.scrollLeft>2);}
+ box.addEventListener('scroll',look,{passive:true});
+ new ResizeObserver(look).observe(box);
 });
 var opened=[];
 window.addEventListener('beforeprint',function(){

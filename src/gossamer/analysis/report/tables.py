@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 from gossamer.analysis.report.charts import colour
-from gossamer.analysis.report.content import Card, HeatMap, Layer, RunContent, Series
+from gossamer.analysis.report.content import Card, HeatMap, Layer, RunContent, Series, SpeedTable, TimedFile
 from gossamer.analysis.report.words import GAP, breakable, count, escaped, number, percent, shape
 
 FIRST = 32
@@ -100,6 +100,38 @@ def heat_map(found: HeatMap) -> str:
     return text
 
 
+def speeds(found: SpeedTable) -> str:
+    """A row for each file: its size, its zeros, its time, and its speed as a bar with an interval."""
+    ends = [end for file in found.files if file.speed is not None for end in file.speed if end is not None]
+    reach = 1.05 * max([1.0, *ends])
+    fastest = min(file.median for file in found.files)
+    unit, factor = ("s", 1.0) if fastest >= 1 else ("ms", 1e3) if fastest >= 1e-3 else ("µs", 1e6)
+    rows = "".join(_speed_row(file, reach, factor) for file in found.files)
+    heads = "".join(f'<th scope="col" class="n">{name}</th>' for name in ("size", "zeros", f"time, {unit}"))
+    head = f'<thead><tr><th scope="col">file</th>{heads}<th scope="col" colspan="2">speed</th></tr></thead>'
+    caption = f"<caption>{escaped(found.title)}</caption>"
+    return _scrolled(f'<table class="speeds">{caption}{head}<tbody>{rows}</tbody></table>', found.title)
+
+
+def _speed_row(file: TimedFile, reach: float, factor: float) -> str:
+    value, low, high = file.speed or (1.0, None, None)
+    whisker = ""
+    if low is not None and high is not None:
+        whisker = f'<u style="left:{100 * low / reach:.1f}%;width:{100 * (high - low) / reach:.1f}%"></u>'
+    style = colour(file.run or 0) if file.run is not None else "--k:var(--before)"
+    bar = f'<i style="width:{100 * value / reach:.1f}%"></i>{whisker}<b style="left:{100 / reach:.1f}%"></b>'
+    shown = "1×, the first file" if file.speed is None else f"{value:.2f}×"
+    interval = "" if low is None or high is None else f"<small>{low:.2f}–{high:.2f}</small>"
+    times = [f"{factor * seconds:.3g}" for seconds in (file.median, file.low, file.high)]
+    dot = "" if file.run is None else f'<span class="dot" style="{style}"></span>'
+    return (
+        f'<tr><th scope="row">{dot}{breakable(file.name, "/")}</th><td class="n">{_bytes(file.bytes)}</td>'
+        f'<td class="n">{percent(file.sparsity)}</td>'
+        f'<td class="n">{times[0]}<small>{times[1]}–{times[2]}</small></td>'
+        f'<td><div class="bar" style="{style}">{bar}</div></td><td class="n">{shown}{interval}</td></tr>'
+    )
+
+
 def _layer_row(name: str, runs: Sequence[tuple[str, int, Mapping[str, Layer]]], largest: int) -> str:
     some = next(own[name] for _, _, own in runs if name in own)
     width = 100 * some.parameters / max(largest, 1)
@@ -140,6 +172,14 @@ def _size(parameters: int) -> str:
     return str(parameters)
 
 
+def _bytes(count: int) -> str:
+    """
+    >>> _bytes(44_775_912).replace(GAP, " "), _bytes(2_300).replace(GAP, " ")
+    ('44.8 MB', '2.3 kB')
+    """
+    return f"{count / 1e6:.1f}{GAP}MB" if count >= 1e5 else f"{count / 1e3:.1f}{GAP}kB"
+
+
 def _heat_row(name: str, values: Sequence[float], levels: Sequence[float]) -> str:
     cells = ""
     for value, level in zip_longest(values, levels):
@@ -152,5 +192,8 @@ def _heat_row(name: str, values: Sequence[float], levels: Sequence[float]) -> st
 
 
 def _scrolled(table: str, label: str) -> str:
-    """In a box of its own, which scrolls where the page is narrow."""
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escaped(label)}">{table}</div>'
+    """In a box of its own, which scrolls where the page is narrow; the script shows the hint where there is more."""
+    return (
+        '<div class="hint" aria-hidden="true">swipe for more →</div>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escaped(label)}">{table}</div>'
+    )

@@ -18,8 +18,10 @@ BINS = 256
 """Bins of a histogram that is kept; the page draws fewer."""
 ROWS, COLUMNS = 128, 160
 """Cells of a picture of a whole layer at most."""
-CORNER = (24, 48)
+CORNER = (16, 32)
 """Rows and columns of the corner that is shown weight by weight."""
+GROUPS = (4, 8)
+"""Sizes of groups in which an N:M pattern is looked for."""
 PICTURES = 6
 _SHADES = 15
 
@@ -53,11 +55,11 @@ def mask_picture(name: str, weight: Tensor, *, transposed: bool = False) -> Mask
     rows = kept.flatten(2).movedim(1, 2).flatten(1) if kept.dim() > 2 else kept.reshape(kept.shape[0], -1)
     height, width = rows.shape
     whole = _cells(rows, min(height, ROWS), min(width, COLUMNS), stretched=True)
-    corner = None
-    if (whole.rows, whole.columns) != (height, width):
+    corner, groups = None, _groups(rows)
+    if (whole.rows, whole.columns) != (height, width) or groups is not None:
         corner = _cells(rows[: CORNER[0], : CORNER[1]], min(height, CORNER[0]), min(width, CORNER[1]))
     zeros = rows.numel() - int(rows.count_nonzero())
-    return MaskPicture(name, (height, width), zeros / max(rows.numel(), 1), whole, corner)
+    return MaskPicture(name, (height, width), zeros / max(rows.numel(), 1), whole, corner, groups)
 
 
 def chosen(layers: Sequence[Layer], most: int = PICTURES) -> list[str]:
@@ -83,6 +85,17 @@ def chosen(layers: Sequence[Layer], most: int = PICTURES) -> list[str]:
 
 def count_zeros(weights: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: weight.numel() - int(weight.detach().count_nonzero()) for name, weight in weights.items()}
+
+
+def _groups(kept: Tensor) -> tuple[int, int] | None:
+    """The N:M pattern of a mask (rows, columns): at most n of every m neighbours, and n in nearly every group."""
+    for m in GROUPS:
+        if kept.shape[1] % m == 0 and kept.numel():
+            counts = kept.reshape(-1, m).sum(1)
+            n = int(counts.max())
+            if 0 < n < m and float(counts.float().mean()) >= 0.9 * n:
+                return n, m
+    return None
 
 
 def _cells(kept: Tensor, rows: int, columns: int, *, stretched: bool = False) -> Picture:

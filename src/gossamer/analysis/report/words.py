@@ -22,13 +22,13 @@ def escaped(text: str) -> str:
     return html.escape(_HARMFUL.sub("\ufffd", text), quote=True)
 
 
-def breakable(name: str) -> str:
+def breakable(name: str, separator: str = ".") -> str:
     """The name of a layer for HTML, which may go on in the next line behind a dot.
 
     >>> breakable("layer1.conv")
     'layer1.<wbr>conv'
     """
-    return escaped(name).replace(".", ".<wbr>")
+    return escaped(name).replace(separator, f"{separator}<wbr>")
 
 
 def number(value: float | None) -> str:
