@@ -1,4 +1,4 @@
-"""The nine configs that the documentation names."""
+"""The configs that the documentation names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from gossamer.recipe import load
 from gossamer.runner.config import read_config, task_of
+from gossamer.training import Manager
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = {
@@ -26,9 +28,10 @@ CONFIGS = {
 }
 NINE = [ROOT / folder / f"{name}.yaml" for folder, names in CONFIGS.items() for name in names]
 SPARSE = [path for path in NINE if path.stem.endswith("sparse")]
+BY_RECIPE = [ROOT / "configs/cls/resnet" / f"{name}.yaml" for name in ("res18_filters_sparse", "res18_int8")]
 
 
-@pytest.mark.parametrize(("path", "data"), list(product(NINE, (None, "tiny"))), ids=str)
+@pytest.mark.parametrize(("path", "data"), list(product([*NINE, *BY_RECIPE], (None, "tiny"))), ids=str)
 def test_each_config_reads_and_its_resolved_text_reads_back_equal(
     path: Path, data: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -53,6 +56,28 @@ def test_a_sparse_config_trains_on_from_the_run_of_its_float_config(path: Path):
     assert config.sparsity.scheduler["type"] == kinds["amba" if "amba" in path.stem else "ampere"]
 
 
+@pytest.mark.parametrize("data", [None, "tiny"])
+@pytest.mark.parametrize("path", BY_RECIPE, ids=lambda path: path.stem)
+def test_a_config_with_a_recipe_trains_as_long_as_the_recipe_and_leaves_it_the_learning_rate(
+    path: Path, data: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "res18-tiny").mkdir(parents=True)
+    loaded = read_config(path, data=data)
+    config, dense = loaded.config, read_config(NINE[0], data=data).config
+    assert loaded.warnings == []
+    assert config.saver.pretrain_model == Path("runs") / ("res18" if data is None else "res18-tiny")
+    assert (config.net, config.dataset, config.num_classes) == (dense.net, dense.dataset, dense.num_classes)
+    assert config.trainer.lr_scheduler is None
+    assert config.sparsity is not None
+    manager = Manager(load(str(config.sparsity.recipe), variables=config.sparsity.recipe_variables))
+    assert manager.max_epochs == config.trainer.max_epoch
+    assert manager.learning_rate_modifiers
+    if data == "tiny":
+        assert config.trainer.max_epoch == dense.trainer.max_epoch
+        assert config.sparsity.recipe_variables["init_lr"] == dense.trainer.optimizer.kwargs["lr"]
+
+
 @pytest.mark.parametrize("path", NINE, ids=lambda path: path.stem)
 def test_on_tiny_data_nothing_is_downloaded_and_the_warm_up_is_short(path: Path):
     config = read_config(path, data="tiny").config
@@ -63,7 +88,7 @@ def test_on_tiny_data_nothing_is_downloaded_and_the_warm_up_is_short(path: Path)
     assert not config.trainer.fp16
 
 
-@pytest.mark.parametrize("path", NINE, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*NINE, *BY_RECIPE], ids=lambda path: path.stem)
 def test_every_transform_is_one_of_torchvisions(path: Path):
     from torchvision.transforms import v2
 

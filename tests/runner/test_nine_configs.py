@@ -1,4 +1,4 @@
-"""The nine configs of the users' documentation: each trains, is interrupted, goes on, is evaluated and exported."""
+"""The configs of the users' documentation: each trains, is interrupted, goes on, is evaluated and exported."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ CONFIGS = [
     "cls/resnet/res18.yaml",
     "cls/resnet/res18_amba_sparse.yaml",
     "cls/resnet/res18_ampere_sparse.yaml",
+    "cls/resnet/res18_filters_sparse.yaml",
+    "cls/resnet/res18_int8.yaml",
     "det/retinanet/retinanet-r18-improve.yaml",
     "det/retinanet/retinanet-r18-improve_amba_sparse.yaml",
     "det/retinanet/retinanet-r18-improve_ampere_sparse.yaml",
@@ -26,6 +28,11 @@ CONFIGS = [
     "det/faster_rcnn/faster_rcnn_r50_fpn_amba_sparse.yaml",
     "det/faster_rcnn/faster_rcnn_r50_fpn_ampere_sparse.yaml",
 ]
+RECIPES = {
+    "cls/resnet/res18_filters_sparse.yaml": ("num_epochs=1", "update_frequency=0.25"),
+    "cls/resnet/res18_int8.yaml": ("num_epochs=1", "quantization_start=0.25"),
+}
+"""Variables of their recipes, for a training of one epoch."""
 LENGTHS = {"cls": 8, "det": 4}
 """Iterations: one for each level of sparsity at least."""
 TINY = {
@@ -40,24 +47,23 @@ def short(length: int) -> list[str]:
     return [*frequencies, "trainer.log_freq=1"]
 
 
-def test_there_are_nine_and_no_other() -> None:
+def test_there_is_no_other() -> None:
     found = {str(path.relative_to(ROOT / "configs")) for path in ROOT.glob("configs/[cd]*/**/*.yaml")}
     assert found == set(CONFIGS)
 
 
-LONG = "amba"
-"""Of detectors these take most of a minute each; classifiers show the same method."""
+LONG = [name for name in CONFIGS if (name.startswith("det") and "amba" in name) or name in RECIPES]
+"""Of detectors these take most of a minute each, and classifiers show the same method; recipes have tests of theirs."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n.startswith("det") and LONG in n else []) for n in CONFIGS]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in CONFIGS])
 def test_a_config_trains_stops_goes_on_evaluates_and_exports(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config, quiet, length = ROOT / "configs" / name, Display(shown=False), LENGTHS[name[:3]]
     sets = [*short(length), *TINY[name[:3]], *(SMALL if name.startswith("det") else [])]
+    sets += [f"sparsity.recipe_variables.{variable}" for variable in RECIPES.get(name, ())]
     stop = "hooks=[{type: 'tests.runner.nets:Interrupt', kwargs: {at: 3}}]"
 
     first = run(config, [*sets, stop], "tiny", display=quiet)
@@ -74,7 +80,7 @@ def test_a_config_trains_stops_goes_on_evaluates_and_exports(
     assert checked.metrics == last.metrics
     assert set(checked.metrics) >= ({"top1", "top5"} if name.startswith("cls") else {"mAP", "mAP50", "mAR100"})
     if "sparse" in name:
-        wanted = 0.5 if "ampere" in name else 0.9 if name.startswith("cls") else 0.8
+        wanted = 0.5 if "ampere" in name or "filters" in name else 0.9 if name.startswith("cls") else 0.8
         assert checked.sparsity == pytest.approx(wanted, abs=1e-3)
 
     files = export(first.folder, formats=["safetensors", "onnx"], display=quiet).files

@@ -6,6 +6,7 @@ import html
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -146,6 +147,17 @@ def test_layers_of_several_runs_stand_in_one_table() -> None:
     assert section.count("<table") == 1
     assert section.count("<tr tabindex") == 5
     assert section.count('<td class="n">–</td>') == 1
+
+
+def test_runs_without_zeros_take_no_room_among_the_layers_of_others() -> None:
+    dense = run("dense")
+    dense = replace(dense, layers=tuple(replace(layer, zeros=0, target=None) for layer in dense.layers))
+    section = render([dense, run("sparse")]).split('id="layers"')[1].split("</section>")[0]
+    assert "Without zeros: dense." in section
+    assert section.count('colspan="2"') == 1
+    assert section.count("<tr tabindex") == 4
+    alone = render([dense]).split('id="layers"')[1].split("</section>")[0]
+    assert alone.count("<tr tabindex") == 4
 
 
 def test_a_layer_of_zeros_alone_has_a_histogram() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from gossamer.analysis.report import pictures, tables
 from gossamer.analysis.report.charts import Line, chart
-from gossamer.analysis.report.content import RunContent, Series, Speed
+from gossamer.analysis.report.content import Layer, RunContent, Series, Speed
 from gossamer.analysis.report.style import SCRIPT, STYLE
 from gossamer.analysis.report.words import escaped, percent
 from gossamer.version import __version__
@@ -21,6 +21,8 @@ GENERATOR = '<meta name="generator" content="gossamer report">'
 """By this a file is known as a report, which may be written over."""
 OPEN, FOLDED = 6, 48
 """Histograms that are shown, and those that are folded behind them."""
+FEW = 0.001
+"""A model with fewer zeros than this share is dense: some weights are zero by chance."""
 
 
 def render(runs: Sequence[RunContent], speed: Speed | None = None) -> str:
@@ -172,9 +174,18 @@ def _layers(runs: Sequence[RunContent]) -> str:
     own = [(run.name, index, run.layers) for index, run in enumerate(runs) if run.layers]
     if not own:
         return "".join(f'<p class="empty">{escaped(why)}</p>' for run in runs if (why := run.missing.get("layers")))
-    ticks = any(layer.target is not None for _, _, layers in own for layer in layers)
+    sparse = [entry for entry in own if sum(layer.zeros for layer in entry[2]) >= FEW * _weight_count(entry[2])]
+    dense = [name for name, index, _ in own if index not in {entry[1] for entry in sparse}]
+    shown = sparse or own[:1]
+    ticks = any(layer.target is not None for _, _, layers in shown for layer in layers)
     told = "Bars are the zeros of each layer" + ("; the tick is the target where it is known." if ticks else ".")
-    return f'<p>{told}</p><div class="sheet">{tables.layers(own)}</div>'
+    if len(runs) > 1 and dense:
+        told += f" Without zeros: {', '.join(dense)}."
+    return f'<p>{escaped(told)}</p><div class="sheet">{tables.layers(shown)}</div>'
+
+
+def _weight_count(layers: Sequence[Layer]) -> int:
+    return sum(layer.parameters for layer in layers)
 
 
 def _inside(run: RunContent, name: str) -> str:

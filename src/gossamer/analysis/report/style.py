@@ -95,6 +95,7 @@ tbody th{font-weight:450}
 td.n,th.n{text-align:right;white-space:nowrap}
 tr[data-tip]:hover>*,tr[data-tip]:focus>*{background:rgba(var(--wash),.08)}
 .layers tbody th{min-width:9rem}
+.layers .wide{white-space:nowrap}
 .bar{position:relative;height:.72rem;min-width:4.5rem;background:var(--grid);border-radius:3px;
 print-color-adjust:exact;-webkit-print-color-adjust:exact}
 .bar i{position:absolute;inset:0 auto 0 0;background:var(--k);border-radius:3px}

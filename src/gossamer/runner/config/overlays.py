@@ -107,12 +107,24 @@ def _tiny(tree: Tree, net: str, task: str, name: str, problems: Problems) -> Tre
         overlay = read_tree(file, problems)
     if not _is_torchvision(net):
         overlay = overlay.without("net")
+    overlay = _for_recipe(overlay, tree)
     tree = merged(tree, replace(overlay, place=tree.place, key=tree.key))
     saver = {"save_dir": f"runs/{name}-{TINY}"}
     pretrained = tree.at("saver", "pretrain_model")
     if pretrained is not None and isinstance(pretrained.content, str):
         saver["pretrain_model"] = str(_tiny_run(Path(pretrained.content)))
     return merged(tree, planted({"saver": saver}, place))
+
+
+def _for_recipe(overlay: Tree, tree: Tree) -> Tree:
+    """The overlay with those of its recipe variables that the config sets, and no scheduler beside a recipe's own."""
+    names = overlay.at("sparsity", "recipe_variables")
+    for name in names.content if names is not None and isinstance(names.content, dict) else ():
+        if tree.at("sparsity", "recipe_variables", name) is None:
+            overlay = overlay.without("sparsity", "recipe_variables", name)
+    if tree.at("sparsity", "recipe") is None:
+        return overlay.without("sparsity")
+    return overlay if tree.at("trainer", "lr_scheduler") is not None else overlay.without("trainer", "lr_scheduler")
 
 
 def without_missing_weights(tree: Tree, warnings: list[str]) -> Tree:
