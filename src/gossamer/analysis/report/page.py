@@ -92,9 +92,8 @@ def _summary(runs: Sequence[RunContent]) -> str:
 
 def _speed(speed: Speed) -> str:
     told = (
-        "Files that took turns in one process. The bar says how many times as fast as the first file each one is, the "
-        "line at its end is the interval of 95 %, the tick is at 1×. Times are the median of all runs and, below it, "
-        "the range from 5 to 95 % of them."
+        "How many times as fast as the first file each file ran, with an interval of 95 %; the tick is at 1×. Times "
+        "are the median of all runs and the range from 5 to 95 % of them."
     )
     shown = "".join(f'<div class="sheet">{tables.speeds(table)}</div>' for table in speed.tables)
     meant = "".join(f"<li>{escaped(sentence)}</li>" for sentence in speed.sentences)

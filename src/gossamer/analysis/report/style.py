@@ -104,7 +104,10 @@ print-color-adjust:exact;-webkit-print-color-adjust:exact}
 .bar u{position:absolute;top:12%;bottom:12%;min-width:3px;border:0 solid var(--ink);border-width:0 1.5px;
 background:linear-gradient(var(--ink),var(--ink)) center/100% 1.5px no-repeat}
 td small{display:block;color:var(--soft);font-size:.78rem;line-height:1.2}
-.speeds .bar{min-width:8rem;height:1rem}
+.title{font-size:.87rem;margin-bottom:.4rem}
+.fill{width:32%}
+.speeds .bar{min-width:5rem;height:1rem}
+.speeds .bar i{opacity:.62}
 .speeds tbody th{min-width:7rem}
 .runs th[scope=row]{min-width:8rem}
 .runs td:nth-child(2){min-width:6rem}
@@ -141,7 +144,8 @@ footer{color:var(--soft);font-size:.83rem;padding-top:1.2rem;padding-bottom:2.5r
 @media(max-width:34rem){h1{font-size:1.5rem}main,header,footer{padding-left:.9rem;padding-right:.9rem}
 nav ul{padding-left:.9rem;padding-right:.9rem}.sheet{padding:.85rem .8rem}.plot{--high:10.5rem}
 .cards{grid-template-columns:repeat(2,minmax(0,1fr));gap:.6rem}.card{padding:.7rem .75rem}.card .value{font-size:1.3rem}
-.scroll tbody th{position:sticky;left:0;z-index:1;background:var(--sheet);max-width:8.5rem}
+.scroll tbody th{position:sticky;left:0;z-index:1;background:var(--sheet);
+box-shadow:inset 0 -1px var(--grid);max-width:8.5rem}
 .wide{display:none}th,td{padding:.3rem .4rem}.layers tbody th{min-width:7rem}.bar{min-width:3.2rem}}
 @media print{:root{color-scheme:light;--ground:#fff;--sheet:#fff;--ink:#000;--soft:#444;--line:#ccc;--grid:#e4e4e4;
 --accent:#0067a3;--wash:0,103,163;--before:#8b949c;--c0:#0067a3;--c1:#c24e00;--c2:#00785a;--c3:#9a3f84;--c4:#7a5c00;

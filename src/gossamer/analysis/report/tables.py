@@ -107,10 +107,10 @@ def speeds(found: SpeedTable) -> str:
     fastest = min(file.median for file in found.files)
     unit, factor = ("s", 1.0) if fastest >= 1 else ("ms", 1e3) if fastest >= 1e-3 else ("µs", 1e6)
     rows = "".join(_speed_row(file, reach, factor) for file in found.files)
-    heads = "".join(f'<th scope="col" class="n">{name}</th>' for name in ("size", "zeros", f"time, {unit}"))
-    head = f'<thead><tr><th scope="col">file</th>{heads}<th scope="col" colspan="2">speed</th></tr></thead>'
-    caption = f"<caption>{escaped(found.title)}</caption>"
-    return _scrolled(f'<table class="speeds">{caption}{head}<tbody>{rows}</tbody></table>', found.title)
+    heads = "".join(f'<th scope="col" class="n">{name}</th>' for name in (f"time, {unit}", "size", "zeros"))
+    head = f'<thead><tr><th scope="col">file</th><th scope="col" colspan="2">speed</th>{heads}</tr></thead>'
+    table = f'<table class="speeds">{head}<tbody>{rows}</tbody></table>'
+    return f'<div class="soft title">{escaped(found.title)}</div>{_scrolled(table, found.title)}'
 
 
 def _speed_row(file: TimedFile, reach: float, factor: float) -> str:
@@ -120,15 +120,15 @@ def _speed_row(file: TimedFile, reach: float, factor: float) -> str:
         whisker = f'<u style="left:{100 * low / reach:.1f}%;width:{100 * (high - low) / reach:.1f}%"></u>'
     style = colour(file.run or 0) if file.run is not None else "--k:var(--before)"
     bar = f'<i style="width:{100 * value / reach:.1f}%"></i>{whisker}<b style="left:{100 / reach:.1f}%"></b>'
-    shown = "1×, the first file" if file.speed is None else f"{value:.2f}×"
+    shown = "1×" if file.speed is None else f"{value:.2f}×"
     interval = "" if low is None or high is None else f"<small>{low:.2f}–{high:.2f}</small>"
     times = [f"{factor * seconds:.3g}" for seconds in (file.median, file.low, file.high)]
     dot = "" if file.run is None else f'<span class="dot" style="{style}"></span>'
     return (
-        f'<tr><th scope="row">{dot}{breakable(file.name, "/")}</th><td class="n">{_bytes(file.bytes)}</td>'
-        f'<td class="n">{percent(file.sparsity)}</td>'
+        f'<tr><th scope="row">{dot}{breakable(file.name, "/")}</th>'
+        f'<td class="fill"><div class="bar" style="{style}">{bar}</div></td><td class="n">{shown}{interval}</td>'
         f'<td class="n">{times[0]}<small>{times[1]}–{times[2]}</small></td>'
-        f'<td><div class="bar" style="{style}">{bar}</div></td><td class="n">{shown}{interval}</td></tr>'
+        f'<td class="n">{_bytes(file.bytes)}</td><td class="n">{percent(file.sparsity)}</td></tr>'
     )
 
 
