@@ -1,8 +1,9 @@
-"""The demonstration: it can be imported, and it reaches the accuracy and the sparsity that it promises."""
+"""The demonstrations: the commands of `make demo` are valid and fair, and the example reaches what it promises."""
 
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,60 @@ from types import ModuleType
 
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file
+from typer.core import TyperGroup
 
 import gossamer
+from gossamer.cli import app
+from gossamer.runner.config import read_config
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture(scope="module")
+def commands() -> list[list[str]]:
+    """What `make demo` runs of ours: the words behind `gossamer`."""
+    make = ["make", "--no-print-directory", "-n", "-o", ".venv/.installed", "demo"]
+    text = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=True).stdout
+    lines = [shlex.split(line) for line in text.replace("\\\n", " ").splitlines()]
+    return [words[1:] for words in lines if words and words[0].endswith("/gossamer")]
+
+
+def test_the_commands_of_the_demo_are_ours_with_options_that_they_take(commands: list[list[str]]) -> None:
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    for name, *words in commands:
+        group.commands[name].make_context(name, words)
+
+
+def test_the_runs_of_the_demo_start_alike_and_train_for_as_long(
+    commands: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("configs").symlink_to(ROOT / "configs")
+    Path("runs/demo/start").mkdir(parents=True)
+    loaded = [
+        read_config(words[words.index("tiny") + 1], [words[i + 1] for i, w in enumerate(words) if w == "--set"], "tiny")
+        for words in commands
+        if words[0] == "train"
+    ]
+    start, dense, *others = [one.config for one in loaded]
+    assert [warning for one in loaded for warning in one.warnings] == []
+    assert start.saver.pretrain_model is None
+    assert len(others) == 4
+    assert {run.saver.pretrain_model for run in (dense, *others)} == {start.saver.save_dir}
+    assert {run.trainer.max_epoch for run in (dense, *others)} == {dense.trainer.max_epoch}
+    assert (dense.net, dense.sparsity) == (start.net, None)
+
+
+def test_the_demo_times_a_thinned_and_an_integer_file_and_shows_the_result(commands: list[list[str]]) -> None:
+    (timed,) = [words for words in commands if words[0] == "benchmark"]
+    (page,) = [words for words in commands if words[0] == "report"]
+    assert timed[1] == "runs/demo/dense/model.onnx"
+    assert {"runs/demo/filters/model-thin.onnx", "runs/demo/int8/model.onnx"} <= set(timed)
+    assert page[page.index("--benchmark") + 1] == timed[timed.index("--output") + 1]
 
 
 @pytest.fixture
