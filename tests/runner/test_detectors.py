@@ -1,4 +1,4 @@
-"""RetinaNet on ResNet-18, and anchors that fit small images."""
+"""RetinaNet and Faster R-CNN on ResNet-18, and anchors that fit small images."""
 
 import pytest
 import torch
@@ -17,6 +17,10 @@ def retinanet(**kwargs):
 
 def faster(**kwargs):
     return build_net(Net(type="fasterrcnn_mobilenet_v3_large_fpn", kwargs={**SMALL, **kwargs}), 3)
+
+
+def faster18(**kwargs):
+    return build_net(Net(type="fasterrcnn_resnet18_fpn", kwargs={**SMALL, "pyramid_channels": 32, **kwargs}), 3)
 
 
 def targets(*boxes):
@@ -102,6 +106,31 @@ def test_faster_rcnn_takes_anchors():
     trained_once(model)
 
 
+def test_faster_rcnn_on_resnet18_trains_batch_norm_and_all_of_its_layers():
+    model = faster18()
+    assert isinstance(model.backbone.body.bn1, nn.BatchNorm2d)
+    assert set(trained_once(model)) == {"loss_classifier", "loss_box_reg", "loss_objectness", "loss_rpn_box_reg"}
+
+
+def test_faster_rcnn_on_resnet18_has_the_levels_and_anchors_of_torchvisions():
+    from torchvision.models.detection.faster_rcnn import _default_anchorgen
+
+    model = faster18().eval()
+    levels = model.backbone(torch.rand(1, 3, 64, 64))
+    assert [level.shape[1:] for level in levels.values()] == [(32, side, side) for side in (16, 8, 4, 2, 1)]
+    anchors = model.rpn.anchor_generator
+    assert (anchors.sizes, anchors.aspect_ratios) == (_default_anchorgen().sizes, _default_anchorgen().aspect_ratios)
+    assert model.roi_heads.box_predictor.cls_score.out_features == 4
+
+
+def test_faster_rcnn_on_resnet18_pools_boxes_from_the_stages_asked_for():
+    model = faster18(returned_layers=[2, 3], anchor_sizes=[16, 32, 48], aspect_ratios=[1.0])
+    assert model.rpn.anchor_generator.sizes == ((16,), (32,), (48,))
+    assert model.roi_heads.box_roi_pool.featmap_names == ["0", "1"]
+    trained_once(model)
+    assert model.roi_heads.box_roi_pool.scales == [1 / 8, 1 / 16]
+
+
 def test_aspect_ratios_alone_keep_the_sizes():
     model = faster(aspect_ratios=[1.0])
     assert model.rpn.anchor_generator.sizes[0] == (32, 64, 128, 256, 512)
@@ -124,6 +153,21 @@ def test_aspect_ratios_alone_keep_the_sizes():
 def test_arguments_that_do_not_fit_are_told_by_their_place(kwargs, message):
     with pytest.raises(GossamerError, match=r"^net\.kwargs\..*" + message):
         retinanet(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"anchor_sizes": [8, 16]}, "an entry for each of 5 levels of features, found 2"),
+        ({"returned_layers": [4, 5]}, "returned_layers: expected stages of ResNet from 1 to 4"),
+        ({"pyramid_channels": 0}, "pyramid_channels: expected a positive number, found 0"),
+        ({"trainable_backbone_layers": 2}, "trainable_backbone_layers: without weights_backbone all layers train"),
+        ({"min_sise": 64}, "min_sise"),
+    ],
+)
+def test_arguments_of_faster_rcnn_that_do_not_fit_are_told_by_their_place(kwargs, message):
+    with pytest.raises(GossamerError, match=r"^net\.kwargs\..*" + message):
+        faster18(**kwargs)
 
 
 def test_a_detector_without_such_anchors_says_so():

@@ -18,6 +18,7 @@ SMALL = {"min_size": 64, "max_size": 64}
 NAMES = {
     "retinanet_resnet18_fpn": {"network"},
     "retinanet_resnet50_fpn_v2": {"network"},
+    "fasterrcnn_resnet18_fpn": {"proposals", "boxes"},
     "fasterrcnn_resnet50_fpn": {"proposals", "boxes"},
     "fasterrcnn_mobilenet_v3_large_fpn": {"proposals", "boxes"},
     "fcos_resnet50_fpn": {"network"},

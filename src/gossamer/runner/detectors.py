@@ -1,4 +1,4 @@
-"""Detectors: RetinaNet on ResNet-18, which torchvision lacks, and anchors for objects of any size.
+"""Detectors: RetinaNet and Faster R-CNN on ResNet-18, which torchvision lacks, and anchors for objects of any size.
 
 Detectors here and in torchvision count the background as class 0, so that
 `num_classes` is one more than in a config. Knows nothing of configs, data or
@@ -16,7 +16,10 @@ from torch import nn
 from gossamer.errors import GossamerError
 
 if TYPE_CHECKING:
+    from torchvision.models import ResNet
     from torchvision.models.detection.anchor_utils import AnchorGenerator
+    from torchvision.models.detection.backbone_utils import BackboneWithFPN
+    from torchvision.ops.feature_pyramid_network import ExtraFPNBlock
 
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
 GROUPS = 32
@@ -42,34 +45,18 @@ def retinanet_resnet18_fpn(
     feed the pyramid (1 has stride 4); `anchor_sizes` has an entry for each of them and two more for P6 and P7. Most of
     the work is in the head, and goes with the square of `pyramid_channels`.
     """
-    from torchvision.models import ResNet18_Weights, resnet18
     from torchvision.models.detection import RetinaNet
-    from torchvision.models.detection.backbone_utils import BackboneWithFPN
     from torchvision.models.detection.retinanet import RetinaNetHead
     from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
-    stages = sorted(returned_layers)
-    if not stages or len(set(stages)) < len(stages) or stages[0] < 1 or stages[-1] > 4:
-        raise GossamerError(f"returned_layers: expected stages of ResNet from 1 to 4, found {list(returned_layers)}")
     if pyramid_channels < 2 * GROUPS or pyramid_channels % GROUPS:  # a group of one channel has no spread
         raise GossamerError(
             f"pyramid_channels: expected a multiple of {GROUPS} from {2 * GROUPS} on, found {pyramid_channels}"
         )
-    if weights_backbone is None and trainable_backbone_layers is not None:
-        raise GossamerError("trainable_backbone_layers: without weights_backbone all layers train; leave it out")
-    body = resnet18(weights=ResNet18_Weights.verify(weights_backbone))
-    _freeze(
-        body, 5 if weights_backbone is None else (3 if trainable_backbone_layers is None else trainable_backbone_layers)
-    )
-    channels = [64 * 2 ** (stage - 1) for stage in stages]
-    backbone = BackboneWithFPN(
-        body,
-        {f"layer{stage}": str(place) for place, stage in enumerate(stages)},
-        channels,
-        pyramid_channels,
-        extra_blocks=LastLevelP6P7(channels[-1], pyramid_channels),
-    )
-    strides = [4 * 2 ** (stage - 1) for stage in (*stages, stages[-1] + 1, stages[-1] + 2)]
+    stages = _stages(returned_layers)
+    body = _resnet18(weights_backbone, trainable_backbone_layers)
+    backbone = _pyramid(body, stages, pyramid_channels, LastLevelP6P7(_channels(stages[-1]), pyramid_channels))
+    strides = [_stride(stage) for stage in (*stages, stages[-1] + 1, stages[-1] + 2)]
     sizes = [4 * stride for stride in strides] if anchor_sizes is None else anchor_sizes
     anchors = _generator(sizes, aspect_ratios, len(strides), octaves=3)
     head = RetinaNetHead(
@@ -80,6 +67,43 @@ def retinanet_resnet18_fpn(
     )
     head.regression_head._loss_type = "giou"  # pyright: ignore[reportPrivateUsage]
     return RetinaNet(backbone, num_classes, anchor_generator=anchors, head=head, **kwargs)
+
+
+def fasterrcnn_resnet18_fpn(
+    *,
+    num_classes: int = 91,
+    weights_backbone: Any = None,
+    trainable_backbone_layers: int | None = None,
+    returned_layers: Sequence[int] = (1, 2, 3, 4),
+    pyramid_channels: int = 256,
+    anchor_sizes: Sizes | None = None,
+    aspect_ratios: Sequence[float] = ASPECT_RATIOS,
+    **kwargs: Any,
+) -> nn.Module:
+    """Faster R-CNN on ResNet-18-FPN, as torchvision's on ResNet-50, except that BatchNorm trains.
+
+    `returned_layers` are the stages of ResNet that feed the pyramid and that boxes are pooled from (1 has stride 4);
+    `anchor_sizes` has an entry for each of them and one more for the coarsest level. The cost of the proposal head
+    grows with the square of `pyramid_channels`, that of the box head in proportion to it.
+    """
+    from torchvision.models.detection import FasterRCNN
+    from torchvision.ops import MultiScaleRoIAlign
+    from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
+
+    if pyramid_channels < 1:
+        raise GossamerError(f"pyramid_channels: expected a positive number, found {pyramid_channels}")
+    stages = _stages(returned_layers)
+    body = _resnet18(weights_backbone, trainable_backbone_layers)
+    backbone = _pyramid(body, stages, pyramid_channels, LastLevelMaxPool())
+    strides = [_stride(stage) for stage in (*stages, stages[-1] + 1)]
+    sizes = [8 * stride for stride in strides] if anchor_sizes is None else anchor_sizes
+    return FasterRCNN(
+        backbone,
+        num_classes,
+        rpn_anchor_generator=_generator(sizes, aspect_ratios, len(strides), octaves=1),
+        box_roi_pool=MultiScaleRoIAlign([str(level) for level in range(len(stages))], output_size=7, sampling_ratio=2),
+        **kwargs,
+    )
 
 
 def set_anchors(
@@ -109,6 +133,41 @@ def set_anchors(
     holder.anchor_generator = new
     if before != after:
         _resize_heads(holder.head, before, after)
+
+
+def _resnet18(weights: Any, trainable: int | None) -> ResNet:
+    from torchvision.models import ResNet18_Weights, resnet18
+
+    if weights is None and trainable is not None:
+        raise GossamerError("trainable_backbone_layers: without weights_backbone all layers train; leave it out")
+    body = resnet18(weights=ResNet18_Weights.verify(weights))
+    _freeze(body, 5 if weights is None else (3 if trainable is None else trainable))
+    return body
+
+
+def _pyramid(body: ResNet, stages: Sequence[int], channels: int, coarser: ExtraFPNBlock) -> BackboneWithFPN:
+    """A feature pyramid on these stages of ResNet-18; `coarser` adds the levels above them."""
+    from torchvision.models.detection.backbone_utils import BackboneWithFPN
+
+    levels = {f"layer{stage}": str(level) for level, stage in enumerate(stages)}
+    return BackboneWithFPN(body, levels, [_channels(stage) for stage in stages], channels, extra_blocks=coarser)
+
+
+def _stages(returned_layers: Sequence[int]) -> list[int]:
+    stages = sorted(returned_layers)
+    if not stages or len(set(stages)) < len(stages) or stages[0] < 1 or stages[-1] > 4:
+        raise GossamerError(f"returned_layers: expected stages of ResNet from 1 to 4, found {list(returned_layers)}")
+    return stages
+
+
+def _channels(stage: int) -> int:
+    """Channels of a stage of ResNet-18."""
+    return 64 * 2 ** (stage - 1)
+
+
+def _stride(stage: int) -> int:
+    """Pixels of the image for one of a stage of ResNet."""
+    return 4 * 2 ** (stage - 1)
 
 
 def _generator(sizes: Any, ratios: Any, levels: int, octaves: int) -> AnchorGenerator:

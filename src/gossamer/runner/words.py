@@ -19,7 +19,7 @@ from typing import Any
 
 from gossamer.errors import GossamerError, nearest
 
-OURS = {"retinanet_resnet18_fpn": "gossamer.runner.detectors:retinanet_resnet18_fpn"}
+OURS = {name: f"gossamer.runner.detectors:{name}" for name in ("retinanet_resnet18_fpn", "fasterrcnn_resnet18_fpn")}
 """Models that torchvision lacks."""
 
 
