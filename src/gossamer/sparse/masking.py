@@ -10,50 +10,58 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _KERNEL_FROM = 4096
-"""Below this many weights a torch call costs less than reaching the kernel."""
+"""Below this many weights the kernel is not worth compiling."""
+_WORDS = {2: "int16", 4: "int32", 8: "int64"}
+_PLAIN = (nn.Parameter, Tensor)
+"""Types whose `data_ptr` is the memory of their values; subclasses may wrap other tensors."""
 
 
-@torch.no_grad()
 def zero_where(weight: Tensor, zeros: Tensor) -> None:
     """Set `weight` to +0.0 in place wherever `zeros` is True."""
-    if weight.device.type == "cpu" and weight.numel() >= _KERNEL_FROM and _flat_alike(weight, zeros):
-        words = weight.detach().as_strided((weight.numel(),), (1,), weight.storage_offset())
-        flags = zeros.as_strided((zeros.numel(),), (1,), zeros.storage_offset())
-        _fill_kernel()(words.view(_WORDS[weight.element_size()]).numpy(), flags.numpy())
+    size = weight.numel()
+    if size >= _KERNEL_FROM and weight.is_cpu and _flat_alike(weight, zeros):
+        # Addresses, because making numpy arrays of two tensors takes several times as long as a small fill.
+        _fill_kernel(weight.element_size())(weight.data_ptr(), zeros.data_ptr(), size)
         torch.autograd.graph.increment_version(weight)
     else:
-        weight.masked_fill_(zeros, 0)
-
-
-_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+        with torch.no_grad():
+            weight.masked_fill_(zeros, 0)
 
 
 def _flat_alike(weight: Tensor, zeros: Tensor) -> bool:
     """Whether both lie densely in memory in the same order, so that they can be walked as flat arrays."""
     return (
-        weight.stride() == zeros.stride()
+        zeros.is_cpu
+        and type(weight) in _PLAIN
+        and weight.stride() == zeros.stride()
+        and weight.shape == zeros.shape
         and weight.element_size() in _WORDS
         and (weight.is_contiguous() or (weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)))
     )
 
 
 @cache
-def _fill_kernel() -> Callable[[Any, Any], None]:
+def _fill_kernel(word_bytes: int) -> Callable[[int, int, int], None]:
+    """The fill for weights of this size, as a C function of two addresses and a length."""
     import numba
 
-    def fill(words: Any, zeros: Any) -> None:
-        for i in range(words.shape[0]):
-            words[i] = 0 if zeros[i] else words[i]
+    word = getattr(numba.types, _WORDS[word_bytes])
 
-    signatures = [f"void({word}[::1], boolean[::1])" for word in ("int16", "int32", "int64")]
-    return numba.njit(signatures, nogil=True)(fill)
+    def fill(weight: Any, zeros: Any, size: Any) -> None:
+        words = numba.carray(weight, (size,), word)
+        flags = numba.carray(zeros, (size,), numba.uint8)
+        for i in range(size):
+            words[i] = 0 if flags[i] else words[i]
+
+    signature = numba.types.void(numba.types.voidptr, numba.types.voidptr, numba.types.intp)
+    return cast(Callable[[int, int, int], None], numba.cfunc(signature)(fill).ctypes)
 
 
 def pack(mask: Tensor) -> dict[str, Any]:
