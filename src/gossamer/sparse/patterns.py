@@ -12,6 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -153,10 +154,16 @@ def parse_pattern(mask_type: str | Sequence[int]) -> Pattern:
     >>> parse_pattern("m4n2_1d"), parse_pattern("m4n2_2d_greedy")  # the names of NVIDIA's ASP
     (NM(n=2, m=4), NM2d(n=2, m=4, method='greedy'))
     """
-    if not isinstance(mask_type, str):
-        if len(mask_type) != 2 or min(mask_type) < 1:
-            raise SparsityError(f"a block is two positive numbers [rows, cols], found {list(mask_type)}")
-        return Block(*mask_type)
+    if isinstance(mask_type, str):
+        return _named_pattern(mask_type)
+    if len(mask_type) != 2 or min(mask_type) < 1:
+        raise SparsityError(f"a block is two positive numbers [rows, cols], found {list(mask_type)}")
+    return Block(*mask_type)
+
+
+@lru_cache
+def _named_pattern(mask_type: str) -> Pattern:
+    """Cached, because modifiers ask at every update."""
     if match := re.fullmatch(r"(\d+):(\d+)", mask_type.strip()):
         return NM(int(match[1]), int(match[2]))
     if match := re.fullmatch(r"m(\d+)n(\d+)_(?:1d|2d_(best|greedy))", mask_type.strip()):
