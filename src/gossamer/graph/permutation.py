@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from gossamer.graph.coupling import Untraceable, couple
 from gossamer.graph.parameters import first_names, get_tensor, is_transposed
 from gossamer.graph.reordering import Layer, Move, Optimizers, Permutation, odd_state, state_of
 from gossamer.graph.tracing import Coupling
-from gossamer.sparse.permutation import kept_magnitude, search
+from gossamer.sparse.permutation import Matrix, kept_magnitude, search_each
 
 __all__ = ["Layer", "Move", "Optimizers", "Permutation", "Progress", "find", "state_of"]
 
@@ -175,20 +176,25 @@ class _Finder:
                 views.setdefault(int(self.colour[view.classes[0]]), []).append(view)
         chosen = [self._structure(group) for group in views.values()]
         chosen = [group for group in chosen if len(group[0].classes) > self.m]
-        costs = [sum(view.size for view in group) * float(len(group[0].classes)) ** 0.5 for group in chosen]
-        done = np.concatenate([[0.0], np.cumsum(costs)]) / max(sum(costs), 1.0)
+        matrices = [
+            Matrix(
+                sum(view.size for view in group) // len(group[0].classes),
+                len(group[0].classes),
+                all(view.weight.values.is_cpu for view in group),
+                partial(_stacked, group),
+            )
+            for group in chosen
+        ]
+
+        def report(index: int, share: float) -> None:
+            progress(chosen[index][0].weight.name, share)
+
+        found = search_each(matrices, self.n, self.m, effort=effort, progress=report)
         moved: set[str] = set()
         groups: list[dict[str, Any]] = []
-        for number, group in enumerate(chosen):
-            label = group[0].weight.name
-            start, share = float(done[number]), float(done[number + 1] - done[number])
-
-            def report(part: float, label: str = label, start: float = start, share: float = share) -> None:
-                progress(label, start + share * part)
-
-            found = search(_stacked(group), self.n, self.m, effort=effort, progress=report)
+        for group, best in zip(chosen, found, strict=True):
             classes = group[0].classes
-            self.target[classes] = classes[found.order.cpu().numpy()]
+            self.target[classes] = classes[best.order.cpu().numpy()]
             moved |= {view.weight.name for view in group}
             groups.append(self._described(group))
         progress("", 1.0)

@@ -52,12 +52,12 @@ def _globals(loop: FunctionType) -> dict[str, Any]:
     return {name: loop.__globals__[name] for name in loop.__code__.co_names if name in loop.__globals__}
 
 
-def over_rows(loop: Callable[[int, int], None], rows: int, grain: int = 1) -> None:
-    """Run `loop(first, last)` over all rows, split among as many threads as torch uses.
+def over_rows(loop: Callable[[int, int], None], rows: int, grain: int = 1, threads: int | None = None) -> None:
+    """Run `loop(first, last)` over all rows, split among as many threads as torch uses, or `threads`.
 
     `grain`: the fewest rows that are worth a thread. What a loop writes must not depend on the split.
     """
-    parts = max(1, min(torch.get_num_threads(), rows // max(grain, 1)))
+    parts = max(1, min(threads or torch.get_num_threads(), rows // max(grain, 1)))
     edges = [rows * part // parts for part in range(parts + 1)]
     if parts == 1:
         loop(0, rows)

@@ -52,15 +52,17 @@ def _fill_kernel(word_bytes: int) -> Callable[[int, int, int], None]:
     """The fill for weights of this size, as a C function of two addresses and a length."""
     import numba
 
-    word = getattr(numba.types, _WORDS[word_bytes])
+    types: Any = numba.types
+    array: Any = numba.carray  # pyright: ignore[reportPrivateImportUsage]
+    word, flag = getattr(types, _WORDS[word_bytes]), types.uint8
 
     def fill(weight: Any, zeros: Any, size: Any) -> None:
-        words = numba.carray(weight, (size,), word)
-        flags = numba.carray(zeros, (size,), numba.uint8)
+        words = array(weight, (size,), word)
+        flags = array(zeros, (size,), flag)
         for i in range(size):
             words[i] = 0 if flags[i] else words[i]
 
-    signature = numba.types.void(numba.types.voidptr, numba.types.voidptr, numba.types.intp)
+    signature = types.void(types.voidptr, types.voidptr, types.intp)
     return cast(Callable[[int, int, int], None], numba.cfunc(signature)(fill).ctypes)
 
 

@@ -9,18 +9,23 @@ channels must see to it that the network computes the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
+from threading import Event
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from gossamer.errors import SparsityError
-from gossamer.sparse.permutation_annealing import annealed
+from gossamer.sparse.permutation_annealing import annealed, work
 
 _SAME = 1e-12
 """Kept magnitudes closer than this, relatively, differ by rounding only."""
+_LOOK_EVERY = 0.1
+"""Seconds between two looks at what other threads have done."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,13 @@ def search(
     *,
     effort: float = 1.0,
     progress: Callable[[float], None] | None = None,
+    threads: int | None = None,
 ) -> Found:
     """Search the order of the channels of `weights` (rows, channels) whose N:M mask keeps the largest magnitudes.
 
-    The same weights give the same order, whatever the number of threads and the seeds; so do weights of another
-    scale, as far as scaling did not round them. The time grows about linearly with `effort`. `progress` is told the
-    share that is done, from the calling thread.
+    The same weights give the same order, whatever the number of `threads` (as many as torch uses by default) and the
+    seeds; so do weights of another scale, as far as scaling did not round them. The time grows about linearly with
+    `effort`. `progress` is called with the share that is done, from the calling thread.
 
     >>> found = search(torch.tensor([[9.0, 8, 7, 6, 1, 1, 1, 1]]))
     >>> found.kept_before, found.kept, found.bound, found.efficacy
@@ -69,7 +75,7 @@ def search(
     before = _kept(magnitudes, n, m)
     order, kept = torch.arange(channels, device=weights.device), before
     if channels > m and before > 0:
-        for stripes in annealed(magnitudes, n, m, effort, progress or _silent):
+        for stripes in annealed(magnitudes, n, m, effort, progress or _silent, threads):
             candidate = torch.from_numpy(stripes).to(weights.device)
             reached = _kept(magnitudes[:, candidate], n, m)
             if reached > kept * (1 + _SAME):
@@ -77,6 +83,79 @@ def search(
     if progress is not None:
         progress(1.0)
     return Found(order, before * unit, kept * unit, _bound(magnitudes, n, m) * unit)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Weights (rows, channels) that are made when their search begins."""
+
+    rows: int
+    channels: int
+    on_cpu: bool
+    weights: Callable[[], Tensor]
+
+
+def search_each(
+    matrices: Sequence[Matrix], n: int, m: int, *, effort: float, progress: Callable[[int, float], None]
+) -> list[Found]:
+    """`search` of every matrix, several at once: each on one thread, the largest first.
+
+    One that alone takes longer than its share of the threads is split among all of them instead, before the others.
+    `progress` is called from the calling thread with the index of a matrix that is being searched and the share of
+    all work that is done.
+    """
+    threads = torch.get_num_threads()
+    works = [work(matrix.rows, matrix.channels, m, effort) for matrix in matrices]
+    total = sum(works)
+    by_size = sorted(range(len(matrices)), key=lambda index: -works[index])
+    split = [i for i in by_size if threads == 1 or not matrices[i].on_cpu or works[i] * threads >= total]
+    found: dict[int, Found] = {}
+    done = [0.0] * len(matrices)
+
+    def one(index: int, threads: int | None, report: Callable[[int], None]) -> None:
+        def note(share: float) -> None:
+            done[index] = share * works[index]
+            report(index)
+
+        found[index] = search(matrices[index].weights(), n, m, effort=effort, progress=note, threads=threads)
+
+    def report(index: int) -> None:
+        progress(index, sum(done) / total)
+
+    for index in split:
+        one(index, None, report)
+    _at_once(partial(one, threads=1), [i for i in by_size if i not in found], threads, report)
+    return [found[index] for index in range(len(matrices))]
+
+
+class _StoppedError(Exception):
+    """Ends a search on another thread."""
+
+
+def _at_once(one: Callable[..., None], indices: Sequence[int], threads: int, report: Callable[[int], None]) -> None:
+    """`one(index, report=…)` on several threads; the last index that they report goes to `report` on this one."""
+    latest: int | None = None
+    stop = Event()
+
+    def note(index: int) -> None:
+        nonlocal latest
+        latest = index
+        if stop.is_set():
+            raise _StoppedError
+
+    with ThreadPoolExecutor(threads) as pool:
+        waiting = {pool.submit(one, index, report=note) for index in indices}
+        try:
+            while waiting:
+                done, waiting = wait(waiting, timeout=_LOOK_EVERY, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                if latest is not None:
+                    report(latest)
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def kept_magnitude(weights: Tensor, n: int = 2, m: int = 4) -> float:

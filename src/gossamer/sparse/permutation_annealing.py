@@ -32,7 +32,8 @@ _ROUNDS, _ROUND_COST = 5000, 4e6
 """Rounds of a matrix whose rounds cost this many terms; fewer of larger ones, by the square root."""
 _LARGE = 3e7
 """From this many terms a round is split among threads; below, threads run whole chains."""
-_CHAINS = 2
+_CHAINS = ((3.5e5, 4), (4e6, 2))
+"""Below rounds of this cost, this many chains, whose best counts; of larger matrices chains differ too little."""
 _WARM_UP, _WARM_UP_LARGE = 40, 10
 """Rounds without noise before the noise is measured against the gains."""
 _ACCEPTED, _SMALL = 0.1, 16
@@ -43,26 +44,47 @@ _HOT, _COOLING = 0.07, 8.0
 _OUTLIER = 4096.0
 """Weights this many times as large as the largest of a usual channel count as that large: they are kept anyway, and
 the grid stays fine for the others."""
+_LEVELS = 2**21
+"""The largest magnitude on the grid, before it is scaled to what the kernels take."""
 _REPORT_EVERY = 2e9
 """Terms between two reports of progress: about a fifth of a second."""
 
 
 def annealed(
-    magnitudes: Tensor, n: int, m: int, effort: float, progress: Callable[[float], None]
+    magnitudes: Tensor, n: int, m: int, effort: float, progress: Callable[[float], None], threads: int | None = None
 ) -> Iterator[np.ndarray[Any, np.dtype[np.int64]]]:
-    """Orders of the channels of `magnitudes` (rows, channels), values 0 to 1, that keep much; each (channels,)."""
+    """Orders of the channels of `magnitudes` (rows, channels), values 0 to 1, that keep much; each (channels,).
+
+    `threads`: how many to use, as many as torch by default; the orders are the same.
+    """
     rows, channels = magnitudes.shape
     cost = round_cost(rows, channels // m)
-    rounds = max(10, round(effort * _ROUNDS * max(1, m / 4) * min(1, math.sqrt(_ROUND_COST / cost))))
-    grid = (magnitudes.T / _top(magnitudes) * kernels.LEVELS).round_().clamp_(max=kernels.LEVELS)
+    rounds = _rounds(cost, m, effort)
+    grid = (magnitudes.T / _top(magnitudes) * _LEVELS).round_().clamp_(max=_LEVELS)
+    numbers = _numbers(grid)
     if cost < _LARGE:
-        chains = parallel_chains(_numbers(grid), n, m, rounds, cost, progress)
+        chains = parallel_chains(numbers, n, m, rounds, cost, progress, threads)
     else:
-        gain_of = by_kernel(_numbers(grid), n) if grid.device.type == "cpu" else by_torch(grid.float(), n)
+        on_cpu = grid.is_cpu
+        gain_of = by_kernel(numbers, n, threads) if on_cpu else by_torch(_floats(numbers, grid.device), n)
         chains = one_chain(gain_of, channels, m, rounds, progress)
     for order in chains:
         order.sort(axis=1)
         yield order[order[:, 0].argsort()].reshape(-1)
+
+
+def work(rows: int, channels: int, m: int, effort: float) -> float:
+    """Terms that the annealing of such a matrix computes: what its time is proportional to, on one thread."""
+    cost = round_cost(rows, channels // m)
+    return _chains(cost) * _rounds(cost, m, effort) * cost
+
+
+def _rounds(cost: float, m: int, effort: float) -> int:
+    return max(10, round(effort * _ROUNDS * max(1, m / 4) * min(1, math.sqrt(_ROUND_COST / cost))))
+
+
+def _chains(cost: float) -> int:
+    return next((chains for limit, chains in _CHAINS if cost < limit), 1)
 
 
 def _top(magnitudes: Tensor) -> Tensor:
@@ -78,16 +100,23 @@ def round_cost(rows: int, stripes: int) -> float:
 
 
 def parallel_chains(
-    grid: Array, n: int, m: int, rounds: int, cost: float, progress: Callable[[float], None]
+    grid: Array,
+    n: int,
+    m: int,
+    rounds: int,
+    cost: float,
+    progress: Callable[[float], None],
+    threads: int | None = None,
 ) -> list[Array]:
     """Several chains, each on one thread, from the same beginning with other random numbers."""
     anneal = kernels.anneal()
     begin, state = _as_given(grid.shape[0], m), _random_state(0)
     anneal(grid, n, begin, begin.copy(), np.zeros(1), np.zeros(_WARM_UP), _WARM_UP, state)
-    hot = temperature(by_kernel(grid, n), begin, rounds, state)
-    orders, bests = ([begin.copy() for _ in range(_CHAINS)] for _ in range(2))
-    states = [_random_state(1 + chain) for chain in range(_CHAINS)]
-    ahead = np.zeros((_CHAINS, 1))
+    hot = temperature(by_kernel(grid, n, threads), begin, rounds, state)
+    chains = _chains(cost)
+    orders, bests = ([begin.copy() for _ in range(chains)] for _ in range(2))
+    states = [_random_state(1 + chain) for chain in range(chains)]
+    ahead = np.zeros((chains, 1))
     noise = np.concatenate([cooling(hot, rounds), np.zeros(max(200, rounds // 8))])
     step = max(1, int(_REPORT_EVERY / cost))
 
@@ -98,7 +127,7 @@ def parallel_chains(
     for done in range(0, rounds, step):
         progress(done / rounds)
         part = noise[done : done + step] if done + step < rounds else noise[done:]
-        over_rows(cool, _CHAINS)
+        over_rows(cool, chains, threads=threads)
     return bests
 
 
@@ -125,7 +154,7 @@ def play(gain_of: GainOf, order: Array, spread: float, state: Array) -> float:
     slots, taken, place = np.empty((3, order.shape[0]), np.int64)
     kernels.take_out()(order, slots, taken, state)
     gain = gain_of(order, slots, taken)
-    seen = np.empty_like(gain)
+    seen = np.empty(gain.shape, np.int64)
     kernels.perturb()(gain, spread, state, seen)
     kernels.assign()(seen, place)
     return kernels.put_back()(gain, place, order, slots, taken)
@@ -159,16 +188,23 @@ def temperature(gain_of: GainOf, order: Array, rounds: int, state: Array) -> flo
     return low * _HOT * math.log10(max(rounds, 10))
 
 
-def by_kernel(grid: Array, n: int) -> GainOf:
+def by_kernel(grid: Array, n: int, threads: int | None = None) -> GainOf:
     """Gain matrices on the CPU, split among threads."""
     thresholds, gains = kernels.thresholds(), kernels.gains()
 
     def gain_of(order: Array, slots: Array, taken: Array) -> Array:
         stripes = order.shape[0]
-        rest, gain = np.empty((stripes, grid.shape[1]), np.int32), np.empty((stripes, stripes))
+        rest, gain = np.empty((stripes, grid.shape[1]), np.uint16), np.empty((stripes, stripes))
         grain = 1 + int(1e6 / (1 + grid.shape[1] * stripes))
-        over_rows(lambda first, last: thresholds(grid, order, slots, n, first, last, rest), stripes, 32 * grain)
-        over_rows(lambda first, last: gains(grid, taken, rest, first, last, gain), stripes, grain)
+
+        def all_thresholds(first: int, last: int) -> None:
+            thresholds(grid, order, slots, n, first, last, rest)
+
+        def all_gains(first: int, last: int) -> None:
+            gains(grid, taken, rest, first, last, gain)
+
+        over_rows(all_thresholds, stripes, 32 * grain, threads)
+        over_rows(all_gains, stripes, grain, threads)
         return gain
 
     return gain_of
@@ -198,8 +234,24 @@ def _as_given(channels: int, m: int) -> Array:
 
 
 def _numbers(grid: Tensor) -> Array:
-    """The grid as the kernels take it."""
-    return grid.cpu().to(torch.int32).contiguous().numpy()
+    """The grid as the kernels take it: as fine as sums over a block of rows stay below 2^16.
+
+    In whole numbers throughout, for the scale must be the same on every processor.
+    """
+    numbers: Array = grid.cpu().to(torch.int32).contiguous().numpy()
+    channels, rows = grid.shape
+    block = min(kernels.BLOCK, rows)
+    largest = max(int(np.add.reduceat(numbers, np.arange(0, rows, block), axis=1).max()), 1)
+    factor = (2**16 - 1 - block) * 2**20 // largest
+    scaled = np.empty((channels, rows), np.uint16)
+    for channel in range(channels):  # one by one, for they are wide in between
+        scaled[channel] = numbers[channel].astype(np.int64) * factor + 2**19 >> 20
+    return scaled
+
+
+def _floats(numbers: Array, device: torch.device) -> Tensor:
+    """The same for an accelerator."""
+    return torch.from_numpy(numbers.astype(np.float32)).to(device)
 
 
 def _random_state(number: int) -> Array:

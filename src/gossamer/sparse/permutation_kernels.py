@@ -4,7 +4,8 @@ Magnitudes come on a grid of whole numbers, so that every sum is exact: the
 result is the same bit by bit on every processor and however the work is
 split. Nothing here knows budgets, tensors or the scale of the weights.
 
-Names: `grid` (channels, rows) int32, below 2^21 + 1; `order` (stripes, m), the
+Names: `grid` (channels, rows) uint16, whose sums over `BLOCK` rows of a
+channel stay below 2^16, so that thirty-two rows fit one instruction; `order` (stripes, m), the
 channel in each slot; `slots` (stripes,), the slot that is taken out of each
 stripe; `taken` (stripes,), the channel that was in it; `gain` (stripes,
 stripes), what taken channel i brings to the rest of stripe b; `place`
@@ -24,10 +25,7 @@ import numpy as np
 
 from gossamer.sparse.compiled import compiled
 
-LEVELS = 2**21
-"""The largest magnitude on the grid; a block of rows of it still sums up in 32 bits."""
-
-_BLOCK = 512
+BLOCK = 256
 _TILE = 16
 _SPREAD = 37837.0
 """Standard deviation of the sum of four random 16-bit numbers."""
@@ -42,9 +40,9 @@ def anneal(grid: Any, n: Any, order: Any, best: Any, ahead: Any, noise: Any, pat
     than it, so far.
     """
     stripes = order.shape[0]
-    rest = np.empty((stripes, grid.shape[1]), np.int32)
+    rest = np.empty((stripes, grid.shape[1]), np.uint16)
     gain = np.empty((stripes, stripes))
-    seen = np.empty((stripes, stripes))
+    seen = np.empty((stripes, stripes), np.int64)
     slots = np.empty(stripes, np.int64)
     taken = np.empty(stripes, np.int64)
     place = np.empty(stripes, np.int64)
@@ -105,11 +103,11 @@ def thresholds(grid: Any, order: Any, slots: Any, n: Any, first: Any, last: Any,
             for r in range(rows):
                 middle[r] = max(min(x[r], y[r]), min(max(x[r], y[r]), z[r]))
         return
-    largest = np.empty((n, _BLOCK), np.int32)
-    falling = np.empty(_BLOCK, np.int32)
+    largest = np.empty((n, BLOCK), np.uint16)
+    falling = np.empty(BLOCK, np.uint16)
     for b in range(first, last):
-        for low in range(0, rows, _BLOCK):
-            width = min(_BLOCK, rows - low)
+        for low in range(0, rows, BLOCK):
+            width = min(BLOCK, rows - low)
             for k in range(n):
                 for r in range(width):
                     largest[k, r] = 0
@@ -130,41 +128,39 @@ def thresholds(grid: Any, order: Any, slots: Any, n: Any, first: Any, last: Any,
 
 @compiled()
 def gains(grid: Any, taken: Any, rest: Any, first: Any, last: Any, gain: Any) -> None:
-    """gain[i, b] = Σ_r max(0, x_ri − s_rb) for the taken channels `first` to `last`, four stripes per pass."""
+    """gain[i, b] = Σ_r max(0, x_ri − s_rb) for the taken channels `first` to `last`, two by four stripes per pass."""
     rows = grid.shape[1]
     stripes = rest.shape[0]
-    nothing = np.int32(0)
+    zero = np.uint16(0)
     for i in range(first, last):
         for b in range(stripes):
             gain[i, b] = 0.0
-    for low in range(0, rows, _BLOCK):
-        high = min(low + _BLOCK, rows)
+    for low in range(0, rows, BLOCK):
+        high = min(low + BLOCK, rows)
         for tile in range(first, last, _TILE):
-            for b in range(0, stripes - 3, 4):
+            for b in range(0, stripes, 4):
                 s0 = rest[b, low:high]
-                s1 = rest[b + 1, low:high]
-                s2 = rest[b + 2, low:high]
-                s3 = rest[b + 3, low:high]
-                for i in range(tile, min(tile + _TILE, last)):
+                s1 = rest[min(b + 1, stripes - 1), low:high]
+                s2 = rest[min(b + 2, stripes - 1), low:high]
+                s3 = rest[min(b + 3, stripes - 1), low:high]
+                for i in range(tile, min(tile + _TILE, last), 2):
                     x = grid[taken[i], low:high]
-                    a0 = a1 = a2 = a3 = nothing
+                    y = grid[taken[min(i + 1, last - 1)], low:high]
+                    x0 = x1 = x2 = x3 = y0 = y1 = y2 = y3 = zero
                     for r in range(high - low):
-                        a0 = np.int32(a0 + max(np.int32(x[r] - s0[r]), nothing))
-                        a1 = np.int32(a1 + max(np.int32(x[r] - s1[r]), nothing))
-                        a2 = np.int32(a2 + max(np.int32(x[r] - s2[r]), nothing))
-                        a3 = np.int32(a3 + max(np.int32(x[r] - s3[r]), nothing))
-                    gain[i, b] += a0
-                    gain[i, b + 1] += a1
-                    gain[i, b + 2] += a2
-                    gain[i, b + 3] += a3
-            for b in range(stripes - stripes % 4, stripes):
-                s0 = rest[b, low:high]
-                for i in range(tile, min(tile + _TILE, last)):
-                    x = grid[taken[i], low:high]
-                    a0 = nothing
-                    for r in range(high - low):
-                        a0 = np.int32(a0 + max(np.int32(x[r] - s0[r]), nothing))
-                    gain[i, b] += a0
+                        x0 = np.uint16(x0 + (np.uint16(x[r] - s0[r]) if x[r] > s0[r] else zero))
+                        x1 = np.uint16(x1 + (np.uint16(x[r] - s1[r]) if x[r] > s1[r] else zero))
+                        x2 = np.uint16(x2 + (np.uint16(x[r] - s2[r]) if x[r] > s2[r] else zero))
+                        x3 = np.uint16(x3 + (np.uint16(x[r] - s3[r]) if x[r] > s3[r] else zero))
+                        y0 = np.uint16(y0 + (np.uint16(y[r] - s0[r]) if y[r] > s0[r] else zero))
+                        y1 = np.uint16(y1 + (np.uint16(y[r] - s1[r]) if y[r] > s1[r] else zero))
+                        y2 = np.uint16(y2 + (np.uint16(y[r] - s2[r]) if y[r] > s2[r] else zero))
+                        y3 = np.uint16(y3 + (np.uint16(y[r] - s3[r]) if y[r] > s3[r] else zero))
+                    for k, sum_x, sum_y in ((0, x0, y0), (1, x1, y1), (2, x2, y2), (3, x3, y3)):
+                        if b + k < stripes:
+                            gain[i, b + k] += sum_x
+                            if i + 1 < last:
+                                gain[i + 1, b + k] += sum_y
 
 
 @compiled()
@@ -181,24 +177,33 @@ def perturb(gain: Any, spread: Any, state: Any, seen: Any) -> None:
             bits = z * np.uint64(2685821657736338717)
             four = (bits >> np.uint64(48)) + (bits & low)
             four += ((bits >> np.uint64(32)) & low) + ((bits >> np.uint64(16)) & low)
-            seen[i, b] = gain[i, b] + ((scale * (np.int64(four) - 131070)) >> 16)
+            seen[i, b] = np.int64(gain[i, b]) + ((scale * (np.int64(four) - 131070)) >> 16)
     state[0] = z
 
 
 @compiled()
 def assign(gain: Any, place: Any) -> None:
-    """The `place` that maximises Σ_b gain[place[b], b]: linear assignment, exact for whole numbers.
+    """The `place` that maximises Σ_b gain[place[b], b]: linear assignment, exact.
 
-    Shortest augmenting paths (Jonker & Volgenant 1987) for the few rows that stay free after two cheaper steps:
-    prices that make staying the best choice for as many rows as possible (two passes of Bellman-Ford), then
-    bidding. Prices v and profits u keep u_i + v_j ≥ gain_ij, with equality where i is placed at j.
+    `gain` is int64, below 2^40. Shortest augmenting paths (Jonker & Volgenant 1987) for the few rows that stay free
+    after two cheaper steps: prices that make staying the best choice for as many rows as possible (two passes of
+    Bellman-Ford), then bidding. Prices v and profits u keep u_i + v_j ≥ gain_ij, with equality where i is placed at j.
+
+    Loops over columns are minima and maxima of whole numbers that carry the column in their lowest bits, for such
+    loops compile to vector instructions.
     """
     size = gain.shape[0]
-    u = np.zeros(size)
-    v = np.zeros(size)
+    bits = 1
+    while 1 << bits < size:
+        bits += 1
+    last = (1 << bits) - 1
+    least = np.int64(-(1 << 62))
+    u = np.zeros(size, np.int64)
+    v = np.zeros(size, np.int64)
     home = np.empty(size, np.int64)
     free = np.empty(size, np.int64)
     late = np.empty(size, np.int64)
+    keys = np.empty(size, np.int64)
     frees = lates = 0
     for _ in range(2):
         for i in range(size):
@@ -210,11 +215,11 @@ def assign(gain: Any, place: Any) -> None:
         place[i] = home[i] = -1
     for i in range(size):
         row = gain[i]
-        stays = True
-        u[i] = row[i] - v[i]
+        most = least
         for j in range(size):
-            stays &= row[j] - v[j] <= u[i]
-        if stays:
+            most = max(most, row[j] - v[j])
+        u[i] = row[i] - v[i]
+        if most <= u[i]:
             place[i] = home[i] = i
         else:
             free[frees] = i
@@ -225,24 +230,22 @@ def assign(gain: Any, place: Any) -> None:
         frees -= 1
         i = free[frees]
         row = gain[i]
-        best = second = -np.inf
-        at = 0
+        first = second = least
         for j in range(size):
-            profit = row[j] - v[j]
-            if profit > best:
-                second = best
-                best = profit
-                at = j
-            elif profit > second:
-                second = profit
+            keys[j] = ((row[j] - v[j]) << bits) + j
+            first = max(first, keys[j])
+        for j in range(size):
+            second = max(second, keys[j] if keys[j] != first else least)
+        at = first & last
+        lead = (first >> bits) - (second >> bits)
         before = place[at]
-        if before >= 0 and (best == second or bids <= 0):
+        if before >= 0 and (lead == 0 or bids <= 0):
             late[lates] = i
             lates += 1
             continue
         bids -= 1
-        u[i] = second
-        v[at] += best - second
+        u[i] = second >> bits
+        v[at] += lead
         place[at] = i
         home[i] = at
         if before >= 0:
@@ -250,46 +253,42 @@ def assign(gain: Any, place: Any) -> None:
             free[frees] = before
             frees += 1
 
-    distance = np.empty(size)
+    distance = np.empty(size, np.int64)
     came_from = np.empty(size, np.int64)
-    open_ = np.empty(size, np.int64)
+    tag = np.empty(size, np.int64)
     closed = np.empty(size, np.int64)
     for k in range(lates):
         start = late[k]
         row = gain[start]
-        u[start] = -np.inf
+        most = least
         for j in range(size):
-            u[start] = max(u[start], row[j] - v[j])
-            open_[j] = j
-            distance[j] = np.inf
-        opens = size
+            most = max(most, row[j] - v[j])
+            distance[j] = 1 << 46
+            tag[j] = j + (0 if place[j] < 0 else last + 1)
+        u[start] = most
         closes = 0
         i = start
-        near = 0.0
+        near = 0
         end = -1
         while end < 0:
             row = gain[i]
             base = near + u[i]
-            near = np.inf
-            at = 0
-            for q in range(opens):
-                j = open_[q]
+            nearest = np.int64(1 << 62)
+            for j in range(size):
                 through = base + v[j] - row[j]
-                if through < distance[j]:
-                    distance[j] = through
-                    came_from[j] = i
-                if distance[j] < near or (distance[j] == near and place[j] < 0):
-                    near = distance[j]
-                    at = q
-            j = open_[at]
+                shorter = through < distance[j]
+                distance[j] = through if shorter else distance[j]
+                came_from[j] = i if shorter else came_from[j]
+                nearest = min(nearest, (distance[j] << (bits + 1)) + tag[j])
+            j = nearest & last
+            near = distance[j]
             if place[j] < 0:
                 end = j
             else:
                 closed[closes] = j
                 closes += 1
+                tag[j] += 1 << 61
                 i = place[j]
-                opens -= 1
-                open_[at] = open_[opens]
         u[start] -= near
         for q in range(closes):
             j = closed[q]
