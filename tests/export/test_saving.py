@@ -122,7 +122,7 @@ def test_weights_that_are_not_2_of_4_are_told_and_still_come_back(tmp_path: Path
 def test_a_model_that_emulates_quantization_leaves_its_weights_and_says_what_is_not_there(tmp_path: Path) -> None:
     model, _ = emulated(network().train())
     model(batch(0)[0])
-    found = save(model.eval(), tmp_path / "model.safetensors", "bitmask")
+    found = save(model.eval(), tmp_path / "model.safetensors", "safetensors")
     assert found.notes == ("the model emulates quantization: its float weights are in the file, its ranges are not",)
     with pytest.raises(GossamerError, match="a model that emulates quantization is not written as pt2; use the format"):
         save(model, tmp_path / "model.pt2", "pt2", example_inputs=batch(0)[0])
