@@ -79,11 +79,14 @@ def test_without_tests_it_is_the_last(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, last.weights[name]) for name, tensor in found.items())
 
 
-@pytest.mark.parametrize("sparsity", ["gmp", "str", "qat"])
+@pytest.mark.parametrize("sparsity", ["gmp", "global", "str", "qat"])
 def test_a_model_on_its_way_is_never_the_best(sparsity: str, tmp_path: Path) -> None:
     """The first test gives 30, the second 90, the third 50: the second is at no target, or still in floats."""
-    path = config(tmp_path, sparsity)
+    path = config(tmp_path, "gmp" if sparsity == "global" else sparsity)
     (tmp_path / "qat.yaml").write_text(LATE)
+    if sparsity == "global":
+        text = (tmp_path / "gmp.yaml").read_text()
+        (tmp_path / "gmp.yaml").write_text(text.replace("init_sparsity", "global_sparsity: true, init_sparsity"))
     result = trained(path, "runtime.runner.type=tests.runner.nets:ScriptedSparse")
     assert result.model == "best checkpoint, iteration 18: top1 50.00"
 

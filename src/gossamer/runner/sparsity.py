@@ -283,9 +283,9 @@ class ByRecipe(Sparsifier):
             return False
         if self._learns() and not at_end:
             return False
-        targets = self.manager.targets()
-        target = self._weighted(targets)
-        return target is None or self._share(model, list(targets)) > target - TOLERANCE
+        shares = self.manager.planned()
+        target = self._weighted(shares)
+        return target is None or self._share(model, list(shares)) > target - TOLERANCE
 
     def _learns(self) -> bool:
         """Whether a modifier without a target of its own is still finding one."""
