@@ -187,7 +187,9 @@ class Runner(Built):
 
     def counts_for_best(self) -> bool:
         """Whether the model is what the run is for: a model that is not yet sparse may be better, and is not."""
-        return self.sparsifier is None or self.sparsifier.settled(self.model, at_end=self.iteration == self.length)
+        if self.sparsifier is None:
+            return True
+        return self.sparsifier.settled(self.model, self.iteration, at_end=self.iteration == self.length)
 
     def state(self) -> dict[str, Any]:
         """Everything that a resumed run needs."""

@@ -126,10 +126,15 @@ class Sparsifier(ABC):
     def now(self, model: nn.Module) -> float:
         """Zeros over weights, counted, of the layers that are made sparse."""
 
-    def settled(self, model: nn.Module, *, at_end: bool) -> bool:
-        """Whether the model is as sparse as it is to become; `at_end`: whether the training is over."""
-        target = self.target(model)
-        return target is None or self.now(model) > target - TOLERANCE
+    def settled(self, model: nn.Module, iteration: int, *, at_end: bool) -> bool:
+        """Whether the model is as sparse as it is to become, with so many iterations done; `at_end`: with all done."""
+        target, planned = self.target(model), self.planned(model, iteration)
+        return target is None or (not _rises(planned, target) and self.now(model) > target - TOLERANCE)
+
+
+def _rises(planned: float | None, target: float) -> bool:
+    """Whether a schedule is still on its way to the target; 0 is also what one that has ended says."""
+    return planned is not None and 0 < planned < target - 1e-6
 
 
 def build_sparsifier(config: Sparsity, *, length: int, folder: Path) -> Sparsifier:
@@ -186,11 +191,11 @@ class ByScheduler(Sparsifier):
     def target(self, model: nn.Module) -> float | None:
         return self.scheduler.final_sparsity
 
-    def settled(self, model: nn.Module, *, at_end: bool) -> bool:
+    def settled(self, model: nn.Module, iteration: int, *, at_end: bool) -> bool:
         """Where training itself finds the sparsity, there is none to wait for but that at the end."""
         if self.scheduler.learns and self.scheduler.final_sparsity is None:
             return at_end
-        return super().settled(model, at_end=at_end)
+        return super().settled(model, iteration, at_end=at_end)
 
     def planned(self, model: nn.Module, iteration: int) -> float | None:
         """Masks change at the start of an iteration: those of the last one hold."""
@@ -274,7 +279,7 @@ class ByRecipe(Sparsifier):
         """What was removed counts as zeros."""
         return self._share(model, self.pruned())
 
-    def settled(self, model: nn.Module, *, at_end: bool) -> bool:
+    def settled(self, model: nn.Module, iteration: int, *, at_end: bool) -> bool:
         """Whether targets are reached, thresholds are learned, and integers emulated where the recipe quantizes.
 
         A model that is still dense, or still computes in floats, may be better, and is not what the run is for.
@@ -284,8 +289,11 @@ class ByRecipe(Sparsifier):
         if self._learns() and not at_end:
             return False
         shares = self.manager.planned()
-        target = self._weighted(shares)
-        return target is None or self._share(model, list(shares)) > target - TOLERANCE
+        target, at_now = self._weighted(shares), self.manager.planned(iteration)
+        if target is None:
+            return True
+        planned = self._weighted({name: at_now.get(name, 0.0) for name in shares})
+        return not _rises(planned, target) and self._share(model, list(shares)) > target - TOLERANCE
 
     def _learns(self) -> bool:
         """Whether a modifier without a target of its own is still finding one."""
