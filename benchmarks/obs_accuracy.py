@@ -27,6 +27,8 @@ from benchmarks.methods_accuracy import small_network
 from gossamer import Manager
 
 SPARSITIES = (0.5, 0.6, 0.7, 0.8, 0.9)
+FEWER_SPARSITIES = (0.6, 0.7, 0.8)
+"""For larger networks, whose gradients take longer."""
 BATCH = 4
 """Images in each loss that a gradient is taken of."""
 METHODS = {
@@ -48,19 +50,18 @@ def obs_accuracy_on_digits(watch: Watch) -> Iterator[Row]:
         range(len(images)), test_size=0.25, random_state=0, stratify=digits.target
     )
     training, test = ((images[part], labels[part]) for part in (chosen, kept_back))
-    seeds = (0, 1, 2)
-    steps = iter(watch("networks", len(ON_DIGITS) * len(seeds)))
+    steps = iter(watch("networks", len(ON_DIGITS)))
     for name, network in ON_DIGITS.items():
-        models = [trained(network, training, seed, 64) for seed in seeds]
-        yield from compared(f"digits, {name}", models, training, test, steps, gradients=256)
+        yield from compared(f"digits, {name}", trained(network, training, 64), training, test, steps, gradients=256)
 
 
 def obs_accuracy(watch: Watch, folder: Path | None) -> Iterator[Row]:
-    training, test = fashion_mnist.load(folder, "one-shot accuracy of OBS on Fashion-MNIST")
+    training, (images, labels) = fashion_mnist.load(folder, "one-shot accuracy of OBS on Fashion-MNIST")
+    test = images[:2000], labels[:2000]
     steps = iter(watch("networks", len(ON_FASHION)))
     for name, network in ON_FASHION.items():
-        model = trained(network, training, 0, fashion_mnist.BATCH, mirrored=True)
-        yield from compared(f"Fashion-MNIST, {name}", [model], training, test, steps, gradients=256)
+        model = trained(network, training, fashion_mnist.BATCH, mirrored=True)
+        yield from compared(f"Fashion-MNIST, {name}", model, training, test, steps, 256, FEWER_SPARSITIES)
 
 
 def obs_accuracy_on_cifar(watch: Watch, folder: Path | None) -> Iterator[Row]:
@@ -73,12 +74,12 @@ def obs_accuracy_on_cifar(watch: Watch, folder: Path | None) -> Iterator[Row]:
     test = cifar(folder / "test_batch.bin")
     steps = iter(watch("epochs, and the comparison", len(CIFAR_SIDES) + 1))
     model = resnet20_on_cifar(training, steps)
-    yield from compared("CIFAR-10, ResNet-20", [model], training, test, steps, 1000, sparsities=(0.6, 0.7, 0.8))
+    yield from compared("CIFAR-10, ResNet-20", model, training, test, steps, 1000, FEWER_SPARSITIES)
 
 
 def compared(
     what: str,
-    models: list[nn.Module],
+    dense: nn.Module,
     training: Split,
     test: Split,
     steps: Iterator[int],
@@ -86,28 +87,17 @@ def compared(
     sparsities: Sequence[float] = SPARSITIES,
 ) -> Iterator[Row]:
     """The mean error over the sparsities, with one threshold over all layers and with the same sparsity in each."""
-    found: dict[tuple[bool, str], list[list[float]]] = {}
-    for model in models:
-        for together in (True, False):
-            for name, modifier in METHODS.items():
-                found.setdefault((together, name), []).append(
-                    [
-                        pruned_accuracy(model, modifier, sparsity, together, gradients, training, test)
-                        for sparsity in sparsities
-                    ]
-                )
-        next(steps, None)
-    dense = statistics.mean(accuracy(model, test) for model in models)
-    for together in (True, False):
-        means = {
-            name: [statistics.mean(column) for column in zip(*found[together, name], strict=True)] for name in METHODS
+    levels = " / ".join(f"{100 * sparsity:.0f}" for sparsity in sparsities)
+    for together, sharing in ((True, "one threshold"), (False, "each layer alike")):
+        found = {
+            name: [pruned_accuracy(dense, modifier, s, together, gradients, training, test) for s in sparsities]
+            for name, modifier in METHODS.items()
         }
-        shown = "; ".join(f"{name} {' / '.join(f'{a:.1f}' for a in means[name])}" for name in METHODS)
-        ours, peer = (100 - statistics.mean(means[name]) for name in ("OBS", "magnitude"))
-        levels = " / ".join(f"{sparsity:.0%}".removesuffix("%") for sparsity in sparsities)
-        note = f"dense {dense:.1f} %; at {levels} %: {shown}"
-        sharing = "one threshold" if together else "each layer alike"
+        shown = "; ".join(f"{name} {' / '.join(f'{value:.1f}' for value in values)}" for name, values in found.items())
+        ours, peer = (100 - statistics.mean(found[name]) for name in ("OBS", "magnitude"))
+        note = f"dense {accuracy(dense, test):.1f} %; at {levels} %: {shown}"
         yield Row(f"{what}: error of OBS / magnitude, {sharing}", ours, peer, "%", 1.0, note=note)
+    next(steps, None)
 
 
 def pruned_accuracy(
@@ -126,15 +116,15 @@ def pruned_accuracy(
     return accuracy(model, test)
 
 
-def trained(network: Network, data: Split, seed: int, batch_size: int, mirrored: bool = False) -> nn.Module:
-    torch.manual_seed(seed)
+def trained(network: Network, data: Split, batch_size: int, mirrored: bool = False) -> nn.Module:
+    torch.manual_seed(0)
     model = network.build()
     optimizer = (
         torch.optim.AdamW(model.parameters(), lr=network.rate, weight_decay=0.01)
         if network.adam
         else torch.optim.SGD(model.parameters(), lr=network.rate, momentum=0.9, weight_decay=5e-4)
     )
-    train(model, optimizer, data, seed, iter(()), network.epochs, batch_size, mirrored)
+    train(model, optimizer, data, 0, iter(()), network.epochs, batch_size, mirrored)
     return model
 
 
@@ -243,6 +233,6 @@ ON_DIGITS = {
     "transformer": Network(Transformer, 40, 3e-3, adam=True),
 }
 ON_FASHION = {
-    "CNN": Network(lambda: plain_network(32, 64, 64), 5, 1e-3, adam=True),
-    "residual CNN with batch norm": Network(lambda: channels_last(fashion_mnist.SmallResNet()), 5, 0.1),
+    "CNN": Network(lambda: plain_network(32, 64, 64), 3, 1e-3, adam=True),
+    "residual CNN with batch norm": Network(lambda: channels_last(fashion_mnist.SmallResNet()), 3, 0.1),
 }

@@ -73,7 +73,8 @@ class BlockFisher:
         if self._sums is not None:
             for part in self._chunks(self._rows.shape[2]):
                 _, factor = self._damped(part, damp)
-                parts.append(torch.cholesky_inverse(factor).diagonal(dim1=1, dim2=2))
+                # A copy, since a view would keep the whole inverse in memory.
+                parts.append(torch.cholesky_inverse(factor).diagonal(dim1=1, dim2=2).clone())
             return self._join(parts)
         for part in self._chunks(self.count):
             rows = self._rows[part, : self.count].double()
