@@ -198,6 +198,9 @@ def test_a_built_in_recipe_fits_resnet18(run, name):
     result = run("recipe", "check", f"builtin:{name}", "--model", "resnet18", "--json")
     found = json.loads(result.stdout)
     assert (result.exit_code, found["errors"], found["warnings"]) == (0, [], [])
+    if name == "int8":  # acts on modules, not on weights
+        assert found["epochs"] == {"min": 0, "max": 10}
+        return
     assert max(len(binding["targets"]) for binding in found["bindings"]) >= 20
     assert found["epochs"] == {"min": 0, "max": 30}
 

@@ -41,6 +41,7 @@ def run_content(folder: Path, name: str) -> RunContent:
     heat = _heat_map(measured, summary["model"]["iteration"], missing, folder)
     course = _plan(plan, missing)
     train = [record for record in records if record.get("kind") == "train"]
+    sparsity = _schedule("sparsity", records, "sparsity")
     return RunContent(
         name=name,
         method=str(summary["method"] or "a run"),
@@ -49,7 +50,7 @@ def run_content(folder: Path, name: str) -> RunContent:
         figures=tuple(_figures(folder, summary, weights)),
         metric=str(summary["metric"] or "metric"),
         tests=tuple(_tests(records, list(summary["metrics"]))),
-        sparsity=_schedule("sparsity", records, "sparsity"),
+        sparsity=None if sparsity is None or (course is None and not any(sparsity.y)) else sparsity,
         plan=course,
         loss=tuple(_losses(train)),
         rate=_schedule("learning rate", records, "lr"),

@@ -122,7 +122,7 @@ def _speed_row(file: TimedFile, reach: float, factor: float) -> str:
     bar = f'<i style="width:{100 * value / reach:.1f}%"></i>{whisker}<b style="left:{100 / reach:.1f}%"></b>'
     shown = "1×" if file.speed is None else f"{value:.2f}×"
     interval = "" if low is None or high is None else f"<small>{low:.2f}–{high:.2f}</small>"
-    times = [f"{factor * seconds:.3g}" for seconds in (file.median, file.low, file.high)]
+    times = [_time(factor * seconds) for seconds in (file.median, file.low, file.high)]
     dot = "" if file.run is None else f'<span class="dot" style="{style}"></span>'
     return (
         f'<tr><th scope="row">{dot}{breakable(file.name, "/")}</th>'
@@ -178,6 +178,14 @@ def _bytes(count: int) -> str:
     ('44.8 MB', '2.3 kB')
     """
     return f"{count / 1e6:.1f}{GAP}MB" if count >= 1e5 else f"{count / 1e3:.1f}{GAP}kB"
+
+
+def _time(value: float) -> str:
+    """
+    >>> _time(0.4187), _time(41.87), _time(24548.0).replace(GAP, " ")
+    ('0.419', '41.9', '24 548')
+    """
+    return count(round(value)) if value >= 100 else f"{value:.3g}"
 
 
 def _heat_row(name: str, values: Sequence[float], levels: Sequence[float]) -> str:
