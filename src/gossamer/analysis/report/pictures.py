@@ -67,7 +67,7 @@ def mask(found: MaskPicture) -> str:
         text += '<div class="soft">each cell is a weight</div>'
     else:
         cell = f"{_ratio(rows, found.whole.rows)} × {_ratio(columns, found.whole.columns)} weights"
-        text += f'<div class="soft">the whole layer: a cell is {cell}, darker where more are kept</div>'
+        text += f'<div class="soft">the whole layer: a cell is {cell}, in a stronger blue where more are kept</div>'
     if found.corner is None:
         return f"{text}</figure>"
     text += _excerpt(found.corner, found.groups, f"The first weights of {found.layer}, one by one")
