@@ -61,7 +61,7 @@ def test_the_implicit_gradient_is_that_of_the_formula(gain: float, normalize: bo
     model, teacher = network(), network(seed=3)
     plain = deepcopy(model)
     fields = recipe(gain=gain, normalize=str(normalize).lower())
-    Manager(fields).modify(model, sgd(model), 4, distillation_teacher=teacher)
+    _optimizer = Manager(fields).modify(model, sgd(model), 4, distillation_teacher=teacher)
     loss_at(model, 0).backward()
     formula(plain, teacher, 0, gain, normalize).backward()
     assert close(gradients(model), gradients(plain))
@@ -137,7 +137,7 @@ def test_a_layer_that_runs_twice_is_compared_call_by_call() -> None:
 
     model, teacher, x = Twice(0), Twice(1), torch.randn(5, 4)
     plain = deepcopy(model)
-    Manager(recipe(gain=1.0, normalize="false")).modify(model, sgd(model), 4, distillation_teacher=teacher)
+    _optimizer = Manager(recipe(gain=1.0, normalize="false")).modify(model, sgd(model), 4, distillation_teacher=teacher)
     model(x).square().mean().backward()
     ours, theirs = ([net.layer(x), net(x)] for net in (plain, teacher))
     terms = [(a - b.detach()).square().mean() for a, b in zip(ours, theirs, strict=True)]
@@ -238,12 +238,12 @@ def test_checkpointed_layers_learn_and_are_heard_once() -> None:
         model, teacher = Net(reentrant), nn.ModuleDict({"body": nn.Sequential(nn.Linear(4, 8))})
         teacher.forward = lambda x, teacher=teacher: teacher["body"](x)
         fields = recipe(student_layer_names="[body.0]", teacher_layer_names="[body.0]")
-        Manager(fields).modify(model, sgd(model), 4, distillation_teacher=teacher)
+        _optimizer = Manager(fields).modify(model, sgd(model), 4, distillation_teacher=teacher)
         model(torch.ones(5, 4, requires_grad=True)).square().mean().backward()
         found.append(gradients(model))
     assert close(*found)
     model = Net(True)
-    Manager(fields).modify(model, sgd(model), 4, distillation_teacher=teacher)
+    _optimizer = Manager(fields).modify(model, sgd(model), 4, distillation_teacher=teacher)
     with pytest.raises(GossamerError, match="compute without gradient; they are frozen, or checkpointed with"):
         model(torch.ones(5, 4, requires_grad=True))
 
@@ -260,7 +260,7 @@ def test_layers_go_by_the_same_names_or_in_order() -> None:
     model, teacher = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), Named()
     x = torch.randn(2, 4)
     plain = deepcopy(model)
-    Manager(recipe(gain=1.0, normalize="false")).modify(model, sgd(model), 4, distillation_teacher=teacher)
+    _optimizer = Manager(recipe(gain=1.0, normalize="false")).modify(model, sgd(model), 4, distillation_teacher=teacher)
     model(x).sum().backward()
     apart = (plain[0](x) - teacher.first(x).detach()).square().mean()
     apart = apart + (plain(x) - teacher(x).detach()).square().mean()
@@ -293,7 +293,7 @@ def test_layers_that_are_not_there_are_refused_before_anything_is_touched(
 ) -> None:
     model = network()
     with pytest.raises(GossamerError) as caught:
-        Manager(recipe(**fields)).modify(model, sgd(model), 4, distillation_teacher=teacher)
+        _optimizer = Manager(recipe(**fields)).modify(model, sgd(model), 4, distillation_teacher=teacher)
     assert message.rsplit("{}", maxsplit=1)[-1] in str(caught.value)
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in model.modules())
 
@@ -319,7 +319,7 @@ def test_layers_that_are_not_there_are_refused_before_anything_is_touched(
 def test_features_that_cannot_be_compared_are_named(
     fields: dict[str, Any], student: nn.Module, teacher: nn.Module, message: str
 ) -> None:
-    Manager(recipe(**fields)).modify(student, sgd(student), 4, distillation_teacher=teacher)
+    _optimizer = Manager(recipe(**fields)).modify(student, sgd(student), 4, distillation_teacher=teacher)
     with pytest.raises(GossamerError) as caught:
         loss_at(student, 0)
     assert message in str(caught.value)
@@ -332,7 +332,7 @@ def test_a_layer_that_the_teacher_does_not_call_is_named() -> None:
 
     model = small(6)
     teacher = Idle(nn.Conv2d(4, 6, 3), nn.Linear(256, 10))
-    Manager(recipe(student_layer_names="['0']")).modify(model, sgd(model), 4, distillation_teacher=teacher)
+    _optimizer = Manager(recipe(student_layer_names="['0']")).modify(model, sgd(model), 4, distillation_teacher=teacher)
     with pytest.raises(GossamerError, match="teacher_layer_names: the teacher does not call its layer '0'"):
         loss_at(model, 0)
 
@@ -356,7 +356,7 @@ def test_a_copy_of_the_model_that_is_its_own_teacher_starts_with_no_difference()
             layer.momentum = 0.0
     model[1].eval()
     plain.train()[1].eval()
-    Manager(recipe()).modify(model, sgd(model), 4)
+    _optimizer = Manager(recipe()).modify(model, sgd(model), 4)
     loss_at(model, 0).backward()
     loss_at(plain, 0).backward()
     assert close(gradients(model), gradients(plain))

@@ -83,7 +83,7 @@ def test_the_documented_lines_train_as_the_formula_does() -> None:
 def test_accumulated_losses_are_told_by_their_number() -> None:
     model, teacher = network(), network(seed=5)
     plain = deepcopy(model)
-    Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=teacher, accumulation_steps=3)
+    _optimizer = Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=teacher, accumulation_steps=3)
     for step in range(3):
         (loss_at(model, step) / 3).backward()
         (formula(plain, teacher, step) / 3).backward()
@@ -115,7 +115,7 @@ def test_a_disabled_scaler_scales_nothing() -> None:
     model, teacher = network(), network(seed=5)
     plain = deepcopy(model)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=teacher, scaler=scaler)
+    _optimizer = Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=teacher, scaler=scaler)
     loss_at(model, 0).backward()
     formula(plain, teacher, 0).backward()
     assert close(gradients(model), gradients(plain))
@@ -138,7 +138,7 @@ def test_under_autocast_both_compute_in_its_precision() -> None:
     model, teacher = network(), network(seed=5)
     plain, seen = deepcopy(model), []
     teacher.register_forward_hook(lambda layer, args, output: seen.append(output.dtype))
-    Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=teacher)
+    _optimizer = Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=teacher)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = loss_at(model, 0)
     loss.backward()
@@ -153,7 +153,7 @@ def test_casts_that_autocast_keeps_do_not_come_from_the_teacher() -> None:
     body, head, kept = nn.Linear(4, 8), nn.Linear(8, 3), []
     model, teacher = nn.Sequential(body, nn.ReLU(), head), nn.Sequential(body, nn.Tanh(), nn.Linear(8, 3))
     teacher.register_forward_pre_hook(lambda *_: kept.append(torch.is_autocast_cache_enabled()))
-    Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=teacher)
+    _optimizer = Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=teacher)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model(torch.randn(5, 4)).float().square().mean()
         kept.append(torch.is_autocast_cache_enabled())
@@ -373,7 +373,7 @@ def test_the_model_is_its_own_teacher_as_it_was_before_anything_was_pruned(caplo
 def test_a_teacher_can_be_switched_off(word: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = network()
     plain = deepcopy(model)
-    Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=word)
+    _optimizer = Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=word)
     loss_at(model, 0).backward()
     loss_at(plain, 0).backward()
     assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(plain), strict=True))
@@ -403,7 +403,7 @@ def test_a_teacher_can_be_switched_off(word: Any, caplog: pytest.LogCaptureFixtu
 def test_what_cannot_teach_is_refused_before_anything_is_touched(teacher: Any, message: str) -> None:
     model = network()
     with pytest.raises(GossamerError, match=message):
-        Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=teacher(model))
+        _optimizer = Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=teacher(model))
     assert not model._forward_pre_hooks
 
 
@@ -411,14 +411,14 @@ def test_a_model_that_cannot_be_copied_needs_another_teacher() -> None:
     model = network()
     model.cache = model[7].weight * 2
     with pytest.raises(GossamerError, match=r"the model cannot be copied to be its own teacher \(.*give a teacher"):
-        Manager(RECIPE).modify(model, sgd(model), 4)
+        _optimizer = Manager(RECIPE).modify(model, sgd(model), 4)
 
 
 @pytest.mark.parametrize("number", [0, -1, 2.0, True, "two"])
 def test_the_number_of_accumulated_losses_is_a_positive_integer(number: Any) -> None:
     model = network()
     with pytest.raises(GossamerError, match="accumulation_steps: expected the number of batches in a step, found"):
-        Manager(RECIPE).modify(model, sgd(model), 4, accumulation_steps=number)
+        _optimizer = Manager(RECIPE).modify(model, sgd(model), 4, accumulation_steps=number)
 
 
 def test_a_model_that_is_moved_takes_its_copy_along_and_no_other_teacher() -> None:
@@ -430,7 +430,7 @@ def test_a_model_that_is_moved_takes_its_copy_along_and_no_other_teacher() -> No
     functional.cross_entropy(model(inputs.double()), labels).backward()
     assert bool(model[0].weight.grad.any())
     other = network()
-    Manager(RECIPE).modify(other, sgd(other), 4, distillation_teacher=network(5))
+    _optimizer = Manager(RECIPE).modify(other, sgd(other), 4, distillation_teacher=network(5))
     other.to("meta")
     with pytest.raises(GossamerError, match="it is on 'cpu' and the model on 'meta'; move it there"):
         other(inputs.to("meta"))
@@ -438,7 +438,7 @@ def test_a_model_that_is_moved_takes_its_copy_along_and_no_other_teacher() -> No
 
 def test_a_teacher_is_of_no_use_to_a_recipe_without_distillation(caplog: pytest.LogCaptureFixture) -> None:
     recipe = "modifiers: [!EpochRangeModifier {start_epoch: 0, end_epoch: 1}]"
-    Manager(recipe).modify(model := network(), sgd(model), 4, distillation_teacher=network(1))
+    _optimizer = Manager(recipe).modify(model := network(), sgd(model), 4, distillation_teacher=network(1))
     assert "distillation_teacher has no effect" in caplog.text
 
 
@@ -596,7 +596,7 @@ def test_a_copy_of_the_model_and_a_pickled_one_do_not_learn_and_hold_no_run() ->
 
 def test_a_second_manager_copies_a_model_without_the_hooks_of_the_first() -> None:
     model, teacher = network(), Counted()
-    Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=teacher)
+    _optimizer = Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=teacher)
     second = Manager(RECIPE)
     second.modify(model, sgd(model), 4)
     copy = second._run.shared.lessons.teacher.module
@@ -606,7 +606,7 @@ def test_a_second_manager_copies_a_model_without_the_hooks_of_the_first() -> Non
 def test_two_managers_in_one_process_have_their_own_teachers() -> None:
     models, teachers = [network(0), network(1)], [Counted(5), Counted(6)]
     optimizers = [
-        Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=teacher)
+        _optimizer = Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=teacher)
         for model, teacher in zip(models, teachers, strict=True)
     ]
     plain = [deepcopy(model) for model in models]
@@ -712,7 +712,7 @@ def test_a_model_that_was_compiled_stays_compiled_between_the_hooks() -> None:
     compiled = torch.compile(model, backend=backend)
     loss_at(compiled, 0)
     alone = ran.copy()
-    Manager(RECIPE).modify(compiled, sgd(model), 4)
+    _optimizer = Manager(RECIPE).modify(compiled, sgd(model), 4)
     ran.clear()
     loss_at(compiled, 0).backward()
     torch._dynamo.reset()

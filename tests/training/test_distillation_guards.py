@@ -110,7 +110,7 @@ def test_who_stops_using_the_scaler_trains_on_plain_losses(later: Any) -> None:
 def test_two_scalers_are_one_too_many() -> None:
     model, one = network(), torch.amp.GradScaler("cpu")
     with pytest.raises(GossamerError, match="wrap_optim and scaler mean the same"):
-        Manager(RECIPE).modify(model, sgd(model), 4, wrap_optim=one, scaler=torch.amp.GradScaler("cpu"))
+        _optimizer = Manager(RECIPE).modify(model, sgd(model), 4, wrap_optim=one, scaler=torch.amp.GradScaler("cpu"))
     assert Manager(RECIPE).modify(model, sgd(model), 4, wrap_optim=one, scaler=one).get_scale() == one.get_scale()
 
 
@@ -209,7 +209,7 @@ def test_a_teacher_that_answers_nan_is_named(recipe: str, value: float) -> None:
     model, teacher = network(), network(5)
     with torch.no_grad():
         teacher[7].bias.fill_(value)
-    Manager(recipe).modify(model, sgd(model), 4, distillation_teacher=teacher)
+    _optimizer = Manager(recipe).modify(model, sgd(model), 4, distillation_teacher=teacher)
     with pytest.raises(GossamerError, match=r"has a teacher whose (outputs are|layer '7' gives) NaN or infini"):
         loss_at(model, 0)
 
@@ -243,7 +243,7 @@ def test_a_teacher_that_finds_no_memory_says_so_in_torchs_words() -> None:
             raise torch.OutOfMemoryError("tried to allocate 9 GiB")
 
     model = network()
-    Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=Large())
+    _optimizer = Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=Large())
     with pytest.raises(torch.OutOfMemoryError, match="9 GiB"):
         loss_at(model, 0)
 
