@@ -16,10 +16,11 @@ from gossamer.sparse import (
     logistic_noise,
     probability_gradient,
     project,
+    pulled,
     relaxed_mask,
     soft_threshold,
     threshold_gradient,
-    threshold_shift,
+    threshold_pull,
 )
 from tests.loops import has_minus_zero
 
@@ -178,7 +179,7 @@ def test_hard_masks_keep_exactly_the_count_and_the_largest(p: dict[str, torch.Te
 
 
 @given(st.integers(0, 10**6), st.floats(0, 1), st.floats(0, 1))
-def test_one_shift_of_all_thresholds_gives_the_asked_zeros(seed: int, first: float, second: float) -> None:
+def test_one_strength_for_all_thresholds_gives_the_asked_zeros(seed: int, first: float, second: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(1, 200, (3,), generator=generator).tolist()
     weights = {str(size): torch.rand(size, generator=generator).pow(3) * 0.9 for size in sizes}
@@ -186,15 +187,17 @@ def test_one_shift_of_all_thresholds_gives_the_asked_zeros(seed: int, first: flo
     count = sum(weight.numel() for weight in weights.values())
     least, most = sorted((round(first * count), round(second * count)))
 
-    def zeros(shift: float) -> int:
-        return sum(int((soft_threshold(weight, s[name] + shift) == 0).sum()) for name, weight in weights.items())
+    def zeros(strength: float) -> int:
+        found = {name: soft_threshold(weight, pulled(s[name], strength)) for name, weight in weights.items()}
+        return sum(int((weight == 0).sum()) for weight in found.values())
 
-    shift = threshold_shift(weights, s, least, most)
-    assert zeros(shift) == min(max(zeros(0.0), least), most)
-    assert threshold_shift(weights, s, least, most, tolerance=count) == 0
+    strength = threshold_pull(weights, s, least, most)
+    assert zeros(strength) == min(max(zeros(0.0), least), most)
+    assert threshold_pull(weights, s, least, most, tolerance=count) == 0
 
 
-def test_a_shift_goes_as_far_as_it_can() -> None:
+def test_a_pull_goes_as_far_as_it_can() -> None:
     weights, s = {"a": torch.tensor([0.5, 2.0])}, {"a": torch.tensor(-5.0)}
-    assert int((soft_threshold(weights["a"], s["a"] + threshold_shift(weights, s, 2, 2)) == 0).sum()) == 1
-    assert threshold_shift({}, {}, 0, 0) == 0
+    furthest = pulled(s["a"], threshold_pull(weights, s, 2, 2))
+    assert int((soft_threshold(weights["a"], furthest) == 0).sum()) == 1
+    assert threshold_pull({}, {}, 0, 0) == 0

@@ -33,10 +33,11 @@ from gossamer.sparse import (
     logistic_noise,
     probability_gradient,
     project,
+    pulled,
     relaxed_mask,
     soft_threshold,
     threshold_gradient,
-    threshold_shift,
+    threshold_pull,
     zero_count,
 )
 
@@ -114,9 +115,9 @@ class STRPruningModifier(LearnedPruningModifier):
 
     Layers compute with sign(W) · ReLU(|W| − σ(s)). Weight decay pulls s up from far below zero and the loss holds
     against it, so that each layer finds its own sparsity: more `st_decay`, a higher `s_init`, a higher `st_lr` or
-    longer training give more zeros. With `final_sparsity` the pull is not fixed but controlled: after every step all s
-    move by one common amount, so that the sparsity of all layers together follows a cubic schedule to its target, and
-    the gradients decide how layers share it.
+    longer training give more zeros. With `final_sparsity` the decay is controlled: after every step all s are
+    pulled with one common strength, so that the sparsity of all layers together follows a cubic schedule to its
+    target, and the gradients decide how layers share it.
     """
 
     learned: ClassVar[str] = "thresholds"
@@ -212,14 +213,14 @@ class STRPruningModifier(LearnedPruningModifier):
 
     @torch.no_grad()
     def _control(self, run: Run, step: int, tolerance: float) -> None:
-        """Move all s together to where the sparsity of all layers is the scheduled one."""
+        """Pull all s to where the sparsity of all layers together is the scheduled one."""
         assert self.final_sparsity is not None
         thresholds: dict[str, Tensor] = run.state["thresholds"]
         weights = {name: run.parameter(name).detach() for name in self.names(run)}
         found = {name: thresholds[name].to(weight.device) for name, weight in weights.items()}
         x = fraction(step, run.start_step, to_step(self.ramp_end, run.steps_per_epoch))
-        shift = controlled_shift(weights, found, self.final_sparsity, x, tolerance)
-        thresholds.update({name: s + shift for name, s in found.items()})
+        strength = controlled_pull(weights, found, self.final_sparsity, x, tolerance)
+        thresholds.update({name: pulled(s, strength) for name, s in found.items()})
 
     def settle(self, run: Run) -> None:
         if self.final_sparsity is not None:
@@ -247,13 +248,13 @@ class STRPruningModifier(LearnedPruningModifier):
         run.state.pop("momenta", None)
 
 
-def controlled_shift(
+def controlled_pull(
     weights: Mapping[str, Tensor], thresholds: Mapping[str, Tensor], final: float, x: float, tolerance: float = 0.0
 ) -> float:
-    """What to add to all thresholds at a share `x` of the way: at least the scheduled sparsity, at most the final."""
+    """The strength for all thresholds at a share `x` of the way: to the scheduled sparsity or more, up to the final."""
     total = sum(weight.numel() for weight in weights.values())
     least, most = (zero_count(total, share) for share in (interpolate(0.0, final, x), final))
-    return threshold_shift(weights, thresholds, least, most, int(tolerance * total))
+    return threshold_pull(weights, thresholds, least, most, int(tolerance * total))
 
 
 def effective_sparsity(run: Run) -> float:

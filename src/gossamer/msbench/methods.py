@@ -14,14 +14,14 @@ from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, unwrap
 from gossamer.graph.recalibration import statistics_version
 from gossamer.modifiers import ADMMPruningModifier, Modifier, ProbMaskPruningModifier, STRPruningModifier
-from gossamer.modifiers.learned import CONTROLLED, controlled_shift
+from gossamer.modifiers.learned import CONTROLLED, controlled_pull
 from gossamer.msbench import sparsers
 from gossamer.msbench.config import NAME, Config
 from gossamer.msbench.lowering import ADMM_ARGUMENTS, STR_ARGUMENTS, made
 from gossamer.msbench.schedulers import BaseScheduler, logger
 from gossamer.msbench.selection import layer_of
 from gossamer.recipe import Recipe
-from gossamer.sparse import fraction, interpolate
+from gossamer.sparse import fraction, interpolate, pulled
 
 LAYER_TYPES = ("Linear", "Conv1d", "Conv2d", "Conv3d", "MultiheadAttention")
 
@@ -101,8 +101,8 @@ class STRScheduler(BaseScheduler):
     """Learned thresholds.
 
     With `prune_rate`, the sparsity of all layers together follows a cubic schedule and is final in the middle of
-    `total_iterations`: after each step all thresholds move by one common amount. Without it, the decay of the
-    thresholds decides what comes out.
+    `total_iterations`: after each step all thresholds are pulled with one common strength. Without it, the decay of
+    the thresholds decides what comes out.
     """
 
     needs = sparsers.STRFakeSparse
@@ -142,7 +142,7 @@ class STRScheduler(BaseScheduler):
 
     @torch.no_grad()
     def _control(self, tolerance: float = 0.0) -> None:
-        """Move all thresholds together to where the sparsity of all layers is the scheduled one."""
+        """Pull all thresholds to where the sparsity of all layers together is the scheduled one."""
         model = self._reference() if self._reference is not None else None
         if model is None or self.rate is None or self.total is None:
             return
@@ -150,9 +150,9 @@ class STRScheduler(BaseScheduler):
         thresholds = {name: node.s for name, node in found.items() if isinstance(node, sparsers.STRFakeSparse)}
         weights = {name: get_parameter(model, name).detach() for name in thresholds}
         done = 0 if self.iteration is None else self.iteration + 1
-        shift = controlled_shift(weights, thresholds, self.rate, fraction(done, 0, self.total // 2), tolerance)
+        strength = controlled_pull(weights, thresholds, self.rate, fraction(done, 0, self.total // 2), tolerance)
         for s in thresholds.values():
-            s.add_(shift)
+            s.copy_(pulled(s, strength))
 
 
 class ProbMaskPruneScheduler(BaseScheduler):

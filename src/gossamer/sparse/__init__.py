@@ -19,10 +19,11 @@ from gossamer.sparse.reparameterization import (
     logistic_noise,
     probability_gradient,
     project,
+    pulled,
     relaxed_mask,
     soft_threshold,
     threshold_gradient,
-    threshold_shift,
+    threshold_pull,
 )
 from gossamer.sparse.schedules import cosine, fraction, interpolate
 from gossamer.sparse.scores import filter_median_distance, filter_norm, filter_nuclear, magnitude, movement
@@ -58,11 +59,12 @@ __all__ = [
     "parse_pattern",
     "probability_gradient",
     "project",
+    "pulled",
     "relaxed_mask",
     "smallest",
     "soft_threshold",
     "threshold_gradient",
-    "threshold_shift",
+    "threshold_pull",
     "uniform",
     "unpack",
     "within_reach",

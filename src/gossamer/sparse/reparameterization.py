@@ -22,8 +22,8 @@ BORDER = 1e-6
 
 _RESOLUTION = 2.0**-24
 """How exactly a shift is found: the spacing of float32 below 1."""
-_FIRST_SHIFT, _LARGEST_SHIFT = 2.0**-8, 64.0
-"""The smallest and the largest shift of thresholds that are tried in search of a bracket."""
+_FIRST_PULL, _LARGEST_PULL = 2.0**-8, 64.0
+"""The smallest and the largest strength that are tried in search of a bracket."""
 _SLACK = 2.0**-40
 """The share of a budget that is left over, so that every order of summation stays within it."""
 
@@ -49,38 +49,47 @@ def threshold_gradient(weight: Tensor, gradient: Tensor, s: Tensor) -> Tensor:
     return -slope * (1 - slope) * (weight.sign() * gradient).sum(dtype=s.dtype)
 
 
-def threshold_shift(
+def pulled(s: Tensor, strength: float) -> Tensor:
+    """A threshold after a decay of this strength: s + strength · max(|s|, 1), which is (1 − strength) · s below −1.
+
+    Near zero, where decay has no force, it goes on all the same; a negative strength is the way back.
+    """
+    return s + strength * s.abs().clamp_min(1)
+
+
+def threshold_pull(
     weights: Mapping[str, Tensor], thresholds: Mapping[str, Tensor], least: int, most: int, tolerance: int = 0
 ) -> float:
-    """What to add to every s so that `soft_threshold` leaves from `least` to `most` zeros in all weights together.
+    """With which strength to pull every s so that `soft_threshold` leaves from `least` to `most` zeros in all weights.
 
-    The smaller shift of those that do, within `tolerance` zeros; weights of equal magnitude go together. Where none is
-    large enough, because σ(s) < 1 is no threshold for a weight of 1 or more, the largest.
+    The smallest that does, within `tolerance` zeros; weights of equal magnitude go together. Where none is large
+    enough, because σ(s) < 1 is no threshold for a weight of 1 or more, the largest.
 
     >>> weights, s = {"a": torch.tensor([0.1, -0.2, 0.3]), "b": torch.tensor([0.05, 0.6])}, torch.tensor(-5.0)
-    >>> shift = threshold_shift(weights, {"a": s, "b": s}, least=3, most=4)
-    >>> sum(int((soft_threshold(weight, s + shift) == 0).sum()) for weight in weights.values())
+    >>> strength = threshold_pull(weights, {"a": s, "b": s}, least=3, most=4)
+    >>> sum(int((soft_threshold(weight, pulled(s, strength)) == 0).sum()) for weight in weights.values())
     3
     """
     magnitudes = {name: weight.abs() for name, weight in weights.items()}
 
-    def count(shift: float) -> int:
-        counts = [(m <= (thresholds[name] + shift).sigmoid().to(m.dtype)).sum() for name, m in magnitudes.items()]
+    def count(strength: float) -> int:
+        moved = {name: pulled(thresholds[name], strength).sigmoid() for name in magnitudes}
+        counts = [(m <= moved[name].to(m.dtype)).sum() for name, m in magnitudes.items()]
         # One exchange with a GPU, not one for each layer.
         return int(torch.stack([count.to(counts[0].device) for count in counts]).sum()) if counts else 0
 
     now = count(0.0)
     zeros = min(max(now, least), most)
 
-    def excess(shift: float) -> int:
-        return count(shift) - zeros
+    def excess(strength: float) -> int:
+        return count(strength) - zeros
 
     low, below = 0.0, now - zeros
     if abs(below) <= tolerance:
         return 0.0
-    high, above, width = low, below, _FIRST_SHIFT
+    high, above, width = low, below, _FIRST_PULL
     while below * above > 0 and abs(above) > tolerance:  # away from 0, until the count is on the other side
-        if width > _LARGEST_SHIFT:
+        if width > _LARGEST_PULL:
             return high
         low, below = high, above
         high, width = width if below < 0 else -width, 2 * width
