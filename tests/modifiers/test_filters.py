@@ -283,10 +283,26 @@ def test_a_model_that_cannot_be_followed_is_pruned_layer_by_layer_with_a_warning
     assert removed(model, "stem.0.bias") == removed(model, "stem.0.weight")
 
 
-def test_a_layer_that_keeps_channels_alive_is_named(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("text", "left_out", "sentence"),
+    [
+        (FILTERS, "stem.0", "'a.3.weight' loses cannot be removed from the model: 'stem.0.weight' produces the same"),
+        (CHANNELS, "down.0", "'a.0.weight' loses cannot be removed from the model: 'down.0.weight' reads the same"),
+    ],
+)
+def test_a_layer_that_keeps_channels_alive_is_named(
+    text: str, left_out: str, sentence: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "gossamer"):
-        Manager(FILTERS.replace("mask_type", "exclude: [stem.0], mask_type")).apply(made(), example_inputs=INPUT)
-    assert "what 'a.3.weight' loses cannot be removed from the model: 'stem.0.weight' produces" in caplog.text
+        Manager(text.replace("mask_type", f"exclude: [{left_out}], mask_type")).apply(made(), example_inputs=INPUT)
+    assert f"what {sentence} channels and is not pruned" in caplog.text
+
+
+@pytest.mark.parametrize("text", [FILTERS, CHANNELS])
+def test_nothing_is_said_when_all_that_is_lost_can_be_removed(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        Manager(text).apply(made(), example_inputs=INPUT)
+    assert "cannot be removed" not in caplog.text
 
 
 # Along

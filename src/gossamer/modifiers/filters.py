@@ -66,25 +66,28 @@ def plan_filters(
         notes.append(f"{units} that belong together are not known, and each layer is pruned on its own: {found}")
     elif found.coupling.note is not None:
         notes.append(f"{units} that belong together are known in parts of the model only: {found.coupling.note}")
-    if graph is not None and not channels:
-        notes += _unpruned(graph, pools, shapes)
+    if graph is not None:
+        notes += _unpruned(graph, pools, shapes, channels)
     vectors = {} if channels else vectors_of(run.module, list(shapes), graph)
     return FilterPlan(shapes, graph, pools, vectors, notes)
 
 
-def _unpruned(graph: FilterGraph, pools: Pools, names: Collection[str]) -> list[str]:
-    """In one sentence, the first pool whose channels stay because a weight outside it produces them too."""
+def _unpruned(graph: FilterGraph, pools: Pools, names: Collection[str], channels: bool) -> list[str]:
+    """In one sentence, the first pool whose channels stay because a weight outside it produces or reads them too."""
+    side, shares = (graph.read, "reads") if channels else (graph.produced, "produces")
     for pool in pools.pools:
         first = pool.members[0]
-        if is_held(graph, first) or first in graph.depthwise:
+        units, classes = pools.units[first], side.get(first)
+        if first in graph.depthwise or classes is None or len(classes) != len(units):
             continue
-        inside = ((pools.units[first] >= pool.first) & (pools.units[first] < pool.last)).numpy()
-        classes = graph.produced[first][inside] if len(inside) == len(graph.produced[first]) else ()
-        for name, own in graph.produced.items():
-            if name not in (*pool.members, *graph.depthwise) and np.isin(own, classes).any():
+        own = classes[((units >= pool.first) & (units < pool.last)).numpy()]
+        if not graph.held.keys().isdisjoint(own.reshape(-1).tolist()):
+            continue
+        for name, other in side.items():
+            if name not in (*pool.members, *graph.depthwise) and np.isin(other, own).any():
                 why = "is pruned apart from it" if name in names else "is not pruned"
                 lost = f"what '{first}' loses cannot be removed from the model"
-                return [f"{lost}: '{name}' produces the same channels and {why}"]
+                return [f"{lost}: '{name}' {shares} the same channels and {why}"]
     return []
 
 
