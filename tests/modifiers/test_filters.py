@@ -315,15 +315,16 @@ def test_evaluation_does_not_collapse_under_adam_with_a_bias_in_front_of_batch_n
     first = [nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
     second = [nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
     model = nn.Sequential(*first, *second, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10))
-    optimizer = Manager(FILTERS).modify(model, adam(model), 20)
-    for _ in range(3):
-        for batch in torch.randperm(1280, generator=torch.Generator().manual_seed(0)).split(64):
+    optimizer = Manager(FILTERS).modify(model, torch.optim.AdamW(model.parameters(), lr=0.03), 20)
+    source = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        for batch in torch.randperm(1280, generator=source).split(64):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
             optimizer.step()
     with torch.no_grad():
         accuracy = float((model.eval()(images[1280:]).argmax(1) == labels[1280:]).double().mean())
-    assert accuracy > 0.7  # 0.40 when the biases of removed filters drift
+    assert accuracy > 0.6  # 0.1, chance, when the biases of removed filters drift; 0.8 when they do not
 
 
 @pytest.mark.parametrize("training", [True, False])
