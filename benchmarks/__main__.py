@@ -1,4 +1,4 @@
-"""The command: choose benchmarks, run them, show the table. See `--help`."""
+"""The command: choose benchmarks, run them, print each result as it is ready. See `--help`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -29,21 +29,23 @@ from benchmarks.measuring import Benchmark, Row, Watch
 from benchmarks.methods_accuracy import methods_accuracy, methods_accuracy_on_digits
 from benchmarks.nm_masks import nm_masks
 from benchmarks.obs_accuracy import obs_accuracy, obs_accuracy_on_cifar, obs_accuracy_on_digits
-from benchmarks.permutation_search import permutation_search, permutation_search_large
+from benchmarks.permutation_search import permutation_of_resnet50, permutation_search, permutation_search_large
 from benchmarks.quantized_speed import quantized_speed
 from benchmarks.runner_speed import runner_speed
 from benchmarks.thinning import thinning
 from benchmarks.thinning_peer import thinning_peer
-from benchmarks.training_step import training_step
+from benchmarks.training_step import small_training_step, training_step
 from benchmarks.two_of_four_accuracy import two_of_four_accuracy
 
 SHORT: dict[str, Benchmark] = {
     "training-step": training_step,
+    "small-step": small_training_step,
     "mask-update": mask_update,
     "mask-size": mask_size,
     "file-size": file_size,
     "nm-masks": nm_masks,
     "permutation": permutation_search,
+    "permutation-resnet50": permutation_of_resnet50,
     "import": import_time,
     "quantized-speed": quantized_speed,
     "runner-speed": runner_speed,
@@ -96,47 +98,67 @@ def main() -> None:
         if name in chosen and options.photographs is None:
             console.print(f"{name}: without photographs; --photographs DIR names them", style="yellow")
         benchmarks[name] = partial(_on_data, benchmark, options.photographs)
-    rows = [row for name in chosen for row in run(name, benchmarks[name])]
-    console.print(table(rows))
+    rows: list[Row] = []
+    for name in chosen:
+        rows += run(name, benchmarks[name])
     if options.json:
         found = [{**asdict(row), "ratio": row.ratio, "verdict": row.verdict} for row in rows]
         options.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=2) + "\n")
 
 
-def _on_data(benchmark: Callable[[Watch, Path | None], Iterable[Row]], folder: Path | None, watch: Watch) -> list[Row]:
-    """The rows, or none and a sentence when the data, or the tool to compare with, is not there."""
+def _on_data(
+    benchmark: Callable[[Watch, Path | None], Iterable[Row]], folder: Path | None, watch: Watch
+) -> Iterator[Row]:
+    """The rows, or none and a message when the data, or the tool to compare with, is not there."""
     try:
-        return list(benchmark(watch, folder))
+        yield from benchmark(watch, folder)
     except (FileNotFoundError, ModuleNotFoundError) as error:
         console.print(str(error), style="yellow")
-        return []
 
 
 def run(name: str, benchmark: Benchmark) -> list[Row]:
-    """The rows of one benchmark; a bar shows how far it is, or plain lines where there is no terminal."""
+    """Run one benchmark and print each row as it is ready; a bar shows the progress on a terminal."""
+    console.print(f"\n[bold]{name}[/]")
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    rows: list[Row] = []
+    began = time.perf_counter()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
 
         def watch(what: str, rounds: int) -> Iterator[int]:
-            if not console.is_terminal:
-                console.print(f"{name}: {rounds} rounds of {what}")
-            yield from progress.track(range(rounds), description=f"{name}: {what}")
+            task = progress.add_task(f"{name}: {what}", total=rounds)
+            for number in range(rounds):
+                yield number
+                progress.advance(task)
+            progress.remove_task(task)
 
-        return list(benchmark(watch))
+        for row in benchmark(watch):
+            if not rows:
+                console.print(line("measured", "ours", "peer", "ratio", "aim", "", style="dim"))
+            rows.append(row)
+            console.print(shown(row))
+    console.print(f"{time.perf_counter() - began:.0f} s", style="dim")
+    return rows
 
 
-def table(rows: Sequence[Row]) -> Table:
-    result = Table(box=box.SIMPLE_HEAD)
-    for column in ("measured", "ours", "peer", "ratio", "aim", ""):
-        result.add_column(
-            column, justify="left" if column in ("measured", "") else "right", no_wrap=column != "measured"
-        )
-    for row in rows:
-        colour = COLOURS.get(row.verdict, "default")
-        aim = "" if row.aim is None else f"≤ {row.aim:g}"
-        name = f"{row.name}\n[dim]{row.note}[/]" if row.note else row.name
-        ratio, verdict = (f"[{colour}]{text}[/]" for text in (f"{row.ratio:.3f}", row.verdict))
-        result.add_row(name, amount(row.ours, row.unit), amount(row.peer, row.unit), ratio, aim, verdict)
+def shown(row: Row) -> Table:
+    colour = COLOURS.get(row.verdict, "default")
+    spread = "" if row.spread is None else f"\n{row.spread[0]:.3f}–{row.spread[1]:.3f}"
+    name = f"{row.name}\n[dim]{row.note}[/]" if row.note else row.name
+    ratio, verdict = f"[{colour}]{row.ratio:.3f}[/][dim]{spread}[/]", f"[{colour}]{row.verdict}[/]"
+    aim = "" if row.aim is None else f"≤ {row.aim:.4g}"
+    return line(name, amount(row.ours, row.unit), amount(row.peer, row.unit), ratio, aim, verdict)
+
+
+WIDTHS = {"ours": 10, "peer": 10, "ratio": 11, "aim": 7, "verdict": 8}
+
+
+def line(*cells: str, style: str = "") -> Table:
+    """One line of the table; fixed widths, because lines are printed one by one."""
+    result = Table.grid(padding=(0, 1))
+    result.add_column(width=max(24, min(console.width, 120) - sum(WIDTHS.values()) - len(WIDTHS) - 1))
+    for name, width in WIDTHS.items():
+        result.add_column(justify="left" if name == "verdict" else "right", width=width, no_wrap=True)
+    result.add_row(*cells, style=style)
     return result
 
 

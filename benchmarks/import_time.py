@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.measuring import Row, Watch
 
-ROUNDS = 15
+ROUNDS = 7
 _PROGRAM = "import time; t = time.perf_counter(); {}; print(time.perf_counter() - t)"
 _SOURCE = str(Path(__file__).parents[1] / "src")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.measuring import Row, Watch, medians, peak_memory
 from gossamer.sparse import NM, Block, Filter, Pattern, Unstructured, global_masks, magnitude
 
-ROUNDS = 7
+ROUNDS = 3
 SPARSITY = 0.9
 AIM = 0.3
 

@@ -35,6 +35,8 @@ class Row:
     limit: float | None = None
     """The ratio that is still accepted; the aim itself when not given."""
     note: str = ""
+    spread: tuple[float, float] | None = None
+    """The quartiles of the ratio over the rounds, where they are known."""
 
     @property
     def ratio(self) -> float:
@@ -62,7 +64,31 @@ Benchmark = Callable[[Watch], Iterable[Row]]
 def medians(
     contenders: Mapping[str, Callable[[], object]], watch: Watch, what: str, rounds: int, warm_up: int = 1
 ) -> dict[str, float]:
-    """The median seconds of each contender; every round runs all of them, in an order drawn anew."""
+    """The median seconds of each contender; every round runs all of them, in a new random order."""
+    return {
+        name: statistics.median(values) for name, values in rounds_of(contenders, watch, what, rounds, warm_up).items()
+    }
+
+
+def ratio_quartiles(ours: Sequence[float], peer: Sequence[float], turns: int = 1) -> tuple[float, float]:
+    """The quartiles over the rounds of the ratio of two contenders' medians in a round."""
+    medians = [
+        statistics.median(ours[first : first + turns]) / statistics.median(peer[first : first + turns])
+        for first in range(0, len(ours), turns)
+    ]
+    low, _, high = statistics.quantiles(medians, n=4)
+    return low, high
+
+
+def rounds_of(
+    contenders: Mapping[str, Callable[[], object]],
+    watch: Watch,
+    what: str,
+    rounds: int,
+    warm_up: int = 1,
+    turns: int = 1,
+) -> dict[str, list[float]]:
+    """The seconds of each contender in each of the turns that it takes in a round."""
     names, order = list(contenders), random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     collecting = gc.isenabled()
@@ -70,7 +96,7 @@ def medians(
         for number in watch(what, warm_up + rounds):
             gc.collect()
             gc.disable()
-            for name in order.sample(names, len(names)):
+            for name in (name for _ in range(turns) for name in order.sample(names, len(names))):
                 began = time.perf_counter()
                 contenders[name]()
                 if number >= warm_up:
@@ -80,7 +106,7 @@ def medians(
     finally:
         if collecting:
             gc.enable()
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return seconds
 
 
 def shown(percents: Sequence[float]) -> str:

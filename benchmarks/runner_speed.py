@@ -28,7 +28,7 @@ from gossamer.runner.processes import joined
 from gossamer.runner.records import Records
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "cls" / "resnet"
-ROUNDS = 14
+ROUNDS = 8
 STRETCH = 11
 """Iterations: half an epoch."""
 LOG = 10
@@ -39,7 +39,7 @@ def runner_speed(watch: Watch) -> Iterator[Row]:
         dense = _stretch(Runner(read_config(*_given("res18", folder)), place, display=Display()), Path(folder))
         sparse = SparseRunner(read_config(*_given("res18_amba_sparse", folder)), place, display=Display())
         contenders = {"dense": dense, "sparse": _stretch(sparse, Path(folder)), "bare": _bare(folder)}
-        found = medians(contenders, watch, "stretches of training", ROUNDS, warm_up=2)
+        found = medians(contenders, watch, "stretches of training", ROUNDS, warm_up=1)
     rates = {name: 64 * STRETCH / seconds for name, seconds in found.items()}
     note = f"ResNet-18, digits 32×32, batch 64; {rates['dense']:.0f} and {rates['bare']:.0f} images/s"
     limit = 1 / 0.97

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -76,6 +78,22 @@ def test_pruning_with_permutation_keeps_more_than_without() -> None:
         ASP.compute_sparse_masks()
         kept[permute] = float(model[2].weight.detach().abs().sum())
     assert kept[True] > kept[False] * 1.01
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_bar_shows_the_search_on_a_terminal_and_nothing_elsewhere(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return terminal
+
+    monkeypatch.setattr(sys, "stderr", stream := Stream())
+    monkeypatch.setenv("TERM", "xterm")
+    model = network()
+    ASP.prune_trained_model(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert ("permuting channels" in stream.getvalue()) is terminal
+    assert capsys.readouterr().out == ""
 
 
 def test_permutation_alone_changes_nothing_that_the_model_computes() -> None:

@@ -7,7 +7,7 @@ move does move, and a network that is treated wrongly is noticed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gossamer.graph import parameters, permutation
 from gossamer.graph.permutation import Permutation
+from gossamer.sparse.permutation import Matrix
 
 LIMIT = 1e-9
 
@@ -29,11 +30,15 @@ class Found:
     bound: float = 0.0
 
 
-def random_search(weights: Tensor, n: int = 2, m: int = 4, *, effort: float = 1.0, progress: Any = None) -> Found:
+def random_search(matrices: Sequence[Matrix], n: int, m: int, *, effort: float, progress: Any) -> list[Found]:
     """Every channel somewhere else."""
-    channels = weights.shape[1]
-    order = torch.randperm(channels, generator=torch.Generator().manual_seed(channels))
-    return Found(order.roll(1) if bool((order == torch.arange(channels)).all()) else order)
+    found: list[Found] = []
+    for index, matrix in enumerate(matrices):
+        channels = matrix.weights().shape[1]
+        order = torch.randperm(channels, generator=torch.Generator().manual_seed(channels))
+        found.append(Found(order.roll(1) if bool((order == torch.arange(channels)).all()) else order))
+        progress(index, (index + 1) / len(matrices))
+    return found
 
 
 def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -102,7 +107,7 @@ def keeps(
     original = copy.deepcopy(model)
     modes = {name: module.training for name, module in model.named_modules()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(permutation, "search", random_search)
+        patch.setattr(permutation, "search_each", random_search)
         found = permutation.find(
             model, wanted, m // 2, m, example_inputs=inputs if example_inputs is None else example_inputs
         )

@@ -552,7 +552,7 @@ def keeps_itself(model: nn.Module, moving: bool) -> None:
     from tests.graph.keeping import random_search
 
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(permutation, "search", random_search)
+        patch.setattr(permutation, "search_each", random_search)
         before = model(image())
         found = permutation.find(model, ["a.weight"], example_inputs=image())
         found.apply(model)

@@ -23,7 +23,7 @@ from tests.graph.test_cases import Written, conv, image, written
 
 @pytest.fixture(autouse=True)
 def _every_channel_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(permutation, "search", random_search)
+    monkeypatch.setattr(permutation, "search_each", random_search)
 
 
 def network() -> nn.Module:
@@ -171,9 +171,9 @@ def test_layers_that_read_the_same_channels_share_one_order():
 
 
 def test_a_search_is_only_asked_for_channels_that_may_move_and_its_order_is_used(monkeypatch: pytest.MonkeyPatch):
-    from gossamer.sparse.permutation import kept_magnitude, search
+    from gossamer.sparse.permutation import kept_magnitude, search_each
 
-    monkeypatch.setattr(permutation, "search", search)
+    monkeypatch.setattr(permutation, "search_each", search_each)
     model = network()
     found = find(model, prunable(model), example_inputs=image())
     for layer in found.layers:

@@ -42,7 +42,7 @@ SIZES = {"inception_v3": 299, "maxvit_t": 224, "vit": 224}
 
 @pytest.fixture(autouse=True)
 def _every_channel_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(permutation, "search", random_search)
+    monkeypatch.setattr(permutation, "search_each", random_search)
 
 
 @contextmanager

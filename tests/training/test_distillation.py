@@ -606,7 +606,7 @@ def test_a_second_manager_copies_a_model_without_the_hooks_of_the_first() -> Non
 def test_two_managers_in_one_process_have_their_own_teachers() -> None:
     models, teachers = [network(0), network(1)], [Counted(5), Counted(6)]
     optimizers = [
-        _optimizer = Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=teacher)
+        Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=teacher)
         for model, teacher in zip(models, teachers, strict=True)
     ]
     plain = [deepcopy(model) for model in models]

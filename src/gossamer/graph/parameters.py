@@ -114,7 +114,9 @@ def get_module(module: nn.Module, name: str) -> nn.Module:
     owner = unwrap(module)
     if name:
         for part in name.split("."):
-            owner = unwrap(cast(nn.Module, getattr(owner, part)))
+            children = owner._modules  # pyright: ignore[reportPrivateUsage]  # quicker than Module.__getattr__
+            child = children[part] if part in children else getattr(owner, part)
+            owner = unwrap(cast(nn.Module, child))
     return owner
 
 
