@@ -17,7 +17,6 @@ from gossamer.runner.data import Batches, build_dataset
 from gossamer.runner.display import Display
 from gossamer.runner.processes import joined
 from gossamer.runner.records import read_records
-from gossamer.runner.sparsity import TOLERANCE
 from tests.runner.nets import Diary, Frozen, small
 from tests.runner.running_on_digits import (
     LENGTH,
@@ -55,7 +54,7 @@ def test_a_sparse_run_reaches_its_target_and_evaluates_to_what_it_said(sparsity:
     wanted = {"amba": 0.8, "probmask": 0.7, "admm": 0.6, "gmp": 0.8, "qat": 0.6}.get(sparsity)
     assert result.sparsity is not None
     if wanted is not None:
-        assert result.sparsity == pytest.approx(wanted, abs=TOLERANCE)  # the best checkpoint may be as far below
+        assert result.sparsity == pytest.approx(wanted, abs=2e-3)
     elif sparsity == "ampere":
         assert result.sparsity == 0.5
     checked = evaluated(path)
