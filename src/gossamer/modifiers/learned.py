@@ -64,6 +64,9 @@ class LearnedPruningModifier(PruningModifier):
     learned: ClassVar[str]
     """The key of the state under which each weight has what is learned about it."""
 
+    def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
+        return None  # one budget for all layers
+
     @model_validator(mode="after")
     def _single_weights(self) -> Self:
         if self.mask_type != "unstructured":
@@ -325,9 +328,6 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         start, final = self.ramp
         x = 1.0 if epoch >= final else (epoch - start) / (final - start)
         return interpolate(self.init_sparsity, self.final_sparsity, x)
-
-    def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
-        return None  # one budget for all layers
 
     def start(self, run: Run) -> None:
         first = initial_probabilities({name: run.parameter(name).detach() for name in run.targets})
