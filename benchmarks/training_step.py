@@ -74,31 +74,20 @@ def small_training_step(watch: Watch) -> Iterator[Row]:
 def _small_rows(watch: Watch) -> Iterator[Row]:
     torch.manual_seed(0)
     batch = torch.randn(64, 256), torch.randint(0, 256, (64,))
-    held = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
-    updated = copy.deepcopy(held)
-    Manager(PRUNE).apply(held)
-    holding, updating = Manager(HOLD), Manager(PRUNE_EACH_STEP)
-    steps = (SMALL_ROUNDS + 1) * TURNS
-    optimizers = {
-        "dense": _optimizer(held),
-        "held": holding.modify(held, _optimizer(held), steps_per_epoch=steps),
-        "dense beside updates": _optimizer(updated),
-        "updated": updating.modify(updated, _optimizer(updated), steps_per_epoch=steps),
-    }
-    models = (held, held, updated, updated)
-    contenders = {
-        name: _step(model, optimizer, batch)
-        for (name, optimizer), model in zip(optimizers.items(), models, strict=True)
-    }
-    seconds = rounds_of(contenders, watch, f"{TURNS} steps of an MLP", SMALL_ROUNDS, turns=TURNS)
     note = f"3 layers of 256×256, batch 64, one thread; medians of {SMALL_ROUNDS * TURNS} steps, quartiles over rounds"
-    step = {name: 1e6 * statistics.median(values) for name, values in seconds.items()}
-    for ours, peer, what, aim in (
-        ("held", "dense", "masks held", 1.05),
-        ("updated", "dense beside updates", "masks updated at every step", 2.0),
-    ):
-        spread = ratio_quartiles(seconds[ours], seconds[peer], TURNS)
-        yield Row(f"step of a small MLP, {what} / dense", step[ours], step[peer], "µs", aim, note=note, spread=spread)
+    for recipe, what, aim in ((HOLD, "masks held", 1.05), (PRUNE_EACH_STEP, "masks updated at every step", 2.0)):
+        model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+        if recipe == HOLD:
+            Manager(PRUNE).apply(model)
+        manager, steps = Manager(recipe), (SMALL_ROUNDS + 1) * TURNS
+        contenders = {
+            "dense": _step(model, _optimizer(model), batch),
+            "ours": _step(model, manager.modify(model, _optimizer(model), steps_per_epoch=steps), batch),
+        }
+        seconds = rounds_of(contenders, watch, f"{TURNS} steps of an MLP", SMALL_ROUNDS, turns=TURNS)
+        ours, dense = (1e6 * statistics.median(seconds[name]) for name in ("ours", "dense"))
+        spread = ratio_quartiles(seconds["ours"], seconds["dense"], TURNS)
+        yield Row(f"step of a small MLP, {what} / dense", ours, dense, "µs", aim, note=note, spread=spread)
 
 
 def _optimizer(model: nn.Module) -> torch.optim.SGD:

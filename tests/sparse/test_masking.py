@@ -49,3 +49,21 @@ def test_packing_masks_to_bits_loses_nothing(shape: list[int], seed: int) -> Non
     packed = pack(mask)
     assert torch.equal(unpack(packed), mask)
     assert packed["bits"].numel() == -(-mask.numel() // 8)
+
+
+def test_a_mask_of_another_shape_is_refused_before_anything_is_written() -> None:
+    weight = torch.ones(100, 64)
+    with pytest.raises(RuntimeError):
+        zero_where(weight, torch.ones(90, 64, dtype=torch.bool))
+    assert bool((weight == 1).all())
+
+
+def test_a_weight_whose_storage_was_swapped_is_masked_in_its_new_storage() -> None:
+    weight, zeros = torch.nn.Parameter(torch.ones(100, 64)), torch.rand(100, 64) < 0.5
+    zero_where(weight, zeros)
+    old = weight.data
+    weight.data = torch.ones(100, 64)
+    old.fill_(3)
+    zero_where(weight, zeros)
+    assert bool((weight[zeros] == 0).all())
+    assert bool((old == 3).all())

@@ -32,7 +32,7 @@ _ROUNDS, _ROUND_COST = 5000, 4e6
 """Rounds of a matrix whose rounds cost this many terms; fewer of larger ones, by the square root."""
 _LARGE = 3e7
 """From this many terms a round is split among threads; below, threads run whole chains."""
-_CHAINS = ((3.5e5, 4), (4e6, 2))
+_CHAINS = ((1e5, 8), (3.5e5, 4), (4e6, 2))
 """Below rounds of this cost, this many chains, whose best counts; of larger matrices chains differ too little."""
 _WARM_UP, _WARM_UP_LARGE = 40, 10
 """Rounds without noise before the noise is measured against the gains."""

@@ -109,7 +109,7 @@ class Masks:
     def _apply(self, module: nn.Module, names: Iterable[str]) -> set[str]:
         """Zero the named weights; returns those whose layer is taken out at the moment."""
         out: set[str] = set()
-        for name in list(names):
+        for name in reversed(list(names)):  # the optimizer wrote the last ones last, and they are still in the cache
             try:
                 weight = get_parameter(module, name)
             except AttributeError:
