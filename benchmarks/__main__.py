@@ -163,7 +163,13 @@ def line(*cells: str, style: str = "") -> Table:
 
 
 def amount(value: float, unit: str) -> str:
-    return f"{value / 1e6:.2f} M" if unit == "bytes" else f"{value:,.4g} {unit}"
+    if unit == "bytes":
+        return f"{value / 1e6:.2f} M"
+    scales = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
+    if unit in dict(scales) and value > 0:  # seconds in the largest unit that leaves a digit before the point
+        seconds = value / dict(scales)[unit]
+        unit, value = next(((name, seconds * per) for name, per in scales if seconds * per >= 1), ("µs", seconds * 1e6))
+    return f"{value:,.4g} {unit}"
 
 
 def machine() -> dict[str, str | int]:
