@@ -133,13 +133,12 @@ def _figures(folder: Path, summary: Mapping[str, Any], weights: Shown) -> list[t
     if name is not None:
         course = summary["metrics"][name]
         found += [(name, _metric(name, course["model"])), ("last", _metric(name, course["last"]))]
-    share, total, nonzero = _sparsity(summary, weights)
+    share, _, nonzero = _sparsity(summary, weights)
     found.append(("sparsity", "–" if share is None else f"{100 * share:.1f} %"))
     found.append(("not zero", "–" if nonzero is None else count(nonzero)))
     files = _files(folder)
-    found.append(("file", size(files[0][1]) if files else "–"))
-    packed = _packed(files, total, nonzero)
-    found.append(("as bitmask", "–" if packed is None else size(packed)))
+    smallest = min(files, key=lambda file: file[1], default=None)
+    found.append(("smallest file", "–" if smallest is None else f"{size(smallest[1])} ({smallest[0]})"))
     found.append(("iterations", str(summary["iterations"])))
     found.append(("time", "–" if summary["seconds"] is None else duration(summary["seconds"])))
     return found
