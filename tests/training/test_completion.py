@@ -114,6 +114,58 @@ def test_the_last_step_of_pruning_may_not_be_missing(caplog: pytest.LogCaptureFi
     assert "23 of 24 steps" in caplog.text
 
 
+FILTERS = """
+modifiers:
+  - !EpochRangeModifier {start_epoch: 0, end_epoch: 8}
+  - !GMPruningModifier
+    {params: __ALL_PRUNABLE__, init_sparsity: 0.05, final_sparsity: 0.55, start_epoch: 0, end_epoch: 7,
+     update_frequency: 0.5, mask_type: filter}
+"""
+
+
+def test_a_target_in_filters_is_not_compared_with_a_share_of_weights(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, manager = attached(FILTERS.replace("end_epoch: 8", "end_epoch: 7"))
+    train(model, optimizer, range(27))
+    manager.finalize()
+    assert zeros(model[3].weight) == 4 * model[3].weight[0].numel()
+    assert "carried out" not in caplog.text
+
+
+def test_a_target_in_filters_is_named_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, manager = attached(FILTERS)
+    train(model, optimizer, range(9))
+    manager.finalize()
+    assert re.search(
+        r"9 of 32 steps .*, sparsity \d\d?\.\d% of the weights \(target: 55\.0% of the filters\)", caplog.text
+    )
+
+
+def test_masks_are_those_of_the_last_update_whatever_the_schedule_says(caplog: pytest.LogCaptureFixture) -> None:
+    recipe = PRUNE.replace("end_epoch: 8", "end_epoch: 6").replace("update_frequency: 0.5", "update_frequency: 4")
+    model, optimizer, manager = attached(recipe)
+    train(model, optimizer, range(23))
+    manager.finalize()
+    assert "23 of 24 steps" in caplog.text
+
+
+def test_going_back_to_the_best_state_of_a_whole_run_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, manager = attached()
+    states = dict[int, Any]()
+    train(model, optimizer, range(ALL), lambda step: states.update({step + 1: through_disk(manager.state_dict())}))
+    manager.load_state_dict(states[25])
+    manager.finalize()
+    assert caplog.messages == []
+
+
+def test_going_back_to_a_state_that_is_not_sparse_enough_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, manager = attached()
+    states = dict[int, Any]()
+    train(model, optimizer, range(ALL), lambda step: states.update({step + 1: through_disk(manager.state_dict())}))
+    manager.load_state_dict(states[9])
+    manager.finalize()
+    assert "not finished: GMPruningModifier." in caplog.text
+
+
 def test_a_run_that_is_stopped_on_purpose_can_be_ended_quietly(caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer, manager = attached()
     train(model, optimizer, range(5))

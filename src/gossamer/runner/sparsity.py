@@ -27,9 +27,6 @@ from gossamer.runner.config.schema import Sparsity
 from gossamer.runner.config.sparse import msbench_config
 from gossamer.training import Manager
 
-TOLERANCE = 0.01
-"""How far the sparsity of a settled model may lie below the target: layers that a method leaves alone count too."""
-
 
 class Sparsifier(ABC):
     """What makes a run sparse. The calls come in this order, `begin` in each iteration."""
@@ -126,15 +123,17 @@ class Sparsifier(ABC):
     def now(self, model: nn.Module) -> float:
         """Zeros over weights, counted, of the layers that are made sparse."""
 
+    @abstractmethod
     def settled(self, model: nn.Module, iteration: int, *, at_end: bool) -> bool:
-        """Whether the model is as sparse as it is to become, with so many iterations done; `at_end`: with all done."""
-        target, planned = self.target(model), self.planned(model, iteration)
-        return target is None or (not _rises(planned, target) and self.now(model) > target - TOLERANCE)
+        """Whether the model is as sparse as it is to become, with so many iterations done; `at_end`: with all done.
+
+        The schedule decides: a target that counts filters or channels is another share of the weights.
+        """
 
 
-def _rises(planned: float | None, target: float) -> bool:
-    """Whether a schedule is still on its way to the target; 0 is also what one that has ended says."""
-    return planned is not None and 0 < planned < target - 1e-6
+def _is_final(planned: float | None, target: float) -> bool:
+    """Whether a schedule has reached its target."""
+    return planned is not None and planned > target - 1e-6
 
 
 def build_sparsifier(config: Sparsity, *, length: int, folder: Path) -> Sparsifier:
@@ -193,18 +192,24 @@ class ByScheduler(Sparsifier):
 
     def settled(self, model: nn.Module, iteration: int, *, at_end: bool) -> bool:
         """Where training itself finds the sparsity, there is none to wait for but that at the end."""
-        if self.scheduler.learns and self.scheduler.final_sparsity is None:
-            return at_end
-        return super().settled(model, iteration, at_end=at_end)
+        final = self.scheduler.final_sparsity
+        if final is None:
+            return at_end or not self.scheduler.learns
+        shares = self._scheduled(iteration - 1)
+        return not shares or any(_is_final(share, final) for share in shares)
 
     def planned(self, model: nn.Module, iteration: int) -> float | None:
         """Masks change at the start of an iteration: those of the last one hold."""
         if self.scheduler.learns and self.scheduler.final_sparsity is None:
             return None
+        shares = self._scheduled(max(iteration - 1, 0))
+        return next((share for share in shares if share is not None), self.scheduler.final_sparsity)
+
+    def _scheduled(self, iteration: int) -> list[float | None]:
+        """By modifier: the scheduled sparsity during an iteration, counted from 0; None before pruning begins."""
         self._modifiers = self._modifiers or list(self.scheduler.modifiers())
         pruning = [modifier for modifier in self._modifiers if isinstance(modifier, PruningModifier)]
-        shares = [modifier.sparsity_at(float(max(iteration - 1, 0))) for modifier in pruning]
-        return next((share for share in shares if share is not None), self.scheduler.final_sparsity)
+        return [modifier.sparsity_at(float(iteration)) for modifier in pruning]
 
     def planned_in(self, model: nn.Module, iteration: int) -> float | None:
         """Masks change at the start of an iteration."""
@@ -288,12 +293,8 @@ class ByRecipe(Sparsifier):
             return False
         if self._learns() and not at_end:
             return False
-        shares = self.manager.planned()
-        target, at_now = self._weighted(shares), self.manager.planned(iteration)
-        if target is None:
-            return True
-        planned = self._weighted({name: at_now.get(name, 0.0) for name in shares})
-        return not _rises(planned, target) and self._share(model, list(shares)) > target - TOLERANCE
+        planned = self.manager.planned(iteration)
+        return all(_is_final(planned.get(name), target) for name, target in self.manager.planned().items())
 
     def _learns(self) -> bool:
         """Whether a modifier without a target of its own is still finding one."""

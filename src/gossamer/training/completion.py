@@ -10,14 +10,16 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from gossamer.graph import get_parameter, has_parameter
-from gossamer.modifiers import LayerThinningModifier
+from gossamer.modifiers import LayerThinningModifier, Modifier, PruningModifier
+from gossamer.sparse import Channel, Filter
 from gossamer.training.attachment import Attachment, logger
+from gossamer.training.clock import Timing
 from gossamer.training.masks import Masks
 from gossamer.training.targets import final_shares
 
@@ -34,6 +36,8 @@ class Progress:
     """What a run counts for its report; the run writes here and needs nothing from it."""
 
     step: int = 0
+    furthest: int = 0
+    """The last step of all that were done, also when the state of an earlier one was loaded since."""
     stepped: bool = False
     """Whether the optimizer has stepped, or a GradScaler has skipped a step, since the recipe was attached."""
     saved_step: int | None = None
@@ -41,16 +45,47 @@ class Progress:
     restored: bool = False
     """Whether a state was loaded."""
 
+    def move(self, step: int) -> None:
+        self.step, self.furthest = step, max(self.furthest, step)
+
 
 @dataclass(frozen=True)
 class _Part:
-    """One modifier: when it starts and has done all it does, and the parameters it makes sparse."""
+    """One modifier and its times; without the run, which holds the model."""
 
-    name: str
-    family: str
-    start: int
-    last: int
-    params: Collection[str]
+    modifier: Modifier
+    timing: Timing
+
+    @property
+    def last(self) -> int:
+        """The step at which it has done all it does."""
+        return self.timing.start if self.timing.end is None else self.timing.end
+
+    @property
+    def unit(self) -> str | None:
+        """What its sparsity counts; None when it sets none."""
+        if not isinstance(self.modifier, PruningModifier) or self._final is None:
+            return None
+        pattern = self.modifier.pattern
+        return "filters" if isinstance(pattern, Filter) else "channels" if isinstance(pattern, Channel) else "weights"
+
+    def changes_the_model_after(self, step: int) -> bool:
+        """Whether the model would be another one if this modifier had come to its end."""
+        timing = self.timing
+        if timing.start > step:
+            return self.modifier.family not in _TRAINING_ONLY
+        if not isinstance(self.modifier, PruningModifier) or self._final is None:
+            return False
+        epoch = step / timing.steps_per_epoch
+        if timing.every is not None and timing.every != -1:
+            epoch = timing.start_epoch + timing.updates_until(step) * timing.every  # whose masks are held
+        return (self.modifier.sparsity_at(epoch) or 0.0) < self._final - REACHED
+
+    @property
+    def _final(self) -> float | None:
+        modifier = self.modifier
+        end = modifier.start_epoch if modifier.end_epoch == -1 else modifier.end_epoch
+        return modifier.sparsity_at(end) if isinstance(modifier, PruningModifier) else None
 
 
 class Completion:
@@ -72,17 +107,7 @@ class Completion:
         self._targets: Mapping[str, float] = final_shares(attachments)
         self._sizes = {n: get_parameter(module, n).numel() for n in self._targets if has_parameter(module, n)}
         self._thins = any(isinstance(a.modifier, LayerThinningModifier) for a in attachments)
-        self._parts = [
-            _Part(
-                a.modifier.name,
-                a.modifier.family,
-                a.timing.start,
-                a.timing.start if a.timing.end is None else a.timing.end,
-                [name for name in a.bound if name in self._sizes],
-            )
-            for a in attachments
-            if a.modifier.family != "logging"
-        ]
+        self._parts = [_Part(a.modifier, a.timing) for a in attachments if a.modifier.family != "logging"]
 
     @property
     def untrained(self) -> bool:
@@ -145,34 +170,34 @@ class Completion:
         """The modifiers that have not done all they do."""
         step = self.progress.step
         late = [part for part in self._parts if part.last > step]
-        if step >= self._end * (1 - TOLERANCE):
-            late = [part for part in late if self._changes_the_model(part)]
-        return [part.name for part in late]
-
-    def _changes_the_model(self, part: _Part) -> bool:
-        """Whether the model would be another one if this modifier had come to its end."""
-        if part.start > self.progress.step:
-            return part.family not in _TRAINING_ONLY
-        reached = self._sparsity(part.params)
-        return bool(part.params) and reached is not None and reached < self._target(part.params) - REACHED
+        if self.progress.furthest >= self._end * (1 - TOLERANCE):
+            late = [part for part in late if part.changes_the_model_after(step)]
+        return [part.modifier.name for part in late]
 
     def _figures(self) -> str:
         step, end = self.progress.step, self._end
         text = f"{step} of {end} steps (epoch {step / self._steps_per_epoch:.4g} of {end / self._steps_per_epoch:.4g})"
-        reached = self._sparsity(self._sizes)
-        return text if reached is None else f"{text}, sparsity {reached:.1%} of {self._target(self._sizes):.1%}"
+        reached, target = self._sparsity, self._target
+        if reached is None:
+            return text
+        units = sorted({part.unit for part in self._parts if part.unit is not None})
+        if units == ["weights"]:
+            return f"{text}, sparsity {reached:.1%} of {target:.1%}"
+        return f"{text}, sparsity {reached:.1%} of the weights (target: {target:.1%} of the {' and '.join(units)})"
 
-    def _target(self, names: Collection[str]) -> float:
-        return sum(self._targets[n] * self._sizes[n] for n in names) / max(sum(self._sizes[n] for n in names), 1)
+    @property
+    def _target(self) -> float:
+        return sum(self._targets[n] * size for n, size in self._sizes.items()) / max(sum(self._sizes.values()), 1)
 
-    def _sparsity(self, names: Collection[str]) -> float | None:
+    @property
+    def _sparsity(self) -> float | None:
         """Zeros over weights; None when it cannot be known: nothing has a target, or filters were removed."""
         if self._thins and self.progress.restored:
             return None  # of the model that was thinned before, only the rest is here
-        zeros = [self._zeros(name) for name in names]
+        zeros = [self._zeros(name) for name in self._sizes]
         if not zeros or None in zeros:
             return None
-        return sum(count or 0 for count in zeros) / max(sum(self._sizes[n] for n in names), 1)
+        return sum(count or 0 for count in zeros) / max(sum(self._sizes.values()), 1)
 
     def _zeros(self, name: str) -> int | None:
         module = self._module()

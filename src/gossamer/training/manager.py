@@ -374,12 +374,12 @@ class Manager:
         """By pruned parameter: the sparsity that the recipe's schedules ask for at a step, by default at the end.
 
         Parameters that share one threshold have the sparsity of all of them together: only the mean over them,
-        weighted by their sizes, is meant.
+        weighted by their sizes, is meant. Under masks of filters or channels it is a share of those.
         """
         run = self._attached()
         if step is None:
             return final_shares(run.attachments)
-        return planned_shares(run.attachments, step / run.shared.steps_per_epoch)
+        return planned_shares(run.attachments, step)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the run needs to go on elsewhere; masks are packed to bits."""

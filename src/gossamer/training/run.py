@@ -155,7 +155,8 @@ class TrainingRun:
 
     def advance(self, step: int) -> None:
         """Move the clock to `step` and do what is due: ends first, then updates and starts by their start."""
-        self.shared.step = self.progress.step = step
+        self.shared.step = step
+        self.progress.move(step)
         for attachment, action in due(self.attachments, step):
             self._perform(attachment, action)
         self._log()
@@ -249,7 +250,8 @@ class TrainingRun:
                 f"steps_per_epoch was {state['steps_per_epoch']:g} and is {self.shared.steps_per_epoch:g}: "
                 f"the run goes on at step {step}, the same epoch"
             )
-        self.shared.step = self.progress.step = step
+        self.shared.step = step
+        self.progress.move(step)
         self.progress.restored = True
         self.skipped_steps = int(state.get("skipped_steps", 0))
         self.shared.masks.clear()

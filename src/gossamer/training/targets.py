@@ -1,7 +1,7 @@
 """How sparse a recipe makes each parameter, as far as its schedules say.
 
-Pure functions of the attached modifiers and the time; weights and masks are
-not looked at.
+Pure functions of the attached modifiers and the time; weights and masks play
+no part. Under masks of filters or channels a sparsity is a share of those.
 """
 
 from __future__ import annotations
@@ -27,14 +27,23 @@ def final_shares(attachments: Iterable[Attachment]) -> dict[str, float]:
     return _final(attachments, _share)
 
 
-def planned_shares(attachments: Iterable[Attachment], epoch: float) -> dict[str, float]:
-    """The same at an epoch; 0 before pruning begins."""
+def planned_shares(attachments: Iterable[Attachment], step: int) -> dict[str, float]:
+    """The same at a step; 0 before pruning begins."""
     own = list(attachments)
     found = dict.fromkeys(final_shares(own), 0.0)
     for attachment, modifier in _pruning(own):
+        epoch = _epoch(attachment, modifier, step)
         for name in (name for name in attachment.bound if name in found):
             found[name] = max(found[name], _share(attachment, modifier, name, epoch) or 0.0)
     return found
+
+
+def _epoch(attachment: Attachment, modifier: PruningModifier, step: int) -> float:
+    """The epoch of a step; at least the modifier's start or end from the steps on that these are rounded to."""
+    timing, epoch = attachment.timing, step / attachment.steps_per_epoch
+    if timing.end is not None and step >= timing.end:
+        return max(epoch, modifier.end_epoch)
+    return max(epoch, modifier.start_epoch) if step >= timing.start else epoch
 
 
 def _final(attachments: Iterable[Attachment], share: Share) -> dict[str, float]:
