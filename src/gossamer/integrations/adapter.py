@@ -141,7 +141,6 @@ class Adapter:
             raise
         rates.begin()
         self._manager, self._rates, self._final = manager, rates, None
-        self._last_step = _last_step(self.recipe, steps_per_epoch)
         self._tell(total_steps, steps_per_epoch, scheduler)
         return manager
 
@@ -173,11 +172,12 @@ class Adapter:
             self._loading = None
 
     def _tell(self, total_steps: float | None, steps_per_epoch: float, scheduler: Any) -> None:
-        if total_steps is not None and total_steps < self._last_step:
+        last_step = _last_step(self.recipe, steps_per_epoch)
+        if total_steps is not None and total_steps < last_step:
             logger.warning(
                 "the training ends after %.4g epochs and the recipe after %.4g: it will not be carried out to its end",
                 total_steps / steps_per_epoch,
-                self._last_step / steps_per_epoch,
+                last_step / steps_per_epoch,
             )
         rates = self.manager.learning_rate_modifiers
         if rates and scheduler is not None:
@@ -200,17 +200,12 @@ class Adapter:
         assert self._rates is not None
         self._rates.take()
 
-    @property
-    def _complete(self) -> bool:
-        """Whether the training that goes on has come to the end of the recipe."""
-        return self._manager is not None and self._manager.step >= self._last_step
-
-    def _finish(self, warn: bool = True) -> None:
+    def _finish(self) -> None:
         """The training is over: zeros are exact, the optimizer is free, and the state can still be saved."""
         if self._manager is None:
             return
         state = self._state()
-        self._release(warn)
+        self._release(warn=True)
         self._final = state
 
     def _release(self, warn: bool = False) -> None:

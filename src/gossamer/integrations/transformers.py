@@ -123,10 +123,9 @@ class SparsityCallback(Adapter, TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        complete = self._complete  # asked before the best model brings back the state of an earlier step
         if self._manager is not None and args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self._return_to(Path(state.best_model_checkpoint))
-        self._finish(warn=not complete)
+        self._finish()
 
     def _return_to(self, best: Path) -> None:
         """The model has the weights of an earlier checkpoint now; masks that came later are not theirs."""
