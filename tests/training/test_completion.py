@@ -71,7 +71,15 @@ def test_a_recipe_longer_than_the_training_is_reported(caplog: pytest.LogCapture
     assert f"5 of 32 steps (epoch 1.25 of 8), sparsity {share(model):.1%} of 80.0%" in message
 
 
-@pytest.mark.parametrize("recipe", [PRUNE, HOLD])
+STR = "modifiers: [!STRPruningModifier {params: __ALL_PRUNABLE__, start_epoch: 0, end_epoch: 4, s_init: -3}]"
+PROBMASK = """
+modifiers:
+  - !ProbMaskPruningModifier
+    {params: __ALL_PRUNABLE__, start_epoch: 0, end_epoch: 4, init_sparsity: 0.5, final_sparsity: 0.9}
+"""
+
+
+@pytest.mark.parametrize("recipe", [PRUNE, HOLD, STR, PROBMASK])
 @pytest.mark.parametrize("named", [False, True])
 def test_an_optimizer_that_never_stepped_is_reported_and_the_weights_stay(
     recipe: str, named: bool, caplog: pytest.LogCaptureFixture
@@ -85,7 +93,11 @@ def test_an_optimizer_that_never_stepped_is_reported_and_the_weights_stay(
     (message,) = caplog.messages
     assert "the optimizer passed to modify() never stepped" in message
     assert "Create the optimizer before modify()" in message
+    assert "the weights are left as they are" in message
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    plain, inputs = network(), torch.ones(1, 4, 8, 8)
+    plain.load_state_dict(before)
+    assert torch.equal(model.eval()(inputs), plain.eval()(inputs))
 
 
 def test_a_run_that_was_carried_out_reports_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -226,7 +226,7 @@ class Manager:
         run, completion = self._attached(), self._completion
         regrown = completion is not None and completion.regrown()
         untrained = completion is not None and completion.untrained
-        run.finish(apply_masks=not untrained)
+        run.finish(keep_weights=untrained)
         if module is not None and not untrained:
             self.apply_masks(module)
         self._run, self._completion, self._finished = None, None, True

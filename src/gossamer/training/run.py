@@ -21,6 +21,7 @@ from gossamer.errors import GossamerError, RecipeError, SparsityError
 from gossamer.graph import named_parameters, unwrap
 from gossamer.modifiers import PruningModifier
 from gossamer.modifiers.base import placed
+from gossamer.modifiers.learned import LearnedPruningModifier
 from gossamer.recipe import Recipe
 from gossamer.training.attachment import Attachment, Logger, Shared, due
 from gossamer.training.binding import attachments, bind, located
@@ -134,15 +135,16 @@ class TrainingRun:
             handle.remove()
         self._handles.clear()
 
-    def finish(self, apply_masks: bool = True) -> None:
-        """Leave the weights as the model computes with them, and the optimizer alone."""
+    def finish(self, *, keep_weights: bool = False) -> None:
+        """Leave the weights as the model computes with them, or as they are, and the optimizer alone."""
         for attachment in self.attachments:
             if attachment.status == "active":
-                attachment.modifier.finish(attachment)
-        if apply_masks:
+                if keep_weights and isinstance(attachment.modifier, LearnedPruningModifier):
+                    attachment.modifier.undo(attachment)
+                else:
+                    attachment.modifier.finish(attachment)
+        if not keep_weights:
             self.apply_masks()
-        else:
-            self.shared.masks.apply_changes(self.shared.module)
         for attachment in self.attachments:
             if attachment.status != "pending":
                 attachment.modifier.finalized(attachment)
