@@ -275,12 +275,27 @@ def test_a_dropped_manager_is_not_reported_when_nothing_was_trained_or_all_of_it
     assert caplog.messages == []
 
 
-def test_a_run_that_was_saved_where_it_stopped_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
-    model, optimizer, manager = attached()
-    train(model, optimizer, range(5))
-    manager.state_dict()
+def test_a_run_that_was_saved_where_it_stopped_is_reported_as_one_to_resume(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, manager = attached(steps_per_epoch=8 * STEPS_PER_EPOCH)
+    for epoch in range(8):
+        train(model, optimizer, range(epoch * STEPS_PER_EPOCH, (epoch + 1) * STEPS_PER_EPOCH))
+        manager.state_dict()
     del manager
-    assert caplog.messages == []
+    (message,) = caplog.messages
+    assert f"32 of 256 steps (epoch 1 of 8), sparsity {share(model):.1%} of 80.0%. Load the saved state" in message
+    assert "steps_per_epoch=32" in message
+
+
+def test_a_run_whose_manager_was_never_kept_is_reported_once_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    def main() -> None:
+        model = network()
+        optimizer = Manager(PRUNE).modify(model, sgd(model), STEPS_PER_EPOCH)
+        train(model, optimizer, range(5))
+
+    main()
+    gc.collect()
+    (message,) = caplog.messages
+    assert "without finalize(): the recipe was not carried out to its end: 5 of 32 steps" in message
 
 
 def test_a_finalized_manager_is_not_reported_again(caplog: pytest.LogCaptureFixture) -> None:

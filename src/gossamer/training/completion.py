@@ -133,13 +133,18 @@ class Completion:
         )
 
     def report_dropped(self) -> str | None:
-        """The same for a run that was never ended; a run that was saved where it stopped is to be resumed."""
-        if self._over or self.progress.saved_step == self.progress.step:
+        """The same for a run that was never ended; one that was saved where it stopped may be an interrupted one."""
+        if self._over or not (self.progress.stepped or self.regrown()):
             return None
-        if not (self.progress.stepped or self.regrown()):
-            return None  # somebody only looked at it
-        found = self.report(regrown=True)
-        return None if found is None else f"a manager was dropped without finalize(): {found}"
+        if (report := self.report(regrown=True)) is None:
+            return None
+        if self.progress.stepped and self.progress.saved_step == self.progress.step:
+            return (
+                f"a run stopped and was saved before the end of its recipe: {self._figures()}. Load the saved state to "
+                f"resume it. If training is over instead, correct steps_per_epoch={self._steps_per_epoch:g} or shorten "
+                f"the recipe, and call finalize()"
+            )
+        return f"a manager was dropped without finalize(): {report}"
 
     def regrown(self) -> bool:
         """Whether masked weights are not zero although the run's optimizer never stepped: something else trains."""
@@ -210,13 +215,14 @@ class Completion:
 
 
 def watch(manager: object, run: object, completion: Completion) -> None:
-    """Report a run that did not finish when its manager is dropped, or when the interpreter exits.
+    """Report a run that did not finish when its manager is dropped, when the run is, or when the interpreter exits.
 
-    A manager that nobody keeps, as in `optimizer = Manager(recipe).modify(…)`, is dropped before the first step. Its
-    run goes on with the optimizer, so it is looked at when the interpreter exits.
+    A manager without a reference, as in `optimizer = Manager(recipe).modify(…)`, is dropped before the first step; its
+    run exists as long as the optimizer.
     """
     _open[run] = completion
-    weakref.finalize(manager, _report_dropped, completion).atexit = False
+    for owner in (manager, run):
+        weakref.finalize(owner, _report_dropped, completion).atexit = False
 
 
 _open: weakref.WeakKeyDictionary[object, Completion] = weakref.WeakKeyDictionary()
@@ -224,8 +230,8 @@ _open: weakref.WeakKeyDictionary[object, Completion] = weakref.WeakKeyDictionary
 
 
 def _report_dropped(completion: Completion) -> None:
-    if (found := completion.report_dropped()) is not None:
-        logger.warning("%s", found)
+    if (report := completion.report_dropped()) is not None:
+        logger.warning("%s", report)
         completion.close()
 
 
@@ -234,5 +240,4 @@ def _report_at_exit() -> None:
     if getattr(sys, "last_value", None) is not None:
         return  # the program ends with an exception, which says enough
     for completion in list(_open.values()):
-        if (found := completion.report_dropped()) is not None:
-            logger.warning("%s", found)
+        _report_dropped(completion)
