@@ -362,10 +362,10 @@ def test_a_recipe_that_would_regrow_a_sparse_model_warns(caplog: pytest.LogCaptu
     model = sparse_network()
     manager = Manager(PRUNE)
     optimizer = manager.modify(model, sgd(model), STEPS_PER_EPOCH)
+    train(model, optimizer, range(1))
     (message,) = caplog.messages
     assert "80.0% of the weights that the recipe prunes are zero already, and at epoch 0 it holds 5." in message
     assert all(fix in message for fix in ("load_state_dict", "epoch=", "__FROM_PARAM__", "ConstantPruningModifier"))
-    train(model, optimizer, range(1))
     assert share(model) < 0.1
     manager.finalize(warn=False)
 
@@ -388,7 +388,7 @@ def test_a_recipe_that_would_regrow_a_sparse_model_warns(caplog: pytest.LogCaptu
 def test_a_recipe_that_holds_the_zeros_does_not_warn(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
     model = sparse_network()
     manager = Manager(recipe)
-    manager.modify(model, sgd(model), STEPS_PER_EPOCH)
+    train(model, manager.modify(model, sgd(model), STEPS_PER_EPOCH), range(2))
     assert caplog.messages == []
     manager.finalize(warn=False)
 
@@ -398,13 +398,18 @@ def test_entering_where_the_recipe_is_as_sparse_or_with_the_state_does_not_warn(
 ) -> None:
     model = sparse_network()
     manager = Manager(PRUNE)
-    manager.modify(model, sgd(model), STEPS_PER_EPOCH, epoch=6)
+    train(model, manager.modify(model, sgd(model), STEPS_PER_EPOCH, epoch=6), range(1))
     state = manager.state_dict()
     manager.finalize(warn=False)
     second = Manager(PRUNE)
     second.load_state_dict(state)
-    second.modify(model, sgd(model), STEPS_PER_EPOCH)
+    train(model, second.modify(model, sgd(model), STEPS_PER_EPOCH), range(1))
     second.finalize(warn=False)
+    third = Manager(PRUNE)
+    optimizer = third.modify(model, sgd(model), STEPS_PER_EPOCH)
+    third.load_state_dict(state)
+    train(model, optimizer, range(1))
+    third.finalize(warn=False)
     assert caplog.messages == []
 
 
@@ -412,5 +417,6 @@ def test_a_layer_that_is_initialized_to_zero_is_not_taken_for_a_sparse_one(caplo
     model = network()
     nn.init.zeros_(model[7].weight)
     manager = Manager(PRUNE)
-    manager.modify(model, sgd(model), STEPS_PER_EPOCH)
+    train(model, manager.modify(model, sgd(model), STEPS_PER_EPOCH), range(1))
     assert caplog.messages == []
+    manager.finalize(warn=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from numbers import Integral, Real
 from typing import IO, Any
@@ -26,7 +27,7 @@ from gossamer.recipe import Recipe, load
 from gossamer.training.arguments import check_arguments, check_model
 from gossamer.training.attachment import Logger, logger
 from gossamer.training.completion import Completion, watch
-from gossamer.training.regrowth import count_zeros, warn_of_regrowth
+from gossamer.training.regrowth import warn_of_regrowth
 from gossamer.training.restart import Restart
 from gossamer.training.run import TrainingRun, is_driven
 from gossamer.training.scaler import check_of_use, clocked
@@ -198,9 +199,8 @@ class Manager:
                 "gossamer.quantization.withdraw(model) ends that"
             )
         if self._pending is None:
-            before = count_zeros(run)
             run.begin(round(max(epoch or 0.0, 0.0) * steps_per_epoch))
-            warn_of_regrowth(run, before)
+            run.before_first_step = partial(warn_of_regrowth, run)
         else:
             _report(run.load_state_dict(self._pending))
             self._pending = None

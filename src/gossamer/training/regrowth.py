@@ -6,8 +6,6 @@ recipe holds fewer zeros than the model has, and training regrows the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from gossamer.graph import get_parameter, has_parameter
@@ -19,38 +17,26 @@ TOLERANCE = 0.05
 """The share of free zeros that is not worth a warning: trained dense models have a few."""
 
 
-def count_zeros(run: TrainingRun) -> dict[str, int]:
-    """By parameter that the recipe makes sparse: its zeros, before anything is masked.
-
-    A parameter of zeros only is initialized like this, and not sparse.
-    """
-    module, counts = run.shared.module, dict[str, int]()
-    for name in final_shares(run.attachments):
-        if has_parameter(module, name):
-            weight = get_parameter(module, name).detach()
-            zeros = weight.numel() - int(weight.count_nonzero())
-            counts |= {name: zeros} if zeros < weight.numel() else {}
-    return counts
-
-
-def warn_of_regrowth(run: TrainingRun, before: Mapping[str, int]) -> None:
-    """Warn when the run has begun and holds fewer zeros than the model had."""
+def warn_of_regrowth(run: TrainingRun) -> None:
+    """Warn when the run holds fewer zeros than the model has; before the first step of the optimizer."""
     module, masks = run.shared.module, run.shared.masks
+    names = [name for name in final_shares(run.attachments) if has_parameter(module, name)]
     # What layers compute with a learned threshold or probability stays zero without a mask.
-    learned = {name for name in before if any(attachment.substitutes(name) for attachment in run.attachments)}
-    names = [name for name in before if has_parameter(module, name) and name not in learned]
+    names = [name for name in names if not any(attachment.substitutes(name) for attachment in run.attachments)]
     weights = {name: get_parameter(module, name).detach() for name in names}
-    held = {name: masks.zeros(name) if name in masks.names() else None for name in names}
-    free = {name: _free(weights[name], held[name]) for name in names}
+    zeros = {name: weight.numel() - int(weight.count_nonzero()) for name, weight in weights.items()}
+    # A parameter of zeros only is initialized like this, and not sparse.
+    weights = {name: weight for name, weight in weights.items() if zeros[name] < weight.numel()}
+    held = {name: masks.zeros(name) if name in masks.names() else None for name in weights}
     total = sum(weight.numel() for weight in weights.values())
-    if sum(free.values()) <= TOLERANCE * total:
+    if sum(_free(weight, held[name]) for name, weight in weights.items()) <= TOLERANCE * total:
         return
-    kept = sum(int(zeros.count_nonzero()) for zeros in held.values() if zeros is not None)
+    kept = sum(int(mask.count_nonzero()) for mask in held.values() if mask is not None)
     logger.warning(
         "%.1f%% of the weights that the recipe prunes are zero already, and at epoch %.4g it holds %.1f%%: training "
         "will regrow the others. To resume a run, call manager.load_state_dict(state), best before modify(), or pass "
         "epoch=; to keep the zeros, use init_sparsity: __FROM_PARAM__, or a ConstantPruningModifier in front",
-        100 * sum(before[name] for name in names) / total,
+        100 * sum(zeros[name] for name in weights) / total,
         run.step / run.shared.steps_per_epoch,
         100 * kept / total,
     )

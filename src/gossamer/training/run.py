@@ -8,7 +8,7 @@ optimizer is hooked, never wrapped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,8 @@ class TrainingRun:
         )
         self.told_the_time = False
         """True when someone else moves the clock, by `advance`; then an optimizer step only applies the masks."""
+        self.before_first_step: Callable[[], None] | None = None
+        """Called once before the first step of the optimizer, unless a state is loaded."""
         self.attachments = attachments(recipe, self.shared)
         self.fired = 0
         self.progress = Progress()
@@ -254,7 +256,7 @@ class TrainingRun:
             )
         self.shared.step = step
         self.progress.move(step)
-        self.progress.restored = True
+        self.progress.restored, self.before_first_step = True, None
         self.skipped_steps = int(state.get("skipped_steps", 0))
         self.shared.masks.clear()
         saved: dict[str, Any] = dict(state["modifiers"])
@@ -316,6 +318,9 @@ class TrainingRun:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """What an optimizer calls before its step: modifiers see the gradients, of what this optimizer trains."""
+        if self.before_first_step is not None:
+            check, self.before_first_step = self.before_first_step, None
+            check()
         return with_gradients(args, kwargs, lambda: self._observe(optimizer))
 
     def _observe(self, optimizer: torch.optim.Optimizer) -> None:
