@@ -14,7 +14,7 @@ from gossamer.errors import GossamerError
 from gossamer.msbench import build_sparse_scheduler
 from gossamer.sparse import NM
 from tests.loops import PRUNABLE, loss_at, network, sgd, zeros
-from tests.msbench.door import TOTAL, admm, levels, loop, prepared, probmask
+from tests.msbench.door import TOTAL, admm, levels, loop, prepared, probmask, str_config
 
 
 def learned() -> dict[str, Any]:
@@ -158,6 +158,23 @@ def test_exporting_what_was_never_pruned_is_told(caplog: pytest.LogCaptureFixtur
     scheduler, model = prepared(levels())
     scheduler.export_sparse_model(model)
     assert "prune_model was never called" in caplog.text
+
+
+STR = str_config(prune_rate=0.8, total_iterations=TOTAL)
+
+
+@pytest.mark.parametrize("config", [STR, probmask(), levels(), admm()], ids=["STR", "ProbMask", "levels", "ADMM"])
+@pytest.mark.parametrize("left_out", [0, TOTAL // 2, TOTAL])
+def test_exporting_before_the_end_of_a_schedule_warns(
+    config: dict[str, Any], left_out: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler, model = prepared(config)
+    optimizer = torch.optim.SGD(scheduler.param_groups(model), lr=0.01)
+    done = TOTAL - left_out
+    loop(scheduler, model, optimizer, range(done))
+    scheduler.export_sparse_model(model)
+    early = f"prune_model has done {done} of {TOTAL} iterations, sparsity" in caplog.text
+    assert early == (bool(left_out) and (done > 0 or scheduler.learns))
 
 
 def test_the_analysis_of_filters_is_what_training_does() -> None:

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, has_parameter, prunable, unwrap
-from gossamer.modifiers import LevelPruningModifier
+from gossamer.modifiers import LevelPruningModifier, PruningModifier
 from gossamer.msbench import selection, sparsers
 from gossamer.msbench.config import NAME, Config
 from gossamer.msbench.lowering import GeneratedLevels, Lowered, told_of_config
 from gossamer.msbench.tracing import check_leaves, leaf_words, traced
 from gossamer.recipe import Recipe
 from gossamer.training.attachment import Attachment
+from gossamer.training.completion import TOLERANCE
 from gossamer.training.masks import Masks
 from gossamer.training.restart import Restart
 from gossamer.training.run import TrainingRun
@@ -153,7 +154,8 @@ class BaseScheduler(Lowered):
         """Write the zeros into the weights and take the sparsers out, in place.
 
         Training that goes on keeps the zeros, as long as the scheduler lives and no other prepares the model. A copy
-        of the prepared model, such as an average, can be exported too, before or after it.
+        of the prepared model, such as an average, can be exported too, before or after it. Warns when `prune_model`
+        was not called up to the length that the config gives.
         """
         owner = self._expect_names(model, "export_sparse_model")
         if self.iteration is None and not self._holds_masks and not self.learns:
@@ -172,6 +174,7 @@ class BaseScheduler(Lowered):
             for name in held:
                 weight = get_parameter(owner, name).detach()
                 self._exported.hold(0, name, weight != 0, weight)
+            self._warn_of_early_export(owner)
             self.exported()
         return model
 
@@ -376,6 +379,25 @@ class BaseScheduler(Lowered):
                 self.sparser.__name__,
             )
             self._untrained.clear()
+
+    def _warn_of_early_export(self, model: nn.Module) -> None:
+        done = 0 if self.iteration is None else self.iteration + 1
+        if self.length is None or done >= self.length or not (done or self.learns):
+            return
+        final = self.final_sparsity or 0.0
+        pruning = [modifier for modifier in self.modifiers() if isinstance(modifier, PruningModifier)]
+        is_final = any((modifier.sparsity_at(done - 1.0) or 0.0) > final - 1e-6 for modifier in pruning)
+        if is_final and done >= self.length * (1 - TOLERANCE):
+            return
+        logger.warning(
+            "export_sparse_model: the schedule was not carried out to its end: prune_model has done %d of %d "
+            "iterations, sparsity %.1f%% (target: %.1f%%). Call prune_model(model, iteration) in each iteration, or "
+            "correct the length in the config",
+            done,
+            self.length,
+            100 * self.compute_sparse_rate(model),
+            100 * final,
+        )
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         model = self._reference() if self._reference is not None else None
