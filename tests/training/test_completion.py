@@ -1,4 +1,4 @@
-"""A run that did not carry out its recipe says so, in one warning; one that did, or that is to go on, says nothing."""
+"""A run that did not carry out its recipe is reported in one warning; a complete one is not."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class STRScheduler(BaseScheduler):
         if prune_rate is not None and total_iterations is None:
             raise GossamerError(f"{NAME}: scheduler.kwargs.total_iterations: is missing beside prune_rate")
         self.rate, self.total = prune_rate, total_iterations
-        self.modifiers()  # so that what is wrong is told at once
+        self.modifiers()  # raises for invalid arguments
 
     def modifiers(self, steps_per_epoch: float = 1.0) -> Sequence[Modifier]:
         [thresholds] = super().modifiers(steps_per_epoch)
@@ -249,7 +249,7 @@ class ProbMaskPruneScheduler(BaseScheduler):
             self._statistics = statistics_version(model)
 
     def export_sparse_model(self, model: nn.Module) -> nn.Module:
-        """As in the base; evaluate and export with batch norm recalibrated, which training left as chance had it."""
+        """As in the base class; warns when batch norm was not recalibrated after training with random masks."""
         prepared = self._reference() if self._reference is not None else None
         if self._statistics and unwrap(model) is prepared and self._statistics == statistics_version(unwrap(model)):
             logger.warning(

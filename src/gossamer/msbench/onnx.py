@@ -41,7 +41,7 @@ def write(scheduler: BaseScheduler, model: nn.Module, dummy_input: Any, onnx_nam
             shapes = several.shapes(copy)
             return str(write_model(export(copy, several.positional, target, dynamic_shapes=shapes), target))
         except (GossamerError, TypeError) as error:
-            fixed = export(copy, inputs, target)  # raises where the batch is not what is wrong
+            fixed = export(copy, inputs, target)  # raises if the batch dimension is not the cause
             logger.warning("%s: the file takes batches of %d only: %s", target, example.batch, error)
             return str(write_model(fixed, target))
     return str(write_model(export(copy, inputs, target), target))

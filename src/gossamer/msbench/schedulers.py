@@ -59,7 +59,7 @@ class BaseScheduler(Lowered):
         """The weights that are pruned; known when a model is prepared."""
         self.skipped: dict[str, str] = {}
         self.followed: tuple[Any, bool] = (None, False)
-        """What the model is followed with, and whether in parts."""
+        """Example inputs to trace the model with, and whether it is traced in parts."""
         self._reference: weakref.ref[nn.Module] | None = None
         self._run: TrainingRun | None = None
         self._begun = False

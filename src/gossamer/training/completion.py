@@ -1,8 +1,8 @@
 """Whether a run carried out its recipe, and the warning when it did not.
 
 Holds the schedule, the counters and the masks, but neither the model nor the
-optimizer, so that a manager that is dropped can still be reported and keeps
-nothing large alive.
+optimizer, so that a manager that was dropped can still be reported without
+keeping them alive.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from gossamer.training.masks import Masks
 from gossamer.training.targets import final_shares
 
 TOLERANCE = 0.05
-"""The share of a recipe that may be missing at the end when only its training is cut short, not what it makes."""
+"""The share of a recipe's steps that may be missing when they would no longer change the sparsity of the model."""
 REACHED = 0.005
-"""How far below its target a sparsity may be and count as reached, before the last update."""
+"""How far below its target a sparsity counts as reached before the last update."""
 _TRAINING_ONLY = ("epoch", "learning_rate", "distillation")
-"""Families that leave nothing in the model: what follows their start is training."""
+"""Families that affect training only, not the weights or structure of the model."""
 
 
 @dataclass
 class Progress:
-    """What a run counts for its report; the run writes here and needs nothing from it."""
+    """Counters that a run keeps for its report."""
 
     step: int = 0
     furthest: int = 0
-    """The last step of all that were done, also when the state of an earlier one was loaded since."""
+    """The largest step reached, even if the state of an earlier one was loaded afterwards."""
     stepped: bool = False
     """Whether the optimizer has stepped, or a GradScaler has skipped a step, since the recipe was attached."""
     saved_step: int | None = None
-    """The step at which the state was taken last."""
+    """The step of the last `state_dict()`."""
     restored: bool = False
     """Whether a state was loaded."""
 
@@ -51,26 +51,26 @@ class Progress:
 
 @dataclass(frozen=True)
 class _Part:
-    """One modifier and its times; without the run, which holds the model."""
+    """One modifier and its timing, without a reference to the run or the model."""
 
     modifier: Modifier
     timing: Timing
 
     @property
     def last(self) -> int:
-        """The step at which it has done all it does."""
+        """The step at which the modifier is complete."""
         return self.timing.start if self.timing.end is None else self.timing.end
 
     @property
     def unit(self) -> str | None:
-        """What its sparsity counts; None when it sets none."""
+        """What its sparsity is a share of; None when it sets none."""
         if not isinstance(self.modifier, PruningModifier) or self._final is None:
             return None
         pattern = self.modifier.pattern
         return "filters" if isinstance(pattern, Filter) else "channels" if isinstance(pattern, Channel) else "weights"
 
     def changes_the_model_after(self, step: int) -> bool:
-        """Whether the model would be another one if this modifier had come to its end."""
+        """Whether running the modifier to its end would still change the model."""
         timing = self.timing
         if timing.start > step:
             return self.modifier.family not in _TRAINING_ONLY
@@ -78,7 +78,7 @@ class _Part:
             return False
         epoch = step / timing.steps_per_epoch
         if timing.every is not None and timing.every != -1:
-            epoch = timing.start_epoch + timing.updates_until(step) * timing.every  # whose masks are held
+            epoch = timing.start_epoch + timing.updates_until(step) * timing.every  # masks are those of the last update
         return (self.modifier.sparsity_at(epoch) or 0.0) < self._final - REACHED
 
     @property
@@ -89,7 +89,7 @@ class _Part:
 
 
 class Completion:
-    """The state of one run against its recipe."""
+    """Compares the progress of a run with its recipe."""
 
     def __init__(
         self,
@@ -111,15 +111,15 @@ class Completion:
 
     @property
     def untrained(self) -> bool:
-        """Whether the masks were never applied to a training: a new run whose optimizer has not stepped."""
+        """Whether nothing was trained with the masks: a new run whose optimizer has not stepped."""
         return not (self.progress.stepped or self.progress.restored)
 
     def close(self) -> None:
-        """The run is over, or was reported: nothing is reported later, and the masks are not kept."""
+        """Report nothing from now on, and release the masks."""
         self._over, self._masks = True, Masks()
 
     def report(self, regrown: bool) -> str | None:
-        """What was not carried out, with the remedy; None when nothing is missing."""
+        """What was not carried out and how to fix it; None for a complete run."""
         if not self.progress.stepped:
             return self._never_stepped(regrown)
         unfinished = self._unfinished()
@@ -133,7 +133,7 @@ class Completion:
         )
 
     def report_dropped(self) -> str | None:
-        """The same for a run that was never ended; one that was saved where it stopped may be an interrupted one."""
+        """The report for a run without `finalize`; one that was saved at its last step may be resumed."""
         if self._over or not (self.progress.stepped or self.regrown()):
             return None
         if (report := self.report(regrown=True)) is None:
@@ -147,7 +147,7 @@ class Completion:
         return f"a manager was dropped without finalize(): {report}"
 
     def regrown(self) -> bool:
-        """Whether masked weights are not zero although the run's optimizer never stepped: something else trains."""
+        """Whether masked weights are not zero although the optimizer never stepped, so that another one trains them."""
         module = None if self.progress.stepped else self._module()
         if module is None:
             return False
@@ -172,7 +172,7 @@ class Completion:
         return max((part.last for part in self._parts), default=0)
 
     def _unfinished(self) -> list[str]:
-        """The modifiers that have not done all they do."""
+        """The names of modifiers that are not complete."""
         step = self.progress.step
         late = [part for part in self._parts if part.last > step]
         if self.progress.furthest >= self._end * (1 - TOLERANCE):
@@ -196,9 +196,9 @@ class Completion:
 
     @property
     def _sparsity(self) -> float | None:
-        """Zeros over weights; None when it cannot be known: nothing has a target, or filters were removed."""
+        """Zeros over weights; None without targets, or when filters were removed."""
         if self._thins and self.progress.restored:
-            return None  # of the model that was thinned before, only the rest is here
+            return None  # weights that were removed before the state was saved cannot be counted
         zeros = [self._zeros(name) for name in self._sizes]
         if not zeros or None in zeros:
             return None
@@ -226,7 +226,7 @@ def watch(manager: object, run: object, completion: Completion) -> None:
 
 
 _open: weakref.WeakKeyDictionary[object, Completion] = weakref.WeakKeyDictionary()
-"""By run: what is reported at exit, as long as the run exists and is not over."""
+"""By run: what is checked at exit."""
 
 
 def _report_dropped(completion: Completion) -> None:
@@ -238,6 +238,6 @@ def _report_dropped(completion: Completion) -> None:
 @atexit.register
 def _report_at_exit() -> None:
     if getattr(sys, "last_value", None) is not None:
-        return  # the program ends with an exception, which says enough
+        return  # the exception that ends the program is reported already
     for completion in list(_open.values()):
         _report_dropped(completion)

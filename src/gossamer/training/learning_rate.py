@@ -1,7 +1,7 @@
 """Detecting a learning-rate scheduler beside a recipe that sets the learning rate.
 
-After each step the rates that the recipe left are noted; before the next step
-they must still be there. Costs one comparison per parameter group and step,
+After each step the rates that the recipe set are recorded; before the next step
+they must be unchanged. Costs one comparison per parameter group and step,
 and nothing when the recipe has no learning-rate modifier.
 """
 

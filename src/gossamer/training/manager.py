@@ -220,8 +220,8 @@ class Manager:
         """End the run: the optimizer is free again, the zeros stay in the weights.
 
         Warns when the recipe was not carried out to its end; `warn=False` is for a run that you stop on purpose. If
-        the optimizer that `modify` was given never stepped, whatever trained the weights did not know of the masks,
-        and the weights are left as they are.
+        the optimizer that `modify` was given never stepped, the weights were trained without masks and are left as they
+        are.
         """
         run, completion = self._attached(), self._completion
         regrown = completion is not None and completion.regrown()
@@ -373,8 +373,8 @@ class Manager:
     def planned(self, step: int | None = None) -> dict[str, float]:
         """By pruned parameter: the sparsity that the recipe's schedules ask for at a step, by default at the end.
 
-        Parameters that share one threshold have the sparsity of all of them together: only the mean over them,
-        weighted by their sizes, is meant. Under masks of filters or channels it is a share of those.
+        Parameters that share one threshold have the sparsity of all of them together: only their mean,
+        weighted by size, is the recipe's target. Under masks of filters or channels it is a share of those.
         """
         run = self._attached()
         if step is None:

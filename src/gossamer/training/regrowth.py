@@ -14,7 +14,7 @@ from gossamer.training.run import TrainingRun
 from gossamer.training.targets import final_shares
 
 TOLERANCE = 0.05
-"""The share of free zeros that is not worth a warning: trained dense models have a few."""
+"""The share of unmasked zeros up to which there is no warning: dense models have a few after training."""
 
 
 def warn_of_regrowth(run: TrainingRun) -> None:
@@ -25,7 +25,7 @@ def warn_of_regrowth(run: TrainingRun) -> None:
     names = [name for name in names if not any(attachment.substitutes(name) for attachment in run.attachments)]
     weights = {name: get_parameter(module, name).detach() for name in names}
     zeros = {name: weight.numel() - int(weight.count_nonzero()) for name, weight in weights.items()}
-    # A parameter of zeros only is initialized like this, and not sparse.
+    # A parameter that is all zeros was initialized to zero and is not sparse.
     weights = {name: weight for name, weight in weights.items() if zeros[name] < weight.numel()}
     held = {name: masks.zeros(name) if name in masks.names() else None for name in weights}
     total = sum(weight.numel() for weight in weights.values())

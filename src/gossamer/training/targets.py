@@ -1,7 +1,7 @@
 """How sparse a recipe makes each parameter, as far as its schedules say.
 
-Pure functions of the attached modifiers and the time; weights and masks play
-no part. Under masks of filters or channels a sparsity is a share of those.
+Pure functions of the attached modifiers and the step, independent of weights
+and masks. Under masks of filters or channels a sparsity is a share of those.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def targets(attachments: Iterable[Attachment]) -> dict[str, float]:
 def final_shares(attachments: Iterable[Attachment]) -> dict[str, float]:
     """By pruned parameter: the sparsity at the end; parameters under one threshold have that of all of them together.
 
-    Only the mean over parameters that share a threshold, weighted by their sizes, is what the recipe asks for.
+    Of parameters that share a threshold, only the mean, weighted by size, is the recipe's target.
     """
     return _final(attachments, _share)
 
@@ -39,7 +39,7 @@ def planned_shares(attachments: Iterable[Attachment], step: int) -> dict[str, fl
 
 
 def _epoch(attachment: Attachment, modifier: PruningModifier, step: int) -> float:
-    """The epoch of a step; at least the modifier's start or end from the steps on that these are rounded to."""
+    """The epoch of a step; from the rounded steps of start and end on, at least the epochs of these."""
     timing, epoch = attachment.timing, step / attachment.steps_per_epoch
     if timing.end is not None and step >= timing.end:
         return max(epoch, modifier.end_epoch)
