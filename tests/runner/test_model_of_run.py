@@ -79,11 +79,11 @@ def test_without_tests_it_is_the_last(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, last.weights[name]) for name, tensor in found.items())
 
 
-@pytest.mark.parametrize("sparsity", ["gmp", "global", "str", "qat"])
+@pytest.mark.parametrize("sparsity", ["gmp", "global", "str", "qat", "thin"])
 def test_a_model_on_its_way_is_never_the_best(sparsity: str, tmp_path: Path) -> None:
-    """The first test gives 30, the second 90, the third 50: the second is at no target, or still in floats."""
-    path = config(tmp_path, "gmp" if sparsity == "global" else sparsity)
-    (tmp_path / "qat.yaml").write_text(LATE)
+    """The first test gives 30, the second 90, the third 50: the second is at no target, in floats or not thinned."""
+    path = config(tmp_path, {"global": "gmp", "thin": "qat"}.get(sparsity, sparsity))
+    (tmp_path / "qat.yaml").write_text(THIN if sparsity == "thin" else LATE)
     if sparsity == "global":
         text = (tmp_path / "gmp.yaml").read_text()
         (tmp_path / "gmp.yaml").write_text(text.replace("init_sparsity", "global_sparsity: true, init_sparsity"))
@@ -118,4 +118,10 @@ modifiers:
   - !GMPruningModifier {params: __ALL_PRUNABLE__, init_sparsity: 0.1, final_sparsity: 0.6, start_epoch: 0,
                         end_epoch: 1, update_frequency: 0.3}
   - !QuantizationModifier {start_epoch: 2.5}
+"""
+THIN = """
+modifiers:
+  - !StructuredPruningModifier {params: ['0.weight', '3.weight'], init_sparsity: 0.1, final_sparsity: 0.5,
+                                start_epoch: 0, end_epoch: 1, update_frequency: 0.5}
+  - !LayerThinningModifier {start_epoch: 2.5}
 """

@@ -17,7 +17,8 @@ from torch import nn
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, named_parameters, unwrap
 from gossamer.graph.additions import evaluated
-from gossamer.modifiers import Modifier, PruningModifier
+from gossamer.modifiers import LayerThinningModifier, Modifier, PruningModifier
+from gossamer.modifiers.base import to_step
 from gossamer.modifiers.learned import LearnedPruningModifier
 from gossamer.msbench import BaseScheduler, build_sparse_scheduler
 from gossamer.msbench.levels import AmbaLevelPruneScheduler
@@ -240,6 +241,7 @@ class ByRecipe(Sparsifier):
         self.recalibrates = any(modifier.recalibrates for modifier in self.manager.modifiers)
         self._sizes: dict[str, int] = {}
         """Of all parameters, before any of them lost filters."""
+        self._steps_per_epoch = 1
 
     def prepare(self, model: nn.Module, networks: Mapping[str, nn.Module] | None, example: Any) -> nn.Module:
         self._sizes = {name: parameter.numel() for name, parameter in named_parameters(unwrap(model))}
@@ -265,6 +267,7 @@ class ByRecipe(Sparsifier):
         state: Mapping[str, Any] | None,
         **setting: Any,
     ) -> Any:
+        self._steps_per_epoch = int(setting["steps_per_epoch"])
         if state is not None:
             self.manager.load_state_dict(state)
         found = self.manager.modify(model, optimizer, lr_scheduler=lr_scheduler, **setting)
@@ -285,16 +288,25 @@ class ByRecipe(Sparsifier):
         return self._share(model, self.pruned())
 
     def settled(self, model: nn.Module, iteration: int, *, at_end: bool) -> bool:
-        """Whether targets are reached, thresholds are learned, and integers emulated where the recipe quantizes.
+        """Whether targets are reached, thresholds are learned, filters removed and weights quantized, as the recipe says.
 
-        A model that is still dense, or still computes in floats, may be better, and is not what the run is for.
+        A model that is still dense, whole or in floats may be better, and is not what the run is for.
         """
         if self.manager.quantization_modifiers and not is_emulated(model):
+            return False
+        if self._thins_later():
             return False
         if self._learns() and not at_end:
             return False
         planned = self.manager.planned(iteration)
         return all(_is_final(planned.get(name), target) for name, target in self.manager.planned().items())
+
+    def _thins_later(self) -> bool:
+        """Whether filters are still to be removed."""
+        thinning = [modifier for modifier in self.manager.modifiers if isinstance(modifier, LayerThinningModifier)]
+        epochs = [epoch for modifier in thinning for epoch in (modifier.start_epoch, *modifier.update_epochs)]
+        done = round(self.manager.epoch * self._steps_per_epoch)
+        return any(to_step(epoch, self._steps_per_epoch) > done for epoch in epochs)
 
     def _learns(self) -> bool:
         """Whether a modifier without a target of its own is still finding one."""
