@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gossamer import load
+from gossamer.errors import GossamerError
 from gossamer.export import read_integers
 from gossamer.quantization import is_emulated
 from gossamer.runner.checkpoints import Checkpoints, read_checkpoint, title
@@ -17,7 +19,8 @@ from gossamer.runner.running import export
 from gossamer.runner.subjects import open_subject
 from gossamer.runner.summary import comparison, run_summary
 from tests.cli.conftest import Run, run  # noqa: F401
-from tests.runner.running_on_digits import config, evaluated, trained
+from tests.runner.nets import small
+from tests.runner.running_on_digits import config, evaluated, interrupted, resumed, trained
 
 SCRIPTED = "runtime.runner.type=tests.runner.nets:Scripted"  # which is best at iteration 12 of 18
 BEST = "best checkpoint, iteration 12: top1 90.00"
@@ -111,6 +114,43 @@ def test_the_small_file_of_a_quantized_run_holds_integers_and_is_tested_as_the_r
     with torch.no_grad():
         image = torch.rand(1, 3, 8, 8)
         assert torch.equal(subject.model(image), open_subject(str(tmp_path / "run")).model(image))
+
+
+@pytest.fixture(scope="module")
+def thin_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("thin")
+    path = config(place, "qat", saver={"save_dir": str(place / "run"), "export": ["safetensors"]})
+    (place / "qat.yaml").write_text(THIN)
+    trained(path, "runtime.report.enable=true")
+    return place / "run"
+
+
+def test_every_file_of_a_thinned_run_loads_into_the_network_of_its_code(thin_run: Path, run: Run) -> None:  # noqa: F811
+    for source, name in ((thin_run, "bitmask"), (None, "safetensors")):
+        words = (thin_run,) if source else ("tests.runner.nets:small", "--weights", thin_run / "model.safetensors")
+        done = run("export", *words, "-f", name, "-o", name)
+        assert done.exit_code == 0, done.output
+        (file,) = Path(name).glob("*.safetensors")
+        restored = load(file, small())
+        assert restored[0].out_channels == 8
+        with torch.no_grad():
+            image = torch.rand(1, 3, 8, 8)
+            assert torch.equal(restored.eval()(image), open_subject(str(thin_run)).model(image))
+
+
+def test_a_run_starts_from_a_thinned_file_and_goes_on(thin_run: Path, tmp_path: Path) -> None:
+    file = thin_run / "model.safetensors"
+    found = evaluated(config(tmp_path), weights=file)
+    assert found.metrics == evaluated(thin_run).metrics
+    saver = {"save_dir": str(tmp_path / "run"), "pretrain_model": str(file)}
+    interrupted(config(tmp_path, saver=saver), 8)
+    result = resumed(tmp_path / "run")
+    assert load(tmp_path / "run" / "model.safetensors", small())[0].out_channels == 8
+    assert evaluated(tmp_path / "run").metrics == result.metrics
+    with pytest.raises(GossamerError, match="another number of classes"):
+        evaluated(config(tmp_path, num_classes=12), weights=file)
+    more = {"save_dir": str(tmp_path / "more"), "pretrain_model": str(file), "pretrain_except": ["9."]}
+    trained(config(tmp_path, num_classes=12, saver=more), "trainer.max_epoch=1")
 
 
 LATE = """

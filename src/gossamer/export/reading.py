@@ -60,6 +60,11 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, str]:
         return dict(weights.about)
 
 
+def is_thinned(path: str | os.PathLike[str]) -> bool:
+    """Whether a file says that its network was thinned."""
+    return is_model_file(path) and THINNED.items() <= read_about(path).items()
+
+
 def read_state(path: str | os.PathLike[str], *, progress: Progress | None = None) -> dict[str, Tensor]:
     """Every tensor of a safetensors file by name, on the CPU, dense."""
     with open_weights(path) as weights:

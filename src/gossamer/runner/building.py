@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from gossamer.errors import GossamerError
-from gossamer.export.reading import emulate_as
+from gossamer.export.reading import emulate_as, is_thinned
 from gossamer.graph import unwrap
+from gossamer.graph.thinning_cuts import shrink_to
 from gossamer.runner.checkpoints import Checkpoint, Checkpoints
 from gossamer.runner.config import Loaded, task_of
 from gossamer.runner.config.schema import Source
@@ -53,6 +54,9 @@ class Built:
     sparse: ClassVar[bool] = False
     chosen: Checkpoint | None = None
     """What to test or export, whatever the config names: the model of a run that has just ended."""
+
+    start_shapes: dict[str, list[int]] | None = None
+    """Of all tensors of the model at the start of training, where it starts from a thinned file; else None."""
 
     def __init__(
         self, loaded: Loaded, place: Place, *, purpose: Purpose = "train", display: Display | None = None
@@ -121,10 +125,15 @@ class Built:
         """Weights to begin with; a checkpoint that holds averaged weights gives those."""
         if self.start.weights is not None:
             left_out = self.config.saver.pretrain_except if self.training else []
-            load_weights(self.model, self.start.weights, tuple(left_out))
+            load_weights(self.model, self.start.weights, tuple(left_out), num_classes=self.num_classes)
+            if is_thinned(self.start.weights):
+                self.start_shapes = {name: list(value.shape) for name, value in self.model.state_dict().items()}
             if not self.training:
                 emulate_as(self.model, self.start.weights)
             logger.info("weights from %s", self.start.weights)
+        if self.start.checkpoint is not None and self.start.checkpoint.state.get("start_shapes") is not None:
+            self.start_shapes = dict(self.start.checkpoint.state["start_shapes"])
+            shrink_to(self.model, self.start_shapes)
         send_state(self.model, self.place)
 
     def prepare_sparse_model(self) -> None:

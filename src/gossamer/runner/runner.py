@@ -123,6 +123,11 @@ class Runner(Built):
         """The model that the run is for: the average where one is kept."""
         return unwrap(self.model if self.average is None else self.average.module)
 
+    @property
+    def thinned(self) -> bool:
+        """Whether the model has smaller layers than the network that its code builds."""
+        return self.start_shapes is not None or (self.sparsifier is not None and self.sparsifier.thinned(self.outcome))
+
     def recalibrate(self) -> None:
         """Estimate batch norm's statistics for weights that training did not see: those of an average, or ProbMask's.
 
@@ -206,6 +211,7 @@ class Runner(Built):
             "length": self.length,
             "steps_per_epoch": self.steps_per_epoch,
             "config": self.loaded.text,
+            "start_shapes": self.start_shapes,
         }
 
     def finish(self, folder: Path | None = None, wanted: Export | None = None) -> list[Written]:
@@ -214,7 +220,7 @@ class Runner(Built):
             self.sparsifier.finish(self.model)
         image, plan = self.example(), wanted or Export(self.config.saver.export)
         about = describe_model(self.folder.resolve().name, self.kind, self.config.net, self.num_classes, image)
-        if self.sparsifier is not None and self.sparsifier.thinned(self.outcome):
+        if self.thinned:
             about |= THINNED
         written = done_by_first(
             lambda: write_model(

@@ -288,7 +288,7 @@ class ByRecipe(Sparsifier):
         return self._share(model, self.pruned())
 
     def settled(self, model: nn.Module, iteration: int, *, at_end: bool) -> bool:
-        """Whether targets are reached, thresholds are learned, filters removed and weights quantized, as the recipe says.
+        """Whether targets are reached, thresholds learned, filters removed and weights quantized, as the recipe says.
 
         A model that is still dense, whole or in floats may be better, and is not what the run is for.
         """

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, nearest
+from gossamer.export.reading import is_thinned, read_about
 from gossamer.graph.additions import without_additions
+from gossamer.graph.thinning_cuts import shrink_to
 from gossamer.runner.checkpoint_file import Checkpoint, is_checkpoint, read_checkpoint
 from gossamer.runner.checkpoints import Checkpoints
 from gossamer.runner.config.schema import Saver
@@ -67,10 +69,17 @@ def start_of_evaluation(saver: Saver, given: Set[str], checkpoints: Checkpoints)
     )
 
 
-def load_weights(model: nn.Module, path: Path, left_out: tuple[str, ...] = ()) -> None:
-    """Load weights into a model; names that start with one of `left_out` stay as they were made."""
-    own = model.state_dict()
+def load_weights(
+    model: nn.Module, path: Path, left_out: tuple[str, ...] = (), *, num_classes: int | None = None
+) -> None:
+    """Load weights into a model; names that start with one of `left_out` stay as they were made.
+
+    The file of a thinned network gives the model its smaller layers. A layer that is left out loses inputs only.
+    """
     state = without_additions(read_weights(path))
+    if is_thinned(path):
+        _shrink(model, path, state, left_out, num_classes)
+    own = model.state_dict()
     wanted = {name: tensor for name, tensor in own.items() if not (left_out and name.startswith(left_out))}
     unused = [word for word in left_out if not any(name.startswith(word) for name in own)]
     if unused:
@@ -95,6 +104,22 @@ def load_weights(model: nn.Module, path: Path, left_out: tuple[str, ...] = ()) -
             "saver.pretrain_except"
         )
     model.load_state_dict({**own, **state})
+
+
+def _shrink(
+    model: nn.Module, path: Path, state: Mapping[str, Tensor], left_out: tuple[str, ...], num_classes: int | None
+) -> None:
+    """Give a model the smaller layers of a thinned file."""
+    classes = read_about(path).get("num_classes")
+    if not left_out and None not in (classes, num_classes) and classes != str(num_classes):
+        raise GossamerError(
+            f"{path}: is of another number of classes: {classes}, and the model has {num_classes}; change num_classes "
+            "to what was trained, or name the last layer in saver.pretrain_except"
+        )
+    own = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    kept = [name for name in shapes if left_out and name.startswith(left_out) and name in own]
+    shrink_to(model, shapes | {name: (*own[name].shape[:1], *shapes[name][1:]) for name in kept})
 
 
 def check_fits(runner_is_sparse: bool, model: nn.Module, checkpoint: Checkpoint, *, training: bool) -> None:

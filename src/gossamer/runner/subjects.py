@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.export.reading import THINNED, emulate_as, read_about
+from gossamer.export.reading import THINNED, emulate_as, is_thinned, read_about
 from gossamer.graph.inputs import guesses
 from gossamer.graph.thinning_cuts import shrink_to
 from gossamer.runner.config import Config, config_of, task_of
@@ -72,6 +72,8 @@ class Subject:
     """Which checkpoint of a run its weights are, by name."""
     assumed_classes: int | None = None
     """The `num_classes` that its function needed and that nothing said."""
+    thinned: bool = False
+    """Whether its layers are smaller than those of the network that its code builds."""
 
     @cached_property
     def example(self) -> Any:
@@ -129,7 +131,8 @@ class Subject:
 
     def about(self) -> dict[str, str]:
         """What a file of its weights says of it, so that it can be made again."""
-        return describe_model(self.name, self.kind, self.net, self.num_classes, self.image)
+        about = describe_model(self.name, self.kind, self.net, self.num_classes, self.image)
+        return about | THINNED if self.thinned else about
 
 
 class LabelledBatches:
@@ -206,6 +209,7 @@ def _of_run(word: str, weights: Path | None, data: str | None, sets: Sequence[st
             checkpoint=named(runner),
             folder=runner.folder if Path(word).is_dir() else None,
             config=runner.config,
+            thinned=runner.thinned,
         )
 
 
@@ -227,29 +231,43 @@ def _of_file(path: Path, weights: Path | None, data: str | None, sets: Sequence[
         raise GossamerError(f"{path}: what it says of its model cannot be read; {way_out}") from error
     if ":" in net.type or "/" in net.type:
         raise GossamerError(f"{path}: is of {net.type}, and no file makes us import that; {way_out}")
-    thinned = THINNED.items() <= about.items()
     net = net.model_copy(update={"kwargs": {k: None if k in FETCHING else v for k, v in net.kwargs.items()}})
     if data is not None or sets:
         settings = {"net": {"type": net.type, "kwargs": net.kwargs}}
-        return _on_data(str(path), config_of(settings, path.stem, sets, data).config, path, thinned)
+        return _on_data(str(path), config_of(settings, path.stem, sets, data).config, path)
     model = _made(net.type, builder(net.type), net.kwargs) if classes is None else build_net(net, classes)
-    load_weights(model.eval(), path, thinned=thinned)
+    load_weights(model.eval(), path)
     example = as_example(model, _noise(torch.empty(shape))) if shape else None
     kind = "detection" if is_detector(model) else "classification"
-    return Subject(str(path), about.get("name", path.stem), model, kind, example, classes, net, path)
+    return Subject(
+        str(path), about.get("name", path.stem), model, kind, example, classes, net, path, thinned=is_thinned(path)
+    )
 
 
-def _on_data(word: str, config: Config, weights: Path | None, thinned: bool = False) -> Subject:
+def _on_data(word: str, config: Config, weights: Path | None) -> Subject:
     """A model for data: its classes are theirs."""
     kind = task_of(config)
     run_data = read_run_data(config, kind, 0, "export")
     model = build_net(config.net, run_data.num_classes, kind).eval()
     if weights is not None:
-        load_weights(model, weights, thinned=thinned)
+        load_weights(model, weights)
     images = run_data.test or run_data.train
     assert images is not None
     example = as_example(model, images[0][0].unsqueeze(0))
-    return Subject(word, _name(word), model, kind, example, run_data.num_classes, config.net, weights, None, config)
+    thinned = weights is not None and is_thinned(weights)
+    return Subject(
+        word,
+        _name(word),
+        model,
+        kind,
+        example,
+        run_data.num_classes,
+        config.net,
+        weights,
+        None,
+        config,
+        thinned=thinned,
+    )
 
 
 def _of_word(word: str, weights: Path | None, given: int | None = None) -> Subject:
@@ -269,7 +287,10 @@ def _of_word(word: str, weights: Path | None, given: int | None = None) -> Subje
     model = model.eval()
     kind = "detection" if is_detector(model) else "classification"
     net = Net(type=word, kwargs={} if classes is None or ":" not in word else {"num_classes": classes})
-    return Subject(word, _name(word), model, kind, None, classes, net, weights, assumed_classes=assumed)
+    thinned = weights is not None and is_thinned(weights)
+    return Subject(
+        word, _name(word), model, kind, None, classes, net, weights, assumed_classes=assumed, thinned=thinned
+    )
 
 
 def _needs_classes(make: Callable[..., Any]) -> bool:
@@ -284,18 +305,17 @@ def _needs_classes(make: Callable[..., Any]) -> bool:
 # Weights
 
 
-def load_weights(model: nn.Module, path: Path, *, thinned: bool = False) -> None:
+def load_weights(model: nn.Module, path: Path) -> None:
     """Load a state dict into the model, in the numbers of the file; every name must be there on both sides.
 
-    `thinned`: the file is known to be of this network, so what is smaller there lost filters. A model with the integers
-    of a file emulates them.
+    The file of a thinned network gives the model its smaller layers; the integers of a file are emulated.
     """
-    _fill(model, path, read_weights(path), thinned)
+    _fill(model, path, read_weights(path))
     emulate_as(model, path)
 
 
-def _fill(model: nn.Module, path: Path, state: Mapping[str, Tensor], thinned: bool = False) -> None:
-    if thinned:
+def _fill(model: nn.Module, path: Path, state: Mapping[str, Tensor]) -> None:
+    if is_thinned(path):
         shrink_to(model, {name: tensor.shape for name, tensor in state.items()})
     own = model.state_dict()
     for name, tensor in state.items():
