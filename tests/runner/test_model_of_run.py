@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,42 @@ def test_the_small_file_of_a_quantized_run_holds_integers_and_is_tested_as_the_r
         assert torch.equal(subject.model(image), open_subject(str(tmp_path / "run")).model(image))
 
 
+@pytest.mark.parametrize("where", [0, -1])
+def test_a_damaged_best_checkpoint_is_refused_and_never_another_model(
+    where: int,
+    folder: Path,
+    tmp_path: Path,
+    run: Run,  # noqa: F811
+) -> None:
+    """Damaged in a tensor, or in the header that `compare` reads."""
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    best = copy / "checkpoints" / "best.safetensors"
+    content = bytearray(best.read_bytes())
+    content[where] ^= 1
+    best.unlink()
+    best.write_bytes(content)
+    for command in (("eval", copy), ("export", copy, "-f", "bitmask", "-o", "files")):
+        done = run(*command)
+        assert done.exit_code == 1, done.output
+        assert "best.safetensors" in done.output
+        assert "remove it to use the last checkpoint instead" in " ".join(done.output.split())
+    shown = run("compare", copy)
+    assert ("best 12" in shown.output) if where else (shown.exit_code == 1), shown.output
+
+
+def test_the_end_of_a_run_repeats_no_warning_and_dates_its_model(
+    tmp_path: Path,
+    run: Run,  # noqa: F811
+) -> None:
+    path = config(tmp_path, "qat")
+    (tmp_path / "qat.yaml").write_text(WARNS)
+    done = run("train", path, "--json", "--set", "runtime.runner.type=tests.runner.nets:ScriptedSparse")
+    found = json.loads(done.stdout)
+    assert (found["iteration"], found["model_iteration"], found["metrics"]) == (18, 12, {"top1": 90.0})
+    assert (tmp_path / "run" / "log.txt").read_text().count("exclude: 're:nowhere' matches nothing") == 1
+
+
 @pytest.fixture(scope="module")
 def thin_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("thin")
@@ -164,4 +201,8 @@ modifiers:
   - !StructuredPruningModifier {params: ['0.weight', '3.weight'], init_sparsity: 0.1, final_sparsity: 0.5,
                                 start_epoch: 0, end_epoch: 1, update_frequency: 0.5}
   - !LayerThinningModifier {start_epoch: 2.5}
+"""
+WARNS = """
+modifiers:
+  - !ConstantPruningModifier {params: __ALL_PRUNABLE__, exclude: ['re:nowhere']}
 """

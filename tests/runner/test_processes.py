@@ -10,9 +10,11 @@ from statistics import mean
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from gossamer.errors import GossamerError
 from gossamer.runner import building
+from gossamer.runner.checkpoints import read_checkpoint
 from gossamer.runner.processes import joined, launch
 from gossamer.runner.records import read_records
 from tests.runner.running_on_digits import config, final_state, same, trained
@@ -37,7 +39,8 @@ class Ending(Hook):
 
 rank = int(os.environ["RANK"])
 sys.modules["worker"] = sys.modules["__main__"]
-result = run(sys.argv[1], [f"runtime.seed={7 + 100 * rank}", *sys.argv[3:], "hooks=[{type: 'worker:Ending'}]"],
+sets = [word.replace("RANK", str(rank)) for word in sys.argv[3:]]
+result = run(sys.argv[1], [f"runtime.seed={7 + 100 * rank}", *sets, "hooks=[{type: 'worker:Ending'}]"],
              display=Display(shown=False))
 assert result.first == (rank == 0)
 """
@@ -51,7 +54,12 @@ def in_two_processes(
     done = subprocess.run(
         [*command, folder / "worker.py", path, folder, *sets],
         cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "STOP": stop or "0"},
+        env={
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+            "OMP_NUM_THREADS": "1",
+            "PATH": "/usr/bin:/bin",
+            "STOP": stop or "0",
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -103,6 +111,16 @@ def test_a_run_of_two_processes_goes_on_to_the_bit(tmp_path: Path) -> None:
     same(states["parts"], states["whole"])
 
 
+@pytest.mark.slow
+def test_the_best_checkpoint_is_written_where_only_the_first_process_sees_its_folder(tmp_path: Path) -> None:
+    sets = ("dataset.train.batch_size=16", f"saver.save_dir={tmp_path}/runRANK")
+    in_two_processes(config(tmp_path), tmp_path, *sets, "runtime.runner.type=tests.runner.nets:Scripted")
+    best = read_checkpoint(tmp_path / "run0" / "checkpoints" / "best.safetensors")
+    assert best.iteration == 12
+    found = load_file(tmp_path / "run0" / "model.safetensors")
+    assert all(torch.equal(tensor, best.weights[name]) for name, tensor in found.items())
+
+
 @pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "two"), ("RANK", "-1")])
 def test_a_wrong_environment_is_told(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
@@ -128,7 +146,7 @@ def test_the_command_starts_several_processes(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gossamer", "train", path, "--nproc", "2", "--json", "--set", "trainer.max_epoch=1"],
         cwd=ROOT,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
         check=False,

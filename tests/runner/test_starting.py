@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gossamer.errors import GossamerError
-from gossamer.runner.checkpoints import Checkpoints
+from gossamer.runner.checkpoints import CheckpointError, Checkpoints
 from gossamer.runner.config import read_config
 from gossamer.runner.records import read_records
 from tests.runner.nets import small
@@ -89,7 +89,8 @@ def test_an_evaluation_takes_what_is_named_else_the_best_else_the_latest(tmp_pat
     assert evaluated(path, weights=file_of(tmp_path / "run", 12)).iteration == 12
     assert evaluated(path, f"saver.resume_model={file_of(tmp_path / 'run', 12)}").iteration == 12
     best.write_bytes(best.read_bytes()[:-1])
-    assert evaluated(path).iteration == LENGTH
+    with pytest.raises(CheckpointError, match=r"best\.safetensors: .*damaged.*remove it to use the last"):
+        evaluated(path)
 
 
 def test_a_run_folder_that_is_named_for_an_evaluation_stands_for_its_best(tmp_path: Path, runs: Path) -> None:

@@ -144,5 +144,6 @@ def _plain(result: Result) -> dict[str, object]:
         "sparsity": result.sparsity,
         "source": None if result.source is None else str(result.source),
         "model": result.model,
+        "model_iteration": result.model_iteration,
         "files": [str(path) for path in result.files],
     }

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +96,23 @@ class Checkpoints:
     def model(self) -> Description | None:
         """The checkpoint that is the model of the run: the best where there is one, else the last.
 
-        Whatever shows, tests or exports the model of a run asks here, or loads it by `load_model`.
+        Whatever shows, tests or exports the model of a run asks here, or loads it by `load_model`. A best checkpoint
+        that is damaged raises `CheckpointError`: another one would be another model.
         """
-        for path in self._model_first():
+        if (best := self.best()) is not None:
+            with _damage_of_the_model():
+                return describe(best)
+        for path in reversed(self.all()):
             with contextlib.suppress(CheckpointError):
                 return describe(path)
         return None
 
     def load_model(self) -> Checkpoint | None:
-        """The same, with its tensors; a damaged one is reported, and the next taken."""
-        return self._first_readable(self._model_first())
+        """The same, with its tensors; raises `CheckpointError` when they are damaged."""
+        if (about := self.model()) is None:
+            return None
+        with _damage_of_the_model():
+            return read_checkpoint(about.path)
 
     def load_latest(self) -> Checkpoint | None:
         """The last checkpoint that can be read, to go on from; or None when there is none at all.
@@ -113,9 +120,6 @@ class Checkpoints:
         A damaged one is reported, and the one before it is taken; the best is the last resort.
         """
         return self._first_readable([*reversed(self.all()), *([best] if (best := self.best()) else [])])
-
-    def _model_first(self) -> list[Path]:
-        return [*([best] if (best := self.best()) else []), *reversed(self.all())]
 
     def _first_readable(self, paths: Sequence[Path]) -> Checkpoint | None:
         problems: list[str] = []
@@ -163,6 +167,18 @@ class Checkpoints:
             if path not in kept:
                 with contextlib.suppress(OSError):  # a folder of that name, or one that another process removed
                     path.unlink()
+
+
+@contextlib.contextmanager
+def _damage_of_the_model() -> Generator[None]:
+    """Say what to do when the model of a run cannot be read."""
+    try:
+        yield
+    except NewerCheckpointError:
+        raise
+    except CheckpointError as error:
+        remedy = "it is the model of the run: remove it to use the last checkpoint instead, or name one by --weights"
+        raise CheckpointError(f"{str(error).removesuffix('; take another one')}; {remedy}") from error
 
 
 def title(about: Description) -> str:

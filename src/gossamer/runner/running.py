@@ -10,20 +10,20 @@ import json
 import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from gossamer.errors import GossamerError
 from gossamer.files import whole
-from gossamer.runner.checkpoints import Checkpoints, title
+from gossamer.runner.checkpoints import Checkpoint, Checkpoints, Description, title
 from gossamer.runner.config import Loaded, read_config
 from gossamer.runner.display import Display
 from gossamer.runner.exporting import Export
 from gossamer.runner.hooks import subclass
 from gossamer.runner.logs import logged
-from gossamer.runner.processes import Place, done_by_first, joined, reproducible
+from gossamer.runner.processes import Place, done_by_first, joined, reproducible, same_everywhere
 from gossamer.runner.reporting import measure, note_begin, report_of
 from gossamer.runner.run_data import Purpose
 from gossamer.runner.runner import Runner
@@ -50,6 +50,8 @@ class Result:
     """The checkpoint or file of weights that was evaluated, exported or, at the end of a training, written."""
     model: str | None = None
     """That checkpoint by name, as `best checkpoint, iteration 40: top1 96.30`; None for a file of weights."""
+    model_iteration: int | None = None
+    """The iteration of that checkpoint, which `metrics` and `sparsity` are of."""
     files: list[Path] = field(default_factory=list[Path])
     first: bool = True
     """Whether this is the first of several processes, which speaks for them."""
@@ -84,9 +86,9 @@ def evaluate(
         sparsity = _sparsity(runner)
         if runner.folder.is_dir():
             runner.draw("evaluation.png")
-        iteration = runner.start.checkpoint.iteration if runner.start.checkpoint is not None else 0
+        at = runner.start.checkpoint.iteration if runner.start.checkpoint is not None else None
         return Result(
-            runner.folder, True, iteration, metrics, sparsity, _source(runner), named(runner), first=place.first
+            runner.folder, True, at or 0, metrics, sparsity, _source(runner), named(runner), at, first=place.first
         )
 
 
@@ -109,7 +111,8 @@ def export(
         sparsity = _sparsity(runner)
         folder = output or runner.folder
         files = [one.path for one in runner.finish(folder, wanted)]
-        return Result(folder, True, 0, {}, sparsity, _source(runner), named(runner), files, first=place.first)
+        at = runner.start.checkpoint.iteration if runner.start.checkpoint is not None else None
+        return Result(folder, True, 0, {}, sparsity, _source(runner), named(runner), at, files, first=place.first)
 
 
 def measure_sensitivity(folder: str | Path, progress: Callable[[str, float], None] | None = None) -> None:
@@ -135,7 +138,7 @@ def _train(loaded: Loaded, display: Display | None) -> Result:
             note_begin(runner)
             try:
                 complete = runner.train()
-                final = _final(runner) if complete else runner
+                final, about = _final(runner) if complete else (runner, None)
                 sparsity = _sparsity(final)
                 files = [one.path for one in final.finish()] if complete else []
             except GossamerError as error:
@@ -143,26 +146,48 @@ def _train(loaded: Loaded, display: Display | None) -> Result:
                 report_of(runner, complete=False)
                 raise
             done_by_first(lambda: report_of(final, complete=complete), place)
-            metrics = dict(runner.metrics if final is runner else final.metrics)
-            about = runner.checkpoints.model() if complete else None
-            source, model = (None, None) if about is None else (about.path, title(about))
-            if model is not None and place.first:
-                logger.info("the model of the run is its %s", model)
-            return Result(
-                runner.folder, complete, runner.iteration, metrics, sparsity, source, model, files, place.first
-            )
+            result = Result(runner.folder, complete, runner.iteration, dict(final.metrics), sparsity, files=files)
+            if about is not None:
+                if place.first:
+                    logger.info("the model of the run is its %s", title(about))
+                result = replace(result, source=about.path, model=title(about), model_iteration=about.iteration)
+            return replace(result, first=place.first)
 
 
-def _final(runner: Runner) -> Runner:
-    """The runner that holds the model of the run: this one, or another with the best checkpoint in it."""
-    about = runner.checkpoints.model()
-    if about is None or about.iteration == runner.iteration or (chosen := runner.checkpoints.load_model()) is None:
-        return runner
-    final = type(runner)(runner.loaded, runner.place, purpose="export", display=runner.display)
+def _final(runner: Runner) -> tuple[Runner, Description | None]:
+    """The runner that holds the model of the run: this one, or another with the best checkpoint in it.
+
+    The first process reads the checkpoint and sends it to the others, which may not see its folder.
+    """
+    place = runner.place
+    chosen = same_everywhere(done_by_first(lambda: _chosen(runner), place), place)
+    if not isinstance(chosen, Checkpoint):
+        return runner, chosen
+    final = type(runner)(runner.loaded, place, purpose="export", display=runner.display)
     final.chosen = chosen
-    final.build()
+    with _without_warnings():  # the first runner has logged them
+        final.build()
     final.iteration, final.metrics = chosen.iteration, dict(chosen.metrics)
-    return final
+    return final, chosen.about
+
+
+def _chosen(runner: Runner) -> Checkpoint | Description | None:
+    """The checkpoint that is the model of the run, without the optimizer's state; its description if it is this one."""
+    about = runner.checkpoints.model()
+    if about is None or about.iteration == runner.iteration or (found := runner.checkpoints.load_model()) is None:
+        return about
+    return replace(found, state={key: value for key, value in found.state.items() if key != "optimizer"})
+
+
+@contextmanager
+def _without_warnings() -> Generator[None]:
+    parent = logging.getLogger("gossamer")
+    level = parent.level
+    parent.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        parent.setLevel(level)
 
 
 @contextmanager
