@@ -16,6 +16,7 @@ from gossamer.export import read_integers
 from gossamer.quantization import is_emulated
 from gossamer.runner.checkpoints import Checkpoints, read_checkpoint, title
 from gossamer.runner.reporting import report
+from gossamer.runner.reporting_content import run_content
 from gossamer.runner.running import export
 from gossamer.runner.subjects import open_subject
 from gossamer.runner.summary import comparison, run_summary
@@ -173,6 +174,16 @@ def test_every_file_of_a_thinned_run_loads_into_the_network_of_its_code(thin_run
         with torch.no_grad():
             image = torch.rand(1, 3, 8, 8)
             assert torch.equal(restored.eval()(image), open_subject(str(thin_run)).model(image))
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "checkpoint"])
+def test_a_report_shows_the_weights_of_a_thinned_run(file: str, thin_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(thin_run, tmp_path / "run")
+    if file == "checkpoint":
+        (tmp_path / "run" / "model.safetensors").unlink()
+    found = run_content(tmp_path / "run", "run")
+    assert [layer.shape for layer in found.layers][:2] == [(8, 3, 3, 3), (16, 8, 3, 3)]
+    assert found.missing["masks"] == "The model is dense: no mask to show."
 
 
 def test_a_run_starts_from_a_thinned_file_and_goes_on(thin_run: Path, tmp_path: Path) -> None:

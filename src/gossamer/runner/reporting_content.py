@@ -1,7 +1,7 @@
 """What a report shows of one run folder: records, notes, weights and settings, read and brought together.
 
 No model is built: bars, histograms and pictures need only tensors, which come from `model.safetensors` or from the
-last checkpoint. What cannot be shown is said with the reason, and with the command that mends it.
+checkpoint that is the model of the run. What cannot be shown is given with the reason and the command that helps.
 """
 
 from __future__ import annotations

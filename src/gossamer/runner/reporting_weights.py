@@ -1,7 +1,7 @@
 """The weights of a run folder as a report shows them: layers, histograms, masks.
 
-Tensors come from the exported model, else from the last checkpoint; where neither can be used, the notes of the run
-have layers and histograms. No model is built.
+Tensors come from `model.safetensors`, else from the checkpoint that is the model of the run; where neither can be used,
+the notes of the run have layers and histograms. No model is built.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ def shown_weights(
 ) -> Shown:
     """What can be shown of the weights at the end of a run, or where it stopped."""
     known = _known(plan)
-    tensors, why = _tensors(folder, known, complete=complete)
+    tensors, exported, why = _tensors(folder, known, complete=complete)
     at = summary["model"]["iteration"]
     of_model = end is not None and (complete if at is None else end.get("iteration") == at)
     noted = noted_weights(end) if of_model else None
-    if tensors and _makes_zeros_late(summary, tensors):
+    before = noted_weights(start)
+    if tensors and not exported and not _is_smaller(tensors, before) and _makes_zeros_late(summary, tensors):
         tensors, why = {}, "This method writes its zeros into the weights when the run is complete."
     if not tensors and noted is None:
         return Shown(missing=dict.fromkeys(("layers", "histograms", "masks"), why))
@@ -62,11 +63,11 @@ def shown_weights(
     layers = tuple(_layer(name, now, zeros[name], known.get(name, {})) for name in now.shapes)
     picked = chosen(layers)
     masks, missing = _masks(tensors, layers, picked, known, why)
-    return Shown(layers, tuple(_histograms(now.bins, noted_weights(start), picked)), masks, missing)
+    return Shown(layers, tuple(_histograms(now.bins, before, picked)), masks, missing)
 
 
-def _tensors(folder: Path, known: Mapping[str, Any], *, complete: bool) -> tuple[dict[str, Tensor], str]:
-    """The prunable weights, or the reason why there are none."""
+def _tensors(folder: Path, known: Mapping[str, Any], *, complete: bool) -> tuple[dict[str, Tensor], bool, str]:
+    """The prunable weights, whether they are of the exported model, and the reason where there are none."""
     model = Checkpoints(folder / "checkpoints", keep=1).model()
     paths = [folder / MODEL] if complete and (folder / MODEL).is_file() else []
     why = "The folder holds no weights: neither model.safetensors nor a checkpoint."
@@ -80,9 +81,15 @@ def _tensors(folder: Path, known: Mapping[str, Any], *, complete: bool) -> tuple
         order = [name for name in known if name in weights] or list(weights)
         found = {name: weights[name] for name in order if _is_shown(name, weights[name], known)}
         if found:
-            return found, why
+            return found, path in paths, why
         why = f"{path.name} holds no weights of convolutions or linear layers."
-    return {}, why
+    return {}, False, why
+
+
+def _is_smaller(tensors: Mapping[str, Tensor], before: Weights | None) -> bool:
+    """Whether filters were removed since the start."""
+    shapes = {} if before is None else before.shapes
+    return any(tuple(shapes.get(name, tensor.shape)) != tuple(tensor.shape) for name, tensor in tensors.items())
 
 
 def _is_shown(name: str, tensor: Tensor, known: Mapping[str, Any]) -> bool:
