@@ -278,6 +278,7 @@ def test_a_benchmark_of_its_files_is_shown_with_the_runs(levels: Path, tmp_path:
         (None, "No such file"),
         ("{", "is not JSON"),
         ("[]", "is not a result of a benchmark"),
+        ('{"threads": 1, "sentences": [], "timings": []}', "holds no timings"),
         ('{"threads": 1, "sentences": [], "timings": [{"runtime": "torch"}]}', "is not a result of a benchmark"),
     ],
 )

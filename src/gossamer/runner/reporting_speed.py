@@ -21,6 +21,8 @@ def read_speed(path: Path, folders: Sequence[Path]) -> Speed:
         raise GossamerError(f"{path}: {reason}; gossamer benchmark --output writes such a file") from None
     runs = {folder.resolve(): index for index, folder in enumerate(folders)}
     try:
+        if not content["timings"]:
+            raise GossamerError(f"{path}: holds no timings; gossamer benchmark --output writes them")
         threads = int(content["threads"])
         groups = groupby(cast(list[Any], content["timings"]), key=lambda timing: str(timing["runtime"]))
         tables = tuple(_table(list(timings), threads, runs) for _, timings in groups)
