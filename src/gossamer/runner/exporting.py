@@ -78,19 +78,29 @@ def write_model(
     """Write a model in the formats that are wanted, each verified; the model is left as it was.
 
     `example` is what the model takes, a batch of one. `left_out` is called with the reason why a format has no file.
+    Where one format cannot be written the others are, and the error names both.
     """
     was_training = model.training
     model.eval()
     written: list[Written] = []
+    errors: list[GossamerError] = []
     try:
         for format in dict.fromkeys(wanted.formats):
-            if format == "thin":
-                written += _thinned(model, example, networks, folder / f"{name}-thin", wanted, left_out)
-            else:
-                written += _files(model, example, networks, folder / name, format, wanted)
-        return written
+            try:
+                if format == "thin":
+                    written += _thinned(model, example, networks, folder / f"{name}-thin", wanted, left_out)
+                else:
+                    written += _files(model, example, networks, folder / name, format, wanted)
+            except GossamerError as error:
+                errors.append(error)
     finally:
         model.train(was_training)
+    if len(errors) == 1 and not written:
+        raise errors[0]
+    if errors:
+        files = ", ".join(str(one.path) for one in written) or "none of the files"
+        raise GossamerError(f"{'; '.join(map(str, errors))}; written: {files}")
+    return written
 
 
 def _thinned(
