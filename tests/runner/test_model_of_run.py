@@ -102,16 +102,20 @@ def test_the_small_file_of_a_quantized_run_holds_integers_and_is_tested_as_the_r
 ) -> None:
     path = config(tmp_path, "qat", saver={"save_dir": str(tmp_path / "run"), "export": ["bitmask", "safetensors"]})
     result = trained(path)
-    small, plain = (tmp_path / "run" / name for name in ("model-bitmask.safetensors", "model.safetensors"))
-    assert read_integers(small)
+    small_file, plain = (tmp_path / "run" / name for name in ("model-bitmask.safetensors", "model.safetensors"))
+    assert read_integers(small_file)
     assert not read_integers(plain)
-    assert small.stat().st_size < plain.stat().st_size
-    assert evaluated(path, weights=small).metrics == result.metrics
+    assert small_file.stat().st_size < plain.stat().st_size
+    assert evaluated(path, weights=small_file).metrics == result.metrics
+    for command in (("eval", path), ("export", path, "-f", "bitmask", "-o", "floats")):
+        for file, warned in ((plain, True), (small_file, False)):
+            done = " ".join(run(*command, "--weights", file).output.split())
+            assert ("holds float weights, and the recipe quantizes" in done) == warned, done
     done = run("export", tmp_path / "run", "-f", "bitmask", "-o", "files")
     assert done.exit_code == 0, done.output
     assert "its weights are integers with scales" in " ".join(done.output.split())
-    assert Path("files/model-bitmask.safetensors").read_bytes() == small.read_bytes()
-    subject = open_subject("tests.runner.nets:small", weights=small)
+    assert Path("files/model-bitmask.safetensors").read_bytes() == small_file.read_bytes()
+    subject = open_subject("tests.runner.nets:small", weights=small_file)
     assert is_emulated(subject.model)
     with torch.no_grad():
         image = torch.rand(1, 3, 8, 8)
@@ -152,6 +156,31 @@ def test_the_end_of_a_run_repeats_no_warning_and_dates_its_model(
     found = json.loads(done.stdout)
     assert (found["iteration"], found["model_iteration"], found["metrics"]) == (18, 12, {"top1": 90.0})
     assert (tmp_path / "run" / "log.txt").read_text().count("exclude: 're:nowhere' matches nothing") == 1
+
+
+def test_a_run_that_only_quantizes_is_not_described_as_a_sparse_one(
+    tmp_path: Path,
+    run: Run,  # noqa: F811
+) -> None:
+    path = config(tmp_path, "qat")
+    (tmp_path / "qat.yaml").write_text("modifiers: [!QuantizationModifier {start_epoch: 1}]")
+    done = " ".join(run("train", path).output.split())
+    assert "best checkpoint" in done
+    assert "target sparsity" not in done
+    (tmp_path / "qat.yaml").write_text("modifiers: [!QuantizationModifier {start_epoch: 5}]")
+    done = " ".join(run("train", path, "--set", f"saver.save_dir={tmp_path}/late").output.split())
+    assert "the model is not quantized, as the recipe says; was the training long enough?" in done
+    assert "less sparse" not in done
+
+
+def test_a_format_that_is_refused_does_not_hide_the_files_of_others(tmp_path: Path, run: Run) -> None:  # noqa: F811
+    trained(config(tmp_path, "qat"))
+    done = run("export", tmp_path / "run", "-f", "pt2", "-f", "bitmask", "-o", "files")
+    assert done.exit_code == 1
+    assert Path("files/model-bitmask.safetensors").is_file()
+    shown = "".join(done.output.split())
+    assert "model.pt2" in shown
+    assert "written:files/model-bitmask.safetensors" in shown
 
 
 @pytest.fixture(scope="module")

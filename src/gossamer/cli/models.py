@@ -80,9 +80,10 @@ def load_model(word: str, weights: Path | None = None) -> nn.Module:
 
 
 def untrained(found: Subject) -> list[str]:
-    """Warnings about a model that was not given its weights, or its number of classes."""
+    """Warnings about a model that was not given its weights, its quantization or its number of classes."""
     assumed = found.assumed_classes
-    told = [] if assumed is None else [f"num_classes not given; assuming {assumed}. Override with --num-classes"]
+    warnings = [] if assumed is None else [f"num_classes not given; assuming {assumed}. Override with --num-classes"]
+    warnings += [] if found.float_weights is None else [found.float_weights]
     if found.trained or ":" in found.word:  # a function of the user's own may have loaded weights
-        return told
-    return [*told, f"{found.word} has the weights it is initialised with; --weights gives it trained ones"]
+        return warnings
+    return [*warnings, f"{found.word} has the weights it is initialised with; --weights gives it trained ones"]

@@ -55,6 +55,8 @@ class Built:
     chosen: Checkpoint | None = None
     """What to test or export, whatever the config names: the model of a run that has just ended."""
 
+    float_weights: str | None = None
+    """A warning about a file of float weights that is tested or exported although the recipe quantizes."""
     start_shapes: dict[str, list[int]] | None = None
     """Of all tensors of the model at the start of training, where it starts from a thinned file; else None."""
 

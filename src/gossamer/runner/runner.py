@@ -61,8 +61,8 @@ class Runner(Built):
                 hook.train_begins(self)
             stopped = loop.run(lambda: self._iteration_done(loop, stop), self._tell, self._schedule_log())
             tell_left_out(loop.skipped, loop.notes, "dataset.train", self.told)
-            if not stopped and not self.counts_for_best():
-                logger.warning("the model is less sparse than it was to become; was the training long enough?")
+            if not stopped and self.sparsifier is not None and not self.counts_for_best():
+                logger.warning("%s; was the training long enough?", self.sparsifier.shortfall(self.model))
             if stopped:
                 logger.info("asked to stop at iteration %d", self.iteration)
                 if self.saved_at != self.iteration:

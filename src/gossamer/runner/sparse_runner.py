@@ -6,6 +6,7 @@ import logging
 from typing import Any, ClassVar
 
 from gossamer.errors import GossamerError
+from gossamer.quantization import is_emulated
 from gossamer.runner.networks import as_example
 from gossamer.runner.runner import Runner
 from gossamer.runner.sparsity import ByRecipe, build_sparsifier
@@ -45,6 +46,7 @@ class SparseRunner(Runner):
         assert self.config.sparsity is not None
         saved = self.start.checkpoint.state if self.start.checkpoint is not None else {}
         if not self.training and saved.get("sparsity") is None:
+            self._check_quantized()
             return  # a plain file of weights, such as an exported model, needs nothing added
         length = self.length if self.training else int(saved["length"])
         self.sparsifier = build_sparsifier(self.config.sparsity, length=length, folder=self.folder)
@@ -58,6 +60,18 @@ class SparseRunner(Runner):
             self.sparsifier.reshape(self.model, saved["sparsity"], self.start.checkpoint.epoch)
         # Parameters that were added go where the others are.
         self._place_model()
+
+    def _check_quantized(self) -> None:
+        """Warn about float weights where the recipe quantizes: they do not compute what the run does."""
+        assert self.config.sparsity is not None
+        if self.config.sparsity.recipe is None or is_emulated(self.model):
+            return
+        if ByRecipe(self.config.sparsity).manager.quantization_modifiers:
+            self.float_weights = (
+                f"{self.start.source or self.start.weights}: holds float weights, and the recipe quantizes: results "
+                "differ from those of the run; name the run itself, or its bitmask file"
+            )
+            logger.warning("%s", self.float_weights)
 
     def parameter_groups(self) -> Any:
         if self.sparsifier is None:

@@ -131,6 +131,10 @@ class Sparsifier(ABC):
         The schedule decides: a target that counts filters or channels is another share of the weights.
         """
 
+    def shortfall(self, model: nn.Module) -> str:
+        """What a model that is not settled lacks."""
+        return "the model is less sparse than it was to become"
+
 
 def _is_final(planned: float | None, target: float) -> bool:
     """Whether a schedule has reached its target."""
@@ -300,6 +304,13 @@ class ByRecipe(Sparsifier):
             return False
         planned = self.manager.planned(iteration)
         return all(_is_final(planned.get(name), target) for name, target in self.manager.planned().items())
+
+    def shortfall(self, model: nn.Module) -> str:
+        if self.manager.quantization_modifiers and not is_emulated(model):
+            return "the model is not quantized, as the recipe says"
+        if self._thins_later():
+            return "the model is not thinned, as the recipe says"
+        return super().shortfall(model)
 
     def _thins_later(self) -> bool:
         """Whether filters are still to be removed."""

@@ -74,6 +74,8 @@ class Subject:
     """The `num_classes` that its function needed and that nothing said."""
     thinned: bool = False
     """Whether its layers are smaller than those of the network that its code builds."""
+    float_weights: str | None = None
+    """A warning about float weights of a run that quantizes."""
 
     @cached_property
     def example(self) -> Any:
@@ -210,6 +212,7 @@ def _of_run(word: str, weights: Path | None, data: str | None, sets: Sequence[st
             folder=runner.folder if Path(word).is_dir() else None,
             config=runner.config,
             thinned=runner.thinned,
+            float_weights=runner.float_weights,
         )
 
 

@@ -195,7 +195,7 @@ def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines.append(("trained", length if speed is None else f"{length}, {speed:.0f} images/s"))
     lines.append(("folder", found["folder"]))
     if found["model"]["title"] is not None:
-        sparse = found["checkpoints"]["best"] is not None and found["method"] not in (None, "dense")
+        sparse = found["checkpoints"]["best"] is not None and found["sparsity_of_pruned_layers"]
         note = " (of the tests at the target sparsity)" if sparse else ""
         lines.append(("model", f"{found['model']['title']}{note}"))
     for kind, path in found["checkpoints"].items():
