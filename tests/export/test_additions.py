@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -70,7 +70,6 @@ def test_programs_after_asp_hold_no_masks(tmp_path: Path) -> None:
 
 
 def test_a_file_with_masks_loads_into_the_plain_model_and_a_plain_one_into_the_pruned(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
 
     model = pruned_by_asp()
     save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, tmp_path / "all.safetensors")
@@ -159,3 +158,20 @@ def test_a_state_dict_whose_weights_are_not_those_of_the_network_is_refused(tmp_
 def test_a_mapping_that_is_no_state_dict_is_refused(given: Any, tmp_path: Path) -> None:
     with pytest.raises(GossamerError, match=r"state\.safetensors: "):
         save(given, tmp_path / "state.safetensors", "bitmask")
+
+
+class _Holder(nn.Module):
+    """A model with a child that is really called `module`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(4, 2)
+
+
+def test_the_state_dict_of_a_model_with_a_child_called_module_loads_back(tmp_path: Path) -> None:
+    model, path = _Holder(), tmp_path / "state.safetensors"
+    for given in (model.state_dict(), model):
+        save(given, path, "safetensors")
+        assert torch.equal(gossamer.load(path, _Holder()).module.weight, model.module.weight)
+    save_file(model.state_dict(), path)  # by another tool, from a model under DDP
+    assert torch.equal(gossamer.load(path, nn.Linear(4, 2)).weight, model.module.weight)

@@ -81,7 +81,7 @@ def load_into(model: nn.Module, path: str | os.PathLike[str], *, progress: Progr
     """
     own = clean_state(model)
     with open_weights(path) as weights:
-        names = {name: name for name in weights.tensors} | dict(weights.tied)
+        names = _as_in(own, {name: name for name in weights.tensors} | dict(weights.tied))
         # What training added may be on one side only: the file of an ASP model fits the plain one, and the reverse.
         names = {name: first for name, first in names.items() if name in own or not is_added(name)}
         own = {name: tensor for name, tensor in own.items() if name in names or not is_added(name)}
@@ -124,6 +124,17 @@ def read_integers(path: str | os.PathLike[str]) -> dict[str, tuple[Tensor, Tenso
         weights.check()
         names = weights.integer_names if isinstance(weights, QuantizedFile) else []
         return {name: weights.integers(name) for name in names if isinstance(weights, QuantizedFile)}
+
+
+def _as_in(own: Mapping[str, Tensor], names: dict[str, str]) -> dict[str, str]:
+    """The names of a file with or without the `module.` that a model has: as DDP adds it, or a layer of that name."""
+    if own.keys() & names.keys():
+        return names
+    if own and all(name.startswith("module.") for name in own):
+        return {f"module.{name}": first for name, first in names.items()}
+    if all(name.startswith("module.") for name in names):
+        return {name.removeprefix("module."): first for name, first in names.items()}
+    return names
 
 
 def _corner(tensor: Tensor, shape: tuple[int, ...] | None) -> Tensor:

@@ -73,9 +73,11 @@ def save(
 
     `onnx` and `pt2` hold a program and need `example_inputs`: a tensor, the arguments of `forward` in a list or tuple,
     or by name in a dict; the batch may vary in the file with `dynamic_batch`. `safetensors`, `sparse24` and `bitmask`
-    hold the tensors, which `gossamer.load` reads, and take a state dict in place of the model too. What training added
-    is in none of them: ASP's masks, MSBench's sparsers. A model that emulates quantization is written with integer
-    weights as `onnx`, `bitmask` and `sparse24`, unless `integers=False`. `about` is text to keep in the file.
+    hold the tensors, which `gossamer.load` reads, and take a state dict in place of the model too. A state dict is
+    written as it is: where a model replaces weights while it computes (STR, ProbMask, emulated quantization), the raw
+    ones are in its state dict, so pass the model. What training added is in no file: ASP's masks, MSBench's sparsers. A
+    model that emulates quantization is written with integer weights as `onnx`, `bitmask` and `sparse24`, unless
+    `integers=False`. `about` is text to keep in the file.
     """
     target = Path(path)
     _check_words(target, format, about or {})
