@@ -70,7 +70,6 @@ def test_programs_after_asp_hold_no_masks(tmp_path: Path) -> None:
 
 
 def test_a_file_with_masks_loads_into_the_plain_model_and_a_plain_one_into_the_pruned(tmp_path: Path) -> None:
-
     model = pruned_by_asp()
     save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, tmp_path / "all.safetensors")
     loaded = gossamer.load(tmp_path / "all.safetensors", network())

@@ -165,7 +165,7 @@ def test_tiny_begins_with_the_weights_of_a_tiny_run_where_there_is_one():
     loaded = read(CLASSIFIER, data="tiny")
     assert loaded.config.saver.pretrain_model is None
     assert loaded.warnings[0].startswith(
-        "--data tiny: training starts from random weights, for there is no runs/float-tiny"
+        "--data tiny: training starts from random weights because there is no runs/float-tiny"
     )
     weights = Path("runs/float-tiny/model.safetensors")
     weights.parent.mkdir(parents=True)

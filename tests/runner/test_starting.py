@@ -171,7 +171,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
     shutil.copytree(runs / "stopped", tmp_path / "run")
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         path.write_bytes(b"")
-    with pytest.raises(GossamerError, match="none of 3 checkpoints can be read; remove them to start anew"):
+    with pytest.raises(GossamerError, match="none of 3 checkpoints can be read; remove them to start again"):
         resumed(tmp_path / "run")
 
 

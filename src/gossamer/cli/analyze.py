@@ -226,8 +226,8 @@ def _labelled_part(analysis: Analysis, target: float | None) -> Any:
         )
     analysis.part = "test"
     analysis.warnings.append(
-        "layers were measured on the test part, for there is no other: choose nothing by these numbers that the same "
-        "images will judge"
+        "layers were measured on the test part because there is no other: choose nothing by these numbers that the "
+        "same images will judge"
     )
     return test
 

@@ -112,7 +112,7 @@ def write_model_file(
     quantized: str | None = None,
     seen: Callable[[float], None] = lambda _: None,
 ) -> None:
-    """Write tensors as planned; `seen` is told how much of them is written. `tied` are further names of tensors.
+    """Write tensors as planned; `seen` is called with the share that is written. `tied` are further names of tensors.
 
     `quantized` says what the integers among them stand for.
     """

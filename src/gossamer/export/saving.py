@@ -86,8 +86,8 @@ def save(
         return _save_state(model, target, format, example_inputs, integers, about or {}, step)
     if not isinstance(model, nn.Module):
         known = ", ".join(_ENCODINGS)
-        told = f"the format {format} needs the model, not its state dict; tensors go into {known}"
-        raise GossamerError(f"{target}: {told}")
+        reason = f"the format {format} needs the model, not its state dict; tensors go into {known}"
+        raise GossamerError(f"{target}: {reason}")
     if example_inputs is None:
         raise GossamerError(f"{target}: the format {format} needs example_inputs, an example of what the model takes")
     inputs = ExampleInputs.of(example_inputs).on_cpu().ordered(unwrap(model))

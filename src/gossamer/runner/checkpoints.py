@@ -137,7 +137,7 @@ class Checkpoints:
                 logger.warning("%s: used instead, from iteration %d", path, found.iteration)
             return found
         if problems:
-            words = f"none of {len(paths)} checkpoints can be read; remove them to start anew"
+            words = f"none of {len(paths)} checkpoints can be read; remove them to start again"
             raise CheckpointError(f"{self.folder}: {words}; the last: {problems[0]}")
         return None
 

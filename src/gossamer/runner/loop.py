@@ -71,7 +71,7 @@ class Loop:
     def run(
         self,
         done: Callable[[], bool | None],
-        told: Callable[[Progress], None],
+        report: Callable[[Progress], None],
         before_step: Callable[[float], None] | None = None,
     ) -> bool:
         """Train to the end. `done` is called after each iteration, and True ends the run early; returns whether.
@@ -79,7 +79,7 @@ class Loop:
         `before_step` is called with the learning rate of each optimizer step, after everything that sets it.
         """
         if before_step is None:
-            return self._run(done, told)
+            return self._run(done, report)
 
         def call(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
             before_step(self._lr())
@@ -87,11 +87,11 @@ class Loop:
         # A recipe may set the learning rate in a hook of its own, which was registered before this one.
         hook = self.optimizer.register_step_pre_hook(call)
         try:
-            return self._run(done, told)
+            return self._run(done, report)
         finally:
             hook.remove()
 
-    def _run(self, done: Callable[[], bool | None], told: Callable[[Progress], None]) -> bool:
+    def _run(self, done: Callable[[], bool | None], report: Callable[[Progress], None]) -> bool:
         self.model.train()
         clock = _Clock()
         sums: dict[str, Tensor] = {}
@@ -106,7 +106,7 @@ class Loop:
                     sums[name] = sums[name] + value if name in sums else value
                 self.iteration += 1
                 if self.iteration % self.log_freq == 0 or self.iteration == self.length:
-                    told(self._progress({name: float(total) / count for name, total in sums.items()}, clock))
+                    report(self._progress({name: float(total) / count for name, total in sums.items()}, clock))
                     sums, count = {}, 0
                 clock.stop()
                 if done():

@@ -71,7 +71,7 @@ class Subject:
     checkpoint: str | None = None
     """Which checkpoint of a run its weights are, by name."""
     assumed_classes: int | None = None
-    """The `num_classes` that its function needed and that nothing said."""
+    """The `num_classes` that was assumed, because its function needs one and none was given."""
     thinned: bool = False
     """Whether its layers are smaller than those of the network that its code builds."""
     float_weights: str | None = None
@@ -84,7 +84,7 @@ class Subject:
 
     @property
     def origin(self) -> str | None:
-        """Where its weights come from, in words."""
+        """Where its weights come from, for messages."""
         return None if self.source is None else origin(self.checkpoint, self.source)
 
     @property

@@ -91,13 +91,13 @@ def _summary(runs: Sequence[RunContent]) -> str:
 
 
 def _speed(speed: Speed) -> str:
-    told = (
+    caption = (
         "How many times as fast as the first file each file ran, with an interval of 95 %; the tick is at 1×. Times "
         "are the median of all runs and the range from 5 to 95 % of them."
     )
     shown = "".join(f'<div class="sheet">{tables.speeds(table)}</div>' for table in speed.tables)
     meant = "".join(f"<li>{escaped(sentence)}</li>" for sentence in speed.sentences)
-    return f"<p>{told}</p>{shown}" + (f"<ul>{meant}</ul>" if meant else "")
+    return f"<p>{caption}</p>{shown}" + (f"<ul>{meant}</ul>" if meant else "")
 
 
 def _notes(run: RunContent) -> str:

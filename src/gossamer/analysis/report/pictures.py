@@ -105,7 +105,7 @@ def _image(picture: Picture, told: str) -> str:
     return f'<img class="mask" {size} alt="{escaped(told)}" src="data:image/png;base64,{code}">'
 
 
-def _excerpt(picture: Picture, groups: tuple[int, int] | None, told: str) -> str:
+def _excerpt(picture: Picture, groups: tuple[int, int] | None, label: str) -> str:
     """Each weight as a square, filled where it is kept; groups of an N:M pattern stand apart, each in a frame."""
     size = picture.columns if groups is None else groups[1]
     gap = 0.0 if groups is None else GROUP_GAP
@@ -119,7 +119,7 @@ def _excerpt(picture: Picture, groups: tuple[int, int] | None, told: str) -> str
     # Strokes along the middle of each row: a square costs a few letters.
     return (
         f'<svg class="mask excerpt" viewBox="-.1 -.6 {_at(width + 0.2)} {_at(picture.rows + 0.2)}" role="img" '
-        f'aria-label="{escaped(told)}"><path class="f" d="{frames}"/><path class="k" d="{kept}"/></svg>'
+        f'aria-label="{escaped(label)}"><path class="f" d="{frames}"/><path class="k" d="{kept}"/></svg>'
     )
 
 

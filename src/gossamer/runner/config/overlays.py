@@ -134,8 +134,8 @@ def without_missing_weights(tree: Tree, warnings: list[str]) -> Tree:
     if found is None or found.place != place or os.path.exists(str(found.content)):
         return tree
     warnings.append(
-        f"{place}: training starts from random weights, for there is no {found.content}; train the float config with "
-        f"{place} first, or name weights by --set saver.pretrain_model=FILE"
+        f"{place}: training starts from random weights because there is no {found.content}; train the float config "
+        f"with {place} first, or name weights by --set saver.pretrain_model=FILE"
     )
     return tree.without("saver", "pretrain_model")
 
