@@ -37,6 +37,12 @@ SPARSITIES: dict[str, dict[str, Any] | None] = {
         "sparsity": {"target_sparsity": 0.6, "uniform": True},
         "scheduler": {"type": "ADMMScheduler", "kwargs": {"iters_per_epoch": 3}},
     },
+    "str to 80 %": {
+        "mask_generator": {"type": "STRMaskGenerator"},
+        "fake_sparse": {"type": "STRFakeSparse"},
+        "scheduler": {"type": "STRScheduler", "kwargs": {"prune_rate": 0.8, "total_iterations": 18}},
+    },
+    "str recipe": {"recipe": "str.yaml"},
     "gmp": {"recipe": "gmp.yaml"},
     "qat": {"recipe": "qat.yaml"},
 }
@@ -48,6 +54,10 @@ modifiers:
   - !GMPruningModifier {params: __ALL_PRUNABLE__, init_sparsity: 0.1, final_sparsity: 0.8, start_epoch: 0.5,
                         end_epoch: 2.5, update_frequency: 0.5}
   - !LearningRateFunctionModifier {start_epoch: 0, end_epoch: 3, lr_func: cosine, init_lr: 0.1, final_lr: 0.001}
+""",
+    "str.yaml": """
+modifiers:
+  - !STRPruningModifier {params: __ALL_PRUNABLE__, start_epoch: 0, end_epoch: 4, final_sparsity: 0.8}
 """,
     "qat.yaml": """
 modifiers:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from gossamer import load
 from gossamer.errors import GossamerError
 from gossamer.export import read_integers
+from gossamer.graph.additions import evaluated as as_evaluated
 from gossamer.quantization import is_emulated
 from gossamer.runner.checkpoints import Checkpoints, read_checkpoint, title
 from gossamer.runner.reporting import report
@@ -20,11 +23,13 @@ from gossamer.runner.reporting_content import run_content
 from gossamer.runner.running import export
 from gossamer.runner.subjects import open_subject
 from gossamer.runner.summary import comparison, run_summary
+from gossamer.runner.testing import tested
 from tests.cli.conftest import Run, run  # noqa: F401
 from tests.runner.nets import small
 from tests.runner.running_on_digits import config, evaluated, interrupted, resumed, trained
 
 SCRIPTED = "runtime.runner.type=tests.runner.nets:Scripted"  # which is best at iteration 12 of 18
+PRUNED = (nn.Conv2d, nn.Linear)
 BEST = "best checkpoint, iteration 12: top1 90.00"
 
 
@@ -94,6 +99,30 @@ def test_a_model_on_its_way_is_never_the_best(sparsity: str, tmp_path: Path) -> 
         (tmp_path / "gmp.yaml").write_text(text.replace("init_sparsity", "global_sparsity: true, init_sparsity"))
     result = trained(path, "runtime.runner.type=tests.runner.nets:ScriptedSparse")
     assert result.model == "best checkpoint, iteration 18: top1 50.00"
+
+
+@pytest.mark.parametrize("sparsity", ["str recipe", "str to 80 %"])
+def test_learned_thresholds_are_exported_as_they_were_tested(
+    sparsity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests: list[dict[str, torch.Tensor]] = []
+
+    def recorded(model: nn.Module, *rest: Any) -> dict[str, float]:
+        values = {id(weight): value for weight, value in as_evaluated(model)}
+        layers = {name: layer.weight for name, layer in model.named_modules() if isinstance(layer, PRUNED)}
+        tests.append({f"{n}.weight": values.get(id(w), w).detach().clone() for n, w in layers.items()})
+        return tested(model, *rest)
+
+    monkeypatch.setattr("gossamer.runner.runner.tested", recorded)
+    path = config(tmp_path, sparsity, trainer={"max_epoch": 3, "test_freq": 1})
+    result = trained(path)
+    found = Checkpoints(tmp_path / "run" / "checkpoints", 3).model()
+    assert found is not None
+    file = tmp_path / "run" / "model.safetensors"
+    weights = written(file)
+    for name, value in tests[found.iteration // 6 - 1].items():
+        assert torch.equal(weights[name], value), name
+    assert evaluated(path, weights=file).metrics == result.metrics
 
 
 def test_the_small_file_of_a_quantized_run_holds_integers_and_is_tested_as_the_run_was(

@@ -132,7 +132,7 @@ class STRScheduler(BaseScheduler):
         return None if self.rate is None else self.total
 
     def after_step(self) -> None:
-        self._control(CONTROLLED)
+        self._control()
 
     def export_sparse_model(self, model: nn.Module) -> nn.Module:
         prepared = self._reference() if self._reference is not None else None
@@ -141,8 +141,8 @@ class STRScheduler(BaseScheduler):
         return super().export_sparse_model(model)
 
     @torch.no_grad()
-    def _control(self, tolerance: float = 0.0) -> None:
-        """Pull all thresholds to where the sparsity of all layers together is the scheduled one."""
+    def _control(self) -> None:
+        """Pull all thresholds to where the sparsity of all layers together is the scheduled one, in the end exactly."""
         model = self._reference() if self._reference is not None else None
         if model is None or self.rate is None or self.total is None:
             return
@@ -150,6 +150,7 @@ class STRScheduler(BaseScheduler):
         thresholds = {name: node.s for name, node in found.items() if isinstance(node, sparsers.STRFakeSparse)}
         weights = {name: get_parameter(model, name).detach() for name in thresholds}
         done = 0 if self.iteration is None else self.iteration + 1
+        tolerance = 0.0 if done >= self.total else CONTROLLED
         strength = controlled_pull(weights, thresholds, self.rate, fraction(done, 0, self.total // 2), tolerance)
         for s in thresholds.values():
             s.copy_(pulled(s, strength))

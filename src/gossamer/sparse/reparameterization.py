@@ -102,7 +102,8 @@ def threshold_pull(
             low, below = middle, found
         else:
             high, above = middle, found
-    return low if abs(below) < abs(above) else high
+    strength, missing = (low, abs(below)) if abs(below) < abs(above) else (high, abs(above))
+    return strength if missing < abs(now - zeros) else 0.0  # equal magnitudes may leave no way to come closer
 
 
 def initial_probabilities(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
