@@ -423,3 +423,20 @@ def test_a_constant_mask_of_filters_holds_what_is_zero_and_changes_nothing() -> 
     train(model, optimizer, range(3))
     assert removed(model, "stem.1.bias") == []
     assert removed(model, "a.4.bias") == removed(model, "a.3.weight") != []
+
+
+class Raw(nn.Module):
+    """Without a layer: its weights are plain parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.randn(2, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x @ self.first.T) @ self.second.T
+
+
+def test_filters_of_plain_parameters_are_pruned_too() -> None:
+    model = Raw()
+    Manager(recipe(f"params: ['re:first'], mask_type: filter, {HALF}")).apply(model)
+    assert len(removed(model, "first")) == 4

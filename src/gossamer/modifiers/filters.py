@@ -294,7 +294,7 @@ class Vector:
 
 def vectors_of(module: nn.Module, names: Sequence[str], graph: FilterGraph | None) -> dict[str, Vector]:
     """The parameters that belong to filters of the named weights, save those that are outputs of the model."""
-    first, found = first_names(module), dict[str, Vector]()
+    first, found, last = first_names(module), dict[str, Vector](), next(reversed(prunable(module)), None)
     weights = set(names)
     if graph is not None:
         own = [graph.produced[name].reshape(-1) for name in names if name in graph.produced]
@@ -302,7 +302,7 @@ def vectors_of(module: nn.Module, names: Sequence[str], graph: FilterGraph | Non
         found = {n: Vector(None, own) for n, own in graph.vectors.items() if np.isin(own, touched).any()}
     for name in names:
         bias = first.get(f"{name.removesuffix('weight')}bias")
-        outputs = name == prunable(module)[-1] if graph is None else leaves(graph, name)
+        outputs = name == last if graph is None else leaves(graph, name)
         if name.endswith("weight") and bias is not None and not outputs and get_parameter(module, bias).dim() == 1:
             found[bias] = Vector(name, found[bias].classes if bias in found else None)
     return {name: vector for name, vector in found.items() if name not in weights}

@@ -86,6 +86,7 @@ class PruningModifier(Modifier):
         excluded, idle = match_excluded(run.module, self.exclude, field="exclude")
         for pattern in idle:
             logger.warning("%s: exclude: '%s' matches nothing", self.name, pattern)
+        last = next(reversed(prunable(run.module)), None)
         for name in matches.names:
             if name in excluded:
                 run.skip(name, EXCLUDED)
@@ -93,7 +94,7 @@ class PruningModifier(Modifier):
             parameter = run.parameter(name)
             if parameter.numel() and bool(parameter.detach().isnan().any()):
                 raise ModifierError(f"'{name}' holds NaN and cannot be pruned; repair the weights first", field)
-            if name not in matches.exact and (reason := self._spared(run, name)):
+            if name not in matches.exact and (reason := self._spared(run, name, name == last)):
                 run.skip(name, f"{reason}; name it exactly to prune it")
                 continue
             reason = self.pattern.fits(self._rows(run, name, parameter).shape)
@@ -148,13 +149,13 @@ class PruningModifier(Modifier):
         """Sparsities that the recipe gives to single weights: those with different ones do not share a mask."""
         return {}
 
-    def _spared(self, run: Run, name: str) -> str | None:
+    def _spared(self, run: Run, name: str, last: bool) -> str | None:
         """Why a weight that is not named exactly keeps its filters or channels."""
         if isinstance(self.pattern, Channel) and is_depthwise(run.module, name):
             return "a depthwise convolution, which reads each channel on its own"
         if not isinstance(self.pattern, Filter):
             return None
-        last, graph = name == prunable(run.module)[-1], run.filter_graph()
+        graph = run.filter_graph()
         if last and (isinstance(graph, str) or is_held(graph, name)):
             return "the last layer: pruning its filters would remove outputs"
         if not isinstance(graph, str) and leaves(graph, name):
