@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from gossamer.graph import first_names, get_parameter, has_parameter, prunable
 from gossamer.modifiers.base import Run
 from gossamer.modifiers.scoring import outputs_first
-from gossamer.sparse import Unstructured, global_masks
+from gossamer.sparse import Unstructured, global_masks, zero_count
+from gossamer.sparse.allocation import most_zeros
 
 if TYPE_CHECKING:
     from gossamer.graph.channels import Ints
@@ -152,7 +153,8 @@ class Pools:
         """By weight: True for each filter that stays; `scores` has one number per filter.
 
         In each pool exactly round(units · sparsity) units go. Members with different sparsities get their mean, by
-        size. With one number for all weights, exactly that share of all units goes, under one threshold.
+        size. With one number for all weights, exactly that share of all units goes, under one threshold, and each
+        pool keeps at least one unit where the others can give enough.
         """
         ranks, scored = self._ranks(scores, relative=isinstance(sparsity, Mapping))
         pools = {key: pool for key, pool in self.by_key.items() if bool(scored[pool.span].any())}
@@ -163,11 +165,25 @@ class Pools:
         else:
             ranked = {key: ranks[pool.span] for key, pool in pools.items()}
             bounds = self.bounds(caps)
-            if isinstance(bounds, dict):
-                bounds = {key: bound for key, bound in bounds.items() if key in pools}
+            bounds = bounds if isinstance(bounds, dict) else dict.fromkeys(pools, bounds)
+            bounds = {key: bounds.get(key, 1.0) for key in pools}
+            sizes = {key: len(values) for key, values in ranked.items()}
+            spared = {key: min(bounds[key], (size - 1) / size) for key, size in sizes.items() if size}
+            if zero_count(sum(sizes.values()), sparsity) <= sum(
+                most_zeros(sizes[key], cap) for key, cap in spared.items()
+            ):
+                bounds = spared
             for key, kept in global_masks(ranked, Unstructured(), sparsity, bounds).items():
                 keep[pools[key].span] = kept
         return {name: keep[self.units[name]].to(score.device) for name, score in scores.items()}
+
+    def emptied(self, kept: Mapping[str, Tensor]) -> list[str]:
+        """The first weight of each pool that has no filter left, given which filters of each weight stay."""
+        keep = torch.zeros(max((pool.last for pool in self.pools), default=0), dtype=torch.bool)
+        for name, part in kept.items():
+            keep[self.units[name][part.cpu()]] = True
+        known = [pool for pool in self.pools if not kept.keys().isdisjoint(pool.weights) and pool.last > pool.first]
+        return [pool.members[0] for pool in known if not bool(keep[pool.span].any())]
 
     def _ranks(self, scores: Mapping[str, Tensor], relative: bool) -> tuple[Tensor, Tensor]:
         """The mean score of each unit over its weights, and whether there is any; of pools made by hand, the sum.

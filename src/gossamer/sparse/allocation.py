@@ -89,7 +89,7 @@ def energy(
     sizes = {name: score.numel() for name, score in scores.items()}
     total, largest = sum(sizes.values()), max(sizes.values(), default=0)
     target = zero_count(total, sparsity)
-    caps = {name: _most_zeros(size, cap) for name, size in sizes.items()}
+    caps = {name: most_zeros(size, cap) for name, size in sizes.items()}
     reachable = sum(caps.values())
     if target - reachable > tolerance * total:
         raise SparsityError(
@@ -162,7 +162,7 @@ def within_reach(units: Mapping[str, int], sparsity: float, cap: float | Mapping
     for name, most in caps.items():
         if not 0 <= most <= 1:
             raise SparsityError(f"the cap {most} of '{name}' is not between 0 and 1; 1 lets a layer lose everything")
-    bounds = {name: _most_zeros(size, caps.get(name, 1.0)) for name, size in units.items()}
+    bounds = {name: most_zeros(size, caps.get(name, 1.0)) for name, size in units.items()}
     total, reachable = sum(units.values()), sum(bounds.values())
     if zero_count(total, sparsity) > reachable:
         raise SparsityError(
@@ -188,7 +188,7 @@ def _check_energy(slope: float, cap: float, tolerance: float) -> None:
         raise SparsityError(f"energy: tolerance {tolerance} is not between 0 and 1; 0 accepts no shortfall")
 
 
-def _most_zeros(size: int, cap: float) -> int:
+def most_zeros(size: int, cap: float) -> int:
     """The largest count with count / size ≤ cap; a rounded-down product would take one too few at 100 · 0.29."""
     count = round(size * cap)
     return count - 1 if count and count / size > cap else count
