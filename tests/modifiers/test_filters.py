@@ -260,7 +260,9 @@ def test_what_the_model_returns_keeps_its_filters() -> None:
     model, manager = made(Features), Manager(FILTERS)
     manager.apply(model, example_inputs=INPUT, finalize=False)
     skipped = manager.skipped["GMPruningModifier.0"]
-    assert skipped["a.3.weight"] == "its filters are outputs of the model; name it exactly to prune it"
+    assert skipped["a.3.weight"] == (
+        "its filters are outputs of the model, or of a part that was followed on its own; name it exactly to prune it"
+    )
     assert "the last layer" in skipped["head.weight"]
     assert removed(model, "stem.0.weight") == []
     assert len(removed(model, "a.0.weight")) == 4
@@ -458,3 +460,31 @@ def test_a_layer_that_loses_all_its_filters_under_one_threshold_is_reported(capl
     Manager(text).apply(model)
     assert "GMPruningModifier leaves no filter of '0.weight', '2.weight'" in caplog.text
     assert caplog.text.count("set max_layer_sparsity") == 1
+
+
+class Heads(nn.Module):
+    """Two heads behind a decision, so that only parts of the model can be followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU())
+        self.classes = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
+        self.boxes = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.body(x)
+        x = x if float(x.sum()) < 1e9 else x.clamp(max=1)
+        return self.classes(x), self.boxes(x)
+
+
+def test_heads_of_a_model_that_is_followed_in_parts_keep_their_filters_and_biases() -> None:
+    model = made(Heads)
+    Manager(FILTERS).apply(model, example_inputs=INPUT)
+    for name in ("body.0", "classes.0", "boxes.0"):
+        assert len(removed(model, f"{name}.weight")) == len(removed(model, f"{name}.bias")) == 4
+    for name in ("classes.2", "boxes.2"):
+        assert removed(model, f"{name}.weight") == removed(model, f"{name}.bias") == []
+    model = made(Heads)
+    Manager(FILTERS.replace("__ALL_PRUNABLE__", "classes.2.weight")).apply(model, example_inputs=INPUT)
+    assert len(removed(model, "classes.2.weight")) == 2
+    assert removed(model, "classes.2.bias") == []

@@ -11,7 +11,7 @@ change places. Nothing here knows tensors, modules or operations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -255,9 +255,9 @@ class Channels:
         counts = Reasons.first(len(colour), [(why, self._root[atoms]) for why, atoms in self._counts])
         return Classes(colour, reasons, limits, counts)
 
-    def fixed_because(self, why: str) -> Ints:
-        """The classes that were fixed for this reason, whatever other reasons they have; sorted."""
-        atoms = [atoms for sentence, atoms in (*self._reasons, *self._limits) if sentence == why]
+    def fixed_because(self, reasons: Collection[str]) -> Ints:
+        """The classes that were fixed for one of these reasons, whatever other reasons they have; sorted."""
+        atoms = [atoms for sentence, atoms in (*self._reasons, *self._limits) if sentence in reasons]
         return np.unique(self._root[np.concatenate(atoms)]) if atoms else np.zeros(0, np.int64)
 
     def resolved(self, factor: Factor) -> tuple[Ints, Labels]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from gossamer.graph.channels import Ints
-from gossamer.graph.coupling import LEAVES, couple
+from gossamer.graph.coupling import couple
 from gossamer.graph.parameters import (
     first_names,
     is_depthwise,
@@ -80,8 +80,6 @@ class FilterGraph:
             if into is not None and name not in tables and name not in self.depthwise:
                 self.read[name] = into
         self.held = _held(coupling)
-        self.leaving = frozenset(coupling.channels.fixed_because(LEAVES).tolist())
-        """Classes that the model returns or keeps."""
         self.vectors = self._vectors(model)
         """The class at each position of the biases of layers, and of the affine parameters of batch norm."""
 

@@ -41,6 +41,8 @@ class Coupling:
     channels: Channels
     note: str | None = None
     """What was done when the model could not be followed as a whole."""
+    leaving: frozenset[int] = frozenset()
+    """Classes of channels that the model, or a part that was followed on its own, returns or keeps."""
 
 
 class Follower:
@@ -50,6 +52,7 @@ class Follower:
         self.module = unwrap(model)
         self.fake = fake or FakeTensorMode(allow_non_fake_inputs=True)
         self.tensors = Tensors(Channels())
+        self._leaving: set[str] = set()
         self.state = dict(named_state(self.module))
         self.names = {id(tensor): name for name, tensor in self.state.items()}
         self.leaves: dict[int, Tensor] = {id(tensor): self.faked(tensor) for tensor in self.state.values()}
@@ -59,6 +62,7 @@ class Follower:
 
         `entering` names its input, `leaving` is the reason to give for what it returns or keeps.
         """
+        self._leaving.add(leaving)
         with undisturbed(self.module):
             for training in (False, True):
                 _set_mode(self.module, training)
@@ -82,7 +86,9 @@ class Follower:
             self.hold(name, why)
         self.tensors.hold_leaves()
         layouts = {name: self.tensors.leaves.get(name, ()) for name in self.state}
-        return Coupling(layouts, self.tensors.channels.resolve(list(layouts.values())), self.tensors.channels, note)
+        channels = self.tensors.channels
+        classes = channels.resolve(list(layouts.values()))
+        return Coupling(layouts, classes, channels, note, frozenset(channels.fixed_because(self._leaving).tolist()))
 
     def faked(self, value: Any) -> Any:
         """Every tensor in a value without its numbers."""

@@ -311,14 +311,14 @@ class Vector:
 def vectors_of(module: nn.Module, names: Sequence[str], graph: FilterGraph | None) -> dict[str, Vector]:
     """The parameters that belong to filters of the named weights, save those that are outputs of the model."""
     first, found, last = first_names(module), dict[str, Vector](), next(reversed(prunable(module)), None)
-    weights = set(names)
+    weights, in_parts = set(names), graph is not None and graph.coupling.note is not None
     if graph is not None:
         own = [graph.produced[name].reshape(-1) for name in names if name in graph.produced]
         touched = np.unique(np.concatenate(own)) if own else np.zeros(0, np.int64)
         found = {n: Vector(None, own) for n, own in graph.vectors.items() if np.isin(own, touched).any()}
     for name in names:
         bias = first.get(f"{name.removesuffix('weight')}bias")
-        outputs = name == last if graph is None else leaves(graph, name)
+        outputs = name == last if graph is None else leaves(graph, name) or (in_parts and is_held(graph, name))
         if name.endswith("weight") and bias is not None and not outputs and get_parameter(module, bias).dim() == 1:
             found[bias] = Vector(name, found[bias].classes if bias in found else None)
     return {name: vector for name, vector in found.items() if name not in weights}
@@ -390,5 +390,5 @@ def is_held(graph: FilterGraph, name: str) -> bool:
 
 
 def leaves(graph: FilterGraph, name: str) -> bool:
-    """Whether the model returns or keeps what a weight produces."""
-    return name in graph.produced and not graph.leaving.isdisjoint(graph.produced[name].reshape(-1).tolist())
+    """Whether the model, or a part that was followed on its own, returns or keeps what a weight produces."""
+    return name in graph.produced and not graph.coupling.leaving.isdisjoint(graph.produced[name].reshape(-1).tolist())

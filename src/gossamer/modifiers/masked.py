@@ -86,7 +86,7 @@ class PruningModifier(Modifier):
         excluded, idle = match_excluded(run.module, self.exclude, field="exclude")
         for pattern in idle:
             logger.warning("%s: exclude: '%s' matches nothing", self.name, pattern)
-        last = next(reversed(prunable(run.module)), None)
+        last, spared = next(reversed(prunable(run.module)), None), ""
         for name in matches.names:
             if name in excluded:
                 run.skip(name, EXCLUDED)
@@ -95,7 +95,8 @@ class PruningModifier(Modifier):
             if parameter.numel() and bool(parameter.detach().isnan().any()):
                 raise ModifierError(f"'{name}' holds NaN and cannot be pruned; repair the weights first", field)
             if name not in matches.exact and (reason := self._spared(run, name, name == last)):
-                run.skip(name, f"{reason}; name it exactly to prune it")
+                spared = f"{reason}; name it exactly to prune it"
+                run.skip(name, spared)
                 continue
             reason = self.pattern.fits(self._rows(run, name, parameter).shape)
             if reason and name in matches.exact:
@@ -106,6 +107,8 @@ class PruningModifier(Modifier):
                 targets.append(name)
         if not targets and set(matches.names) <= set(excluded):
             raise ModifierError("exclude: everything that params names is excluded; leave less out", "exclude")
+        if not targets and spared:
+            raise ModifierError(f"mask_type {self.mask_type} spares all matched parameters; the last: {spared}", field)
         if not targets:
             raise ModifierError(f"mask_type {self.mask_type} fits none of the matched parameters", "mask_type")
         return targets
@@ -159,7 +162,7 @@ class PruningModifier(Modifier):
         if last and (isinstance(graph, str) or is_held(graph, name)):
             return "the last layer: pruning its filters would remove outputs"
         if not isinstance(graph, str) and leaves(graph, name):
-            return "its filters are outputs of the model"
+            return "its filters are outputs of the model, or of a part that was followed on its own"
         return None
 
     def masks(self, run: Run, scores: Mapping[str, Tensor], sparsity: Mapping[str, float] | float) -> dict[str, Tensor]:
