@@ -488,3 +488,15 @@ def test_heads_of_a_model_that_is_followed_in_parts_keep_their_filters_and_biase
     Manager(FILTERS.replace("__ALL_PRUNABLE__", "classes.2.weight")).apply(model, example_inputs=INPUT)
     assert len(removed(model, "classes.2.weight")) == 2
     assert removed(model, "classes.2.bias") == []
+
+
+def test_values_come_back_after_two_modifiers_that_removed_filters_in_turn() -> None:
+    fields = "params: __ALL_PRUNABLE__, mask_type: filter, init_sparsity: 0.1, update_frequency: 0.5"
+    first = f"!GMPruningModifier {{{fields}, final_sparsity: 0.3, start_epoch: 0, end_epoch: 1}}"
+    second = f"!GMPruningModifier {{{fields}, final_sparsity: 0.5, start_epoch: 1, end_epoch: 2, leave_enabled: false}}"
+    model, manager = made(), Manager(f"modifiers: [{first}, {second}]")
+    still = torch.optim.SGD(model.parameters(), lr=0.0)
+    manager.modify(model, still, 4, example_inputs=INPUT)
+    train(model, still, range(9))
+    for name, values in made().named_parameters():
+        assert values.dim() > 1 or torch.equal(model.get_parameter(name), values), name

@@ -141,6 +141,13 @@ class Run(Protocol):
         """Hold `keep`; the weights outside it are zero from now on."""
         ...
 
+    def inherited(self, name: str, key: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The mask that a modifier which has ended still holds on a parameter, and its values under a key of its state.
+
+        The next `set_mask` on that parameter replaces this mask.
+        """
+        ...
+
     def release_mask(self, name: str) -> None: ...
     def write(self, name: str, values: torch.Tensor) -> None:
         """Overwrite a weight."""

@@ -344,6 +344,8 @@ def hold_vectors(run: Run, vectors: Mapping[str, Vector], graph: FilterGraph | N
             dead |= torch.from_numpy(gone[vector.classes])
         dead = dead.to(values.device)
         held = run.mask(name)
+        if held is None and bool(dead.any()) and (left := run.inherited(name, SAVED)) is not None:
+            held, saved[name] = left[0].to(values.device), left[1].to(values).clone()
         before = torch.zeros_like(dead) if held is None else ~held
         if zeros_only:
             dead &= before | (values == 0)

@@ -84,6 +84,8 @@ class Shared:
     """While one of several optimizers is about to step: the ids of its parameters."""
     along: set[str] = field(default_factory=set[str])
     """Parameters that no pruning modifier is bound to and that may be held at zero along with filters."""
+    attachments: Sequence[Attachment] = ()
+    """All modifiers of the run."""
 
     def pruned(self) -> list[str]:
         """Masked parameters, without those that are held along with filters."""
@@ -212,6 +214,13 @@ class Attachment:
     def set_mask(self, name: str, keep: Tensor) -> None:
         ended = self._shared.ended - {self.index}
         self._shared.masks.hold(self.index, name, keep, self.parameter(name), ended)
+
+    def inherited(self, name: str, key: str) -> tuple[Tensor, Tensor] | None:
+        for other in self._shared.attachments:
+            keep, values = other.mask(name), other.state.get(key, {}).get(name)
+            if other.index in self._shared.ended - {self.index} and keep is not None and values is not None:
+                return keep, values
+        return None
 
     def release_mask(self, name: str) -> None:
         self._shared.masks.apply_changes(self._shared.module)

@@ -48,6 +48,7 @@ def attachments(recipe: Recipe, shared: Shared) -> list[Attachment]:
     for index, modifier in enumerate(recipe.modifiers):
         result.append(Attachment(index, f"{modifier.name}.{seen[modifier.name]}", modifier, shared))
         seen[modifier.name] += 1
+    shared.attachments = result
     return result
 
 
