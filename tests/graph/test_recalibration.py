@@ -139,12 +139,28 @@ def test_a_last_batch_of_one_sample_is_left_out() -> None:
     assert int(model[1].num_batches_tracked) == 1
 
 
+def test_first_batches_of_one_sample_are_left_out_too() -> None:
+    model, plain = (nn.Sequential(nn.BatchNorm1d(2)) for _ in range(2))
+    rows = torch.randn(4, 2)
+    gossamer.recalibrate(model, [rows[:1], rows[:1], rows])
+    gossamer.recalibrate(plain, [rows])
+    assert all(torch.equal(value, statistics(plain)[name]) for name, value in statistics(model).items())
+    with pytest.raises(GossamerError, match=r"does not run on batch 1 \(ValueError: Expected more than 1 value"):
+        gossamer.recalibrate(model, [rows[:1], rows[:1]])
+    images = nn.Sequential(nn.BatchNorm2d(2))
+    assert gossamer.recalibrate(images, [torch.randn(1, 2, 4, 4)] * 3) == ["0"]
+    assert int(images[0].num_batches_tracked) == 3
+
+
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        ([], "recalibrate: batches: expected at least one batch, found none"),
+        ([], "recalibrate: expected at least one batch, found none"),
         (torch.zeros(2, 4, 8, 8), "recalibrate: expected batches, found one Tensor; give a list of them"),
         ({"x": torch.zeros(1)}, "recalibrate: expected batches, found one dict"),
+        (3, "recalibrate: expected batches, found one int"),
+        ([batch(0), {"nonsense": 3}], "recalibrate: the model does not run on batch 2 .TypeError"),
+        ([batch(0), None], "recalibrate: the model does not run on batch 2 .TypeError"),
         ([batch(0), torch.zeros(2, 3, 8, 8)], "recalibrate: the model does not run on batch 2 .RuntimeError"),
     ],
 )
@@ -187,6 +203,22 @@ def test_one_shot_pruning_with_data_recalibrates() -> None:
     assert torch.equal(model[0].weight, without[0].weight)
     assert recalibrated_alike(model, batches)
     assert bool((without[1].running_mean == 0).all())
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "apply: calibration_data: expected at least one batch, found none"),
+        (torch.zeros(2, 4, 8, 8), "apply: calibration_data: expected batches, found one Tensor"),
+        ([batch(0), torch.zeros(2, 3, 8, 8)], "apply: calibration_data: the model does not run on batch 2"),
+    ],
+)
+def test_one_shot_pruning_with_wrong_data_changes_nothing(data: Any, message: str) -> None:
+    model = network()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(GossamerError, match=message):
+        Manager(ONE_SHOT).apply(model, calibration_data=data)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_one_shot_quantization_takes_its_ranges_from_the_recalibrated_model() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -21,6 +22,7 @@ from gossamer.errors import GossamerError
 from gossamer.graph.inputs import batch_arguments
 from gossamer.graph.parameters import named_modules, unwrap
 
+_NO_BATCH = "expected at least one batch, found none; give some training data"
 BATCHES = 100
 """How many batches are read where the library recalibrates by itself, from data that may hold any number."""
 
@@ -30,8 +32,8 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> list[str]:
 
     For a model whose weights changed without training: masks applied to an averaged copy, one-shot pruning, a final
     mask. `batches` yields tensors, pairs (inputs, labels), tuples of three or more arguments, or dicts of keyword
-    arguments; a few dozen training batches are enough. A batch of one sample behind larger ones, as a loader's last
-    may be, is left out.
+    arguments; a few dozen training batches are enough. Batches of one sample, such as a loader's last, are left out
+    when there are larger ones.
 
     Only batch norm is in training mode meanwhile, so that dropout and the like are off, and no gradient is computed.
     Afterwards every module has its mode and every layer its momentum back; weights are not touched.
@@ -51,18 +53,37 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> list[str]:
     >>> float(model[1].running_mean), float(model[1].running_var), model[1].training
     (6.0, 8.0, False)
     """
-    if isinstance(batches, Tensor | Mapping):
-        kind = type(cast(object, batches)).__name__
-        raise GossamerError(f"recalibrate: expected batches, found one {kind}; give a list of them")
+    _check_kind(batches, "recalibrate")
     module = unwrap(model)
-    norms = {name: layer for name, layer in named_modules(module) if _is_tracking(layer, module)}
+    norms = _tracking(module)
     layers = list(dict.fromkeys(norms.values()))
     if not layers:
         return []
     with _averaging(module, layers) as estimated:
-        _run(module, batches)
+        _run(module, layers, batches, "recalibrate")
         estimated.update(layer for layer in layers if layer.num_batches_tracked)
     return [name for name, layer in norms.items() if layer in estimated]
+
+
+def checked_batches(model: nn.Module, batches: Iterable[Any], argument: str) -> list[Any]:
+    """The first `BATCHES` batches, on which the model can be recalibrated; raises `GossamerError` otherwise.
+
+    The model runs on them where it has batch norm, and keeps its statistics.
+    """
+    _check_kind(batches, argument)
+    found, module = list(islice(batches, BATCHES)), unwrap(model)
+    if not found:
+        raise GossamerError(f"{argument}: {_NO_BATCH}")
+    if layers := list(dict.fromkeys(_tracking(module).values())):
+        with _averaging(module, layers):
+            _run(module, layers, found, argument)
+    return found
+
+
+def _check_kind(batches: object, argument: str) -> None:
+    if isinstance(batches, Tensor | Mapping | str) or not isinstance(batches, Iterable):
+        kind = type(cast(object, batches)).__name__
+        raise GossamerError(f"{argument}: expected batches, found one {kind}; give a list of them")
 
 
 def statistics_version(module: nn.Module) -> tuple[int, ...]:
@@ -71,6 +92,10 @@ def statistics_version(module: nn.Module) -> tuple[int, ...]:
     norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     counts = [layer.num_batches_tracked for layer in norms if layer.num_batches_tracked is not None]
     return tuple(count._version for count in counts)  # pyright: ignore[reportPrivateUsage]
+
+
+def _tracking(module: nn.Module) -> dict[str, _BatchNorm]:
+    return {name: layer for name, layer in named_modules(module) if _is_tracking(layer, module)}
 
 
 def _is_tracking(layer: nn.Module, module: nn.Module) -> TypeGuard[_BatchNorm]:
@@ -113,27 +138,37 @@ def _statistics(layer: _BatchNorm) -> list[Tensor]:
     return [tensor for tensor in found if tensor is not None]
 
 
-def _run(module: nn.Module, batches: Iterable[Any]) -> None:
-    largest = 0
+def _run(module: nn.Module, layers: Sequence[_BatchNorm], batches: Iterable[Any], argument: str) -> None:
+    """Run the model on all batches; those of one sample count only where there is no larger one."""
+    number, largest, failure = 0, 0, None
     for number, batch in enumerate(batches, start=1):
         args, kwargs = batch_arguments(batch, module)
         samples = _samples((args, kwargs))
         if samples == 1 < largest:
             continue
+        if largest == 1 < samples:
+            failure = None
+            for layer in layers:
+                layer.reset_running_stats()
         largest = max(largest, samples)
         try:
             module(*args, **kwargs)
         except Exception as error:  # any model, any reason
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(".")
-            raise GossamerError(
-                f"recalibrate: the model does not run on batch {number} ({reason}); give tensors, pairs of inputs "
+            found = GossamerError(
+                f"{argument}: the model does not run on batch {number} ({reason}); give tensors, pairs of inputs "
                 "and labels, or dicts of the arguments of forward"
-            ) from error
-    if not largest:
-        raise GossamerError("recalibrate: batches: expected at least one batch, found none; give some training data")
+            )
+            if samples != 1:
+                raise found from error
+            failure = failure or found  # batch norm may need two samples
+    if failure is not None:
+        raise failure
+    if not number:
+        raise GossamerError(f"{argument}: {_NO_BATCH}")
 
 
 def _samples(batch: object) -> int:
-    """The length of the first tensor; at least 1."""
+    """The length of the first tensor, at least 1; 0 without a tensor."""
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
-    return max(len(tensors[0]), 1) if tensors else 1
+    return max(len(tensors[0]), 1) if tensors else 0

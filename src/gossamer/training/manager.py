@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from numbers import Integral, Real
 from typing import IO, Any
 
@@ -20,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, has_parameter, unwrap
-from gossamer.graph.recalibration import BATCHES, recalibrate
+from gossamer.graph.recalibration import checked_batches, recalibrate
 from gossamer.modifiers import LayerThinningModifier, Modifier
 from gossamer.quantization import is_emulated
 from gossamer.recipe import Recipe, load
@@ -250,11 +249,14 @@ class Manager:
 
         With `calibration_data`, batches in the forms that `gossamer.recalibrate` takes, of which the first 100 are
         read, the statistics of batch norm are estimated again for the pruned weights; quantization that starts after
-        epoch 0 takes its ranges behind that.
+        epoch 0 takes its ranges from the result. Data on which the model does not
+        run is refused before anything changes.
         """
         self._check_free()
         check_model(module)
-        data = None if calibration_data is None else list(islice(calibration_data, BATCHES))
+        data = None
+        if calibration_data is not None:
+            data = checked_batches(module, calibration_data, "apply: calibration_data")
         run = TrainingRun(
             self.recipe_object,
             module,
