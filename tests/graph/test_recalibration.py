@@ -259,6 +259,36 @@ def test_probmask_does_not_warn_where_training_or_the_user_came_first(caplog: py
     assert "recalibrate" not in caplog.text
 
 
+def test_probmask_does_not_warn_of_statistics_that_are_frozen(caplog: pytest.LogCaptureFixture) -> None:
+    model, manager = network(), Manager(PROBMASK)
+    optimizer = manager.modify(model, sgd(model), 4)
+    for layer in model.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.train = lambda mode=True, layer=layer: layer  # as in detectors
+            layer.training = False
+    train(model, optimizer, range(8))
+    manager.finalize()
+    assert "recalibrate" not in caplog.text
+
+
+@pytest.mark.parametrize("stop", [5, 8])
+@pytest.mark.parametrize("recalibrated", [False, True])
+def test_probmask_warns_after_a_resumed_run_too(
+    recalibrated: bool, stop: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, manager = network(), Manager(PROBMASK)
+    optimizer = manager.modify(model, sgd(model), 4)
+    train(model, optimizer, range(stop))
+    if recalibrated:
+        gossamer.recalibrate(model, [batch(0)])
+    again, second = network(), Manager(PROBMASK)
+    again.load_state_dict(model.state_dict())
+    second.load_state_dict(manager.state_dict())
+    second.modify(again, sgd(again), 4)
+    second.finalize()
+    assert ("call gossamer.recalibrate(model, batches)" in caplog.text) is not recalibrated
+
+
 def test_calibration_data_without_a_batch_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     model, manager = network(), Manager(PROBMASK)
     train(model, manager.modify(model, sgd(model), 4, calibration_data=[]), range(8))

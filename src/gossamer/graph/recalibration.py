@@ -86,12 +86,11 @@ def _check_kind(batches: object, argument: str) -> None:
         raise GossamerError(f"{argument}: expected batches, found one {kind}; give a list of them")
 
 
-def statistics_version(module: nn.Module) -> tuple[int, ...]:
-    """Changes whenever batch norm's running statistics do; empty where there are none."""
-    # batch_norm writes to the statistics without counting it as a version, but the layer counts its batches.
+def running_means(module: nn.Module) -> Tensor | None:
+    """A copy of all running means in one tensor, which tells whether statistics have changed; None without any."""
     norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    counts = [layer.num_batches_tracked for layer in norms if layer.num_batches_tracked is not None]
-    return tuple(count._version for count in counts)  # pyright: ignore[reportPrivateUsage]
+    means = [layer.running_mean.detach().float() for layer in norms if layer.running_mean is not None]
+    return torch.cat([mean.to(means[0].device) for mean in means]) if means else None
 
 
 def _tracking(module: nn.Module) -> dict[str, _BatchNorm]:

@@ -16,13 +16,13 @@ from typing import Annotated, Any, ClassVar, Self, cast
 
 import torch
 from pydantic import Field, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from gossamer.errors import ModifierError
 from gossamer.graph import get_module
-from gossamer.graph.recalibration import BATCHES, recalibrate, statistics_version
+from gossamer.graph.recalibration import BATCHES, recalibrate, running_means
 from gossamer.modifiers.base import Epoch, ParamNames, Run, register, to_step
 from gossamer.modifiers.pruning import PruningModifier, Sparsity
 from gossamer.sparse import (
@@ -50,6 +50,8 @@ CONTROLLED = 5e-4
 """How far the sparsity under learned thresholds may be from its schedule; at the end epoch it is exact."""
 MISSED = 0.01
 """How far below its target a sparsity is reported."""
+STATISTICS = ("first_statistics", "statistics")
+"""Under which keys the running means at the start of ProbMask and after its last step are noted."""
 ADAM = ("probabilities", "first", "second")
 """What Adam trains, and its two moments."""
 
@@ -344,6 +346,7 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         probabilities: dict[str, Tensor] = run.state["probabilities"]
         project(probabilities, (1 - self._sparsity(run)) * sum(p.numel() for p in probabilities.values()))
         self._draw(run)
+        note_statistics(run.module, run.state)
 
     def value(self, run: Run, name: str) -> Callable[[Tensor, bool], Tensor]:
         # torch.compile cannot take the ranking of all weights into a layer's graph; what it finds, it can.
@@ -400,18 +403,14 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         super().finish(run)
 
     def end(self, run: Run) -> None:
-        run.scratch["statistics"] = statistics_version(run.module)
+        note_statistics(run.module, run.state)
         super().end(run)
+        noted = {key: run.state[key] for key in STATISTICS if key in run.state}
         run.state.clear()
+        run.state.update(noted)
 
     def finalized(self, run: Run) -> None:
-        stale = run.scratch.get("statistics") == statistics_version(run.module)
-        if stale and run.scratch["statistics"]:
-            logger.warning(
-                "%s: batch norm has the statistics of masks drawn by chance, not of the final one; pass "
-                "calibration_data to modify(), or call gossamer.recalibrate(model, batches)",
-                self.name,
-            )
+        warn_of_stale_statistics(run.module, run.state, self.name, "pass calibration_data to modify(), or ")
 
     def _recalibrate(self, run: Run, batches: Iterable[Any]) -> None:
         # Not settled yet: in evaluation mode, layers compute with the final mask already.
@@ -444,12 +443,33 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
             for index, (name, p) in enumerate(probabilities.items())
         }
         run.scratch.pop("kept", None)
-        run.scratch["statistics"] = statistics_version(run.module)
 
     def _rank(self, run: Run) -> dict[str, Tensor]:
         """The masks without chance, found when an evaluation first asks for them."""
         run.scratch["kept"] = hard_masks(run.state["probabilities"], self._sparsity(run))
         return run.scratch["kept"]
+
+
+def note_statistics(module: nn.Module, noted: dict[str, Any]) -> None:
+    """Note batch norm's statistics as they are after a step with drawn masks, or before the first."""
+    if (found := running_means(module)) is not None:
+        noted.setdefault(STATISTICS[0], found)
+        noted[STATISTICS[1]] = found
+
+
+def warn_of_stale_statistics(module: nn.Module, noted: Mapping[str, Any], caller: str, advice: str = "") -> None:
+    """Warn if batch norm's statistics come from drawn masks: steps changed them, and nothing has since."""
+    now = running_means(module)
+    if now is None or any(key not in noted for key in STATISTICS):
+        return
+    first, last = (noted[key].to(now.device) for key in STATISTICS)
+    if torch.equal(now, last) and not torch.equal(now, first):
+        logger.warning(
+            "%s: batch norm has the statistics of masks drawn by chance, not of the final one; "
+            "%scall gossamer.recalibrate(model, batches)",
+            caller,
+            advice,
+        )
 
 
 def _only(weight: Tensor, keep: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,13 +12,12 @@ from gossamer.asp import ASP
 from gossamer.asp.selection import calculator
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, unwrap
-from gossamer.graph.recalibration import statistics_version
 from gossamer.modifiers import ADMMPruningModifier, Modifier, ProbMaskPruningModifier, STRPruningModifier
-from gossamer.modifiers.learned import CONTROLLED, controlled_pull
+from gossamer.modifiers.learned import CONTROLLED, controlled_pull, note_statistics, warn_of_stale_statistics
 from gossamer.msbench import sparsers
 from gossamer.msbench.config import NAME, Config
 from gossamer.msbench.lowering import ADMM_ARGUMENTS, STR_ARGUMENTS, made
-from gossamer.msbench.schedulers import BaseScheduler, logger
+from gossamer.msbench.schedulers import BaseScheduler
 from gossamer.msbench.selection import layer_of
 from gossamer.recipe import Recipe
 from gossamer.sparse import fraction, interpolate, pulled
@@ -191,8 +190,8 @@ class ProbMaskPruneScheduler(BaseScheduler):
         self.rate, self.start_rate, self.total = prune_rate, start_prune_rate, total_iterations
         self.warmup, self.finetune, self.seed = warmup_iteration_stamps, finetune_iteration_stamps, seed
         self._pool = sparsers.Pool(seed=seed)
-        self._statistics: tuple[int, ...] = ()
-        """The version of batch norm's statistics at the last step."""
+        self._statistics: dict[str, Tensor] = {}
+        """Batch norm's, at the start and at the last step."""
 
     def modifiers(self, steps_per_epoch: float = 1.0) -> Sequence[Modifier]:
         fields: dict[str, Any] = {
@@ -225,6 +224,8 @@ class ProbMaskPruneScheduler(BaseScheduler):
         self._pool = sparsers.Pool(seed=self.seed)
         super().install(model)
         self._pool.begin([get_parameter(model, name).detach() for name in self.names])
+        self._statistics = {}
+        note_statistics(model, self._statistics)
 
     def make_sparser(self, weight: Tensor) -> sparsers.FakeSparse:
         return self.sparser(weight, self.generator, pool=self._pool, **self.config.kwargs["fake_sparse"])  # pyright: ignore[reportCallIssue]
@@ -247,17 +248,22 @@ class ProbMaskPruneScheduler(BaseScheduler):
         model = self._reference() if self._reference is not None else None
         if self._pool.members and model is not None:
             self._pool.project()
-            self._statistics = statistics_version(model)
+            note_statistics(model, self._statistics)
 
     def export_sparse_model(self, model: nn.Module) -> nn.Module:
         """As in the base class; warns when batch norm was not recalibrated after training with random masks."""
         prepared = self._reference() if self._reference is not None else None
-        if self._statistics and unwrap(model) is prepared and self._statistics == statistics_version(unwrap(model)):
-            logger.warning(
-                "export_sparse_model: batch norm has the statistics of masks drawn by chance, not of the final one; "
-                "call gossamer.recalibrate(model, batches)"
-            )
+        if prepared is not None and unwrap(model) is prepared:
+            warn_of_stale_statistics(prepared, self._statistics, "export_sparse_model")
         return super().export_sparse_model(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"statistics": dict(self._statistics)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        problems = super().load_state_dict(state)
+        self._statistics = dict(state.get("statistics", self._statistics))
+        return problems
 
     def exported(self) -> None:
         self._pool = sparsers.Pool(seed=self.seed)

@@ -142,6 +142,8 @@ class Runner(Built):
         reader = self._batches(self.train_data, self.config.dataset.train, train=True)
         try:
             recalibrate(self.outcome, islice(self._images(reader), BATCHES))
+            if self.average is not None and self.sparsifier is not None and self.sparsifier.recalibrates:
+                recalibrate(unwrap(self.model), islice(self._images(reader), BATCHES))
         finally:
             reader.close()
             restore_random_states(random)
