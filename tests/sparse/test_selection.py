@@ -59,3 +59,10 @@ def test_a_large_selection_refuses_nan() -> None:
     scores[[7, 4000]] = torch.nan
     with pytest.raises(SparsityError, match="2 of 5000 scores are NaN"):
         smallest(scores, 10)
+
+
+def test_a_large_selection_is_where_its_scores_are_whatever_the_default_device() -> None:
+    scores = torch.arange(5000.0)
+    with torch.device("meta"):
+        chosen = smallest(scores, 10)
+    assert chosen.nonzero().flatten().tolist() == list(range(10))

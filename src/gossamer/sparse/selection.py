@@ -33,7 +33,7 @@ def smallest(scores: Tensor, count: int) -> Tensor:
     """
     if 0 < count < scores.numel() and scores.is_cpu and scores.numel() >= _KERNEL_FROM:
         wide = scores.detach() if scores.dtype in _WIDE else scores.detach().float()
-        chosen = torch.empty(scores.shape, dtype=torch.bool)
+        chosen = torch.empty_like(scores, dtype=torch.bool, memory_format=torch.contiguous_format)
         if kernels.choose()(wide.contiguous().numpy(), count, chosen.numpy()):
             refuse_nan(scores)
         return chosen
