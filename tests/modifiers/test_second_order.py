@@ -169,6 +169,20 @@ def test_batch_norm_uses_its_running_statistics_while_gradients_are_sampled() ->
     assert all(module.training for module in model.modules())
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_sampler_that_sets_the_mode_changes_nothing_about_batch_norm(training: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).train(training)
+
+    def sample(net: nn.Module) -> Iterator[Tensor]:
+        for _ in range(3):
+            yield net.train()(torch.randn(1, 4)).square().sum()  # batch norm refuses one sample in training mode
+
+    manager = Manager(RECIPE.format(kind="OBSPruningModifier", sparsity=0.5, together="true", fields=""))
+    manager.apply(model, grad_sampler=sample)
+    assert model[1].training is training
+    assert not model[1]._forward_pre_hooks
+
+
 class Largest(TorchDispatchMode):
     """The numbers in the largest tensor that an operation returned."""
 

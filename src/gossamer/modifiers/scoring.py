@@ -14,7 +14,7 @@ from itertools import islice
 from typing import NamedTuple, Protocol, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from gossamer.errors import ModifierError
@@ -214,12 +214,14 @@ class FisherScorer(MagnitudeScorer):
         before = {name: parameter.grad for name, parameter in run.module.named_parameters()}
         buffers: dict[str, Tensor] = {name: buffer.clone() for name, buffer in run.module.named_buffers()}
         frozen = [parameter for parameter in parameters.values() if not parameter.requires_grad]
-        norms = [module for module in run.module.modules() if isinstance(module, _BatchNorm) and module.training]
+        norms = [(module, module.training) for module in run.module.modules() if isinstance(module, _BatchNorm)]
+        # By a hook as well, for a sampler that calls `model.train()`.
+        hooks = [norm.register_forward_pre_hook(_evaluate) for norm, _ in norms]
         found = False
         try:
             for parameter in frozen:
                 parameter.requires_grad_(True)
-            for norm in norms:
+            for norm, _ in norms:
                 norm.eval()
             for loss in islice(self._losses(run), count):
                 found = True
@@ -228,8 +230,10 @@ class FisherScorer(MagnitudeScorer):
                 for name, parameter in parameters.items():
                     fisher[name].add(parameter.grad)
         finally:
-            for norm in norms:
-                norm.train()
+            for hook in hooks:
+                hook.remove()
+            for norm, training in norms:
+                norm.train(training)
             for name, parameter in run.module.named_parameters():
                 parameter.grad = before[name]
             for name, buffer in run.module.named_buffers():
@@ -244,6 +248,10 @@ class FisherScorer(MagnitudeScorer):
         assert run.grad_sampler is not None
         with torch.enable_grad():
             yield from run.grad_sampler(run.forward)
+
+
+def _evaluate(layer: nn.Module, _: object) -> None:
+    layer.eval()
 
 
 def outputs_first(run: Run, name: str, tensor: Tensor) -> Tensor:
