@@ -188,16 +188,35 @@ def test_one_strength_for_all_thresholds_gives_the_asked_zeros(seed: int, first:
     least, most = sorted((round(first * count), round(second * count)))
 
     def zeros(strength: float) -> int:
-        found = {name: soft_threshold(weight, pulled(s[name], strength)) for name, weight in weights.items()}
+        moved = pulled(weights, s, strength)
+        found = {name: soft_threshold(weight, moved[name]) for name, weight in weights.items()}
         return sum(int((weight == 0).sum()) for weight in found.values())
 
     strength = threshold_pull(weights, s, least, most)
-    assert zeros(strength) == min(max(zeros(0.0), least), most)
+    assert zeros(strength) == min(max(zeros(0.0), least), most, max(zeros(0.0), zeros(64.0)))
     assert threshold_pull(weights, s, least, most, tolerance=count) == 0
 
 
 def test_a_pull_goes_as_far_as_it_can() -> None:
     weights, s = {"a": torch.tensor([0.5, 2.0])}, {"a": torch.tensor(-5.0)}
-    furthest = pulled(s["a"], threshold_pull(weights, s, 2, 2))
-    assert int((soft_threshold(weights["a"], furthest) == 0).sum()) == 1
+    furthest = pulled(weights, s, threshold_pull(weights, s, 2, 2))
+    assert int((soft_threshold(weights["a"], furthest["a"]) == 0).sum()) == 1
+    assert threshold_pull(weights, furthest, 2, 2) == 0
+
+
+def test_a_target_out_of_reach_empties_no_layer() -> None:
+    weights = {"a": torch.linspace(0.01, 0.3, 30), "b": torch.full((30,), 2.0)}
+    s = {name: torch.tensor(-5.0) for name in weights}
+    moved = pulled(weights, s, threshold_pull(weights, s, 50, 50))
+    assert int(soft_threshold(weights["a"], moved["a"]).count_nonzero()) == 1
+
+
+def test_zeros_that_no_threshold_made_move_it_once() -> None:
+    weights, s = {"a": torch.zeros(9), "b": torch.rand(9)}, {name: torch.tensor(-5.0) for name in "ab"}
+    for _ in range(40):
+        s = pulled(weights, s, threshold_pull(weights, s, 4, 4))
+    assert all(bool(value.isfinite()) for value in s.values())
+
+
+def test_nothing_is_pulled_without_weights() -> None:
     assert threshold_pull({}, {}, 0, 0) == 0

@@ -225,7 +225,7 @@ class STRPruningModifier(LearnedPruningModifier):
         found = {name: thresholds[name].to(weight.device) for name, weight in weights.items()}
         x = fraction(step, run.start_step, to_step(self.ramp_end, run.steps_per_epoch))
         strength = controlled_pull(weights, found, self.final_sparsity, x, tolerance)
-        thresholds.update({name: pulled(s, strength) for name, s in found.items()})
+        thresholds.update(pulled(weights, found, strength))
 
     def settle(self, run: Run) -> None:
         ended = run.step >= (run.end_step or 0)
@@ -236,7 +236,8 @@ class STRPruningModifier(LearnedPruningModifier):
         run.log("effective_sparsity", reached)
         if self.final_sparsity is not None and ended and reached < self.final_sparsity - MISSED:
             logger.warning(
-                "%s reached a sparsity of %.1f %% and not %.1f %%: no threshold reaches a weight of 1 or more",
+                "%s reached a sparsity of %.1f %% and not %.1f %%: "
+                "no threshold reaches a weight of 1 or more, and each layer keeps its largest weights",
                 self.name,
                 100 * reached,
                 100 * self.final_sparsity,

@@ -151,8 +151,8 @@ class STRScheduler(BaseScheduler):
         done = 0 if self.iteration is None else self.iteration + 1
         tolerance = 0.0 if done >= self.total else CONTROLLED
         strength = controlled_pull(weights, thresholds, self.rate, fraction(done, 0, self.total // 2), tolerance)
-        for s in thresholds.values():
-            s.copy_(pulled(s, strength))
+        for name, s in pulled(weights, thresholds, strength).items():
+            thresholds[name].copy_(s)
 
 
 class ProbMaskPruneScheduler(BaseScheduler):

@@ -24,6 +24,8 @@ _RESOLUTION = 2.0**-24
 """How exactly a shift is found: the spacing of float32 below 1."""
 _FIRST_PULL, _LARGEST_PULL = 2.0**-8, 64.0
 """The smallest and the largest strength that are tried in search of a bracket."""
+_MARGIN = 2.0**-7
+"""How far below the largest magnitude of a layer a threshold stays, as a share of it; also in bfloat16."""
 _SLACK = 2.0**-40
 """The share of a budget that is left over, so that every order of summation stays within it."""
 
@@ -49,12 +51,23 @@ def threshold_gradient(weight: Tensor, gradient: Tensor, s: Tensor) -> Tensor:
     return -slope * (1 - slope) * (weight.sign() * gradient).sum(dtype=s.dtype)
 
 
-def pulled(s: Tensor, strength: float) -> Tensor:
-    """A threshold after a decay of this strength: s + strength · max(|s|, 1), which is (1 − strength) · s below −1.
+def pulled(weights: Mapping[str, Tensor], thresholds: Mapping[str, Tensor], strength: float) -> dict[str, Tensor]:
+    """Thresholds after a decay of this strength: s + strength · max(|s|, 1), which is (1 − strength) · s below −1.
 
-    Near zero, where decay has no force, it goes on all the same; a negative strength is the way back.
+    Near zero, where decay has no force, they go on all the same; a negative strength is the way back. None is raised
+    beyond the largest magnitude of its weight: no layer is emptied.
     """
-    return s + strength * s.abs().clamp_min(1)
+    return {name: _moved(s, strength, _highest(weights[name].abs(), s)) for name, s in thresholds.items()}
+
+
+def _moved(s: Tensor, strength: float, highest: Tensor) -> Tensor:
+    return torch.minimum(s + strength * s.abs().clamp_min(1), torch.maximum(s, highest))
+
+
+def _highest(magnitude: Tensor, s: Tensor) -> Tensor:
+    """The s whose threshold lies just below the largest magnitude."""
+    largest = magnitude.max().to(s) if magnitude.numel() else torch.ones_like(s)
+    return (largest * (1 - _MARGIN)).logit(_RESOLUTION)
 
 
 def threshold_pull(
@@ -63,17 +76,18 @@ def threshold_pull(
     """With which strength to pull every s so that `soft_threshold` leaves from `least` to `most` zeros in all weights.
 
     The smallest that does, within `tolerance` zeros; weights of equal magnitude go together. Where none is large
-    enough, because σ(s) < 1 is no threshold for a weight of 1 or more, the largest.
+    enough, because each layer keeps its largest weight and all of 1 or more, the one that comes closest.
 
     >>> weights, s = {"a": torch.tensor([0.1, -0.2, 0.3]), "b": torch.tensor([0.05, 0.6])}, torch.tensor(-5.0)
-    >>> strength = threshold_pull(weights, {"a": s, "b": s}, least=3, most=4)
-    >>> sum(int((soft_threshold(weight, pulled(s, strength)) == 0).sum()) for weight in weights.values())
+    >>> moved = pulled(weights, {"a": s, "b": s}, threshold_pull(weights, {"a": s, "b": s}, least=3, most=4))
+    >>> sum(int((soft_threshold(weight, moved[name]) == 0).sum()) for name, weight in weights.items())
     3
     """
     magnitudes = {name: weight.abs() for name, weight in weights.items()}
+    highest = {name: _highest(magnitude, thresholds[name]) for name, magnitude in magnitudes.items()}
 
     def count(strength: float) -> int:
-        moved = {name: pulled(thresholds[name], strength).sigmoid() for name in magnitudes}
+        moved = {name: _moved(thresholds[name], strength, highest[name]).sigmoid() for name in magnitudes}
         counts = [(m <= moved[name].to(m.dtype)).sum() for name, m in magnitudes.items()]
         # One exchange with a GPU, not one for each layer.
         return int(torch.stack([count.to(counts[0].device) for count in counts]).sum()) if counts else 0
@@ -90,7 +104,7 @@ def threshold_pull(
     high, above, width = low, below, _FIRST_PULL
     while below * above > 0 and abs(above) > tolerance:  # away from 0, until the count is on the other side
         if width > _LARGEST_PULL:
-            return high
+            return high if abs(above) < abs(now - zeros) else 0.0
         low, below = high, above
         high, width = width if below < 0 else -width, 2 * width
         above = excess(high)
