@@ -159,6 +159,22 @@ def test_layers_that_read_the_same_channels_lose_the_same_ones() -> None:
     assert parameters(thin(model.eval(), INPUT)[0]) < 0.5 * parameters(model)
 
 
+def test_channels_of_the_input_stay_and_layers_that_are_left_alone_are_reported_together(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    text = CHANNELS.replace("'re:(?!stem).*weight'", "__ALL_PRUNABLE__")
+    model = made()
+    Manager(text).apply(model, example_inputs=INPUT)
+    assert removed(model, "stem.0.weight", 1) == []
+    assert "leaves 'stem.0.weight' alone: it reads the model's input" in caplog.text
+    Manager(text.replace("__ALL_PRUNABLE__", "stem.0.weight")).apply(model, example_inputs=INPUT)
+    assert len(removed(model, "stem.0.weight", 1)) == 2
+    caplog.clear()
+    layers = [nn.Conv2d(3, 8, 1), *(nn.Conv2d(8, 8, 3, groups=8) for _ in range(2)), nn.Conv2d(8, 4, 1)]
+    Manager(text).apply(nn.Sequential(*layers), example_inputs=INPUT)
+    assert "leaves '1.weight', '2.weight' alone: a depthwise convolution" in caplog.text
+
+
 def test_a_depthwise_convolution_follows_its_producers() -> None:
     model, manager = made(Inverted), Manager(FILTERS)
     optimizer = manager.modify(model, adam(model), 4, example_inputs=INPUT)

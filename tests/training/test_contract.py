@@ -37,7 +37,7 @@ ROWS = [
     Row(f"GMPruningModifier {{{GRADUAL.format(0.5)}, mask_type: 2:4}}", each=(144, 288, 160)),
     Row(f"GMPruningModifier {{{GRADUAL.format(0.5)}, mask_type: 2:4, permute: true}}", each=(144, 288, 160)),
     Row(f"GMPruningModifier {{{GRADUAL.format(0.75)}, mask_type: block4}}", each=(216, 432, 240)),
-    Row(f"GMPruningModifier {{{GRADUAL.format(0.5)}, mask_type: channel}}", each=(144, 288, 160)),
+    Row(f"GMPruningModifier {{{GRADUAL.format(0.5)}, mask_type: channel}}", each=(0, 288, 160)),
     Row(f"MovementPruningModifier {{{GRADUAL.format(0.9)}}}", each=(259, 518, 288)),
     Row(f"MFACPruningModifier {{{GRADUAL.format(0.9)}, num_grads: 3, fisher_block_size: 16}}", each=(259, 518, 288)),
     Row(

@@ -25,6 +25,9 @@ from gossamer.graph.tensors import tensors_in
 from gossamer.graph.tracing import Arguments, Coupling, Follower, storage_of
 from gossamer.graph.undisturbed import quietly, undisturbed
 
+INPUT = "the network's input"
+READS_INPUT = f"its input is {INPUT}"
+"""Why channels that a layer reads from the network's input are held in place."""
 LEAVES = "it reaches the network's output, or the model keeps it"
 """Why channels that the model returns or stores are held in place."""
 _MOST_CALLS = 8
@@ -59,7 +62,7 @@ def _coupled(module: nn.Module, example_inputs: Any, parts: bool) -> Coupling:
     for inputs in tried:
         try:
             follower = Follower(module)
-            follower.follow(module, [as_arguments(inputs)], "the network's input", LEAVES)
+            follower.follow(module, [as_arguments(inputs)], INPUT, LEAVES)
             return follower.coupling()
         except Exception as error:  # noqa: BLE001  (any model, any reason)
             failure = _told(error)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from gossamer.graph.channels import Ints
-from gossamer.graph.coupling import couple
+from gossamer.graph.coupling import READS_INPUT, couple
 from gossamer.graph.parameters import (
     first_names,
     is_depthwise,
@@ -97,6 +97,11 @@ class FilterGraph:
     def output_side(self, name: str) -> int:
         """The dimension of a weight along which its output channels lie; those of a depthwise one are its rows."""
         return 0 if name in self.depthwise else self.output_dim[name]
+
+    def reads_input(self, name: str) -> bool:
+        """Whether a weight reads channels of the network's input."""
+        classes = self.read.get(name)
+        return classes is not None and any(self.held.get(n) == READS_INPUT for n in classes.reshape(-1).tolist())
 
     def components(self) -> list[Ints]:
         """The classes of each group, sorted; groups in the order of their first weight."""

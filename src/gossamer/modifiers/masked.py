@@ -156,9 +156,12 @@ class PruningModifier(Modifier):
         """Why a weight that is not named exactly keeps its filters or channels."""
         if isinstance(self.pattern, Channel) and is_depthwise(run.module, name):
             return "a depthwise convolution, which reads each channel on its own"
-        if not isinstance(self.pattern, Filter):
+        if not isinstance(self.pattern, Filter | Channel):
             return None
         graph = run.filter_graph()
+        if isinstance(self.pattern, Channel):
+            first = not isinstance(graph, str) and graph.reads_input(name)
+            return "it reads the model's input, whose channels would be ignored" if first else None
         if last and (isinstance(graph, str) or is_held(graph, name)):
             return "the last layer: pruning its filters would remove outputs"
         if not isinstance(graph, str) and leaves(graph, name):

@@ -62,9 +62,12 @@ def bind(recipe: Recipe, attachment: Attachment) -> str | None:
     except ModifierError as error:
         return str(located(recipe, attachment, error))
     weights = set(prunable(attachment.module))
+    skipped: dict[tuple[int, str], list[str]] = {}
     for name, reason in attachment.skipped.items():
         level = logging.WARNING if name in weights and reason != EXCLUDED else logging.INFO
-        logger.log(level, "%s leaves '%s' alone: %s", modifier.name, name, reason)
+        skipped.setdefault((level, reason), []).append(f"'{name}'")
+    for (level, reason), names in skipped.items():
+        logger.log(level, "%s leaves %s alone: %s", modifier.name, ", ".join(names), reason)
     return None
 
 
