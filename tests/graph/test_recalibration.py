@@ -293,3 +293,20 @@ def test_calibration_data_without_a_batch_is_reported(caplog: pytest.LogCaptureF
     model, manager = network(), Manager(PROBMASK)
     train(model, manager.modify(model, sgd(model), 4, calibration_data=[]), range(8))
     assert "calibration_data holds no batch, and batch norm is not recalibrated" in caplog.text
+
+
+def test_one_shot_pruning_without_data_warns_of_batch_norm(caplog: pytest.LogCaptureFixture) -> None:
+    recipe = "modifiers: [!GMPruningModifier {params: __ALL_PRUNABLE__, init_sparsity: 0.5, final_sparsity: 0.5, "
+    recipe += "start_epoch: 0, end_epoch: 1, update_frequency: 1}]"
+    batches = [torch.randn(8, 4)]
+    for layers in ((nn.Linear(4, 8), nn.BatchNorm1d(8)), (nn.Linear(4, 8),)):
+        model = nn.Sequential(*layers)
+        Manager(recipe).apply(model, calibration_data=batches)
+        assert caplog.messages == []
+        Manager("modifiers: [!ConstantPruningModifier {params: __ALL_PRUNABLE__}]").apply(model)
+        assert caplog.messages == []
+    Manager(recipe).apply(model)
+    assert caplog.messages == []
+    Manager(recipe).apply(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+    (message,) = caplog.messages
+    assert "pass calibration_data, or call gossamer.recalibrate(model, batches)" in message

@@ -93,6 +93,11 @@ def running_means(module: nn.Module) -> Tensor | None:
     return torch.cat([mean.to(means[0].device) for mean in means]) if means else None
 
 
+def has_running_statistics(model: nn.Module) -> bool:
+    """Whether `recalibrate` would estimate anything."""
+    return bool(_tracking(unwrap(model)))
+
+
 def _tracking(module: nn.Module) -> dict[str, _BatchNorm]:
     return {name: layer for name, layer in named_modules(module) if _is_tracking(layer, module)}
 

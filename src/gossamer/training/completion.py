@@ -128,8 +128,8 @@ class Completion:
         names = ", ".join(dict.fromkeys(unfinished))
         return (
             f"the recipe was not carried out to its end: {self._figures()}; not finished: {names}. "
-            f"Train for {self._end / self._steps_per_epoch:.4g} epochs, shorten the recipe, or correct "
-            f"steps_per_epoch={self._steps_per_epoch:g}, which is the number of optimizer steps in an epoch"
+            f"Train for {self._end / self._steps_per_epoch:.4g} epochs, shorten the recipe, or pass another "
+            f"steps_per_epoch if an epoch does not have {self._steps_per_epoch:g} optimizer steps"
         )
 
     def report_dropped(self) -> str | None:

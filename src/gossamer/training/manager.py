@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, has_parameter, unwrap
-from gossamer.graph.recalibration import checked_batches, recalibrate
+from gossamer.graph.recalibration import checked_batches, has_running_statistics, recalibrate
 from gossamer.modifiers import LayerThinningModifier, Modifier
 from gossamer.quantization import is_emulated
 from gossamer.recipe import Recipe, load
@@ -249,8 +249,8 @@ class Manager:
 
         With `calibration_data`, batches in the forms that `gossamer.recalibrate` takes, of which the first 100 are
         read, the statistics of batch norm are estimated again for the pruned weights; quantization that starts after
-        epoch 0 takes its ranges from the result. Data on which the model does not
-        run is refused before anything changes.
+        epoch 0 takes its ranges from the result. Data on which the model does not run is refused before anything
+        changes. Warns when a model with batch norm is pruned without data.
         """
         self._check_free()
         check_model(module)
@@ -270,9 +270,15 @@ class Manager:
         end = round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS)
         starts = [a.start_step for a in run.attachments if a.modifier.family == "quantization"]
         stop = min((start - 1 for start in starts if data is not None and 0 < start <= end), default=end)
+        zeros = _count_zeros(module)
         run.begin(stop)
         if data is not None:
             recalibrate(module, data)
+        elif _count_zeros(module) > zeros and has_running_statistics(module):
+            logger.warning(
+                "apply: batch norm has the statistics of the weights before pruning; pass calibration_data, or call "
+                "gossamer.recalibrate(model, batches)"
+            )
         if stop < end:
             run.advance(end)
         if finalize:
@@ -429,6 +435,10 @@ class Manager:
             raise GossamerError("modify: the optimizer holds none of the model's parameters; pass the model's own")
         if not allow_parallel and unwrap(module) is not module:
             raise GossamerError(f"modify: {type(module).__name__} wraps the model, and allow_parallel_module is False")
+
+
+def _count_zeros(module: nn.Module) -> int:
+    return sum(weight.numel() - int(weight.detach().count_nonzero()) for weight in module.parameters())
 
 
 def _report(problems: list[str]) -> list[str]:
