@@ -87,7 +87,7 @@ def _check_kind(batches: object, argument: str) -> None:
 
 
 def running_means(module: nn.Module) -> Tensor | None:
-    """A copy of all running means in one tensor, which tells whether statistics have changed; None without any."""
+    """A copy of all running means in one tensor, to compare with later ones; None without any."""
     norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     means = [layer.running_mean.detach().float() for layer in norms if layer.running_mean is not None]
     return torch.cat([mean.to(means[0].device) for mean in means]) if means else None

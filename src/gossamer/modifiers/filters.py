@@ -4,7 +4,7 @@ A residual addition, a depthwise convolution or a shared input ties filters of
 several weights to each other: the channel can be removed only when all of
 them are zero. Such filters form a pool, which is ranked as one and gets one
 mask. With a filter go its bias and the affine parameters of the batch norm
-behind it, so that a removed channel is exactly zero. Which channels are the
+after it, so that a removed channel is exactly zero. Which channels are the
 same comes from `graph`; the run holds the masks.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Bools = NDArray[np.bool_]
 
 SAVED = "removed_with_filters"
-"""The key in `run.state` of the values that parameters had before they were held at zero along with a filter."""
+"""The key in `run.state` of the values that parameters had before they were held at zero with a filter."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def pools_of(
 
 
 def _classes(graph: FilterGraph, sizes: Mapping[str, int], channels: bool) -> dict[str, Ints]:
-    """The class of each filter of the weights whose channels can be removed as far as the graph tells."""
+    """The class of each filter of the weights whose channels can be removed as far as is known."""
     found: dict[str, Ints] = {}
     side = graph.read if channels else graph.produced
     for name, size in sizes.items():

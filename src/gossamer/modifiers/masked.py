@@ -124,7 +124,7 @@ class PruningModifier(Modifier):
         self._hold_vectors(run, as_they_are)
 
     def release(self, run: Run) -> None:
-        """Let go of all masks; what was held along with filters gets its values back."""
+        """Let go of all masks; what was held at zero with filters gets its values back."""
         for name in run.targets:
             run.release_mask(name)
         self._hold_vectors(run)

@@ -82,14 +82,14 @@ class Shared:
     """The shapes that the model had when it was last followed, and what was found."""
     stepping: set[int] | None = None
     """While one of several optimizers is about to step: the ids of its parameters."""
-    along: set[str] = field(default_factory=set[str])
-    """Parameters that no pruning modifier is bound to and that may be held at zero along with filters."""
+    held_with_filters: set[str] = field(default_factory=set[str])
+    """Parameters that no pruning modifier is bound to and that may be held at zero with filters."""
     attachments: Sequence[Attachment] = ()
     """All modifiers of the run."""
 
     def pruned(self) -> list[str]:
-        """Masked parameters, without those that are held along with filters."""
-        return [name for name in self.masks.names() if name not in self.along]
+        """Masked parameters, without those that are held at zero with filters."""
+        return [name for name in self.masks.names() if name not in self.held_with_filters]
 
 
 class Attachment:
@@ -119,8 +119,8 @@ class Attachment:
         return names if stepping is None else [name for name in names if id(self.parameter(name)) in stepping]
 
     @property
-    def held_along(self) -> Collection[str]:
-        """Parameters beside the targets that may be held at zero along with filters."""
+    def held_with_filters(self) -> Collection[str]:
+        """Parameters beside the targets that may be held at zero with filters."""
         filters: FilterPlan | None = self.plan.get("filters")
         return () if filters is None else filters.vectors.keys()
 

@@ -96,7 +96,9 @@ class TrainingRun:
             raise RecipeError(problems)
         pruning = [attachment for attachment in self.attachments if isinstance(attachment.modifier, PruningModifier)]
         bound = {name for attachment in pruning for name in attachment.bound}
-        self.shared.along = {name for attachment in pruning for name in attachment.held_along if name not in bound}
+        self.shared.held_with_filters = {
+            name for attachment in pruning for name in attachment.held_with_filters if name not in bound
+        }
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -299,7 +301,7 @@ class TrainingRun:
                 reason = "it is not in the model"
             elif tuple(parameters[name].shape) != tuple(keep.shape):
                 reason = f"it has shape {tuple(parameters[name].shape)}"
-            elif name not in attachment.bound and name not in attachment.held_along:
+            elif name not in attachment.bound and name not in attachment.held_with_filters:
                 reason = "the recipe no longer names it there"
             if reason:
                 problems.append(f"{attachment.key}: the mask of '{name}' {tuple(keep.shape)} is dropped: {reason}")
