@@ -37,12 +37,6 @@ SPARSITIES: dict[str, dict[str, Any] | None] = {
         "sparsity": {"target_sparsity": 0.6, "uniform": True},
         "scheduler": {"type": "ADMMScheduler", "kwargs": {"iters_per_epoch": 3}},
     },
-    "str to 80 %": {
-        "mask_generator": {"type": "STRMaskGenerator"},
-        "fake_sparse": {"type": "STRFakeSparse"},
-        "scheduler": {"type": "STRScheduler", "kwargs": {"prune_rate": 0.8, "total_iterations": 18}},
-    },
-    "str recipe": {"recipe": "str.yaml"},
     "gmp": {"recipe": "gmp.yaml"},
     "qat": {"recipe": "qat.yaml"},
 }

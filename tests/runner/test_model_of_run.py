@@ -26,7 +26,7 @@ from gossamer.runner.summary import comparison, run_summary
 from gossamer.runner.testing import tested
 from tests.cli.conftest import Run, run  # noqa: F401
 from tests.runner.nets import small
-from tests.runner.running_on_digits import config, evaluated, interrupted, resumed, trained
+from tests.runner.running_on_digits import SPARSITIES, config, evaluated, interrupted, resumed, trained
 
 SCRIPTED = "runtime.runner.type=tests.runner.nets:Scripted"  # which is best at iteration 12 of 18
 PRUNED = (nn.Conv2d, nn.Linear)
@@ -101,7 +101,17 @@ def test_a_model_on_its_way_is_never_the_best(sparsity: str, tmp_path: Path) -> 
     assert result.model == "best checkpoint, iteration 18: top1 50.00"
 
 
-@pytest.mark.parametrize("sparsity", ["str recipe", "str to 80 %"])
+TO_A_TARGET: dict[str, dict[str, Any]] = {
+    "recipe": {"recipe": "str.yaml"},
+    "config": {
+        "mask_generator": {"type": "STRMaskGenerator"},
+        "fake_sparse": {"type": "STRFakeSparse"},
+        "scheduler": {"type": "STRScheduler", "kwargs": {"prune_rate": 0.8, "total_iterations": 18}},
+    },
+}
+
+
+@pytest.mark.parametrize("sparsity", TO_A_TARGET)
 def test_learned_thresholds_are_exported_as_they_were_tested(
     sparsity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +124,7 @@ def test_learned_thresholds_are_exported_as_they_were_tested(
         return tested(model, *rest)
 
     monkeypatch.setattr("gossamer.runner.runner.tested", recorded)
+    monkeypatch.setitem(SPARSITIES, sparsity, TO_A_TARGET[sparsity])
     path = config(tmp_path, sparsity, trainer={"max_epoch": 3, "test_freq": 1})
     result = trained(path)
     found = Checkpoints(tmp_path / "run" / "checkpoints", 3).model()
