@@ -67,7 +67,7 @@ def test_the_implicit_gradient_is_that_of_the_formula(
     torch.manual_seed(seed)
     student, teacher = nn.Linear(4, classes).double(), nn.Linear(4, classes).double()
     plain = deepcopy(student)
-    attach(student, teacher, hardness, temperature)
+    _kept = attach(student, teacher, hardness, temperature)
     x = torch.randn(rows, *middle, 4, dtype=torch.float64)
     labels = torch.randint(0, classes, (rows * len(x[0].reshape(-1, 4)),))
     functional.cross_entropy(student(x).reshape(-1, classes), labels).backward()
@@ -165,7 +165,7 @@ def heads(name: str) -> tuple[Heads, Heads, Heads, Callable[[Any], tuple[Tensor,
 @pytest.mark.parametrize("name", FORMS)
 def test_outputs_of_every_form_are_distilled_and_keep_their_form(name: str) -> None:
     student, plain, teacher, opened = heads(name)
-    attach(student, teacher, 0.4, 3.0)
+    _kept = attach(student, teacher, 0.4, 3.0)
     x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
     output = student(x)
     assert type(output) is type(plain(x))
@@ -181,7 +181,7 @@ def test_outputs_of_every_form_are_distilled_and_keep_their_form(name: str) -> N
 @pytest.mark.parametrize("name", FORMS)
 def test_an_output_that_the_loss_does_not_use_is_learned_all_the_same(name: str) -> None:
     student, plain, teacher, opened = heads(name)
-    attach(student, teacher)
+    _kept = attach(student, teacher)
     x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
     functional.cross_entropy(opened(student(x))[0], y).backward()
     ours, theirs = opened(plain(x)), opened(teacher(x))
@@ -193,7 +193,7 @@ def test_an_output_that_the_loss_does_not_use_is_learned_all_the_same(name: str)
 @pytest.mark.parametrize(("name", "key"), [("tuple", 1), ("dict", "aux"), ("dataclass", "aux"), ("named tuple", 1)])
 def test_only_the_named_output_is_learned_and_the_loss_weighs_less_everywhere(name: str, key: str | int) -> None:
     student, plain, teacher, opened = heads(name)
-    attach(student, teacher, 0.3, 2.0, f", distill_output_keys: [{key}]")
+    _kept = attach(student, teacher, 0.3, 2.0, f", distill_output_keys: [{key}]")
     x, y = torch.randn(6, 4), torch.randint(0, 3, (6,))
     functional.cross_entropy(opened(student(x))[0], y).backward()
     ours, theirs = opened(plain(x)), opened(teacher(x))
@@ -228,7 +228,7 @@ def test_a_teacher_that_returns_less_in_evaluation_mode_teaches_the_output_of_it
 
     student, teacher = Inception(Both, 0), Inception(Both, 1)
     plain = deepcopy(student)
-    attach(student, teacher)
+    _kept = attach(student, teacher)
     x = torch.randn(6, 4)
     student(x).logits.square().mean().backward()
     teacher.eval()
@@ -244,7 +244,7 @@ def test_a_lone_output_learns_the_named_one_or_the_only_one_of_its_shape(keys: s
 
     student, teacher = Heads(lambda a, b: a, 0), Heads(both, 1)
     plain = deepcopy(student)
-    attach(student, teacher, more=keys)
+    _kept = attach(student, teacher, more=keys)
     x = torch.randn(6, 4)
     student(x).square().mean().backward()
     ours = plain(x)
@@ -267,7 +267,7 @@ def test_outputs_may_be_changed_in_place() -> None:
     torch.manual_seed(0)
     student, teacher = nn.Linear(4, 3), nn.Linear(4, 3)
     plain = deepcopy(student)
-    attach(student, teacher)
+    _kept = attach(student, teacher)
     x = torch.randn(5, 4)
     logits = student(x)
     logits.mul_(2)
@@ -295,7 +295,7 @@ class Text(nn.Module):
 
 def test_the_teacher_is_given_the_arguments_that_are_named() -> None:
     student, teacher = Text(0), Text(1)
-    attach(student, teacher, more=", teacher_input_keys: [tokens, extra]")
+    _kept = attach(student, teacher, more=", teacher_input_keys: [tokens, extra]")
     student(torch.randn(2, 4), torch.ones(2), extra=1, other=2).sum().backward()
     student(tokens=torch.randn(2, 4), mask=torch.ones(2), extra=1).sum().backward()
     assert teacher.seen == [(False, ["extra"])] * 2
@@ -310,7 +310,7 @@ def test_an_input_that_the_teacher_changes_in_place_reaches_the_student_as_it_wa
 
     torch.manual_seed(0)
     student, x = nn.Linear(4, 3), torch.randn(2, 4)
-    attach(student, Normalises(4, 3))
+    _kept = attach(student, Normalises(4, 3))
     before = x.clone()
     student(x).sum().backward()
     assert torch.equal(x, before)
@@ -318,7 +318,7 @@ def test_an_input_that_the_teacher_changes_in_place_reaches_the_student_as_it_wa
 
 def test_a_teacher_that_fails_on_the_inputs_is_named() -> None:
     student = Text(0)
-    attach(student, nn.Linear(4, 3))
+    _kept = attach(student, nn.Linear(4, 3))
     with pytest.raises(GossamerError, match=r"DistillationModifier has a teacher that fails on the model's inputs: "):
         student(torch.randn(2, 4), torch.ones(2))
 
@@ -328,7 +328,7 @@ def test_a_teacher_that_fails_on_the_inputs_is_named() -> None:
 
 def test_outputs_are_untouched_and_nobody_is_asked_outside_of_training() -> None:
     student, _, teacher, _ = heads("tuple")
-    attach(student, teacher)
+    _kept = attach(student, teacher)
     x = torch.randn(2, 4)
     with torch.no_grad():
         student(x)
@@ -350,7 +350,7 @@ def test_the_teacher_stays_as_it_is_and_runs_once_per_batch_in_evaluation_mode()
 
     modes: list[tuple[bool, bool]] = []
     student, teacher = nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 3), Noted(0.5), nn.BatchNorm1d(3).eval())
-    attach(student, teacher)
+    _kept = attach(student, teacher)
     for _ in range(3):
         student(torch.randn(5, 4)).sum().backward()
     assert modes == [(False, False)] * 3
@@ -372,7 +372,7 @@ def test_a_checkpoint_that_computes_twice_asks_the_teacher_once(reentrant: bool,
 
     student, teacher = Net(), Heads(lambda a, b: a, 1)
     plain = deepcopy(student)
-    attach(student, teacher)
+    _kept = attach(student, teacher)
     x = torch.randn(5, 4, requires_grad=True)
     output = checkpoint(student, x, use_reentrant=reentrant) if whole else student(x)
     output.square().mean().backward()
@@ -464,7 +464,7 @@ def test_outputs_that_do_not_go_together_are_named_at_the_first_batch(
     models: Callable[[], tuple[nn.Module, Any]], more: str, message: str
 ) -> None:
     student, teacher = models()
-    attach(student, teacher, more=more)
+    _kept = attach(student, teacher, more=more)
     with pytest.raises(GossamerError) as caught:
         student(torch.randn(2, 4))
     assert message in str(caught.value)

@@ -192,7 +192,8 @@ def test_zeros_stay_after_the_end_unless_the_recipe_lets_them_go() -> None:
 
 
 def test_a_layer_of_which_nothing_is_left_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    model, _, manager = begin(STR.replace("-3.0", "5.0"))
+    model, optimizer, manager = begin(STR.replace("-3.0", "5.0"))
+    train(model, optimizer, range(1))
     with caplog.at_level(logging.WARNING, "gossamer"):
         manager.finalize()
     assert zeros(model[0].weight) == 288

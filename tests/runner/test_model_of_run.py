@@ -17,13 +17,13 @@ from gossamer.errors import GossamerError
 from gossamer.export import read_integers
 from gossamer.graph.additions import evaluated as as_evaluated
 from gossamer.quantization import is_emulated
+from gossamer.runner import testing
 from gossamer.runner.checkpoints import Checkpoints, read_checkpoint, title
 from gossamer.runner.reporting import report
 from gossamer.runner.reporting_content import run_content
 from gossamer.runner.running import export
 from gossamer.runner.subjects import open_subject
 from gossamer.runner.summary import comparison, run_summary
-from gossamer.runner.testing import tested
 from tests.cli.conftest import Run, run  # noqa: F401
 from tests.runner.nets import small
 from tests.runner.running_on_digits import SPARSITIES, config, evaluated, interrupted, resumed, trained
@@ -121,7 +121,7 @@ def test_learned_thresholds_are_exported_as_they_were_tested(
         values = {id(weight): value for weight, value in as_evaluated(model)}
         layers = {name: layer.weight for name, layer in model.named_modules() if isinstance(layer, PRUNED)}
         tests.append({f"{n}.weight": values.get(id(w), w).detach().clone() for n, w in layers.items()})
-        return tested(model, *rest)
+        return testing.tested(model, *rest)
 
     monkeypatch.setattr("gossamer.runner.runner.tested", recorded)
     monkeypatch.setitem(SPARSITIES, sparsity, TO_A_TARGET[sparsity])

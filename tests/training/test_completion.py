@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gossamer
 from gossamer import Manager
@@ -420,3 +421,13 @@ def test_a_layer_that_is_initialized_to_zero_is_not_taken_for_a_sparse_one(caplo
     train(model, manager.modify(model, sgd(model), STEPS_PER_EPOCH), range(1))
     assert caplog.messages == []
     manager.finalize(warn=False)
+
+
+def test_a_run_that_is_dropped_while_fake_tensors_are_in_use_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, manager = attached()
+    train(model, optimizer, range(3))
+    with FakeTensorMode():
+        del manager, optimizer, model
+        gc.collect()
+    (message,) = caplog.messages
+    assert "a manager was dropped without finalize(): the recipe was not carried out to its end: 3 of" in message

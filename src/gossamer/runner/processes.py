@@ -6,6 +6,7 @@ models or configs.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -55,6 +56,8 @@ def joined(device: str) -> Generator[Place]:
             distributed.barrier()  # one that leaves early would cut the line to those that still listen
     finally:
         if started:
+            # A DDP module in a reference cycle would hold the group, whose threads then end with the interpreter.
+            gc.collect()
             distributed.destroy_process_group()
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from gossamer.graph import get_parameter, has_parameter
 from gossamer.modifiers import LayerThinningModifier, Modifier, PruningModifier
@@ -230,7 +231,10 @@ _open: weakref.WeakKeyDictionary[object, Completion] = weakref.WeakKeyDictionary
 
 
 def _report_dropped(completion: Completion) -> None:
-    if (report := completion.report_dropped()) is not None:
+    # The garbage collector may call this while a model is traced on fake tensors, which must not see our counting.
+    with _disable_current_modes():
+        report = completion.report_dropped()
+    if report is not None:
         logger.warning("%s", report)
         completion.close()
 
