@@ -177,10 +177,10 @@ def _layers(runs: Sequence[RunContent]) -> str:
     dense = [name for name, index, _ in own if index not in {entry[1] for entry in sparse}]
     shown = sparse or own[:1]
     ticks = any(layer.target is not None for _, _, layers in shown for layer in layers)
-    told = "Bars are the zeros of each layer" + ("; the tick is the target where it is known." if ticks else ".")
+    caption = "Bars are the zeros of each layer" + ("; the tick is the target where it is known." if ticks else ".")
     if len(runs) > 1 and dense:
-        told += f" Without zeros: {', '.join(dense)}."
-    return f'<p>{escaped(told)}</p><div class="sheet">{tables.layers(shown)}</div>'
+        caption += f" Without zeros: {', '.join(dense)}."
+    return f'<p>{escaped(caption)}</p><div class="sheet">{tables.layers(shown)}</div>'
 
 
 def _weight_count(layers: Sequence[Layer]) -> int:
