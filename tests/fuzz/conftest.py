@@ -1,0 +1,3 @@
+"""Leaves out of collection the module that nothing may import."""
+
+collect_ignore = ["canary.py"]
