@@ -9,12 +9,13 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
 import gossamer
 from gossamer import Manager
@@ -423,10 +424,13 @@ def test_a_layer_that_is_initialized_to_zero_is_not_taken_for_a_sparse_one(caplo
     manager.finalize(warn=False)
 
 
-def test_a_run_that_is_dropped_while_fake_tensors_are_in_use_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("inside_an_operation", [False, True])
+def test_a_run_that_is_dropped_while_fake_tensors_are_in_use_is_reported(
+    inside_an_operation: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     model, optimizer, manager = attached()
     train(model, optimizer, range(3))
-    with FakeTensorMode():
+    with FakeTensorMode() as mode, in_kernel_invocation_manager(mode) if inside_an_operation else nullcontext():
         del manager, optimizer, model
         gc.collect()
     (message,) = caplog.messages

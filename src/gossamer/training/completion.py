@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import atexit
 import sys
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from gossamer.graph import get_parameter, has_parameter
 from gossamer.modifiers import LayerThinningModifier, Modifier, PruningModifier
@@ -231,9 +231,22 @@ _open: weakref.WeakKeyDictionary[object, Completion] = weakref.WeakKeyDictionary
 
 
 def _report_dropped(completion: Completion) -> None:
-    # The garbage collector may call this while a model is traced on fake tensors, which must not see our counting.
-    with _disable_current_modes():
-        report = completion.report_dropped()
+    """Report from the garbage collector, which may run inside any operation of torch.
+
+    While a model is traced, even counting zeros would be traced, or computed without data. Such modes are those of a
+    thread, so the report is made in a new one.
+    """
+    found: list[str | None] = []
+    thread = threading.Thread(target=lambda: found.append(completion.report_dropped()))
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter exits: no thread can be started
+        return
+    thread.join()
+    _log(completion, *found)
+
+
+def _log(completion: Completion, report: str | None) -> None:
     if report is not None:
         logger.warning("%s", report)
         completion.close()
@@ -244,4 +257,4 @@ def _report_at_exit() -> None:
     if getattr(sys, "last_value", None) is not None:
         return  # the exception that ends the program is reported already
     for completion in list(_open.values()):
-        _report_dropped(completion)
+        _log(completion, completion.report_dropped())  # no thread can be started at exit
