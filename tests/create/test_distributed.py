@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed, multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
 import gossamer as sparsify
 from tests.loops import batch, loss_at, network, sgd
+from tests.ranks import in_ranks
 
 
 def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     model = DistributedDataParallel(network(seed=rank))
     alone = sparsify.create.recipe_for(model, quantization=False, data=[batch(50 + rank)]).text
     variables = {"num_epochs": 2, "global_sparsity": False}
@@ -28,13 +26,12 @@ def worker(rank: int, folder: str) -> None:
         loss_at(model, 10 * step + rank).backward()
         optimizer.step()
     torch.save([alone, manager.recipe, manager.masks()], f"{folder}/rank{rank}.pt")
-    distributed.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_two_ranks_agree_on_a_recipe_though_each_measures_for_itself() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(worker, args=(folder,), nprocs=2)
+        in_ranks(worker, folder)
         first, second = (torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in range(2))
     assert first[0] != second[0], "each alone comes to numbers of its own"
     assert first[1] == second[1]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed, multiprocessing, nn
+from torch import nn
 from torch.nn.functional import conv2d, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,6 +30,7 @@ from tests.loops import (
     train,
     zeros,
 )
+from tests.ranks import in_ranks
 
 COUNT = 288 + 576 + 320
 
@@ -559,8 +560,6 @@ def test_models_of_any_dtype_learn(text: str, dtype: torch.dtype) -> None:
 
 
 def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     found = []
     for text in (STR, TARGET, PROB):
         model = DistributedDataParallel(network(seed=rank))
@@ -578,13 +577,12 @@ def worker(rank: int, folder: str) -> None:
             learned |= {name: model.module.state_dict()[name].clone() for name in ("1.running_mean", "1.running_var")}
         found.append([learned, model.module.state_dict()])
     torch.save(found, f"{folder}/rank{rank}.pt")
-    distributed.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_two_processes_learn_the_same() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(worker, args=(folder,), nprocs=2)
+        in_ranks(worker, folder)
         first, second = (torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in range(2))
     for (learned, weights), (others, other_weights) in zip(first, second, strict=True):
         assert set(learned) >= set(PRUNABLE)

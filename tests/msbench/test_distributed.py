@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from gossamer.msbench import build_sparse_scheduler
 from tests.loops import loss_at, network, sgd
 from tests.msbench.door import TOTAL, admm, ampere, levels, loop, prepared, probmask, same, str_config
 from tests.msbench.test_resume import wide_network
+from tests.ranks import in_ranks
 
 CONFIGS: dict[str, tuple[Any, Any]] = {
     "levels": (levels, network),
@@ -78,8 +79,6 @@ def test_checkpoints_and_states_have_the_users_names() -> None:
 
 
 def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     found = {}
     for kind, (config, make) in CONFIGS.items():
         given = config()
@@ -95,13 +94,12 @@ def worker(rank: int, folder: str) -> None:
         scheduler.export_sparse_model(model)
         found[kind] = {name: value for name, value in model.module.state_dict().items() if "running" not in name}
     torch.save(found, f"{folder}/rank{rank}.pt")
-    distributed.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_two_processes_end_with_the_same_weights_and_one_of_them_writes() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(worker, args=(folder,), nprocs=2)
+        in_ranks(worker, folder)
         first, second = (torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in range(2))
         written = {path.name for path in Path(folder).iterdir() if path.is_dir()}
     assert written == {"levels of rank 0", "energy of rank 0"}

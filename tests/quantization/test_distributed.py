@@ -6,12 +6,13 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch import Tensor, distributed, multiprocessing, nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gossamer import Manager
 from gossamer.quantization import emulation_of
 from tests.loops import batch, loss_at, network, sgd
+from tests.ranks import in_ranks
 
 RECIPE = """
 modifiers:
@@ -22,8 +23,6 @@ modifiers:
 
 
 def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     found = []
     for start, calibrates in (("0.5", False), ("0", True)):
         model = DistributedDataParallel(network(seed=rank))
@@ -40,12 +39,11 @@ def worker(rank: int, folder: str) -> None:
             history.append({} if emulation is None else {key: v.clone() for key, v in emulation.ranges.items()})
         found.append([history, model.module.state_dict()])
     torch.save(found, f"{folder}/rank{rank}.pt")
-    distributed.destroy_process_group()
 
 
 def test_two_ranks_agree_on_ranges_and_weights_after_every_step() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(worker, args=(folder,), nprocs=2)
+        in_ranks(worker, folder)
         ranks = [torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in range(2)]
     for (history, weights), (others, other_weights) in zip(*ranks, strict=True):
         for step, (one, other) in enumerate(zip(history, others, strict=True)):
@@ -79,19 +77,16 @@ class Drops(nn.Module):
 
 
 def dropping(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     model = DistributedDataParallel(Drops(rank + 1), find_unused_parameters=True)
     optimizer = Manager("modifiers: [!QuantizationModifier {start_epoch: 0}]").modify(model, sgd(model), 4)
     model(torch.full((2, 4), 1.0 + rank)).sum().backward()
     optimizer.step()
     torch.save(dict(emulation_of(model).ranges), f"{folder}/rank{rank}.pt")
-    distributed.destroy_process_group()
 
 
 def test_ranges_belong_to_their_calls_also_where_processes_went_different_ways() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(dropping, args=(folder,), nprocs=2)
+        in_ranks(dropping, folder)
         one, other = (torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in range(2))
     assert one.keys() == other.keys() == {"layers.0.input", "layers.1.input", "layers.2.input"}
     assert all(torch.equal(value, other[key]) for key, value in one.items())

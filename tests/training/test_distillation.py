@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from sklearn.datasets import load_digits
-from torch import Tensor, distributed, multiprocessing, nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,6 +24,7 @@ from gossamer import GossamerError, Manager
 from gossamer.sparseml import ScheduledModifierManager
 from gossamer.training.processes import average
 from tests.loops import STEPS_PER_EPOCH, batch, loss_at, network, sgd, through_disk, train, zeros
+from tests.ranks import in_ranks
 
 RECIPE = "modifiers: [!DistillationModifier {hardness: 0.3, temperature: 3.0}]"
 SPAN = "start_epoch: 0.5, end_epoch: 2"
@@ -744,8 +745,6 @@ def test_the_teacher_of_a_quantized_model_computes_in_floats(first: str, start: 
 
 
 def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     ranges = [torch.full((2,), float(rank)), torch.tensor(4.0 * rank)]
     alone = [tensor.clone() for tensor in ranges]
     model = DistributedDataParallel(student(6), find_unused_parameters=True)
@@ -767,12 +766,11 @@ def worker(rank: int, folder: str) -> None:
     torch.save([model.module.state_dict(), manager.state_dict()["modifiers"]], f"{folder}/rank{rank}.pt")
     pupil = DistributedDataParallel(network())
     train(pupil, Manager(RECIPE).modify(pupil, sgd(pupil), 4), range(2))
-    distributed.destroy_process_group()
 
 
 def test_two_ranks_learn_the_mean_of_what_each_is_taught() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(worker, args=(folder,), nprocs=2)
+        in_ranks(worker, folder)
         first, second = (torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in range(2))
     learned = [part[1]["PerLayerDistillationModifier.0"]["state"]["projections"] for part in (first, second)]
     assert len(learned[0]) == 1

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed, multiprocessing
 from torch.nn.parallel import DistributedDataParallel
 
 from gossamer import GossamerError, Manager
 from tests.loops import loss_at, network, sgd
+from tests.ranks import in_ranks
 
 RECIPE = """
 modifiers:
@@ -34,8 +34,6 @@ modifiers:
 
 
 def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     model = DistributedDataParallel(network(seed=rank))
     torch.manual_seed(100 + rank)
     manager = Manager(RECIPE)
@@ -63,12 +61,11 @@ def worker(rank: int, folder: str) -> None:
         optimizer.zero_grad()
         loss_at(patient, step).backward()
         optimizer.step()
-    distributed.destroy_process_group()
 
 
 def test_two_ranks_end_with_the_same_masks_and_weights() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(worker, args=(folder,), nprocs=2)
+        in_ranks(worker, folder)
         first, second = (torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in range(2))
     assert set(first[0]) == {"0.weight", "3.weight", "7.weight"}
     assert sum(int((~first[0][name]).sum()) for name in ("0.weight", "3.weight")) == round(864 * 0.9)

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor, distributed, multiprocessing, nn
+from torch import Tensor, multiprocessing, nn
 
 from gossamer.errors import GossamerError
 from gossamer.runner.tasks import Classification, Finding, metrics
 from gossamer.runner.tasks.metrics import COCO
+from tests.ranks import in_ranks
 
 
 @dataclass
@@ -158,7 +159,6 @@ def test_the_order_of_images_in_processes_does_not_matter(monkeypatch):
 
 
 def _evaluate_half(rank, folder, results):
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     classes = Classification(8).evaluator()
     if rank == 0:  # the other one has no batch at all
         classes.update(nn.Identity(), Batch(torch.eye(8), torch.tensor([0, 1, 2, 3, 4, 5, 0, 0])))
@@ -167,14 +167,13 @@ def _evaluate_half(rank, folder, results):
     truths = [truth((0, 0, 20, 20, 1), image_id=torch.tensor(rank))]
     boxes.update(Answers(answer), Batch([torch.zeros(3, 8, 8)], truths))
     results[rank] = {**classes.compute(), **boxes.compute()}
-    distributed.destroy_process_group()
 
 
 @pytest.mark.slow
 def test_two_processes_get_the_numbers_of_all_images(tmp_path):
     with multiprocessing.Manager() as manager:
         results = manager.dict()
-        multiprocessing.spawn(_evaluate_half, (str(tmp_path), results), nprocs=2)
+        in_ranks(_evaluate_half, tmp_path, results)
         first, second = results[0], results[1]
     assert first == second
     assert first["top1"] == 75.0
