@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,9 @@ import torch.nn.utils.prune
 from torch import nn
 
 from gossamer.errors import GossamerError
-from gossamer.export import save, thin, to_onnx
+from gossamer.export import THINNED, load_into, save, thin, to_onnx
+from gossamer.runner import starting, subjects
+from tests.fuzz.harness import fingerprint
 from tests.graph.thinned_networks import lively, prune
 
 IMAGE = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -70,3 +75,45 @@ def test_a_filter_that_stays_to_carry_constants_is_told_so_when_thinned_again() 
     _, second = thin(smaller, torch.zeros(1, 4))
     assert "another weight" not in second.kept["0.weight"], second.kept
     assert "constant" in first.kept["0.weight"]
+
+
+def thinned_file(folder: Path, **changed: torch.Tensor) -> Path:
+    """The file of a smaller network with two layers that a model may share; `changed` are other tensors."""
+    tensors = {"0.weight": (6, 4), "0.bias": (6,), "1.weight": (4, 6), "1.bias": (4,)}
+    state = {name: torch.zeros(shape) for name, shape in tensors.items()}
+    state |= {name.replace("_", "."): tensor for name, tensor in changed.items()}
+    return save(state, folder / "model.safetensors", "safetensors", about=THINNED).path
+
+
+def load_as_a_pretrained_model(model: nn.Module, path: Path) -> None:
+    starting.load_weights(model, path)
+
+
+@pytest.mark.parametrize("load", [load_into, load_as_a_pretrained_model, subjects.load_weights])
+@pytest.mark.parametrize(
+    ("changed", "shared", "message"),
+    [
+        ({"2_weight": torch.zeros(3, 3)}, False, "2.weight"),
+        ({"1_weight": torch.zeros(4, 6, 1)}, False, "1.weight"),
+        ({"0_weight": torch.zeros(6, 9)}, False, "0.weight"),
+        ({}, True, "are one tensor in the model"),
+    ],
+)
+def test_a_refused_thinned_file_leaves_the_model_as_it_was(
+    tmp_path: Path, load: Callable[[nn.Module, Path], None], changed: dict, shared: bool, message: str
+) -> None:
+    path = thinned_file(tmp_path, **changed)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    if shared:
+        model[1].weight = model[0].weight
+    before = fingerprint(model)
+    with pytest.raises(GossamerError, match=message):
+        load(model, path)
+    assert fingerprint(model) == before
+    assert (model[0].in_features, model[0].out_features) == (8, 8)
+
+
+def test_a_thinned_file_shrinks_the_model(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    load_into(model, thinned_file(tmp_path))
+    assert [tuple(parameter.shape) for parameter in model.parameters()] == [(6, 4), (6,), (4, 6), (4,)]

@@ -19,7 +19,7 @@ from gossamer.export.model_file import KIND, damaged, opened
 from gossamer.export.quantized import QuantizedFile
 from gossamer.export.states import clean_state
 from gossamer.graph.additions import is_added
-from gossamer.graph.thinning_cuts import shrink_to
+from gossamer.graph.thinning_cuts import shrink_to, shrunk
 from gossamer.sealed import DTYPES, dtype_word, kind_of
 
 THINNED = {"thinned": "yes"}
@@ -87,7 +87,7 @@ def load_into(model: nn.Module, path: str | os.PathLike[str], *, progress: Progr
         own = {name: tensor for name, tensor in own.items() if name in names or not is_added(name)}
         shapes = {name: weights.tensors[first].shape for name, first in names.items()}
         thinned = THINNED.items() <= weights.about.items()
-        fitting = {name: _corner(tensor, shapes.get(name)) for name, tensor in own.items()} if thinned else own
+        fitting = _shrunk(own, shapes, Path(path)) if thinned else own
         _check_fit(fitting, {name: weights.tensors[first] for name, first in names.items()}, Path(path))
         if isinstance(weights, QuantizedFile):
             weights.check_modules(model)
@@ -137,11 +137,11 @@ def _as_in(own: Mapping[str, Tensor], names: dict[str, str]) -> dict[str, str]:
     return names
 
 
-def _corner(tensor: Tensor, shape: tuple[int, ...] | None) -> Tensor:
-    """The first entries of a tensor along each axis, as many as a smaller one has."""
-    if shape is None or len(shape) != tensor.dim():
-        return tensor
-    return tensor.detach()[tuple(slice(size) for size in shape)]
+def _shrunk(own: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], path: Path) -> dict[str, Tensor]:
+    try:
+        return shrunk(own, shapes)
+    except GossamerError as error:
+        raise GossamerError(f"{path}: {error}; build the model as it was written") from None
 
 
 @contextmanager

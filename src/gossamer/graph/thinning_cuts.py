@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd  # pyright: ignore[reportPrivateUsage]
 
+from gossamer.errors import GossamerError
 from gossamer.graph.parameters import named_modules, named_state, unwrap
 
 Shapes = Mapping[str, Sequence[int]]
@@ -79,6 +80,29 @@ class Cuts:
         return value
 
 
+def shrunk(own: Mapping[str, Any], shapes: Shapes) -> dict[str, Any]:
+    """The tensors of a state dict as `shrink_to` makes them, as views to compare with; nothing is changed.
+
+    Raises when names of one tensor have different shapes.
+    """
+    first: dict[object, str] = {}
+    tensors = {name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor)}
+    for name, tensor in tensors.items():
+        key = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() and not tensor.is_meta else name
+        other = first.setdefault(key, name)
+        if name in shapes and other in shapes and tuple(shapes[name]) != tuple(shapes[other]):
+            both = f"{tuple(shapes[other])} and {tuple(shapes[name])}"
+            raise GossamerError(f"'{other}' and '{name}' are one tensor in the model, and have the shapes {both} there")
+    corners = {name: _corner(tensor, shapes[name]) for name, tensor in tensors.items() if name in shapes}
+    return {**own, **corners}
+
+
+def _corner(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """The first entries of a tensor along each axis, when it has at least as many."""
+    smaller = len(shape) == tensor.dim() and all(a <= b for a, b in zip(shape, tensor.shape, strict=True))
+    return tensor.detach()[tuple(slice(size) for size in shape)] if smaller else tensor
+
+
 @torch.no_grad()
 def shrink_to(model: nn.Module, shapes: Shapes) -> list[str]:
     """Give the tensors of a model that was built whole the shapes of a thinned one, before its weights are loaded.
@@ -87,11 +111,10 @@ def shrink_to(model: nn.Module, shapes: Shapes) -> list[str]:
     """
     found: list[str] = []
     for name, tensor in named_state(model):
-        wanted = tuple(shapes.get(name, tensor.shape))
-        smaller = len(wanted) == tensor.dim() and all(a <= b for a, b in zip(wanted, tensor.shape, strict=True))
-        if wanted != tuple(tensor.shape) and smaller:
+        corner = _corner(tensor, shapes.get(name, tensor.shape))
+        if corner.shape != tensor.shape:
             tensor.grad = None
-            tensor.data = tensor.detach()[tuple(slice(size) for size in wanted)].clone()
+            tensor.data = corner.clone()
             found.append(name)
     resize(model, {name: shapes[name] for name in found})
     return found

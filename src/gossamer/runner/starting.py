@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError, nearest
 from gossamer.export.reading import is_thinned, read_about
 from gossamer.graph.additions import without_additions
-from gossamer.graph.thinning_cuts import shrink_to
+from gossamer.graph.thinning_cuts import shrink_to, shrunk
 from gossamer.runner.checkpoint_file import Checkpoint, is_checkpoint, read_checkpoint
 from gossamer.runner.checkpoints import Checkpoints
 from gossamer.runner.config.schema import Saver
@@ -77,9 +77,8 @@ def load_weights(
     The file of a thinned network gives the model its smaller layers. A layer that is left out loses inputs only.
     """
     state = without_additions(read_weights(path))
-    if is_thinned(path):
-        _shrink(model, path, state, left_out, num_classes)
-    own = model.state_dict()
+    shapes = _thinned_shapes(model, path, state, left_out, num_classes) if is_thinned(path) else {}
+    own = shrunk(model.state_dict(), shapes)
     wanted = {name: tensor for name, tensor in own.items() if not (left_out and name.startswith(left_out))}
     unused = [word for word in left_out if not any(name.startswith(word) for name in own)]
     if unused:
@@ -103,13 +102,14 @@ def load_weights(
             f"({len(missing)} names missing, {len(surplus)} unknown); change net, or name what to leave out in "
             "saver.pretrain_except"
         )
-    model.load_state_dict({**own, **state})
+    shrink_to(model, shapes)
+    model.load_state_dict({**model.state_dict(), **state})
 
 
-def _shrink(
+def _thinned_shapes(
     model: nn.Module, path: Path, state: Mapping[str, Tensor], left_out: tuple[str, ...], num_classes: int | None
-) -> None:
-    """Give a model the smaller layers of a thinned file."""
+) -> dict[str, tuple[int, ...]]:
+    """The shapes that a thinned file gives the layers of a model."""
     classes = read_about(path).get("num_classes")
     if not left_out and None not in (classes, num_classes) and classes != str(num_classes):
         raise GossamerError(
@@ -119,7 +119,7 @@ def _shrink(
     own = model.state_dict()
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     kept = [name for name in shapes if left_out and name.startswith(left_out) and name in own]
-    shrink_to(model, shapes | {name: (*own[name].shape[:1], *shapes[name][1:]) for name in kept})
+    return shapes | {name: (*own[name].shape[:1], *shapes[name][1:]) for name in kept}
 
 
 def check_fits(runner_is_sparse: bool, model: nn.Module, checkpoint: Checkpoint, *, training: bool) -> None:

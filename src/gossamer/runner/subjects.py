@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from gossamer.errors import GossamerError, nearest
 from gossamer.export.reading import THINNED, emulate_as, is_thinned, read_about
 from gossamer.graph.inputs import guesses
-from gossamer.graph.thinning_cuts import shrink_to
+from gossamer.graph.thinning_cuts import shrink_to, shrunk
 from gossamer.runner.config import Config, config_of, task_of
 from gossamer.runner.config.schema import Net, Source
 from gossamer.runner.data import Batches, ImageData, build_dataset
@@ -318,9 +318,8 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 def _fill(model: nn.Module, path: Path, state: Mapping[str, Tensor]) -> None:
-    if is_thinned(path):
-        shrink_to(model, {name: tensor.shape for name, tensor in state.items()})
-    own = model.state_dict()
+    shapes = {name: tensor.shape for name, tensor in state.items()} if is_thinned(path) else {}
+    own = shrunk(model.state_dict(), shapes)
     for name, tensor in state.items():
         if name not in own:
             raise GossamerError(f"{path}: '{name}' is not in the model{nearest(name, own)}")
@@ -331,6 +330,7 @@ def _fill(model: nn.Module, path: Path, state: Mapping[str, Tensor]) -> None:
     if missing:
         raise GossamerError(f"{path}: '{missing[0]}' is missing ({len(missing)} of {len(own)} names are)")
     kinds = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    shrink_to(model, shapes)
     if len(kinds) == 1:
         model.to(kinds.pop())
     model.load_state_dict(state)
