@@ -23,6 +23,7 @@ from gossamer.modifiers.base import to_step
 from gossamer.recipe import Recipe, load
 from gossamer.training import Manager
 from gossamer.training.attachment import Logger
+from gossamer.training.state import RunState
 from gossamer.training.thinning import cut_as, thinned_shapes
 
 logger = logging.getLogger("gossamer")
@@ -157,7 +158,7 @@ class Adapter:
             return
 
         def cut(module: nn.Module, weights: Mapping[str, Any], *_: Any) -> None:
-            for state in states():
+            for state in map(RunState.parse, states()):
                 shapes = thinned_shapes(state)
                 if shapes and all(name in weights and weights[name].shape == size for name, size in shapes.items()):
                     cut_as(module, state, optimizer)

@@ -12,6 +12,7 @@ from torch import nn
 
 from gossamer.errors import GossamerError
 from gossamer.integrations.adapter import Adapter, missing
+from gossamer.training.state import RunState
 
 try:
     from lightning.pytorch import LightningModule, Trainer
@@ -89,7 +90,10 @@ class SparsityCallback(Adapter, Callback):
         return {} if state is None else {"recipe": self.recipe.text, "state": state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._pending = state_dict.get("state")
+        state = state_dict.get("state")
+        if state is not None:
+            RunState.parse(state)
+        self._pending = state
 
     def _in_checkpoint(self, trainer: Trainer) -> list[dict[str, Any]]:
         """The recipe's state in the checkpoint that Lightning is loading; callbacks are handed it after the weights."""

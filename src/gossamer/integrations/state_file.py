@@ -40,7 +40,16 @@ def read_state(folder: Path) -> tuple[dict[str, Any], str]:
         raise GossamerError(
             f"{path}: there is no state of the recipe in this checkpoint; it was saved without the recipe"
         ) from None
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+    except (
+        OSError,
+        RuntimeError,
+        EOFError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        pickle.UnpicklingError,
+    ) as error:
         raise GossamerError(f"{path}: not a state of a recipe, or damaged; take another checkpoint") from error
     if not isinstance(held, dict) or not {"format", "mark", "state"} <= cast(dict[str, Any], held).keys():
         raise GossamerError(f"{path}: not a state of a recipe; take another checkpoint")

@@ -6,7 +6,8 @@ two epochs. The loss is the user's own: what ADMM adds enters by the gradient.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -15,6 +16,7 @@ from torch import Tensor
 from gossamer.modifiers.base import Run, register
 from gossamer.modifiers.dynamic import DynamicPruningModifier
 from gossamer.modifiers.pruning import Sparsity
+from gossamer.modifiers.state import LARGEST_WEIGHT, Item, Spec, StateField, masks, same_names, tensors
 from gossamer.sparse import magnitude
 
 
@@ -41,6 +43,13 @@ class ADMMPruningModifier(DynamicPruningModifier):
         if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):
             return None
         return self.final_sparsity if epoch >= self.end_epoch else 0.0
+
+    def state_fields(self, run: Run) -> Mapping[str, StateField]:
+        sums = tensors(Spec.wide, -LARGEST_WEIGHT, LARGEST_WEIGHT, required=True)
+        return {**super().state_fields(run), "sums": sums, "kept": masks(required=True)}
+
+    def check_state(self, item: Item, state: Mapping[str, Any]) -> None:
+        same_names(item, state, "sums", "kept")
 
     def start(self, run: Run) -> None:
         run.state.update(sums={}, kept={})

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, ModifierError, nearest
 from gossamer.graph import expects_every_gradient
+from gossamer.modifiers.state import Item, Layout, StateField
 
 if TYPE_CHECKING:
     from gossamer.graph.filter_groups import FilterGraph
@@ -53,7 +54,7 @@ class Run(Protocol):
 
     @property
     def state(self) -> dict[str, Any]:
-        """What must survive a restart: tensors, numbers, strings, lists and dicts of them."""
+        """What must survive a restart: tensors, numbers, strings, lists and dicts of them, as `state_fields` says."""
         ...
 
     @property
@@ -290,11 +291,37 @@ class Modifier(BaseModel):
         """What to train on in place of `loss`, for a user who asks; `inputs` is None or what the model was given."""
         return loss
 
+    # What it remembers. A saved state is parsed, all of it, before anything is changed.
+
+    def state_fields(self, run: Run) -> Mapping[str, StateField]:
+        """What `run.state` may hold, by key, and how it is parsed when a checkpoint is loaded; nothing by default.
+
+        `modifiers/state.py` has declarations for numbers, tensors and masks. The keys do not depend on fields of the
+        recipe, which may be edited between saving and loading.
+        """
+        return {}
+
+    def check_state(self, item: Item, state: Mapping[str, Any]) -> None:
+        """Raise `GossamerError` when parsed fields contradict each other; `item` knows where they stand."""
+
+    def parse_state(self, run: Run, item: Item, layout: Layout, *, active: bool) -> dict[str, Any]:
+        """What `run.state` becomes; changes nothing, and raises `GossamerError` for what does not fit."""
+        fields = self.state_fields(run)
+        required = [key for key, declared in fields.items() if declared.required and active]
+        entries = item.fields(required, fields)
+        state = {key: fields[key].parse(entry, layout) for key, entry in entries.items()}
+        self.check_state(item, state)
+        return state
+
     def restore(self, run: Run) -> None:
         """Put what `state` says back into effect, after a checkpoint was loaded into a fresh model."""
 
     def undo(self, run: Run) -> None:
         """Take back what `start` did to the model besides weights, masks and learning rates."""
+
+    def taken_out(self, run: Run) -> Mapping[str, nn.Module]:
+        """By name: the layers that the modifier has taken out of the model, as they come back."""
+        return {}
 
     def finish(self, run: Run) -> None:
         """The run is over while the modifier is active: leave in the weights what the model computed with."""

@@ -7,15 +7,17 @@ its schedule.
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
-from gossamer.errors import ModifierError, SparsityError
+from gossamer.errors import GossamerError, ModifierError, SparsityError
 from gossamer.modifiers.base import Epoch, Frequency, ParamNames, Run, check_frequency, register
 from gossamer.modifiers.masked import RankedPruningModifier, Sparsity
+from gossamer.modifiers.state import LARGEST_WEIGHT, Item, StateField, flag, masks, tensors
 from gossamer.sparse import NM, cosine, erdos_renyi, fraction, magnitude, smallest, uniform
 
 
@@ -77,6 +79,9 @@ class ACDCPruningModifier(DynamicPruningModifier):
         if self.update_frequency == -1:
             raise ValueError("update_frequency: expected the length of a phase in epochs, found -1")
         return self
+
+    def state_fields(self, run: Run) -> Mapping[str, StateField]:
+        return {**super().state_fields(run), "sparse": flag()}
 
     def is_sparse(self, phase: int) -> bool:
         """Whether a phase, counted from 0, is a sparse one."""
@@ -223,6 +228,15 @@ class TopKASTPruningModifier(DynamicPruningModifier):
         if epoch < self.start_epoch or (self.end_epoch != -1 and epoch >= self.end_epoch and not self.leave_enabled):
             return None
         return self.forward_sparsity
+
+    def state_fields(self, run: Run) -> Mapping[str, StateField]:
+        aside = tensors(least=-LARGEST_WEIGHT, most=LARGEST_WEIGHT, required=True)
+        return {**super().state_fields(run), "aside": aside, "backward": masks()}
+
+    def check_state(self, item: Item, state: Mapping[str, Any]) -> None:
+        for name in state.get("backward", {}):
+            if name not in state.get("aside", {}):
+                raise GossamerError(f"{item.where}.aside: '{name}' is missing, and 'backward' has it")
 
     def start(self, run: Run) -> None:
         run.state["aside"] = {}

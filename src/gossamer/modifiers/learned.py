@@ -25,6 +25,7 @@ from gossamer.graph import get_module
 from gossamer.graph.recalibration import BATCHES, recalibrate, running_means
 from gossamer.modifiers.base import Epoch, ParamNames, Run, register, to_step
 from gossamer.modifiers.pruning import PruningModifier, Sparsity
+from gossamer.modifiers.state import LARGEST_SETTING, Item, Spec, StateField, by_target, same_names, tensors, vector
 from gossamer.sparse import (
     fraction,
     hard_masks,
@@ -165,6 +166,10 @@ class STRPruningModifier(LearnedPruningModifier):
         start = max(self.start_epoch, 0.0)
         x = 1.0 if epoch >= self.ramp_end else (epoch - start) / (self.ramp_end - start)
         return interpolate(0.0, self.final_sparsity, x)
+
+    def state_fields(self, run: Run) -> Mapping[str, StateField]:
+        one = tensors(_scalar, -LARGEST_SETTING, LARGEST_SETTING, required=True)
+        return {**super().state_fields(run), "thresholds": one, "momenta": one}
 
     def start(self, run: Run) -> None:
         devices = {name: run.parameter(name).device for name in run.targets}
@@ -330,6 +335,19 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         x = 1.0 if epoch >= final else (epoch - start) / (final - start)
         return interpolate(self.init_sparsity, self.final_sparsity, x)
 
+    def state_fields(self, run: Run) -> Mapping[str, StateField]:
+        return {
+            **super().state_fields(run),
+            "probabilities": tensors(_single, 0, 1, required=True),
+            "first": tensors(_single, required=True),
+            "second": tensors(_single, 0, required=True),
+            "steps": by_target(lambda item, _: item.integer(), required=True),
+            **{key: vector() for key in STATISTICS},
+        }
+
+    def check_state(self, item: Item, state: Mapping[str, Any]) -> None:
+        same_names(item, state, *ADAM, "steps")
+
     def start(self, run: Run) -> None:
         first = initial_probabilities({name: run.parameter(name).detach() for name in run.targets})
         run.state["probabilities"] = first
@@ -471,6 +489,15 @@ def warn_of_stale_statistics(module: nn.Module, noted: Mapping[str, Any], caller
             caller,
             advice,
         )
+
+
+def _scalar(weight: Spec) -> Spec:
+    return Spec((), torch.get_default_dtype(), weight.device)
+
+
+def _single(weight: Spec) -> Spec:
+    """Probabilities are float32, whatever the weight is."""
+    return Spec(weight.shape, torch.float32, weight.device)
 
 
 def _only(weight: Tensor, keep: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
@@ -16,6 +16,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from gossamer.errors import ModifierError
 from gossamer.modifiers.base import Epoch, Frequency, Modifier, Run, check_frequency, register, to_step
+from gossamer.modifiers.state import LARGEST_SETTING, StateField, numbers
 from gossamer.sparse import cosine, fraction, interpolate
 
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -59,6 +60,9 @@ class RateModifier(Modifier):
     def bind(self, run: Run) -> list[str]:
         chosen_groups(run, self.param_groups)
         return []
+
+    def state_fields(self, run: Run) -> Mapping[str, StateField]:
+        return {"initial": numbers(0, LARGEST_SETTING, required=True)}
 
     def start(self, run: Run) -> None:
         run.state["initial"] = [float(group["lr"]) for group in chosen_groups(run, self.param_groups)]

@@ -18,6 +18,7 @@ from gossamer.graph import ALL_PRUNABLE
 from gossamer.modifiers.base import Epoch, ParamNames, Run, register
 from gossamer.modifiers.pruning import PruningModifier, Sparsity
 from gossamer.modifiers.scoring import FilterScorer, MagnitudeScorer, Scorer
+from gossamer.modifiers.state import StateField, number
 from gossamer.sparse import NM, Filter, energy, erdos_renyi, uniform, zero_count
 from gossamer.sparse.scores import FilterKind
 
@@ -80,6 +81,11 @@ class LevelPruningModifier(PruningModifier):
     @property
     def scorer(self) -> Scorer:
         return MagnitudeScorer() if self.score_type == "magnitude" else FilterScorer(self.score_type)
+
+    def state_fields(self, run: Run) -> Mapping[str, StateField]:
+        # A recipe that was edited may have fewer levels than the state.
+        level = StateField(lambda item, _: min(item.integer(), len(self.levels) - 1))
+        return {**super().state_fields(run), "level": level, "target": number(0, 1, required=True)}
 
     def sparsity_at(self, epoch: float) -> float | None:
         if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):

@@ -16,8 +16,9 @@ from torch import Tensor
 from gossamer.errors import ModifierError, SparsityError
 from gossamer.graph import has_parameter, is_depthwise, match, match_excluded, match_prunable, prunable
 from gossamer.modifiers.base import Modifier, ParamNames, Run
-from gossamer.modifiers.filters import FilterPlan, hold_vectors, is_held, leaves, plan_filters
+from gossamer.modifiers.filters import SAVED, FilterPlan, hold_vectors, is_held, leaves, plan_filters
 from gossamer.modifiers.scoring import outputs_first
+from gossamer.modifiers.state import LARGEST_WEIGHT, StateField, tensors
 from gossamer.sparse import Channel, Filter, Pattern, global_masks, parse_pattern, within_reach
 from gossamer.sparse.selection import refuse_nan
 
@@ -61,6 +62,9 @@ class PruningModifier(Modifier):
     def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
         """The same for one weight; None also where weights share one threshold, so that their values decide."""
         return self.sparsity_at(epoch)
+
+    def state_fields(self, run: Run) -> Mapping[str, StateField]:
+        return {SAVED: tensors(least=-LARGEST_WEIGHT, most=LARGEST_WEIGHT, of=lambda layout: layout.tensors)}
 
     def bind(self, run: Run) -> list[str]:
         targets = self.bind_params(run, self.params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
@@ -21,6 +22,7 @@ from gossamer.modifiers.base import (
     register,
 )
 from gossamer.modifiers.learning_rate import chosen_groups
+from gossamer.modifiers.state import Item, Spec, StateField, by_target
 from gossamer.sparse import fraction, interpolate
 from gossamer.sparse.schedules import Interpolation
 
@@ -49,6 +51,9 @@ class TrainableParamsModifier(ParameterModifier):
         if not self.trainable:
             check_gradients_may_vanish(run)
         return super().bind(run)
+
+    def state_fields(self, run: Run) -> Mapping[str, StateField]:
+        return {"before": by_target(_trained)}
 
     def start(self, run: Run) -> None:
         run.state["before"] = {name: run.parameter(name).requires_grad for name in run.targets}
@@ -149,6 +154,14 @@ class SetWeightDecayModifier(Modifier):
     def start(self, run: Run) -> None:
         for group in chosen_groups(run, self.param_groups):
             group["weight_decay"] = self.weight_decay
+
+
+def _trained(item: Item, parameter: Spec) -> bool:
+    """Whether a parameter was trained; one of integers cannot be."""
+    trained, dtype = item.flag(), parameter.dtype
+    if trained and dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+        raise item.error(f"false for a parameter of {dtype}")
+    return trained
 
 
 def filled(run: Run, name: str, value: Value, field: str) -> Tensor:

@@ -6,6 +6,7 @@ The modifier says which weights, how sparse and when; `scoring.py` ranks,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal, Self
 
@@ -26,6 +27,7 @@ from gossamer.modifiers.scoring import (
     MovementScorer,
     Scorer,
 )
+from gossamer.modifiers.state import Item, Spec, StateField, by_target, tensors
 from gossamer.sparse import NM, Filter, fraction, interpolate
 from gossamer.sparse.schedules import Interpolation
 from gossamer.sparse.scores import FilterKind
@@ -131,6 +133,26 @@ class GMPruningModifier(RankedPruningModifier):
     def rounds(self) -> int:
         """How often scores are computed anew on the way to one update's sparsity."""
         return 1
+
+    def state_fields(self, run: Run) -> Mapping[str, StateField]:
+        return {
+            **super().state_fields(run),
+            "init_sparsity": by_target(_share, required=True),
+            "sparsity": by_target(_share),
+            "movement": tensors(Spec.wide),
+            "gradients": by_target(self._gradients),
+        }
+
+    def _gradients(self, item: Item, weight: Spec) -> list[Tensor]:
+        """The last gradients of a weight, flat; no more than an update uses."""
+        flat = Spec((math.prod(weight.shape),), weight.dtype, weight.device)
+        kept = item.items()[-self.most_gradients :]
+        return [gradient.tensor(flat) for gradient in kept if gradient.shape() == flat.shape]
+
+    @property
+    def most_gradients(self) -> int:
+        """How many gradients of a weight are kept."""
+        return MFAC.num_grads
 
     def warnings(self) -> list[str]:
         ignored = ["epsilon has no effect in Gossamer: counts are exact"] if self.epsilon is not None else []
@@ -247,6 +269,10 @@ class GMPruningModifier(RankedPruningModifier):
             name: interpolate(initial.get(name, first), finals.get(name, single), x, self.inter_func)
             for name in run.targets
         }
+
+
+def _share(item: Item, _: Spec) -> float:
+    return item.number(0, 1)
 
 
 @register

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gossamer.errors import ModifierError
 from gossamer.graph import named_modules, prunable
 from gossamer.modifiers.base import Epoch, Modifier, Run, register, to_step
+from gossamer.modifiers.state import Item, Layout, Spec, StateField
 from gossamer.quantization import Numbers, Rules, Scheme, scheme_of
 from gossamer.quantization.schemes import BITS
 
@@ -159,6 +160,9 @@ class QuantizationModifier(Modifier):
             raise ModifierError("finds nothing to quantize: no weight of two or more dimensions is left in")
         return []
 
+    def state_fields(self, run: Run) -> Mapping[str, StateField]:
+        return {"ranges": StateField(_ranges)}
+
     def start(self, run: Run) -> None:
         from gossamer.quantization import emulation_of
 
@@ -263,6 +267,11 @@ class QuantizationModifier(Modifier):
             return "floats" if numbers is None else f"{numbers.bits - numbers.reduced} bits"
 
         return f"{words(base.inputs)} for activations and {words(base.weights)} for weights"
+
+
+def _ranges(item: Item, layout: Layout) -> dict[str, Tensor]:
+    """By call site: the least and the greatest value."""
+    return {site: entry.tensor(Spec((2,), torch.float32, layout.device)) for site, entry in item.entries().items()}
 
 
 def _asymmetric_weights(scheme: Any) -> bool:

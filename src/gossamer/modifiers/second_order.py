@@ -35,6 +35,10 @@ class SecondOrderModifier(GMPruningModifier):
         reached = [share for share in self.num_grads if share <= sparsity + 1e-9]
         return self.num_grads[max(reached, default=min(self.num_grads))]
 
+    @property
+    def most_gradients(self) -> int:
+        return self.num_grads if isinstance(self.num_grads, int) else max(self.num_grads.values())
+
     def _scorer(self, *, compensate: bool) -> Scorer:
         return FisherScorer(
             self.gradients_at,

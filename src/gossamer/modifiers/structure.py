@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
-from torch import nn
+from torch import Tensor, nn
 
 from gossamer.errors import ModifierError, nearest
 from gossamer.graph import ALL_PRUNABLE, get_module, match, named_modules, named_parameters, prunable
 from gossamer.graph.thinning_cuts import spread_over_processes
 from gossamer.modifiers.base import Modifier, ParamNames, Run, check_gradients_may_vanish, register, to_step
 from gossamer.modifiers.pruning import GMPruningModifier
+from gossamer.modifiers.state import Item, Layout, Spec, StateField
 
 
 @register
@@ -91,6 +92,28 @@ class LayerPruningModifier(Modifier):
                 )
             found += hits
         return [name for name in dict.fromkeys(found) if not any(name.startswith(f"{other}.") for other in found)]
+
+    def state_fields(self, run: Run) -> Mapping[str, StateField]:
+        return {"layers": StateField(lambda item, layout: self._parse_layers(run, item, layout), required=True)}
+
+    def _parse_layers(self, run: Run, item: Item, layout: Layout) -> dict[str, dict[str, Tensor]]:
+        """The weights with which layers come back; those that the model has where the state holds none that fit."""
+        saved, out, found = item.entries(), self.taken_out(run), dict[str, dict[str, Tensor]]()
+        for name in run.targets:
+            layer = out[name] if name in out else get_module(run.module, name)
+            own: dict[str, Tensor] = layer.state_dict(keep_vars=True) if run.end_step is not None else {}
+            given = saved[name].entries() if name in saved else {}
+            specs = {key: layout.tensors.get(f"{name}.{key}", Spec.of(value)) for key, value in own.items()}
+            fits = given.keys() == own.keys() and all(given[key].shape() == specs[key].shape for key in given)
+            if not fits and own:
+                layout.dropped[name] = "its saved weights are not those of the layer, which comes back as it is now"
+            if fits:
+                own = {key: given[key].weight(spec) for key, spec in specs.items()}
+            found[name] = {key: value.detach().clone() for key, value in own.items()}
+        return found
+
+    def taken_out(self, run: Run) -> Mapping[str, nn.Module]:
+        return run.plan.get("originals", {})
 
     def start(self, run: Run) -> None:
         run.state["layers"] = {

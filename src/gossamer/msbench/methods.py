@@ -13,7 +13,14 @@ from gossamer.asp.selection import calculator
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, unwrap
 from gossamer.modifiers import ADMMPruningModifier, Modifier, ProbMaskPruningModifier, STRPruningModifier
-from gossamer.modifiers.learned import CONTROLLED, controlled_pull, note_statistics, warn_of_stale_statistics
+from gossamer.modifiers.learned import (
+    CONTROLLED,
+    STATISTICS,
+    controlled_pull,
+    note_statistics,
+    warn_of_stale_statistics,
+)
+from gossamer.modifiers.state import Item, Layout, vector
 from gossamer.msbench import sparsers
 from gossamer.msbench.config import NAME, Config
 from gossamer.msbench.lowering import ADMM_ARGUMENTS, STR_ARGUMENTS, made
@@ -261,8 +268,11 @@ class ProbMaskPruneScheduler(BaseScheduler):
         return super().state_dict() | {"statistics": dict(self._statistics)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        entries = Item(state, "load_state_dict").entries()
+        noted = entries["statistics"].fields([], STATISTICS) if "statistics" in entries else {}
+        statistics = {key: vector().parse(item, Layout(self.names, {})) for key, item in noted.items()}
         problems = super().load_state_dict(state)
-        self._statistics = dict(state.get("statistics", self._statistics))
+        self._statistics = statistics if "statistics" in entries else self._statistics
         return problems
 
     def exported(self) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, has_parameter, prunable, unwrap
 from gossamer.modifiers import LevelPruningModifier, PruningModifier
+from gossamer.modifiers.state import Item, Spec
 from gossamer.msbench import selection, sparsers
 from gossamer.msbench.config import NAME, Config
 from gossamer.msbench.lowering import GeneratedLevels, Lowered, told_of_config
@@ -29,7 +30,7 @@ from gossamer.training.completion import TOLERANCE
 from gossamer.training.masks import Masks
 from gossamer.training.restart import Restart
 from gossamer.training.run import TrainingRun
-from gossamer.training.state import check_state, frozen, thawed
+from gossamer.training.state import RunState, frozen
 from gossamer.training.watching import Arguments, Watch
 
 if TYPE_CHECKING:
@@ -237,35 +238,48 @@ class BaseScheduler(Lowered):
         """
         if not isinstance(state, Mapping) or not {"format", "scheduler", "iteration", "run"} <= set(state):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise GossamerError("load_state_dict: this is not what state_dict() of a sparse scheduler returned")
-        if (state["scheduler"], state["format"]) != (type(self).__name__, STATE_FORMAT):
+        item = Item(state, "load_state_dict")
+        fields = item.fields(["format", "scheduler", "iteration", "run"], ["config", "by_hand", "statistics"])
+        found = ascii(fields["scheduler"].text())[1:61].removesuffix("'"), fields["format"].integer()
+        if found != (type(self).__name__, STATE_FORMAT):
             raise GossamerError(
-                f"load_state_dict: the state is of {state['scheduler']}, format {state['format']}, "
+                f"load_state_dict: the state is of {found[0]}, format {found[1]}, "
                 f"and this is {type(self).__name__}, format {STATE_FORMAT}"
             )
         if self._reference is None:
             raise GossamerError("load_state_dict: call prepare_sparse_model(model) first")
-        if not isinstance(state["iteration"], int | None):
-            raise GossamerError(f"load_state_dict: the state's iteration is {state['iteration']!r}; save it anew")
-        if state["run"] is not None:
-            check_state(state["run"])
+        iteration = None if fields["iteration"].value is None else fields["iteration"].integer()
+        run = None if fields["run"].value is None else RunState.parse(fields["run"].value)
         model = self._reference()
         assert model is not None
-        if self._run is None and not self.learns and state["run"] is not None:
+        if self._run is None and not self.learns and run is not None:
             raise GossamerError("load_state_dict: the model was exported; prepare it again and load the state then")
         problems: list[str] = []
-        if state.get("config", self.settings) != self.settings:
+        if "config" in fields and fields["config"].text() != self.settings:
             problems.append("the config is not the one that the state was saved under: levels go on by the new one")
-        if self._run is not None and state["run"] is not None:
-            problems += self._run.load_state_dict(state["run"])
+        if self._run is not None and run is not None:
+            problems += self._run.load_state_dict(run)
         elif self._run is not None:
+            masks = self._by_hand(model, fields["by_hand"].entries() if "by_hand" in fields else {}, problems)
             self._run = self._new_run(model)
-            for name, keep in thawed(state.get("by_hand", {}), get_parameter(model, self.names[0]).device).items():
+            for name, keep in masks.items():
                 self._run.attachments[0].set_mask(name, keep)
             self._run.apply_masks()
-        self.iteration, self._begun = state["iteration"], state["run"] is not None
+        self.iteration, self._begun = iteration, run is not None
         for problem in problems:
             logger.warning("state: %s", problem)
         return problems
+
+    def _by_hand(self, model: nn.Module, saved: Mapping[str, Item], problems: list[str]) -> dict[str, Tensor]:
+        """The masks of `update_sparsity_per_layer`, from before the first `prune_model`."""
+        found: dict[str, Tensor] = {}
+        for name, item in saved.items():
+            spec, shape = Spec.of(get_parameter(model, name)) if name in self.names else None, item.shape()
+            if spec is not None and spec.shape == shape:
+                found[name] = item.mask(spec)
+            else:
+                problems.append(f"the mask of {name!r} {shape} is dropped: no weight of that name and shape is pruned")
+        return found
 
     @property
     def _holds_masks(self) -> bool:

@@ -32,6 +32,8 @@ class _Entry:
     restore: Callable[[Tensor], object]
     version: int | None = None
     """Of the tensor when the journal was closed; None while it is open."""
+    whole: Tensor | None = None
+    """Of a tensor that was cut: as it was before."""
 
     def tensor(self, module: nn.Module) -> Tensor:
         return get_parameter(module, self.where) if isinstance(self.where, str) else self.where
@@ -81,7 +83,7 @@ class Journal:
         for name, whole in before.items():
             states: Mapping[Any, dict[str, Any]] = {} if shared.optimizer is None else shared.optimizer.state
             kept = states.get(get_parameter(shared.module, name), {})
-            self._entries.append(_Entry(name, partial(_put_back, whole=whole, kept=kept, held=dict(kept))))
+            self._entries.append(_Entry(name, partial(_put_back, whole=whole, kept=kept, held=dict(kept)), whole=whole))
         self._cut = True
 
     def close(self, shared: Shared) -> None:
@@ -91,19 +93,36 @@ class Journal:
         for entry in self._entries:
             entry.version = _version(entry.tensor(shared.module))
 
+    def uncut(self, module: nn.Module) -> dict[str, Tensor]:
+        """By name: the tensors that `undo` will put back in place of cut ones."""
+        entries = reversed(self._untouched(module))
+        return {e.where: e.whole for e in entries if isinstance(e.where, str) and e.whole is not None}
+
+    def kept(self, module: nn.Module) -> Callable[[], None]:
+        """A function that brings back what is noted now, once all tensors have their values of now again."""
+        entries, untouched, cut = list(self._entries), self._untouched(module), self._cut
+
+        def bring_back() -> None:
+            self._entries, self._cut = entries, cut
+            for entry in untouched:
+                entry.version = _version(entry.tensor(module))
+
+        return bring_back
+
+    def _untouched(self, module: nn.Module) -> list[_Entry]:
+        return [e for e in self._entries if e.version in (None, _version(e.tensor(module)))]
+
     def undo(self, module: nn.Module) -> None:
         """Put the old values back, the last change first."""
         with torch.no_grad():
-            untouched = [e for e in self._entries if e.version in (None, _version(e.tensor(module)))]
-            for entry in reversed(untouched):
+            for entry in reversed(self._untouched(module)):
                 entry.restore(entry.tensor(module))
         if self._cut:
             resize(module, {name: tuple(tensor.shape) for name, tensor in named_state(module)})
         self.clear()
 
     def clear(self) -> None:
-        self._entries.clear()
-        self._cut = False
+        self._entries, self._cut = [], False
 
 
 def _version(tensor: Tensor) -> int:

@@ -30,7 +30,7 @@ from gossamer.training.regrowth import warn_of_regrowth
 from gossamer.training.restart import Restart
 from gossamer.training.run import TrainingRun, is_driven
 from gossamer.training.scaler import check_of_use, clocked
-from gossamer.training.state import check_state
+from gossamer.training.state import RunState
 from gossamer.training.targets import final_shares, planned_shares, targets
 from gossamer.training.teachers import lessons_for
 from gossamer.training.thinning import cut_as
@@ -54,7 +54,7 @@ class Manager:
         self.recipe_object = recipe if isinstance(recipe, Recipe) else load(recipe)
         self._run: TrainingRun | None = None
         self._completion: Completion | None = None
-        self._pending: Mapping[str, Any] | None = None
+        self._pending: RunState | None = None
         self._finished = False
 
     # What the recipe says
@@ -291,20 +291,23 @@ class Manager:
 
         What LayerThinningModifier removed is known from the state: call `load_state_dict` first.
         """
-        state = self._pending if self._run is None else self._run.state_dict()
-        if state is not None:
-            cut_as(unwrap(module), state)
-        elif any(isinstance(m, LayerThinningModifier) and max(m.start_epoch, 0) <= epoch for m in self.modifiers):
+        state = self._pending if self._run is None else RunState.parse(self._run.state_dict())
+        if state is None and any(
+            isinstance(m, LayerThinningModifier) and max(m.start_epoch, 0) <= epoch for m in self.modifiers
+        ):
             raise GossamerError(
                 "apply_structure: what LayerThinningModifier removed is in the manager's state; "
                 "call load_state_dict(state) first"
             )
         structural = [modifier for modifier in self.modifiers if modifier.structural]
-        if not structural:
-            return
-        recipe = Recipe.of(structural, name=self.recipe_object.name)
-        run = TrainingRun(recipe, module, None, _ONE_SHOT_STEPS)
-        run.begin(round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS))
+        run = None
+        if structural:
+            recipe = Recipe.of(structural, name=self.recipe_object.name)
+            run = TrainingRun(recipe, module, None, _ONE_SHOT_STEPS)
+        if state is not None:
+            cut_as(unwrap(module), state)
+        if run is not None:
+            run.begin(round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS))
 
     def loss_update(
         self,
@@ -397,13 +400,14 @@ class Manager:
         """Go on from a state: before `modify` (the cleanest way) or after it, before or after the weights are loaded.
 
         Returns what did not match, for a recipe that was edited since, and logs it; before `modify` the model is
-        not known yet, and it is logged there.
+        not known yet, and it is logged there. A state that is damaged, or made for another model, raises
+        `GossamerError`, here or in `modify`; run, model and optimizer are then as they were.
         """
-        check_state(state)
+        parsed = RunState.parse(state)
         if self._run is None:
-            self._pending = state
+            self._pending = parsed
             return []
-        return _report(self._run.load_state_dict(state))
+        return _report(self._run.load_state_dict(parsed))
 
     def _family(self, family: str) -> list[Modifier]:
         return [modifier for modifier in self.modifiers if modifier.family == family]

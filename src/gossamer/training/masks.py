@@ -60,6 +60,19 @@ class Masks:
         self._stale.clear()
         self.changes += 1
 
+    def kept(self) -> Callable[[], None]:
+        """A function that brings back the masks of now."""
+        held = {name: {holder: zeros.clone() for holder, zeros in own.items()} for name, own in self._held.items()}
+
+        def bring_back() -> None:
+            self.clear()
+            self._held = held
+            for name in held:
+                self._combine(name)
+            self._stale.clear()
+
+        return bring_back
+
     def kept_by(self, holder: int, name: str) -> Tensor | None:
         """The mask of one holder, True where it keeps."""
         zeros = self._held.get(name, {}).get(holder)

@@ -8,9 +8,11 @@ holds, such as functions, optimizers or a trainer, is the user's own and stays.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
+from dataclasses import dataclass
 from enum import Enum
 from numbers import Number
 from typing import Any, cast
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
+from gossamer.modifiers.state import LARGEST_SETTING, LARGEST_STEP, Item, Spec
 
 _PLAIN = (int, float, str, bool, type(None), Tensor)
 """What a state may hold."""
@@ -29,6 +32,20 @@ _LEFT = object()
 """Stands for an attribute that is neither noted nor put back."""
 _CYCLED = ("momentum", "betas")
 """What a scheduler that cycles momentum sets besides the learning rate."""
+
+# Of torch's schedulers, where a state decides less than any number would:
+_COUNTS = ("last_epoch", "_step_count")
+"""Whole numbers from −1 on."""
+_DIVISORS = ("T_max", "T_0", "T_i", "T_mult", "step_size", "total_iters", "total_size", "step_ratio")
+"""More than 0, because schedulers divide by them."""
+_ENDLESS = ("best", "mode_worse")
+"""Infinite until there is a first metric."""
+_PER_GROUP = ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "_milestones")
+"""One for each parameter group, or for each scheduler inside but one; of another length they are not taken."""
+_DEPTH = 4
+"""Levels of containers that a scheduler of one's own may hold."""
+_OWN = ("total_steps", "_schedule_phases")
+"""Phases of one cycle, which belong together; they stay those of the scheduler that was given."""
 
 
 class Restart:
@@ -88,11 +105,36 @@ class Restart:
         """The beginning as plain values."""
         return {"scheduler": _plain(self._beginning), "groups": _plain(self._groups), "due": self.due}
 
+    def parse_state(self, item: Item) -> RestartState:
+        """A beginning that fits the scheduler; what the state could not hold, or has more, stays as it was noted."""
+        fields = item.fields(["scheduler", "groups", "due"])
+        due = fields["due"].flag()
+        beginning = _parsed(fields["scheduler"], self._beginning)
+        groups = fields["groups"].items()
+        if len(groups) != len(self._groups):
+            groups = []  # Of an optimizer with other groups.
+        return RestartState(
+            due, beginning, [_parsed(group, own) for group, own in zip(groups, self._groups, strict=False)]
+        )
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to this beginning from now on; what the state could not hold stays as it was noted."""
-        self.due = bool(state["due"])
-        self._beginning = _merged(self._beginning, state["scheduler"])
-        self._groups = [_merged(own, saved) for own, saved in zip(self._groups, state["groups"], strict=False)]
+        """Go back to a saved beginning from now on."""
+        self.take(self.parse_state(Item(state, "state.restart")))
+
+    def take(self, state: RestartState) -> RestartState:
+        """Go back to this beginning from now on; returns the one that held before."""
+        before = RestartState(self.due, self._beginning, self._groups)
+        self.due, self._beginning, self._groups = state.due, state.beginning, state.groups or self._groups
+        return before
+
+
+@dataclass(frozen=True)
+class RestartState:
+    """A beginning to go back to, and whether the scheduler starts over before the next step."""
+
+    due: bool
+    beginning: dict[str, Any]
+    groups: list[dict[str, Any]]
 
 
 def _attributes(scheduler: Any) -> dict[str, Any]:
@@ -225,17 +267,55 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _merged(own: Any, saved: Any) -> Any:
-    """The saved values in the types of our own."""
-    if isinstance(own, Mapping) and isinstance(saved, Mapping):
-        held, given = cast(dict[Any, Any], own), cast(dict[Any, Any], saved)
-        both: dict[Any, Any] = {key: _merged(held.get(key), value) for key, value in given.items()}
-        if type(held) is not dict:  # a Counter of milestones, for one
-            return _like(held, both)
-        both.update((key, value) for key, value in held.items() if key not in both)
-        return both
-    if isinstance(own, _LISTS) and isinstance(saved, list):
-        mine, items = cast(list[Any], own), cast(list[Any], saved)
-        pairs = zip(mine, items, strict=True) if len(mine) == len(items) else ((None, item) for item in items)
-        return _like(own, [_merged(one, item) for one, item in pairs])
-    return saved
+def _parsed(item: Item, own: Any, key: str = "") -> Any:
+    """A saved value in the type of our own, which decides what is allowed; raises for any other."""
+    if own is _LEFT or own is None or item.value is None or isinstance(own, str) or key in _OWN:
+        return own
+    if type(own) is dict:
+        held, given = cast(dict[str, Any], own), item.entries()
+        return {name: _parsed(given[name], value, name) if name in given else value for name, value in held.items()}
+    if isinstance(own, Mapping):  # a Counter of milestones, for one
+        found = cast(dict[Any, Any], _plain_item(item, dict).value)
+        if isinstance(own, Counter):
+            found = {name: Item(count, item.where).integer() for name, count in found.items()}
+        return _like(own, found)
+    if isinstance(own, _LISTS):
+        mine, items = list(cast(list[Any], own)), item.items()
+        if len(mine) == len(items):
+            pairs = zip(items, mine, strict=True)
+            return _like(own, [one.text() if isinstance(held, str) else _parsed(one, held, key) for one, held in pairs])
+        depth = _DEPTH - 1 if isinstance(own, set) else 0
+        belongs = key in _PER_GROUP or any(isinstance(held, dict) for held in mine)  # Schedulers inside, for one.
+        return cast(Any, own) if belongs else _like(own, _plain_item(item, list, depth).value)
+    return _scalar(item, own, key)
+
+
+def _plain_item(item: Item, kind: type, depth: int = 0) -> Item:
+    """The item, when it is a container of this kind that holds numbers, text and containers, some levels deep."""
+    if not isinstance(item.value, kind) or depth == _DEPTH:
+        raise item.error(f"a {kind.__name__} of plain values")
+    held = cast(dict[Any, Any] | list[Any], item.value)
+    for value in [*held.keys(), *held.values()] if isinstance(held, dict) else held:
+        if isinstance(value, dict | list):
+            _plain_item(Item(value, item.where), dict if isinstance(value, dict) else list, depth + 1)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            Item(value, item.where).number(-LARGEST_STEP, LARGEST_STEP)
+        elif not isinstance(value, str | bool | None):
+            raise Item(value, item.where).error("a plain value")
+    return item
+
+
+def _scalar(item: Item, own: Any, key: str) -> Any:
+    if isinstance(own, Tensor):
+        return item.tensor(Spec(tuple(own.shape), own.dtype, own.device))
+    if isinstance(own, bool):
+        return item.flag()
+    if key in _COUNTS:
+        return item.integer(-1)
+    if isinstance(own, int | float):
+        if isinstance(item.value, float) and math.isinf(item.value) and (key in _ENDLESS or item.value == own):
+            return item.value
+        least = 1e-6 if key in _DIVISORS else 0.0 if "lr" in key else -LARGEST_STEP
+        found = item.number(least, LARGEST_SETTING if "lr" in key else LARGEST_STEP)
+        return item.value if isinstance(item.value, int) else found
+    return own

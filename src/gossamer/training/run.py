@@ -9,6 +9,7 @@ optimizer is hooked, never wrapped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import GossamerError, RecipeError, SparsityError
-from gossamer.graph import named_parameters, unwrap
+from gossamer.graph import get_parameter, unwrap
 from gossamer.modifiers import PruningModifier
 from gossamer.modifiers.base import placed
 from gossamer.modifiers.learned import LearnedPruningModifier
@@ -30,11 +31,12 @@ from gossamer.training.completion import Progress
 from gossamer.training.journal import Journal
 from gossamer.training.learning_rate import LearningRates
 from gossamer.training.restart import Restart
+from gossamer.training.resume import Resume, Snapshot, plan_resume
 from gossamer.training.scaler import scales
 from gossamer.training.settings import restore_settings, settings
-from gossamer.training.state import STATE_FORMAT, check_state, frozen, matched, reordered, thawed
+from gossamer.training.state import STATE_FORMAT, RunState, frozen, reordered
 from gossamer.training.teachers import load_teacher_state, teacher_state
-from gossamer.training.thinning import cut_along, misplaced, restore_structure
+from gossamer.training.thinning import CUTS, apply_removals, cut_along, misplaced
 
 if TYPE_CHECKING:
     from gossamer.graph.permutation import Permutation
@@ -86,7 +88,7 @@ class TrainingRun:
         self.attachments = attachments(recipe, self.shared)
         self.fired = 0
         self.progress = Progress()
-        self.skipped_steps = 0
+        self.skipped_steps: int = 0
         self.rates = LearningRates(self.attachments, optimizer)
         self._handles: list[RemovableHandle] = []
         self.journal = Journal()
@@ -205,6 +207,8 @@ class TrainingRun:
     # State
 
     def state_dict(self) -> dict[str, Any]:
+        for attachment in self.attachments:
+            _check_declared(attachment)
         self.progress.saved_step = self.step
         modifiers = {
             attachment.key: {
@@ -242,71 +246,58 @@ class TrainingRun:
         """Whether somebody learns from a teacher, now or later."""
         return any(a.modifier.family == "distillation" and a.status != "ended" for a in self.attachments)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Continue from `state`; returns what did not match this recipe and model, a sentence each."""
-        check_state(state)
+    def load_state_dict(self, state: RunState | Mapping[str, Any]) -> list[str]:
+        """Continue from `state`; returns what did not match this recipe and model, a sentence each.
+
+        The state is parsed before anything changes. When this raises, run, model and optimizer are as they were.
+        """
+        parsed = state if isinstance(state, RunState) else RunState.parse(state)
+        resume = plan_resume(self.shared, self.attachments, self.journal, parsed)
+        if not resume.starts(self.attachments):
+            return self._resume(resume)
+        snapshot = Snapshot(self.shared, self.attachments, self.journal)
+        progress, skipped, check = copy(self.progress), self.skipped_steps, self.before_first_step
+        try:
+            return self._resume(resume)
+        except BaseException:
+            snapshot.restore(self._undo_modifiers)
+            vars(self.progress).update(vars(progress))
+            self.skipped_steps, self.before_first_step = skipped, check
+            self.rates.note()
+            raise
+
+    def _resume(self, resume: Resume) -> list[str]:
+        """Become what was parsed; only a modifier that starts here can fail."""
+        module = self.shared.module
         self._undo_modifiers()
-        self.journal.undo(self.shared.module)
-        restore_structure(self.shared, self.attachments, state)
-        problems: list[str] = []
-        step = int(state["step"])
-        if state["steps_per_epoch"] != self.shared.steps_per_epoch:
-            step = round(step / state["steps_per_epoch"] * self.shared.steps_per_epoch)
-            problems.append(
-                f"steps_per_epoch was {state['steps_per_epoch']:g} and is {self.shared.steps_per_epoch:g}: "
-                f"the run goes on at step {step}, the same epoch"
-            )
-        self.shared.step = step
-        self.progress.move(step)
+        self.journal.undo(module)
+        apply_removals(module, resume.removals, self.optimizer)
+        self.shared.step = resume.step
+        self.progress.move(resume.step)
         self.progress.restored, self.before_first_step = True, None
-        self.skipped_steps = int(state.get("skipped_steps", 0))
+        self.skipped_steps = resume.skipped_steps
         self.shared.masks.clear()
-        saved: dict[str, Any] = dict(state["modifiers"])
-        found = matched([(attachment.key, attachment.bound) for attachment in self.attachments], saved)
-        for attachment, key in zip(self.attachments, found, strict=True):
+        for attachment, new in zip(self.attachments, resume.modifiers, strict=True):
             attachment.scratch.clear()
-            if key is not None:
-                problems += self._load_one(attachment, saved.pop(key))
-            else:
-                attachment.status, attachment.state = "pending", {}
-                problems.append(f"{attachment.key} is not in the state and starts anew")
-        problems += [f"{key} is in the state but not in the recipe, and is dropped" for key in saved]
+            attachment.status, attachment.state = new.status, new.state
+            for name, keep in new.masks.items():
+                self.shared.masks.hold(attachment.index, name, keep, get_parameter(module, name))
         self.shared.ended = {a.index for a in self.attachments if a.status == "ended"}
-        restore_settings(self.optimizer, state.get("groups", []))
-        if self.shared.restart is not None and "restart" in state:
-            self.shared.restart.load_state_dict(state["restart"])
+        restore_settings(self.optimizer, resume.groups)
+        if self.shared.restart is not None and resume.restart is not None:
+            self.shared.restart.take(resume.restart)
+        problems = list(resume.problems)
         if self.shared.lessons is not None:
-            saved_teacher = thawed(state.get("teacher"), torch.device("cpu"))
-            teacher = self.shared.lessons.teacher
-            problems += load_teacher_state(teacher, saved_teacher, self._learns(), self.shared.module)
+            found = load_teacher_state(self.shared.lessons.teacher, resume.teacher, self._learns(), module)
+            problems += found if resume.teacher_problem is None else [resume.teacher_problem]
         for attachment in self.attachments:
             if attachment.status == "active":
                 attachment.modifier.restore(attachment)
-        for attachment, action in due(self.attachments, step):
+        for attachment, action in due(self.attachments, resume.step):
             if action == "start":
                 self._perform(attachment, action)
         self.apply_masks()
         self.rates.note()
-        return problems
-
-    def _load_one(self, attachment: Attachment, saved: Mapping[str, Any]) -> list[str]:
-        problems: list[str] = []
-        parameters = dict(named_parameters(self.shared.module))
-        device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
-        attachment.status = saved["status"]
-        attachment.state = thawed(saved["state"], device)
-        for name, keep in thawed(saved["masks"], device).items():
-            reason = None
-            if name not in parameters:
-                reason = "it is not in the model"
-            elif tuple(parameters[name].shape) != tuple(keep.shape):
-                reason = f"it has shape {tuple(parameters[name].shape)}"
-            elif name not in attachment.bound and name not in attachment.held_with_filters:
-                reason = "the recipe no longer names it there"
-            if reason:
-                problems.append(f"{attachment.key}: the mask of '{name}' {tuple(keep.shape)} is dropped: {reason}")
-            else:
-                self.shared.masks.hold(attachment.index, name, keep.to(parameters[name].device), parameters[name])
         return problems
 
     def _undo_modifiers(self) -> None:
@@ -397,6 +388,17 @@ class TrainingRun:
                 self._perform(attachment, "update")
             if attachment.status == "active" and timing.end is not None and timing.end <= self.step:
                 self._perform(attachment, "end")
+
+
+def _check_declared(attachment: Attachment) -> None:
+    """Raise for what could be saved and not be loaded again."""
+    known = attachment.modifier.state_fields(attachment)
+    for key in attachment.state:
+        if key not in known and key != CUTS:
+            raise GossamerError(
+                f"{attachment.modifier.name}: run.state holds '{key}', which its state_fields() does not declare; "
+                "declare it there, so that a checkpoint can be loaded"
+            )
 
 
 def is_driven(optimizer: torch.optim.Optimizer) -> bool:

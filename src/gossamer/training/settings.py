@@ -25,6 +25,8 @@ def restore_settings(optimizer: torch.optim.Optimizer | None, saved: Sequence[Ma
     groups = optimizer.param_groups if optimizer is not None else []
     for group, values in zip(groups, saved, strict=False):
         for key, value in values.items():
+            if key not in group:  # The values are of an optimizer that had this setting.
+                continue
             if isinstance(group[key], Tensor):
                 group[key].fill_(value)
             else:

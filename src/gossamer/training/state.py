@@ -1,50 +1,110 @@
 """The state of a run as plain values: tensors, numbers, strings, lists, dicts.
 
-Bool tensors are packed to bits. Loading takes what still matches a recipe
-that was edited since, and names what does not.
+Bool tensors are packed to bits. A state that is loaded is parsed in two steps: `RunState` is what can be checked
+without a model, and the run then parses the rest against its recipe and model, before it changes anything. Loading
+takes what still matches a recipe that was edited since, and names what does not.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter
-from gossamer.sparse import pack, unpack
+from gossamer.modifiers.state import BITS, LARGEST_SETTING, LARGEST_STEP, Item
+from gossamer.sparse import pack
+from gossamer.training.settings import DRIVEN
 
 if TYPE_CHECKING:
     from gossamer.graph.permutation import Permutation
 
 STATE_FORMAT = 1
-_BITS = "__bits__"
+Status = Literal["pending", "active", "ended"]
 
 
-def check_state(state: Any) -> None:
-    """Raise `GossamerError` unless this is what `state_dict` of a manager returns."""
-    if not isinstance(state, Mapping):
-        raise GossamerError(f"the state of a manager is a mapping, found {type(state).__name__}")
-    given = cast(Mapping[str, Any], state)
-    if not {"format", "step", "steps_per_epoch", "modifiers"} <= given.keys():
-        raise GossamerError("this is not the state of a Gossamer manager: pass what manager.state_dict() returned")
-    if given["format"] != STATE_FORMAT:
-        raise GossamerError(f"the state has format {given['format']}; this version of Gossamer reads {STATE_FORMAT}")
-    for key, entry in given["modifiers"].items():
-        if not {"status", "state", "masks", "targets"} <= entry.keys():
-            raise GossamerError(f"the state of {key} is not complete; save it anew with manager.state_dict()")
+@dataclass(frozen=True)
+class ModifierState:
+    """What a state holds of one modifier; its values are parsed when the modifier and the model are known."""
+
+    status: Status
+    targets: list[str]
+    state: Item
+    masks: dict[str, Item]
+
+    @classmethod
+    def parse(cls, item: Item) -> ModifierState:
+        fields = item.fields(["status", "targets", "state", "masks"])
+        status = cast(Status, fields["status"].choice("pending", "active", "ended"))
+        found = cls(
+            status, [name.text() for name in fields["targets"].items()], fields["state"], fields["masks"].entries()
+        )
+        if status == "pending" and (found.masks or found.state.entries()):
+            raise GossamerError(f"{item.where}: has not started, and holds masks or a state; save the state again")
+        return found
 
 
-def matched(modifiers: Sequence[tuple[str, Sequence[str]]], saved: Mapping[str, Any]) -> list[str | None]:
-    """For each modifier (key and targets) of a recipe the entry of the state that is its own, or None.
+@dataclass(frozen=True)
+class RunState:
+    """A state, as far as it can be checked without the run that it is loaded into."""
+
+    step: int
+    steps_per_epoch: float
+    skipped_steps: int
+    groups: list[dict[str, float]]
+    modifiers: dict[str, ModifierState]
+    restart: Item | None
+    teacher: Item | None
+
+    @classmethod
+    def parse(cls, state: Any) -> RunState:
+        """Raises `GossamerError` unless this is what `state_dict` of a manager returns."""
+        if not isinstance(state, Mapping):
+            raise GossamerError(f"the state of a manager is a mapping, found {type(state).__name__}")
+        item = Item(cast(Mapping[str, Any], state))
+        required = ["format", "step", "steps_per_epoch", "modifiers"]
+        if not all(key in cast(Mapping[str, Any], state) for key in required):
+            raise GossamerError("this is not the state of a Gossamer manager: pass what manager.state_dict() returned")
+        fields = item.fields(required, ["skipped_steps", "groups", "restart", "teacher"])
+        if fields["format"].integer() != STATE_FORMAT:
+            found = fields["format"].value
+            raise GossamerError(f"the state has format {found}; this version of Gossamer reads {STATE_FORMAT}")
+        return cls(
+            step=fields["step"].integer(),
+            steps_per_epoch=fields["steps_per_epoch"].number(1 / LARGEST_STEP, LARGEST_STEP),
+            skipped_steps=fields["skipped_steps"].integer() if "skipped_steps" in fields else 0,
+            groups=[_group(group) for group in fields["groups"].items()] if "groups" in fields else [],
+            modifiers={key: ModifierState.parse(entry) for key, entry in fields["modifiers"].entries().items()},
+            restart=fields.get("restart"),
+            teacher=fields.get("teacher"),
+        )
+
+    def step_at(self, steps_per_epoch: float) -> int:
+        """The step at which a run of another number of steps per epoch is at the same epoch."""
+        if steps_per_epoch == self.steps_per_epoch:
+            return self.step
+        step = self.step / self.steps_per_epoch * steps_per_epoch
+        if step > LARGEST_STEP:
+            raise GossamerError(f"state.steps_per_epoch: {self.steps_per_epoch:g} puts the run at step {step:g}")
+        return round(step)
+
+
+def _group(item: Item) -> dict[str, float]:
+    return {key: value.number(0, LARGEST_SETTING) for key, value in item.fields([], DRIVEN.values()).items()}
+
+
+def matched(modifiers: Sequence[tuple[str, Sequence[str]]], saved: Mapping[str, Sequence[str]]) -> list[str | None]:
+    """For each modifier (key and targets) of a recipe the key in the state (targets by key) that is its own, or None.
 
     An entry of the same class with the same targets is the modifier's, wherever it stood; failing that, the one
     under the same key whose targets it shares.
 
-    >>> matched([("A.0", ["x"]), ("A.1", ["y"])], {"A.0": {"targets": ["y"]}})
+    >>> matched([("A.0", ["x"]), ("A.1", ["y"])], {"A.0": ["y"]})
     [None, 'A.0']
     """
     found: list[str | None] = [None] * len(modifiers)
@@ -53,7 +113,7 @@ def matched(modifiers: Sequence[tuple[str, Sequence[str]]], saved: Mapping[str, 
     def take(fits: Callable[[str, Sequence[str], str, Sequence[str]], bool]) -> None:
         for index, (key, targets) in enumerate(modifiers):
             if found[index] is None:
-                hits = (name for name, entry in free.items() if fits(key, targets, name, entry["targets"]))
+                hits = (name for name, held in free.items() if fits(key, targets, name, held))
                 found[index] = next(hits, None)
                 free.pop(found[index] or "", None)
 
@@ -66,7 +126,7 @@ def matched(modifiers: Sequence[tuple[str, Sequence[str]]], saved: Mapping[str, 
 def frozen(value: Any) -> Any:
     """A copy that later steps cannot change, with masks packed to bits."""
     if isinstance(value, Tensor):
-        return {_BITS: pack(value)} if value.dtype == torch.bool else value.detach().clone()
+        return {BITS: pack(value)} if value.dtype == torch.bool else value.detach().clone()
     if isinstance(value, Mapping):
         return {key: frozen(item) for key, item in cast(Mapping[Any, Any], value).items()}
     if isinstance(value, list | tuple):
@@ -95,18 +155,4 @@ def _in_order_of(name: str, value: Any, permutation: Permutation, shape: tuple[i
         return [_in_order_of(name, item, permutation, shape) for item in cast(list[Any], value)]
     if isinstance(value, Tensor) and value.numel() == math.prod(shape):
         return permutation.of(name, value.reshape(shape)).reshape(value.shape)
-    return value
-
-
-def thawed(value: Any, device: torch.device) -> Any:
-    """What `frozen` froze, on a device."""
-    if isinstance(value, Tensor):
-        return value.detach().clone().to(device)
-    if isinstance(value, Mapping):
-        entries = cast(Mapping[Any, Any], value)
-        if _BITS in entries:
-            return unpack(entries[_BITS]).to(device)
-        return {key: thawed(item, device) for key, item in entries.items()}
-    if isinstance(value, list):
-        return [thawed(item, device) for item in cast(list[Any], value)]
     return value

@@ -18,6 +18,7 @@ from gossamer.errors import GossamerError, nearest
 from gossamer.graph import unwrap
 from gossamer.graph.parameters import named_state
 from gossamer.graph.substitution import withdraw_all
+from gossamer.modifiers.state import Item, Spec
 
 if TYPE_CHECKING:
     from gossamer.modifiers.distillation.lessons import Lessons
@@ -72,27 +73,39 @@ def teacher_state(teacher: Teacher) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in named_state(teacher.module)}
 
 
+def parse_teacher_state(
+    teacher: Teacher, item: Item | None, model: Mapping[str, Spec]
+) -> tuple[dict[str, Tensor] | None, str | None]:
+    """The saved weights of a copy, None when there are none that fit, and then why; `model` is the model to copy."""
+    if item is None:
+        return None, None
+    if not teacher.own:
+        return None, "the frozen copy of the model in the state is dropped: another teacher was given"
+    held = dict(model) if teacher.dismissed else {name: Spec.of(tensor) for name, tensor in named_state(teacher.module)}
+    saved = item.entries()
+    odd = [name for name in held if name not in saved or saved[name].shape() != held[name].shape]
+    if odd or saved.keys() - held.keys():
+        name = (odd or sorted(saved.keys() - held.keys()))[0]
+        return None, f"the frozen copy of the model in the state is dropped: {name!r} does not fit this model"
+    return {name: saved[name].weight(spec) for name, spec in held.items()}, None
+
+
 def load_teacher_state(
     teacher: Teacher, saved: Mapping[str, Tensor] | None, needed: bool, module: nn.Module
 ) -> list[str]:
-    """Bring a copy of `module` to what was saved; what did not match, a sentence each."""
+    """Bring a copy of `module` to parsed weights; what did not match, a sentence each."""
     if not teacher.own:
-        kept = saved is not None
-        return ["the frozen copy of the model in the state is dropped: another teacher was given"] if kept else []
+        return []
     as_it = "is now" if teacher.dismissed else "was given to modify"
     if teacher.dismissed and needed:
         teacher.module, teacher.dismissed = frozen_copy(module), False
     if teacher.dismissed or saved is None:
         told = f"the state holds no frozen copy of the model: the teacher is the model as it {as_it}"
         return [told] if needed else []
-    held = dict(named_state(teacher.module))
-    odd = [name for name in held if name not in saved or saved[name].shape != held[name].shape]
-    if odd or saved.keys() - held.keys():
-        name = (odd or sorted(saved.keys() - held.keys()))[0]
-        return [f"the frozen copy of the model in the state is dropped: '{name}' does not fit this model"]
     with torch.no_grad():
-        for name, tensor in held.items():
-            tensor.copy_(saved[name])
+        for name, tensor in named_state(teacher.module):
+            if name in saved:
+                tensor.copy_(saved[name])
     return []
 
 

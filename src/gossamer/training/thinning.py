@@ -1,30 +1,34 @@
 """Removing filters from a model that trains: the optimizer's state, masks and what modifiers remember go along.
 
-What was removed is kept in the modifier's state, so that a model that was built anew can be cut alike before weights
+What was removed is kept in the modifier's state, so that a model that was built again can be cut alike before weights
 are loaded into it. What can be removed is found by `graph`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, ModifierError
+from gossamer.graph.coherence import incoherent
 from gossamer.graph.parameters import get_tensor, named_state
 from gossamer.graph.thinning_cuts import Cuts
 from gossamer.modifiers import LayerThinningModifier, PruningModifier
 from gossamer.modifiers.base import to_step
+from gossamer.modifiers.state import Item
 from gossamer.training.attachment import Attachment, Shared, logger
-from gossamer.training.state import thawed
+from gossamer.training.state import RunState
 
 if TYPE_CHECKING:
     from gossamer.training.journal import Journal
 
-_CUTS = "cuts"
+CUTS = "cuts"
+"""The key of what was removed, in the state of the modifier that did."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -64,9 +68,7 @@ def thin_run(
             shared.step,
         )
     shapes = {name: tuple(before[name].shape) for name in found.cuts.kept}
-    kept = {name: {str(dim): rows for dim, rows in dims.items()} for name, dims in found.cuts.kept.items()}
-    entry = {"kept": kept, "shapes": {name: list(shape) for name, shape in shapes.items()}}
-    attachment.state.setdefault(_CUTS, []).append(entry)
+    attachment.state.setdefault(CUTS, []).append(Removal(found.cuts, shapes).state())
     shared.removed = {name: before[name] for name in shapes}
     cut(found.cuts, shapes)
 
@@ -81,7 +83,7 @@ def cut_along(
         cuts.followed(shared.optimizer, name, get_tensor(shared.module, name), torch.Size(shape))
     shared.masks.cut(cuts, shared.module)
     for attachment in attachments:
-        if _CUTS not in attachment.state:
+        if CUTS not in attachment.state:
             attachment.state = _cut_state(attachment.state, cuts, shapes)
 
 
@@ -108,67 +110,134 @@ def _like(name: str, value: Any, cuts: Cuts, shape: tuple[int, ...]) -> Any:
     return value
 
 
-# A model that was built anew
+# A model that was built again
 
 
-def cut_as(module: nn.Module, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
+@dataclass(frozen=True)
+class Removal:
+    """One removal that a state knows of: which positions stay, and the shapes before."""
+
+    cuts: Cuts
+    shapes: Shapes
+
+    @classmethod
+    def parse(cls, item: Item) -> Removal:
+        fields = item.fields(["kept", "shapes"])
+        shapes = {
+            name: tuple(size.integer() for size in shape.items()) for name, shape in fields["shapes"].entries().items()
+        }
+        kept = {name: _positions(dims, shapes.get(name, ())) for name, dims in fields["kept"].entries().items()}
+        if kept.keys() != shapes.keys():
+            raise GossamerError(f"{item.where}: 'kept' and 'shapes' name different tensors; save the state again")
+        return cls(Cuts(kept), shapes)
+
+    def after(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor after it."""
+        kept = self.cuts.kept[name]
+        return tuple(len(kept[dim]) if dim in kept else size for dim, size in enumerate(self.shapes[name]))
+
+    def state(self) -> dict[str, Any]:
+        """As a modifier's state holds it."""
+        kept = {name: {str(dim): rows for dim, rows in dims.items()} for name, dims in self.cuts.kept.items()}
+        return {"kept": kept, "shapes": {name: list(shape) for name, shape in self.shapes.items()}}
+
+
+def _positions(item: Item, shape: tuple[int, ...]) -> dict[int, Tensor]:
+    dims = {str(dim): dim for dim in range(len(shape))}
+    return {dims[key]: rows.positions(shape[dims[key]]) for key, rows in item.fields([], dims).items()}
+
+
+def removals(state: RunState) -> list[Removal]:
+    """Every removal that a state knows of, in order."""
+    found: list[Removal] = []
+    for entry in state.modifiers.values():
+        held = entry.state.entries()
+        found += [Removal.parse(item) for item in held[CUTS].items()] if CUTS in held else []
+    return found
+
+
+def thinned_shapes(state: RunState) -> Shapes:
+    """By weight that the run of a state has cut: the shape that it has now."""
+    return _first_and_last(removals(state))[1]
+
+
+def cut_as(
+    module: nn.Module,
+    state: RunState,
+    optimizer: torch.optim.Optimizer | None = None,
+    example_inputs: Any = None,
+) -> None:
     """Cut a model as the state of a run says; one that has been cut so is left alone. All of it or nothing."""
-    rounds = list(_rounds(state))
     sizes = {name: tuple(tensor.shape) for name, tensor in named_state(module)}
-    first, last = _first_and_last(rounds)
+    apply_removals(module, due_removals(module, state, sizes, example_inputs), optimizer)
+
+
+def apply_removals(module: nn.Module, due: Sequence[Removal], optimizer: torch.optim.Optimizer | None) -> None:
+    """Cut a model and what an optimizer keeps for it; `due_removals` has checked that they fit."""
+    for removal in due:
+        removal.cuts.apply(module)
+        for name, shape in removal.shapes.items():
+            removal.cuts.followed(optimizer, name, get_tensor(module, name), torch.Size(shape))
+
+
+def due_removals(module: nn.Module, state: RunState, sizes: Shapes, example_inputs: Any = None) -> list[Removal]:
+    """The removals of a state that a model with these shapes still lacks: all or none. Changes nothing.
+
+    Raises when they do not fit the model, or would leave channels that are produced and not read, or the reverse.
+    """
+    found = removals(state)
+    first, last = _first_and_last(found)
     if all(sizes.get(name) == shape for name, shape in last.items()):
-        return
+        return []
     for name, shape in first.items():
         if sizes.get(name) != shape:
-            found = f"has shape {sizes[name]}" if name in sizes else "is not in the model"
+            held = f"has shape {sizes[name]}" if name in sizes else "is not in the model"
             raise GossamerError(
-                f"state: '{name}' {found}, and was thinned from {shape} to {last[name]}; "
+                f"state: '{name}' {held}, and was thinned from {shape} to {last[name]}; "
                 "load the state into a model that is built as the run's was"
             )
-    for cuts, shapes in rounds:
-        cuts.apply(module)
-        for name, shape in shapes.items():
-            cuts.followed(optimizer, name, get_tensor(module, name), torch.Size(shape))
+    taken_out = any(
+        entry.status == "active" and "layers" in entry.state.entries() for entry in state.modifiers.values()
+    )
+    if not taken_out and (odd := incoherent(module, _together(found), example_inputs)) is not None:
+        raise GossamerError(f"state: '{odd}' was not thinned as the layers around it; save the state again")
+    return found
 
 
-def thinned_shapes(state: Mapping[str, Any]) -> Shapes:
-    """By weight that the run of a state has cut: the shape that it has now."""
-    return _first_and_last(_rounds(state))[1]
-
-
-def restore_structure(shared: Shared, attachments: Sequence[Attachment], state: Mapping[str, Any]) -> None:
-    """The same for the model of a run; raises when it lacks filters that the run of the state still had."""
-    own = [entry for attachment in attachments for entry in attachment.state.get(_CUTS, ())]
-    lost = [
-        entry
-        for entry in own
-        if any(list(get_tensor(shared.module, name).shape) != shape for name, shape in entry["shapes"].items())
-    ]
-    if len(lost) > len(list(_rounds(state))):
+def check_not_thinner(state: RunState, attachments: Sequence[Attachment], sizes: Shapes) -> None:
+    """Raise when a model lacks filters that the run of the state still had."""
+    own = [entry for attachment in attachments for entry in attachment.state.get(CUTS, ())]
+    lost = [entry for entry in own if any(sizes.get(name) != tuple(shape) for name, shape in entry["shapes"].items())]
+    if len(lost) > len(removals(state)):
         raise GossamerError(
             "state: it is from before filters were removed from this model, and they cannot come back; "
             "load it into a model that is built anew"
         )
-    cut_as(shared.module, state, shared.optimizer)
 
 
-def _first_and_last(rounds: Iterable[tuple[Cuts, Shapes]]) -> tuple[Shapes, Shapes]:
+def _first_and_last(found: Iterable[Removal]) -> tuple[Shapes, Shapes]:
     """The shapes of what was cut, before the first and after the last removal."""
     first: dict[str, tuple[int, ...]] = {}
     last: dict[str, tuple[int, ...]] = {}
-    for cuts, shapes in rounds:
-        for name, shape in shapes.items():
+    for removal in found:
+        for name, shape in removal.shapes.items():
+            if last.get(name, shape) != shape:
+                raise GossamerError(
+                    f"state: '{name}' has shape {last[name]} after one removal and {shape} before the next"
+                )
             first.setdefault(name, shape)
-            last[name] = tuple(len(cuts.kept[name].get(dim, range(size))) for dim, size in enumerate(shape))
+            last[name] = removal.after(name)
     return first, last
 
 
-def _rounds(state: Mapping[str, Any]) -> Iterator[tuple[Cuts, Shapes]]:
-    """Every removal that a state knows of, in order."""
-    for entry in state.get("modifiers", {}).values():
-        for saved in thawed(entry["state"], torch.device("cpu")).get(_CUTS, ()):
-            kept = {name: {int(dim): rows for dim, rows in dims.items()} for name, dims in saved["kept"].items()}
-            yield Cuts(kept), {name: tuple(shape) for name, shape in saved["shapes"].items()}
+def _together(found: Iterable[Removal]) -> Cuts:
+    """Several removals as one."""
+    kept: dict[str, dict[int, Tensor]] = {}
+    for removal in found:
+        for name, dims in removal.cuts.kept.items():
+            held = kept.setdefault(name, {})
+            held.update({dim: held[dim][rows] if dim in held else rows for dim, rows in dims.items()})
+    return Cuts(kept)
 
 
 def misplaced(attachments: Sequence[Attachment]) -> list[tuple[Attachment, ModifierError]]:

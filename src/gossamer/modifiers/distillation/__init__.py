@@ -9,15 +9,16 @@ imported when used.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
 
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from gossamer.errors import ModifierError, nearest
+from gossamer.errors import GossamerError, ModifierError, nearest
 from gossamer.graph import named_modules
 from gossamer.modifiers.base import Modifier, Run, register
+from gossamer.modifiers.state import LARGEST_SETTING, Item, Layout, Spec, StateField
 
 if TYPE_CHECKING:
     from gossamer.modifiers.distillation.features import FeatureLearner
@@ -142,6 +143,17 @@ class PerLayerDistillationModifier(TaughtModifier):
         run.plan["layers"] = self._layers(run.module, teacher)
         return super().bind(run)
 
+    def state_fields(self, run: Run) -> Mapping[str, StateField]:
+        keys = {f"{ours} → {theirs}" for ours, theirs in run.plan["layers"]}
+        matrices = StateField(lambda item, layout: _matrices(item, layout, keys))
+        return {"projections": matrices, "momenta": matrices}
+
+    def check_state(self, item: Item, state: Mapping[str, Any]) -> None:
+        projections = state.get("projections", {})
+        for key, momentum in state.get("momenta", {}).items():
+            if key not in projections or projections[key].shape != momentum.shape:
+                raise GossamerError(f"{item.where}.momenta: '{key}' is not like its projection")
+
     def learner(self, run: Run, lessons: Lessons, place: int) -> Learner:
         from gossamer.modifiers.distillation.features import FeatureLearner, Pair
 
@@ -174,6 +186,18 @@ class PerLayerDistillationModifier(TaughtModifier):
                 )
         theirs = _checked(teacher, theirs, "teacher_layer_names", "teacher")
         return list(zip(ours, theirs, strict=True))
+
+
+def _matrices(item: Item, layout: Layout, keys: Collection[str]) -> dict[str, Tensor]:
+    """Projections by pair of layers; how many channels these have shows when they are called."""
+    found: dict[str, Tensor] = {}
+    for key, entry in item.entries().items():
+        if key in keys:
+            shape = entry.shape()
+            if len(shape) != 2:
+                raise GossamerError(f"{entry.where}: expected a matrix, found shape {shape}")
+            found[key] = entry.tensor(Spec(shape, None, layout.device), -LARGEST_SETTING, LARGEST_SETTING)
+    return found
 
 
 def _computing(module: nn.Module) -> list[str]:

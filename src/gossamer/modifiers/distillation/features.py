@@ -186,6 +186,9 @@ class FeatureLearner(Learner):
 
     def _projection(self, pair: Pair, inputs: int, outputs: int, like: Tensor) -> Tensor:
         held: dict[str, Tensor] = self.run.state.setdefault("projections", {})
+        if pair.key in held and tuple(held[pair.key].shape) != (outputs, inputs):  # of a model that was changed
+            del held[pair.key]
+            self.run.state.get("momenta", {}).pop(pair.key, None)
         if pair.key not in held:
             seeded = torch.Generator().manual_seed([p.key for p in self.layers].index(pair.key))
             held[pair.key] = (torch.rand(outputs, inputs, generator=seeded) * 2 - 1) / inputs**0.5

@@ -1,0 +1,337 @@
+"""What modifiers keep in `run.state`: declared field by field, so that a saved state can be parsed.
+
+A saved state comes from a file. Every value is checked against its declaration and against the model before anything
+is changed or memory is allocated, and what comes out has the type that the modifier works with. Nothing here knows a
+run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.errors import GossamerError, nearest
+from gossamer.sparse import unpack
+
+BITS = "__bits__"
+"""The key under which a bool tensor is saved as packed bits."""
+LARGEST_STEP = 2**40
+"""More optimizer steps than 30 years of training have."""
+LARGEST_SETTING = 1e6
+"""The largest learning rate or weight decay that a state may set."""
+LARGEST_WEIGHT = 1e9
+"""The largest magnitude of what is added to weights or gradients."""
+LARGEST = 1e20
+"""The largest magnitude of any other number that is computed with: its square over a small number is still finite."""
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_PLAIN = (Tensor, nn.Parameter)
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape, dtype and device that a tensor has to have; a dtype of None accepts every floating-point one."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = torch.float32
+    device: torch.device = _CPU
+    buffer: bool = False
+    """Whether it is a buffer of a model, which may hold infinity, and no parameter."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spec:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, not isinstance(tensor, nn.Parameter))
+
+    def shaped(self, shape: tuple[int, ...]) -> Spec:
+        return replace(self, shape=shape)
+
+    def wide(self) -> Spec:
+        """The same in float32, or in float64 where it is that already."""
+        return replace(self, dtype=torch.float64 if self.dtype == torch.float64 else torch.float32)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the state of one modifier is parsed against: its targets, and the model as it will be."""
+
+    targets: Sequence[str]
+    """What `bind` returned."""
+    tensors: Mapping[str, Spec]
+    """The parameters and buffers of the model by name."""
+    device: torch.device = _CPU
+    """Of tensors that belong to no parameter."""
+    dropped: dict[str, str] = field(default_factory=dict[str, str])
+    """By name: why what the state holds for it does not fit this recipe and model."""
+
+    def drop(self, name: str, shape: Sequence[int] | None = None) -> None:
+        """Leave out what the state holds for a parameter, because the recipe or the model was changed."""
+        if name not in self.tensors:
+            reason = "it is not in the model"
+        elif name not in self.targets:
+            reason = "the recipe no longer names it there"
+        else:
+            saved = "" if shape is None else f", and {tuple(shape)} in the state"
+            reason = f"it has shape {self.tensors[name].shape}{saved}"
+        self.dropped.setdefault(name, reason)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A value of a saved state with its path in there; each method returns the value as a type, or raises."""
+
+    value: Any
+    where: str = "state"
+
+    def error(self, expected: str) -> GossamerError:
+        return GossamerError(f"{self.where}: expected {expected}, found {_shown(self.value)}")
+
+    def entries(self) -> dict[str, Item]:
+        """A mapping from text to anything."""
+        if not isinstance(self.value, Mapping):
+            raise self.error("a mapping")
+        entries = cast(Mapping[Any, Any], self.value)
+        for key in entries:
+            if not isinstance(key, str):
+                raise GossamerError(f"{self.where}: expected text as keys, found {_shown(key)}")
+        return {key: Item(value, f"{self.where}.{_short(key)}") for key, value in entries.items()}
+
+    def fields(self, required: Collection[str], optional: Collection[str] = ()) -> dict[str, Item]:
+        """A mapping with these keys and no others."""
+        entries = self.entries()
+        for key in required:
+            if key not in entries:
+                raise GossamerError(f"{self.where}: '{key}' is missing; pass what state_dict() returned")
+        known = [*required, *optional]
+        for key in entries:
+            if key not in known:
+                raise GossamerError(f"{self.where}: unknown key {_shown(key)}{nearest(_short(key), known)}")
+        return entries
+
+    def items(self) -> list[Item]:
+        if not isinstance(self.value, list | tuple):
+            raise self.error("a list")
+        values = cast(Sequence[Any], self.value)
+        return [Item(value, f"{self.where}[{index}]") for index, value in enumerate(values)]
+
+    def integer(self, least: int = 0, most: int = LARGEST_STEP) -> int:
+        if isinstance(self.value, bool) or not isinstance(self.value, int) or not least <= self.value <= most:
+            raise self.error(f"a whole number from {least} to {most}")
+        return int(self.value)
+
+    def number(self, least: float = -LARGEST, most: float = LARGEST) -> float:
+        if isinstance(self.value, bool) or not isinstance(self.value, int | float) or not least <= self.value <= most:
+            raise self.error(f"a number from {least:g} to {most:g}")
+        return float(self.value)
+
+    def flag(self) -> bool:
+        if not isinstance(self.value, bool):
+            raise self.error("true or false")
+        return self.value
+
+    def text(self) -> str:
+        if not isinstance(self.value, str):
+            raise self.error("text")
+        return self.value
+
+    def choice(self, *known: str) -> str:
+        if not isinstance(self.value, str) or self.value not in known:
+            raise self.error(" or ".join(f"'{one}'" for one in known))
+        return self.value
+
+    def shape(self) -> tuple[int, ...]:
+        """Of a tensor, or of a mask that is packed to bits; nothing is unpacked."""
+        return self._packed()[1] if isinstance(self.value, Mapping) else tuple(self._plain().shape)
+
+    def tensor(self, spec: Spec, least: float = -LARGEST, most: float = LARGEST) -> Tensor:
+        """A copy of a tensor of numbers with this shape and its values within bounds, as the dtype of `spec`."""
+        found = self._plain()
+        if tuple(found.shape) != spec.shape:
+            raise GossamerError(f"{self.where}: expected shape {spec.shape}, found {tuple(found.shape)}")
+        if found.dtype not in _FLOATS:
+            raise GossamerError(f"{self.where}: expected floating-point numbers, found {_dtype(found)}")
+        copied = found.detach().clone().to(spec.device, spec.dtype or found.dtype)
+        if copied.numel() and not (float(copied.min()) >= least and float(copied.max()) <= most):  # false for NaN
+            raise GossamerError(f"{self.where}: expected numbers from {least:g} to {most:g}, found NaN or others")
+        return copied
+
+    def weight(self, spec: Spec) -> Tensor:
+        """A tensor of this shape to copy into a parameter or buffer of this dtype; not a copy itself."""
+        statistics = self.where.endswith(("running_mean", "running_var"))
+        most = math.inf if spec.buffer and not statistics else LARGEST_WEIGHT
+        if self.shape() != spec.shape:
+            raise GossamerError(f"{self.where}: expected shape {spec.shape}, found {self.shape()}")
+        found = unpack(self._packed()[0]) if isinstance(self.value, Mapping) else self._plain().detach()
+        floats = spec.dtype in _FLOATS
+        if found.dtype not in _FLOATS if floats else found.dtype != spec.dtype:
+            raise GossamerError(f"{self.where}: expected {_name(spec.dtype)}, found {_dtype(found)}")
+        if floats and found.numel() and not float(found.abs().max()) <= most:
+            raise GossamerError(f"{self.where}: expected numbers up to {most:g}, found NaN or larger ones")
+        if self.where.endswith("running_var") and found.numel() and float(found.min()) < 0:
+            raise GossamerError(f"{self.where}: expected variances, found negative numbers")
+        return found
+
+    def positions(self, size: int) -> Tensor:
+        """Ascending indices into a dimension of this size, at least one."""
+        found = self._plain()
+        if found.dtype != torch.int64 or found.dim() != 1 or not 0 < found.numel() <= size:
+            raise GossamerError(f"{self.where}: expected 1 to {size} positions of torch.int64")
+        if int(found[0]) < 0 or int(found[-1]) >= size or not bool((found[1:] > found[:-1]).all()):
+            raise GossamerError(f"{self.where}: expected ascending positions below {size}")
+        return found.detach().clone()
+
+    def mask(self, spec: Spec) -> Tensor:
+        """A mask that was packed to bits; its shape is compared before it is unpacked."""
+        packed, shape = self._packed()
+        if shape != spec.shape:
+            raise GossamerError(f"{self.where}: expected shape {spec.shape}, found {shape}")
+        return unpack(packed).to(spec.device)
+
+    def _packed(self) -> tuple[dict[str, Any], tuple[int, ...]]:
+        packed = self.fields([BITS])[BITS].fields(["bits", "shape"])
+        shape = tuple(size.integer() for size in packed["shape"].items())
+        bits = packed["bits"]._plain()
+        if bits.dtype != torch.uint8 or bits.dim() != 1 or bits.numel() != -(-math.prod(shape) // 8):
+            raise GossamerError(f"{self.where}: the bits do not fit shape {shape}; save the state again")
+        return {"bits": bits, "shape": list(shape)}, shape
+
+    def _plain(self) -> Tensor:
+        """A tensor whose values are in memory: not sparse, quantized, on the meta device or expanded."""
+        if type(self.value) not in _PLAIN:
+            raise self.error("a tensor")
+        found = cast(Tensor, self.value)
+        if found.layout != torch.strided or found.is_meta or found.is_quantized:
+            raise GossamerError(f"{self.where}: expected a dense tensor, found {_dtype(found)}")
+        if found.untyped_storage().nbytes() < found.numel() * found.element_size():
+            raise GossamerError(f"{self.where}: expected a tensor with all of its values, found an expanded one")
+        return found
+
+
+@dataclass(frozen=True)
+class StateField:
+    """How one key of `run.state` is parsed, and whether an active modifier needs it."""
+
+    parse: Callable[[Item, Layout], Any]
+    required: bool = False
+
+
+# Declarations
+
+
+def integer(least: int = 0, most: int = LARGEST_STEP, *, required: bool = False) -> StateField:
+    """A whole number."""
+    return StateField(lambda item, _: item.integer(least, most), required)
+
+
+def number(least: float = -LARGEST, most: float = LARGEST, *, required: bool = False) -> StateField:
+    """A finite number."""
+    return StateField(lambda item, _: item.number(least, most), required)
+
+
+def flag(*, required: bool = False) -> StateField:
+    """True or false."""
+    return StateField(lambda item, _: item.flag(), required)
+
+
+def numbers(least: float = -LARGEST, most: float = LARGEST, *, required: bool = False) -> StateField:
+    """A list of numbers."""
+    return StateField(lambda item, _: [value.number(least, most) for value in item.items()], required)
+
+
+def vector() -> StateField:
+    """A tensor of one dimension and any length, as float32."""
+    return StateField(_vector)
+
+
+def by_target(parse: Callable[[Item, Spec], Any], *, required: bool = False) -> StateField:
+    """A mapping from targets to values that `parse` returns; what is no target of an edited recipe is left out."""
+
+    def parsed(item: Item, layout: Layout) -> dict[str, Any]:
+        known = set(layout.targets)
+        entries = {name: entry for name, entry in item.entries().items() if name in known and name in layout.tensors}
+        return {name: parse(entry, layout.tensors[name]) for name, entry in entries.items()}
+
+    return StateField(parsed, required)
+
+
+def tensors(
+    spec: Callable[[Spec], Spec] = lambda weight: weight,
+    least: float = -LARGEST,
+    most: float = LARGEST,
+    *,
+    of: Callable[[Layout], Collection[str]] = lambda layout: layout.targets,
+    required: bool = False,
+) -> StateField:
+    """A mapping from targets, or the names that `of` returns, to tensors; `spec` says what a weight's own is like."""
+    return _fitting(spec, lambda item, wanted: item.tensor(wanted, least, most), of, required)
+
+
+def masks(*, required: bool = False) -> StateField:
+    """A mapping from targets to bool tensors of the weight's shape."""
+    return _fitting(lambda weight: weight, Item.mask, lambda layout: layout.targets, required)
+
+
+def _fitting(
+    spec: Callable[[Spec], Spec],
+    parse: Callable[[Item, Spec], Any],
+    of: Callable[[Layout], Collection[str]],
+    required: bool,
+) -> StateField:
+    def parsed(item: Item, layout: Layout) -> dict[str, Any]:
+        known, found = set(of(layout)), dict[str, Any]()
+        for name, entry in item.entries().items():
+            if name not in known or name not in layout.tensors:
+                layout.drop(name)
+                continue
+            wanted = spec(layout.tensors[name])
+            if (shape := entry.shape()) != wanted.shape:
+                layout.drop(name, shape)
+            else:
+                found[name] = parse(entry, wanted)
+        return found
+
+    return StateField(parsed, required)
+
+
+def _vector(item: Item, layout: Layout) -> Tensor:
+    shape = item.shape()
+    if len(shape) != 1:
+        raise GossamerError(f"{item.where}: expected one dimension, found shape {shape}")
+    return item.tensor(Spec(shape, torch.float32, layout.device), -math.inf, math.inf)
+
+
+def same_names(item: Item, state: Mapping[str, Any], *keys: str) -> None:
+    """Raise unless these entries, where any is there, hold values for the same parameters."""
+    held = {key: set(cast(Mapping[str, Any], state.get(key, {}))) for key in keys}
+    for key in keys[1:]:
+        if odd := sorted(held[keys[0]] ^ held[key]):
+            raise GossamerError(f"{item.where}: only one of '{keys[0]}' and '{key}' has '{_short(odd[0])}'")
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: short, and without its content where that may be large."""
+    if value is None or isinstance(value, bool | float):
+        return repr(value)
+    if isinstance(value, int):
+        return repr(value) if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
+    if isinstance(value, str):
+        return repr(_short(value))
+    return f"a value of type {type(value).__name__}"
+
+
+def _short(text: str) -> str:
+    cut = text if len(text) <= 60 else f"{text[:57]}..."
+    return cut if cut.isprintable() else ascii(cut)[1:-1]
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(tensor: Tensor) -> str:
+    layout = "" if tensor.layout == torch.strided else f" in layout {tensor.layout}"
+    return f"{_name(tensor.dtype)}{layout} on '{tensor.device}'"

@@ -1,0 +1,205 @@
+"""A saved state held against a run: everything is parsed here, and nothing is changed.
+
+`plan_resume` returns what the run has to become, in the types that it works with; the run applies it. A failure
+while it is applied, which only a modifier that starts there can cause, is taken back by a `Snapshot`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.graph.parameters import named_state
+from gossamer.graph.thinning_cuts import resize
+from gossamer.modifiers.state import Item, Layout, Spec
+from gossamer.training.attachment import Attachment, Shared
+from gossamer.training.journal import Journal
+from gossamer.training.restart import RestartState
+from gossamer.training.settings import restore_settings, settings
+from gossamer.training.state import ModifierState, RunState, Status, matched
+from gossamer.training.teachers import parse_teacher_state
+from gossamer.training.thinning import CUTS, Removal, check_not_thinner, due_removals
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What one modifier has to become."""
+
+    status: Status = "pending"
+    state: dict[str, Any] = field(default_factory=dict[str, Any])
+    masks: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What a run has to become; `problems` are what did not match its recipe and model, a sentence each."""
+
+    step: int
+    skipped_steps: int
+    groups: list[dict[str, float]]
+    removals: list[Removal]
+    modifiers: list[Resumed]
+    restart: RestartState | None
+    teacher: dict[str, Tensor] | None
+    teacher_problem: str | None
+    problems: list[str]
+
+    def starts(self, attachments: Sequence[Attachment]) -> bool:
+        """Whether a modifier that the state does not know starts when it is loaded."""
+        pairs = zip(attachments, self.modifiers, strict=True)
+        return any(new.status == "pending" and own.timing.start <= self.step for own, new in pairs)
+
+
+def plan_resume(shared: Shared, attachments: Sequence[Attachment], journal: Journal, state: RunState) -> Resume:
+    """Parse a state against a run; raises `GossamerError` for what cannot be continued."""
+    problems: list[str] = []
+    step = state.step_at(shared.steps_per_epoch)
+    if state.steps_per_epoch != shared.steps_per_epoch:
+        problems.append(
+            f"steps_per_epoch was {state.steps_per_epoch:g} and is {shared.steps_per_epoch:g}: "
+            f"the run goes on at step {step}, the same epoch"
+        )
+    specs, removals = _model(shared, attachments, journal, state)
+    keys = matched(
+        [(attachment.key, attachment.bound) for attachment in attachments],
+        {key: entry.targets for key, entry in state.modifiers.items()},
+    )
+    found: list[Resumed] = []
+    for attachment, key in zip(attachments, keys, strict=True):
+        if key is None:
+            found.append(Resumed())
+            problems.append(f"{attachment.key} is not in the state and starts anew")
+        else:
+            found.append(_modifier(attachment, state.modifiers[key], specs, problems))
+    unknown = [key for key in state.modifiers if key not in keys]
+    problems += [f"{key} is in the state but not in the recipe, and is dropped" for key in unknown]
+    restart = shared.restart.parse_state(state.restart) if shared.restart is not None and state.restart else None
+    teacher, odd = None, None
+    if shared.lessons is not None:
+        teacher, odd = parse_teacher_state(shared.lessons.teacher, state.teacher, specs)
+    return Resume(step, state.skipped_steps, state.groups, removals, found, restart, teacher, odd, problems)
+
+
+def _model(
+    shared: Shared, attachments: Sequence[Attachment], journal: Journal, state: RunState
+) -> tuple[dict[str, Spec], list[Removal]]:
+    """The tensors that the model will have when the state is loaded, and what has to be removed for that."""
+    module, uncut = shared.module, journal.uncut(shared.module)
+    specs = {name: Spec.of(tensor) for name, tensor in named_state(module)}
+    for attachment in attachments:
+        for path, layer in attachment.modifier.taken_out(attachment).items():
+            specs |= {f"{path}.{name}": Spec.of(tensor) for name, tensor in named_state(layer)}
+    for name, whole in uncut.items():
+        specs[name] = specs[name].shaped(tuple(whole.shape))
+    sizes = {name: spec.shape for name, spec in specs.items()}
+    check_not_thinner(state, attachments, sizes)
+    due = due_removals(_whole(module, uncut), state, sizes, shared.example_inputs)
+    for removal in due:
+        specs |= {name: specs[name].shaped(removal.after(name)) for name in removal.shapes}
+    return specs, due
+
+
+def _whole(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
+    """The model as it will be before anything is cut; a copy, where the beginning of the run has cut it."""
+    if not uncut:
+        return module
+    module = deepcopy(module)
+    for name, tensor in named_state(module):
+        if name in uncut:
+            tensor.data = uncut[name].detach()
+    resize(module, {name: tuple(tensor.shape) for name, tensor in named_state(module)})
+    return module
+
+
+def _modifier(attachment: Attachment, saved: ModifierState, specs: Mapping[str, Spec], problems: list[str]) -> Resumed:
+    device = next((spec.device for spec in specs.values() if not spec.buffer), torch.device("cpu"))
+    layout = Layout(attachment.bound, specs, device)
+    masks: dict[str, Tensor] = {}
+    told: set[str] = set()
+    for name, item in saved.masks.items():
+        reason, shape = None, item.shape()
+        if name not in specs:
+            reason = "it is not in the model"
+        elif specs[name].shape != shape:
+            reason = f"it has shape {specs[name].shape}"
+        elif name not in attachment.bound and name not in attachment.held_with_filters:
+            reason = "the recipe no longer names it there"
+        else:
+            masks[name] = item.mask(specs[name])
+        if reason is not None:
+            told.add(name)
+            problems.append(f"{attachment.key}: the mask of '{name}' {shape} is dropped: {reason}")
+    entries = saved.state.entries()
+    removed = [Removal.parse(item).state() for item in entries[CUTS].items()] if CUTS in entries else None
+    own = Item({key: entry.value for key, entry in entries.items() if key != CUTS}, saved.state.where)
+    state = attachment.modifier.parse_state(attachment, own, layout, active=saved.status == "active")
+    if removed is not None:
+        state[CUTS] = removed
+    problems += [
+        f"{attachment.key}: what the state holds for '{name}' is dropped: {reason}"
+        for name, reason in layout.dropped.items()
+        if name not in told
+    ]
+    return Resumed(saved.status, state, masks)
+
+
+class Snapshot:
+    """A run, its model and its optimizer as they are now, tensors included; `restore` brings all of it back."""
+
+    def __init__(self, shared: Shared, attachments: Sequence[Attachment], journal: Journal) -> None:
+        self._shared, self._attachments = shared, attachments
+        layers = [layer for a in attachments for layer in a.modifier.taken_out(a).values()]
+        teacher = None if shared.lessons is None else shared.lessons.teacher
+        modules = [shared.module, *layers, *([teacher.module] if teacher is not None and teacher.own else [])]
+        held = {id(tensor): tensor for module in modules for _, tensor in named_state(module)}
+        self._tensors = [
+            (tensor, tensor.detach().clone(), tensor.requires_grad, tensor.grad) for tensor in held.values()
+        ]
+        self._teacher = None if teacher is None else (teacher, teacher.module, teacher.dismissed)
+        states: Mapping[Any, dict[str, Any]] = {} if shared.optimizer is None else shared.optimizer.state
+        self._moments = {key: {name: _kept(value) for name, value in held.items()} for key, held in states.items()}
+        self._settings = settings(shared.optimizer)
+        self._modifiers: list[tuple[Status, dict[str, Any], dict[str, Any], dict[str, str]]]
+        self._modifiers = [(a.status, a.state, dict(a.scratch), dict(a.skipped)) for a in attachments]
+        self._masks, self._journal = shared.masks.kept(), journal.kept(shared.module)
+        self._step, self._ended = shared.step, set(shared.ended)
+        self._restart = None if shared.restart is None else copy(shared.restart)
+
+    def restore(self, undo: Callable[[], None]) -> None:
+        """Bring everything back; `undo` takes back what active modifiers did to the model besides its tensors."""
+        undo()
+        shared = self._shared
+        with torch.no_grad():
+            for tensor, values, trained, gradient in self._tensors:
+                if tensor.shape == values.shape:
+                    tensor.copy_(values)
+                else:
+                    tensor.data = values
+                tensor.requires_grad_(trained)
+                tensor.grad = gradient
+        if self._teacher is not None:
+            teacher, teacher.module, teacher.dismissed = self._teacher
+        resize(shared.module, {name: tuple(tensor.shape) for name, tensor in named_state(shared.module)})
+        if shared.optimizer is not None:
+            shared.optimizer.state.clear()
+            shared.optimizer.state.update(self._moments)
+        restore_settings(shared.optimizer, self._settings)
+        for attachment, held in zip(self._attachments, self._modifiers, strict=True):
+            attachment.status, attachment.state, attachment.scratch, attachment.skipped = held
+        self._masks()
+        shared.step, shared.ended = self._step, self._ended
+        if shared.restart is not None and self._restart is not None:
+            vars(shared.restart).update(vars(self._restart))
+        for attachment in self._attachments:
+            if attachment.status == "active":
+                attachment.modifier.restore(attachment)
+        self._journal()
+
+
+def _kept(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
