@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -173,9 +174,14 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(cast(Any, plain.view(torch.uint8).numpy()))
 
 
+def holds_bools(numbers: memoryview) -> bool:
+    """Whether bytes are truth values, 0 or 1: torch and numpy compute nonsense with others."""
+    return not len(numbers) or int(np.frombuffer(numbers, np.uint8).max()) <= 1
+
+
 def _parsed(header: bytes) -> tuple[dict[str, str], dict[str, Any]]:
     try:
-        entries: dict[str, Any] = json.loads(header, object_pairs_hook=_distinct)
+        entries: dict[str, Any] = json.loads(header, object_pairs_hook=distinct)
         metadata: dict[str, Any] = entries.pop("__metadata__", {})
         if not all(isinstance(value, str) for value in metadata.values()):
             raise ForeignError("or is damaged")
@@ -184,7 +190,8 @@ def _parsed(header: bytes) -> tuple[dict[str, str], dict[str, Any]]:
     return metadata, entries
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json`: an object with a name twice is none."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a name stands twice")

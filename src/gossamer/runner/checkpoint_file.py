@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,8 +23,19 @@ from torch import Tensor
 from gossamer.errors import GossamerError
 from gossamer.files import whole
 from gossamer.graph.additions import is_added
-from gossamer.runner.encoding import MODEL, decode, encode
-from gossamer.sealed import LONGEST_TEXT, NewerError, Part, SealError, header_of, kind_of, read_header, write_sealed
+from gossamer.runner.encoding import MODEL, DecodingError, decode, encode
+from gossamer.sealed import (
+    LONGEST_TEXT,
+    NewerError,
+    Part,
+    SealError,
+    distinct,
+    header_of,
+    holds_bools,
+    kind_of,
+    read_header,
+    write_sealed,
+)
 from gossamer.sealed import DamagedError as _SealDamagedError
 from gossamer.sealed import bytes_of as _bytes_of
 from gossamer.version import __version__
@@ -33,6 +45,13 @@ VERSION = 1
 """Goes up when an older reader would misread the file."""
 
 _EMA = ("ema_state_dict", "state_dict", MODEL)
+_KINDS = ("linear", "convolution")
+_MOST = 2**53
+"""Larger numbers of iterations, epochs or weights mean nothing."""
+_LONGEST_LINE = 200
+_COUNT = re.compile(r"\d{1,15}", re.ASCII)
+_NUMBER = re.compile(r"\d{1,16}(\.\d{1,20})?(e[+-]\d{1,3})?", re.ASCII)
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", re.ASCII)
 
 
 class CheckpointError(GossamerError):
@@ -149,10 +168,12 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if digest.hexdigest() != metadata.get("content"):
             raise _damaged(file_path, "its tensors are not what was written")
     try:
-        state = decode(json.loads(metadata["state"]), tensors)
-    except (KeyError, ValueError, TypeError, AttributeError, IndexError, RuntimeError) as error:
-        raise _damaged(file_path, "its state does not fit its tensors") from error
-    return Checkpoint(about, state)
+        state = decode(_Metadata(metadata, file_path).json("state"), tensors)
+    except DecodingError as error:
+        raise _damaged(file_path, str(error)) from None
+    if not isinstance(state, dict) or not all(type(key) is str for key in cast(dict[Any, Any], state)):
+        raise _damaged(file_path, "its state has no parts by name")
+    return Checkpoint(about, cast(dict[str, Any], state))
 
 
 def describe(path: str | os.PathLike[str]) -> Description:
@@ -225,18 +246,92 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, str], dict[str, 
 
 
 def _description(metadata: Mapping[str, str], path: Path) -> Description:
+    """The metadata in their types; raises `CheckpointError` for the first that is missing or is something else."""
+    reader = _Metadata(metadata, path)
     return Description(
         path=path,
-        version=int(metadata["version"]),
-        gossamer=metadata["gossamer"],
-        torch=metadata["torch"],
-        time=metadata["time"],
-        iteration=int(metadata["iteration"]),
-        epoch=float(metadata["epoch"]),
-        metrics=decode(json.loads(metadata["metrics"]), {}),
-        config=metadata["config"],
-        weights={kind: (total, nonzero) for kind, (total, nonzero) in json.loads(metadata["weights"]).items()},
+        version=reader.integer("version"),
+        gossamer=reader.line("gossamer"),
+        torch=reader.line("torch"),
+        time=reader.time("time"),
+        iteration=reader.integer("iteration"),
+        epoch=reader.epoch("epoch"),
+        metrics=reader.metrics("metrics"),
+        config=reader.text("config"),
+        weights=reader.weights("weights"),
     )
+
+
+class _Metadata:
+    """Reads the texts that stand before the tensors."""
+
+    def __init__(self, metadata: Mapping[str, str], path: Path) -> None:
+        self._metadata, self._path = metadata, path
+
+    def text(self, key: str) -> str:
+        if key not in self._metadata:
+            raise _damaged(self._path, f"it says nothing of its '{key}'")
+        return self._metadata[key]
+
+    def line(self, key: str) -> str:
+        text = self.text(key)
+        self._expect(len(text) <= _LONGEST_LINE and text.isprintable(), key, "a short line")
+        return text
+
+    def integer(self, key: str) -> int:
+        text = self.text(key)
+        self._expect(_COUNT.fullmatch(text) is not None, key, "a number that counts something")
+        return int(text)
+
+    def epoch(self, key: str) -> float:
+        text = self.text(key)
+        self._expect(_NUMBER.fullmatch(text) is not None, key, "a number of epochs")
+        value = float(text)
+        self._expect(0 <= value <= _MOST, key, "a number of epochs")
+        return value
+
+    def time(self, key: str) -> str:
+        text = self.text(key)
+        self._expect(_TIME.fullmatch(text) is not None, key, "a time in UTC")
+        return text
+
+    def metrics(self, key: str) -> dict[str, float]:
+        try:
+            found = decode(self.json(key), {})
+        except DecodingError as error:
+            raise _damaged(self._path, f"its '{key}': {error}") from None
+        if not isinstance(found, dict) or not all(
+            type(name) is str and name.isprintable() and len(name) <= _LONGEST_LINE and type(value) is float
+            for name, value in cast(dict[Any, Any], found).items()
+        ):
+            raise _damaged(self._path, f"its '{key}' are no numbers by name")
+        return cast(dict[str, float], found)
+
+    def weights(self, key: str) -> dict[str, tuple[int, int]]:
+        found = self.json(key)
+        entries = cast(dict[str, Any], found) if isinstance(found, dict) else {"": None}
+        self._expect(set(entries) <= set(_KINDS), key, "counts of weights by the kind of layer")
+        counts: dict[str, tuple[int, int]] = {}
+        for kind, entry in entries.items():
+            pair = cast(list[Any], entry) if isinstance(entry, list) else []
+            fits = len(pair) == 2 and all(type(count) is int for count in pair) and 0 <= pair[1] <= pair[0] <= _MOST
+            self._expect(fits, key, "counts of weights by the kind of layer")
+            counts[kind] = (pair[0], pair[1])
+        return counts
+
+    def json(self, key: str) -> Any:
+        try:
+            return json.loads(self.text(key), object_pairs_hook=distinct, parse_constant=_no_constant)
+        except (ValueError, RecursionError):
+            raise _damaged(self._path, f"its '{key}' is no JSON, or nested too deeply") from None
+
+    def _expect(self, fits: bool, key: str, what: str) -> None:
+        if not fits:
+            raise _damaged(self._path, f"its '{key}' is not {what}")
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _read_tensor(file: BinaryIO, part: Part, digest: Any, path: Path) -> Tensor:
@@ -249,6 +344,8 @@ def _read_tensor(file: BinaryIO, part: Part, digest: Any, path: Path) -> Tensor:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     digest.update(numbers)
+    if tensor.dtype == torch.bool and not holds_bools(numbers):
+        raise _damaged(path, f"'{part.name}' has truth values other than 0 and 1")
     return tensor
 
 

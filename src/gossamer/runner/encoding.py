@@ -6,6 +6,8 @@ arrays and long bytes are taken out and named. Nothing here knows files, or what
 
 from __future__ import annotations
 
+import math
+import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -29,6 +31,22 @@ _SAFE = 2**53
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "size", set: "set", frozenset: "frozenset"}
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+_NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    dtype.str: dtype for code in "?bBhHiIqQefdFD" for dtype in (np.dtype(code), np.dtype(code).newbyteorder())
+}
+"""Numbers alone: an array of objects would take its bytes for pointers."""
+_TORCH_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if type(dtype) is torch.dtype
+}
+_DEVICE = re.compile(r"(cpu|cuda|mps|xpu|meta)(?::(\d|[1-9]\d))?")
+_INT = re.compile(r"-?0x[1-9a-f][0-9a-f]*")
+_HEX = re.compile(r"(?:[0-9a-f]{2})*")
+_DIMENSIONS = 32
+"""The most that every numpy knows."""
+
+
+class DecodingError(GossamerError):
+    """Text and tensors that `encode` cannot have made; the message says which part."""
 
 
 def encode(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
@@ -47,11 +65,16 @@ def encode(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
 
 
 def decode(text: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `encode` was given. The tensors are used as they are, not copied."""
-    if not isinstance(text, dict):
-        return [decode(item, tensors) for item in cast(list[Any], text)] if isinstance(text, list) else text
-    ((kind, content),) = cast(dict[str, Any], text).items()
-    return _READERS[kind](content, tensors)
+    """What `encode` was given. The tensors are used as they are; arrays and bytes are copies.
+
+    Text and tensors may come from anybody: what `encode` cannot have written raises `DecodingError` with its place, and
+    each tensor is used exactly once, so that a small file cannot ask for much memory.
+    """
+    decoder = _Decoder(dict(tensors))
+    found = decoder.value(text, (), 0)
+    if decoder.unused:
+        raise DecodingError(f"nothing uses the tensor {_shown(next(iter(decoder.unused)))}")
+    return found
 
 
 def place(keys: tuple[Any, ...]) -> str:
@@ -60,7 +83,9 @@ def place(keys: tuple[Any, ...]) -> str:
     >>> place(("optimizer", "state", 0))
     "state['optimizer']['state'][0]"
     """
-    return "state" + "".join(f"[{key!r}]" for key in keys)
+    return "state" + "".join(
+        f"[{key!r}]" if type(key) is int and abs(key) < _SAFE else f"[{_shown(key)}]" for key in keys
+    )
 
 
 def _is_plain(key: Any) -> bool:
@@ -158,7 +183,7 @@ def _refused(at: tuple[Any, ...], what: str, remedy: str) -> GossamerError:
 
 
 def _check_array(dtype: np.dtype[Any], at: tuple[Any, ...]) -> None:
-    if dtype.kind not in "biufcmMSU" or not dtype.itemsize:
+    if dtype.str not in _NUMPY_DTYPES:
         raise _refused(at, f"is an array of {dtype}", "make it an array of numbers")
 
 
@@ -166,64 +191,193 @@ def _tensor_of(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
-def _bytes_of(name: str, tensors: Mapping[str, Tensor]) -> bytes:
-    return tensors[name].numpy().tobytes()
+class _Decoder:
+    """One pass over a text; `unused` shrinks on the way."""
 
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.unused = tensors
 
-def _read_mapping(make: Callable[[], dict[Any, Any]]) -> Callable[[Any, Mapping[str, Tensor]], Any]:
-    def read(content: Any, tensors: Mapping[str, Tensor]) -> Any:
-        found = make()
-        pairs = cast(dict[str, Any], content).items() if isinstance(content, dict) else content
-        for key, item in pairs:
-            found[key if type(key) is str else decode(key, tensors)] = decode(item, tensors)
+    def value(self, text: Any, at: tuple[Any, ...], depth: int) -> Any:
+        if depth > _DEEPEST:
+            raise _unreadable(at[:4], f"is nested more than {_DEEPEST} deep")
+        if text is None or type(text) in (bool, str):
+            return text
+        if type(text) is int and -_SAFE < text < _SAFE:
+            return text
+        if type(text) is float and math.isfinite(text):
+            return text
+        if type(text) is list:
+            return self._items(text, at, depth)
+        if type(text) is not dict or len(cast(dict[str, Any], text)) != 1:
+            raise _unreadable(at, "is no value")
+        ((kind, content),) = cast(dict[str, Any], text).items()
+        if kind in _MAPPING_OF:
+            return self._mapping(_MAPPING_OF[kind], content, at, depth)
+        if kind in _SEQUENCE_OF:
+            return self._sequence(_SEQUENCE_OF[kind], content, at, depth)
+        reader = _READERS.get(kind)
+        if reader is None:
+            raise _unreadable(at, f"is of the unknown kind {_shown(kind)}")
+        return reader(self, content, at)
+
+    def _items(self, content: Any, at: tuple[Any, ...], depth: int) -> list[Any]:
+        if type(content) is not list:
+            raise _unreadable(at, "is no list")
+        return [self.value(item, (*at, index), depth + 1) for index, item in enumerate(cast(list[Any], content))]
+
+    def _mapping(self, kind: type, content: Any, at: tuple[Any, ...], depth: int) -> Any:
+        if type(content) is dict:
+            pairs = cast(dict[str, Any], content).items()
+            return kind({key: self.value(item, (*at, key), depth + 1) for key, item in pairs})
+        found = kind()
+        for pair in self._pairs(content, at):
+            key = self.value(pair[0], at, depth + 1)
+            if not _is_key(key):
+                raise _unreadable(at, f"has a {type(key).__name__} for a key")
+            if key in found:
+                raise _unreadable(at, "has a key twice")
+            found[key] = self.value(pair[1], (*at, key), depth + 1)
         return found
 
-    return read
+    def _pairs(self, content: Any, at: tuple[Any, ...]) -> list[list[Any]]:
+        pairs: list[Any] = cast(list[Any], content) if type(content) is list else [None]
+        if not all(type(pair) is list and len(cast(list[Any], pair)) == 2 for pair in pairs):
+            raise _unreadable(at, "has keys without values")
+        return pairs
+
+    def _sequence(self, kind: type[Any], content: Any, at: tuple[Any, ...], depth: int) -> Any:
+        items = self._items(content, at, depth)
+        if kind is torch.Size and not all(type(item) is int and 0 <= item < _SAFE for item in items):
+            raise _unreadable(at, "is no size of a tensor")
+        if kind in (set, frozenset):
+            wrong = next((item for item in items if not _is_key(item)), None)
+            if wrong is not None:
+                raise _unreadable(at, f"has a {type(wrong).__name__} in a set")
+            if len(set(items)) != len(items):
+                raise _unreadable(at, "has a value twice in a set")
+        return cast(Any, kind)(items)
+
+    def read_int(self, content: Any, at: tuple[Any, ...]) -> int:
+        if type(content) is not str or not _INT.fullmatch(content) or -_SAFE < int(content, 16) < _SAFE:
+            raise _unreadable(at, "is no large integer")
+        return int(content, 16)
+
+    def read_float(self, content: Any, at: tuple[Any, ...]) -> float:
+        raw = self._hex(content, at)
+        value = struct.unpack(">d", raw)[0] if len(raw) == 8 else 0.0
+        if math.isfinite(value):
+            raise _unreadable(at, "is no infinity and no NaN")
+        return value
+
+    def read_bytes(self, content: Any, at: tuple[Any, ...]) -> bytes:
+        if type(content) is str:
+            return self._hex(content, at)
+        if type(content) is not list or len(cast(list[Any], content)) != 1:
+            raise _unreadable(at, "is no text of bytes")
+        return self._content(cast(list[Any], content)[0], at)
+
+    def read_bytearray(self, content: Any, at: tuple[Any, ...]) -> bytearray:
+        return bytearray(self.read_bytes(content, at))
+
+    def read_tensor(self, content: Any, at: tuple[Any, ...]) -> Tensor:
+        if type(content) is not list:
+            return self._take(content, at)
+        entries = cast(list[Any], content)
+        tensor = self._take(entries[0] if len(entries) == 2 and entries[1] == "channels_last" else None, at)
+        if tensor.ndim not in _FORMATS:
+            raise _unreadable(at, f"has {tensor.ndim} dimensions, and channels are the last of 4 or 5")
+        return tensor.contiguous(memory_format=_FORMATS[tensor.ndim])
+
+    def read_array(self, content: Any, at: tuple[Any, ...]) -> np.ndarray[Any, Any]:
+        name, kind, shape = self._fields(content, 3, at)
+        dtype = self._numbers(kind, at)
+        if type(shape) is not list or len(cast(list[Any], shape)) > _DIMENSIONS:
+            raise _unreadable(at, "is an array without a shape")
+        sizes = cast(list[Any], shape)
+        raw = self._content(name, at)
+        if not all(type(size) is int and 0 <= size < _SAFE for size in sizes):
+            raise _unreadable(at, "is an array without a shape")
+        if math.prod(sizes) * dtype.itemsize != len(raw) or math.prod(max(size, 1) for size in sizes) > _SAFE:
+            raise _unreadable(at, f"is an array of another size than its {len(raw)} bytes")
+        return self._array(raw, dtype, at).reshape(sizes)
+
+    def read_number(self, content: Any, at: tuple[Any, ...]) -> np.generic:
+        kind, text = self._fields(content, 2, at)
+        dtype, raw = self._numbers(kind, at), self._hex(text, at)
+        if len(raw) != dtype.itemsize:
+            raise _unreadable(at, f"is a number of {len(raw)} bytes instead of {dtype.itemsize}")
+        return self._array(raw, dtype, at)[0]
+
+    def read_dtype(self, content: Any, at: tuple[Any, ...]) -> torch.dtype:
+        if type(content) is not str or content not in _TORCH_DTYPES:
+            raise _unreadable(at, f"is no dtype: {_shown(content)}")
+        return _TORCH_DTYPES[content]
+
+    def read_device(self, content: Any, at: tuple[Any, ...]) -> torch.device:
+        found = _DEVICE.fullmatch(content) if type(content) is str else None
+        if found is None:
+            raise _unreadable(at, f"is no device: {_shown(content)}")
+        return torch.device(found[1]) if found[2] is None else torch.device(found[1], int(found[2]))
+
+    def _fields(self, content: Any, count: int, at: tuple[Any, ...]) -> list[Any]:
+        if type(content) is not list or len(cast(list[Any], content)) != count:
+            raise _unreadable(at, "is no array of numbers")
+        return cast(list[Any], content)
+
+    def _numbers(self, kind: Any, at: tuple[Any, ...]) -> np.dtype[Any]:
+        if type(kind) is not str or kind not in _NUMPY_DTYPES:
+            raise _unreadable(at, f"is an array of {_shown(kind)}; arrays are of numbers")
+        return _NUMPY_DTYPES[kind]
+
+    def _array(self, raw: bytes, dtype: np.dtype[Any], at: tuple[Any, ...]) -> np.ndarray[Any, Any]:
+        if dtype.kind == "b" and raw.strip(b"\0\1"):
+            raise _unreadable(at, "has truth values other than 0 and 1")
+        return np.frombuffer(bytearray(raw), dtype)
+
+    def _hex(self, content: Any, at: tuple[Any, ...]) -> bytes:
+        if type(content) is not str or not _HEX.fullmatch(content):
+            raise _unreadable(at, "is no text of bytes")
+        return bytes.fromhex(content)
+
+    def _content(self, name: Any, at: tuple[Any, ...]) -> bytes:
+        tensor = self._take(name, at)
+        if tensor.dtype != torch.uint8 or tensor.ndim != 1:
+            raise _unreadable(at, "has its bytes in a tensor that is not one of bytes")
+        return tensor.numpy().tobytes()
+
+    def _take(self, name: Any, at: tuple[Any, ...]) -> Tensor:
+        if type(name) is not str or name not in self.unused:
+            raise _unreadable(at, f"names a tensor that is missing or used already: {_shown(name)}")
+        return self.unused.pop(name)
 
 
-def _read_bytes(content: Any, tensors: Mapping[str, Tensor]) -> bytes:
-    return bytes.fromhex(content) if isinstance(content, str) else _bytes_of(content[0], tensors)
+def _unreadable(at: tuple[Any, ...], what: str) -> DecodingError:
+    return DecodingError(f"{place(at)} {what}")
 
 
-def _read_tensor(content: Any, tensors: Mapping[str, Tensor]) -> Tensor:
-    if isinstance(content, str):
-        return tensors[content]
-    tensor = tensors[content[0]]
-    return tensor.contiguous(memory_format=_FORMATS[tensor.ndim])
+def _shown(value: Any) -> str:
+    """A value from a file in a message: short, and without what a terminal would obey."""
+    return f"'{ascii(value)[1:-1][:60]}'" if type(value) is str else type(value).__name__
 
 
-def _read_array(content: Any, tensors: Mapping[str, Tensor]) -> np.ndarray[Any, Any]:
-    name, dtype, shape = content
-    return np.ndarray(tuple(shape), np.dtype(dtype), bytearray(_bytes_of(name, tensors)))
+def _is_key(value: Any) -> bool:
+    """Whether a value can be found again in a dict or set: it has a hash that its content decides."""
+    if type(value) in (tuple, frozenset):
+        return all(_is_key(item) for item in value)
+    return value is None or isinstance(value, _KEYS)
 
 
-def _read_number(content: Any, _: Mapping[str, Tensor]) -> np.generic:
-    dtype, text = content
-    return np.frombuffer(bytes.fromhex(text), np.dtype(dtype))[0]
-
-
-def _read_dtype(content: Any, _: Mapping[str, Tensor]) -> torch.dtype:
-    found: object = getattr(torch, content)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{content} is no type of numbers")
-    return found
-
-
-_READERS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
-    "int": lambda content, _: int(content, 16),
-    "float": lambda content, _: struct.unpack(">d", bytes.fromhex(content))[0],
-    "dict": _read_mapping(dict),
-    "ordered": _read_mapping(OrderedDict),
-    "counter": _read_mapping(Counter),
-    "tuple": lambda content, tensors: tuple(decode(content, tensors)),
-    "size": lambda content, tensors: torch.Size(decode(content, tensors)),
-    "set": lambda content, tensors: set(decode(content, tensors)),
-    "frozenset": lambda content, tensors: frozenset(decode(content, tensors)),
-    "bytes": _read_bytes,
-    "bytearray": lambda content, tensors: bytearray(_read_bytes(content, tensors)),
-    "tensor": _read_tensor,
-    "array": _read_array,
-    "number": _read_number,
-    "dtype": _read_dtype,
-    "device": lambda content, _: torch.device(content),
+_KEYS = (bool, int, float, str, bytes, torch.Size, np.generic, torch.dtype, torch.device)
+_MAPPING_OF = {name: kind for kind, name in _MAPPINGS.items()}
+_SEQUENCE_OF = {name: kind for kind, name in _SEQUENCES.items()}
+_READERS: dict[str, Callable[[_Decoder, Any, tuple[Any, ...]], Any]] = {
+    "int": _Decoder.read_int,
+    "float": _Decoder.read_float,
+    "bytes": _Decoder.read_bytes,
+    "bytearray": _Decoder.read_bytearray,
+    "tensor": _Decoder.read_tensor,
+    "array": _Decoder.read_array,
+    "number": _Decoder.read_number,
+    "dtype": _Decoder.read_dtype,
+    "device": _Decoder.read_device,
 }
