@@ -8,6 +8,7 @@ zeros of its masks are in the weights.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -15,6 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from gossamer.errors import GossamerError
 from gossamer.graph import first_names, get_module, get_parameter, named_modules
 from gossamer.graph.additions import SPARSER
 from gossamer.graph.substitution import Substitution, withdraw_all
@@ -145,7 +147,11 @@ class ProbMaskFakeSparse(FakeSparse):
         return torch.tensor([clock.rate, clock.tau, clock.step], dtype=torch.float64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
+        if not isinstance(state, Tensor) or state.dtype != torch.float64 or state.shape != (3,):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GossamerError("the extra state of a ProbMaskFakeSparse is three numbers; load another state")
         rate, tau, step = (float(number) for number in state)
+        if not (0 <= rate <= 1 and 0 < tau < math.inf and 0 <= step < 2**53):
+            raise GossamerError("the extra state of a ProbMaskFakeSparse is no rate, temperature and step")
         self.pool.clock.set(rate, tau, int(step))
 
     def forward(self, weight: Tensor) -> Tensor:

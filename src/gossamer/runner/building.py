@@ -7,8 +7,10 @@ one, and what is done with them is in `runner.py`.
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,7 +22,8 @@ from gossamer.errors import GossamerError
 from gossamer.export.reading import emulate_as, is_thinned
 from gossamer.graph import unwrap
 from gossamer.graph.thinning_cuts import shrink_to
-from gossamer.runner.checkpoints import Checkpoint, Checkpoints
+from gossamer.runner.checkpoint_file import MisfitError
+from gossamer.runner.checkpoints import Checkpoint, CheckpointError, Checkpoints
 from gossamer.runner.config import Loaded, task_of
 from gossamer.runner.config.schema import Source
 from gossamer.runner.data import Batches, ImageData
@@ -28,18 +31,19 @@ from gossamer.runner.data.decoding import ImageFileError
 from gossamer.runner.display import Display
 from gossamer.runner.hooks import build_hooks
 from gossamer.runner.models import build_net
+from gossamer.runner.optimizer_state import restore_average, restore_optimizer, restore_scaler
 from gossamer.runner.processes import Place, gathered, same_everywhere, send_state
 from gossamer.runner.random_states import restore_random_states, seed_all
 from gossamer.runner.rates import WarmUp, build_lr_scheduler, build_optimizer
 from gossamer.runner.records import Records
 from gossamer.runner.run_data import Purpose, read_run_data
+from gossamer.runner.run_state import Continuation, continuation_of, setting_of
 from gossamer.runner.sparsity import Sparsifier
 from gossamer.runner.starting import (
     Start,
     changed_settings,
     check_fits,
     load_weights,
-    restore_optimizer,
     start_of_evaluation,
     start_of_training,
 )
@@ -55,6 +59,8 @@ class Built:
     chosen: Checkpoint | None = None
     """What to test or export, whatever the config names: the model of a run that has just ended."""
 
+    unusable: Mapping[Path, CheckpointError] = MappingProxyType({})
+    """Checkpoints that this run could not go on with, and why."""
     float_weights: str | None = None
     """A warning about a file of float weights that is tested or exported although the recipe quantizes."""
     start_shapes: dict[str, list[int]] | None = None
@@ -104,9 +110,12 @@ class Built:
         seed_all(runtime.seed + self.place.rank)
         self.start = self._start()
         self._check_same_start()
+        checkpoint = self.start.checkpoint
+        self.setting = None if checkpoint is None else setting_of(checkpoint)
+        self.continuation = None if checkpoint is None or not self.training else continuation_of(checkpoint)
 
     def build_data(self) -> None:
-        saved = self.start.checkpoint.state.get("classes") if self.start.checkpoint is not None else None
+        saved = self.setting.classes if self.setting is not None else None
         data = read_run_data(self.config, self.kind, self.seed, self.purpose, saved)
         self.train_data, self.test_data = data.train, data.test
         self.classes, self.num_classes = data.classes, data.num_classes
@@ -133,8 +142,8 @@ class Built:
             if not self.training:
                 emulate_as(self.model, self.start.weights)
             logger.info("weights from %s", self.start.weights)
-        if self.start.checkpoint is not None and self.start.checkpoint.state.get("start_shapes") is not None:
-            self.start_shapes = dict(self.start.checkpoint.state["start_shapes"])
+        if self.setting is not None and self.setting.start_shapes is not None:
+            self.start_shapes = self.setting.start_shapes
             shrink_to(self.model, self.start_shapes)
         send_state(self.model, self.place)
 
@@ -153,7 +162,7 @@ class Built:
             self.model.load_state_dict(state)
         except RuntimeError as error:
             reason = " ".join(str(error).split())
-            raise GossamerError(f"{checkpoint.path}: is of another model or method: {reason[:300]}") from error
+            raise MisfitError(f"{checkpoint.path}: is of another model or method: {reason[:300]}") from error
 
     def distribute(self) -> None:
         if self.place.world > 1:
@@ -197,24 +206,21 @@ class Built:
         self.iteration = 0
         if checkpoint is None or not self.training:
             return
-        state = checkpoint.state
-        try:
-            self._restore(checkpoint)
-        except (KeyError, ValueError, TypeError, RuntimeError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise GossamerError(f"{checkpoint.path}: does not fit this config: {reason[:300]}") from error
-        if len(state["random"]) == self.place.world:
-            restore_random_states(state["random"][self.place.rank])
+        assert self.continuation is not None
+        assert self.setting is not None
+        with self.fitting():
+            self._restore(checkpoint, self.continuation)
+        random = self.continuation.random
+        if len(random) == self.place.world:
+            restore_random_states(random[self.place.rank])
         else:
             logger.warning(
-                "the run was saved by %d processes and goes on with %d: not to the bit",
-                len(state["random"]),
-                self.place.world,
+                "the run was saved by %d processes and goes on with %d: not to the bit", len(random), self.place.world
             )
         logger.info("going on from iteration %d of %s", self.iteration, checkpoint.path)
         for change in changed_settings(checkpoint.config, self.loaded.text):
             logger.warning("%s", change)
-        before = int(state["steps_per_epoch"])
+        before = self.setting.steps_per_epoch
         if before != self.steps_per_epoch:
             logger.warning(
                 "an epoch has %d iterations now and had %d: the run goes on at epoch %.2f, and was at epoch %.2f",
@@ -223,6 +229,17 @@ class Built:
                 self.iteration / self.steps_per_epoch,
                 self.iteration / before,
             )
+
+    @contextmanager
+    def fitting(self) -> Generator[None]:
+        """Where a checkpoint is applied: what does not fit is said with its file."""
+        checkpoint = self.start.checkpoint
+        try:
+            yield
+        except GossamerError as error:
+            if checkpoint is None or isinstance(error, MisfitError):
+                raise
+            raise MisfitError(f"{checkpoint.path}: does not fit this config: {error}") from error
 
     # Behind the scenes
 
@@ -244,8 +261,9 @@ class Built:
     def _start(self) -> Start:
         if self.chosen is not None:
             return Start(checkpoint=self.chosen, source=self.chosen.path)
-        choose = start_of_training if self.training else start_of_evaluation
-        return choose(self.config.saver, self.loaded.given, self.checkpoints)
+        if not self.training:
+            return start_of_evaluation(self.config.saver, self.loaded.given, self.checkpoints)
+        return start_of_training(self.config.saver, self.loaded.given, self.checkpoints, self.unusable)
 
     def _check_same_start(self) -> None:
         """All processes must begin at the same place: a folder that only one of them sees is not enough."""
@@ -293,18 +311,22 @@ class Built:
         if self.channels_last:
             self.model = self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
-    def _restore(self, checkpoint: Checkpoint) -> None:
-        state = checkpoint.state
-        self.iteration, self.best = checkpoint.iteration, state["best"]
+    def _restore(self, checkpoint: Checkpoint, saved: Continuation) -> None:
+        """Raises `GossamerError` for what does not fit."""
+        self.iteration, self.best = checkpoint.iteration, saved.best
         self.saved_at = self.iteration
-        restore_optimizer(self.optimizer, state["optimizer"])
-        for part, key in ((self.lr_scheduler, "lr_scheduler"), (self.scaler, "scaler")):
-            if (part is None) != (state[key] is None):
+        restore_optimizer(self.optimizer, saved.optimizer)
+        for part, state, key in (
+            (self.lr_scheduler, saved.lr_scheduler, "lr_scheduler"),
+            (self.scaler, saved.scaler, "scaler"),
+            (self.average, saved.ema, "ema"),
+        ):
+            if (part is None) != (state is None):
                 logger.warning("the config has %s %s, which the saved run had not", "no" if part is None else "a", key)
-            elif part is not None:
-                part.load_state_dict(state[key])
-        if (self.average is None) != (state["ema"] is None):
-            logger.warning("ema is %s now, and was not in the saved run", "off" if self.average is None else "on")
-        if self.average is not None and state["ema"] is not None:
-            self.average.module.load_state_dict(state["ema"])
-            self.average.n_averaged.copy_(state["ema_steps"])
+        if self.lr_scheduler is not None and saved.lr_scheduler is not None:
+            self.lr_scheduler.check(saved.lr_scheduler, self.iteration)
+            self.lr_scheduler.load_state_dict(saved.lr_scheduler)
+        if self.scaler is not None and saved.scaler is not None:
+            restore_scaler(self.scaler, saved.scaler)
+        if self.average is not None and saved.ema is not None:
+            restore_average(self.average, saved.ema, saved.ema_steps)

@@ -62,6 +62,10 @@ class NewerCheckpointError(CheckpointError):
     """A sound checkpoint of a format that this version does not know."""
 
 
+class MisfitError(CheckpointError):
+    """A sound checkpoint whose content does not fit the run that is to go on with it."""
+
+
 @dataclass(frozen=True)
 class Description:
     """What a checkpoint says of itself."""
@@ -110,8 +114,8 @@ class Checkpoint:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The model's weights as they were trained."""
-        return self.state[MODEL]
+        """The model's weights as they were trained; raises `CheckpointError` if they are none."""
+        return _checked_weights(self.state.get(MODEL), MODEL, self.path)
 
     @property
     def ema(self) -> dict[str, Tensor] | None:
@@ -120,7 +124,16 @@ class Checkpoint:
         for key in _EMA:
             if isinstance(found, Mapping) and isinstance(cast(Mapping[str, Any], found).get(key), Mapping):
                 found = cast(Mapping[str, Any], found)[key]
-        return cast(dict[str, Tensor], found) if isinstance(found, Mapping) and found else None
+        return _checked_weights(found, "ema", self.path) if found else None
+
+
+def _checked_weights(value: Any, key: str, path: Path) -> dict[str, Tensor]:
+    """A state dict: tensors by name, and whatever a module adds as its extra state."""
+    entries = cast(dict[Any, Any], value) if isinstance(value, dict) else {None: None}
+    for name, tensor in entries.items():
+        if type(name) is not str or not (isinstance(tensor, Tensor) or name.endswith("_extra_state")):
+            raise CheckpointError(f"{path}: its '{key}' is not a state dict of tensors; use another checkpoint")
+    return cast(dict[str, Tensor], entries)
 
 
 def write_checkpoint(

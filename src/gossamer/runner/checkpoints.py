@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from gossamer.runner.checkpoint_file import (
     Checkpoint,
     CheckpointError,
     Description,
+    MisfitError,
     NewerCheckpointError,
     describe,
     read_checkpoint,
@@ -114,16 +115,29 @@ class Checkpoints:
         with _damage_of_the_model():
             return read_checkpoint(about.path)
 
-    def load_latest(self) -> Checkpoint | None:
+    def load_latest(self, unusable: Mapping[Path, CheckpointError] | None = None) -> Checkpoint | None:
         """The last checkpoint that can be read, to go on from; or None when there is none at all.
 
-        A damaged one is reported, and the one before it is taken; the best is the last resort.
+        A damaged one, or one that is `unusable` for the reason given, is reported, and the one before it is taken; the
+        best is the last resort.
         """
-        return self._first_readable([*reversed(self.all()), *([best] if (best := self.best()) else [])])
+        paths = [*reversed(self.all()), *([best] if (best := self.best()) else [])]
+        return self._first_readable(paths, unusable or {})
 
-    def _first_readable(self, paths: Sequence[Path]) -> Checkpoint | None:
+    def set_aside(self, paths: Iterable[Path]) -> None:
+        """Rename checkpoints of this folder that the run did not go on with, so that it does not remove them."""
+        for path in paths:
+            if path in self.all():
+                with contextlib.suppress(OSError):
+                    os.replace(path, aside := path.with_name(f"{path.name}.unusable"))
+                    logger.warning("%s: kept as %s", path, aside.name)
+
+    def _first_readable(self, paths: Sequence[Path], unusable: Mapping[Path, CheckpointError]) -> Checkpoint | None:
         problems: list[str] = []
         for path in paths:
+            if path in unusable:
+                problems.append(str(unusable[path]))
+                continue
             try:
                 found = read_checkpoint(path)
             except NewerCheckpointError:
@@ -136,6 +150,8 @@ class Checkpoints:
             if problems:
                 logger.warning("%s: used instead, from iteration %d", path, found.iteration)
             return found
+        if any(isinstance(error, MisfitError) for error in unusable.values()):
+            raise next(iter(unusable.values()))
         if problems:
             words = f"none of {len(paths)} checkpoints can be read; remove them to start again"
             raise CheckpointError(f"{self.folder}: {words}; the last: {problems[0]}")

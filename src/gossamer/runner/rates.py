@@ -8,7 +8,6 @@ and no training loop.
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -17,6 +16,7 @@ from torch.optim import lr_scheduler as torch_schedulers
 
 from gossamer.errors import GossamerError, nearest
 from gossamer.runner.config.schema import LRScheduler, Optimizer
+from gossamer.runner.optimizer_state import same_kind
 
 LENGTHS: dict[str, tuple[str, ...]] = {
     "MultiStepLR": ("milestones",),
@@ -47,6 +47,19 @@ TIMES = (
     "step_ratio",
 )
 """Attributes of schedulers that a config decides, also for a run that is resumed."""
+
+PROGRESS = (
+    "last_epoch",
+    "_step_count",
+    "_last_lr",
+    "base_lrs",
+    "T_cur",
+    "T_i",
+    "best",
+    "num_bad_epochs",
+    "cooldown_counter",
+)
+"""Attributes of schedulers that training changes, or that depend on rates of the optimizer's state."""
 
 UNFIT = ("LBFGS", "SparseAdam")
 """Optimizers that need a closure, or gradients of another kind."""
@@ -144,18 +157,28 @@ class WarmUp:
         }
         return {"last_epoch": self.last_epoch, "rates": list(self.rates), "inner": inner}
 
+    def check(self, state: Mapping[str, Any], iteration: int) -> None:
+        """Raise `GossamerError` unless this is a state of such a scheduler after `iteration` steps or fewer."""
+        if set(state) != {"last_epoch", "rates", "inner"} or not isinstance(state["inner"], dict):
+            raise GossamerError("the state of the learning-rate scheduler is none")
+        held = {**self.state_dict()["inner"], "rates": self.rates}
+        inner = {**cast(dict[str, Any], state["inner"]), "rates": state["rates"]}
+        progress = [key for key in (*PROGRESS, "rates") if key in held and key in inner]
+        wrong = [key for key in progress if not _is_progress(key, inner[key], held[key])]
+        wrong += [key for key in TIMES if not _is_plain(inner.get(key))]
+        if wrong:
+            raise GossamerError(f"the state of the learning-rate scheduler has something else for its '{wrong[0]}'")
+        for steps in (state["last_epoch"], inner.get("last_epoch", 0)):
+            if type(steps) is not int or not 0 <= steps <= iteration:
+                raise GossamerError(f"the state of the learning-rate scheduler is not one of {iteration} steps")
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the optimizer's state before, which holds the rates of now. Lengths stay those of the config."""
+        """Load the optimizer's state before, which holds the rates of now. All else stays as the config has it."""
         self.last_epoch, self.rates = int(state["last_epoch"]), list(state["rates"])
-        held = self._inner_state()
-        loaded: dict[str, Any] = {
-            key: Counter(value) if isinstance(held.get(key), Counter) else value
-            for key, value in state["inner"].items()
-        }
-        own = {key: held[key] for key in TIMES if key in held}
-        changed = any(loaded.get(key) != value for key, value in own.items())
-        self.inner.load_state_dict({**loaded, **own})
-        if changed:
+        held, before = self._inner_state(), self.state_dict()["inner"]
+        loaded = {key: value for key, value in state["inner"].items() if key in PROGRESS and key in held}
+        self.inner.load_state_dict({**held, **loaded})
+        if any(state["inner"].get(key) != before[key] for key in TIMES if key in held):
             self._start_from_here()
 
     def _start_from_here(self) -> None:
@@ -179,6 +202,21 @@ class WarmUp:
         if factor != 1.0:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["lr"] * factor
+
+
+def _is_progress(key: str, value: Any, like: Any) -> bool:
+    """Whether this may be an attribute that training changes; none is negative but the best metric."""
+    numbers = cast(list[Any], value) if isinstance(value, list) else [value]
+    return same_kind(value, like) and (key == "best" or all(number >= (key == "T_i") for number in numbers))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is of numbers and names alone, so that it can be compared."""
+    if isinstance(value, dict):
+        return all(_is_plain(item) for item in cast(dict[Any, Any], value).values())
+    if isinstance(value, list):
+        return all(_is_plain(item) for item in cast(list[Any], value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _is_optimizer(kind: object) -> bool:

@@ -17,7 +17,8 @@ import torch
 
 from gossamer.errors import GossamerError
 from gossamer.files import whole
-from gossamer.runner.checkpoints import Checkpoint, Checkpoints, Description, title
+from gossamer.runner.checkpoint_file import MisfitError
+from gossamer.runner.checkpoints import Checkpoint, CheckpointError, Checkpoints, Description, title
 from gossamer.runner.config import Loaded, read_config
 from gossamer.runner.display import Display
 from gossamer.runner.exporting import Export
@@ -28,6 +29,7 @@ from gossamer.runner.reporting import measure, note_begin, report_of
 from gossamer.runner.run_data import Purpose
 from gossamer.runner.runner import Runner
 from gossamer.runner.sparse_runner import SparseRunner
+from gossamer.runner.starting import describes_another_run
 from gossamer.version import __version__
 
 logger = logging.getLogger("gossamer")
@@ -132,7 +134,7 @@ def _train(loaded: Loaded, display: Display | None) -> Result:
         with logged(runner.display) as keep, reproducible(loaded.config.runtime.deterministic):
             for warning in loaded.warnings if place.first else ():
                 logger.warning("%s", warning)
-            runner.build()
+            runner = _built_to_train(runner)
             done_by_first(lambda: _open_folder(runner, keep), place)
             _tell_setting(runner)
             note_begin(runner)
@@ -152,6 +154,30 @@ def _train(loaded: Loaded, display: Display | None) -> Result:
                     logger.info("the model of the run is its %s", title(about))
                 result = replace(result, source=about.path, model=title(about), model_iteration=about.iteration)
             return replace(result, first=place.first)
+
+
+def _built_to_train(runner: Runner) -> Runner:
+    """A runner that is ready to train: this one, or another if its checkpoint turns out to be of no use.
+
+    A run is built from scratch for each checkpoint that is tried, so that nothing of the others is left in it.
+    """
+    unusable: dict[Path, CheckpointError] = {}
+    while True:
+        try:
+            runner.build()
+        except CheckpointError as error:
+            checkpoint = runner.start.checkpoint if hasattr(runner, "start") else None
+            if checkpoint is None or not runner.start.others:
+                raise
+            if isinstance(error, MisfitError) and describes_another_run(checkpoint.config, runner.loaded.text):
+                raise
+            unusable[checkpoint.path] = error
+            runner = type(runner)(runner.loaded, runner.place, display=runner.display)
+            runner.unusable = unusable
+        else:
+            if runner.place.first:
+                runner.checkpoints.set_aside(unusable)
+            return runner
 
 
 def _final(runner: Runner) -> tuple[Runner, Description | None]:

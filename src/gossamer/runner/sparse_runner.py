@@ -44,11 +44,11 @@ class SparseRunner(Runner):
     def prepare_sparse_model(self) -> None:
         """The model, with what sparse training adds; torch.fx follows its network, and not its post-processing."""
         assert self.config.sparsity is not None
-        saved = self.start.checkpoint.state if self.start.checkpoint is not None else {}
-        if not self.training and saved.get("sparsity") is None:
+        saved = None if self.setting is None else self.setting.sparsity
+        if not self.training and saved is None:
             self._check_quantized()
             return  # a plain file of weights, such as an exported model, needs nothing added
-        length = self.length if self.training else int(saved["length"])
+        length = self.length if self.training or self.setting is None else self.setting.length
         self.sparsifier = build_sparsifier(self.config.sparsity, length=length, folder=self.folder)
         image = self.example()
         networks = None
@@ -56,8 +56,9 @@ class SparseRunner(Runner):
             networks = {name: network.module for name, network in self.task.networks(self.model, image).items()}
         self.model.train()
         self.model = self.sparsifier.prepare(self.model, networks, as_example(self.model, image))
-        if self.start.checkpoint is not None and saved.get("sparsity") is not None:
-            self.sparsifier.reshape(self.model, saved["sparsity"], self.start.checkpoint.epoch)
+        if self.start.checkpoint is not None and saved is not None:
+            with self.fitting():
+                self.sparsifier.reshape(self.model, saved, self.start.checkpoint.epoch)
         # Parameters that were added go where the others are.
         self._place_model()
 
@@ -85,19 +86,20 @@ class SparseRunner(Runner):
         """Bind the sparsity to the optimizer and the learning-rate scheduler, in the state of a resumed run."""
         if self.sparsifier is None:
             return
-        saved: Any = self.start.checkpoint.state if self.start.checkpoint is not None else {}
         if self.training:
             self._tell_length(self.sparsifier.epochs)
-        self.scaler = self.sparsifier.attach(
-            self.model,
-            self.optimizer,
-            self.lr_scheduler,
-            saved.get("sparsity"),
-            scaler=self.scaler,
-            steps_per_epoch=self.steps_per_epoch if self.training else int(saved["steps_per_epoch"]),
-            accumulation_steps=self.config.trainer.accumulate,
-            example_inputs=as_example(self.model, self.example()),
-        )
+        steps = self.steps_per_epoch if self.training or self.setting is None else self.setting.steps_per_epoch
+        with self.fitting():
+            self.scaler = self.sparsifier.attach(
+                self.model,
+                self.optimizer,
+                self.lr_scheduler,
+                None if self.setting is None else self.setting.sparsity,
+                scaler=self.scaler,
+                steps_per_epoch=steps,
+                accumulation_steps=self.config.trainer.accumulate,
+                example_inputs=as_example(self.model, self.example()),
+            )
         if not self.training and self.start.checkpoint is not None:
             self.sparsifier.begin(self.model, max(self.start.checkpoint.iteration - 1, 0))
         self._tell_layers()

@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, nearest
 from gossamer.export.reading import is_thinned, read_about
 from gossamer.graph.additions import without_additions
 from gossamer.graph.thinning_cuts import shrink_to, shrunk
-from gossamer.runner.checkpoint_file import Checkpoint, is_checkpoint, read_checkpoint
+from gossamer.runner.checkpoint_file import Checkpoint, CheckpointError, MisfitError, is_checkpoint, read_checkpoint
 from gossamer.runner.checkpoints import Checkpoints
 from gossamer.runner.config.schema import Saver
 from gossamer.runner.weights import read_weights
+from gossamer.sealed import dtype_word
 
 logger = logging.getLogger("gossamer")
 RESUME, PRETRAIN = "saver.resume_model", "saver.pretrain_model"
@@ -36,19 +36,23 @@ class Start:
     checkpoint: Checkpoint | None = None
     weights: Path | None = None
     source: Path | None = None
+    others: bool = False
+    """Whether the checkpoint is one of several, of which another may be used."""
 
 
-def start_of_training(saver: Saver, given: Set[str], checkpoints: Checkpoints) -> Start:
-    """What a training starts from."""
+def start_of_training(
+    saver: Saver, given: Set[str], checkpoints: Checkpoints, unusable: Mapping[Path, CheckpointError] | None = None
+) -> Start:
+    """What a training starts from; of the checkpoints of a run, one that is not `unusable`."""
     if RESUME in given and saver.resume_model is not None:
-        return _resumed(saver.resume_model, checkpoints)
+        return _resumed(saver.resume_model, checkpoints, unusable)
     if PRETRAIN in given and saver.pretrain_model is not None and not (saver.auto_resume and checkpoints.latest()):
         _check_free(checkpoints)
         return Start(weights=file_of(saver.pretrain_model, PRETRAIN))
-    if saver.auto_resume and (found := checkpoints.load_latest()) is not None:
-        return Start(checkpoint=found, source=found.path)
+    if saver.auto_resume and (found := checkpoints.load_latest(unusable)) is not None:
+        return Start(checkpoint=found, source=found.path, others=True)
     if saver.resume_model is not None:
-        return _resumed(saver.resume_model, checkpoints)
+        return _resumed(saver.resume_model, checkpoints, unusable)
     _check_free(checkpoints)
     if saver.pretrain_model is not None:
         return Start(weights=file_of(saver.pretrain_model, PRETRAIN))
@@ -132,7 +136,11 @@ def check_fits(runner_is_sparse: bool, model: nn.Module, checkpoint: Checkpoint,
         )
     own = model.state_dict()
     if wrong := _mismatched(checkpoint.weights, own):
-        raise GossamerError(f"{checkpoint.path}: {_told(wrong, checkpoint.weights, own)}")
+        raise MisfitError(f"{checkpoint.path}: {_told(wrong, checkpoint.weights, own)}")
+    for name, tensor in own.items():
+        found = checkpoint.weights.get(name)
+        if isinstance(found, Tensor) and isinstance(tensor, Tensor) and _kind(found) != _kind(tensor):
+            raise MisfitError(f"{checkpoint.path}: '{name}' holds {dtype_word(found.dtype)}; use another checkpoint")
 
 
 def changed_settings(before: str, after: str) -> list[str]:
@@ -148,6 +156,28 @@ def changed_settings(before: str, after: str) -> list[str]:
         ]
     return found
 
+
+def describes_another_run(before: str, after: str) -> bool:
+    """Whether two configs are of runs whose checkpoints need not fit each other."""
+    old, new = _read_settings(before), _read_settings(after)
+    return any(_at(old, key) != _at(new, key) for key in _DECISIVE)
+
+
+_DECISIVE = (
+    "net",
+    "task",
+    "num_classes",
+    "ema",
+    "trainer.optimizer",
+    "trainer.lr_scheduler",
+    "trainer.fp16",
+    "sparsity.scheduler",
+    "sparsity.mask_generator",
+    "sparsity.fake_sparse",
+    "sparsity.sparsity",
+    "runtime.runner",
+)
+"""Settings that decide what a checkpoint holds. A recipe is missing here: a run folder has a copy of its own."""
 
 _TELLING = {
     "trainer.optimizer.type": "the checkpoint's state may not fit",
@@ -196,18 +226,12 @@ def load_backbone(model: nn.Module, path: Path) -> None:
     body.load_state_dict({name: state[name] for name in own})
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a state, in the memory layout of the parameters, as if it had never been saved."""
-    optimizer.load_state_dict(state)
-    for parameter, values in optimizer.state.items():
-        entries: dict[str, Any] = values
-        for key, value in entries.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != parameter.stride():
-                entries[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
 def _mismatched(found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
     return [name for name in own if name in found and found[name].shape != own[name].shape]
+
+
+def _kind(tensor: Tensor) -> tuple[bool, bool]:
+    return tensor.is_floating_point(), tensor.is_complex()
 
 
 def _told(wrong: Sequence[str], found: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
@@ -220,14 +244,14 @@ def _told(wrong: Sequence[str], found: Mapping[str, Tensor], own: Mapping[str, T
     return f"{told}: {counts}, as from another number of classes; change num_classes to what was trained"
 
 
-def _resumed(path: Path, checkpoints: Checkpoints) -> Start:
+def _resumed(path: Path, checkpoints: Checkpoints, unusable: Mapping[Path, CheckpointError] | None) -> Start:
     """A checkpoint by its file, or the latest of a folder; in a folder of its own a run goes on, elsewhere none is."""
-    found = _of_folder(path).load_latest() if path.is_dir() else read_checkpoint(file_of(path, RESUME))
+    found = _of_folder(path).load_latest(unusable) if path.is_dir() else read_checkpoint(file_of(path, RESUME))
     if found is None:
         raise GossamerError(f"{RESUME}: {path} is a folder without checkpoints")
     if found.path.parent.resolve() != checkpoints.folder.resolve():
         _check_free(checkpoints)
-    return Start(checkpoint=found, source=found.path)
+    return Start(checkpoint=found, source=found.path, others=path.is_dir())
 
 
 def _of_folder(path: Path) -> Checkpoints:
