@@ -37,13 +37,15 @@ def whole(path: str | os.PathLike[str], *, durable: bool = False) -> Generator[P
             scratch.unlink(missing_ok=True)
 
 
-def remove_leftovers(folder: Path, names: str) -> list[Path]:
+def remove_leftovers(folder: Path, names: str = ".+") -> list[Path]:
     """Remove what a killed process left of files that it was writing with `whole`; `names` is a pattern of theirs.
 
-    To be called only where no other process writes such files.
+    To be called only where no other process writes such files. A link to a folder is not followed.
     """
-    leftover = re.compile(rf"\.[0-9a-f]{{32}}\.(?:{names})")
-    found = [path for path in folder.iterdir() if leftover.fullmatch(path.name)] if folder.is_dir() else []
+    if folder.is_symlink() or not folder.is_dir():
+        return []
+    leftover = re.compile(rf"\.[0-9a-f]{{32}}\.(?:{names})", re.DOTALL)
+    found = [path for path in folder.iterdir() if leftover.fullmatch(path.name) and path.is_file()]
     for path in found:
         with contextlib.suppress(OSError):
             path.unlink()

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from gossamer.errors import GossamerError
-from gossamer.runner.records import Records, read_records
+from gossamer.runner import records as module
+from gossamer.runner.records import FULL, OFTEN, Records, read_records, thinned
 
 
 def lines(folder: Path) -> list[dict]:
@@ -51,7 +52,6 @@ def test_lines_behind_the_resumed_iteration_and_half_a_line_go(tmp_path: Path) -
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "iteration": 4')
     assert iterations(tmp_path) == [("train", 10), ("train", 20), ("train", 30)]
-    (tmp_path / f".{'a' * 32}.metrics.jsonl").write_text("left by a killed process")
     with Records(tmp_path, resumed=20, tensorboard=False, clock=itertools.count(100.0).__next__) as records:
         assert iterations(tmp_path) == [("train", 10), ("train", 20)]
         records.train(25, 2.5, {"loss": 1.0})
@@ -112,3 +112,94 @@ def test_lost_events_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture
         records.train(1, 0.1, {"loss": 1.0})
     assert len(lines(tmp_path)) == 1
     assert "no TensorBoard events are written" in caplog.text
+
+
+# Long runs
+
+
+def long_run(length: int, every: int = 10) -> list[dict]:
+    """The lines of a run, with tests, levels and a learning rate that changes all the time."""
+    found: list[dict] = [{"kind": "set", "iteration": 0, "lr": 0.1, "sparsity": 0.0}]
+    for iteration in range(every, length + 1, every):
+        found.append({"kind": "train", "iteration": iteration, "loss": 1.0})
+        found.append({"kind": "set", "iteration": iteration, "lr": iteration / 7})
+        if iteration % 50_000 == 0:
+            found.append({"kind": "test", "iteration": iteration, "top1": 50.0})
+            found.append({"kind": "set", "iteration": iteration + 1, "sparsity": iteration / length})
+    return found
+
+
+def test_the_last_iterations_tests_levels_and_ends_of_a_long_run_stay(tmp_path: Path) -> None:
+    now = 1_000_000
+    before = long_run(now)
+    after = thinned(before, now)
+    assert [line for line in after if line["iteration"] > now - FULL] == [
+        line for line in before if line["iteration"] > now - FULL
+    ]
+    for key in ("top1", "sparsity"):
+        assert [line for line in after if key in line] == [line for line in before if key in line]
+    assert before[1] in after, "the first losses"
+    assert after == sorted(after, key=lambda line: line["iteration"])
+    assert len(after) < len(before) / 5
+
+
+def test_old_lines_are_the_sparser_the_older_they_are() -> None:
+    kept = [line["iteration"] for line in thinned(long_run(2_000_000), 2_000_000) if line["kind"] == "train"]
+    near = [b - a for a, b in itertools.pairwise(kept) if 2_000_000 - a < FULL]
+    assert max(near) == 10
+    counts = [
+        len([at for at in kept if low <= 2_000_000 - at < 2 * low]) for low in (FULL, 2 * FULL, 4 * FULL, 8 * FULL)
+    ]
+    assert all(900 <= count <= 1100 for count in counts), counts
+
+
+def test_thinning_often_or_once_comes_to_the_same_and_an_interruption_leaves_no_trace() -> None:
+    lines, kept = long_run(1_000_000, 50), list[dict]()
+    for start, stop in ((-1, 333_333), (203_333, 700_020), (570_001, 2_000_000)):  # each goes on from a checkpoint
+        kept = thinned([line for line in kept if line["iteration"] <= start], start - start % OFTEN)
+        for line in lines:
+            if start < line["iteration"] <= stop:
+                kept.append(line)
+                if line["kind"] == "train" and line["iteration"] % OFTEN == 0:
+                    kept = thinned(kept, line["iteration"])
+    assert thinned(kept, 1_000_000) == thinned(lines, 1_000_000)
+
+
+def test_the_file_of_a_long_run_stays_small_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FULL", 1000)
+    monkeypatch.setattr(module, "OFTEN", 500)
+    monkeypatch.setattr(module, "WINDOW", 10)
+    with Records(tmp_path, tensorboard=False) as records:
+        for iteration in range(1, 20_001):
+            records.train(iteration, iteration / 100, {"loss": 1.0})
+            if iteration % 1000 == 0:
+                records.test(iteration, iteration / 100, {"top1": 50.0})
+    kept = [line["iteration"] for line in lines(tmp_path) if line["kind"] == "train"]
+    assert kept[0] == 1
+    assert kept[-1000:] == list(range(19_001, 20_001))
+    assert len(kept) < 2000
+    assert [line["iteration"] for line in lines(tmp_path) if line["kind"] == "test"] == list(range(1000, 20_001, 1000))
+    with Records(tmp_path, resumed=19_990, tensorboard=False) as records:
+        records.train(19_991, 199.91, {"loss": 1.0})
+    assert [line["iteration"] for line in lines(tmp_path)][-2:] == [19_990, 19_991]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"kind": "train", "iteration": true}',
+        '{"kind": "train", "iteration": -1}',
+        '{"kind": "train", "iteration": 1e3}',
+        '{"kind": ["train"], "iteration": 1}',
+        '{"kind": "train", "iteration": 1, "loss": [1]}',
+        '{"kind": "train", "iteration": 1, "loss": "x"}',
+        '{"kind": "train", "iteration": 1, "\\u001b": 1}',
+        '{"kind": "train", "iteration": 1' + "0" * 400 + "}",
+        "[" * 100_000,
+        "1",
+    ],
+)
+def test_what_no_run_writes_is_left_out(line: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(line + '\n{"kind": "test", "iteration": 2, "top1": "NaN"}\n')
+    assert iterations(tmp_path) == [("test", 2)]

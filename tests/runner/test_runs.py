@@ -178,3 +178,24 @@ def test_metrics_of_a_resumed_run_stand_once(tmp_path: Path) -> None:
     lines = read_records(tmp_path / "run")
     assert [line["iteration"] for line in lines if line["kind"] == "train"] == list(range(2, 19, 2))
     assert [line["iteration"] for line in lines if line["kind"] == "test"] == [6, 12, 18]
+
+
+def test_what_a_killed_process_left_of_its_files_goes_when_the_run_goes_on(tmp_path: Path) -> None:
+    interrupted(config(tmp_path, "amba"), 8)
+    folder = tmp_path / "run"
+    names = (
+        "model.safetensors",
+        "config.yaml",
+        "metrics.jsonl",
+        "report.html",
+        "checkpoints/iter_00000008.safetensors",
+    )
+    more = ("levels/global_sparse_rate_0.3.pth.tar", "analysis/plan.json", "pictures/iter_00000006.png")
+    left = [(folder / name).with_name(f".{'0f' * 16}.{Path(name).name}") for name in (*names, *more)]
+    others = [folder / ".gitignore", folder / "mine" / f".{'0f' * 16}.a", tmp_path / f".{'0f' * 16}.a"]
+    for path in (*left, *others):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("half of it")
+    resumed(folder)
+    assert not [path for path in left if path.exists()]
+    assert all(path.exists() for path in others), "files of others stay"

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
-
 from gossamer.errors import GossamerError
+from gossamer.recipe.nodes import read_values
 
 _PYTHON = (".py",)
 _DATA = (".yaml", ".yml", ".json")
@@ -29,11 +26,7 @@ def read_config(path: Path) -> dict[str, Any]:
         return _from_python(path, text)
     if path.suffix not in _DATA:
         raise GossamerError(f"{path}: expected a file that ends in {', '.join((*_DATA, *_PYTHON))}")
-    yaml = YAML(typ="safe", pure=True)
-    try:
-        found: Any = yaml.load(io.StringIO(text))
-    except YAMLError as error:
-        raise GossamerError(f"{path}: is no YAML: {' '.join(str(error).split())}") from None
+    found: Any = read_values(text, str(path), what="config")
     if not isinstance(found, Mapping):
         raise GossamerError(f"{path}: expected a mapping with the key 'scheduler', found {type(found).__name__}")
     return {str(key): value for key, value in cast(Mapping[Any, Any], found).items()}

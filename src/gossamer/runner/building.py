@@ -37,12 +37,13 @@ from gossamer.runner.random_states import restore_random_states, seed_all
 from gossamer.runner.rates import WarmUp, build_lr_scheduler, build_optimizer
 from gossamer.runner.records import Records
 from gossamer.runner.run_data import Purpose, read_run_data
-from gossamer.runner.run_state import Continuation, continuation_of, setting_of
+from gossamer.runner.run_state import LONGEST_CONFIG, Continuation, continuation_of, setting_of, settings_of
 from gossamer.runner.sparsity import Sparsifier
 from gossamer.runner.starting import (
     Start,
     changed_settings,
     check_fits,
+    describes_another_run,
     load_weights,
     start_of_evaluation,
     start_of_training,
@@ -218,7 +219,9 @@ class Built:
                 "the run was saved by %d processes and goes on with %d: not to the bit", len(random), self.place.world
             )
         logger.info("going on from iteration %d of %s", self.iteration, checkpoint.path)
-        for change in changed_settings(checkpoint.config, self.loaded.text):
+        if len(checkpoint.config) > LONGEST_CONFIG:
+            logger.warning("the config is too long to say what has changed in it since the checkpoint")
+        for change in changed_settings(self.continuation.config, settings_of(self.loaded.text, self.folder)):
             logger.warning("%s", change)
         before = self.setting.steps_per_epoch
         if before != self.steps_per_epoch:
@@ -240,6 +243,11 @@ class Built:
             if checkpoint is None or isinstance(error, MisfitError):
                 raise
             raise MisfitError(f"{checkpoint.path}: does not fit this config: {error}") from error
+
+    def describes_another_run(self) -> bool:
+        """Whether the config is of another run than the one that the checkpoint is from."""
+        before = None if self.continuation is None else self.continuation.config
+        return describes_another_run(before, settings_of(self.loaded.text, self.folder))
 
     # Behind the scenes
 

@@ -2,7 +2,7 @@
 
 A line has `kind` (`train`, `test` or `set`), `iteration`, `epoch`, `seconds` of training so far, and the values. Each
 line is valid JSON: a number that JSON does not know is the text `NaN`, `Infinity` or `-Infinity`. What the numbers mean
-is not known here.
+is not known here. On long runs older lines are thinned out, so that the file stays small.
 """
 
 from __future__ import annotations
@@ -12,18 +12,26 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self, cast
 
 from gossamer.errors import GossamerError
-from gossamer.files import remove_leftovers, whole
+from gossamer.files import whole
 
 METRICS, EVENTS = "metrics.jsonl", "tensorboard"
 
 logger = logging.getLogger(__name__)
 
+FULL = 100_000
+"""Iterations whose lines are all kept, counted from the last one."""
+WINDOW = 100
+"""Iterations of the shortest window of which one line is kept."""
+OFTEN = 50_000
+"""After so many iterations older lines are thinned out."""
+
+_KINDS = ("train", "test", "set")
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -44,14 +52,12 @@ class Records:
     ) -> None:
         self.path = folder / METRICS
         kept = [line for line in _lines(self.path) if 0 < resumed >= line["iteration"]]
+        self._thinned_at = resumed - resumed % OFTEN
         before = max((float(line.get("seconds", 0)) for line in kept), default=0.0)
         self._clock, self._zero = clock, clock() - before
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(folder, METRICS.replace(".", r"\."))
-            with whole(self.path, durable=True) as part:
-                part.write_text("".join(_text(line) for line in kept), encoding="utf-8")
-            self._file: IO[str] = self.path.open("a", encoding="utf-8")
+            self._file: IO[str] = self._rewritten(thinned(kept, self._thinned_at))
         except OSError as error:
             raise _cannot_write(self.path, error) from None
         self._events = _open_events(folder / EVENTS, resumed) if tensorboard else None
@@ -93,12 +99,22 @@ class Records:
         try:
             self._file.write(_text(line))
             self._file.flush()
+            if iteration >= self._thinned_at + OFTEN:
+                self._thinned_at = iteration - iteration % OFTEN
+                self._file.close()
+                self._file = self._rewritten(thinned(_lines(self.path), self._thinned_at))
         except OSError as error:
             raise _cannot_write(self.path, error) from None
         for name, value in numbers.items() if kind != "set" else ():
             self._with_events(
                 lambda events, name=name, value=value: events.add_scalar(f"{kind}/{name}", value, iteration)
             )
+
+    def _rewritten(self, lines: Iterable[Mapping[str, Any]]) -> IO[str]:
+        """Write the file as a whole; open to add lines."""
+        with whole(self.path, durable=True) as part:
+            part.write_text("".join(_text(line) for line in lines), encoding="utf-8")
+        return self.path.open("a", encoding="utf-8")
 
     def _with_events(self, act: Callable[[Any], None]) -> None:
         """Events are a second copy: losing them ends no run."""
@@ -111,11 +127,48 @@ class Records:
             logger.warning("TensorBoard events end here: %s", error.strerror or error)
 
 
+def thinned(lines: Sequence[dict[str, Any]], now: int) -> list[dict[str, Any]]:
+    """What is kept of the lines when a run is at iteration `now`.
+
+    Tests, levels of sparsity and the first line of each kind stay, and everything of the last `FULL` iterations. Of
+    what is older, the last line of its kind in each window stays: windows have `WINDOW` iterations, and twice as many
+    whenever the age has doubled. Doing this often or once comes to the same.
+    """
+    first: dict[str, int] = {}
+    last: dict[tuple[str, int, int], int] = {}
+    windows = [_window(line["iteration"], now) for line in lines]
+    for index, (line, window) in enumerate(zip(lines, windows, strict=True)):
+        first.setdefault(line["kind"], index)
+        if window is not None:
+            last[line["kind"], *window] = index
+    kept = {*first.values(), *last.values()}
+    return [
+        line
+        for index, line in enumerate(lines)
+        if index in kept or windows[index] is None or line["kind"] == "test" or _is_level(line)
+    ]
+
+
+def _window(iteration: int, now: int) -> tuple[int, int] | None:
+    """Length and number of the longest window of an iteration that is old enough; None for the last iterations."""
+    found, scale = None, 1
+    while True:
+        length = WINDOW * scale
+        number = (max(iteration, 1) - 1) // length
+        if now - (number + 1) * length < FULL * scale:
+            return found
+        found, scale = (length, number), 2 * scale
+
+
+def _is_level(line: Mapping[str, Any]) -> bool:
+    return line["kind"] == "set" and "sparsity" in line
+
+
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run folder in order; of two that note the same, the later one counts."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for line in _lines(folder / METRICS):
-        found[str(line.get("kind")), int(line["iteration"])] = {
+        found[line["kind"], line["iteration"]] = {
             name: _NUMBERS.get(value, value) if isinstance(value, str) else value for name, value in line.items()
         }
     return list(found.values())
@@ -133,11 +186,26 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     for line in text.splitlines():
         try:
             entry: Any = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
-        if isinstance(entry, dict) and isinstance(cast(dict[str, Any], entry).get("iteration"), int):
-            found.append(cast(dict[str, Any], entry))
+        if _is_record(entry):
+            found.append(entry)
     return found
+
+
+def _is_record(entry: Any) -> bool:
+    """Whether this is what `Records` writes: a kind, an iteration and numbers by name."""
+    if not isinstance(entry, dict):
+        return False
+    line = cast(dict[str, Any], entry)
+    iteration = line.get("iteration")
+    if line.get("kind") not in _KINDS or type(iteration) is not int or not 0 <= iteration < 2**53:
+        return False
+    return all(key == "kind" or (key.isprintable() and _is_number(value)) for key, value in line.items())
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 2**53) or value in tuple(_NUMBERS)
 
 
 def _text(line: Mapping[str, Any]) -> str:

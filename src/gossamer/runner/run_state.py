@@ -8,16 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from gossamer.errors import RecipeError
+from gossamer.recipe.nodes import read_values
 from gossamer.runner.checkpoint_file import Checkpoint, CheckpointError
 from gossamer.runner.random_states import RandomStates, checked_random_states
 
 MOST = 2**53
 """No count of iterations is larger."""
+
+LONGEST_CONFIG = 300_000
+"""Characters of a config that are read to compare it with another; that takes about a second."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class Continuation:
     ema_steps: int
     random: list[RandomStates]
     """Of each process."""
+    config: Any
+    """The settings that the checkpoint was written with."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,21 @@ def continuation_of(checkpoint: Checkpoint) -> Continuation:
         ema=parts.tensors("ema"),
         ema_steps=parts.scalar("ema_steps"),
         random=parts.random("random"),
+        config=settings_of(checkpoint.config, checkpoint.path),
     )
+
+
+def settings_of(text: str, path: Path) -> Any:
+    """The values in the text of a config; None if it is empty, or too long to be read in reasonable time.
+
+    Raises `CheckpointError` if it is no config.
+    """
+    try:
+        return read_values(text, "config", what="config") if 0 < len(text.strip()) <= LONGEST_CONFIG else None
+    except RecipeError as error:
+        raise CheckpointError(
+            f"{path}: its config cannot be read: {error.problems[0]}; use another checkpoint"
+        ) from None
 
 
 class _Parts:

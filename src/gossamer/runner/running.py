@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from gossamer.errors import GossamerError
-from gossamer.files import whole
+from gossamer.files import remove_leftovers, whole
 from gossamer.runner.checkpoint_file import MisfitError
 from gossamer.runner.checkpoints import Checkpoint, CheckpointError, Checkpoints, Description, title
 from gossamer.runner.config import Loaded, read_config
@@ -29,13 +29,14 @@ from gossamer.runner.reporting import measure, note_begin, report_of
 from gossamer.runner.run_data import Purpose
 from gossamer.runner.runner import Runner
 from gossamer.runner.sparse_runner import SparseRunner
-from gossamer.runner.starting import describes_another_run
 from gossamer.version import __version__
 
 logger = logging.getLogger("gossamer")
 HEADER = "# All settings of this run; `gossamer resume` reads them."
 WEIGHTS = (".safetensors", ".pt", ".pth", ".onnx", ".tar")
 CONFIG, RECIPE = "config.yaml", "recipe.yaml"
+WRITTEN = (".", "checkpoints", "levels", "analysis", "pictures")
+"""The folders of a run in which it writes files."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def _built_to_train(runner: Runner) -> Runner:
             checkpoint = runner.start.checkpoint if hasattr(runner, "start") else None
             if checkpoint is None or not runner.start.others:
                 raise
-            if isinstance(error, MisfitError) and describes_another_run(checkpoint.config, runner.loaded.text):
+            if isinstance(error, MisfitError) and runner.describes_another_run():
                 raise
             unusable[checkpoint.path] = error
             runner = type(runner)(runner.loaded, runner.place, display=runner.display)
@@ -272,9 +273,12 @@ def _tell_setting(runner: Runner) -> None:
 
 
 def _open_folder(runner: Runner, keep: Callable[[Path], None]) -> None:
-    """From here on the run has a folder: its log, its config."""
+    """From here on the run has a folder: its log, its config, and nothing that a killed process left."""
     _check_config_place(runner.folder)
     keep(runner.folder)
+    for name in WRITTEN:
+        for left in remove_leftovers(runner.folder / name):
+            logger.info("%s: removed; a process that was killed had not finished writing it", left)
     _keep_config(runner)
 
 

@@ -143,9 +143,10 @@ def check_fits(runner_is_sparse: bool, model: nn.Module, checkpoint: Checkpoint,
             raise MisfitError(f"{checkpoint.path}: '{name}' holds {dtype_word(found.dtype)}; use another checkpoint")
 
 
-def changed_settings(before: str, after: str) -> list[str]:
+def changed_settings(old: Any, new: Any) -> list[str]:
     """What a resumed run will not take from its config, or take and not be the same run: a sentence each."""
-    old, new = _read_settings(before), _read_settings(after)
+    if old is None or new is None:
+        return []
     found: list[str] = []
     for key, effect in _TELLING.items():
         was, now = (dict(_leaves(_at(settings, key), key)) for settings in (old, new))
@@ -157,9 +158,8 @@ def changed_settings(before: str, after: str) -> list[str]:
     return found
 
 
-def describes_another_run(before: str, after: str) -> bool:
+def describes_another_run(old: Any, new: Any) -> bool:
     """Whether two configs are of runs whose checkpoints need not fit each other."""
-    old, new = _read_settings(before), _read_settings(after)
     return any(_at(old, key) != _at(new, key) for key in _DECISIVE)
 
 
@@ -187,12 +187,6 @@ _TELLING = {
     "runtime.seed": "images come in another order than before",
 }
 """Settings whose change is no mistake, but not without effect, and what that is."""
-
-
-def _read_settings(text: str) -> Any:
-    from ruamel.yaml import YAML
-
-    return YAML(typ="safe", pure=True).load(text)
 
 
 def _leaves(settings: Any, key: str) -> Iterator[tuple[str, Any]]:

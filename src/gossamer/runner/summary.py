@@ -22,6 +22,7 @@ from gossamer.errors import GossamerError
 from gossamer.runner.checkpoints import CheckpointError, Checkpoints, Description, describe, title
 from gossamer.runner.figures import by_weight, count, duration, metric
 from gossamer.runner.records import read_records
+from gossamer.runner.run_state import settings_of
 
 FILES = (
     "report.html",
@@ -241,12 +242,9 @@ def _course(name: str, tests: Sequence[Mapping[str, Any]], has_best: bool, about
 
 def _method(text: str) -> str | None:
     """How a config makes its model sparse, in a word or two."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
     try:
-        loaded: Any = YAML(typ="safe", pure=True).load(text)
-    except YAMLError:
+        loaded = settings_of(text, Path())
+    except CheckpointError:
         return None
     if not isinstance(loaded, Mapping):
         return None
