@@ -27,7 +27,7 @@ from gossamer.runner.weights import read_weights
 from tests.fuzz.harness import attempt, fuzz
 from tests.fuzz.sealing import Sealed, seal, unseal
 from tests.fuzz.values import hostile, mutated
-from tests.runner.running_on_digits import config, interrupted, resumed
+from tests.runner.running_on_digits import config, evaluated, interrupted, resumed
 
 LAST, BEFORE = "iter_00000004.safetensors", "iter_00000002.safetensors"
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -417,6 +417,18 @@ def test_a_run_goes_on_from_the_good_checkpoint_beside(name: str, pristine: Path
     assert Checkpoints(folder / "checkpoints", keep=9).latest() == folder / "checkpoints" / "iter_00000006.safetensors"
     if name in USELESS:
         assert path.with_name(f"{LAST}.unusable").read_bytes() == before, "nothing is lost"
+
+
+def test_shapes_of_layers_that_do_not_fit_together_are_refused(pristine: Path) -> None:
+    folder = fresh(pristine)
+    path = folder / "checkpoints" / LAST
+    state = read_checkpoint(path).state
+    state["model"]["0.weight"] = state["model"]["0.weight"][:2]
+    state["start_shapes"] = {"0.weight": [2, 3, 3, 3]}
+    write_checkpoint(path, state, iteration=4, epoch=0.16, metrics={})
+    with pytest.raises(CheckpointError, match=rf"{LAST}: its layers do not fit together"):
+        evaluated(folder, weights=path)
+    assert resumed(folder).complete
 
 
 def test_a_run_that_used_the_checkpoint_before_is_the_same_run_to_the_bit(pristine: Path) -> None:

@@ -31,6 +31,7 @@ from gossamer.runner.data.decoding import ImageFileError
 from gossamer.runner.display import Display
 from gossamer.runner.hooks import build_hooks
 from gossamer.runner.models import build_net
+from gossamer.runner.networks import as_example
 from gossamer.runner.optimizer_state import restore_average, restore_optimizer, restore_scaler
 from gossamer.runner.processes import Place, gathered, same_everywhere, send_state
 from gossamer.runner.random_states import restore_random_states, seed_all
@@ -64,6 +65,7 @@ class Built:
     """Checkpoints that this run could not go on with, and why."""
     float_weights: str | None = None
     """A warning about a file of float weights that is tested or exported although the recipe quantizes."""
+    start: Start = Start()
     start_shapes: dict[str, list[int]] | None = None
     """Of all tensors of the model at the start of training, where it starts from a thinned file; else None."""
 
@@ -164,6 +166,21 @@ class Built:
         except RuntimeError as error:
             reason = " ".join(str(error).split())
             raise MisfitError(f"{checkpoint.path}: is of another model or method: {reason[:300]}") from error
+        if self.start_shapes is not None:
+            self._check_layers(checkpoint)
+
+    @torch.no_grad()
+    def _check_layers(self, checkpoint: Checkpoint) -> None:
+        """Raise if layers do not fit together whose shapes come from a checkpoint."""
+        was_training = self.model.training
+        try:
+            example = as_example(self.model, self.example())
+            self.model.eval()(*example if isinstance(example, tuple) else (example,))
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise MisfitError(f"{checkpoint.path}: its layers do not fit together: {reason[:200]}") from error
+        finally:
+            self.model.train(was_training)
 
     def distribute(self) -> None:
         if self.place.world > 1:
@@ -329,8 +346,10 @@ class Built:
             (self.scaler, saved.scaler, "scaler"),
             (self.average, saved.ema, "ema"),
         ):
-            if (part is None) != (state is None):
-                logger.warning("the config has %s %s, which the saved run had not", "no" if part is None else "a", key)
+            if part is None and state is not None:
+                logger.warning("the config has no %s, and the saved run had one", key)
+            elif part is not None and state is None:
+                logger.warning("the config has %s, and the saved run had none", key)
         if self.lr_scheduler is not None and saved.lr_scheduler is not None:
             self.lr_scheduler.check(saved.lr_scheduler, self.iteration)
             self.lr_scheduler.load_state_dict(saved.lr_scheduler)

@@ -167,7 +167,7 @@ def _built_to_train(runner: Runner) -> Runner:
         try:
             runner.build()
         except CheckpointError as error:
-            checkpoint = runner.start.checkpoint if hasattr(runner, "start") else None
+            checkpoint = runner.start.checkpoint
             if checkpoint is None or not runner.start.others:
                 raise
             if isinstance(error, MisfitError) and runner.describes_another_run():
