@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from gossamer.runner.config import Loaded, read_config
 from gossamer.runner.display import Display
 from gossamer.runner.exporting import Export
 from gossamer.runner.hooks import subclass
+from gossamer.runner.lock import locked
 from gossamer.runner.logs import logged
 from gossamer.runner.processes import Place, done_by_first, joined, reproducible, same_everywhere
 from gossamer.runner.reporting import measure, note_begin, report_of
@@ -132,7 +133,9 @@ def measure_sensitivity(folder: str | Path, progress: Callable[[str, float], Non
 def _train(loaded: Loaded, display: Display | None) -> Result:
     with joined(loaded.config.runtime.device) as place:
         runner = _runner_class(loaded)(loaded, place, display=display)
-        with logged(runner.display) as keep, reproducible(loaded.config.runtime.deterministic):
+        with logged(runner.display) as keep, reproducible(loaded.config.runtime.deterministic), ExitStack() as stack:
+            # Before anything is read from the folder, which another process may be changing.
+            done_by_first(lambda: stack.enter_context(locked(runner.folder)), place)
             for warning in loaded.warnings if place.first else ():
                 logger.warning("%s", warning)
             runner = _built_to_train(runner)

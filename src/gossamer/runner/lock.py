@@ -1,0 +1,179 @@
+"""The lock of a run folder: one process at a time trains in it.
+
+It is a lock of the operating system on the file `train.lock`, so that it ends with the process that holds it, however
+that one dies. The file tells who holds the lock; a file that a killed process left is not a lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+from gossamer.errors import GossamerError
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+LOCK = "train.lock"
+
+logger = logging.getLogger("gossamer")
+
+_held: set[int] = set()
+"""File descriptors of the locks of this process."""
+_NOT_SUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+"""What a file system without locks answers."""
+_LONGEST = 4096
+
+
+@contextmanager
+def locked(folder: Path) -> Generator[None]:
+    """Hold the lock of a run folder while the block runs; raises `GossamerError` if another process holds it.
+
+    Makes the folder; a folder made here that is empty at the end is removed.
+    """
+    path = folder / LOCK
+    try:
+        made = [each for each in (folder, *folder.parents) if not each.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = _acquire(path)
+    except BlockingIOError:
+        raise GossamerError(f"{folder}: {_holder(path)}; wait for it, or give another saver.save_dir") from None
+    except OSError as error:
+        raise GossamerError(
+            f"{folder}: cannot be written: {error.strerror or error}; choose another saver.save_dir"
+        ) from error
+    try:
+        yield
+    finally:
+        if handle in _held:  # else this is a fork of the process that holds the lock
+            _release(handle, path)
+            for each in made:
+                with suppress(OSError):
+                    each.rmdir()
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a lock."""
+
+    host: str
+    pid: int
+    since: datetime
+
+    def text(self) -> str:
+        """As JSON, on one line."""
+        since = self.since.isoformat(timespec="seconds")
+        return json.dumps({"host": self.host, "pid": self.pid, "since": since}) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> Holder | None:
+        """The holder that a lock file names; None if it is not what `text` writes."""
+        try:
+            content: Any = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(content, dict):
+            return None
+        values = cast(dict[str, Any], content)
+        host, pid, since = values.get("host"), values.get("pid"), values.get("since")
+        if not (isinstance(host, str) and host.isprintable() and type(pid) is int and isinstance(since, str)):
+            return None
+        try:
+            return cls(host, pid, datetime.fromisoformat(since).astimezone(UTC))
+        except (ValueError, OverflowError):
+            return None
+
+
+def _acquire(path: Path) -> int:
+    """A file descriptor that holds the lock; raises `BlockingIOError` if another process does."""
+    while True:
+        # A link could lead to a file of the user's, which would be written over.
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        try:
+            _lock(handle, path)
+            if _is_still(path, handle):
+                os.ftruncate(handle, 0)
+                os.write(handle, Holder(socket.gethostname(), os.getpid(), datetime.now(UTC)).text().encode())
+                _held.add(handle)
+                return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _lock(handle: int, path: Path) -> None:
+    """Lock an open file; warns where the file system has no locks."""
+    try:
+        if sys.platform == "win32":
+            # Others cannot read locked bytes: lock one behind the text.
+            os.lseek(handle, _LONGEST, os.SEEK_SET)
+            msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
+            os.lseek(handle, 0, os.SEEK_SET)
+        else:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in {errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK}:
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK)) from None
+        if error.errno not in _NOT_SUPPORTED:
+            raise
+        logger.warning(
+            "%s: the file system has no locks (%s); make sure that no other process trains here", path, error.strerror
+        )
+
+
+def _is_still(path: Path, handle: int) -> bool:
+    """Whether an open file is the one of that name: the process that held the lock before may have removed it."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
+def _release(handle: int, path: Path) -> None:
+    """Remove the file, then the lock: the other order could remove a file that another process has locked since."""
+    _held.discard(handle)
+    if sys.platform == "win32":  # where an open file cannot be removed
+        os.close(handle)
+        with suppress(OSError):
+            path.unlink()
+    else:
+        with suppress(OSError):
+            path.unlink()
+        os.close(handle)
+
+
+def _holder(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            holder = Holder.parse(file.read(_LONGEST).decode(errors="replace"))
+    except OSError:
+        holder = None
+    if holder is None:
+        return "another process is training here"
+    since = holder.since.strftime("%Y-%m-%d %H:%M:%S UTC")
+    return f"process {holder.pid} on host {holder.host} has been training here since {since}"
+
+
+def _close_after_fork() -> None:
+    """A forked process shares the open files of its parent, and would hold the lock after the parent's death."""
+    for handle in _held:
+        with suppress(OSError):
+            os.close(handle)
+    _held.clear()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_close_after_fork)
