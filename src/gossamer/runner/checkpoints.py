@@ -70,16 +70,27 @@ class Checkpoints:
         except OSError as error:
             words = f"cannot be made: {error.strerror or error}; give another saver.save_dir"
             raise GossamerError(f"{self.folder}: {words}") from None
-        if not self._tidied:
-            self._tidied = True
-            for left in remove_leftovers(self.folder, rf"{_NAME.pattern}|{re.escape(_BEST)}"):
-                logger.info("%s: removed, what an interrupted run left of a checkpoint", left)
+        self._tidy()
         path = self.folder / f"iter_{iteration:08d}.safetensors"
         write_checkpoint(path, state, iteration=iteration, epoch=epoch, metrics=metrics)
         if best:
             self._make_best(path)
         self._prune(iteration)
         return path
+
+    def complete(self, found: Checkpoint, metric: str) -> None:
+        """Do what is left of the save of the latest checkpoint, which a killed process may not have ended.
+
+        A checkpoint whose metric is the best of the run so far, and better than that of the best checkpoint, is the
+        best checkpoint: a resumed run would not come back to it.
+        """
+        if found.path != self.latest():
+            return
+        self._tidy()
+        value = found.metrics.get(metric)
+        if value is not None and value == found.state.get("best") and value != self._best_value(metric):
+            self._make_best(found.path)
+        self._prune(found.iteration)
 
     def all(self) -> list[Path]:
         """The checkpoints by iteration, without the best; their content is not looked at."""
@@ -155,6 +166,21 @@ class Checkpoints:
         if problems:
             words = f"none of {len(paths)} checkpoints can be read; remove them to start again"
             raise CheckpointError(f"{self.folder}: {words}; the last: {problems[0]}")
+        return None
+
+    def _tidy(self) -> None:
+        """Remove what a killed process left, once."""
+        if not self._tidied:
+            self._tidied = True
+            for left in remove_leftovers(self.folder, rf"{_NAME.pattern}|{re.escape(_BEST)}"):
+                logger.info("%s: removed, what an interrupted run left of a checkpoint", left)
+
+    def _best_value(self, metric: str) -> float | None:
+        """What the best checkpoint reached; None if there is none that can be read."""
+        if (best := self.best()) is None:
+            return None
+        with contextlib.suppress(CheckpointError):
+            return describe(best).metrics.get(metric)
         return None
 
     def _make_best(self, path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def logged(display: Display) -> Generator[Callable[[Path], None]]:
     def keep(folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            file = logging.FileHandler(folder / LOG, encoding="utf-8")
+            file = _File(folder / LOG, display)
         except OSError as error:
             reason = error.strerror or error
             raise GossamerError(f"{folder}: cannot be written: {reason}; choose another saver.save_dir") from error
@@ -50,6 +51,27 @@ def logged(display: Display) -> Generator[Callable[[Path], None]]:
         for handler in handlers:
             logger.removeHandler(handler)
             handler.close()
+
+
+class _File(logging.FileHandler):
+    """The log of a run. A full disk is a warning: what ends the run is a checkpoint that cannot be written."""
+
+    def __init__(self, path: Path, display: Display) -> None:
+        super().__init__(path, encoding="utf-8")
+        self._path, self._display, self._complete = path, display, True
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif self._complete:
+            self._complete = False
+            reason = error.strerror or error
+            self._display.message(f"warning: {self._path}: cannot be written: {reason}; messages are missing in it")
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 class _Shown(logging.Handler):

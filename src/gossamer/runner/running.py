@@ -276,13 +276,15 @@ def _tell_setting(runner: Runner) -> None:
 
 
 def _open_folder(runner: Runner, keep: Callable[[Path], None]) -> None:
-    """From here on the run has a folder: its log, its config, and nothing that a killed process left."""
+    """From here on the run has a folder: its log, its config, complete checkpoints, and no leftovers of a killed process."""
     _check_config_place(runner.folder)
     keep(runner.folder)
     for name in WRITTEN:
         for left in remove_leftovers(runner.folder / name):
             logger.info("%s: removed; a process that was killed had not finished writing it", left)
     _keep_config(runner)
+    if runner.start.checkpoint is not None:
+        runner.checkpoints.complete(runner.start.checkpoint, runner.task.metric)
 
 
 def _check_config_place(folder: Path) -> None:
