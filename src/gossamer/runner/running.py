@@ -276,7 +276,7 @@ def _tell_setting(runner: Runner) -> None:
 
 
 def _open_folder(runner: Runner, keep: Callable[[Path], None]) -> None:
-    """From here on the run has a folder: its log, its config, complete checkpoints, and no leftovers of a killed process."""
+    """From here on the run has a folder: its log, its config, complete checkpoints; no leftovers of a killed one."""
     _check_config_place(runner.folder)
     keep(runner.folder)
     for name in WRITTEN:
