@@ -1,4 +1,8 @@
-"""Measures what a process uses while it trains: processor time, memory, objects, open files."""
+"""Measures what a process uses while it trains: processor time, memory, objects, open files.
+
+Processor time depends on what other processes do to caches and clocks. A control, the same small computation after
+each block of steps, is slowed down with the steps, so that their ratio says what the training itself does.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,10 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from torch import nn
 
 from gossamer.runner import Hook, Runner
+from tests.loops import loss_at, network
 
 BLOCK = 100
 """Steps of one measurement of processor time; memory is measured ten times less often."""
@@ -24,16 +30,20 @@ class Meter:
     steps: int = 0
     seconds: list[float] = field(default_factory=list)
     """Processor time of each block of steps."""
+    control: list[float] = field(default_factory=list)
+    """Processor time of the control after each block."""
     bytes: list[int] = field(default_factory=list)
     objects: list[int] = field(default_factory=list)
     tensors: list[int] = field(default_factory=list)
     files: list[int] = field(default_factory=list)
     _since: float = 0.0
+    _network: nn.Module = field(default_factory=network)
 
     def step(self) -> None:
         if self.steps % BLOCK == 0:
             if self.steps:
                 self.seconds.append(time.process_time() - self._since)
+                self.control.append(self._time_control())
             if self.steps % (10 * BLOCK) == 0:
                 self._measure()
             self._since = time.process_time()
@@ -44,9 +54,17 @@ class Meter:
         return values[-1] - values[len(values) // 4]
 
     def slowdown(self) -> float:
-        """Processor time of a step in the last quarter, as a multiple of that in the first."""
-        quarter = len(self.seconds) // 4
-        return median(self.seconds[-quarter:]) / median(self.seconds[:quarter])
+        """Processor time of a step in the last quarter, as a multiple of that in the first, relative to the control."""
+        ratios = [steps / control for steps, control in zip(self.seconds, self.control, strict=True)]
+        quarter = len(ratios) // 4
+        return median(ratios[-quarter:]) / median(ratios[:quarter])
+
+    def _time_control(self) -> float:
+        since = time.process_time()
+        for step in range(BLOCK // 5):
+            self._network.zero_grad()
+            loss_at(self._network, step).backward()
+        return time.process_time() - since
 
     def _measure(self) -> None:
         gc.collect()
