@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from gossamer.runner.checkpoints import Checkpoints, read_checkpoint
@@ -179,19 +180,27 @@ def assert_same_run(folder: Path, other: Path) -> None:
     """
     assert leftovers(folder / "checkpoints") == []
     assert not (folder / LOCK).exists()
-    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert names == sorted(path.name for path in (other / "checkpoints").iterdir())
-    for name in names:
+    assert files(folder, "checkpoints") == files(other, "checkpoints")
+    for name in files(folder, "checkpoints"):
         one, two = (read_checkpoint(each / "checkpoints" / name) for each in (folder, other))
         assert (one.iteration, one.epoch, one.metrics) == (two.iteration, two.epoch, two.metrics)
         same(*({key: value for key, value in each.state.items() if key != "config"} for each in (one, two)))
     same(load_file(folder / "model.safetensors"), load_file(other / "model.safetensors"))
+    assert files(folder, "levels") == files(other, "levels")
+    for name in files(folder, "levels"):
+        same(*(torch.load(each / "levels" / name) for each in (folder, other)))
     assert (folder / "report.html").exists()
+    assert files(folder, "analysis") == files(other, "analysis")
     for kind in ("train", "test"):
         assert measured(folder, kind) == measured(other, kind)
     for name, tolerance in (("lr", LR_CHANGE), ("sparsity", SPARSITY_CHANGE)):
         for at, (value, expected) in enumerate(zip(course(folder, name), course(other, name), strict=True)):
             assert value == expected or abs(value - expected) <= 2 * tolerance * max(value, expected), (name, at)
+
+
+def files(folder: Path, part: str) -> list[str]:
+    """The names of the files in a part of a run folder; hidden ones are looked for by `leftovers`."""
+    return sorted(path.name for path in (folder / part).glob("[!.]*"))
 
 
 def measured(folder: Path, kind: str) -> list[dict[str, Any]]:
