@@ -52,6 +52,45 @@ def remove_leftovers(folder: Path, names: str = ".+") -> list[Path]:
     return found
 
 
+def name_fault(name: str) -> str | None:
+    """Why a text is no name for a file, on any system; None where it is one.
+
+    >>> name_fault("resnet18-thin"), name_fault("../x")
+    (None, "it contains '/'")
+    """
+    forbidden = next((character for character in name if character in _FORBIDDEN), None)
+    if not name.strip() or name in (".", ".."):
+        return "it is empty" if not name.strip() else "it is a folder"
+    if forbidden is not None:
+        return f"it contains '{forbidden}'"
+    if not name.isprintable():
+        return "it contains characters that cannot be printed"
+    if len(name.encode()) > LONGEST_NAME:
+        return f"it is longer than {LONGEST_NAME} bytes"
+    if name[-1] in ". ":
+        return "it ends in a dot or a space"
+    return "it is reserved on Windows" if _RESERVED.fullmatch(name.partition(".")[0].rstrip()) else None
+
+
+def as_name(text: str) -> str:
+    """A text as the name of a file: what a name may not contain becomes an underscore.
+
+    >>> as_name("timm/resnet18"), as_name("..")
+    ('timm_resnet18', 'model')
+    """
+    plain = "".join("_" if one in _FORBIDDEN or not one.isprintable() else one for one in text)
+    while len(plain.encode()) > LONGEST_NAME:
+        plain = plain[:-1]
+    plain = plain.strip(" ").rstrip(". ")
+    return plain if name_fault(plain) is None else "model"
+
+
+LONGEST_NAME = 120
+"""Bytes; endings and the name under which a file is written are added to that."""
+_FORBIDDEN = '/\\:*?"<>|'
+_RESERVED = re.compile(r"(?i)con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]")
+
+
 def flush_folder(folder: Path) -> None:
     """Have the names in a folder on the disk, where the system offers that."""
     with contextlib.suppress(OSError):

@@ -6,7 +6,7 @@ from torch import nn
 
 from gossamer.errors import GossamerError
 from gossamer.runner.config.schema import Net
-from gossamer.runner.models import build_net
+from tests.runner.nets import build_net
 
 SMALL = {"min_size": 64, "max_size": 64}
 

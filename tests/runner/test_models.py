@@ -9,7 +9,7 @@ from torch import nn
 
 from gossamer.errors import GossamerError
 from gossamer.runner.config.schema import Net
-from gossamer.runner.models import build_net
+from tests.runner.nets import build_net
 
 
 class Plain(nn.Module):
@@ -165,10 +165,13 @@ def test_transformers_starts_from_a_config_unless_pretrained_is_asked_for(monkey
     monkeypatch.setitem(sys.modules, "transformers", fake)
     build_net(Net(type="transformers/owner/name"), 4)
     build_net(Net(type="transformers/owner/name", kwargs={"pretrained": True}), 4)
-    assert calls[0] == ("config", (("owner/name", {"num_labels": 4}),), {})
+    own_code_only = {"trust_remote_code": False}
+    assert calls[0] == ("config", (("owner/name", {"num_labels": 4, **own_code_only}),), own_code_only)
     assert calls[1][0] == "weights"
     assert calls[1][1] == ("owner/name",)
-    assert calls[1][2]["num_labels"] == 4
+    assert calls[1][2] == {"num_labels": 4, "ignore_mismatched_sizes": True, **own_code_only}
+    with pytest.raises(GossamerError, match="trust_remote_code: code of a repository is not run"):
+        build_net(Net(type="transformers/owner/name", kwargs={"trust_remote_code": True}), 4)
 
 
 def test_equal_seeds_make_equal_weights():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gossamer.cli.console import AsJson, Show, out, progress, reports_errors, show_json, show_warnings
-from gossamer.cli.models import Classes, Input, ModelWord, Weights, subject, untrained
+from gossamer.cli.models import Classes, Imports, Input, ModelWord, Weights, subject, untrained
 from gossamer.errors import GossamerError
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def analyze(
         Path | None,
         typer.Option("--output", "-o", metavar="FOLDER", help="Write analysis.json, layers.csv, pictures, a recipe."),
     ] = None,
+    imports: Imports = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a network is, what a recipe makes of it, what hardware can use, and which layers matter.
@@ -119,7 +120,7 @@ def analyze(
     with progress("", as_json) as show:
         show("opening the model", 0.0)
         own = data is not None and ":" in data
-        found = subject(model, weights, None if own else data, shape, classes=classes)
+        found = subject(model, weights, None if own else data, shape, classes=classes, imports=imports)
         batches = _own_batches(data) if own and data is not None else None
         show("following the model", 0.0)
         analysis = Analysis(*_table_and_hardware(found, recipe), part=data if own else None)

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json
+from gossamer.cli.models import Imports
 from gossamer.errors import GossamerError
 from gossamer.files import whole
 from gossamer.runner.figures import size
@@ -64,6 +65,7 @@ def benchmark(
     trust: Annotated[
         bool, typer.Option("--trust", help="Load .pt2 files, which can run code that is in them.")
     ] = False,
+    imports: Imports = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Also write the results as JSON, for gossamer report."),
@@ -84,7 +86,7 @@ def benchmark(
     shapes = dict(_shape(word) for word in shape or ())
     with progress("", as_json) as show:
         show("loading", 0.0)
-        candidates = [_candidate(word, shapes) for word in files]
+        candidates = [_candidate(word, shapes, imports or ()) for word in files]
         timings = measure(
             candidates,
             batch=batch,
@@ -114,7 +116,7 @@ def benchmark(
         out.print(f"• {sentence}", highlight=False, markup=False)
 
 
-def _candidate(word: str, shapes: Mapping[str, Sequence[int]]) -> Path | InMemory:
+def _candidate(word: str, shapes: Mapping[str, Sequence[int]], imports: Sequence[str]) -> Path | InMemory:
     """A file as it is; any other word names a model, which is timed in torch."""
     path = Path(word)
     if path.suffix.lower() in _FILES:
@@ -126,7 +128,7 @@ def _candidate(word: str, shapes: Mapping[str, Sequence[int]]) -> Path | InMemor
 
     given = shapes.get("")
     with redirect_stdout(sys.stderr):  # whatever the user's code prints is not our output
-        subject = open_subject(word, input_shape=None if given is None else ",".join(map(str, given)))
+        subject = open_subject(word, input_shape=None if given is None else ",".join(map(str, given)), imports=imports)
     networks = subject.networks()
     if len(networks) != 1:
         raise GossamerError(f"{word}: it has {len(networks)} networks; export it, and time the files")

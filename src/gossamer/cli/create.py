@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json, show_warnings
-from gossamer.cli.models import Classes, import_module, subject, untrained
+from gossamer.cli.models import Classes, Imports, import_module, subject, untrained
 from gossamer.errors import GossamerError, nearest
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def create(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the recipe: .yaml or .md.")
     ] = None,
+    imports: Imports = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a recipe made for a model, with the reason for every choice in its comments.
@@ -123,7 +124,7 @@ def create(
     with _in_options():
         choices = choose(_named(pruning), quantization, _named(lr), distillation, variables)
     with redirect_stdout(sys.stderr):  # whatever the user's code prints is not our output
-        opened = subject(model, weights, classes=classes)
+        opened = subject(model, weights, classes=classes, imports=imports)
         batches = None if data is None else batches_of(data)
         with progress("measuring", as_json or batches is None) as show, _in_options():
             made = design(opened.model, choices, batches, progress=show)

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gossamer.cli.console import AsJson, err, out, reports_errors, show_errors, show_json, show_warnings
-from gossamer.cli.models import Classes, Data, Input, ModelWord, Sets, Weights, subject, untrained
+from gossamer.cli.models import Classes, Data, Imports, Input, ModelWord, Sets, Weights, subject, untrained
 from gossamer.runner.figures import size
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def export(
     static: Annotated[bool, typer.Option("--static-batch", help="Programs take one batch size only.")] = False,
     sets: Sets = None,
     data: Data = None,
+    imports: Imports = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a model, zeros and all, and check each file: read back, outputs compared, zeros counted.
@@ -62,7 +63,7 @@ def export(
 
     wanted = formats or ["onnx"]
     plan = Export([name for name in wanted if name != LISTED], opset, not static)
-    opened = subject(model, weights, data, shape, sets or [], classes)
+    opened = subject(model, weights, data, shape, sets or [], classes, imports)
     if half:
         opened = opened.half()
     with err.status("writing, and reading back") if err.is_terminal and not as_json else nullcontext():

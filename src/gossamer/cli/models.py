@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gossamer.runner.words import import_module
+from gossamer.runner.trust import import_module
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Classes",
     "Data",
+    "Imports",
     "Input",
     "ModelWord",
     "Sets",
@@ -58,6 +59,15 @@ Classes = Annotated[
     typer.Option("--num-classes", metavar="N", help="Passed to the function that makes the model, as num_classes."),
 ]
 
+Imports = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="PACKAGE",
+        help="Run code of this package where a run folder or a file of others names it; repeatable.",
+    ),
+]
+
 
 def subject(
     word: str,
@@ -66,17 +76,26 @@ def subject(
     shape: str | None = None,
     sets: Sequence[str] = (),
     classes: int | None = None,
+    imports: Sequence[str] | None = None,
 ) -> Subject:
     """The model that a word names, with what is known of it."""
     from gossamer.runner.subjects import open_subject
 
     with redirect_stdout(sys.stderr):  # whatever the user's code prints is not our output
-        return open_subject(word, weights=weights, data=data, input_shape=shape, sets=sets, num_classes=classes)
+        return open_subject(
+            word,
+            weights=weights,
+            data=data,
+            input_shape=shape,
+            sets=sets,
+            num_classes=classes,
+            imports=imports or (),
+        )
 
 
-def load_model(word: str, weights: Path | None = None) -> nn.Module:
+def load_model(word: str, weights: Path | None = None, imports: Sequence[str] | None = None) -> nn.Module:
     """The model alone."""
-    return subject(word, weights).model
+    return subject(word, weights, imports=imports).model
 
 
 def untrained(found: Subject) -> list[str]:

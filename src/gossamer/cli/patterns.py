@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json, show_warnings
-from gossamer.cli.models import Classes, Input, ModelWord, Weights, subject, untrained
+from gossamer.cli.models import Classes, Imports, Input, ModelWord, Weights, subject, untrained
 from gossamer.cli.weights import check_format, save_weights
 from gossamer.errors import GossamerError, SparsityError
 
@@ -48,6 +48,7 @@ def permute(
         typer.Option("--parts", help="Follow a model that chooses its path by values, such as a detector, in parts."),
     ] = False,
     picture: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the table: .png, .svg.")] = None,
+    imports: Imports = None,
     as_json: AsJson = False,
 ) -> None:
     """Reorder a model's channels so that N:M keeps larger weights. What the model computes stays the same.
@@ -67,7 +68,7 @@ def permute(
         raise GossamerError(f"{picture}: expected a picture that ends in {', '.join(PLOTS)}")
     if effort <= 0:
         raise GossamerError(f"--effort: expected a number above 0, found {effort:g}")
-    opened = subject(model, weights, shape=shape, classes=classes)
+    opened = subject(model, weights, shape=shape, classes=classes, imports=imports)
     network = opened.model
     names, skipped = _searchable(network, chosen, every_layer)
     if not names:
@@ -112,13 +113,14 @@ def check(
     require: Annotated[
         bool, typer.Option("--require", help="Exit with code 1 unless every layer that can hold to it does.")
     ] = False,
+    imports: Imports = None,
     as_json: AsJson = False,
 ) -> None:
     """Say which layers of a model hold to N:M now, where they do not, and which cannot, and why."""
     from gossamer.analysis.eligibility import eligibility
 
     chosen = _pattern(pattern)
-    opened = subject(model, weights, classes=classes)
+    opened = subject(model, weights, classes=classes, imports=imports)
     found = eligibility(opened.model, chosen)
     able = [layer for layer in found if layer.reason is None]
     holding = [layer for layer in able if layer.holds]

@@ -50,7 +50,7 @@ def check(
             raise
         show_json({"ok": False, "recipe": file, "errors": problems(error)})
         raise typer.Exit(1) from None
-    bound = _bind(recipe, model)
+    bound = _bind(recipe, model, imports)
     errors = [line for binding in bound or () for line in (binding["error"] or "").splitlines()]
     if as_json:
         summary = view.as_data(recipe)
@@ -136,7 +136,7 @@ def _load(file: str, settings: list[str] | None, imports: list[str] | None) -> R
     return load(file, variables=",".join(settings) if settings else None)
 
 
-def _bind(recipe: Recipe, model: str | None) -> list[dict[str, Any]] | None:
+def _bind(recipe: Recipe, model: str | None, imports: list[str] | None) -> list[dict[str, Any]] | None:
     """What each modifier finds in the model, or None when there is no model."""
     if model is None:
         return None
@@ -149,5 +149,5 @@ def _bind(recipe: Recipe, model: str | None) -> list[dict[str, Any]] | None:
             "skipped": dict(binding.skipped),
             "error": binding.error,
         }
-        for binding in bindings(recipe, load_model(model))
+        for binding in bindings(recipe, load_model(model, imports=imports))
     ]

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json
+from gossamer.cli.models import Imports
 from gossamer.runner.figures import size
 
 
@@ -28,6 +29,7 @@ def report(
         Path | None,
         typer.Option("--benchmark", metavar="FILE", help="Show these results of gossamer benchmark --output."),
     ] = None,
+    imports: Imports = None,
     as_json: AsJson = False,
 ) -> None:
     """One page about runs, in one file: curves, layers, weights, masks. Several runs are compared, in ./report.html."""
@@ -38,7 +40,7 @@ def report(
 
         for folder in folders:
             with progress(f"sensitivity of {folder.name}:", as_json) as show:
-                measure_sensitivity(folder, show)
+                measure_sensitivity(folder, show, imports=imports or ())
     path = write(folders, output, benchmark)
     if as_json:
         show_json({"file": str(path), "bytes": path.stat().st_size, "runs": [str(folder) for folder in folders]})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from gossamer.cli.console import AsJson, out, reports_errors, show_json
-from gossamer.cli.models import Data, Sets
+from gossamer.cli.models import Data, Imports, Sets
 
 if TYPE_CHECKING:
     from gossamer.runner.display import Display
@@ -37,7 +37,7 @@ def train(
     if processes != 1:
         _launched(processes)
     if evaluate_only:
-        evaluate(config, None, sets, data, processes, as_json)
+        evaluate(config, None, sets, data, None, processes, as_json)
         return
     from gossamer.runner.running import run
 
@@ -48,6 +48,7 @@ def train(
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     sets: Sets = None,
+    imports: Imports = None,
     processes: Processes = 1,
     as_json: AsJson = False,
 ) -> None:
@@ -56,7 +57,7 @@ def resume(
         _launched(processes)
     from gossamer.runner.running import resume as go_on
 
-    _ended(go_on(folder, sets or [], display=_display(as_json)), as_json)
+    _ended(go_on(folder, sets or [], imports=imports or (), display=_display(as_json)), as_json)
 
 
 @reports_errors
@@ -65,6 +66,7 @@ def evaluate(
     weights: Weights = None,
     sets: Sets = None,
     data: Data = None,
+    imports: Imports = None,
     processes: Processes = 1,
     as_json: AsJson = False,
 ) -> None:
@@ -74,7 +76,7 @@ def evaluate(
     from gossamer.runner.running import evaluate as test
     from gossamer.runner.running import origin
 
-    result = test(config, sets or [], data, weights=weights, display=_display(as_json))
+    result = test(config, sets or [], data, weights=weights, imports=imports or (), display=_display(as_json))
     if result.first and as_json:
         show_json(_plain(result))
     elif result.first:

@@ -79,7 +79,7 @@ class Built:
         self.folder = self.config.saver.save_dir or Path("runs") / loaded.name
         keep = 1 if self.config.trainer.only_save_latest else self.config.saver.keep
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep)
-        self.hooks = build_hooks(self.config.hooks)
+        self.hooks = build_hooks(self.config.hooks, loaded.trust)
         self.kind: Literal["classification", "detection"] = task_of(self.config)
         self.best: float | None = None
         self.metrics: dict[str, float] = {}
@@ -130,7 +130,7 @@ class Built:
             self.test_batches = self._batches(self.test_data, test, train=False)
 
     def build_model(self) -> None:
-        self.model: nn.Module = build_net(self.config.net, self.num_classes, self.kind)
+        self.model: nn.Module = build_net(self.config.net, self.num_classes, self.kind, trust=self.loaded.trust)
         self.channels_last = self._wants_channels_last()
         self._place_model()
         self.task: Task = build_task(self.config, self.model, self.num_classes, self.classes)

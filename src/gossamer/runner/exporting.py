@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, nearest
+from gossamer.files import as_name, name_fault
 from gossamer.quantization import is_emulated
 from gossamer.runner.config.schema import Net
 from gossamer.runner.networks import Network
@@ -61,7 +63,7 @@ def write_subject(
 ) -> list[Written]:
     """Write the model that a word names: that of a run into its folder, unless told where; others here."""
     where = folder or subject.folder or Path()
-    name = NAME if subject.folder is not None else subject.name
+    name = NAME if subject.folder is not None else as_name(subject.name)
     plan = replace(wanted, about=subject.about())
     return write_model(subject.model, subject.example, subject.networks_of, where, plan, name, left_out)
 
@@ -153,7 +155,7 @@ def _files(
         found = networks(model)
     written: list[Written] = []
     for name, network in found.items():
-        path = stem.with_name(f"{stem.name}.{format}" if len(found) == 1 else f"{stem.name}-{name}.{format}")
+        path = stem.with_name(f"{stem.name}.{format}" if len(found) == 1 else f"{stem.name}-{as_name(name)}.{format}")
         one = save(
             network.module,
             path,
@@ -170,8 +172,8 @@ def _files(
 def describe_model(
     name: str, kind: str, net: Net | None, num_classes: int | None, image: Tensor | None
 ) -> dict[str, str]:
-    """What a file of weights says of its model, so that it can be made again."""
-    known = {"name": name, "task": kind}
+    """What a file of weights says of its model, so that it can be made again; `read_description` reads it."""
+    known = {"name": as_name(name), "task": kind}
     if net is not None:
         kwargs = {key: value for key, value in net.kwargs.items() if key not in FETCHING}
         known["net"] = json.dumps({"type": net.type, "kwargs": kwargs}, default=str)
@@ -180,3 +182,91 @@ def describe_model(
     if image is not None:
         known["input"] = json.dumps(list(image.shape))
     return known
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """What a file of weights says of its model, checked: nothing else that it says is used."""
+
+    name: str | None = None
+    """For titles and names of files; never a path."""
+    net: Net | None = None
+    """Without the arguments by which a model fetches weights."""
+    num_classes: int | None = None
+    input: tuple[int, ...] | None = None
+    """The shape of an input, a batch of one."""
+    thinned: bool = False
+
+
+def read_description(path: Path) -> ModelDescription:
+    """What a file of weights says of its model; an error where that is not what `describe_model` writes.
+
+    Empty for files that say nothing, as those of other programs.
+    """
+    from gossamer.export.reading import THINNED, open_weights
+
+    with open_weights(path) as weights:
+        about = weights.about
+        largest = max((size for entry in weights.tensors.values() for size in entry.shape), default=0)
+    readers: dict[str, Callable[[str], Any]] = {
+        "name": _name,
+        "net": _net,
+        "num_classes": lambda text: _classes(text, largest),
+        "input": _input,
+    }
+    found: dict[str, Any] = {}
+    for key, read in readers.items():
+        if key in about:
+            try:
+                found[key] = read(about[key])
+            except ValueError as error:
+                reason = f"{key}: {error}"
+                raise GossamerError(
+                    f"{path}: what it says of its model cannot be read, {reason}; name the model, and the file by "
+                    f"--weights {path}"
+                ) from None
+    return ModelDescription(**found, thinned=THINNED.items() <= about.items())
+
+
+MOST_ELEMENTS = 2**26
+"""Of an input that a file describes; an image of 1300 by 1300 pixels has 5 million."""
+_MOST_CLASSES = 10**5
+"""Of a model whose tensors are smaller than that."""
+_MOST_TEXT = 10_000
+
+
+def _name(text: str) -> str:
+    fault = name_fault(text)
+    if fault is not None:
+        raise ValueError(f"expected a name, found {text[:40]!r}: {fault}")
+    return text
+
+
+def _net(text: str) -> Net:
+    if len(text) > _MOST_TEXT:
+        raise ValueError(f"expected at most {_MOST_TEXT} characters, found {len(text)}")
+    try:
+        net = Net.model_validate(json.loads(text))
+    except (ValueError, RecursionError):  # as pydantic's are
+        raise ValueError("expected a type and its kwargs") from None
+    return net.model_copy(update={"kwargs": {k: None if k in FETCHING else v for k, v in net.kwargs.items()}})
+
+
+def _classes(text: str, largest: int) -> int:
+    """A number of classes that a model with such tensors may have."""
+    most = max(largest, _MOST_CLASSES)
+    count = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+    if not 1 <= count <= most:
+        raise ValueError(f"expected a number from 1 to {most}, found {text[:40]!r}")
+    return count
+
+
+def _input(text: str) -> tuple[int, ...] | None:
+    try:
+        found: Any = json.loads(text) if len(text) <= _MOST_TEXT else None
+    except (ValueError, RecursionError):
+        found = None
+    sizes = cast(list[Any], found) if isinstance(found, list) else [0]
+    if len(sizes) > 8 or not all(type(size) is int and size > 0 for size in sizes) or math.prod(sizes) > MOST_ELEMENTS:
+        raise ValueError(f"expected the sizes of an input of up to {MOST_ELEMENTS:,} numbers, found {text[:40]!r}")
+    return tuple(sizes) or None

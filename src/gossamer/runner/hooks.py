@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from gossamer.errors import GossamerError, nearest
 from gossamer.runner.config.schema import Named
-from gossamer.runner.words import imported
+from gossamer.runner.trust import Trust, imported
 
 if TYPE_CHECKING:
     from gossamer.runner.runner import Runner
@@ -39,15 +39,15 @@ class Hook:
     def train_ends(self, runner: Runner) -> None: ...
 
 
-def build_hooks(named: Sequence[Named]) -> list[Hook]:
+def build_hooks(named: Sequence[Named], trust: Trust) -> list[Hook]:
     """The hooks that a config names as `package.module:Class`."""
-    return [hook for index, entry in enumerate(named) if (hook := _built(entry, f"hooks.{index}")) is not None]
+    return [hook for index, entry in enumerate(named) if (hook := _built(entry, f"hooks.{index}", trust)) is not None]
 
 
-def subclass(word: str, base: type[T], place: str) -> type[T]:
+def subclass(word: str, base: type[T], place: str, trust: Trust) -> type[T]:
     """The class that `package.module:Class` names in a config."""
     try:
-        found = imported(word)
+        found = imported(word, trust, key=place)
     except GossamerError as error:
         raise GossamerError(f"{place}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, base)):
@@ -55,7 +55,7 @@ def subclass(word: str, base: type[T], place: str) -> type[T]:
     return found
 
 
-def _built(entry: Named, place: str) -> Hook | None:
+def _built(entry: Named, place: str, trust: Trust) -> Hook | None:
     if entry.type in ALWAYS_ON:
         return None
     if ":" not in entry.type:
@@ -64,7 +64,7 @@ def _built(entry: Named, place: str) -> Hook | None:
             f"{place}.type: no '{entry.type}'{nearest(entry.type, ALWAYS_ON)}; "
             f"there are {known}, and your own as package.module:Class"
         )
-    kind = subclass(entry.type, Hook, f"{place}.type")
+    kind = subclass(entry.type, Hook, f"{place}.type", trust)
     try:
         return kind(**entry.kwargs)
     except TypeError as error:

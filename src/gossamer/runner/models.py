@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,8 @@ from gossamer.runner.config.schema import Net
 from gossamer.runner.detectors import set_anchors
 from gossamer.runner.networks import is_detector
 from gossamer.runner.starting import load_backbone
-from gossamer.runner.words import OURS, builder, reason
+from gossamer.runner.trust import Trust, reason
+from gossamer.runner.words import OURS, builder
 
 TaskName = Literal["classification", "detection"]
 
@@ -29,19 +31,29 @@ OTHER_TARGETS = ("maskrcnn_", "keypointrcnn_")
 ANCHORS = ("anchor_sizes", "aspect_ratios")
 """Arguments that torchvision's functions do not take."""
 
+PLAIN = {
+    "timm": {"pretrained", "drop_rate", "drop_path_rate", "in_chans", "img_size", "global_pool", "patch_size", "depth"}
+    | {"embed_dim", "num_heads", "mlp_ratio"},
+    "transformers": {"pretrained", "image_size", "num_channels", "patch_size", "hidden_size", "num_hidden_layers"}
+    | {"num_attention_heads", "intermediate_size", "hidden_sizes", "depths", "embed_dim", "num_heads", "window_size"}
+    | {"hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob", "layer_norm_eps", "drop_path_rate"},
+}
+"""Arguments that say how a model is built and nothing else; others may make the library load files or code."""
 
-def build_net(net: Net, num_classes: int, task: str | None = None) -> nn.Module:
+
+def build_net(net: Net, num_classes: int, task: str | None = None, *, trust: Trust) -> nn.Module:
     """The model that `net` describes, with random weights unless its kwargs say otherwise.
 
     `num_classes` does not count the background; `task` is what the config says that the model is for.
     """
     family, slash, name = net.type.partition("/")
     if slash and family in _FAMILIES:
+        trust.check(code_of(net))
         model = _FAMILIES[family](net, name, num_classes)
     elif ":" in net.type:
-        model = _own(net, num_classes)
+        model = _own(net, num_classes, trust)
     else:
-        model = _by_name(net, num_classes)
+        model = _by_name(net, num_classes, trust)
     found: TaskName = "detection" if is_detector(model) else "classification"
     if task == "classification" and found == "detection":
         raise GossamerError(f"net.type: {net.type} is a detector, and the config is for classification")
@@ -53,8 +65,17 @@ def build_net(net: Net, num_classes: int, task: str | None = None) -> nn.Module:
     return model
 
 
-def _by_name(net: Net, num_classes: int) -> nn.Module:
-    make = _builder(net)
+def code_of(net: Net) -> list[tuple[str, str]]:
+    """The code that a description of a model names, with its key: an import path, or a library that is to load more."""
+    family, slash, name = net.type.partition("/")
+    if slash and family in _FAMILIES:
+        keys = [f"net.kwargs.{key}" for key in net.kwargs if key not in PLAIN[family]]
+        return [(key, family) for key in ([] if _HUB_NAME.fullmatch(name) else ["net.type"]) + keys]
+    return [("net.type", net.type)] if ":" in net.type else []
+
+
+def _by_name(net: Net, num_classes: int, trust: Trust) -> nn.Module:
+    make = _builder(net, trust)
     kwargs = dict(net.kwargs)
     if "num_classes" in kwargs:
         raise GossamerError("net.kwargs.num_classes: the config's own num_classes says it; leave it out here")
@@ -91,15 +112,15 @@ def _check_arguments(make: Callable[..., Any], model: nn.Module, given: Mapping[
             raise GossamerError(f"{key}: there is no such argument{nearest(key, taken)}")
 
 
-def _builder(net: Net) -> Callable[..., Any]:
+def _builder(net: Net, trust: Trust) -> Callable[..., Any]:
     try:
-        return builder(net.type)
+        return builder(net.type, trust)
     except GossamerError as error:
         raise GossamerError(f"net.type: {error}") from error
 
 
-def _own(net: Net, num_classes: int) -> nn.Module:
-    make = _builder(net)
+def _own(net: Net, num_classes: int, trust: Trust) -> nn.Module:
+    make = _builder(net, trust)
     try:
         takes = "num_classes" in inspect.signature(make).parameters
     except (TypeError, ValueError):  # written in C, it does not tell
@@ -118,18 +139,26 @@ def _from_timm(net: Net, name: str, num_classes: int) -> nn.Module:
 def _from_transformers(net: Net, name: str, num_classes: int) -> nn.Module:
     transformers = _library("transformers", net)
     kwargs = dict(net.kwargs)
+    if "trust_remote_code" in kwargs:
+        raise GossamerError(
+            "net.kwargs.trust_remote_code: code of a repository is not run; build the model in a function of your own, "
+            "and name that as package.module:function"
+        )
     pretrained = kwargs.pop("pretrained", False)
     kind: Any = transformers.AutoModelForImageClassification
     if pretrained:
-        given = {"num_labels": num_classes, "ignore_mismatched_sizes": True, **kwargs}
+        given = {"num_labels": num_classes, "ignore_mismatched_sizes": True, "trust_remote_code": False, **kwargs}
         return _call(net, kind.from_pretrained, given, name)
 
     def from_config(name: str, **given: Any) -> Any:
-        return kind.from_config(transformers.AutoConfig.from_pretrained(name, **given))
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **given)
+        return kind.from_config(config, trust_remote_code=False)
 
     return _call(net, from_config, {"num_labels": num_classes, **kwargs}, name)
 
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
+"""A model of the Hugging Face Hub, and no path."""
 _FAMILIES: dict[str, Callable[[Net, str, int], nn.Module]] = {"timm": _from_timm, "transformers": _from_transformers}
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,17 +20,20 @@ from gossamer.errors import GossamerError
 from gossamer.files import remove_leftovers, whole
 from gossamer.runner.checkpoint_file import MisfitError
 from gossamer.runner.checkpoints import Checkpoint, CheckpointError, Checkpoints, Description, title
-from gossamer.runner.config import Loaded, read_config
+from gossamer.runner.config import Config, Loaded, config_text, read_config
+from gossamer.runner.config.sparse import FOLDERS
 from gossamer.runner.display import Display
 from gossamer.runner.exporting import Export
 from gossamer.runner.hooks import subclass
 from gossamer.runner.lock import locked
 from gossamer.runner.logs import logged
+from gossamer.runner.models import code_of
 from gossamer.runner.processes import Place, done_by_first, joined, reproducible, same_everywhere
 from gossamer.runner.reporting import measure, note_begin, report_of
 from gossamer.runner.run_data import Purpose
 from gossamer.runner.runner import Runner
 from gossamer.runner.sparse_runner import SparseRunner
+from gossamer.runner.trust import remember, trust_of
 from gossamer.version import __version__
 
 logger = logging.getLogger("gossamer")
@@ -38,6 +42,7 @@ WEIGHTS = (".safetensors", ".pt", ".pth", ".onnx", ".tar")
 CONFIG, RECIPE = "config.yaml", "recipe.yaml"
 WRITTEN = (".", "checkpoints", "levels", "analysis", "pictures")
 """The folders of a run in which it writes files."""
+_KWARGS = "sparsity.scheduler.kwargs"
 
 
 @dataclass(frozen=True)
@@ -68,11 +73,17 @@ def run(
     return _train(read_config(config, sets, data), display)
 
 
-def resume(folder: str | Path, sets: Sequence[str] = (), *, display: Display | None = None) -> Result:
-    """Go on with the run of a folder."""
+def resume(
+    folder: str | Path, sets: Sequence[str] = (), *, imports: Sequence[str] = (), display: Display | None = None
+) -> Result:
+    """Go on with the run of a folder.
+
+    Code that a folder names runs if you trained in it on this machine, here as below; `imports` are packages that you
+    vouch for besides.
+    """
     if Checkpoints(Path(folder) / "checkpoints", keep=1).latest() is None and (Path(folder) / CONFIG).is_file():
         raise GossamerError(f"{folder}: has no checkpoint to go on from; begin the run again by gossamer train")
-    return _train(_of_folder(Path(folder), [*sets, "saver.auto_resume=true"]), display)
+    return _train(_of_folder(Path(folder), [*sets, "saver.auto_resume=true"], imports=imports), display)
 
 
 def evaluate(
@@ -81,10 +92,11 @@ def evaluate(
     data: str | None = None,
     *,
     weights: str | Path | None = None,
+    imports: Sequence[str] = (),
     display: Display | None = None,
 ) -> Result:
     """Test what is named, else the model of the run. `config` may be a run folder."""
-    loaded = loaded_of(config, sets, data, weights)
+    loaded = loaded_of(config, sets, data, weights, imports)
     with joined(loaded.config.runtime.device) as place, built(loaded, place, "test", display) as runner:
         metrics = runner.evaluate()
         sparsity = _sparsity(runner)
@@ -106,11 +118,12 @@ def export(
     opset: int = 18,
     dynamic_batch: bool = True,
     output: Path | None = None,
+    imports: Sequence[str] = (),
     display: Display | None = None,
 ) -> Result:
     """Write what is named, else the model of the run."""
     wanted = Export(formats, opset, dynamic_batch)
-    loaded = loaded_of(config, sets, data, weights)
+    loaded = loaded_of(config, sets, data, weights, imports)
     with joined(loaded.config.runtime.device) as place, built(loaded, place, "export", display) as runner:
         sparsity = _sparsity(runner)
         folder = output or runner.folder
@@ -119,11 +132,13 @@ def export(
         return Result(folder, True, 0, {}, sparsity, _source(runner), named(runner), at, files, first=place.first)
 
 
-def measure_sensitivity(folder: str | Path, progress: Callable[[str, float], None] | None = None) -> None:
+def measure_sensitivity(
+    folder: str | Path, progress: Callable[[str, float], None] | None = None, *, imports: Sequence[str] = ()
+) -> None:
     """Measure the model of a run for its report, however long that takes; builds the model and reads images."""
     if Checkpoints(Path(folder) / "checkpoints", keep=1).model() is None and (Path(folder) / CONFIG).is_file():
         raise GossamerError(f"{folder}: has no checkpoint to measure; begin the run again by gossamer train")
-    loaded = _of_folder(Path(folder), [])
+    loaded = _of_folder(Path(folder), [], imports=imports)
     with joined(loaded.config.runtime.device) as place, built(loaded, place, "export", Display(shown=False)) as runner:
         if runner.sparsifier is not None:
             runner.sparsifier.finish(runner.model)
@@ -235,14 +250,28 @@ def _runner_class(loaded: Loaded) -> type[Runner]:
         return SparseRunner if word == "sparse" else Runner
     if ":" not in word:
         raise GossamerError(f"runtime.runner.type: expected base, sparse or package.module:Class, found '{word}'")
-    return subclass(word, Runner, "runtime.runner.type")
+    return subclass(word, Runner, "runtime.runner.type", loaded.trust)
 
 
-def loaded_of(config: str | Path, sets: Sequence[str], data: str | None, weights: str | Path | None) -> Loaded:
-    """The settings of a config file or of a run folder, with what the command line adds."""
+def code_in(config: Config) -> list[tuple[str, str]]:
+    """The code that a config names: keys, and import paths or libraries."""
+    runner = config.runtime.runner.type
+    hooks = [(f"hooks.{index}.type", hook.type) for index, hook in enumerate(config.hooks) if ":" in hook.type]
+    return [*code_of(config.net), *hooks, *([("runtime.runner.type", runner)] if ":" in runner else [])]
+
+
+def loaded_of(
+    config: str | Path, sets: Sequence[str], data: str | None, weights: str | Path | None, imports: Sequence[str] = ()
+) -> Loaded:
+    """The settings of a config file or of a run folder, with what the command line adds.
+
+    The config in a run folder, which a run wrote, stands for the folder.
+    """
     more = [*sets] if weights is None else [*sets, f"saver.resume_model={json.dumps(str(weights))}"]
     if Path(config).is_dir():
-        return _of_folder(Path(config), more, data)
+        return _of_folder(Path(config), more, data, imports)
+    if Path(config).name == CONFIG and _is_of_run(Path(config)):
+        return _of_folder(Path(config).parent, more, data, imports)
     if not Path(config).suffix and not Path(config).exists():
         raise GossamerError(
             f"{config}: there is no such run folder or config; runs are in runs/ unless a config says else"
@@ -254,15 +283,52 @@ def loaded_of(config: str | Path, sets: Sequence[str], data: str | None, weights
     return read_config(config, more, data)
 
 
-def _of_folder(folder: Path, sets: Sequence[str], data: str | None = None) -> Loaded:
-    """The config that a run folder holds, for this folder wherever it is now."""
+def _of_folder(folder: Path, sets: Sequence[str], data: str | None = None, imports: Sequence[str] = ()) -> Loaded:
+    """The config that a run folder holds, for this folder wherever it is now.
+
+    A folder may be somebody else's: what its config names as code must be vouched for, and nothing is written outside.
+    """
     if not (folder / CONFIG).is_file():
         what = "a folder without config.yaml" if folder.is_dir() else "no such run folder"
         raise GossamerError(f"{folder}: {what}; name a folder that `gossamer train` made, as runs/res18")
     own = [f"saver.save_dir={json.dumps(str(folder))}", "saver.resume_model=null"]
     if (folder / RECIPE).is_file():
         own += [f"sparsity.recipe={json.dumps(str(folder / RECIPE))}", "sparsity.recipe_variables={}"]
-    return read_config(folder / CONFIG, [*own, *sets], data)
+    loaded = _writing_inside(read_config(folder / CONFIG, [*own, *sets], data), folder)
+    code = code_in(loaded.config)
+    trust = trust_of(folder, folder, imports, _from_command_line(code, loaded.given))
+    trust.check(code)
+    return replace(loaded, trust=trust)
+
+
+def _from_command_line(code: Sequence[tuple[str, str]], given: Set[str]) -> set[str]:
+    """The import paths that `--set` names."""
+    unnamed = {path for key, path in code if key not in given and not ("hooks" in given and key.startswith("hooks."))}
+    return {path for _, path in code} - unnamed
+
+
+def _writing_inside(loaded: Loaded, folder: Path) -> Loaded:
+    """The settings with the folders that a method writes to, where the config names some, inside of the run folder."""
+    sparsity = loaded.config.sparsity
+    if sparsity is None or sparsity.scheduler is None or not isinstance(sparsity.scheduler.get("kwargs"), dict):
+        return loaded
+    kwargs: dict[str, Any] = sparsity.scheduler["kwargs"]
+    elsewhere = [key for key in FOLDERS if kwargs.get(key) is not None and f"{_KWARGS}.{key}" not in loaded.given]
+    if not elsewhere:
+        return loaded
+    inside = {key: str(folder / FOLDERS[key]) for key in elsewhere}
+    scheduler = {**sparsity.scheduler, "kwargs": {**kwargs, **inside}}
+    config = loaded.config.model_copy(update={"sparsity": sparsity.model_copy(update={"scheduler": scheduler})})
+    return replace(loaded, config=config, text=config_text(config))
+
+
+def _is_of_run(path: Path) -> bool:
+    """Whether a run wrote this config."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.readline(len(HEADER) + 1).startswith(HEADER)
+    except OSError:
+        return False
 
 
 def _tell_setting(runner: Runner) -> None:
@@ -285,12 +351,14 @@ def _open_folder(runner: Runner, keep: Callable[[Path], None]) -> None:
     _keep_config(runner)
     if runner.start.checkpoint is not None:
         runner.checkpoints.complete(runner.start.checkpoint, runner.task.metric)
+    if code := code_in(runner.config):
+        remember(runner.folder, [path for _, path in code])
 
 
 def _check_config_place(folder: Path) -> None:
     """Raise rather than write over a config that somebody wrote."""
     path = folder / CONFIG
-    if path.is_file() and not path.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
+    if path.is_file() and not _is_of_run(path):
         raise GossamerError(f"{path}: is no config of a run, and would be written over; choose another saver.save_dir")
 
 

@@ -7,7 +7,6 @@ that we exported, which says what model it is of. A file is data: it never makes
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,28 +14,28 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.export.reading import THINNED, emulate_as, is_thinned, read_about
+from gossamer.export.reading import THINNED, emulate_as, is_thinned
 from gossamer.graph.inputs import guesses
 from gossamer.graph.thinning_cuts import shrink_to, shrunk
 from gossamer.runner.config import Config, config_of, task_of
 from gossamer.runner.config.schema import Net, Source
 from gossamer.runner.data import Batches, ImageData, build_dataset
 from gossamer.runner.display import Display
-from gossamer.runner.exporting import FETCHING, describe_model
-from gossamer.runner.models import build_net
+from gossamer.runner.exporting import ModelDescription, describe_model, read_description
+from gossamer.runner.models import build_net, code_of
 from gossamer.runner.networks import Network, as_example, is_detector
 from gossamer.runner.processes import joined
 from gossamer.runner.run_data import read_run_data
 from gossamer.runner.running import built, loaded_of, named, origin
 from gossamer.runner.starting import file_of
 from gossamer.runner.tasks import Classification, Finding
+from gossamer.runner.trust import USER, Trust, reason, trust_of
 from gossamer.runner.weights import read_weights
-from gossamer.runner.words import builder, reason
+from gossamer.runner.words import builder
 
 Part = Literal["train", "test"]
 PROGRAMS = (".onnx", ".pt2")
@@ -162,11 +161,13 @@ def open_subject(
     input_shape: str | None = None,
     sets: Sequence[str] = (),
     num_classes: int | None = None,
+    imports: Sequence[str] = (),
 ) -> Subject:
     """The model that a word names.
 
     `weights` are a file or a run; `data` is `tiny` or a folder; `input_shape` is text as `1,3,224,224`; `sets` are
-    settings of a config, as `runtime.seed=1`; `num_classes` is passed to the function that makes the model.
+    settings of a config, as `runtime.seed=1`; `num_classes` is passed to the function that makes the model. `imports`
+    are packages whose code may run where a run folder or a file names it.
     """
     path = Path(word)
     by_name = not path.is_dir() and path.suffix not in (*CONFIGS, *PROGRAMS, *WEIGHTS) and data is None and not sets
@@ -175,15 +176,15 @@ def open_subject(
     if num_classes is not None and num_classes < 1:
         raise GossamerError(f"--num-classes: expected a positive number, found {num_classes}")
     if path.is_dir() or path.suffix in CONFIGS:
-        found = _of_run(word, weights, data, sets)
+        found = _of_run(word, weights, data, sets, imports)
     elif path.suffix in PROGRAMS:
         raise GossamerError(f"{word}: is a program and no model of torch; name the run or the model that it is of")
     elif path.suffix in WEIGHTS:
-        found = _of_file(path, weights, data, sets)
+        found = _of_file(path, weights, data, sets, imports)
     elif "/" in word and ":" not in word and not word.startswith(FAMILIES):
         raise GossamerError(f"{word}: there is no such run folder or file; runs are in runs/ unless a config says else")
     elif data is not None or sets:
-        found = _on_data(word, config_of({"net": {"type": word}}, word, sets, data).config, _file(weights))
+        found = _on_data(word, config_of({"net": {"type": word}}, word, sets, data).config, _file(weights), USER)
     else:
         found = _of_word(word, _file(weights), num_classes)
     return found if input_shape is None else _with_shape(found, input_shape)
@@ -192,9 +193,9 @@ def open_subject(
 # By what the word is
 
 
-def _of_run(word: str, weights: Path | None, data: str | None, sets: Sequence[str]) -> Subject:
+def _of_run(word: str, weights: Path | None, data: str | None, sets: Sequence[str], imports: Sequence[str]) -> Subject:
     """The model of a run, finished: its zeros are in its weights."""
-    loaded = loaded_of(word, [*sets, "runtime.device=cpu"], data, weights)
+    loaded = loaded_of(word, [*sets, "runtime.device=cpu"], data, weights, imports)
     with joined("cpu") as place, built(loaded, place, "export", Display(shown=False)) as runner:
         if runner.sparsifier is not None:
             runner.sparsifier.finish(runner.model)
@@ -216,42 +217,40 @@ def _of_run(word: str, weights: Path | None, data: str | None, sets: Sequence[st
         )
 
 
-def _of_file(path: Path, weights: Path | None, data: str | None, sets: Sequence[str]) -> Subject:
+def _of_file(
+    path: Path, weights: Path | None, data: str | None, sets: Sequence[str], imports: Sequence[str]
+) -> Subject:
     """The model that a file of weights says it is of."""
     if not path.is_file():
         raise GossamerError(f"{path}: there is no such file")
-    about = read_about(path) if path.suffix == ".safetensors" else {}
-    way_out = f"name the model, and the file by --weights {path}"
+    about = read_description(path) if path.suffix == ".safetensors" else ModelDescription()
     if weights is not None:
         raise GossamerError(f"{path}: has weights itself; give one file of weights")
-    if "net" not in about:
+    net, classes = about.net, about.num_classes
+    if net is None:
+        way_out = f"name the model, and the file by --weights {path}"
         raise GossamerError(f"{path}: does not say what model its weights are of; {way_out}")
-    try:
-        net = Net.model_validate(json.loads(about["net"]))
-        classes = int(about["num_classes"]) if "num_classes" in about else None
-        shape = [int(size) for size in json.loads(about.get("input", "[]"))]
-    except (ValueError, TypeError, ValidationError) as error:
-        raise GossamerError(f"{path}: what it says of its model cannot be read; {way_out}") from error
-    if ":" in net.type or "/" in net.type:
-        raise GossamerError(f"{path}: is of {net.type}, and no file makes us import that; {way_out}")
-    net = net.model_copy(update={"kwargs": {k: None if k in FETCHING else v for k, v in net.kwargs.items()}})
+    trust = trust_of(path, path.parent, imports)
+    trust.check(code_of(net))
     if data is not None or sets:
         settings = {"net": {"type": net.type, "kwargs": net.kwargs}}
-        return _on_data(str(path), config_of(settings, path.stem, sets, data).config, path)
-    model = _made(net.type, builder(net.type), net.kwargs) if classes is None else build_net(net, classes)
+        return _on_data(str(path), config_of(settings, path.stem, sets, data).config, path, trust)
+    if classes is None:
+        model = _made(net.type, builder(net.type, trust), net.kwargs)
+    else:
+        model = build_net(net, classes, trust=trust)
     load_weights(model.eval(), path)
-    example = as_example(model, _noise(torch.empty(shape))) if shape else None
+    example = None if about.input is None else as_example(model, _noise(torch.empty(about.input)))
     kind = "detection" if is_detector(model) else "classification"
-    return Subject(
-        str(path), about.get("name", path.stem), model, kind, example, classes, net, path, thinned=is_thinned(path)
-    )
+    name = about.name or path.stem
+    return Subject(str(path), name, model, kind, example, classes, net, path, thinned=about.thinned)
 
 
-def _on_data(word: str, config: Config, weights: Path | None) -> Subject:
+def _on_data(word: str, config: Config, weights: Path | None, trust: Trust) -> Subject:
     """A model for data: its classes are theirs."""
     kind = task_of(config)
     run_data = read_run_data(config, kind, 0, "export")
-    model = build_net(config.net, run_data.num_classes, kind).eval()
+    model = build_net(config.net, run_data.num_classes, kind, trust=trust).eval()
     if weights is not None:
         load_weights(model, weights)
     images = run_data.test or run_data.train
@@ -274,7 +273,7 @@ def _on_data(word: str, config: Config, weights: Path | None) -> Subject:
 
 
 def _of_word(word: str, weights: Path | None, given: int | None = None) -> Subject:
-    make = builder(word)
+    make = builder(word, USER)
     classes, assumed = given, None
     if given is None and _needs_classes(make):
         classes = assumed = CLASSES
@@ -402,4 +401,4 @@ def _made(word: str, make: Callable[..., Any], kwargs: Mapping[str, Any]) -> nn.
 
 
 def _name(word: str) -> str:
-    return Path(word).stem if Path(word).suffix in WEIGHTS else word.rpartition(":")[2]
+    return Path(word).stem if Path(word).suffix in WEIGHTS else word.rpartition(":")[2].rpartition("/")[2]

@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from gossamer.errors import GossamerError
 from gossamer.runner.config.schema import Config, Net, Trainer
-from gossamer.runner.models import build_net
 from gossamer.runner.tasks import Classification, Finding, build_task
+from tests.runner.nets import build_net
 
 
 def batch(images, targets):

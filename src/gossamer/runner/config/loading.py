@@ -19,6 +19,7 @@ from gossamer.runner.config.overrides import overridden, read_overrides
 from gossamer.runner.config.schema import Config, Part
 from gossamer.runner.config.sparse import check_sparsity
 from gossamer.runner.config.tree import Place, Problems, Tree, planted
+from gossamer.runner.trust import USER, Trust
 
 UNITS = {"max_iter": "iterations", "max_epoch": "epochs"}
 """What the length of a training is counted in."""
@@ -37,6 +38,8 @@ class Loaded:
     """The whole config as YAML; it reads back to an equal one."""
     warnings: list[str] = field(default_factory=list[str])
     """What the author may not have meant, a sentence each."""
+    trust: Trust = USER
+    """Which of the code that it names may run: all of it in a config that the user names."""
 
 
 def read_config(path: str | os.PathLike[str], sets: Sequence[str] = (), data: str | None = None) -> Loaded:

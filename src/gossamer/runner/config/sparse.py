@@ -24,6 +24,8 @@ _LENGTHS = {
     "STRScheduler": "total_iterations",
 }
 """Arguments of MSBench's schedulers that are the length of the training, filled in where they are missing."""
+FOLDERS = {"save_dir": "levels", "output_dir": "analysis"}
+"""Arguments of MSBench's schedulers that are folders to write to, and which of the run folder's they are by default."""
 _LONG = 10**6
 """A length for a config that is only checked."""
 
@@ -72,7 +74,7 @@ def msbench_config(sparsity: Sparsity, length: int, folder: Path) -> dict[str, A
     if kind == "ProbMaskPruneScheduler":
         known |= {"warmup_iteration_stamps": length // 10, "finetune_iteration_stamps": length * 8 // 10}
     if kind == "AmbaLevelPruneScheduler":
-        known |= {"save_dir": str(folder / "levels"), "output_dir": str(folder / "analysis")}
+        known |= {argument: str(folder / name) for argument, name in FOLDERS.items()}
     if isinstance(kwargs, dict):  # else whoever reads it says what is wrong
         given["scheduler"] = {**scheduler, "kwargs": {**known, **cast(dict[str, Any], kwargs)}}
     return given

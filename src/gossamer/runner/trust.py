@@ -1,0 +1,208 @@
+"""Which code may be imported because a config or a file names it: only what the user vouches for.
+
+A config that the user names on `gossamer train` vouches for itself. What a run folder, a checkpoint or an exported file
+names is data: it is imported only if this user trained in that folder on this machine, or names the package by
+`--import`. Nothing here knows models or hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from gossamer.errors import GossamerError, nearest
+from gossamer.files import whole
+
+logger = logging.getLogger("gossamer")
+
+STATE = "GOSSAMER_STATE_DIR"
+"""The environment variable that names another folder for what is remembered of the user's runs."""
+MOST_RUNS = 2000
+"""Runs that are remembered; beyond them the oldest are forgotten."""
+MOST_BYTES = 100_000
+"""Of what is remembered of one run; a file that is larger is not read."""
+
+_PACKAGE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What the user vouches for, where a config or a file names code."""
+
+    everything: bool = False
+    """The user wrote or chose the whole text that names code."""
+    paths: frozenset[str] = frozenset()
+    """Single import paths, as `my_package.models:small_net`."""
+    packages: tuple[str, ...] = ()
+    """What `--import` names: packages and modules, with all that is inside."""
+    source: str = ""
+    """The folder or file that names the code, for messages."""
+
+    def covers(self, path: str) -> bool:
+        """Whether an import path, or a package, may be imported."""
+        return self.everything or path in self.paths or self._in_packages(path.partition(":")[0])
+
+    def check(self, named: Iterable[tuple[str, str]]) -> None:
+        """Raise unless every import path is covered; `named` are pairs of the key that names one, and the path."""
+        missing = [(key, path) for key, path in named if not self.covers(path)]
+        if missing:
+            paths = ", ".join(f"{path!r} ({key})" for key, path in missing)
+            options = " ".join(f"--import {name}" for name in dict.fromkeys(_module(path) for _, path in missing))
+            raise GossamerError(
+                f"{self.source}: names code to run: {paths}, which neither you nor a run of yours in this folder "
+                f"vouches for; if you trust it, add {options}"
+            )
+
+    def check_origin(self, path: str, found: Any) -> None:
+        """Raise where only a package is vouched for and what the path leads to is defined outside of it."""
+        if self.everything or path in self.paths:
+            return
+        home: Any = getattr(found, "__module__", None)
+        if not isinstance(home, str) or not self._in_packages(home):
+            way_out = f"add --import {home} too" if isinstance(home, str) else "name a function or a class of it"
+            raise GossamerError(f"{self.source}: {path!r} is not defined in what --import names; {way_out}")
+
+    def _in_packages(self, module: str) -> bool:
+        return any(module == name or module.startswith(f"{name}.") for name in self.packages)
+
+
+USER = Trust(everything=True)
+"""For what the user names: a word on the command line, a config to train."""
+
+
+def trust_of(source: str | Path, folder: Path, imports: Sequence[str], named: Iterable[str] = ()) -> Trust:
+    """For what a run folder, or a file in one, names: what this user trained there, and what the command line names."""
+    for name in imports:
+        if not _PACKAGE.fullmatch(name):
+            raise GossamerError(f"--import: expected a package or a module, as my_package.models, found {name!r}")
+    return Trust(False, frozenset(named) | remembered(folder), tuple(imports), str(source))
+
+
+def imported(path: str, trust: Trust, noun: str = "name", key: str = "") -> Any:
+    """What `package.module:name` names, if the user vouches for it; `key` is where it is named, for messages."""
+    module_name, _, name = path.partition(":")
+    if module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").replace("/", ".")
+        raise GossamerError(f"{path}: expected a module, not a file: write {dotted}:{name}")
+    if not module_name or not name:
+        raise GossamerError(f"{path}: expected package.module:{noun}, as in 'my_package.models:small_net'")
+    trust.check([(key or noun, path)])
+    found: Any = import_module(module_name)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise GossamerError(f"{path}: '{module_name}' has no '{part}'{nearest(part, dir(found))}")
+        found = getattr(found, part)
+    trust.check_origin(path, found)
+    return found
+
+
+def import_module(name: str, *, installed: bool = False) -> ModuleType:
+    """Import a module that the user vouches for, looking in the current folder first, or one that is `installed`."""
+    here = str(Path.cwd())
+    if not installed and here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise GossamerError(f"cannot import '{name}': {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+
+
+def _module(path: str) -> str:
+    return path.partition(":")[0]
+
+
+# What is remembered of the user's runs: a small file for each, so that runs that start together do not interfere
+
+
+def remembered(folder: Path) -> frozenset[str]:
+    """The import paths of the runs that this user trained in a folder, on this machine."""
+    real = str(folder.resolve())
+    path = _note_of(real)
+    try:
+        if not _is_private(path) or path.stat().st_size > MOST_BYTES:
+            return frozenset()
+        note: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return frozenset()
+    if not isinstance(note, dict) or cast(dict[str, Any], note).get("folder") != real:
+        return frozenset()
+    paths: Any = cast(dict[str, Any], note).get("imports")
+    return frozenset(str(path) for path in cast(list[Any], paths)) if isinstance(paths, list) else frozenset()
+
+
+def remember(folder: Path, paths: Sequence[str]) -> None:
+    """Remember that this user trains in a folder with this code; a warning where that cannot be written."""
+    real = str(folder.resolve())
+    known = remembered(folder)
+    if known.issuperset(paths):
+        return
+    text = json.dumps({"folder": real, "imports": sorted(known.union(paths))}, indent=1) + "\n"
+    note = _note_of(real)
+    try:
+        if len(text) > MOST_BYTES:
+            raise OSError(f"{len(text)} bytes are more than the {MOST_BYTES} of one run")
+        note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        note.parent.chmod(0o700)
+        with whole(note) as part:
+            os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            part.write_text(text, encoding="utf-8")
+        note.chmod(0o600)
+        _forget(note.parent)
+    except OSError as error:
+        options = " ".join(f"--import {name}" for name in dict.fromkeys(map(_module, paths)))
+        logger.warning(
+            "cannot remember that this run is yours (%s: %s); later commands on it need %s",
+            note,
+            error.strerror or error,
+            options,
+        )
+
+
+def state_folder() -> Path:
+    """The user's own folder for what Gossamer remembers."""
+    if given := os.environ.get(STATE):
+        return Path(given)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "gossamer"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "gossamer"
+    given = os.environ.get("XDG_STATE_HOME", "")
+    # Relative paths there are to be ignored, as its specification says.
+    return (Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state") / "gossamer"
+
+
+def _note_of(folder: str) -> Path:
+    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:32]
+    return state_folder() / "runs" / f"{name}.json"
+
+
+def _is_private(path: Path) -> bool:
+    """Whether nobody but this user can have written a file; where the system says who owns it."""
+    if not hasattr(os, "geteuid"):
+        return path.is_file()
+    owned = [entry.stat() for entry in (path, path.parent)]
+    return path.is_file() and all(entry.st_uid == os.geteuid() and not entry.st_mode & 0o022 for entry in owned)
+
+
+def _forget(folder: Path) -> None:
+    """Remove what is remembered of the oldest runs, beyond the most that are kept."""
+    notes = [(entry.stat().st_mtime, entry.path) for entry in os.scandir(folder)]
+    for _, path in sorted(notes)[: max(len(notes) - MOST_RUNS, 0)]:
+        with contextlib.suppress(OSError):
+            os.unlink(path)

@@ -1,0 +1,396 @@
+"""What a folder or a file names as code is data until the user vouches for it, and names in files are no paths."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from torch import nn
+
+from gossamer.errors import GossamerError
+from gossamer.export import save
+from gossamer.files import as_name, name_fault
+from gossamer.runner import trust
+from gossamer.runner.config.schema import Net
+from gossamer.runner.models import build_net
+from gossamer.runner.running import evaluate, export, resume
+from gossamer.runner.subjects import open_subject
+from gossamer.runner.trust import USER, Trust, imported, remember, remembered, state_folder
+from gossamer.runner.words import builder
+from tests.cli.conftest import Run, run  # noqa: F401
+from tests.runner.running_on_digits import config, interrupted, trained
+
+NETS = "tests.runner.nets"
+
+
+@pytest.fixture(scope="module")
+def own_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the user's own, with code of the user's own, which can be resumed."""
+    place = tmp_path_factory.mktemp("own")
+    interrupted(config(place, trainer={"max_epoch": 1}), 3)
+    return place / "run"
+
+
+@pytest.fixture
+def copied(own_run: Path, tmp_path: Path) -> Path:
+    """The same folder as somebody else would send it."""
+    return Path(shutil.copytree(own_run, tmp_path / "theirs"))
+
+
+@pytest.fixture
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """A module that must not be imported; says whether it was."""
+    (tmp_path / "trap.py").write_text(
+        "from pathlib import Path\nPath('sprung').touch()\nfrom tests.runner.nets import *\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "trap", raising=False)
+    return lambda: "trap" in sys.modules or (tmp_path / "sprung").exists()
+
+
+def changed(folder: Path, old: str, new: str) -> Path:
+    path = folder / "config.yaml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    return folder
+
+
+def test_ones_own_run_needs_no_option(own_run: Path, tmp_path: Path) -> None:
+    assert evaluate(own_run).iteration == 3
+    assert export(own_run, formats=["safetensors"], output=tmp_path / "files").files
+    shutil.copy(tmp_path / "files" / "model.safetensors", own_run)
+    assert isinstance(open_subject(str(own_run / "model.safetensors")).model, nn.Sequential)
+    (own_run / "model.safetensors").unlink()
+
+
+COMMANDS = [
+    ("eval",),
+    ("resume",),
+    ("analyze", "--quick"),
+    ("export", "-f", "safetensors"),
+    ("check",),
+    ("permute",),
+    ("benchmark",),
+    ("report", "--sensitivity"),
+    ("create",),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_no_command_runs_what_a_copied_folder_names(
+    copied: Path,
+    trap: Callable[[], bool],
+    run: Run,  # noqa: F811
+    command: tuple[str, ...],
+) -> None:
+    changed(copied, f"{NETS}:small", "trap:small")
+    done = run(command[0], copied, *command[1:])
+    assert done.exit_code == 1, done.output
+    assert not trap()
+    message = " ".join(done.output.split())
+    assert "theirs: names code to run: 'trap:small' (net.type)" in message
+    assert "add --import trap" in message
+    assert "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new"),
+    [
+        ("runtime.runner.type", "type: base", "type: trap:Scripted"),
+        ("hooks.0.type", f"{NETS}:Interrupt", "trap:Interrupt"),
+    ],
+)
+def test_classes_that_a_folder_names_are_not_imported(
+    copied: Path, trap: Callable[[], bool], key: str, old: str, new: str
+) -> None:
+    changed(copied, old, new)
+    with pytest.raises(GossamerError, match=rf"'trap:\w+' \({key}\).*--import {NETS} --import trap|--import trap"):
+        evaluate(copied)
+    assert not trap()
+
+
+def test_the_option_covers_a_package_and_nothing_beside_it(copied: Path, run: Run) -> None:  # noqa: F811
+    refused = run("eval", copied, "--import", "tests.runner.netsx")
+    assert "add --import tests.runner.nets" in " ".join(refused.output.split())
+    assert run("eval", copied, "--import", NETS).exit_code == 0
+    assert run("analyze", copied, "--quick", "--import", "tests").exit_code == 0
+    assert "expected a package or a module" in run("eval", copied, "--import", "os:system").output
+
+
+def test_a_run_that_was_resumed_with_the_option_is_ones_own(copied: Path) -> None:
+    with pytest.raises(GossamerError, match=f"--import {NETS}"):
+        resume(copied, ["hooks=[]"])
+    assert resume(copied, ["hooks=[]"], imports=[NETS]).folder == copied
+    assert evaluate(copied).iteration == 6
+
+
+def test_what_the_command_line_sets_is_vouched_for(copied: Path) -> None:
+    hook, net = f"hooks=[{{type: '{NETS}:Interrupt', kwargs: {{at: 5}}}}]", f"net.type={NETS}:small"
+    with pytest.raises(GossamerError, match=r"\(net.type\), which"):
+        evaluate(copied, [hook])
+    assert evaluate(copied, [hook, net]).iteration == 3
+
+
+def test_the_config_in_a_run_folder_stands_for_the_folder(copied: Path, own_run: Path) -> None:
+    with pytest.raises(GossamerError, match=f"--import {NETS}"):
+        evaluate(copied / "config.yaml")
+    for picture in (own_run, copied):
+        (picture / "evaluation.png").unlink(missing_ok=True)
+    result = evaluate(copied / "config.yaml", imports=[NETS])
+    assert result.folder == copied
+    assert not (own_run / "evaluation.png").exists()
+
+
+def test_a_config_that_is_trained_vouches_for_itself_only(copied: Path, trap: Callable[[], bool]) -> None:
+    """A folder that is there already is gone on with; what its own config names stays data."""
+    changed(copied, f"{NETS}:small", "trap:small")
+    path = config(copied.parent, trainer={"max_epoch": 1}, saver={"save_dir": str(copied), "auto_resume": True})
+    assert trained(path).complete
+    assert not trap()
+
+
+def test_a_package_does_not_vouch_for_what_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vouched.py").write_text("import os\nfrom os import system\ndef own(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    limited = Trust(packages=("vouched",), source="theirs")
+    assert callable(imported("vouched:own", limited))
+    for path in ("vouched:os.system", "vouched:system"):
+        with pytest.raises(GossamerError, match=rf"theirs: '{path}' is not defined in what --import names"):
+            imported(path, limited)
+        assert imported(path, USER) is os.system
+
+
+def test_names_of_models_are_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nobody = Trust(source="theirs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert build_net(Net(type="squeezenet1_1"), 3, trust=nobody)
+    assert build_net(Net(type="retinanet_resnet18_fpn", kwargs={"min_size": 64}), 3, trust=nobody)
+    assert str(tmp_path) not in sys.path  # a module in the working folder would be imported for a library's
+    with pytest.raises(GossamerError, match="names code to run"):
+        builder("gossamer.runner.detectors:retinanet_resnet18_fpn", nobody)
+
+
+@pytest.mark.parametrize(
+    ("type", "kwargs", "key"),
+    [
+        ("timm/tiny", {"checkpoint_path": "x.pth"}, "net.kwargs.checkpoint_path"),
+        ("timm/tiny", {"pretrained_cfg_overlay": {"file": "x"}}, "net.kwargs.pretrained_cfg_overlay"),
+        ("transformers/../x", {}, "net.type"),
+        ("transformers//etc", {}, "net.type"),
+        ("transformers/owner/name", {"attn_implementation": "owner/kernel"}, "net.kwargs.attn_implementation"),
+        ("transformers/owner/name", {"weights_only": False}, "net.kwargs.weights_only"),
+    ],
+)
+def test_a_library_loads_no_file_or_code_that_a_stranger_names(type: str, kwargs: dict[str, object], key: str) -> None:
+    library = type.partition("/")[0]
+    with pytest.raises(GossamerError, match=rf"'{library}' \({key}\).*--import {library}"):
+        build_net(Net(type=type, kwargs=kwargs), 3, trust=Trust(source="theirs"))
+
+
+def test_a_library_builds_a_model_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = ModuleType("timm")
+    fake.is_model = lambda name: name == "tiny"  # type: ignore[attr-defined]
+    fake.create_model = lambda name, num_classes, **kwargs: nn.Linear(2, num_classes)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "timm", fake)
+    assert build_net(Net(type="timm/tiny", kwargs={"drop_rate": 0.1}), 3, trust=Trust(source="theirs"))
+    limited = Trust(packages=("timm",), source="theirs")
+    assert build_net(Net(type="timm/tiny", kwargs={"checkpoint_path": "x"}), 3, trust=limited)
+
+
+# What is remembered
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(trust.STATE, str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def note_of(folder: Path) -> Path:
+    (note,) = (state_folder() / "runs").iterdir()
+    assert json.loads(note.read_text())["folder"] == str(folder.resolve())
+    return note
+
+
+def test_runs_are_remembered_by_folder_and_import_path(state: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    remember(tmp_path / "link", ["a:b"])
+    remember(tmp_path / "mine", ["c:d"])
+    assert remembered(tmp_path / "mine") == remembered(tmp_path / "link") == {"a:b", "c:d"}
+    assert remembered(tmp_path / "other") == frozenset()
+    assert (state / "runs").stat().st_mode & 0o777 == 0o700
+    assert note_of(tmp_path / "mine").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", '{"folder": 3}', "[" * 100_000, "\0", '{"imports": ["a:b"]}', "x" * 200_000]
+)
+def test_a_damaged_note_vouches_for_nothing_and_is_written_again(state: Path, tmp_path: Path, text: str) -> None:
+    remember(tmp_path, ["a:b"])
+    note_of(tmp_path).write_text(text)
+    assert remembered(tmp_path) == frozenset()
+    remember(tmp_path, ["a:b"])
+    assert remembered(tmp_path) == {"a:b"}
+
+
+def test_a_note_that_others_can_write_or_of_another_folder_vouches_for_nothing(state: Path, tmp_path: Path) -> None:
+    remember(tmp_path, ["a:b"])
+    note = note_of(tmp_path)
+    note.chmod(0o666)
+    assert remembered(tmp_path) == frozenset()
+    note.chmod(0o600)
+    note.parent.chmod(0o777)
+    assert remembered(tmp_path) == frozenset()
+    note.parent.chmod(0o700)
+    assert remembered(tmp_path) == {"a:b"}
+    note.write_text(json.dumps({"folder": "/elsewhere", "imports": ["a:b"]}))
+    assert remembered(tmp_path) == frozenset()
+
+
+def test_only_so_many_runs_are_remembered(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trust, "MOST_RUNS", 3)
+    for number in range(5):
+        remember(tmp_path / str(number), ["a:b"])
+        for note in (state / "runs").iterdir():
+            os.utime(note, (note.stat().st_mtime - 10, note.stat().st_mtime - 10))
+    known = [number for number in range(5) if remembered(tmp_path / str(number))]
+    assert known == [2, 3, 4]
+
+
+def test_a_run_goes_on_where_nothing_can_be_remembered(
+    state: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state.write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        remember(tmp_path, ["my.nets:small"])
+    assert "cannot remember that this run is yours" in caplog.text
+    assert "--import my.nets" in caplog.text
+    assert remembered(tmp_path) == frozenset()
+
+
+def test_the_state_folder_is_the_systems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(trust.STATE)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
+    assert state_folder() == tmp_path / "xdg" / "gossamer"
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    assert state_folder() == tmp_path / ".local" / "state" / "gossamer"
+
+
+# Text from files in paths
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("resnet18", None),
+        ("my run (2)", None),
+        ("größe-3.5", None),
+        ("..hidden", None),
+        ("contract", None),
+        ("", "empty"),
+        (" ", "empty"),
+        (".", "folder"),
+        ("..", "folder"),
+        ("../../x", "contains '/'"),
+        ("/etc/x", "contains '/'"),
+        ("a\\b", "contains"),
+        ("C:x", "contains ':'"),
+        ("a\nb", "cannot be printed"),
+        ("a\0b", "cannot be printed"),
+        ("\u202egnp", "cannot be printed"),
+        ("\ud800", "cannot be printed"),
+        ("x" * 200, "longer"),
+        ("ü" * 100, "longer"),
+        ("x.", "ends in"),
+        ("con", "reserved"),
+        ("NUL.txt", "reserved"),
+        ("com1", "reserved"),
+    ],
+)
+def test_a_name_is_one_part_of_a_path_on_every_system(name: str, fault: str | None) -> None:
+    found = name_fault(name)
+    assert found is None if fault is None else fault in str(found)
+    assert name_fault(as_name(name)) is None
+    assert (as_name(name) == name) == (fault is None)
+
+
+@pytest.mark.parametrize("name", ["{absolute}", "../../../x", "..", "a/b", "con", ""])
+def test_an_exported_file_writes_nothing_outside_of_the_output(name: str, tmp_path: Path, run: Run) -> None:  # noqa: F811
+    name = name.replace("{absolute}", str(tmp_path / "victim"))
+    target = tmp_path / "victim-bitmask.safetensors"
+    target.write_text("precious")
+    made = open_subject("squeezenet1_1", input_shape="1,3,32,32")
+    save(made.model, tmp_path / "f.safetensors", "safetensors", about={**made.about(), "name": name})
+    before = sorted(tmp_path.rglob("*"))
+    done = run("export", "f.safetensors", "--format", "bitmask", "-o", "files/in/here")
+    assert done.exit_code == 1
+    assert "name: expected a name" in " ".join(done.output.split())
+    assert sorted(tmp_path.rglob("*")) == before
+    assert target.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("input", "[1, 3, -32, 32]", "input: expected the sizes of an input"),
+        ("input", "[1, 3, 1000000, 1000000]", "input: expected the sizes of an input"),
+        ("input", f"[{10**400}]", "input: expected the sizes of an input"),
+        ("input", "[0]", "input: expected the sizes of an input"),
+        ("input", "[1, 3, 32.5, 32]", "input: expected the sizes of an input"),
+        ("input", "[true]", "input: expected the sizes of an input"),
+        ("input", "[" * 5000, "input: expected the sizes of an input"),
+        ("num_classes", "-1", "num_classes: expected a number from 1"),
+        ("num_classes", "99999999999", "num_classes: expected a number from 1"),
+        ("num_classes", "１２", "num_classes: expected a number from 1"),
+        ("net", "[]", "net: expected a type and its kwargs"),
+        ("net", '{"type": 3}', "net: expected a type and its kwargs"),
+        ("net", "[" * 5000, "net: expected a type and its kwargs"),
+    ],
+)
+def test_what_a_file_says_of_its_model_is_checked_when_it_is_read(
+    tmp_path: Path, key: str, text: str, message: str
+) -> None:
+    about = {"net": json.dumps({"type": "squeezenet1_1", "kwargs": {}}), "num_classes": "2", key: text}
+    save(nn.Linear(2, 2), tmp_path / "f.safetensors", "bitmask", about=about)
+    with pytest.raises(GossamerError) as error:
+        open_subject(str(tmp_path / "f.safetensors"))
+    assert message in str(error.value)
+    assert len(str(error.value)) < 600
+
+
+def test_a_file_names_code_only_where_one_vouches_for_it(tmp_path: Path, trap: Callable[[], bool]) -> None:
+    made = open_subject(f"{NETS}:small", num_classes=3)
+    about = {**made.about(), "net": json.dumps({"type": "trap:small", "kwargs": {"num_classes": 3}})}
+    path = tmp_path / "f.safetensors"
+    save(made.model, path, "safetensors", about=about)
+    with pytest.raises(GossamerError, match=r"f.safetensors: names code to run: 'trap:small'.*add --import trap"):
+        open_subject(str(path))
+    assert not trap()
+    with pytest.raises(GossamerError, match=rf"is not defined in what --import names; add --import {NETS} too"):
+        open_subject(str(path), imports=["trap"])
+    assert open_subject(str(path), imports=["trap", NETS]).num_classes == 3
+
+
+def test_a_copied_run_writes_into_its_folder_only(tmp_path: Path) -> None:
+    """Wherever its config says that it saves, and that its method does."""
+    elsewhere = tmp_path / "elsewhere"
+    table = {"sparsity_table": [30, 60], "save_dir": str(elsewhere / "a"), "do_sparse_analysis": True}
+    kwargs = {**table, "output_dir": str(elsewhere / "b")}
+    path = config(tmp_path, "amba", trainer={"max_epoch": 2}, saver={"save_dir": str(elsewhere)})
+    interrupted(path, 3, f"sparsity.scheduler.kwargs={json.dumps(kwargs)}")
+    theirs = Path(shutil.move(elsewhere, tmp_path / "theirs"))
+    resume(theirs, ["hooks=[]"], imports=[NETS])
+    evaluate(theirs)
+    assert not elsewhere.exists()
+    assert len(list((theirs / "levels").iterdir())) == 2
