@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 from gossamer.runner.checkpoints import Checkpoints, read_checkpoint
 from gossamer.runner.display import Display
 from gossamer.runner.running import Result, evaluate, resume, run
+from gossamer.runner.trust import remember, remembered
 
+NETS = "tests.runner.nets"
+"""The code that these configs name."""
 LENGTH = 18
 """Iterations of a run: three epochs of six."""
 
@@ -113,11 +117,18 @@ def interrupted(path: Path, at: int, *sets: str) -> Result:
 
 
 def resumed(folder: Path, *sets: str) -> Result:
-    return resume(folder, [*sets, "hooks=[]"], display=Display(shown=False))
+    return resume(folder, [*sets, "hooks=[]"], imports=[NETS], display=Display(shown=False))
 
 
 def evaluated(path: Path, *sets: str, weights: Path | str | None = None) -> Result:
-    return evaluate(path, sets, weights=weights, display=Display(shown=False))
+    return evaluate(path, sets, weights=weights, imports=[NETS], display=Display(shown=False))
+
+
+def copied_run(run: Path, folder: Path) -> Path:
+    """A run folder in another place, as one's own: commands on it need no --import."""
+    shutil.copytree(run, folder)
+    remember(folder, sorted(remembered(run)))
+    return folder
 
 
 def final_state(folder: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from gossamer.runner.subjects import open_subject
 from gossamer.runner.summary import comparison, run_summary
 from tests.cli.conftest import Run, run  # noqa: F401
 from tests.runner.nets import small
-from tests.runner.running_on_digits import SPARSITIES, config, evaluated, interrupted, resumed, trained
+from tests.runner.running_on_digits import SPARSITIES, config, copied_run, evaluated, interrupted, resumed, trained
 
 SCRIPTED = "runtime.runner.type=tests.runner.nets:Scripted"  # which is best at iteration 12 of 18
 PRUNED = (nn.Conv2d, nn.Linear)
@@ -171,7 +170,7 @@ def test_a_damaged_best_checkpoint_is_refused_and_never_another_model(
 ) -> None:
     """Damaged in a tensor, or in the header that `compare` reads."""
     copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
+    copied_run(folder, copy)
     best = copy / "checkpoints" / "best.safetensors"
     content = bytearray(best.read_bytes())
     content[where] ^= 1
@@ -247,7 +246,7 @@ def test_every_file_of_a_thinned_run_loads_into_the_network_of_its_code(thin_run
 
 @pytest.mark.parametrize("file", ["model.safetensors", "checkpoint"])
 def test_a_report_shows_the_weights_of_a_thinned_run(file: str, thin_run: Path, tmp_path: Path) -> None:
-    shutil.copytree(thin_run, tmp_path / "run")
+    copied_run(thin_run, tmp_path / "run")
     if file == "checkpoint":
         (tmp_path / "run" / "model.safetensors").unlink()
     found = run_content(tmp_path / "run", "run")

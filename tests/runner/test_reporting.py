@@ -25,7 +25,16 @@ from gossamer.runner.reporting_content import run_content
 from gossamer.runner.reporting_notes import note_weights, noted_weights, read_note, weights_of
 from gossamer.runner.running import measure_sensitivity, run
 from tests.runner.nets import small
-from tests.runner.running_on_digits import SPARSITIES, config, final_state, interrupted, resumed, same, trained
+from tests.runner.running_on_digits import (
+    SPARSITIES,
+    config,
+    copied_run,
+    final_state,
+    interrupted,
+    resumed,
+    same,
+    trained,
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +46,7 @@ def levels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(run: Path, folder: Path) -> Path:
-    return Path(shutil.copytree(run, folder / run.name))
+    return copied_run(run, folder / run.name)
 
 
 def test_a_run_ends_with_its_page(levels: Path) -> None:
@@ -164,7 +173,7 @@ def test_the_command_on_the_page_works_where_the_page_was_made(
     levels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = Path(shutil.copytree(levels, "runs/my first"))
+    folder = copied_run(levels, Path("runs/my first"))
     told = re.search(r"Measure it by: gossamer (report .* --sensitivity)", unescape(report([folder]).read_text()))
     assert told is not None
     words = shlex.split(told[1])

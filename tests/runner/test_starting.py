@@ -18,6 +18,7 @@ from tests.runner.nets import small
 from tests.runner.running_on_digits import (
     LENGTH,
     config,
+    copied_run,
     evaluated,
     final_state,
     interrupted,
@@ -78,7 +79,7 @@ def test_auto_resume_counts_more_than_resume_model_and_that_more_than_pretrain_m
 
 
 def test_an_evaluation_takes_what_is_named_else_the_best_else_the_latest(tmp_path: Path, runs: Path) -> None:
-    shutil.copytree(runs / "dense", tmp_path / "run")
+    copied_run(runs / "dense", tmp_path / "run")
     path = config(tmp_path)
     best = tmp_path / "run" / "checkpoints" / "best.safetensors"
     best.unlink()
@@ -94,7 +95,7 @@ def test_an_evaluation_takes_what_is_named_else_the_best_else_the_latest(tmp_pat
 
 
 def test_a_run_folder_that_is_named_for_an_evaluation_stands_for_its_best(tmp_path: Path, runs: Path) -> None:
-    shutil.copytree(runs / "dense", tmp_path / "other")
+    copied_run(runs / "dense", tmp_path / "other")
     best = tmp_path / "other" / "checkpoints" / "best.safetensors"
     best.unlink()
     shutil.copy(file_of(tmp_path / "other", 6), best)
@@ -112,7 +113,7 @@ def test_a_run_that_has_not_saved_yet_is_not_resumed_but_begun_again(tmp_path: P
 
 
 def test_a_complete_run_stays_as_it_is_and_gives_its_model_again(tmp_path: Path, runs: Path) -> None:
-    shutil.copytree(runs / "dense", tmp_path / "run")
+    copied_run(runs / "dense", tmp_path / "run")
     before = final_state(tmp_path / "run")
     (tmp_path / "run" / "model.safetensors").unlink()
     result = resumed(tmp_path / "run")
@@ -150,7 +151,7 @@ def test_metrics_stand_once_after_several_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [0.0, 0.5])
 def test_the_checkpoint_before_a_damaged_one_is_used_and_told(keep: float, tmp_path: Path, runs: Path) -> None:
-    shutil.copytree(runs / "stopped", tmp_path / "run")
+    copied_run(runs / "stopped", tmp_path / "run")
     latest = file_of(tmp_path / "run", 8)
     latest.write_bytes(latest.read_bytes()[: int(keep * latest.stat().st_size)])
     assert resumed(tmp_path / "run").complete
@@ -161,14 +162,14 @@ def test_the_checkpoint_before_a_damaged_one_is_used_and_told(keep: float, tmp_p
 
 
 def test_a_run_folder_in_resume_model_gives_the_checkpoint_before_a_damaged_one_too(tmp_path: Path, runs: Path) -> None:
-    shutil.copytree(runs / "stopped", tmp_path / "other")
+    copied_run(runs / "stopped", tmp_path / "other")
     file_of(tmp_path / "other", 8).write_bytes(b"")
     assert trained(config(tmp_path), f"saver.resume_model={tmp_path / 'other'}").complete
     assert "from iteration 6" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path, runs: Path) -> None:
-    shutil.copytree(runs / "stopped", tmp_path / "run")
+    copied_run(runs / "stopped", tmp_path / "run")
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         path.write_bytes(b"")
     with pytest.raises(GossamerError, match="none of 3 checkpoints can be read; remove them to start again"):
@@ -179,7 +180,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: P
 
 
 def test_a_run_that_is_made_longer_does_not_raise_its_learning_rate_again(tmp_path: Path, runs: Path) -> None:
-    shutil.copytree(runs / "dense", tmp_path / "run")
+    copied_run(runs / "dense", tmp_path / "run")
     assert resumed(tmp_path / "run", "trainer.max_epoch=6").iteration == 2 * LENGTH
     rates = [line["lr"] for line in read_records(tmp_path / "run") if line["kind"] == "train"]
     assert rates[-1] < 0.01, "the cosine of three epochs goes up behind them"
@@ -196,20 +197,20 @@ def test_a_course_of_rates_that_is_over_is_told_when_a_run_is_made_longer(tmp_pa
 
 
 def test_another_optimizer_does_not_take_the_state_of_the_first(tmp_path: Path, runs: Path) -> None:
-    shutil.copytree(runs / "stopped", tmp_path / "run")
+    copied_run(runs / "stopped", tmp_path / "run")
     with pytest.raises(GossamerError, match=r"iter_00000008.*does not fit this config"):
         resumed(tmp_path / "run", "trainer.optimizer={type: Adam, kwargs: {lr: 0.01}}")
 
 
 def test_a_learning_rate_that_a_resumed_run_does_not_take_is_told(tmp_path: Path, runs: Path) -> None:
-    shutil.copytree(runs / "stopped", tmp_path / "run")
+    copied_run(runs / "stopped", tmp_path / "run")
     resumed(tmp_path / "run", "trainer.optimizer.kwargs.lr=0.001", "trainer.max_epoch=2", "trainer.log_freq=1")
     rate = next(line["lr"] for line in read_records(tmp_path / "run") if line["iteration"] == 9)
     assert rate <= 0.001 or "optimizer.kwargs.lr" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_another_batch_size_is_told_for_the_data_come_in_another_order(tmp_path: Path, runs: Path) -> None:
-    shutil.copytree(runs / "stopped", tmp_path / "run")
+    copied_run(runs / "stopped", tmp_path / "run")
     assert "WARNING" not in (tmp_path / "run" / "log.txt").read_text()
     resumed(tmp_path / "run", "dataset.train.batch_size=64")
     assert "WARNING" in (tmp_path / "run" / "log.txt").read_text()
@@ -279,7 +280,7 @@ def test_a_sparse_run_is_not_gone_on_with_as_if_it_were_dense(tmp_path: Path) ->
 def test_going_on_with_another_run_does_not_remove_the_checkpoints_of_the_one_that_is_there(
     tmp_path: Path, runs: Path
 ) -> None:
-    shutil.copytree(runs / "dense", tmp_path / "run")
+    copied_run(runs / "dense", tmp_path / "run")
     before = names(tmp_path / "run")
     with pytest.raises(GossamerError, match="holds a run already"):
         trained(config(tmp_path), f"saver.resume_model={runs / 'stopped'}", "trainer.max_epoch=2")

@@ -83,7 +83,7 @@ def test_a_file_never_makes_us_import_a_module(tmp_path: Path, monkeypatch: pyte
     monkeypatch.syspath_prepend(tmp_path)
     about = {"net": json.dumps({"type": "trap:model", "kwargs": {}}), "num_classes": "2"}
     save(nn.Linear(1, 1), tmp_path / "bait.safetensors", "bitmask", about=about)
-    with pytest.raises(GossamerError, match=r"bait.safetensors: is of trap:model.*name the model.*--weights"):
+    with pytest.raises(GossamerError, match=r"bait.safetensors: names code to run: 'trap:model'.*--import trap"):
         open_subject(str(tmp_path / "bait.safetensors"))
     assert "trap" not in sys.modules
 

@@ -236,12 +236,23 @@ def _check_fit(own: Mapping[str, Any], found: Mapping[str, Entry], path: Path) -
         if tuple(target.shape) != entry.shape:
             shapes = f"{entry.shape} in the file and {tuple(target.shape)} in the model"
             raise GossamerError(f"{path}: '{name}' has the shape {shapes}; build the model as it was written")
-        if torch.promote_types(target.dtype, entry.dtype) != target.dtype:
+        if not _can_hold(target.dtype, entry.dtype):
             held = dtype_word(entry.dtype)
             types = f"{held} in the file and {dtype_word(target.dtype)} in the model"
-            raise GossamerError(
-                f"{path}: '{name}' is {types}, which cannot hold it exactly; call model.to(torch.{held})"
-            )
+            way_out = f"call model.to(torch.{held})" if entry.dtype.is_floating_point else "build the model it is of"
+            raise GossamerError(f"{path}: '{name}' is {types}, which cannot hold it exactly; {way_out}")
+
+
+def _can_hold(target: torch.dtype, held: torch.dtype) -> bool:
+    """Whether numbers of one type fit another exactly; torch compares no 8-bit floats and no wide unsigned integers."""
+    if {target, held} & _INCOMPARABLE:
+        return target == held
+    return torch.promote_types(target, held) == target
+
+
+_INCOMPARABLE = {torch.uint16, torch.uint32, torch.uint64} | {
+    dtype for dtype in DTYPES if dtype.is_floating_point and dtype.itemsize == 1
+}
 
 
 def _told(progress: Progress | None, label: str) -> Callable[[float], None]:
