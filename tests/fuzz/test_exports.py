@@ -41,17 +41,17 @@ KINDS = ("safetensors", "bitmask", "sparse24", "thin", "int8", "int8-sparse24")
 
 def network(*, tied: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
-    first = nn.Linear(16, 16)
+    first = nn.Linear(32, 32)
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1),
-        nn.BatchNorm2d(16),
+        nn.Conv2d(3, 32, 3, padding=1),
+        nn.BatchNorm2d(32),
         nn.ReLU(),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         first,
         nn.ReLU(),
-        first if tied else nn.Linear(16, 16),
-        nn.Linear(16, 10),
+        first if tied else nn.Linear(32, 32),
+        nn.Linear(32, 10),
     ).eval()
 
 
@@ -66,7 +66,8 @@ def sound(kind: str) -> Sealed:
     with torch.no_grad():
         for layer in (model[0], model[5], model[8]):
             pattern = NM(2, 4) if "sparse24" in kind and layer.weight.shape[1] % 4 == 0 else Unstructured()
-            layer.weight *= pattern.mask(magnitude(layer.weight), 0.5 if "sparse24" in kind else 0.8)
+            keep = pattern.mask(magnitude(layer.weight), 0.5 if "sparse24" in kind else 0.8)
+            layer.weight.masked_fill_(~keep.bool(), 0.0)
         if kind == "thin":
             model[0].weight[:6] = 0
             model[0].bias[:6] = 0
@@ -81,7 +82,9 @@ def sound(kind: str) -> Sealed:
         calibrated(model, images())
     format = {"thin": "safetensors", "int8": "bitmask", "int8-sparse24": "sparse24"}.get(kind, kind)
     with tempfile.TemporaryDirectory() as folder:
-        return unseal(save(model, Path(folder) / "model.safetensors", format, about=about).path)
+        found = unseal(save(model, Path(folder) / "model.safetensors", format, about=about).path)
+    assert format == "safetensors" or f'["{format}",' in found.metadata["packed"]
+    return found
 
 
 def as_document(sealed: Sealed) -> dict[str, Any]:
@@ -176,6 +179,61 @@ def test_a_file_is_read_or_refused_and_a_refused_one_leaves_the_model_as_it_was(
     assert outcome.accepted > examples // 20
     assert outcome.refused > examples // 10
     assert [found.name for found in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def typed(kind: str, dtype: torch.dtype, name: str) -> Sealed:
+    found = sound(kind).copy()
+    found.tensors = {**found.tensors, name: found.tensors[name].view(dtype)}
+    return found
+
+
+def said(kind: str, key: str, *steps: str | int, value: Any) -> Sealed:
+    """A file with another value in its metadata, at the end of these steps into what is JSON there."""
+    found = sound(kind).copy()
+    whole = {key: json.loads(found.metadata[key]) if steps else value}
+    holder: Any = whole
+    for step in (key, *steps)[:-1]:
+        holder = holder[step]
+    holder[(key, *steps)[-1]] = value
+    found.metadata[key] = json.dumps(whole[key]) if not isinstance(whole[key], str) else whole[key]
+    return found
+
+
+def with_ranges(value: float) -> Sealed:
+    found = sound("int8").copy()
+    found.tensors = {**found.tensors, "@ranges": torch.full_like(found.tensors["@ranges"], value)}
+    return found
+
+
+ILLEGIBLE = "what it says of its integers is illegible"
+
+
+@pytest.mark.parametrize(
+    ("sealed", "message"),
+    [
+        (lambda: typed("safetensors", torch.uint64, "1.num_batches_tracked"), "is uint64 in the file and int64 in the"),
+        (lambda: typed("safetensors", torch.uint32, "8.weight"), "is uint32 in the file and float32 in the model"),
+        (lambda: said("bitmask", "packed", "0.weight", 1, value=[2**62, 2**62]), "larger than any memory"),
+        (lambda: said("bitmask", "packed", "0.weight", 1, value=[-32, 3, 3, 3]), "the shape of '0.weight' is none"),
+        (lambda: said("sparse24", "packed", "5.weight", 2, value=True), "are not what they should be"),
+        (lambda: said("bitmask", "tied", "7.weight", value="nowhere"), "another name of what is not there"),
+        (lambda: said("int8", "quantized", "schemes", 0, "inputs", "symmetric", value=0.5), ILLEGIBLE),
+        (lambda: said("int8", "quantized", "schemes", 0, "weights", "reduced", value=[]), ILLEGIBLE),
+        (lambda: said("int8", "quantized", "schemes", 0, "weights", "bits", value=1e-320), ILLEGIBLE),
+        (lambda: said("int8", "quantized", "modules", "0", value=-1), ILLEGIBLE),
+        (lambda: said("int8", "quantized", "modules", "0", value=2**63), ILLEGIBLE),
+        (lambda: said("int8", "quantized", "weights", "0.weight", 2, value="U64"), ILLEGIBLE),
+        (lambda: said("int8", "quantized", value="[" * 5000), ILLEGIBLE),
+        (lambda: with_ranges(float("nan")), "its ranges are not all finite"),
+    ],
+)
+def test_what_was_found_once_is_refused(tmp_path: Path, sealed: Callable[[], Sealed], message: str) -> None:
+    path, model = seal(tmp_path / "model.safetensors", sealed()), network()
+    before = fingerprint(model)
+    with pytest.raises(GossamerError) as error:
+        gossamer.load(path, model)
+    assert message in str(error.value)
+    assert fingerprint(model) == before
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from gossamer.files import as_name, name_fault
 from gossamer.runner import trust
 from gossamer.runner.config.schema import Net
 from gossamer.runner.models import build_net
+from gossamer.runner.reporting import report
 from gossamer.runner.running import evaluate, export, resume
 from gossamer.runner.subjects import open_subject
 from gossamer.runner.trust import USER, Trust, imported, remember, remembered, state_folder
@@ -380,6 +381,55 @@ def test_a_file_names_code_only_where_one_vouches_for_it(tmp_path: Path, trap: C
     with pytest.raises(GossamerError, match=rf"is not defined in what --import names; add --import {NETS} too"):
         open_subject(str(path), imports=["trap"])
     assert open_subject(str(path), imports=["trap", NETS]).num_classes == 3
+
+
+def test_a_link_in_a_folder_is_not_written_through(copied: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("text")
+    (copied / "evaluation.png").unlink(missing_ok=True)
+    (copied / "evaluation.png").symlink_to(precious)
+    with pytest.raises(GossamerError, match=r"evaluation.png: is a link to .*precious, outside of the folder"):
+        evaluate(copied, imports=[NETS])
+    with pytest.raises(GossamerError, match="is a link to"):
+        report([copied])
+    assert precious.read_text() == "text"
+    (copied / "evaluation.png").unlink()
+    (tmp_path / "large disk").mkdir()
+    shutil.move(copied / "checkpoints", tmp_path / "large disk")
+    (copied / "checkpoints").symlink_to(tmp_path / "large disk" / "checkpoints")
+    assert evaluate(copied, imports=[NETS]).iteration == 3
+
+
+def test_names_of_others_are_no_markup_in_a_report(copied: Path) -> None:
+    evil = "<script>alert(1)</script>"
+    folder = copied.rename(copied.with_name("<img src=x onerror=alert(2)>"))
+    for path in folder.rglob("*"):
+        if path.suffix in (".json", ".jsonl", ".yaml"):
+            path.write_text(path.read_text().replace("3.weight", evil).replace("top1", evil).replace("SGD", evil))
+    page = report([folder]).read_text()
+    assert page.count("<script") == 1
+    assert "<img src=x" not in page
+    assert "&lt;script&gt;alert(1)" in page
+
+
+def test_external_data_of_an_onnx_file_is_beside_it(tmp_path: Path) -> None:
+    import onnx
+    from onnx.external_data_helper import set_external_data
+
+    from gossamer.export.models import read_model
+
+    (tmp_path / "secret").write_bytes(bytes(16))
+    (tmp_path / "theirs").mkdir()
+    weight = onnx.helper.make_tensor("w", onnx.TensorProto.FLOAT, [4], bytes(16), raw=True)
+    result = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [4])
+    node = onnx.helper.make_node("Identity", ["w"], ["y"])
+    model = onnx.helper.make_model(onnx.helper.make_graph([node], "g", [], [result], [weight]))
+    set_external_data(model.graph.initializer[0], "../secret", length=16)
+    model.graph.initializer[0].ClearField("raw_data")
+    path = tmp_path / "theirs" / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(GossamerError, match="weights beside it cannot be read"):
+        read_model(path)
 
 
 def test_a_copied_run_writes_into_its_folder_only(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, Literal, Self
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
@@ -22,6 +23,7 @@ from gossamer.export.states import State
 from gossamer.graph import named_modules, unwrap
 from gossamer.quantization import Numbers, Scheme
 from gossamer.quantization.integers import Rounded, rounded_weights
+from gossamer.quantization.schemes import BITS
 from gossamer.sealed import DTYPES
 
 _OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
@@ -87,14 +89,17 @@ class QuantizedFile:
         self._file = file
         self.path, self.about = file.path, file.about
         try:
-            text = json.loads(file.metadata["quantized"])
-            self._ways = {name: _rounded(entry) for name, entry in text["weights"].items()}
-            self.norms_frozen = bool(text["norms_frozen"])
-            schemes = [_scheme(entry) for entry in text["schemes"]]
-            self.schemes: dict[str, Scheme] = {str(path): schemes[index] for path, index in text["modules"].items()}
-            self._sites = [str(site) for site in text["ranges"]]
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+            text = _Text.model_validate_json(file.metadata["quantized"])
+        except ValidationError:
             raise damaged(file.path, "what it says of its integers is illegible") from None
+        self._ways = {
+            name: (Rounded(numbers.made(), axis), _OF_NAME[dtype])
+            for name, (numbers, axis, dtype) in text.weights.items()
+        }
+        self.norms_frozen = text.norms_frozen
+        schemes = [scheme.made() for scheme in text.schemes]
+        self.schemes: dict[str, Scheme] = {path: schemes[index] for path, index in text.modules.items()}
+        self._sites = text.ranges
         own = [RANGES, *(f"{name}{SCALE}" for name in self._ways)]
         self.tensors = {
             name: _Entry(self._ways[name][1] if name in self._ways else entry.dtype, entry.shape)
@@ -106,6 +111,13 @@ class QuantizedFile:
 
     def check(self, seen: Callable[[float], None] = lambda _: None) -> None:
         self._file.check(seen)
+        for name in self._ways:
+            scale = self._file.read(f"{name}{SCALE}")
+            if not bool((scale.isfinite() & (scale > 0)).all()):
+                raise damaged(self.path, f"the scales of '{name}' are not all above 0")
+        ranges = self._file.read(RANGES) if self._sites else torch.zeros(0, 2)
+        if not bool((ranges.isfinite().all(1) & (ranges[:, 0] <= ranges[:, 1])).all()):
+            raise damaged(self.path, "its ranges are not all finite and in order")
 
     def read(self, name: str) -> Tensor:
         if name not in self._ways:
@@ -168,20 +180,53 @@ class _Entry:
     shape: tuple[int, ...]
 
 
-def _rounded(entry: Any) -> tuple[Rounded, torch.dtype]:
-    numbers, axis, dtype = entry
-    if not isinstance(axis, int | None) or isinstance(axis, bool):
-        raise ValueError("no axis")
-    return Rounded(_numbers(numbers), axis), _OF_NAME[dtype]
+# What the header says in `quantized`, to the type
 
 
-def _scheme(entry: Any) -> Scheme:
-    parts = {key: None if entry[key] is None else _numbers(entry[key]) for key in ("inputs", "weights", "outputs")}
-    return Scheme(**parts, before_curves=bool(entry["before_curves"]))
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
-def _numbers(entry: Any) -> Numbers:
-    found = Numbers(**cast(dict[str, Any], entry))
-    if type(found.bits) is not int or not 2 <= found.bits <= 16 or found.bounds[1] < 1:
-        raise ValueError("no numbers")
-    return found
+class _Numbers(_Strict):
+    bits: Annotated[int, Field(ge=BITS.start, lt=BITS.stop)]
+    symmetric: bool
+    reduced: bool
+    by_channel: bool
+
+    def made(self) -> Numbers:
+        return Numbers(self.bits, self.symmetric, self.reduced, self.by_channel)
+
+    @model_validator(mode="after")
+    def _has_numbers(self) -> Self:
+        if self.made().bounds[1] < 1:
+            raise ValueError("no numbers besides 0")
+        return self
+
+
+class _Scheme(_Strict):
+    inputs: _Numbers | None
+    weights: _Numbers | None
+    outputs: _Numbers | None
+    before_curves: bool
+
+    def made(self) -> Scheme:
+        inputs, weights, outputs = (
+            None if part is None else part.made() for part in (self.inputs, self.weights, self.outputs)
+        )
+        return Scheme(inputs, weights, outputs, self.before_curves)
+
+
+class _Text(_Strict):
+    weights: dict[str, tuple[_Numbers, int | None, Literal["F64", "F32", "F16", "BF16"]]]
+    ranges: list[str]
+    schemes: list[_Scheme]
+    modules: dict[str, Annotated[int, Field(ge=0)]]
+    norms_frozen: bool
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if len(set(self.ranges)) != len(self.ranges):
+            raise ValueError("two ranges have one name")
+        if any(index >= len(self.schemes) for index in self.modules.values()):
+            raise ValueError("a module has a scheme that is not there")
+        return self

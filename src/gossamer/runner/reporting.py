@@ -19,6 +19,7 @@ from gossamer.runner.reporting_content import run_content
 from gossamer.runner.reporting_notes import note_plan, note_weights, origin_of, weights_of
 from gossamer.runner.reporting_sensitivity import measure
 from gossamer.runner.reporting_speed import read_speed
+from gossamer.runner.trust import check_links
 
 if TYPE_CHECKING:
     from gossamer.runner.runner import Runner
@@ -43,6 +44,8 @@ def report(
     paths = [Path(folder) for folder in folders]
     path = Path(output) if output is not None else (paths[0] / PAGE if len(paths) == 1 else Path(PAGE))
     _check_place(path)
+    for folder in paths if output is None else ():
+        check_links(folder)
     names = _names(paths)
     speed = None if benchmark is None else read_speed(Path(benchmark), paths)
     text = render([run_content(folder, name) for folder, name in zip(paths, names, strict=True)], speed)

@@ -33,7 +33,7 @@ from gossamer.runner.reporting import measure, note_begin, report_of
 from gossamer.runner.run_data import Purpose
 from gossamer.runner.runner import Runner
 from gossamer.runner.sparse_runner import SparseRunner
-from gossamer.runner.trust import remember, trust_of
+from gossamer.runner.trust import check_links, remember, trust_of
 from gossamer.version import __version__
 
 logger = logging.getLogger("gossamer")
@@ -291,6 +291,7 @@ def _of_folder(folder: Path, sets: Sequence[str], data: str | None = None, impor
     if not (folder / CONFIG).is_file():
         what = "a folder without config.yaml" if folder.is_dir() else "no such run folder"
         raise GossamerError(f"{folder}: {what}; name a folder that `gossamer train` made, as runs/res18")
+    check_links(folder)
     own = [f"saver.save_dir={json.dumps(str(folder))}", "saver.resume_model=null"]
     if (folder / RECIPE).is_file():
         own += [f"sparsity.recipe={json.dumps(str(folder / RECIPE))}", "sparsity.recipe_variables={}"]

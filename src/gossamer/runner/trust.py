@@ -123,6 +123,19 @@ def reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
+def check_links(folder: Path) -> None:
+    """Raise where a file in a folder is a link to one outside, through which `whole` would write; folders may be links.
+
+    >>> check_links(Path("no such folder"))
+    """
+    home = Path(os.path.realpath(folder))
+    for place, _, names in os.walk(folder):
+        for path in (Path(place) / name for name in names):
+            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(home):
+                told = f"{path}: is a link to {os.path.realpath(path)}, outside of the folder, and may be written to"
+                raise GossamerError(f"{told}; put the file itself there, or remove the link")
+
+
 def _module(path: str) -> str:
     return path.partition(":")[0]
 
