@@ -28,7 +28,8 @@ def plot_permutation(permutation: Permutation, path: Path) -> None:
     axes.plot(
         [100 * layer.bound for layer in layers], places, "|", color="#b03a2e", markersize=9, label="bound", ls="none"
     )
-    axes.set_yticks(places, [layer.name + (" (fixed)" if layer.reason else "") for layer in layers], fontsize=8)
+    names = [layer.name + (" (fixed)" if layer.reason else "") for layer in layers]
+    axes.set_yticks(places, names, fontsize=8, parse_math=False)
     lowest = min([*before, 100.0])
     highest = max([100 * layer.bound for layer in layers], default=100.0)
     axes.set_xlim(max(0.0, lowest - 4), min(100.0, highest + 2))

@@ -181,10 +181,14 @@ def _draw_sparsity(ax: Axes, found: Sequence[Series]) -> None:
 
 
 def _draw_rate(ax: Axes, found: Sequence[Series]) -> None:
+    from matplotlib.ticker import LogFormatter
+
     highest, typical = max(_highest_and_typical(series) for series in found)
     if 0 < typical < highest / 5:
         # Steps by factors of ten are invisible on a linear axis; what is next to nothing need not fit on this one.
         ax.set_yscale("log")
+        ax.yaxis.set_major_formatter(LogFormatter())
+        ax.yaxis.set_minor_formatter(LogFormatter())
         lowest = min(value for series in found for value in series.values if value)
         ax.set_ylim(max(lowest, highest / 10_000) / 1.3, highest * 1.3)
     else:

@@ -27,6 +27,7 @@ def drawn_in_style(salt: str) -> Generator[None]:
         "axes.edgecolor": GRID,
         "xtick.color": INK,
         "ytick.color": INK,
+        "text.parse_math": False,  # names of layers and runs may have dollar signs
         "svg.hashsalt": salt,
     }
     with matplotlib.rc_context(style):
