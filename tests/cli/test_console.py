@@ -34,3 +34,11 @@ def test_without_a_title_the_bar_comes_with_the_first_label(monkeypatch: pytest.
 def test_who_is_quiet_or_no_terminal_is_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(monkeypatch, "measuring", quiet=True) == ""
     assert shown(monkeypatch, "measuring", terminal=False) == ""
+
+
+def test_a_message_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    console.show_errors(["a name \x1b]0;title\x07\x1b[31m in a file"])
+    written = capsys.readouterr().err
+    assert "a name" in written
+    assert "\x1b" not in written
+    assert "\x07" not in written

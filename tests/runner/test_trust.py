@@ -412,6 +412,17 @@ def test_names_of_others_are_no_markup_in_a_report(copied: Path) -> None:
     assert "&lt;script&gt;alert(1)" in page
 
 
+def test_names_of_others_are_no_markup_in_a_terminal(copied: Path, run: Run) -> None:  # noqa: F811
+    (copied / "metrics.jsonl").write_text('{"kind": "test", "iteration": 3, "epoch": 1.0, "[/x]": 9.5}\n')
+    done = run("compare", copied)
+    assert done.exit_code == 0, done.output
+    assert "[/x]" in done.output
+    changed(copied, f"{NETS}:small", "\\u001b[31mx:y")
+    done = run("eval", copied)
+    assert done.exit_code == 1
+    assert "\x1b" not in done.output
+
+
 def test_external_data_of_an_onnx_file_is_beside_it(tmp_path: Path) -> None:
     import onnx
     from onnx.external_data_helper import set_external_data

@@ -81,6 +81,7 @@ def progress(title: str, quiet: bool) -> Generator[Show]:
 
 
 def _say(kind: str, style: str, sentence: str) -> None:
-    """One line, however long: whoever reads it may be a program."""
+    """One line, however long: whoever reads it may be a program. Text of files in it controls no terminal."""
+    shown = "".join(character if character.isprintable() else "\ufffd" for character in sentence)
     err.print(f"[{style}]{kind}:[/]", end=" ")
-    err.print(sentence, markup=False, highlight=False, soft_wrap=True)
+    err.print(shown, markup=False, highlight=False, soft_wrap=True)

@@ -99,7 +99,7 @@ def run_table(folder: Path) -> RenderableType:
         for name, course in found["metrics"].items():
             values = [_shown(name, course[key]) for key in ("first", "best", "last")]
             at = course["best_iteration"]
-            table.add_row(name, values[0], values[1], "–" if at is None else str(at), values[2])
+            table.add_row(escape(name), values[0], values[1], "–" if at is None else str(at), values[2])
         parts.append(table)
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
@@ -147,7 +147,7 @@ def comparison_table(folders: Sequence[Path]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("run", overflow="fold", min_width=5)
     table.add_column("method", overflow="fold", min_width=5)
-    for word in (heading, "change", "sparsity", "non-zero", "model"):
+    for word in (escape(heading), "change", "sparsity", "non-zero", "model"):
         table.add_column(word, justify="right", no_wrap=True)
     for row in rows:
         name = row["metric"] or ""
@@ -156,7 +156,7 @@ def comparison_table(folders: Sequence[Path]) -> Table:
         table.add_row(
             escape(row["name"]),
             escape(row["method"] or "–"),
-            value if heading != "metric" or not name else f"{name} {value}",
+            value if heading != "metric" or not name else f"{escape(name)} {value}",
             difference,
             _percent(row["sparsity"]),
             "–" if row["nonzero"] is None else count(row["nonzero"]),
@@ -177,7 +177,7 @@ def metrics_table(metrics: Mapping[str, float], sparsity: float | None = None) -
     table.add_column()
     table.add_column(justify="right")
     for name in by_weight(metrics):
-        table.add_row(name, _shown(name, metrics[name]))
+        table.add_row(escape(name), _shown(name, metrics[name]))
     if sparsity is not None:
         table.add_row("sparsity", _percent(sparsity))
     return table
