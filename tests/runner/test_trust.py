@@ -12,12 +12,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from gossamer.errors import GossamerError
 from gossamer.export import save
 from gossamer.files import as_name, name_fault
-from gossamer.runner import trust
+from gossamer.runner import starting, subjects, trust
 from gossamer.runner.config.schema import Net
 from gossamer.runner.models import build_net
 from gossamer.runner.reporting import report
@@ -26,6 +28,7 @@ from gossamer.runner.subjects import open_subject
 from gossamer.runner.trust import USER, Trust, imported, remember, remembered, state_folder
 from gossamer.runner.words import builder
 from tests.cli.conftest import Run, run  # noqa: F401
+from tests.fuzz.harness import fingerprint
 from tests.runner.running_on_digits import config, interrupted, trained
 
 NETS = "tests.runner.nets"
@@ -368,6 +371,18 @@ def test_what_a_file_says_of_its_model_is_checked_when_it_is_read(
         open_subject(str(tmp_path / "f.safetensors"))
     assert message in str(error.value)
     assert len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize("dtype", [torch.uint64, torch.int8, torch.complex64, torch.bool], ids=str)
+def test_weights_that_are_no_floats_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    path, model = tmp_path / "w.safetensors", nn.Linear(2, 2)
+    save_file({"weight": torch.ones(2, 2).to(dtype), "bias": torch.zeros(2)}, path)
+    word = str(dtype).removeprefix("torch.")
+    for load in (subjects.load_weights, starting.load_weights):
+        before = fingerprint(model)
+        with pytest.raises(GossamerError, match=f"'weight' is {word} in the file and float32 in the model"):
+            load(model, path)
+        assert fingerprint(model) == before
 
 
 def test_a_file_names_code_only_where_one_vouches_for_it(tmp_path: Path, trap: Callable[[], bool]) -> None:

@@ -22,7 +22,7 @@ from gossamer.graph.thinning_cuts import shrink_to, shrunk
 from gossamer.runner.checkpoint_file import Checkpoint, CheckpointError, MisfitError, is_checkpoint, read_checkpoint
 from gossamer.runner.checkpoints import Checkpoints
 from gossamer.runner.config.schema import Saver
-from gossamer.runner.weights import read_weights
+from gossamer.runner.weights import check_numbers, read_weights
 from gossamer.sealed import dtype_word
 
 logger = logging.getLogger("gossamer")
@@ -106,6 +106,7 @@ def load_weights(
             f"({len(missing)} names missing, {len(surplus)} unknown); change net, or name what to leave out in "
             "saver.pretrain_except"
         )
+    check_numbers(path, state, own)
     shrink_to(model, shapes)
     model.load_state_dict({**model.state_dict(), **state})
 

@@ -34,7 +34,7 @@ from gossamer.runner.running import built, loaded_of, named, origin
 from gossamer.runner.starting import file_of
 from gossamer.runner.tasks import Classification, Finding
 from gossamer.runner.trust import USER, Trust, reason, trust_of
-from gossamer.runner.weights import read_weights
+from gossamer.runner.weights import check_numbers, read_weights
 from gossamer.runner.words import builder
 
 Part = Literal["train", "test"]
@@ -325,6 +325,7 @@ def _fill(model: nn.Module, path: Path, state: Mapping[str, Tensor]) -> None:
         if tensor.shape != own[name].shape:
             shapes = f"{tuple(tensor.shape)} in the file and {tuple(own[name].shape)} in the model"
             raise GossamerError(f"{path}: '{name}' has shape {shapes}")
+    check_numbers(path, state, own)
     missing = [name for name in own if name not in state]
     if missing:
         raise GossamerError(f"{path}: '{missing[0]}' is missing ({len(missing)} of {len(own)} names are)")

@@ -17,7 +17,7 @@ from torch import Tensor
 from gossamer.errors import GossamerError
 from gossamer.graph.additions import is_buffer
 from gossamer.runner.checkpoint_file import is_checkpoint, read_checkpoint
-from gossamer.sealed import kind_of
+from gossamer.sealed import dtype_word, kind_of
 
 _NESTS = ("ema_state_dict", "ema", "model_ema", "state_dict", "model_state_dict", "model", "module")
 """Where the weights may be in a file that holds more, averaged ones first."""
@@ -41,6 +41,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except (OSError, ValueError, RuntimeError, EOFError, KeyError, SafetensorError) as error:
         raise GossamerError(f"{path}: cannot be read as weights: {' '.join(str(error).split())[:200]}") from error
     return {name: tensor for name, tensor in _unwrapped(found).items() if not is_buffer(name)}
+
+
+def check_numbers(path: Path, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Raise for a weight that is no float in a file: copied into a float, it would lose what it is."""
+    for name, tensor in state.items():
+        if name in own and own[name].is_floating_point() and not tensor.is_floating_point():
+            types = f"{dtype_word(tensor.dtype)} in the file and {dtype_word(own[name].dtype)} in the model"
+            raise GossamerError(f"{path}: '{name}' is {types}; take weights that were saved as floats")
 
 
 def _read(path: Path) -> dict[str, Tensor]:
