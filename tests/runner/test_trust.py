@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -49,14 +49,14 @@ def copied(own_run: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+def trap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], bool]]:
     """A module that must not be imported; says whether it was."""
     (tmp_path / "trap.py").write_text(
         "from pathlib import Path\nPath('sprung').touch()\nfrom tests.runner.nets import *\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "trap", raising=False)
-    return lambda: "trap" in sys.modules or (tmp_path / "sprung").exists()
+    yield lambda: "trap" in sys.modules or (tmp_path / "sprung").exists()
+    sys.modules.pop("trap", None)
 
 
 def changed(folder: Path, old: str, new: str) -> Path:

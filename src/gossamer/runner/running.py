@@ -297,12 +297,12 @@ def _of_folder(folder: Path, sets: Sequence[str], data: str | None = None, impor
         own += [f"sparsity.recipe={json.dumps(str(folder / RECIPE))}", "sparsity.recipe_variables={}"]
     loaded = _writing_inside(read_config(folder / CONFIG, [*own, *sets], data), folder)
     code = code_in(loaded.config)
-    trust = trust_of(folder, folder, imports, _from_command_line(code, loaded.given))
+    trust = trust_of(folder, folder, imports, from_command_line(code, loaded.given))
     trust.check(code)
     return replace(loaded, trust=trust)
 
 
-def _from_command_line(code: Sequence[tuple[str, str]], given: Set[str]) -> set[str]:
+def from_command_line(code: Sequence[tuple[str, str]], given: Set[str]) -> set[str]:
     """The import paths that `--set` names."""
     unnamed = {path for key, path in code if key not in given and not ("hooks" in given and key.startswith("hooks."))}
     return {path for _, path in code} - unnamed

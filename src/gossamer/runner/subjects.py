@@ -1,7 +1,8 @@
 """What one word names: a model, with what is known of its input, its data and its weights.
 
 The word is `package.module:function`, the name of a torchvision model, a run folder, a config, or a file of weights
-that we exported, which says what model it is of. A file is data: it never makes us import anything.
+that we exported, which says what model it is of. Code that a folder or a file names runs only where the user vouches
+for it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from gossamer.runner.models import build_net, code_of
 from gossamer.runner.networks import Network, as_example, is_detector
 from gossamer.runner.processes import joined
 from gossamer.runner.run_data import read_run_data
-from gossamer.runner.running import built, loaded_of, named, origin
+from gossamer.runner.running import built, from_command_line, loaded_of, named, origin
 from gossamer.runner.starting import file_of
 from gossamer.runner.tasks import Classification, Finding
 from gossamer.runner.trust import USER, Trust, reason, trust_of
@@ -230,11 +231,14 @@ def _of_file(
     if net is None:
         way_out = f"name the model, and the file by --weights {path}"
         raise GossamerError(f"{path}: does not say what model its weights are of; {way_out}")
+    if data is not None or sets:
+        loaded = config_of({"net": {"type": net.type, "kwargs": net.kwargs}}, path.stem, sets, data)
+        code = code_of(loaded.config.net)
+        trust = trust_of(path, path.parent, imports, from_command_line(code, loaded.given))
+        trust.check(code)
+        return _on_data(str(path), loaded.config, path, trust)
     trust = trust_of(path, path.parent, imports)
     trust.check(code_of(net))
-    if data is not None or sets:
-        settings = {"net": {"type": net.type, "kwargs": net.kwargs}}
-        return _on_data(str(path), config_of(settings, path.stem, sets, data).config, path, trust)
     if classes is None:
         model = _made(net.type, builder(net.type, trust), net.kwargs)
     else:
