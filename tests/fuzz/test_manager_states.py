@@ -432,6 +432,12 @@ def drop(*path: Any) -> Callable[[Any], None]:
     return changed
 
 
+def _forget(state: Any, name: str) -> None:
+    """Let a state say that one tensor was not cut with the others."""
+    for part in state["modifiers"]["LayerThinningModifier.0"]["state"]["cuts"][0].values():
+        del part[name]
+
+
 def of(name: str, *path: Any) -> tuple[Any, ...]:
     return ("modifiers", f"{name}PruningModifier.0", *path)
 
@@ -484,6 +490,7 @@ REFUSED: list[tuple[str, Callable[[Any], None], str]] = [
     ("thinning", change("modifiers", "LayerThinningModifier.0", "state", "cuts", 0, "kept", "0.weight", "0",
      to=torch.tensor([3, 1])), "expected ascending positions below 8"),
     ("thinning", drop("modifiers", "LayerThinningModifier.0", "state", "cuts", 0, "kept", "0.bias"), "name different"),
+    ("thinning", lambda state: _forget(state, "3.bias"), "'3.bias' was not thinned as the layers around it"),
     ("msbench levels", change("iteration", to=-1), "expected a whole number from 0"),
     ("msbench levels", change("run", "step", to="x"), "state.step"),
     ("msbench probmask", change("statistics", "statistics", to=torch.zeros(2, 2)), "expected one dimension"),
