@@ -6,13 +6,14 @@ while it is applied, which only a modifier that starts there can cause, is taken
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gossamer.graph.parameters import named_state
 from gossamer.graph.thinning_cuts import resize
@@ -90,10 +91,10 @@ def _model(
 ) -> tuple[dict[str, Spec], list[Removal]]:
     """The tensors that the model will have when the state is loaded, and what has to be removed for that."""
     module, uncut = shared.module, journal.uncut(shared.module)
-    specs = {name: Spec.of(tensor) for name, tensor in named_state(module)}
+    specs = {name: Spec.of(tensor) for name, tensor in _tensors(module)}
     for attachment in attachments:
         for path, layer in attachment.modifier.taken_out(attachment).items():
-            specs |= {f"{path}.{name}": Spec.of(tensor) for name, tensor in named_state(layer)}
+            specs |= {f"{path}.{name}": Spec.of(tensor) for name, tensor in _tensors(layer)}
     for name, whole in uncut.items():
         specs[name] = specs[name].shaped(tuple(whole.shape))
     sizes = {name: spec.shape for name, spec in specs.items()}
@@ -104,6 +105,11 @@ def _model(
     return specs, due
 
 
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers that have a shape; lazy ones have none before the first forward pass."""
+    return ((name, tensor) for name, tensor in named_state(module) if not is_lazy(tensor))
+
+
 def _whole(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
     """The model as it will be before anything is cut; a copy, where the beginning of the run has cut it."""
     if not uncut:
@@ -112,7 +118,7 @@ def _whole(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
     for name, tensor in named_state(module):
         if name in uncut:
             tensor.data = uncut[name].detach()
-    resize(module, {name: tuple(tensor.shape) for name, tensor in named_state(module)})
+    resize(module, {name: tuple(tensor.shape) for name, tensor in _tensors(module)})
     return module
 
 
@@ -156,7 +162,7 @@ class Snapshot:
         layers = [layer for a in attachments for layer in a.modifier.taken_out(a).values()]
         teacher = None if shared.lessons is None else shared.lessons.teacher
         modules = [shared.module, *layers, *([teacher.module] if teacher is not None and teacher.own else [])]
-        held = {id(tensor): tensor for module in modules for _, tensor in named_state(module)}
+        held = {id(tensor): tensor for module in modules for _, tensor in _tensors(module)}
         self._tensors = [
             (tensor, tensor.detach().clone(), tensor.requires_grad, tensor.grad) for tensor in held.values()
         ]
@@ -184,7 +190,7 @@ class Snapshot:
                 tensor.grad = gradient
         if self._teacher is not None:
             teacher, teacher.module, teacher.dismissed = self._teacher
-        resize(shared.module, {name: tuple(tensor.shape) for name, tensor in named_state(shared.module)})
+        resize(shared.module, {name: tuple(tensor.shape) for name, tensor in _tensors(shared.module)})
         if shared.optimizer is not None:
             shared.optimizer.state.clear()
             shared.optimizer.state.update(self._moments)

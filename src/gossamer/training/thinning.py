@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gossamer.errors import GossamerError, ModifierError
 from gossamer.graph.coherence import incoherent
@@ -168,7 +169,7 @@ def cut_as(
     example_inputs: Any = None,
 ) -> None:
     """Cut a model as the state of a run says; one that has been cut so is left alone. All of it or nothing."""
-    sizes = {name: tuple(tensor.shape) for name, tensor in named_state(module)}
+    sizes = {name: tuple(tensor.shape) for name, tensor in named_state(module) if not is_lazy(tensor)}
     apply_removals(module, due_removals(module, state, sizes, example_inputs), optimizer)
 
 
