@@ -31,6 +31,10 @@ LARGEST = 1e20
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN = (Tensor, nn.Parameter)
 _CPU = torch.device("cpu")
+_STATISTICS = {"running_mean": (-LARGEST_WEIGHT, LARGEST_WEIGHT), "running_var": (0.0, LARGEST_WEIGHT)}
+"""The bounds of batch norm's buffers."""
+_MOST_DIMS = 64
+"""torch has no tensors of more dimensions."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,15 @@ class Spec:
     shape: tuple[int, ...]
     dtype: torch.dtype | None = torch.float32
     device: torch.device = _CPU
-    buffer: bool = False
-    """Whether it is a buffer of a model, which may hold infinity, and no parameter."""
+    bounds: tuple[float, float] = (-LARGEST_WEIGHT, LARGEST_WEIGHT)
+    """Of the values that a parameter or buffer may be given."""
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Spec:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, not isinstance(tensor, nn.Parameter))
+    def of(cls, name: str, tensor: Tensor) -> Spec:
+        """Of a parameter or buffer with this name; a buffer may hold infinity, as masks of attention do."""
+        bounds = cls.bounds if isinstance(tensor, nn.Parameter) else (-math.inf, math.inf)
+        bounds = _STATISTICS.get(name.rpartition(".")[2], bounds)
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, bounds)
 
     def shaped(self, shape: tuple[int, ...]) -> Spec:
         return replace(self, shape=shape)
@@ -155,24 +162,19 @@ class Item:
         if found.dtype not in _FLOATS:
             raise GossamerError(f"{self.where}: expected floating-point numbers, found {_dtype(found)}")
         copied = found.detach().clone().to(spec.device, spec.dtype or found.dtype)
-        if copied.numel() and not (float(copied.min()) >= least and float(copied.max()) <= most):  # false for NaN
-            raise GossamerError(f"{self.where}: expected numbers from {least:g} to {most:g}, found NaN or others")
+        self._check_values(copied, least, most)
         return copied
 
     def weight(self, spec: Spec) -> Tensor:
         """A tensor of this shape to copy into a parameter or buffer of this dtype; not a copy itself."""
-        statistics = self.where.endswith(("running_mean", "running_var"))
-        most = math.inf if spec.buffer and not statistics else LARGEST_WEIGHT
         if self.shape() != spec.shape:
             raise GossamerError(f"{self.where}: expected shape {spec.shape}, found {self.shape()}")
         found = unpack(self._packed()[0]) if isinstance(self.value, Mapping) else self._plain().detach()
         floats = spec.dtype in _FLOATS
         if found.dtype not in _FLOATS if floats else found.dtype != spec.dtype:
             raise GossamerError(f"{self.where}: expected {_name(spec.dtype)}, found {_dtype(found)}")
-        if floats and found.numel() and not float(found.abs().max()) <= most:
-            raise GossamerError(f"{self.where}: expected numbers up to {most:g}, found NaN or larger ones")
-        if self.where.endswith("running_var") and found.numel() and float(found.min()) < 0:
-            raise GossamerError(f"{self.where}: expected variances, found negative numbers")
+        if floats:
+            self._check_values(found, *spec.bounds)
         return found
 
     def positions(self, size: int) -> Tensor:
@@ -191,11 +193,16 @@ class Item:
             raise GossamerError(f"{self.where}: expected shape {spec.shape}, found {shape}")
         return unpack(packed).to(spec.device)
 
+    def _check_values(self, found: Tensor, least: float, most: float) -> None:
+        if found.numel() and not (float(found.min()) >= least and float(found.max()) <= most):  # false for NaN
+            raise GossamerError(f"{self.where}: expected numbers from {least:g} to {most:g}, found NaN or one beyond")
+
     def _packed(self) -> tuple[dict[str, Any], tuple[int, ...]]:
         packed = self.fields([BITS])[BITS].fields(["bits", "shape"])
-        shape = tuple(size.integer() for size in packed["shape"].items())
+        shape = tuple(size.integer() for size in packed["shape"].items()[: _MOST_DIMS + 1])
         bits = packed["bits"]._plain()
-        if bits.dtype != torch.uint8 or bits.dim() != 1 or bits.numel() != -(-math.prod(shape) // 8):
+        fits = len(shape) <= _MOST_DIMS and bits.numel() == -(-math.prod(shape) // 8)
+        if bits.dtype != torch.uint8 or bits.dim() != 1 or not fits:
             raise GossamerError(f"{self.where}: the bits do not fit shape {shape}; save the state again")
         return {"bits": bits, "shape": list(shape)}, shape
 

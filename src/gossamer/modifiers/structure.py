@@ -103,7 +103,7 @@ class LayerPruningModifier(Modifier):
             layer = out[name] if name in out else get_module(run.module, name)
             own: dict[str, Tensor] = layer.state_dict(keep_vars=True) if run.end_step is not None else {}
             given = saved[name].entries() if name in saved else {}
-            specs = {key: layout.tensors.get(f"{name}.{key}", Spec.of(value)) for key, value in own.items()}
+            specs = {key: layout.tensors.get(f"{name}.{key}", Spec.of(key, value)) for key, value in own.items()}
             fits = given.keys() == own.keys() and all(given[key].shape() == specs[key].shape for key in given)
             if not fits and own:
                 layout.dropped[name] = "its saved weights are not those of the layer, which comes back as it is now"

@@ -274,7 +274,7 @@ class BaseScheduler(Lowered):
         """The masks of `update_sparsity_per_layer`, from before the first `prune_model`."""
         found: dict[str, Tensor] = {}
         for name, item in saved.items():
-            spec, shape = Spec.of(get_parameter(model, name)) if name in self.names else None, item.shape()
+            spec, shape = Spec.of(name, get_parameter(model, name)) if name in self.names else None, item.shape()
             if spec is not None and spec.shape == shape:
                 found[name] = item.mask(spec)
             else:

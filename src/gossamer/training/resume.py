@@ -91,10 +91,10 @@ def _model(
 ) -> tuple[dict[str, Spec], list[Removal]]:
     """The tensors that the model will have when the state is loaded, and what has to be removed for that."""
     module, uncut = shared.module, journal.uncut(shared.module)
-    specs = {name: Spec.of(tensor) for name, tensor in _tensors(module)}
+    specs = {name: Spec.of(name, tensor) for name, tensor in _tensors(module)}
     for attachment in attachments:
         for path, layer in attachment.modifier.taken_out(attachment).items():
-            specs |= {f"{path}.{name}": Spec.of(tensor) for name, tensor in _tensors(layer)}
+            specs |= {f"{path}.{name}": Spec.of(name, tensor) for name, tensor in _tensors(layer)}
     for name, whole in uncut.items():
         specs[name] = specs[name].shaped(tuple(whole.shape))
     sizes = {name: spec.shape for name, spec in specs.items()}
@@ -123,7 +123,7 @@ def _whole(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _modifier(attachment: Attachment, saved: ModifierState, specs: Mapping[str, Spec], problems: list[str]) -> Resumed:
-    device = next((spec.device for spec in specs.values() if not spec.buffer), torch.device("cpu"))
+    device = next((spec.device for spec in specs.values()), torch.device("cpu"))
     layout = Layout(attachment.bound, specs, device)
     masks: dict[str, Tensor] = {}
     told: set[str] = set()

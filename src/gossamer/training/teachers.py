@@ -81,7 +81,11 @@ def parse_teacher_state(
         return None, None
     if not teacher.own:
         return None, "the frozen copy of the model in the state is dropped: another teacher was given"
-    held = dict(model) if teacher.dismissed else {name: Spec.of(tensor) for name, tensor in named_state(teacher.module)}
+    held = (
+        dict(model)
+        if teacher.dismissed
+        else {name: Spec.of(name, tensor) for name, tensor in named_state(teacher.module)}
+    )
     saved = item.entries()
     odd = [name for name in held if name not in saved or saved[name].shape() != held[name].shape]
     if odd or saved.keys() - held.keys():
