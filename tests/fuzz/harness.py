@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis.errors import HypothesisWarning
 from hypothesis.strategies import SearchStrategy
 from torch import nn
 
@@ -76,7 +78,9 @@ def fuzz(inputs: SearchStrategy[T], examples: int, action: Callable[[T], Any], f
         else:
             outcome.refused += 1
 
-    run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HypothesisWarning)  # that an input is long; it hides the error
+        run()
     return outcome
 
 
