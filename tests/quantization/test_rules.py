@@ -105,7 +105,7 @@ def test_a_submodule_that_is_not_there_is_an_error_with_the_nearest() -> None:
 @pytest.mark.parametrize("field", ["ignore", "overrides"])
 def test_a_broken_pattern_is_an_error_under_the_name_of_its_field(field: str) -> None:
     given: Any = ["re:["] if field == "ignore" else {"re:[": {"weights": None}}
-    with pytest.raises(ModifierError, match="no regular expression") as caught:
+    with pytest.raises(ModifierError, match="not a regular expression") as caught:
         Rules(DEFAULT, **{field: given}).schemes(network())
     assert str(caught.value).startswith("ignore" if field == "ignore" else "scheme_overrides")
     assert caught.value.field == ("ignore" if field == "ignore" else "scheme_overrides")

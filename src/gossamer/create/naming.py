@@ -9,6 +9,7 @@ from torch import nn
 
 from gossamer.errors import ModifierError
 from gossamer.graph import match
+from gossamer.graph.regex import MAX_LENGTH
 
 _FEW = 3
 """From this many names on a pattern is easier to read."""
@@ -50,7 +51,8 @@ def _by_place(group: list[str], numbers: list[list[str]], place: int) -> list[st
     items: list[str] = []
     for part in parts.values():
         listed = "|".join(dict.fromkeys(_NUMBER.findall(name)[place] for name in part))
-        items += part if len(part) < _FEW else [_pattern(part[0], {place: f"({listed})"})]
+        pattern = _pattern(part[0], {place: f"({listed})"})
+        items += part if len(part) < _FEW or len(pattern) > MAX_LENGTH else [pattern]
     return items
 
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from gossamer.errors import ModifierError, nearest
+from gossamer.graph.regex import PREFIX, PatternError, matching
 
 ALL = "__ALL__"
 ALL_PRUNABLE = "__ALL_PRUNABLE__"
@@ -184,12 +185,12 @@ def match_excluded(module: nn.Module, wanted: str | Sequence[str], *, field: str
     for item in items:
         if item == DEPTHWISE:
             found += [name for name in prunable(module) if is_depthwise(module, name)]
-        elif item.startswith("re:"):
+        elif item.startswith(PREFIX):
             try:
                 found += match(module, item, field=field)
-            except ModifierError as error:
-                if "is not a regular expression" in str(error):
-                    raise
+            except PatternError:
+                raise
+            except ModifierError:
                 idle.append(item)
         else:
             names = {name: name.rpartition(".")[0] for name in prunable(module)}
@@ -258,6 +259,8 @@ class _Resolver:
         for item in wanted:
             try:
                 names, is_exact = self._one(item)
+            except PatternError:
+                raise
             except ModifierError as error:
                 missed.append(error)
                 continue
@@ -278,7 +281,7 @@ class _Resolver:
             if not names:
                 raise ModifierError(f"{self.field}: the model has no convolution or linear layer to prune", self.field)
             return names, False
-        if item.startswith("re:"):
+        if item.startswith(PREFIX):
             return self._pattern(item), False
         for name in _without_prefixes(item):
             if name in self.canonical:
@@ -288,13 +291,9 @@ class _Resolver:
         raise self._nothing(item)
 
     def _pattern(self, item: str) -> list[str]:
-        try:
-            pattern = re.compile(item[3:])
-        except re.error as error:
-            raise ModifierError(f"{self.field}: '{item}' is not a regular expression: {error}", self.field) from None
-        names = {target for alias, target in self.canonical.items() if pattern.match(alias)}
-        if not names and item[3:].startswith(_PREFIXES):
-            return self._pattern("re:" + next(_without_prefixes(item[3:], only_shortened=True)))
+        names = {self.canonical[alias] for alias in matching(item, list(self.canonical), field=self.field)}
+        if not names and item.removeprefix(PREFIX).startswith(_PREFIXES):
+            return self._pattern(PREFIX + next(_without_prefixes(item.removeprefix(PREFIX), only_shortened=True)))
         if not names:
             raise self._nothing(item)
         return [name for name in self.names if name in names]
@@ -306,7 +305,7 @@ class _Resolver:
                 f"PyTorch names have dots{nearest(item.replace('/', '.'), self.names)}",
                 self.field,
             )
-        plain = re.sub(r"[\\^$*+?()\[\]|]", "", item.removeprefix("re:"))
+        plain = re.sub(r"[\\^$*+?()\[\]|]", "", item.removeprefix(PREFIX))
         close = nearest(plain, [*self.names, *prunable(self.module)]) or _by_last_part(plain, self.names)
         return ModifierError(f"{self.field}: '{item}' matches none of {len(self.names)} parameters{close}", self.field)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import ModifierError, nearest
 from gossamer.graph import ALL_PRUNABLE, get_module, match, named_modules, named_parameters, prunable
+from gossamer.graph.regex import PREFIX, matching
 from gossamer.graph.thinning_cuts import spread_over_processes
 from gossamer.modifiers.base import Modifier, ParamNames, Run, check_gradients_may_vanish, register, to_step
 from gossamer.modifiers.pruning import GMPruningModifier
@@ -82,8 +82,8 @@ class LayerPruningModifier(Modifier):
         for item in wanted:
             if item == ALL_PRUNABLE:
                 hits = [name.rpartition(".")[0] for name in prunable(run.module)]
-            elif item.startswith("re:"):
-                hits = [name for name in names if re.fullmatch(item[3:], name)]
+            elif item.startswith(PREFIX):
+                hits = matching(item, names, field="layers", whole=True)
             else:
                 hits = [item] if item in names else []
             if not hits:

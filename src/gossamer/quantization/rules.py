@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -12,6 +11,7 @@ from torch import nn
 
 from gossamer.errors import ModifierError, nearest
 from gossamer.graph import named_modules, unwrap
+from gossamer.graph.regex import PREFIX, matching
 from gossamer.quantization.schemes import Scheme, scheme_of
 
 
@@ -38,13 +38,16 @@ class Rules:
         }
         found: dict[str, Scheme | None] = {}
         ignored = self._ignored(module)
-        for path, layer in named_modules(module):
+        layers = list(named_modules(module))
+        named = _named(schemes, layers, "scheme_overrides")
+        for path, layer in layers:
             outside = bool(self.submodules) and not any(_within(path, name) for name in self.submodules)
             if outside or id(layer) in ignored:
                 found[path] = None
                 continue
             # A class first, then a module that holds this one, then the module itself.
-            hits = sorted((name for name in schemes if _applies(name, path, layer)), key=lambda n: _closeness(n, path))
+            applying = [name for name in schemes if path in named[name] or _within(path, name)]
+            hits = sorted(applying, key=lambda name: _closeness(name, path))
             scheme = schemes[hits[-1]] if hits else self.base
             if scheme is not None and type(layer).__name__ in self.outputs_of:
                 scheme = replace(scheme, outputs=scheme.outputs or scheme.inputs)
@@ -57,20 +60,21 @@ class Rules:
     def idle(self, module: nn.Module) -> list[tuple[str, str]]:
         """Fields and names that match nothing in the model."""
         layers = list(named_modules(module))
-        wanted = [("ignore", name) for name in self.ignore] + [("scheme_overrides", name) for name in self.overrides]
         return [
-            (where, name)
-            for where, name in wanted
-            if not any(_names(name, path, layer) or _applies(name, path, layer) for path, layer in layers)
+            (field, name)
+            for field, given in (("ignore", self.ignore), ("scheme_overrides", self.overrides))
+            for name, paths in _named(given, layers, field).items()
+            if not paths and not any(_within(path, name) for path, _ in layers)
         ]
 
     def _ignored(self, module: nn.Module) -> set[int]:
         """The ids of modules to leave out, for a module may have several names; never the model itself."""
         paths: set[str] = set()
         found: set[int] = set()
-        every = cast(Iterable[tuple[str, nn.Module]], unwrap(module).named_modules(remove_duplicate=False))
+        every = list(cast(Iterable[tuple[str, nn.Module]], unwrap(module).named_modules(remove_duplicate=False)))
+        named = set[str]().union(*_named(self.ignore, every, "ignore").values())
         for path, layer in every:
-            if path and (path.rpartition(".")[0] in paths or any(_names(name, path, layer) for name in self.ignore)):
+            if path and (path.rpartition(".")[0] in paths or path in named):
                 paths.add(path)
                 found.add(id(layer))
         return found
@@ -81,31 +85,24 @@ class Rules:
             if name not in names:
                 close = nearest(name, names) or ""
                 raise ModifierError(f"submodules: '{name}' is no module of the model{close}", "submodules")
-        for field, given in (("ignore", self.ignore), ("scheme_overrides", self.overrides)):
-            for name in given:
-                try:
-                    re.compile(name.removeprefix("re:") if name.startswith("re:") else "")
-                except re.error as error:
-                    raise ModifierError(f"{field}: '{name}' is no regular expression: {error}", field) from None
 
 
 def _within(path: str, name: str) -> bool:
-    return path == name or path.startswith(f"{name}.")
+    return bool(name) and (path == name or path.startswith(f"{name}."))
 
 
-def _names(name: str, path: str, layer: nn.Module) -> bool:
-    """Whether a class name, a module name or a pattern means this module."""
-    if name.startswith("re:"):
-        return re.match(name.removeprefix("re:"), path) is not None
-    return name in (path, type(layer).__name__)
-
-
-def _applies(name: str, path: str, layer: nn.Module) -> bool:
-    return _names(name, path, layer) or (bool(name) and _within(path, name))
+def _named(given: Iterable[str], layers: Sequence[tuple[str, nn.Module]], field: str) -> dict[str, set[str]]:
+    """By class name, module name or pattern: the modules that it means."""
+    return {
+        name: set(matching(name, [path for path, _ in layers], field=field))
+        if name.startswith(PREFIX)
+        else {path for path, layer in layers if name in (path, type(layer).__name__)}
+        for name in given
+    }
 
 
 def _closeness(name: str, path: str) -> int:
     """How closely a name means a module: by class 0, by pattern 1, by name the longer the closer."""
-    if name.startswith("re:"):
+    if name.startswith(PREFIX):
         return 1
     return len(name) + 2 if _within(path, name) else 0
