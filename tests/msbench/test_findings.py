@@ -39,7 +39,7 @@ def learned() -> dict[str, Any]:
         ({**admm(), "mask_generator": {"type": "FPGMMaskGenerator"}}, "cannot use FPGMMaskGenerator"),
         (levels(sparsity_table=[0.3, 0.6]), "expected percents, as in 30 for a share of 0.3"),
         (levels(prun_hw_aware="cv22"), "prun_hw_aware: is not offered"),
-        ({**admm(), "sparsity": {"target_sparsity": 1.5}}, "target_sparsity: expected a share between 0 and 1"),
+        ({**admm(), "sparsity": {"target_sparsity": 1.5}}, "target_sparsity: expected a number <= 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

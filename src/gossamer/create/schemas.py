@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from gossamer.errors import GossamerError, nearest
 from gossamer.modifiers.masked import MaskType
+from gossamer.quantities import MAX_EPOCHS, MAX_FACTOR, MAX_RATE
 from gossamer.recipe.wording import complaint_words, found_words
 
 TARGETS = ("vnni", "tensorrt")
@@ -39,9 +40,9 @@ class RecipeVariables(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, hide_input_in_errors=True)
 
-    num_epochs: Number = Field(default=20.0, gt=0, description="How many epochs the recipe takes in all.")
-    init_lr: Number = Field(default=1e-3, gt=0, description="The learning rate at the beginning.")
-    final_lr: Number = Field(default=1e-7, ge=0, description="The learning rate at the end.")
+    num_epochs: Number = Field(default=20.0, gt=0, le=MAX_EPOCHS, description="How many epochs the recipe takes.")
+    init_lr: Number = Field(default=1e-3, gt=0, le=MAX_RATE, description="The learning rate at the beginning.")
+    final_lr: Number = Field(default=1e-7, ge=0, le=MAX_RATE, description="The learning rate at the end.")
     target: str | None = Field(
         default=None,
         description="The hardware to make the model fast on: 'vnni' (CPUs with 8-bit vector instructions: blocks of "
@@ -72,7 +73,10 @@ class RecipeVariables(BaseModel):
         description="With distillation: how much the teacher counts. 0 is the labels alone, 1 the teacher alone.",
     )
     temperature: Number = Field(
-        default=2.0, gt=0, description="With distillation: how soft the outputs are made before they are compared."
+        default=2.0,
+        ge=1e-3,
+        le=MAX_FACTOR,
+        description="With distillation: how soft the outputs are made before they are compared.",
     )
 
     def __init__(self, **given: Any) -> None:

@@ -7,16 +7,17 @@ two epochs. The loss is the user's own: what ADMM adds enters by the gradient.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import model_validator
 from torch import Tensor
 
 from gossamer.modifiers.base import Run, register
 from gossamer.modifiers.dynamic import DynamicPruningModifier
 from gossamer.modifiers.pruning import Sparsity
 from gossamer.modifiers.state import LARGEST_WEIGHT, Item, Spec, StateField, masks, same_names, tensors
+from gossamer.quantities import PositiveFactor
 from gossamer.sparse import magnitude
 
 
@@ -31,7 +32,7 @@ class ADMMPruningModifier(DynamicPruningModifier):
     _sparsity_field: ClassVar[str] = "final_sparsity"
 
     final_sparsity: Sparsity
-    rho: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-2
+    rho: PositiveFactor = 1e-2
 
     @model_validator(mode="after")
     def _ends(self) -> Self:

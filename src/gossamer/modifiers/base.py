@@ -20,17 +20,12 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError, ModifierError, nearest
 from gossamer.graph import expects_every_gradient
 from gossamer.modifiers.state import Item, Layout, StateField
+from gossamer.quantities import Epoch
 
 if TYPE_CHECKING:
     from gossamer.graph.filter_groups import FilterGraph
 
 _NEWER = {"start": "start_epoch", "end": "end_epoch", "targets": "params"}
-
-Epoch = Annotated[float, Field(ge=-1, allow_inf_nan=False)]
-"""An epoch, 0-indexed; −1 means "at once" as a start and "never" as an end."""
-
-Frequency = Annotated[float, Field(allow_inf_nan=False)]
-"""Epochs between updates; −1 means every step."""
 
 ParamNames = Annotated[str | list[str], Field(union_mode="left_to_right")]
 """`__ALL__`, `__ALL_PRUNABLE__`, a name, or a list of names and `re:` patterns."""
@@ -228,7 +223,7 @@ class Modifier(BaseModel):
     constant_logging: bool = False
     available_gpus: Any = None
     strict: bool = True
-    update_frequency: float = Field(default=-1.0, allow_inf_nan=False)
+    update_frequency: Epoch = -1.0
     """Epochs between updates; without effect on modifiers that never update."""
 
     @model_validator(mode="before")
@@ -343,13 +338,6 @@ def check_gradients_may_vanish(run: Run) -> None:
     """Raise when parameters cannot drop out of the backward pass, because of how DDP was set up."""
     if expects_every_gradient(run.forward):
         raise ModifierError("needs DistributedDataParallel(model, find_unused_parameters=True) around the model")
-
-
-def check_frequency(value: float) -> float:
-    """−1 (every step) or a positive number of epochs."""
-    if value != -1 and value <= 0:
-        raise ValueError(f"expected a positive number of epochs, or -1 for every step, found {value:g}")
-    return value
 
 
 def to_step(epoch: float, steps_per_epoch: float) -> int:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from gossamer.errors import GossamerError, ModifierError, SparsityError
-from gossamer.modifiers.base import Epoch, Frequency, ParamNames, Run, check_frequency, register
+from gossamer.modifiers.base import ParamNames, Run, register
 from gossamer.modifiers.masked import RankedPruningModifier, Sparsity
 from gossamer.modifiers.state import LARGEST_WEIGHT, Item, StateField, flag, masks, tensors
+from gossamer.quantities import Count, Epoch, Frequency, PositiveShare, WeightDecay
 from gossamer.sparse import NM, cosine, erdos_renyi, fraction, magnitude, smallest, uniform
 
 
@@ -32,7 +33,6 @@ class DynamicPruningModifier(RankedPruningModifier):
     any_pattern: ClassVar[bool] = True
     """False when the method is defined for single weights only."""
     _sparsity_field: ClassVar[str]
-    _frequency = field_validator("update_frequency")(check_frequency)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -125,8 +125,8 @@ class RigLPruningModifier(DynamicPruningModifier):
 
     final_sparsity: Sparsity
     sparsity_strategy: Literal["erdos_renyi_kernel", "erdos_renyi", "uniform"] = "erdos_renyi_kernel"
-    init_update_fraction: Annotated[float, Field(gt=0, le=1)] = 0.3
-    num_grads: int = 1
+    init_update_fraction: PositiveShare = 0.3
+    num_grads: Count = 1
     grad_sampler_kwargs: dict[str, object] = Field(default_factory=dict)
     momentum_buffer_reset: bool = True
 
@@ -213,7 +213,7 @@ class TopKASTPruningModifier(DynamicPruningModifier):
 
     forward_sparsity: Sparsity
     backward_sparsity: Sparsity
-    active_weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-4
+    active_weight_decay: WeightDecay = 1e-4
 
     @model_validator(mode="after")
     def _nested(self) -> Self:

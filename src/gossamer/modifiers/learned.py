@@ -12,7 +12,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, islice
-from typing import Annotated, Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from pydantic import Field, model_validator
@@ -23,9 +23,19 @@ from torch.optim.sgd import sgd
 from gossamer.errors import ModifierError
 from gossamer.graph import get_module
 from gossamer.graph.recalibration import BATCHES, recalibrate, running_means
-from gossamer.modifiers.base import Epoch, ParamNames, Run, register, to_step
+from gossamer.modifiers.base import ParamNames, Run, register, to_step
 from gossamer.modifiers.pruning import PruningModifier, Sparsity
 from gossamer.modifiers.state import LARGEST_SETTING, Item, Spec, StateField, by_target, same_names, tensors, vector
+from gossamer.quantities import (
+    Epoch,
+    LearningRate,
+    Logit,
+    PartialSparsity,
+    PositiveRate,
+    Seed,
+    Temperature,
+    WeightDecay,
+)
 from gossamer.sparse import (
     fraction,
     hard_masks,
@@ -41,9 +51,6 @@ from gossamer.sparse import (
     threshold_pull,
     zero_count,
 )
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 TRAVEL, SLOWEST, FASTEST = 5.0, 6e-3, 0.2
 """How far Adam may move a probability in one run, and the learning rates within which that holds."""
@@ -128,13 +135,13 @@ class STRPruningModifier(LearnedPruningModifier):
 
     learned: ClassVar[str] = "thresholds"
 
-    final_sparsity: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
+    final_sparsity: PartialSparsity | None = None
     """The sparsity of all layers together, reached halfway between start and end; None: whatever comes out."""
-    s_init: float = Field(default=-5.0, allow_inf_nan=False)
+    s_init: Logit = -5.0
     """The first s; what lies within σ(s) of zero is zero, 0.0067 for −5."""
-    st_decay: NotNegative = 5e-4
+    st_decay: WeightDecay = 5e-4
     """Weight decay on s; without effect beside `final_sparsity`."""
-    st_lr: NotNegative | None = None
+    st_lr: LearningRate | None = None
     """The learning rate of s; None: that of the weight at each step."""
 
     @model_validator(mode="after")
@@ -302,11 +309,11 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
     final_sparsity: Sparsity
     finetune_epoch: Epoch | None = None
     """When the sparsity is final, between start and end; None: halfway."""
-    score_lr: Positive | None = None
+    score_lr: PositiveRate | None = None
     """The learning rate of Adam on p; None: 5 over the number of steps, at least 0.006 and at most 0.2."""
-    tau_end: Positive = 0.03
+    tau_end: Temperature = 0.03
     """The temperature τ at the end; it falls linearly from 1."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the noise."""
 
     @model_validator(mode="after")

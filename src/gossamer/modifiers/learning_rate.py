@@ -9,17 +9,16 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from gossamer.errors import ModifierError
-from gossamer.modifiers.base import Epoch, Frequency, Modifier, Run, check_frequency, register, to_step
+from gossamer.modifiers.base import Modifier, Run, register, to_step
 from gossamer.modifiers.state import LARGEST_SETTING, StateField, numbers
+from gossamer.quantities import MAX_EPOCHS, MAX_RATE, MIN_EPOCHS, Epoch, Frequency, LearningRate, Period
 from gossamer.sparse import cosine, fraction, interpolate
-
-Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def chosen_groups(run: Run, param_groups: Sequence[int] | None) -> list[dict[str, Any]]:
@@ -81,7 +80,7 @@ class RateModifier(Modifier):
 class SetLearningRateModifier(RateModifier):
     """Set the learning rate once."""
 
-    learning_rate: Rate
+    learning_rate: LearningRate
 
     def rate(self, step: int, start: int, end: int | None, steps_per_epoch: float, initial: float) -> float:
         return self.learning_rate
@@ -93,6 +92,13 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "MultiStepLR": ("gamma", "milestones"),
     "CosineAnnealingWarmRestarts": ("lr_min", "cycle_epochs"),
 }
+_LIMITS: dict[str, tuple[float, float]] = {
+    "gamma": (0, 1000),
+    "step_size": (MIN_EPOCHS, MAX_EPOCHS),
+    "milestones": (-1, MAX_EPOCHS),
+    "lr_min": (0, MAX_RATE),
+    "cycle_epochs": (MIN_EPOCHS, MAX_EPOCHS),
+}
 
 
 @register
@@ -102,10 +108,8 @@ class LearningRateModifier(RateModifier):
     start_epoch: Epoch = Field(default=...)
     lr_class: Literal["ExponentialLR", "StepLR", "MultiStepLR", "CosineAnnealingWarmRestarts"]
     lr_kwargs: dict[str, float | list[float]]
-    init_lr: Rate | None = None
+    init_lr: LearningRate | None = None
     update_frequency: Frequency = -1.0
-
-    _frequency = field_validator("update_frequency")(check_frequency)
 
     @field_validator("lr_kwargs")
     @classmethod
@@ -122,8 +126,10 @@ class LearningRateModifier(RateModifier):
         for key in needed:
             if isinstance(kwargs[key], list) != (key == "milestones"):
                 raise ValueError(f"{key}: expected {'a list of epochs' if key == 'milestones' else 'a number'}")
-            if key in ("step_size", "cycle_epochs") and kwargs[key] <= 0:
-                raise ValueError(f"{key}: expected a positive number of epochs, found {kwargs[key]:g}")
+            low, high = _LIMITS[key]
+            for value in kwargs[key] if key == "milestones" else [kwargs[key]]:
+                if not low <= value <= high:
+                    raise ValueError(f"{key}: expected a number from {low:g} to {high:g}, found {value:g}")
         return kwargs
 
     @property
@@ -144,16 +150,23 @@ class LearningRateModifier(RateModifier):
         passed = step - start
         match self.lr_class:
             case "ExponentialLR":
-                return first * self._number("gamma") ** math.floor(passed / steps_per_epoch)
+                return self._decayed(first, math.floor(passed / steps_per_epoch))
             case "StepLR":
                 period = max(1, to_step(self._number("step_size"), steps_per_epoch))
-                return first * self._number("gamma") ** (passed // period)
+                return self._decayed(first, passed // period)
             case "MultiStepLR":
                 reached = sum(step >= to_step(milestone, steps_per_epoch) for milestone in self._milestones())
-                return first * self._number("gamma") ** reached
+                return self._decayed(first, reached)
             case _:
                 cycle = max(1, to_step(self._number("cycle_epochs"), steps_per_epoch))
                 return cosine(first, self._number("lr_min"), (passed % cycle) / cycle)
+
+    def _decayed(self, first: float, times: int) -> float:
+        """first · gammaᵗ, at most the largest rate: a gamma above 1 grows without bound."""
+        try:
+            return min(first * self._number("gamma") ** times, max(first, MAX_RATE))
+        except OverflowError:
+            return MAX_RATE
 
     def _number(self, key: str) -> float:
         value = self.lr_kwargs[key]
@@ -173,12 +186,10 @@ class LearningRateFunctionModifier(RateModifier):
     start_epoch: Epoch = Field(default=...)
     end_epoch: Epoch = Field(default=...)
     lr_func: Literal["linear", "cosine", "cyclic_linear"]
-    init_lr: Rate
-    final_lr: Rate
-    cycle_epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    init_lr: LearningRate
+    final_lr: LearningRate
+    cycle_epochs: Period = 1.0
     update_frequency: Frequency = -1.0
-
-    _frequency = field_validator("update_frequency")(check_frequency)
 
     @model_validator(mode="after")
     def _ends(self) -> Self:

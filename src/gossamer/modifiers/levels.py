@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from gossamer.errors import ModifierError, SparsityError
 from gossamer.graph import ALL_PRUNABLE
-from gossamer.modifiers.base import Epoch, ParamNames, Run, register
+from gossamer.modifiers.base import ParamNames, Run, register
 from gossamer.modifiers.pruning import PruningModifier, Sparsity
 from gossamer.modifiers.scoring import FilterScorer, MagnitudeScorer, Scorer
 from gossamer.modifiers.state import StateField, number
+from gossamer.quantities import Epoch, Factor, PartialSparsity
 from gossamer.sparse import NM, Filter, energy, erdos_renyi, uniform, zero_count
 from gossamer.sparse.scores import FilterKind
 
-Level = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Allocation = Literal["uniform", "erk", "global", "energy"]
 
 
@@ -36,12 +36,12 @@ class LevelPruningModifier(PruningModifier):
     """
 
     params: ParamNames = ALL_PRUNABLE
-    levels: list[Level]
+    levels: list[PartialSparsity]
     start_epoch: Epoch = 0.0
     end_epoch: Epoch = Field(default=...)
     allocation: Allocation = "uniform"
     """How layers share a level: alike, by Erdős–Rényi-kernel, by one threshold on magnitudes or one on energy."""
-    energy_slope: float = Field(default=0.5, ge=0, allow_inf_nan=False)
+    energy_slope: Factor = 0.5
     """With `energy`: by how much small layers are spared; 0 takes the same share of energy from all."""
     max_layer_sparsity: Sparsity = 0.99
     """With `energy`: no layer becomes sparser than this."""

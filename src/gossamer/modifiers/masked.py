@@ -19,10 +19,10 @@ from gossamer.modifiers.base import Modifier, ParamNames, Run
 from gossamer.modifiers.filters import SAVED, FilterPlan, hold_vectors, is_held, leaves, plan_filters
 from gossamer.modifiers.scoring import outputs_first
 from gossamer.modifiers.state import LARGEST_WEIGHT, StateField, tensors
+from gossamer.quantities import Sparsity
 from gossamer.sparse import Channel, Filter, Pattern, global_masks, parse_pattern, within_reach
 from gossamer.sparse.selection import refuse_nan
 
-Sparsity = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 EXCLUDED = "excluded"
 logger = logging.getLogger("gossamer")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from gossamer.modifiers.base import Epoch, Frequency, Modifier, Run, check_frequency, register
+from gossamer.modifiers.base import Modifier, Run, register
+from gossamer.quantities import Epoch, Frequency
 
 
 @register
@@ -26,8 +27,6 @@ class SparsificationLoggingModifier(Modifier):
     family: ClassVar[str] = "logging"
 
     update_frequency: Frequency = 1.0
-
-    _frequency = field_validator("update_frequency")(check_frequency)
 
     @property
     def updates_every(self) -> float | None:

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from gossamer.errors import ModifierError
 from gossamer.graph import match
 from gossamer.modifiers.base import (
-    Epoch,
-    Frequency,
     Modifier,
     ParamNames,
     Run,
-    check_frequency,
     check_gradients_may_vanish,
     register,
 )
 from gossamer.modifiers.learning_rate import chosen_groups
 from gossamer.modifiers.state import Item, Spec, StateField, by_target
+from gossamer.quantities import Epoch, Frequency, Values, WeightDecay
 from gossamer.sparse import fraction, interpolate
 from gossamer.sparse.schedules import Interpolation
-
-Value = float | list[Any]
 
 
 class ParameterModifier(Modifier):
@@ -78,7 +74,7 @@ class TrainableParamsModifier(ParameterModifier):
 class SetParamModifier(ParameterModifier):
     """Set parameters to a value, once."""
 
-    val: Value
+    val: Values
 
     def bind(self, run: Run) -> list[str]:
         names = super().bind(run)
@@ -95,14 +91,12 @@ class SetParamModifier(ParameterModifier):
 class GradualParamModifier(ParameterModifier):
     """Lead parameters from one value to another."""
 
-    init_val: Value
-    final_val: Value
+    init_val: Values
+    final_val: Values
     start_epoch: Epoch = Field(default=...)
     end_epoch: Epoch = Field(default=...)
     update_frequency: Frequency = Field(default=...)
     inter_func: Interpolation = "linear"
-
-    _frequency = field_validator("update_frequency")(check_frequency)
 
     @model_validator(mode="after")
     def _ends(self) -> Self:
@@ -141,7 +135,7 @@ class SetWeightDecayModifier(Modifier):
 
     family: ClassVar[str] = "optimizer"
 
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    weight_decay: WeightDecay
     param_groups: list[int] | None = None
 
     def bind(self, run: Run) -> list[str]:
@@ -164,7 +158,7 @@ def _trained(item: Item, parameter: Spec) -> bool:
     return trained
 
 
-def filled(run: Run, name: str, value: Value, field: str) -> Tensor:
+def filled(run: Run, name: str, value: float | list[Any], field: str) -> Tensor:
     """A tensor like the parameter that holds `value`, broadcast."""
     parameter = run.parameter(name).detach()
     try:

@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from gossamer.errors import ModifierError
-from gossamer.modifiers.base import Epoch, Frequency, ParamNames, Run, check_frequency, register
+from gossamer.modifiers.base import ParamNames, Run, register
 from gossamer.modifiers.masked import EXCLUDED, PruningModifier, RankedPruningModifier, Sparsity, logger
 from gossamer.modifiers.scoring import (
     FILTER_KINDS,
@@ -28,6 +28,7 @@ from gossamer.modifiers.scoring import (
     Scorer,
 )
 from gossamer.modifiers.state import Item, Spec, StateField, by_target, tensors
+from gossamer.quantities import Epoch, Factor, Frequency
 from gossamer.sparse import NM, Filter, fraction, interpolate
 from gossamer.sparse.schedules import Interpolation
 from gossamer.sparse.scores import FilterKind
@@ -62,9 +63,7 @@ class GMPruningModifier(RankedPruningModifier):
     permute: bool = False
     """Reorder channels first, so that N:M keeps larger weights; what the model computes stays the same."""
     phased: bool = False
-    epsilon: float | None = None
-
-    _frequency = field_validator("update_frequency")(check_frequency)
+    epsilon: Factor | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

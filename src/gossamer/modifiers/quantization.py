@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from gossamer.errors import ModifierError
 from gossamer.graph import named_modules, prunable
-from gossamer.modifiers.base import Epoch, Modifier, Run, register, to_step
+from gossamer.modifiers.base import Modifier, Run, register, to_step
 from gossamer.modifiers.state import Item, Layout, Spec, StateField
+from gossamer.quantities import CountOrZero, Epoch
 from gossamer.quantization import Numbers, Rules, Scheme, scheme_of
 from gossamer.quantization.schemes import BITS
 
@@ -52,7 +53,7 @@ class QuantizationModifier(Modifier):
     ignore: list[str] | None = None
     disable_quantization_observer_epoch: Epoch | None = None
     freeze_bn_stats_epoch: Epoch | None = None
-    num_calibration_steps: Annotated[int, Field(ge=0)] | None = None
+    num_calibration_steps: CountOrZero | None = None
     model_fuse_fn_name: str | None = None
     model_fuse_fn_kwargs: dict[str, Any] | None = None
     submodules: list[str] | None = None

@@ -6,15 +6,14 @@ the scores differ, and those are in `scoring.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, cast
+from typing import Any, Literal, cast
 
 from pydantic import Field, model_validator
 
 from gossamer.modifiers.base import register
 from gossamer.modifiers.pruning import GMPruningModifier, Sparsity
 from gossamer.modifiers.scoring import MFAC, OBS, FisherScorer, Scorer
-
-Count = Annotated[int, Field(ge=1)]
+from gossamer.quantities import Count, PositiveFactor
 
 
 class SecondOrderModifier(GMPruningModifier):
@@ -22,7 +21,7 @@ class SecondOrderModifier(GMPruningModifier):
 
     num_grads: Count | dict[Sparsity, Count]
     """A number, or `{sparsity: number}`: the number of the last sparsity that was reached."""
-    damp: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    damp: PositiveFactor | None = None
     """Added to the diagonal of the Fisher matrix; null: a fraction (`scoring.DAMP`) of its mean diagonal."""
     fisher_block_size: Count | None
     """Weights in a block; null: a whole parameter is one block."""
@@ -74,7 +73,7 @@ class MFACPruningModifier(SecondOrderModifier):
 
     num_grads: Count | dict[Sparsity, Count] = MFAC.num_grads
     fisher_block_size: Count | None = MFAC.block
-    num_pages: int = 1
+    num_pages: Count = 1
     available_devices: Any = None
     score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "MFAC"  # pyright: ignore[reportIncompatibleVariableOverride]
 

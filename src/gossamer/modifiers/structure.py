@@ -16,6 +16,7 @@ from gossamer.graph.thinning_cuts import spread_over_processes
 from gossamer.modifiers.base import Modifier, ParamNames, Run, check_gradients_may_vanish, register, to_step
 from gossamer.modifiers.pruning import GMPruningModifier
 from gossamer.modifiers.state import Item, Layout, Spec, StateField
+from gossamer.quantities import Epoch
 
 
 @register
@@ -167,7 +168,7 @@ class LayerThinningModifier(Modifier):
     param_group_dependency_map: Any = None
     """Accepted and without effect, as is the next: which layers depend on each other is found in the model itself."""
     structure_type: Literal["filter", "channel"] = "filter"
-    update_epochs: list[float] = Field(default_factory=list[float])
+    update_epochs: list[Epoch] = Field(default_factory=list[float])
 
     @model_validator(mode="after")
     def _for_good(self) -> Self:

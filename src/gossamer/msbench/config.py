@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from typing import Any, TypeVar, cast, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from gossamer.errors import GossamerError, nearest
+from gossamer.quantities import Sparsity
 from gossamer.recipe.wording import complaint_words, found_words
 
 PARTS = ("mask_generator", "fake_sparse", "scheduler")
@@ -33,11 +33,11 @@ class Config:
         for key in config:
             if key not in KEYS:
                 problems.append(f"{NAME}: unknown key '{key}'{nearest(str(key), KEYS)}; there are {', '.join(KEYS)}")
-        if "scheduler" not in config:
+        if config.get("scheduler") is None:
             problems.append(f"{NAME}: 'scheduler' is missing; give {{'type': 'AmbaLevelPruneScheduler', 'kwargs': …}}")
-        if config.get("fuse_bn"):
+        if config.get("fuse_bn") is not None and config["fuse_bn"] is not False:
             problems.append(f"{NAME}: fuse_bn is not offered; fuse with torch.nn.utils.fusion before, or leave it out")
-        self.given = deepcopy(config)
+        self.given = copied(config)
         self.types: dict[str, type] = {}
         self.kwargs: dict[str, dict[str, Any]] = {}
         for part in PARTS:
@@ -108,7 +108,7 @@ def _part(
         known = ", ".join(classes)
         problems.append(f"{NAME}: {part}: unknown type {name!r}{nearest(str(name), classes)}; there are {known}")
         return None, {}
-    kwargs: object = entries.get("kwargs") or {}
+    kwargs: object = {} if entries.get("kwargs") is None else entries["kwargs"]
     if not isinstance(kwargs, Mapping):
         problems.append(f"{NAME}: {part}.kwargs: expected a dict, found {type(kwargs).__name__}")
         return classes[name], {}
@@ -131,7 +131,7 @@ def arguments(kind: type, given: Mapping[str, Any], where: str, problems: list[s
             continue
         try:
             adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
-            found[key] = adapter.validate_python(deepcopy(given[key]))
+            found[key] = adapter.validate_python(copied(given[key]))
         except ValidationError as error:
             problems.append(f"{where}.{key}: {sentence(error.errors(include_url=False), given[key])}")
     return found
@@ -159,7 +159,7 @@ def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
         init = base.__dict__.get("__init__")
         if init is None or base is object:
             continue
-        hints = get_type_hints(init)
+        hints = get_type_hints(init, include_extras=True)
         parameters = list(inspect.signature(init).parameters.values())
         for parameter in parameters:
             if parameter.kind is parameter.KEYWORD_ONLY:
@@ -187,11 +187,16 @@ def _sparsity(given: Any, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{NAME}: sparsity: expected {{'target_sparsity': …, 'uniform': …}}, found {given!r}")
         return {}
 
-    def declared(*, target_sparsity: float, uniform: bool = True) -> None: ...
+    def declared(*, target_sparsity: Sparsity, uniform: bool = True) -> None: ...
 
     holder = type("sparsity", (), {"__init__": declared})
-    found = arguments(holder, cast(Mapping[str, Any], given), f"{NAME}: sparsity", problems)
-    if not 0 <= found.get("target_sparsity", 0.0) <= 1:
-        target = found["target_sparsity"]
-        problems.append(f"{NAME}: sparsity.target_sparsity: expected a share between 0 and 1, found {target:g}")
-    return found
+    return arguments(holder, cast(Mapping[str, Any], given), f"{NAME}: sparsity", problems)
+
+
+def copied(value: Any) -> Any:
+    """A copy of the dicts and lists of a config; what they hold besides (classes, tensors) is the user's own."""
+    if isinstance(value, Mapping):
+        return {key: copied(inner) for key, inner in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, list | tuple):
+        return [copied(inner) for inner in cast(Sequence[Any], value)]
+    return value

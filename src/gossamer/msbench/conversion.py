@@ -13,6 +13,7 @@ from gossamer.msbench import build_sparse_scheduler
 from gossamer.msbench.config import arguments
 from gossamer.msbench.levels import AmbaLevelPruneScheduler
 from gossamer.msbench.methods import ADMMScheduler, AmpereScheduler, layer_type
+from gossamer.quantities import MAX_STEPS_PER_EPOCH, MIN_STEPS_PER_EPOCH, CountOrZero
 from gossamer.recipe import Recipe
 
 ASP_KEYS = (
@@ -38,8 +39,9 @@ def to_recipe(
 
     Times become epochs of `steps_per_epoch` iterations. What depends on the shapes of layers (2:4) needs the model.
     """
-    if not 0 < steps_per_epoch < float("inf"):
-        raise GossamerError(f"steps_per_epoch: expected a number above 0, found {steps_per_epoch:g}")
+    if not MIN_STEPS_PER_EPOCH <= steps_per_epoch <= MAX_STEPS_PER_EPOCH:
+        wanted = f"a number above 0 and at most {MAX_STEPS_PER_EPOCH:g}"
+        raise GossamerError(f"steps_per_epoch: expected {wanted}, found {steps_per_epoch:g}")
     asp = given.get("asp", given if given and set(given) <= set(ASP_KEYS) else None)
     if asp is not None:
         return _of_asp(asp, model), []
@@ -84,7 +86,7 @@ def _of_asp(given: Any, model: nn.Module | None) -> Recipe:
 def _asp_arguments(
     *,
     mask_calculator: str = "m4n2_1d",
-    verbosity: int = 3,
+    verbosity: CountOrZero = 3,
     whitelist: list[Any] | None = None,
     allowed_layer_names: list[str] | None = None,
     disallowed_layer_names: list[str] | None = None,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
+from gossamer.quantities import Sparsity, Temperature
 from gossamer.sparse import magnitude, parse_pattern
 from gossamer.sparse.scores import FilterKind, filter_scores
 
@@ -19,9 +20,7 @@ from gossamer.sparse.scores import FilterKind, filter_scores
 class MaskGenerator:
     """Makes the mask of one weight; `sparsity` says how sparse, and whoever uses the generator sets it."""
 
-    def __init__(self, *, sparsity: float | None = None) -> None:
-        if sparsity is not None and not 0 <= sparsity <= 1:
-            raise GossamerError(f"mask_generator: sparsity: expected a share between 0 and 1, found {sparsity:g}")
+    def __init__(self, *, sparsity: Sparsity | None = None) -> None:
         self.sparsity = sparsity
 
     @property
@@ -66,7 +65,7 @@ class NormalMaskGenerator(_Known):
     """The smallest weights of a layer; with `structured` whole filters by their norm, p1 or p2."""
 
     def __init__(
-        self, *, structured: bool = False, func: Literal["p1", "p2"] | None = None, sparsity: float | None = None
+        self, *, structured: bool = False, func: Literal["p1", "p2"] | None = None, sparsity: Sparsity | None = None
     ) -> None:
         super().__init__(sparsity=sparsity)
         self.structured, self.func = structured, func
@@ -92,7 +91,7 @@ class NMMaskGenerator(_Known):
 
 
 class _FilterMaskGenerator(_Known):
-    def __init__(self, *, structured: bool = True, sparsity: float | None = None) -> None:
+    def __init__(self, *, structured: bool = True, sparsity: Sparsity | None = None) -> None:
         super().__init__(sparsity=sparsity)
         if not structured:
             raise GossamerError(f"mask_generator: {type(self).__name__} prunes whole filters; structured must be True")
@@ -109,7 +108,7 @@ class FPGMMaskGenerator(_FilterMaskGenerator):
     """The filters nearest to their geometric median (He et al. 2019)."""
 
     def __init__(
-        self, *, structured: bool = True, func: Literal["l1", "l2", "cos"] = "l2", sparsity: float | None = None
+        self, *, structured: bool = True, func: Literal["l1", "l2", "cos"] = "l2", sparsity: Sparsity | None = None
     ) -> None:
         super().__init__(structured=structured, sparsity=sparsity)
         self.func: Literal["l1", "l2", "cos"] = func
@@ -122,7 +121,7 @@ class FPGMMaskGenerator(_FilterMaskGenerator):
 class NuclearMaskGenerator(_FilterMaskGenerator):
     """The filters without which the layer's nuclear norm falls least."""
 
-    def __init__(self, *, structured: bool = True, func: str | None = None, sparsity: float | None = None) -> None:
+    def __init__(self, *, structured: bool = True, func: str | None = None, sparsity: Sparsity | None = None) -> None:
         super().__init__(structured=structured, sparsity=sparsity)
 
     @property
@@ -137,7 +136,7 @@ class STRMaskGenerator(_Known):
 class ProbMaskGenerator(_Known):
     """What learned probabilities leave; `tau` is the temperature that they start from."""
 
-    def __init__(self, *, tau: float = 1.0) -> None:
+    def __init__(self, *, tau: Temperature = 1.0) -> None:
         super().__init__()
         self.tau = tau
 

@@ -22,6 +22,7 @@ from gossamer.msbench.config import NAME, Config
 from gossamer.msbench.generators import NMMaskGenerator
 from gossamer.msbench.schedulers import BaseScheduler, logger
 from gossamer.msbench.sparsers import FakeSparse
+from gossamer.quantities import Count, Factor, LearningRate, Percent, Share, Size
 
 if TYPE_CHECKING:
     from gossamer.analysis.layers import LayerReport
@@ -41,30 +42,26 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         self,
         config: Config,
         *,
-        total_iters: int = 10000,
-        sparsity_table: list[float] | None = None,
+        total_iters: Count = 10000,
+        sparsity_table: list[Percent] | None = None,
         prun_algo: Algorithm = 1,
-        prun_algo_tuning: float = 0.5,
+        prun_algo_tuning: Factor = 0.5,
         dw_no_prune: bool = False,
         do_sparse_analysis: bool = False,
-        default_input_shape: list[int] | None = None,
+        default_input_shape: list[Size] | None = None,
         default_input_custom: Any = None,
         output_dir: str | os.PathLike[str] = "./sparse_analysis",
         save_dir: str | os.PathLike[str] | None = "./model_save_path",
-        sparse_rate_tolerance: float = 0.015,
-        prune_tolerance_max: float = 1.0,
-        prune_tolerance_min: float = 1.0,
-        init_lr: float | list[float] | None = None,
+        sparse_rate_tolerance: Share = 0.015,
+        prune_tolerance_max: Factor = 1.0,
+        prune_tolerance_min: Factor = 1.0,
+        init_lr: LearningRate | list[LearningRate] | None = None,
         verbose: bool = False,
         **excluded: Any,
     ) -> None:
         super().__init__(config, **excluded)
         table = TABLE if sparsity_table is None else sparsity_table
-        problems = [
-            f"sparsity_table: expected percents from 0 to below 100, found {percent:g}"
-            for percent in table
-            if not 0 <= percent < 100
-        ]
+        problems: list[str] = []
         if table and 0 < max(table) < 1:
             problems.append(f"sparsity_table: expected percents, as in 30 for a share of 0.3, found {table}")
         if any(after <= before for before, after in pairwise(table)):

@@ -26,6 +26,7 @@ from gossamer.msbench.config import NAME, Config
 from gossamer.msbench.lowering import ADMM_ARGUMENTS, STR_ARGUMENTS, made
 from gossamer.msbench.schedulers import BaseScheduler
 from gossamer.msbench.selection import layer_of
+from gossamer.quantities import MAX_COUNT, Count, CountOrZero, PartialSparsity, PositiveFactor, Seed
 from gossamer.recipe import Recipe
 from gossamer.sparse import fraction, interpolate, pulled
 
@@ -45,7 +46,7 @@ class AmpereScheduler(BaseScheduler):
         whitelist: list[Any] | None = None,
         allow_recompute_mask: bool = False,
         allow_permutation: bool = False,
-        verbosity: int = 2,
+        verbosity: CountOrZero = 2,
     ) -> None:
         super().__init__(config)
         self._pattern = calculator(mask_calculator)  # which says what is wrong with it
@@ -114,7 +115,12 @@ class STRScheduler(BaseScheduler):
     needs = sparsers.STRFakeSparse
 
     def __init__(
-        self, config: Config, *, prune_rate: float | None = None, total_iterations: int | None = None, **excluded: Any
+        self,
+        config: Config,
+        *,
+        prune_rate: PartialSparsity | None = None,
+        total_iterations: Count | None = None,
+        **excluded: Any,
     ) -> None:
         super().__init__(config, **excluded)
         if prune_rate is not None and total_iterations is None:
@@ -176,20 +182,17 @@ class ProbMaskPruneScheduler(BaseScheduler):
         self,
         config: Config,
         *,
-        prune_rate: float,
-        total_iterations: int,
-        warmup_iteration_stamps: int,
-        finetune_iteration_stamps: int,
-        start_prune_rate: float = 0.0,
-        seed: int = 0,
+        prune_rate: PartialSparsity,
+        total_iterations: Count,
+        warmup_iteration_stamps: CountOrZero,
+        finetune_iteration_stamps: CountOrZero,
+        start_prune_rate: PartialSparsity = 0.0,
+        seed: Seed = 0,
         **excluded: Any,
     ) -> None:
         super().__init__(config, **excluded)
         where = f"{NAME}: scheduler.kwargs"
-        for key, rate in (("prune_rate", prune_rate), ("start_prune_rate", start_prune_rate)):
-            if not 0 <= rate < 1:
-                raise GossamerError(f"{where}.{key}: expected a share from 0 to below 1, found {rate:g}")
-        if not 0 <= warmup_iteration_stamps <= finetune_iteration_stamps <= total_iterations:
+        if not warmup_iteration_stamps <= finetune_iteration_stamps <= total_iterations:
             raise GossamerError(
                 f"{where}: expected warmup_iteration_stamps ≤ finetune_iteration_stamps ≤ total_iterations, found "
                 f"{warmup_iteration_stamps}, {finetune_iteration_stamps} and {total_iterations}"
@@ -292,9 +295,9 @@ class ADMMScheduler(BaseScheduler):
         self,
         config: Config,
         *,
-        total_iters: int | None = None,
-        iters_per_epoch: int | None = None,
-        rho: float | None = None,
+        total_iters: Count | None = None,
+        iters_per_epoch: Count | None = None,
+        rho: PositiveFactor | None = None,
         **excluded: Any,
     ) -> None:
         super().__init__(config, **excluded)
@@ -304,7 +307,7 @@ class ADMMScheduler(BaseScheduler):
             kind = type(self.generator).__name__
             raise GossamerError(f"{NAME}: mask_generator: ADMMScheduler goes by magnitude and cannot use {kind}")
         self.rho = rho
-        self.lengths = _lengths(total_iters, iters_per_epoch, "scheduler.kwargs.")
+        self.lengths: tuple[int | None, int | None] = (total_iters, iters_per_epoch)
         self.modifiers()  # so that what is wrong is told at once
 
     @property
@@ -320,7 +323,11 @@ class ADMMScheduler(BaseScheduler):
         self._check_prepared(model, "before_run")
         if self._begun:
             raise GossamerError("before_run: pruning has begun already; call it before the first prune_model")
-        self.lengths = _lengths(max_iters, iters_per_epoch)
+        for key, length in (("max_iters", max_iters), ("iters_per_epoch", iters_per_epoch)):
+            if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= MAX_COUNT:  # pyright: ignore[reportUnnecessaryIsInstance]
+                wanted = f"a number of iterations from 1 to {MAX_COUNT:,}"
+                raise GossamerError(f"before_run: {key}: expected {wanted}, found {length!r}")
+        self.lengths = max_iters, iters_per_epoch
         self.install(model)
 
     def modifiers(self, steps_per_epoch: float = 1.0) -> Sequence[Modifier]:
@@ -346,13 +353,6 @@ class ADMMScheduler(BaseScheduler):
         if self.lengths[0] is None:
             raise GossamerError("prune_model: call before_run(model, iters_per_epoch, max_iters) first")
         super().advance(model, iteration)
-
-
-def _lengths(total_iters: int | None, iters_per_epoch: int | None, place: str = "") -> tuple[int | None, int | None]:
-    for key, length in (("total_iters", total_iters), ("iters_per_epoch", iters_per_epoch)):
-        if length is not None and length < 1:
-            raise GossamerError(f"{place}{key}: expected a number of iterations above 0, found {length}")
-    return total_iters, iters_per_epoch
 
 
 def layer_type(entry: Any) -> type[nn.Module]:

@@ -21,6 +21,7 @@ from gossamer.graph import first_names, get_module, get_parameter, named_modules
 from gossamer.graph.additions import SPARSER
 from gossamer.graph.substitution import Substitution, withdraw_all
 from gossamer.msbench.generators import MaskGenerator, ProbMaskGenerator
+from gossamer.quantities import Logit
 from gossamer.sparse.reparameterization import (
     hard_masks,
     initial_probabilities,
@@ -45,7 +46,7 @@ class FakeSparse(nn.Module):
 class STRFakeSparse(FakeSparse):
     """sign(W)·ReLU(|W| − σ(s)) with one learned s (Kusupati et al. 2020); a lower `sInit_value` starts denser."""
 
-    def __init__(self, weight: Tensor, generator: MaskGenerator, *, sInit_value: float = -5.0) -> None:  # noqa: N803
+    def __init__(self, weight: Tensor, generator: MaskGenerator, *, sInit_value: Logit = -5.0) -> None:  # noqa: N803
         super().__init__(weight, generator)
         self.s = nn.Parameter(torch.tensor(float(sInit_value), dtype=weight.dtype, device=weight.device))
 

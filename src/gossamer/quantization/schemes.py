@@ -87,7 +87,7 @@ def scheme_of(given: Any, field: str, base: Scheme = SCHEMES["default"]) -> Sche
         if key == "target_hardware":
             continue
         if key not in parts:
-            raise ModifierError(f"{field}: unknown key '{key}'{nearest(key, parts) or ''}; {_EXPECTED}", field)
+            raise ModifierError(f"{field}: unknown key '{key}'{nearest(str(key), parts)}; {_EXPECTED}", field)
         numbers = _numbers(value, f"{field}: {key}", field, getattr(scheme, parts[key]) or defaults[parts[key]])
         scheme = replace(scheme, **{parts[key]: numbers})
     return scheme
@@ -124,7 +124,7 @@ def _numbers(given: Any, where: str, field: str, base: Numbers | None) -> Number
                 raise ModifierError(f"{where}: {key}: expected true or false, found {value!r}", field)
             case _:
                 known = ("num_bits", "symmetric", "strategy", "reduce_range")
-                raise ModifierError(f"{where}: unknown key '{key}'{nearest(key, known) or ''}", field)
+                raise ModifierError(f"{where}: unknown key '{key}'{nearest(str(key), known)}", field)
     if "reduce_range" not in entries:
         numbers = replace(numbers, reduced=numbers.reduced and numbers.bits == 8)
     if numbers.bounds[1] < 1:

@@ -164,9 +164,9 @@ def parse_pattern(mask_type: str | Sequence[int]) -> Pattern:
 @lru_cache
 def _named_pattern(mask_type: str) -> Pattern:
     """Cached, because modifiers ask at every update."""
-    if match := re.fullmatch(r"(\d+):(\d+)", mask_type.strip()):
+    if match := re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", mask_type.strip()):
         return NM(int(match[1]), int(match[2]))
-    if match := re.fullmatch(r"m(\d+)n(\d+)_(?:1d|2d_(best|greedy))", mask_type.strip()):
+    if match := re.fullmatch(r"m([0-9]{1,4})n([0-9]{1,4})_(?:1d|2d_(best|greedy))", mask_type.strip()):
         n, m = int(match[2]), int(match[1])
         return NM(n, m) if match[3] is None else NM2d(n, m, "best" if match[3] == "best" else "greedy")
     named: dict[str, Pattern] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from numbers import Real
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from gossamer.errors import GossamerError
+from gossamer.quantities import MAX_STEPS_PER_EPOCH, MIN_STEPS_PER_EPOCH
 
 
 def check_model(model: object) -> None:
@@ -30,9 +30,9 @@ def check_arguments(model: object, optimizer: object, steps_per_epoch: Any, scal
             f"steps_per_epoch: expected the number of optimizer steps in an epoch, found a {kind}; pass len(loader), "
             "divided by the number of batches in a step when gradients are accumulated"
         )
-    number = isinstance(steps_per_epoch, Real) and steps_per_epoch is not True
-    if not number or not 0 < float(steps_per_epoch) < math.inf:
-        wanted = "expected the number of optimizer steps in an epoch, more than 0"
+    number: Any = steps_per_epoch if isinstance(steps_per_epoch, Real) and steps_per_epoch is not True else 0
+    if not MIN_STEPS_PER_EPOCH <= number <= MAX_STEPS_PER_EPOCH:
+        wanted = f"expected the number of optimizer steps in an epoch, more than 0 and at most {MAX_STEPS_PER_EPOCH:g}"
         raise GossamerError(f"steps_per_epoch: {wanted}, found {steps_per_epoch!r}")
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise GossamerError(f"scaler: expected a torch.amp.GradScaler, found {type(scaler).__name__}")

@@ -21,6 +21,7 @@ from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter, has_parameter, unwrap
 from gossamer.graph.recalibration import checked_batches, has_running_statistics, recalibrate
 from gossamer.modifiers import LayerThinningModifier, Modifier
+from gossamer.quantities import MAX_EPOCHS
 from gossamer.quantization import is_emulated
 from gossamer.recipe import Recipe, load
 from gossamer.training.arguments import check_arguments, check_model
@@ -160,7 +161,7 @@ class Manager:
         batches: Any = accumulation_steps
         if isinstance(batches, bool) or not isinstance(batches, Integral) or batches < 1:
             raise GossamerError(f"accumulation_steps: expected the number of batches in a step, found {batches!r}")
-        if epoch is not None and not (isinstance(epoch, Real) and math.isfinite(epoch)):
+        if epoch is not None and not (isinstance(epoch, Real) and abs(epoch) <= MAX_EPOCHS):
             raise GossamerError(f"epoch: expected the epoch at which to enter the run, found {epoch!r}")
         for warning in self.recipe_object.warnings:
             logger.warning("%s", warning)

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, ModifierError, nearest
 from gossamer.graph import named_modules
 from gossamer.modifiers.base import Modifier, Run, register
 from gossamer.modifiers.state import LARGEST_SETTING, Item, Layout, Spec, StateField
+from gossamer.quantities import Factor, Share, Temperature
 
 if TYPE_CHECKING:
     from gossamer.modifiers.distillation.features import FeatureLearner
@@ -93,9 +94,9 @@ class TaughtModifier(Modifier):
 class DistillationModifier(TaughtModifier):
     """Learn from a teacher's outputs as well as from the labels: (1 − hardness) · loss + hardness · T² · KL."""
 
-    hardness: Annotated[float, Field(ge=0, le=1)] = 0.5
+    hardness: Share = 0.5
     """The teacher's share of the loss."""
-    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
+    temperature: Temperature = 2.0
     """T: the logits of both are divided by it."""
 
     @property
@@ -113,14 +114,14 @@ class DistillationModifier(TaughtModifier):
 class PerLayerDistillationModifier(TaughtModifier):
     """Learn from a teacher's features layer by layer: loss + gain · Σ mean((student − teacher)²)."""
 
-    gain: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.5
+    gain: Factor = 1.5
     normalize: bool = True
     """Divide each layer's term by the mean square of the teacher's features."""
     project_features: bool = True
     """Map the student's channels to the teacher's by a matrix that is learned, where their numbers differ."""
     student_layer_names: list[str] | None = None
     teacher_layer_names: list[str] | None = None
-    epsilon: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
+    epsilon: Factor = 1e-6
     """Added to that mean square."""
 
     @model_validator(mode="after")

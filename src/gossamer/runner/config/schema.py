@@ -11,10 +11,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Count = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0, lt=1)]
+from gossamer.quantities import Count, CountOrZero, PartialShare, PeriodOrZero, PositiveFactor, PositiveShare, Seed
+
 FileName = Annotated[Path, Field(strict=False)]
 """A path; YAML has it as text."""
+
+BatchSize = Annotated[int, Field(ge=1, le=2**20)]
+ClassCount = Annotated[int, Field(ge=1, le=2**20)]
 
 Transform = str | dict[str, dict[str, Any] | None]
 """A class of torchvision.transforms.v2 by name, or `{Name: {arguments}}`."""
@@ -39,8 +42,8 @@ class Named(Part):
 class Source(Part):
     """What all datasets share."""
 
-    batch_size: Count = 32
-    num_workers: Annotated[int, Field(ge=0)] = 0
+    batch_size: BatchSize = 32
+    num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     transforms: list[Transform] = []
     on_error: Literal["skip", "refuse"] = "skip"
     """An image or box that cannot be used: leave it out and count it, or end with its file and line."""
@@ -112,9 +115,9 @@ class Scenes(Source):
 
     type: Literal["scenes"]
     split: Literal["train", "test"]
-    count: Count = 200
-    size: Annotated[int, Field(ge=32)] = 128
-    seed: int = 0
+    count: Annotated[int, Field(ge=1, le=10**6)] = 200
+    size: Annotated[int, Field(ge=32, le=4096)] = 128
+    seed: Seed = 0
 
 
 AnySource = Annotated[
@@ -141,10 +144,10 @@ class LRScheduler(Named):
     """A class of torch.optim.lr_scheduler by name; lengths in `kwargs` count epochs, or iterations under max_iter."""
 
     type: str = "CosineAnnealingLR"
-    warmup_iter: Annotated[int, Field(ge=0)] = 0
-    warmup_epochs: Annotated[float, Field(ge=0)] = 0
+    warmup_iter: CountOrZero = 0
+    warmup_epochs: PeriodOrZero = 0
     warmup_type: Literal["linear", "exp", "constant"] = "linear"
-    warmup_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
+    warmup_ratio: PositiveShare = 0.1
     """The share of the learning rate that a warm-up starts from."""
 
     @model_validator(mode="after")
@@ -168,8 +171,8 @@ class Trainer(Part):
     """Mixed precision: fp16 with a scaled loss on an accelerator, bf16 on a CPU."""
     accumulate: Count = 1
     """Batches in one optimizer step, which is what an iteration is."""
-    clip_grad_norm: Annotated[float, Field(gt=0)] | None = None
-    label_smoothing: Share = 0.0
+    clip_grad_norm: PositiveFactor | None = None
+    label_smoothing: PartialShare = 0.0
     log_freq: Count = 10
 
     @model_validator(mode="after")
@@ -194,7 +197,7 @@ class Saver(Part):
 
 class Ema(Part):
     enable: bool = False
-    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    decay: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False)] = 0.999
 
 
 class RunnerType(Part):
@@ -248,7 +251,7 @@ class Sparsity(Part):
 class Config(Part):
     """A whole config."""
 
-    num_classes: Count | None = None
+    num_classes: ClassCount | None = None
     """Without the background; by default what the training data has."""
     task: Literal["classification", "detection"] | None = None
     """By default what the net is for; a model of one's own classifies unless it says what its network is."""
