@@ -7,7 +7,15 @@ nothing of recipes or models; whoever raises them passes the words.
 from __future__ import annotations
 
 import difflib
+import heapq
 from collections.abc import Iterable
+
+MAX_SUGGESTED = 20
+"""For so many unknown names of one document the nearest is looked for."""
+MAX_NAME = 200
+"""Longer names have no nearest one: comparing takes quadratic time."""
+MAX_COMPARED = 300
+"""Of more known names, those are compared that begin and end most like the unknown one."""
 
 
 class GossamerError(Exception):
@@ -52,5 +60,23 @@ def nearest(name: str, known: Iterable[str], count: int = 1) -> str:
     >>> nearest("final_sparsty", ["final_sparsity", "params"])
     "; nearest: 'final_sparsity'"
     """
-    matches = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+    if len(name) > MAX_NAME:
+        return ""
+    candidates = [other for other in known if len(other) <= MAX_NAME]
+    if len(candidates) > MAX_COMPARED:
+        candidates = heapq.nlargest(MAX_COMPARED, candidates, key=lambda other: _shared_ends(name, other))
+    matches = difflib.get_close_matches(name, candidates, n=count, cutoff=0.5)
     return "; nearest: " + ", ".join(repr(match) for match in matches) if matches else ""
+
+
+def _shared_ends(first: str, second: str) -> int:
+    """How many characters two names share at their beginning and at their end."""
+    start = _shared_start(first, second)
+    return start + _shared_start(first[:start:-1], second[:start:-1])
+
+
+def _shared_start(first: str, second: str) -> int:
+    for index, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return index
+    return min(len(first), len(second))

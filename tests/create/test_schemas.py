@@ -45,7 +45,7 @@ def test_every_variable_has_a_help_text() -> None:
         ({"init_lr": 0}, "recipe_variables.init_lr: expected a number > 0, found 0.0"),
         ({"final_lr": -1}, "recipe_variables.final_lr: expected a number >= 0, found -1.0"),
         ({"hardness": 1.5}, "recipe_variables.hardness: expected a number <= 1, found 1.5"),
-        ({"temperature": 0}, "recipe_variables.temperature: expected a number > 0, found 0.0"),
+        ({"temperature": 0}, "recipe_variables.temperature: expected a number >= 0.001, found 0.0"),
         ({"global_sparsity": "yes"}, "recipe_variables.global_sparsity: expected true or false, found 'yes'"),
         ({"target": "tensort"}, "recipe_variables.target: unknown target 'tensort'; nearest: 'tensorrt'; known: vnni"),
         ({"target": 4}, "recipe_variables.target: expected text, found 4"),

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from gossamer.errors import ModifierError, nearest
+from gossamer.errors import MAX_SUGGESTED, ModifierError, nearest
 from gossamer.graph.regex import PREFIX, PatternError, matching
 
 ALL = "__ALL__"
@@ -255,20 +255,16 @@ class _Resolver:
         """All matched names in the model's order, and those that were named exactly."""
         found: set[str] = set()
         exact: set[str] = set()
-        missed: list[ModifierError] = []
+        missed: list[str] = []
         for item in wanted:
-            try:
-                names, is_exact = self._one(item)
-            except PatternError:
-                raise
-            except ModifierError as error:
-                missed.append(error)
-                continue
+            names, is_exact = self._one(item)
+            if not names:
+                missed.append(item)
             found.update(names)
             if is_exact:
                 exact.update(names)
         if missed and (self.strict or not found):
-            raise ModifierError("\n".join(str(error) for error in missed), self.field)
+            raise ModifierError("\n".join(self._nothing(item) for item in missed[:MAX_SUGGESTED]), self.field)
         if not found:
             raise ModifierError(f"{self.field}: no parameter is named; list names, or write {ALL_PRUNABLE}", self.field)
         return [name for name in self.names if name in found], exact
@@ -277,10 +273,7 @@ class _Resolver:
         if item == ALL:
             return self.names, False
         if item == ALL_PRUNABLE:
-            names = prunable(self.module)
-            if not names:
-                raise ModifierError(f"{self.field}: the model has no convolution or linear layer to prune", self.field)
-            return names, False
+            return prunable(self.module), False
         if item.startswith(PREFIX):
             return self._pattern(item), False
         for name in _without_prefixes(item):
@@ -288,26 +281,26 @@ class _Resolver:
                 return [self.canonical[name]], True
             if f"{name}.weight" in self.canonical:
                 return [self.canonical[f"{name}.weight"]], True
-        raise self._nothing(item)
+        return [], False
 
     def _pattern(self, item: str) -> list[str]:
         names = {self.canonical[alias] for alias in matching(item, list(self.canonical), field=self.field)}
         if not names and item.removeprefix(PREFIX).startswith(_PREFIXES):
             return self._pattern(PREFIX + next(_without_prefixes(item.removeprefix(PREFIX), only_shortened=True)))
-        if not names:
-            raise self._nothing(item)
         return [name for name in self.names if name in names]
 
-    def _nothing(self, item: str) -> ModifierError:
+    def _nothing(self, item: str) -> str:
+        """Why an item names no parameter, with the nearest that there are."""
+        if item == ALL_PRUNABLE:
+            return f"{self.field}: the model has no convolution or linear layer to prune"
         if "/" in item and not any("/" in name for name in self.names):
-            return ModifierError(
+            return (
                 f"{self.field}: '{item}' is a TensorFlow-style name, and this is the PyTorch engine; "
-                f"PyTorch names have dots{nearest(item.replace('/', '.'), self.names)}",
-                self.field,
+                f"PyTorch names have dots{nearest(item.replace('/', '.'), self.names)}"
             )
         plain = re.sub(r"[\\^$*+?()\[\]|]", "", item.removeprefix(PREFIX))
         close = nearest(plain, [*self.names, *prunable(self.module)]) or _by_last_part(plain, self.names)
-        return ModifierError(f"{self.field}: '{item}' matches none of {len(self.names)} parameters{close}", self.field)
+        return f"{self.field}: '{item}' matches none of {len(self.names)} parameters{close}"
 
 
 def _without_prefixes(name: str, only_shortened: bool = False) -> Iterator[str]:

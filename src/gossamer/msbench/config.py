@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from gossamer.errors import GossamerError, nearest
+from gossamer.errors import MAX_SUGGESTED, GossamerError, nearest
 from gossamer.quantities import Sparsity
 from gossamer.recipe.wording import complaint_words, found_words
 
@@ -30,9 +30,8 @@ class Config:
     def __init__(self, given: Mapping[str, Any], classes: Mapping[str, Mapping[str, type]]) -> None:
         problems: list[str] = []
         config = _unnested(given)
-        for key in config:
-            if key not in KEYS:
-                problems.append(f"{NAME}: unknown key '{key}'{nearest(str(key), KEYS)}; there are {', '.join(KEYS)}")
+        for key in [key for key in config if key not in KEYS][:MAX_SUGGESTED]:
+            problems.append(f"{NAME}: unknown key '{key}'{nearest(str(key), KEYS)}; there are {', '.join(KEYS)}")
         if config.get("scheduler") is None:
             problems.append(f"{NAME}: 'scheduler' is missing; give {{'type': 'AmbaLevelPruneScheduler', 'kwargs': …}}")
         if config.get("fuse_bn") is not None and config["fuse_bn"] is not False:
@@ -98,10 +97,9 @@ def _part(
         problems.append(f"{NAME}: {part}: expected {{'type': …, 'kwargs': {{…}}}}, found {type(given).__name__}")
         return None, {}
     entries = cast(Mapping[str, Any], given)
-    for key in entries:
-        if key not in ("type", "kwargs"):
-            close = nearest(str(key), ("type", "kwargs"))
-            problems.append(f"{NAME}: {part}: unknown key '{key}'{close}; arguments go into 'kwargs'")
+    for key in [key for key in entries if key not in ("type", "kwargs")][:MAX_SUGGESTED]:
+        close = nearest(str(key), ("type", "kwargs"))
+        problems.append(f"{NAME}: {part}: unknown key '{key}'{close}; arguments go into 'kwargs'")
     name = entries.get("type", "BaseScheduler" if part == "scheduler" else DEFAULTS[part])
     name = ALIASES.get(name, name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in classes:
@@ -119,10 +117,10 @@ def arguments(kind: type, given: Mapping[str, Any], where: str, problems: list[s
     """The keyword arguments, converted to the types that the class's `__init__` declares."""
     fields = _fields(kind)
     offered = f"there are {', '.join(fields)}" if fields else f"{kind.__name__} takes none"
-    for key in given:
+    for key in [key for key in given if key not in fields][:MAX_SUGGESTED]:
         if key in REFUSED:
             problems.append(f"{where}.{key}: {REFUSED[key]}")
-        elif key not in fields:
+        else:
             problems.append(f"{where}: unknown key '{key}'{nearest(str(key), fields)}; {offered}")
     found: dict[str, Any] = {}
     for key, (hint, required) in fields.items():

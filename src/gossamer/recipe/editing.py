@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from gossamer.errors import RecipeError, nearest
+from gossamer.errors import MAX_SUGGESTED, RecipeError, nearest
 from gossamer.modifiers.base import Modifier
 from gossamer.recipe.loading import distinct_name, outline_of
 from gossamer.recipe.nodes import AliasNode, ListNode, MapNode, Node, Pair, ScalarNode, content_start, pairs, target
@@ -48,7 +48,8 @@ def override_variables(source: Source, overrides: Mapping[str, object]) -> Sourc
     missing = [name for name in overrides if name not in known]
     if unknown := [name for name in missing if name not in used]:
         known |= used
-        raise RecipeError([f"{source.name}: unknown variable '{name}'{nearest(name, known)}" for name in unknown])
+        shown = unknown[:MAX_SUGGESTED]
+        raise RecipeError([f"{source.name}: unknown variable '{name}'{nearest(name, known)}" for name in shown])
     if missing and isinstance(parts.root, ListNode):
         raise RecipeError(f"{source.name}: no place for the variable '{missing[0]}'; put the list below 'modifiers:'")
     edits = [

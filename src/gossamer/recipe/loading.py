@@ -26,6 +26,9 @@ from gossamer.recipe.wording import report
 Stages = tuple[tuple[str, tuple[Modifier, ...]], ...]
 
 
+MAX_MODIFIERS = 1000
+
+
 @dataclass(frozen=True)
 class Content:
     """What a source holds. `lines` gives for each modifier the line of its fields, and its own under None."""
@@ -63,6 +66,8 @@ def _read(source: Source, problems: Problems) -> Content:
     modifiers: list[Modifier] = []
     lines: list[Mapping[str | None, int]] = []
     stages: list[tuple[str, tuple[Modifier, ...]]] = []
+    if (count := sum(len(section.modifiers) for section in parts.sections)) > MAX_MODIFIERS:
+        raise RecipeError(f"{source.name}: expected at most {MAX_MODIFIERS:,} modifiers, found {count:,}")
     for section in parts.sections:
         inner = Scope(section.variables, problems, scope) if section.is_stage else scope
         inner.variables()

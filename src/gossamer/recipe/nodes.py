@@ -28,7 +28,7 @@ from gossamer.errors import RecipeError, nearest
 from gossamer.recipe.scalars import scalar_value
 from gossamer.recipe.source import MAX_BYTES, Problems, Source, source_of_text
 
-MAX_NODES = 200_000
+MAX_NODES = 50_000
 """A recipe is refused when it has more values than this, aliases written out."""
 
 MAX_DEPTH = 100

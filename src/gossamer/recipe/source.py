@@ -18,8 +18,8 @@ from typing import IO, Any, cast
 
 from gossamer.errors import RecipeError, nearest
 
-MAX_BYTES = 4 * 1024 * 1024
-"""A recipe is refused when it is larger than this."""
+MAX_BYTES = 1024 * 1024
+"""A recipe is refused when it is larger than this: 20,000 parameters, each by its name, take less."""
 
 MAX_MESSAGE = 400
 MAX_PROBLEMS = 200
@@ -250,4 +250,5 @@ def _no_such_file(path: str) -> str:
 
 
 def _too_large(name: str) -> RecipeError:
-    return RecipeError(f"{name}: expected a recipe of at most {MAX_BYTES // 1024 // 1024} MB, found more")
+    most = f"{MAX_BYTES // 1024 // 1024} MB"
+    return RecipeError(f"{name}: expected a recipe of at most {most}, found more; name parameters by patterns (re:…)")

@@ -13,7 +13,7 @@ from enum import Enum
 from graphlib import CycleError, TopologicalSorter
 from typing import Final, cast
 
-from gossamer.errors import nearest
+from gossamer.errors import MAX_SUGGESTED, nearest
 from gossamer.recipe.expressions import ExpressionError, evaluate
 from gossamer.recipe.nodes import MAX_NODES, ListNode, Node, Pair, ScalarNode, constructed, pairs, target, walk
 from gossamer.recipe.scalars import expression_in
@@ -31,10 +31,11 @@ BROKEN: Final = _Broken.BROKEN
 
 
 class Budget:
-    """How many values expressions may still add; one for a whole file."""
+    """How many values expressions may still add, and for how many names the nearest is found; one for a whole file."""
 
     def __init__(self, left: int = MAX_NODES) -> None:
         self.left = left
+        self.suggestions = MAX_SUGGESTED
 
     def spend(self, value: object) -> None:
         if self.left < 0:
@@ -99,7 +100,9 @@ class Scope:
         owner = self._owner(name)
         if owner is None:
             known = [*self._variables, *(self._outer._variables if self._outer else ())]
-            raise ExpressionError(f"unknown variable '{name}'{nearest(name, known)}")
+            self._budget.suggestions -= 1
+            close = nearest(name, known) if self._budget.suggestions >= 0 else ""
+            raise ExpressionError(f"unknown variable '{name}'{close}")
         value = owner._variable(name)
         if value is BROKEN:
             raise _AlreadyReportedError

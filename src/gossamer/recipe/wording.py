@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from gossamer.errors import nearest
 from gossamer.modifiers.base import Modifier
 from gossamer.recipe.nodes import ListNode, MapNode, Node, Pair, pairs, target
-from gossamer.recipe.source import Problems
+from gossamer.recipe.source import MAX_PROBLEMS, Problems
 
 _EXPECTED = {
     "float": "a number",
@@ -57,7 +57,7 @@ def report(
 ) -> None:
     """Add every complaint about one modifier to `problems`; fields in `broken` have theirs already."""
     by_field: dict[str, list[_Complaint]] = {}
-    for details in error.errors(include_url=False):
+    for details in error.errors(include_url=False)[:MAX_PROBLEMS]:
         location = details["loc"]
         if location[:1] and location[0] in broken:
             continue

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
-from gossamer.errors import GossamerError, RecipeError, SparsityError
+from gossamer.errors import MAX_SUGGESTED, GossamerError, RecipeError, SparsityError
 from gossamer.graph import get_parameter, unwrap
 from gossamer.modifiers import PruningModifier
 from gossamer.modifiers.base import placed
@@ -92,7 +93,8 @@ class TrainingRun:
         self.rates = LearningRates(self.attachments, optimizer)
         self._handles: list[RemovableHandle] = []
         self.journal = Journal()
-        problems = [problem for attachment in self.attachments if (problem := bind(recipe, attachment)) is not None]
+        found = (problem for attachment in self.attachments if (problem := bind(recipe, attachment)) is not None)
+        problems = list(islice(found, MAX_SUGGESTED))
         problems += [str(located(recipe, *found)) for found in misplaced(self.attachments)]
         if problems:
             raise RecipeError(problems)

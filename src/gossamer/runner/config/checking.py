@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from gossamer.errors import nearest
+from gossamer.recipe.source import MAX_PROBLEMS
 from gossamer.recipe.wording import complaint_words, found_words
 from gossamer.runner.config.foreign import set_aside
 from gossamer.runner.config.schema import Config, Part
@@ -40,7 +41,7 @@ def checked(tree: Tree, problems: Problems) -> Config | None:
     try:
         config = Config.model_validate(plain(tree))
     except ValidationError as error:
-        complaints = [_complaint(details, tree) for details in error.errors(include_url=False)]
+        complaints = [_complaint(details, tree) for details in error.errors(include_url=False)[:MAX_PROBLEMS]]
         _report([complaint for complaint in complaints if complaint.path not in known_faults], problems)
         return None
     return None if problems.found else config
