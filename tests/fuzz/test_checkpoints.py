@@ -165,7 +165,7 @@ def used(path: Path) -> None:
     checkpoint = read_checkpoint(path)
     encode(checkpoint.state)
     for tensor in read_weights(path).values():
-        tensor.float().sum()
+        tensor.sum() if tensor.is_complex() else tensor.float().sum()
     setting_of(checkpoint)
     for states in continuation_of(checkpoint).random:
         ours, numpys, torchs = random.Random(), np.random.RandomState(), torch.Generator()
@@ -332,6 +332,7 @@ USELESS: dict[str, tuple[tuple[Any, ...], Any, str]] = {
         "x",
         "something else than a setting in group 0 for 'momentum'",
     ),
+    "no learning rate": (("optimizer", "param_groups", 0, "lr"), MISSING, "no 'lr' in group 0"),
     "a negative learning rate": (
         ("optimizer", "param_groups", 0, "lr"),
         -1.0,

@@ -171,6 +171,8 @@ def test_the_state_of_an_optimizer_and_a_scheduler_can_be_loaded() -> None:
 def test_integers_of_any_length_come_back_and_every_reader_of_json_sees_them_right() -> None:
     numbers = [2**53, -(2**64), 10**5000]
     assert back({"x": numbers})["x"] == numbers
+    held = back({"x": {10**5000: torch.ones(1), (10**5000,): torch.zeros(2)}})["x"]
+    assert [tensor.tolist() for tensor in (held[10**5000], held[10**5000,])] == [[1.0], [0.0, 0.0]]
     assert not [entry for entry in encode({"x": numbers})[0]["dict"]["x"] if isinstance(entry, int)]
 
 

@@ -169,13 +169,19 @@ class _Encoder:
         return {"array": [name, value.dtype.str, list(value.shape)]}
 
     def _name(self, value: Tensor, at: tuple[Any, ...]) -> str:
-        name = "@/" + "/".join(str(key) for key in at).encode("ascii", "backslashreplace").decode()
+        name = "@/" + "/".join(_part(key) for key in at).encode("ascii", "backslashreplace").decode()
         free, count = name, 1
         while free in self.tensors:
             count += 1
             free = f"{name}~{count}"
         self.tensors[free] = value
         return free
+
+
+def _part(key: Any) -> str:
+    """A key as part of a tensor's name; Python writes no integers of thousands of digits."""
+    plain = type(key) in (str, bool, float) or key is None or (type(key) is int and abs(key) < _SAFE)
+    return str(key) if plain else cast(type[Any], type(key)).__name__
 
 
 def _refused(at: tuple[Any, ...], what: str, remedy: str) -> GossamerError:

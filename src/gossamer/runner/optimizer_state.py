@@ -97,6 +97,9 @@ def _settings(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], own: Mapping[str, Any], number: int
 ) -> dict[str, Any]:
     """The arguments that the optimizer would be built with for a group, as it allows them itself."""
+    missing = {key for key, value in own.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    if missing := missing - set(group):
+        raise _misfit(f"no '{min(missing)}' in group {number}")
     for key, value in group.items():
         if key != "params" and not same_kind(value, own.get(key, 0.0)):
             raise _misfit(f"something else than a setting in group {number} for '{key[:40]}'")
