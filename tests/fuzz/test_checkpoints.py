@@ -333,6 +333,7 @@ USELESS: dict[str, tuple[tuple[Any, ...], Any, str]] = {
         "something else than a setting in group 0 for 'momentum'",
     ),
     "no learning rate": (("optimizer", "param_groups", 0, "lr"), MISSING, "no 'lr' in group 0"),
+    "a learning rate that no weight can hold": (("optimizer", "param_groups", 0, "lr"), 1e308, "for 'lr'"),
     "a negative learning rate": (
         ("optimizer", "param_groups", 0, "lr"),
         -1.0,
@@ -343,6 +344,7 @@ USELESS: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "a schedule with rates that are text": (("lr_scheduler", "inner", "base_lrs"), ["x"], "for its 'base_lrs'"),
     "no model": (("model",), MISSING, "its 'model' is not a state dict of tensors"),
     "a model that is numbers": (("model", "0.weight"), 1.0, "its 'model' is not a state dict of tensors"),
+    "a weight without a shape": (("model", "1.bias"), torch.tensor(1.0), "'1.bias' has the shape ()"),
     "a weight of another shape": (("model", "0.weight"), torch.zeros(1), "'0.weight' has the shape (1,)"),
     "a weight of other numbers": (("model", "1.num_batches_tracked"), torch.tensor(0.5), "holds float32"),
     "a weight that is missing": (("model", "0.weight"), MISSING, "is of another model or method"),

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError
 from gossamer.runner.run_state import MOST, OptimizerState
 
+_LARGEST = 1e30
+"""Larger settings are beyond 32-bit numbers in a step, and mean nothing."""
+
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: OptimizerState) -> None:
     """Load a state, in the memory layout of the parameters, as if it had never been saved.
@@ -69,7 +72,7 @@ def same_kind(value: Any, like: Any) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    return (type(value) is int and abs(value) < MOST) or (type(value) is float and math.isfinite(value))
+    return (type(value) is int and abs(value) < MOST) or (type(value) is float and abs(value) < _LARGEST)
 
 
 def _check(optimizer: torch.optim.Optimizer, saved: OptimizerState) -> None:

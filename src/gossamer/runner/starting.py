@@ -233,7 +233,8 @@ def _told(wrong: Sequence[str], found: Mapping[str, Tensor], own: Mapping[str, T
     """What is wrong with the shapes; other outputs of late layers alone are another number of classes."""
     name = wrong[0]
     told = f"'{name}' has the shape {tuple(found[name].shape)}, and the model's has {tuple(own[name].shape)}"
-    if name == next(iter(own)) or any(found[each].shape[1:] != own[each].shape[1:] for each in wrong):
+    others = any(found[each].ndim != own[each].ndim or found[each].shape[1:] != own[each].shape[1:] for each in wrong)
+    if name == next(iter(own)) or others:
         return f"{told}; change net to what was trained"
     counts = f"{found[name].shape[0]} outputs against {own[name].shape[0]}"
     return f"{told}: {counts}, as from another number of classes; change num_classes to what was trained"
