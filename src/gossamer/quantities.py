@@ -76,6 +76,11 @@ Values = Annotated[float | list[Any], AfterValidator(_values)]
 
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+GradientCount = Annotated[int, Field(ge=1, le=2**16)]
+"""Gradients that are held at once."""
+GradientCounts = Annotated[dict[Sparsity, GradientCount], Field(min_length=1)]
+"""The same by the sparsity from which on it holds."""
+RoundCount = Annotated[int, Field(ge=1, le=1000)]
 Size = Annotated[int, Field(ge=1, le=2**16)]
 """A size of an input."""
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]

@@ -18,7 +18,7 @@ from gossamer.errors import GossamerError, ModifierError, SparsityError
 from gossamer.modifiers.base import ParamNames, Run, register
 from gossamer.modifiers.masked import RankedPruningModifier, Sparsity
 from gossamer.modifiers.state import LARGEST_WEIGHT, Item, StateField, flag, masks, tensors
-from gossamer.quantities import Count, Epoch, Frequency, PositiveShare, WeightDecay
+from gossamer.quantities import Epoch, Frequency, GradientCount, PositiveShare, WeightDecay
 from gossamer.sparse import NM, cosine, erdos_renyi, fraction, magnitude, smallest, uniform
 
 
@@ -126,7 +126,7 @@ class RigLPruningModifier(DynamicPruningModifier):
     final_sparsity: Sparsity
     sparsity_strategy: Literal["erdos_renyi_kernel", "erdos_renyi", "uniform"] = "erdos_renyi_kernel"
     init_update_fraction: PositiveShare = 0.3
-    num_grads: Count = 1
+    num_grads: GradientCount = 1
     grad_sampler_kwargs: dict[str, object] = Field(default_factory=dict)
     momentum_buffer_reset: bool = True
 
@@ -258,8 +258,8 @@ class TopKASTPruningModifier(DynamicPruningModifier):
         """Bring the weights outside A back, and let only B learn; A decays by λ, B∖A by λ / density of A."""
         run.scratch["whole"] = []
         backward: dict[str, Tensor] = run.state.get("backward", {})
-        for name, inside in backward.items():
-            parameter, forward = run.parameter(name), run.mask(name)
+        for name in [name for name in run.targets if name in backward]:
+            parameter, forward, inside = run.parameter(name), run.mask(name), backward[name]
             if parameter.grad is None or forward is None:
                 continue
             aside: Tensor = run.state["aside"][name]

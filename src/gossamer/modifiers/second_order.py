@@ -11,15 +11,15 @@ from typing import Any, Literal, cast
 from pydantic import Field, model_validator
 
 from gossamer.modifiers.base import register
-from gossamer.modifiers.pruning import GMPruningModifier, Sparsity
+from gossamer.modifiers.pruning import GMPruningModifier
 from gossamer.modifiers.scoring import MFAC, OBS, FisherScorer, Scorer
-from gossamer.quantities import Count, PositiveFactor
+from gossamer.quantities import Count, GradientCount, GradientCounts, PositiveFactor, RoundCount
 
 
 class SecondOrderModifier(GMPruningModifier):
     """What both share: how many gradients, and the blocks of the Fisher matrix."""
 
-    num_grads: Count | dict[Sparsity, Count]
+    num_grads: GradientCount | GradientCounts
     """A number, or `{sparsity: number}`: the number of the last sparsity that was reached."""
     damp: PositiveFactor | None = None
     """Added to the diagonal of the Fisher matrix; null: a fraction (`scoring.DAMP`) of its mean diagonal."""
@@ -53,9 +53,9 @@ class SecondOrderModifier(GMPruningModifier):
 class OBSPruningModifier(SecondOrderModifier):
     """Gradual pruning by the optimal brain surgeon on a block-wise Fisher matrix (Kurtic et al. 2022)."""
 
-    num_grads: Count | dict[Sparsity, Count] = OBS.num_grads
+    num_grads: GradientCount | GradientCounts = OBS.num_grads
     fisher_block_size: Count | None = OBS.block
-    num_recomputations: Count = 1
+    num_recomputations: RoundCount = 1
     score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "OBS"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
@@ -71,7 +71,7 @@ class OBSPruningModifier(SecondOrderModifier):
 class MFACPruningModifier(SecondOrderModifier):
     """Gradual pruning by the Fisher saliency of the last training gradients (Frantar et al. 2021)."""
 
-    num_grads: Count | dict[Sparsity, Count] = MFAC.num_grads
+    num_grads: GradientCount | GradientCounts = MFAC.num_grads
     fisher_block_size: Count | None = MFAC.block
     num_pages: Count = 1
     available_devices: Any = None

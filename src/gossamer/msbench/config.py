@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
+from torch import Tensor
 
 from gossamer.errors import MAX_SUGGESTED, GossamerError, nearest
 from gossamer.quantities import Sparsity
@@ -127,6 +128,9 @@ def arguments(kind: type, given: Mapping[str, Any], where: str, problems: list[s
         if key not in given:
             problems += [f"{where}.{key}: is missing"] if required else []
             continue
+        if kind.__module__.startswith("gossamer.") and hint is not Any and _holds_tensor(given[key]):
+            problems.append(f"{where}.{key}: expected plain numbers or text, found a tensor; write its .tolist()")
+            continue
         try:
             adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
             found[key] = adapter.validate_python(copied(given[key]))
@@ -189,6 +193,13 @@ def _sparsity(given: Any, problems: list[str]) -> dict[str, Any]:
 
     holder = type("sparsity", (), {"__init__": declared})
     return arguments(holder, cast(Mapping[str, Any], given), f"{NAME}: sparsity", problems)
+
+
+def _holds_tensor(value: Any) -> bool:
+    """Whether a value is a tensor or a list with one, which would be taken for the numbers in it."""
+    if isinstance(value, list | tuple):
+        return any(_holds_tensor(inner) for inner in cast(Sequence[Any], value))
+    return isinstance(value, Tensor)
 
 
 def copied(value: Any) -> Any:

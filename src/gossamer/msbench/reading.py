@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from gossamer.errors import GossamerError
-from gossamer.recipe.nodes import read_values
+from gossamer.recipe.nodes import check_tags, compose
+from gossamer.recipe.source import Problems, open_source
+from gossamer.recipe.values import unevaluated
 
 _PYTHON = (".py",)
 _DATA = (".yaml", ".yml", ".json")
@@ -17,16 +19,16 @@ _DATA = (".yaml", ".yml", ".json")
 
 def read_config(path: Path) -> dict[str, Any]:
     """The config in a file. In a script, it is the first dict literal with the key `scheduler` or `asp`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise GossamerError(f"{path}: cannot be read: {reason}") from None
+    source = open_source(path)
     if path.suffix in _PYTHON:
-        return _from_python(path, text)
+        return _from_python(path, source.text)
     if path.suffix not in _DATA:
         raise GossamerError(f"{path}: expected a file that ends in {', '.join((*_DATA, *_PYTHON))}")
-    found: Any = read_values(text, str(path), what="config")
+    problems = Problems(source)
+    root = compose(source, problems, what="config")
+    check_tags(root, problems, known=frozenset())
+    found = unevaluated(root, problems)
+    problems.raise_if_any()
     if not isinstance(found, Mapping):
         raise GossamerError(f"{path}: expected a mapping with the key 'scheduler', found {type(found).__name__}")
     return {str(key): value for key, value in cast(Mapping[Any, Any], found).items()}
@@ -37,6 +39,8 @@ def _from_python(path: Path, text: str) -> dict[str, Any]:
         tree = ast.parse(text, filename=str(path))
     except SyntaxError as error:
         raise GossamerError(f"{path}:{error.lineno}: is no Python: {error.msg}") from None
+    except (RecursionError, MemoryError):
+        raise GossamerError(f"{path}: is nested too deeply") from None
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict) and {"scheduler", "asp"} & {_key(key) for key in node.keys}:
             return _literal(path, node, _constants(tree))
@@ -62,7 +66,10 @@ def _literal(path: Path, node: ast.expr, constants: Mapping[str, ast.expr]) -> A
         for key, value in zip(node.keys, node.values, strict=True):
             inner = _literal(path, value, constants)
             if key is not None:
-                found[_literal(path, key, constants)] = inner
+                name = _literal(path, key, constants)
+                if isinstance(name, dict | list | set):
+                    raise GossamerError(f"{path}:{key.lineno}: expected a name as key, found '{ast.unparse(key)}'")
+                found[name] = inner
             elif isinstance(inner, dict):  # {**others}
                 found |= inner
         return found

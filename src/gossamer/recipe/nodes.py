@@ -39,6 +39,8 @@ _CORE = "tag:yaml.org,2002:"
 _CORE_TAGS = {_CORE + name for name in ("str", "int", "float", "bool", "null", "seq", "map", "merge")}
 _PROPERTIES = re.compile(r"(?:[&!]\S*(?:\s+|$)(?:#[^\n]*\n\s*)*)*")
 _LONG_TAG = re.compile(rf"(?:^|[\s,\[{{])!\S{{{MAX_TAG}}}")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""What an escape such as "\\ud83d" leaves, which no file and no library takes."""
 _COLON = re.compile(r"\s*:")
 _PARSER_FAULTS = (ValueError, TypeError, AttributeError, LookupError, AssertionError, ArithmeticError, RecursionError)
 """What the YAML library raises by mistake on broken input, besides its own errors."""
@@ -307,6 +309,9 @@ class _Composer:
         if kind is AliasEvent:
             self._place(self._alias(str(event.anchor), start, end))
         elif kind is ScalarEvent:
+            if surrogate := _SURROGATE.search(event.value):
+                found = f"half of a character, U+{ord(surrogate[0]):04X}"
+                raise self._problems.fail(start, f"expected text, found {found}; write the character itself")
             node = ScalarNode(event.value, event.style is None, self._tag(event, start), event.anchor, start, end)
             if event.style in ("|", ">"):
                 node.end = start + len(self._source.text[start:end].rstrip())

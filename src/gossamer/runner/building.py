@@ -134,6 +134,7 @@ class Built:
         self.channels_last = self._wants_channels_last()
         self._place_model()
         self.task: Task = build_task(self.config, self.model, self.num_classes, self.classes)
+        self._check_channels()
 
     def load_ckpt(self) -> None:
         """Weights to begin with; a checkpoint that holds averaged weights gives those."""
@@ -320,6 +321,20 @@ class Built:
             self.length = trainer.max_iter
         else:
             self.length = self.epochs() * self.steps_per_epoch
+
+    def _check_channels(self) -> None:
+        """Raise for transforms that leave images with other channels than a model by name takes."""
+        data = self.train_data if self.training else self.test_data
+        first = next((part for part in self.model.modules() if isinstance(part, nn.Conv2d)), None)
+        if data is None or first is None or ":" in self.config.net.type:
+            return
+        channels = data.read_batch([0], train=True).images[0].shape[0]
+        if channels != first.in_channels:
+            split = "train" if self.training else "test"
+            raise GossamerError(
+                f"dataset.{split}.transforms: images have {channels} channels in the end, and {self.config.net.type} "
+                f"takes {first.in_channels}; leave out Grayscale, or add RGB behind it"
+            )
 
     def _rates_are_set(self) -> bool:
         if self.sparsifier is not None and self.sparsifier.sets_rates:

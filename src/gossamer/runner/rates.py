@@ -15,6 +15,8 @@ import torch
 from torch.optim import lr_scheduler as torch_schedulers
 
 from gossamer.errors import GossamerError, nearest
+from gossamer.quantities import MAX_COUNT
+from gossamer.recipe.wording import found_words
 from gossamer.runner.config.schema import LRScheduler, Optimizer
 from gossamer.runner.optimizer_state import same_kind
 
@@ -60,6 +62,8 @@ PROGRESS = (
     "cooldown_counter",
 )
 """Attributes of schedulers that training changes, or that depend on rates of the optimizer's state."""
+SEVERAL = ("milestones", "base_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+"""Arguments that may be lists: of lengths, or of one value for each parameter group."""
 
 UNFIT = ("LBFGS", "SparseAdam")
 """Optimizers that need a closure, or gradients of another kind."""
@@ -234,7 +238,32 @@ def _iterations(value: Any, per_unit: int) -> Any:
 
 def _check_arguments(kind: type, given: Mapping[str, Any], place: str) -> None:
     """Raise for an argument that the class does not take."""
-    taken = [name for name in inspect.signature(kind).parameters if name not in ("optimizer", "params")]
-    for key in given:
+    parameters = inspect.signature(kind).parameters
+    taken = [name for name in parameters if name not in ("optimizer", "params")]
+    for key, value in given.items():
         if key not in taken:
             raise GossamerError(f"{place}.kwargs: {kind.__name__} takes no '{key}'{nearest(key, taken)}")
+        if (expected := _unfit(key, value, parameters[key].default)) is not None:
+            raise GossamerError(f"{place}.kwargs.{key}: expected {expected}, found {found_words(value)}")
+
+
+def _unfit(key: str, value: Any, default: Any) -> str | None:
+    """What is expected in place of a value, by the argument's default; None when it fits."""
+    if value is None and default is None:
+        return None
+    if isinstance(default, bool | str):
+        words = "true or false" if isinstance(default, bool) else "text"
+        return None if type(value) is type(default) else words
+    if isinstance(default, tuple):
+        count = len(cast(tuple[Any, ...], default))
+        numbers = cast(list[Any], value) if isinstance(value, list) else []
+        return None if len(numbers) == count and all(map(_is_number, numbers)) else f"a list of {count} numbers"
+    if key in SEVERAL and isinstance(value, list):
+        numbers = cast(list[Any], value)
+        return None if numbers and all(map(_is_number, numbers)) else "a list of numbers"
+    fits = _is_number(value) or (default is None and isinstance(value, bool))
+    return None if fits else f"a number between {-MAX_COUNT:g} and {MAX_COUNT:g}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_COUNT

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.graph import get_parameter
+from gossamer.graph import get_parameter, has_parameter
 from gossamer.graph.parameters import named_state
 from gossamer.graph.thinning_cuts import resize
 from gossamer.training.attachment import Shared
@@ -91,7 +91,9 @@ class Journal:
         self._open = False
         shared.masks.before_zeroing = shared.before_write = None
         for entry in self._entries:
-            entry.version = _version(entry.tensor(shared.module))
+            # A layer that LayerPruningModifier has taken out comes back unchanged.
+            if not isinstance(entry.where, str) or has_parameter(shared.module, entry.where):
+                entry.version = _version(entry.tensor(shared.module))
 
     def uncut(self, module: nn.Module) -> dict[str, Tensor]:
         """By name: the tensors that `undo` will put back in place of cut ones."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from gossamer.errors import GossamerError, nearest
@@ -35,6 +36,9 @@ _UNUSABLE = {
     "Transform": "it does nothing",
     "UniformTemporalSubsample": "it is for videos",
 }
+
+
+_ARGUMENTS: TypeAdapter[dict[str, dict[str, Any] | None]] = TypeAdapter(dict[str, dict[str, Any] | None])
 
 
 class Pipeline:
@@ -131,6 +135,10 @@ def _inside(corners: Tensor, labels: Tensor, image: Tensor) -> Boxes:
 def _name_and_arguments(transform: Transform, place: str) -> tuple[str, dict[str, Any]]:
     if isinstance(transform, str):
         return transform, {}
+    try:
+        transform = _ARGUMENTS.validate_python(transform)  # those inside another transform are not checked before
+    except ValidationError:
+        raise GossamerError(f"{place}: expected a name, or a name with its arguments, found {transform!r}") from None
     if len(transform) != 1:
         raise GossamerError(f"{place}: expected one name with its arguments, found {', '.join(transform) or 'none'}")
     ((name, arguments),) = transform.items()
