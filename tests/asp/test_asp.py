@@ -659,6 +659,8 @@ def test_the_mask_of_a_tied_weight_lies_in_the_layer_that_was_chosen() -> None:
     model = nn.ModuleDict({"embedding": nn.Embedding(16, 32), "head": nn.Linear(32, 16, bias=False)})
     model["head"].weight = model["embedding"].weight
     ASP.init_model_for_pruning(model, verbosity=0)
+    assert not [name for name in model.state_dict() if "mma" in name]
+    ASP.init_model_for_pruning(model, verbosity=0, allowed_layer_names=["head"])
     assert [name for name in model.state_dict() if "mma" in name] == ["head.__weight_mma_mask"]
 
 

@@ -59,11 +59,13 @@ def test_the_file_of_the_copy_is_smaller(tmp_path) -> None:
     assert sizes[1] < 0.75 * sizes[0]
 
 
-def test_a_model_that_torch_itself_prunes_is_told_what_to_call() -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    torch.nn.utils.prune.ln_structured(model[0], "weight", 0.5, 2, 0)
-    with pytest.raises(GossamerError, match=r"cannot be copied .*made final by its remove"):
-        thin(model, torch.randn(1, 8))
+def test_a_model_that_cannot_be_copied_is_refused_with_its_reason() -> None:
+    class Connected(nn.Linear):
+        def __deepcopy__(self, memo: object) -> nn.Module:
+            raise KeyError("it holds a connection")
+
+    with pytest.raises(GossamerError, match=r"cannot be copied .'it holds a connection'."):
+        thin(nn.Sequential(Connected(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(1, 8))
 
 
 def test_a_filter_that_stays_to_carry_constants_is_told_so_when_thinned_again() -> None:

@@ -310,11 +310,6 @@ def test_a_list_that_is_no_shape_is_one_argument() -> None:
         (nn.Bilinear(2, 2, 2), (torch.zeros(2), torch.zeros(3)), "the model fails on inputs of shapes [2], [3] ("),
         (nn.Linear(4, 2), None, "the model fails on example_inputs without a tensor (TypeError: "),
         (nn.Linear(4, 2), [3, -1], "for [3, -1] is no shape of a tensor"),
-        (
-            nn.LazyLinear(2),
-            [3, 4],
-            "the model fails on an input of shape [3, 4] (ValueError: Attempted to use an unini",
-        ),
     ],
 )
 def test_inputs_that_the_model_does_not_take_are_told_with_the_remedy(
@@ -326,3 +321,15 @@ def test_inputs_that_the_model_does_not_take_are_told_with_the_remedy(
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("which is the shape of one tensor, batch first")
+
+
+def test_a_model_without_shapes_yet_is_to_run_on_a_batch_first() -> None:
+    with pytest.raises(GossamerError, match="MACs: 'weight' cannot be used: its shape is not known yet; run"):
+        macs(nn.LazyLinear(2), [3, 4])
+
+
+def test_a_layer_that_is_used_twice_counts_twice_and_is_left_as_it_was() -> None:
+    layer = nn.Linear(4, 4)
+    weight = layer.weight
+    assert macs(nn.Sequential(layer, nn.ReLU(), layer), [3, 4]) == {"0.weight": 2 * 3 * 16}
+    assert layer.weight is weight

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gossamer.graph import get_parameter, is_transposed, prunable
+from gossamer.graph import is_transposed, prunable, weight_of
 from gossamer.sparse import NM, NM2d
 
 OUTPUTS, INPUTS = 8, 16
@@ -74,5 +74,5 @@ def _first_violation(weight: Tensor, pattern: NM) -> tuple[int, ...] | None:
 
 
 def _rows(model: nn.Module, name: str) -> Tensor:
-    weight = get_parameter(model, name).detach()
+    weight = weight_of(model, name)
     return weight.transpose(0, 1) if is_transposed(model, name) else weight

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, SparsityError, nearest
 from gossamer.files import whole
-from gossamer.graph import get_parameter, prunable
+from gossamer.graph import expect_model, layer_path, left_dense, prunable, weight_of
 from gossamer.graph.macs import macs as count_macs
+from gossamer.graph.parameters import nothing_to_prune
 from gossamer.sparse import energy_removed, zero_count
 
 FORMAT = 1
@@ -203,7 +204,8 @@ def layer_report(
     ((6, 18), 20, (14, 2))
     """
     names = prunable(model)
-    _refuse(names, sparsities, levels, excluded)
+    expect_model(model, "model")
+    _refuse(model, names, sparsities, levels, excluded)
     macs = None if example_inputs is None else count_macs(model, example_inputs)
     nowhere = {name: "no sparsity is given for it" for name in names if name not in sparsities}
     reasons = {**nowhere, **excluded}
@@ -211,7 +213,7 @@ def layer_report(
     rows = [
         _row(
             name,
-            get_parameter(model, name).detach(),
+            weight_of(model, name),
             none if name in reasons else sparsities[name],
             None if macs is None else macs[name],
             reasons.get(name),
@@ -222,6 +224,7 @@ def layer_report(
 
 
 def _refuse(
+    model: nn.Module,
     names: Sequence[str],
     sparsities: Mapping[str, Sequence[float]],
     levels: Sequence[float],
@@ -229,14 +232,14 @@ def _refuse(
 ) -> None:
     """Raise when names or numbers do not fit the model or each other."""
     if not names:
-        raise GossamerError("the model has no convolution or linear layer to report on; give the one that is pruned")
+        raise GossamerError(nothing_to_prune(model, "to report on; give the one that is pruned"))
     for level in levels:
         if not 0 <= level <= 1:
             raise SparsityError(f"level {level} is not between 0 and 1; give fractions, such as 0.9 for 90 %")
     if len({f"{level:.10g}" for level in levels}) < len(levels):
         raise SparsityError(f"levels {', '.join(f'{level:g}' for level in levels)} repeat; give each of them once")
     for name in (*sparsities, *excluded):
-        if name not in names:
+        if name not in names and name not in left_dense(model):
             close = nearest(name, names) or f"; the first is '{names[0]}'"
             raise GossamerError(f"'{name}' is none of the {len(names)} prunable weights{close}")
     for name, values in sparsities.items():
@@ -251,7 +254,7 @@ def _refuse(
 def _row(name: str, weight: Tensor, sparsity: Sequence[float], macs: int | None, excluded: str | None) -> LayerRow:
     zeros = tuple(zero_count(weight.numel(), value) for value in sparsity)
     return LayerRow(
-        name=name.rpartition(".")[0],
+        name=layer_path(name),
         weight=name,
         shape=tuple(weight.shape),
         parameters=weight.numel(),

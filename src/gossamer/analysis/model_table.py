@@ -9,17 +9,27 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from gossamer.analysis.layers import LayerRow, layer_report
 from gossamer.analysis.projection import Outlook, Projection
-from gossamer.errors import GossamerError
-from gossamer.graph import get_parameter, is_depthwise, is_transposed, owner_of, prunable, unwrap
+from gossamer.graph import (
+    expect_model,
+    get_parameter,
+    is_depthwise,
+    is_transposed,
+    left_dense,
+    owner_of,
+    prunable,
+    unwrap,
+    weight_of,
+)
 from gossamer.graph.parameters import named_state
+from gossamer.graph.weights import check_values
 from gossamer.sparse import NM, Block, Channel, Filter, Pattern
 
 PATTERNS: dict[str, Pattern] = {"filter": Filter(), "channel": Channel(), "2:4": NM(2, 4), "block4": Block(1, 4)}
@@ -98,9 +108,11 @@ class ModelTable:
     then: State | None
     """At the end of the recipe; None without one."""
     projection: Projection | None = None
+    left_dense: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Weights that no method can prune, which are in no row, each with the reason."""
 
     def to_json(self) -> dict[str, Any]:
-        """Lists, numbers and text only: `layers`, `total`, and with a recipe `recipe`."""
+        """Lists, numbers and text only: `layers`, `total`, with a recipe `recipe`, and `left_dense`."""
         project = self.projection
         return {
             "layers": [_row_json(row, project is not None) for row in self.rows],
@@ -115,6 +127,7 @@ class ModelTable:
             "recipe": None
             if project is None
             else {"name": project.recipe, "epochs": project.epochs, "notes": list(project.notes)},
+            "left_dense": dict(self.left_dense),
         }
 
     def to_csv(self) -> str:
@@ -138,10 +151,10 @@ def model_table(model: nn.Module, example_inputs: Any = None, projection: Projec
     >>> table.macs, table.now.sizes
     (32, Sizes(dense=128, bitmask=128, sparse24=None))
     """
+    expect_model(model, "model")
     module = unwrap(model)
     names = prunable(module)
-    if any(parameter.is_meta for parameter in module.parameters()):
-        raise GossamerError("the model is on torch's meta device and has no weights to look at; load it first")
+    check_values(module, "model")
     layers = layer_report(module, dict.fromkeys(names, ()), (), example_inputs).layers
     rows = tuple(_row(module, layer, projection) for layer in layers)
     state = dict(named_state(module))
@@ -157,6 +170,7 @@ def model_table(model: nn.Module, example_inputs: Any = None, projection: Projec
         now=_now(rows, rest),
         then=None if projection is None else _then(rows, rest, projection),
         projection=projection,
+        left_dense=left_dense(module),
     )
 
 
@@ -200,7 +214,7 @@ def kind_of(module: nn.Module, name: str) -> str:
 
 def rows_of(module: nn.Module, name: str) -> Tensor:
     """A weight with its output channels first."""
-    weight = get_parameter(module, name).detach()
+    weight = weight_of(module, name)
     return weight.transpose(0, 1) if weight.dim() > 1 and is_transposed(module, name) else weight
 
 

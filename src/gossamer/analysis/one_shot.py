@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from gossamer.analysis.accuracy import Labelled, Score, labelled, score_now
 from gossamer.analysis.sensitivity import Progress, outputs_first
 from gossamer.errors import GossamerError, SparsityError, nearest
-from gossamer.graph import first_names, get_parameter, prunable, unwrap
+from gossamer.graph import first_names, get_parameter, prunable, unwrap, weight_of
 from gossamer.graph.coupling import Untraceable, couple
 from gossamer.graph.filter_groups import FilterGraph, FilterGroup
+from gossamer.graph.parameters import with_norms_kept
 from gossamer.graph.undisturbed import undisturbed
 from gossamer.sparse import Channel, Filter, Pattern, Unstructured, magnitude
 
@@ -176,13 +177,18 @@ def masks_of(module: nn.Module, members: Sequence[str], pattern: Pattern, sparsi
     """True where a weight is kept; coupled members share one ranking of their filters or channels."""
     rows = {name: outputs_first(module, name, get_parameter(module, name).detach()) for name in members}
     if len(rows) == 1:
-        keep = {name: pattern.mask(magnitude(weight), sparsity) for name, weight in rows.items()}
+        keep = {name: pattern.mask(_scores(module, name), sparsity) for name in rows}
     else:
         units = sum(_relative(pattern.unit_scores(magnitude(weight))) for weight in rows.values())
         assert isinstance(units, Tensor)
         kept = Unstructured().mask(units, sparsity)
         keep = {name: pattern.expand(kept, weight.shape) for name, weight in rows.items()}
     return {name: outputs_first(module, name, mask) for name, mask in keep.items()}
+
+
+def _scores(module: nn.Module, name: str) -> Tensor:
+    scores = magnitude(weight_of(module, name))
+    return outputs_first(module, name, with_norms_kept(module, name, scores))
 
 
 def _pruned_score(

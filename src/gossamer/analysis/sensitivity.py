@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from gossamer.errors import GossamerError, SparsityError
 from gossamer.graph import get_parameter, is_transposed, prunable, unwrap
 from gossamer.graph.inputs import batch_arguments
+from gossamer.graph.parameters import with_norms_kept
 from gossamer.graph.undisturbed import undisturbed
 from gossamer.sparse import Pattern, Unstructured, magnitude, zero_count
 
@@ -158,10 +159,11 @@ def _measured(
     weight = get_parameter(module, name)
     whole = weight.detach().clone()
     rows = outputs_first(module, name, whole)
+    scores = outputs_first(module, name, with_norms_kept(module, name, magnitude(whole)))
     moved: list[float] = []
     try:
         for level in levels:
-            keep = outputs_first(module, name, pattern.mask(magnitude(rows), level))
+            keep = outputs_first(module, name, pattern.mask(scores, level))
             weight.copy_(whole.masked_fill(~keep, 0))
             distances = [_distance(_outputs(module, batch), old) for batch, old in zip(inputs, before, strict=True)]
             moved.append(max(sum(distances) / len(distances), moved[-1] if moved else 0.0))

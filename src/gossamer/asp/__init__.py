@@ -23,10 +23,18 @@ from torch import nn
 
 from gossamer.analysis.eligibility import ineligible
 from gossamer.asp.graphs import save_graph, search
-from gossamer.asp.selection import LAYERS, MaskCalculator, calculator, chosen, leaves_by_type, outputs_first, why_not
+from gossamer.asp.selection import (
+    LAYERS,
+    MaskCalculator,
+    calculator,
+    chosen,
+    leaves_by_type,
+    outputs_first,
+    why_not,
+)
 from gossamer.asp.state import State, mask_buffers
 from gossamer.errors import GossamerError
-from gossamer.graph import get_parameter, prunable, unwrap
+from gossamer.graph import embedding_tables, expect_model, get_parameter, left_dense, prunable, unwrap
 from gossamer.graph.additions import drop_buffers
 from gossamer.graph.permutation import Permutation
 from gossamer.recipe import Recipe
@@ -80,15 +88,18 @@ class ASP:
         through the logger `gossamer.asp`. Masks that the model has already, from an earlier call or a checkpoint,
         stay in force.
         """
-        _expect(model, nn.Module, "init_model_for_pruning", "torch.nn.Module")
+        expect_model(model, "init_model_for_pruning")
         _expect(verbosity, int, "verbosity", "number from 0 to 3")
         owner = unwrap(model)
         state = State(weakref.ref(owner), calculator(mask_calculator), mask_calculator, verbosity)
         allowed, state.saving = cls._saving
         state.recompute, state.permute = allow_recompute_mask, allow_permutation and allowed
         leaves = leaves_by_type(whitelist, custom_layer_dict or {})
+        named = allowed_layer_names is not None or bool(custom_layer_dict)
+        tables = set[str]() if named else embedding_tables(owner)
+        state.skipped = left_dense(owner)
         for name, home in chosen(model, leaves, allowed_layer_names, disallowed_layer_names).items():
-            reason = why_not(owner, name, get_parameter(owner, name), state.calculate)
+            reason = why_not(owner, name, get_parameter(owner, name), state.calculate, name in tables)
             if reason is None:
                 state.weights[name] = home
             else:
@@ -186,6 +197,7 @@ class ASP:
 
         Moments of the `optimizer` and masks that ASP has put on the model go along.
         """
+        expect_model(model, "permute_model")
         names = [
             name
             for name in prunable(model)

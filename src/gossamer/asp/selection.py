@@ -6,11 +6,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from gossamer.analysis.eligibility import ineligible
 from gossamer.errors import GossamerError, SparsityError, nearest
-from gossamer.graph import first_names, get_module, is_transposed, named_modules
+from gossamer.graph import (
+    first_names,
+    get_module,
+    is_transposed,
+    layer_path,
+    named_modules,
+    stored_weight,
+)
+from gossamer.graph.parameters import TIED
+from gossamer.graph.weights import by_norm, is_conv1d, stored, unprunable
 from gossamer.sparse import NM, parse_nm
 
 MaskCalculator = str | Callable[[Tensor], Tensor]
@@ -23,7 +31,7 @@ LAYERS: dict[type[nn.Module], list[str]] = {
     nn.Conv3d: ["weight"],
     nn.MultiheadAttention: ["in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"],
 }
-"""The weights of each type of layer; subclasses count as the type."""
+"""The weights of each type of layer; subclasses count as the type, and Transformers' `Conv1D` as `nn.Linear`."""
 
 
 def calculator(given: MaskCalculator) -> Calculate:
@@ -75,10 +83,17 @@ def chosen(
         if path in unwanted or (wanted is not None and path not in wanted):
             continue
         for leaf in _leaves_of(layer, leaves):
-            name = f"{path}.{leaf}" if path else leaf
-            if name in first and name.rpartition(".")[0] not in unwanted:
+            name = _stored_name(model, f"{path}.{leaf}" if path else leaf)
+            if name in first and layer_path(name) not in unwanted:
                 found.setdefault(first[name], name)
     return found
+
+
+def _stored_name(model: nn.Module, name: str) -> str:
+    """The name of the parameter that a weight is computed from, the weight's own where it is one."""
+    path, _, leaf = name.rpartition(".")
+    leaf = stored(get_module(model, path), leaf).leaf
+    return f"{path}.{leaf}" if path else leaf
 
 
 def _layers(given: Sequence[str], field: str, known: set[str], first: Mapping[str, str]) -> set[str]:
@@ -91,13 +106,13 @@ def _layers(given: Sequence[str], field: str, known: set[str], first: Mapping[st
             plain = plain.partition(".")[2]
         if plain not in known and plain not in first:
             raise GossamerError(f"{field}: the model has no layer '{name}'{nearest(name, known)}")
-        found.add(plain if plain in known else plain.rpartition(".")[0])
+        found.add(plain if plain in known else layer_path(plain))
     return found
 
 
 def _leaves_of(layer: nn.Module, leaves: Mapping[type[nn.Module], Sequence[str]]) -> Iterator[str]:
     for kind, names in leaves.items():
-        if isinstance(layer, kind):
+        if isinstance(layer, kind) or (kind is nn.Linear and is_conv1d(layer)):
             own = [name for name, _ in layer.named_parameters()]
             for name in names if kind not in LAYERS else ():
                 if name not in own:
@@ -116,19 +131,27 @@ def _name(kind: object) -> str:
     return cast(str, getattr(kind, "__name__", repr(kind)))
 
 
-def why_not(model: nn.Module, name: str, weight: nn.Parameter, calculate: Calculate) -> str | None:
-    """Why a weight is left dense, or None."""
-    if is_lazy(weight):
-        return "its shape is not known yet; run the model once before"
+def why_not(model: nn.Module, name: str, weight: nn.Parameter, calculate: Calculate, tied: bool) -> str | None:
+    """Why a weight is left dense, or None; `tied`: an embedding shares it, and nobody named its layer."""
+    source = stored_weight(model, name)
+    reason = (None if source is None else source.reason) or unprunable(weight)
+    if reason is not None:
+        return reason
     if not weight.requires_grad:
         return "it is frozen"
-    if not weight.is_floating_point():
-        return f"its weights are {weight.dtype}"
+    if tied:
+        return f"{TIED}; name its layer in allowed_layer_names to prune it"
     rows = outputs_first(model, name, weight)
     reason = ineligible(rows.shape)
     if reason is None and isinstance(calculate, NM):
         reason = calculate.fits(rows.shape)
     return reason
+
+
+def empties_a_norm(model: nn.Module, name: str, keep: Tensor) -> bool:
+    """Whether a mask leaves nothing of a row that the layer divides by the norm of."""
+    weight = stored_weight(model, name)
+    return weight is not None and weight.norm is not None and not bool(by_norm(keep, weight.norm).any(1).all())
 
 
 def outputs_first(model: nn.Module, name: str, weight: Tensor) -> Tensor:

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.asp.graphs import Options, logger, make_folder, save_graph, search
-from gossamer.asp.selection import Calculate, MaskCalculator, buffer_home, outputs_first
+from gossamer.asp.selection import Calculate, MaskCalculator, buffer_home, empties_a_norm, outputs_first
 from gossamer.errors import GossamerError, SparsityError
-from gossamer.graph import first_names, get_parameter, has_parameter
+from gossamer.graph import first_names, get_parameter, has_parameter, weight_of
 from gossamer.graph.additions import MASK, PRUNED, buffer_name
 from gossamer.graph.permutation import Permutation, state_of
 from gossamer.modifiers.pruning import GMPruningModifier
 from gossamer.recipe import Recipe
-from gossamer.sparse import NM, zero_where
+from gossamer.sparse import NM, share_of_zeros, zero_where
 from gossamer.training.closures import with_gradients
 from gossamer.training.masks import Masks
 
@@ -195,7 +195,7 @@ class State:
         return weight if pruned is None else torch.where(self.mask(name), weight, pruned.to(weight.device))
 
     def _computed(self, name: str) -> Tensor:
-        weight = get_parameter(self.model(), name).detach()
+        weight = weight_of(self.model(), name)
         try:
             if isinstance(self.calculate, NM):
                 keep = self.calculate.keep_largest(outputs_first(self.model(), name, weight))
@@ -210,6 +210,11 @@ class State:
             )
         if not bool(((keep == 0) | (keep == 1)).all()):
             raise GossamerError(f"mask_calculator: expected a mask of zeros and ones for '{name}', found other values")
+        if empties_a_norm(self.model(), name, keep != 0):
+            raise GossamerError(
+                f"mask_calculator: the mask of '{name}' leaves nothing of a row that the layer divides by its norm; "
+                "keep a weight in each, or remove the norm from the layer first"
+            )
         return keep.to(weight.device, torch.bool)
 
     def _permutation(self, options: Options) -> Permutation | None:
@@ -314,7 +319,7 @@ class State:
 
     def _tell_sparsity(self, masks: Mapping[str, Tensor]) -> None:
         for name, keep in masks.items():
-            self._say(2, "'%s' is %.2f%% sparse", name, 100 * (1 - float(keep.double().mean())))
+            self._say(2, "'%s' is %.2f%% sparse", name, 100 * share_of_zeros(keep))
 
     def _say(self, level: int, message: str, *args: object) -> None:
         if self.verbosity >= level:
@@ -327,6 +332,6 @@ def mask_buffers(model: nn.Module, names: Iterable[str]) -> dict[str, list[Tenso
     for alias, name in first_names(model).items():  # a tied weight has its buffers in one of its layers
         if name in found:
             owner, leaf = buffer_home(model, alias)
-            kept = (owner._buffers.get(buffer_name(leaf, kind)) for kind in (MASK, PRUNED))  # pyright: ignore[reportPrivateUsage]
-            found[name] += [buffer for buffer in kept if buffer is not None]
+            kept = dict(owner.named_buffers(recurse=False))
+            found[name] += [kept[key] for kind in (MASK, PRUNED) if (key := buffer_name(leaf, kind)) in kept]
     return found

@@ -141,8 +141,7 @@ def _layers(console: Console, table: ModelTable) -> None:
     headings = ["layer", "shape", "weights", "MACs", *(["zeros now"] if sparse else [])]
     headings += [f"zeros{' then' * sparse}"] if recipe else []
     print_table(console, "Layers", headings, rows, total, left=2)
-    if recipe:
-        _dense(console, table)
+    _dense(console, table)
 
 
 def _cells(row: ModelRow, sparse: bool, recipe: bool) -> list[str]:
@@ -176,8 +175,8 @@ def _zeros_then(row: ModelRow) -> str:
 
 
 def _dense(console: Console, table: ModelTable) -> None:
-    """Which layers the recipe leaves alone, by reason."""
-    reasons = {row.weight: row.dense for row in table.rows if row.dense is not None}
+    """Which layers the recipe leaves alone, or no method can prune, by reason."""
+    reasons = {row.weight: row.dense for row in table.rows if row.dense is not None} | dict(table.left_dense)
     for reason, names in _by_reason(reasons).items():
         told = f"{_named(names)} stay{'s' * (len(names) == 1)} dense: {reason}"
         console.print(told, highlight=False, markup=False)

@@ -20,9 +20,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gossamer.graph import get_parameter, owner_of, prunable, unwrap
+from gossamer.graph import first_names, get_parameter, named_modules, owner_of, prunable, unwrap
 from gossamer.graph.inputs import as_arguments, guesses
+from gossamer.graph.parameters import own_tensors
 from gossamer.graph.undisturbed import forget, quietly, undisturbed
+from gossamer.graph.weights import weights_of
 
 _ENTRIES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -119,12 +121,12 @@ def _run(module: nn.Module, inputs: Any, trace: _Trace, values: bool) -> bool:
     def without_values(value: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda tensor: fake.from_tensor(tensor.detach()), value)
 
-    state: dict[str, Tensor] = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    state = dict(own_tensors(module))
     made = {id(tensor): tensor if values else without_values(tensor) for tensor in state.values()}
     for name in prunable(module):
         weight = get_parameter(module, name)
         trace.weights.setdefault(id(made.get(id(weight), weight)), []).append(name)
-    layers = {owner_of(module, name) for name in prunable(module)}
+    layers = _weights_by_layer(module, prunable(module))
     with ExitStack() as stack:
         stack.enter_context(undisturbed(module))
         module.eval()
@@ -140,7 +142,7 @@ def _run(module: nn.Module, inputs: Any, trace: _Trace, values: bool) -> bool:
         with torch.no_grad(), fake, trace:
             try:
                 fakes = {name: made[id(tensor)] for name, tensor in state.items()}
-                torch.func.functional_call(module, fakes, args, kwargs)
+                torch.func.functional_call(module, fakes, args, kwargs, tie_weights=False)
             except (DataDependentOutputException, DynamicOutputShapeException):
                 trace.by_values = True
                 return False
@@ -179,9 +181,7 @@ class _Trace(TorchDispatchMode):
 
     def ends(self, module: nn.Module, names: list[str]) -> Ends | None:
         """What the run has shown; None when no layer ran. A run that broke off says nothing of what comes last."""
-        weights: dict[nn.Module, list[str]] = {}
-        for name in names:
-            weights.setdefault(owner_of(module, name), []).append(name)
+        weights = _weights_by_layer(module, names)
         if not self._bits:
             return None
         convolutions = [layer for layer in self._bits if isinstance(layer, _CONVOLUTIONS)]
@@ -208,6 +208,17 @@ class _Trace(TorchDispatchMode):
     def _note(self, value: Any, origin: int) -> None:
         for tensor in _tensors(value):
             self._origin[tensor] = self._origin.get(tensor, 0) | origin
+
+
+def _weights_by_layer(module: nn.Module, names: Sequence[str]) -> dict[nn.Module, list[str]]:
+    """The layers that compute with these weights; of a weight that an embedding shares, the layer and not the table."""
+    known, found = first_names(module), dict[nn.Module, list[str]]()
+    for path, layer in named_modules(module):
+        own = [known.get(f"{path}.{weight.leaf}" if path else weight.leaf) for weight in weights_of(layer)]
+        for name in own:
+            if name is not None and name in names:
+                found.setdefault(layer, []).append(name)
+    return found
 
 
 def _named(weights: Mapping[nn.Module, list[str]], layers: Sequence[nn.Module]) -> frozenset[str]:

@@ -23,7 +23,8 @@ from gossamer.create.pruning import Context, pruning
 from gossamer.create.rates import rates
 from gossamer.create.text import Piece, Variable, written
 from gossamer.errors import GossamerError
-from gossamer.graph import ALL_PRUNABLE, get_parameter, prunable, unwrap
+from gossamer.graph import ALL_PRUNABLE, expect_model, get_parameter, left_dense, prunable, unwrap
+from gossamer.graph.parameters import nothing_to_prune
 from gossamer.recipe import Recipe, load
 
 
@@ -71,13 +72,10 @@ def design(
     progress: Progress | None = None,
 ) -> Design:
     """Look at the model and write the recipe; the model is left as it was."""
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise GossamerError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    expect_model(model, "model")
     module, times = unwrap(model), phases(choices.variables.num_epochs, choices.quantization)
     if (choices.method is not None or choices.quantization) and not prunable(module):
-        raise GossamerError(
-            "the model has no convolution or linear layer to prune or quantize; pass the network itself"
-        )
+        raise GossamerError(nothing_to_prune(module, "to prune or quantize; pass the network itself"))
     variables = [Variable("num_epochs", choices.variables.num_epochs)]
     rate_variables, rate_pieces = rates(choices, steps_per_epoch)
     layers: list[Layer] = []
@@ -95,6 +93,7 @@ def design(
         context = Context(choices, layers, module, times, steps_per_epoch)
         notes = [*_followed(found), *_sparser(context)]
         warnings = notes if found.followed == "not" or found.unreached else _sparser(context)
+        warnings = [*warnings, *(f"'{name}' stays dense: {why}" for name, why in left_dense(module).items())]
         pruning_variables, pieces = pruning(context)
         first = pieces[0]
         comments = [*_told(choices, layers, module), *(f"Note: {told}." for told in notes), *first.comments]

@@ -19,7 +19,8 @@ from gossamer.analysis.sensitivity import Curve, Progress, allocate, sensitivity
 from gossamer.create.choices import Choices
 from gossamer.create.flow import Ends
 from gossamer.errors import GossamerError, SparsityError
-from gossamer.graph import get_parameter, is_depthwise, is_transposed, owner_of, prunable, unwrap
+from gossamer.graph import embedding_tables, get_parameter, is_depthwise, is_transposed, left_dense, prunable, unwrap
+from gossamer.graph.parameters import TIED
 from gossamer.sparse import Block, Channel, Filter, Pattern, Unstructured, erdos_renyi, within_reach, zero_count
 
 TINY = 1024
@@ -81,7 +82,10 @@ def look_at(
     """Every prunable layer of the model in its order; raises `GossamerError` when none can take part."""
     module, method = unwrap(model), choices.method
     assert method is not None
-    found = _spared(module, [_layer(module, name, choices) for name in prunable(module)], choices, found_ends)
+    tables = embedding_tables(module)
+    layers = [_layer(module, name, choices, name in tables) for name in prunable(module)]
+    found = _spared(module, layers, choices, found_ends)
+    found += [Layer(name, (), 0, 0, None, False, False, 0.0, None, why) for name, why in left_dense(module).items()]
     if choices.is_nm:
         return [replace(layer, sparsity=choices.sparsity) if layer.takes_part else layer for layer in found]
     if method.name == "levels":
@@ -99,7 +103,7 @@ def look_at(
     return found
 
 
-def _layer(module: nn.Module, name: str, choices: Choices) -> Layer:
+def _layer(module: nn.Module, name: str, choices: Choices, tied: bool) -> Layer:
     weight = get_parameter(module, name)
     rows = weight.transpose(0, 1) if weight.dim() > 1 and is_transposed(module, name) else weight
     shape, method = tuple(rows.shape), choices.method
@@ -108,8 +112,8 @@ def _layer(module: nn.Module, name: str, choices: Choices) -> Layer:
         reason = _SPARED["depthwise"]
     elif reason is not None:
         reason = f"mask_type {choices.mask_type} does not fit: {reason}"
-    elif isinstance(owner_of(module, name), nn.Embedding):
-        reason = "shared with an embedding, of which each row is a word"
+    elif tied:
+        reason = TIED
     elif method is not None and method.by_gradient and not weight.requires_grad:
         reason = f"frozen, and {method.name} ranks by gradients"
     units = _units(shape, choices.pattern) if reason is None else weight.numel()

@@ -28,7 +28,8 @@ def tidy(names: Sequence[str], model: nn.Module) -> list[str]:
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_NUMBER.sub("#", name), []).append(name)
-    return [item for group in groups.values() for item in _shortened(group, model)]
+    found = [item for group in groups.values() for item in _shortened(group, model)]
+    return [_pattern(item, {}) if item.startswith("re:") and item in names else item for item in found]
 
 
 def _shortened(group: list[str], model: nn.Module) -> list[str]:

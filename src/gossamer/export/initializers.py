@@ -16,7 +16,7 @@ from torch import nn
 
 from gossamer.errors import GossamerError
 from gossamer.export.qat import integer_weights
-from gossamer.graph import get_parameter, prunable
+from gossamer.graph import prunable, weight_of
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -35,7 +35,7 @@ def count_zeros(model: nn.Module, exported: ModelProto, target: Path) -> tuple[i
     weights, zeros = 0, 0
     notes: list[str] = []
     for name in names:
-        weight: Array = get_parameter(model, name).detach().float().cpu().numpy()
+        weight: Array = weight_of(model, name).float().cpu().numpy()
         found = _named(weight, constants.get(name))
         if found is None:
             found = _unnamed(weight, unnamed)

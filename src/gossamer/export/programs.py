@@ -25,6 +25,7 @@ from gossamer.export.initializers import count_zeros
 from gossamer.export.models import read_model, require, write_model
 from gossamer.export.writing import as_onnx, copied, own_error, quiet, reason_of
 from gossamer.graph import get_parameter, prunable
+from gossamer.graph.parameters import own_tensors
 from gossamer.quantization import is_emulated
 
 Step = Callable[[str, float], None]
@@ -196,7 +197,7 @@ def _held(copy: nn.Module, state: Mapping[str, Tensor], target: Path) -> tuple[i
     """Weights and zeros of a program, whose tensors are the model's to the bit."""
     from gossamer.export.packing import words
 
-    own = copy.state_dict()
+    own = dict(own_tensors(copy))
     for name, tensor in state.items():
         if name in own and (tensor.dtype != own[name].dtype or not torch.equal(words(tensor), words(own[name]))):
             raise GossamerError(f"{target}: not written: '{name}' in the file is not the model's")

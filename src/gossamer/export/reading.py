@@ -20,6 +20,7 @@ from gossamer.export.quantized import QuantizedFile
 from gossamer.export.states import clean_state
 from gossamer.graph.additions import is_added
 from gossamer.graph.thinning_cuts import shrink_to, shrunk
+from gossamer.graph.weights import shares_elements
 from gossamer.sealed import DTYPES, dtype_word, kind_of
 
 THINNED = {"thinned": "yes"}
@@ -233,6 +234,8 @@ def _check_fit(own: Mapping[str, Any], found: Mapping[str, Entry], path: Path) -
         target: Any = own[name]
         if not isinstance(target, Tensor) or target.is_meta:
             raise GossamerError(f"{path}: the model's '{name}' has no memory to load into; call model.to_empty() first")
+        if target.layout == torch.strided and shares_elements(target):
+            raise GossamerError(f"{path}: elements of the model's '{name}' share memory; make it contiguous() first")
         if tuple(target.shape) != entry.shape:
             shapes = f"{entry.shape} in the file and {tuple(target.shape)} in the model"
             raise GossamerError(f"{path}: '{name}' has the shape {shapes}; build the model as it was written")

@@ -25,8 +25,9 @@ from gossamer.export.quantized import Integers, as_integers
 from gossamer.export.reading import ForeignFile, Progress, load_into
 from gossamer.export.states import State, copied, state_of
 from gossamer.files import whole
-from gossamer.graph import unwrap
+from gossamer.graph import expect_model, unwrap
 from gossamer.graph.additions import without_additions
+from gossamer.graph.weights import check_values
 from gossamer.quantization import is_emulated
 from gossamer.sparse import NM
 
@@ -84,6 +85,9 @@ def save(
     step: Progress = progress or (lambda _label, _share: None)
     if format in _ENCODINGS:
         return _save_state(model, target, format, example_inputs, integers, about or {}, step)
+    if not isinstance(model, Mapping):
+        expect_model(model, str(target))
+        check_values(model, str(target))
     if not isinstance(model, nn.Module):
         known = ", ".join(_ENCODINGS)
         reason = f"the format {format} needs the model, not its state dict; tensors go into {known}"

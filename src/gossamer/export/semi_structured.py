@@ -73,6 +73,8 @@ def _unfit(model: nn.Module, name: str, layer: nn.Module, weight: Tensor) -> str
         return "a part of MultiheadAttention, which reads the weight itself; use linear layers for its projections"
     if not isinstance(layer, nn.Linear):
         return f"a {type(layer).__name__}; torch runs only linear layers from semi-structured tensors"
+    if not name.endswith("weight"):
+        return "its layer computes the weight from it; remove the norm, mask or parametrization first"
     if isinstance(weight, torch.sparse.SparseSemiStructuredTensor):
         return "its weight is semi-structured already"
     shared = [other for other, first in first_names(model).items() if first == name and other != name]

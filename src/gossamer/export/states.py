@@ -6,7 +6,6 @@ What training has added is left out, for every format: see `gossamer.graph.addit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 from gossamer.export.model_file import PARTS, RANGES, SCALE, writable
-from gossamer.graph import is_transposed, prunable, unwrap
+from gossamer.graph import expect_model, is_transposed, prunable, unwrap
 from gossamer.graph.additions import holds_sparsers, strip, without_additions
+from gossamer.graph.copies import duplicate
 from gossamer.graph.substitution import is_substituted
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module")
@@ -52,9 +52,14 @@ def state_of(given: nn.Module | Mapping[str, Any], path: Path) -> State:
     """
     if isinstance(given, nn.Module):
         model = strip(copied(given, path)) if is_substituted(given) else given
-        entries = clean_state(model)
+        try:
+            entries = clean_state(model)
+        except Exception as error:  # of the model's own code
+            raise GossamerError(f"{path}: the model's state_dict() fails: {_first_line(error)}") from error
         axes = {name: 0 if is_transposed(model, name) else 1 for name in prunable(model)}
     else:
+        if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            expect_model(given, str(path))
         entries = _of_mapping(given, path)
         axes = {name: 1 for name, value in entries.items() if _is_weight(name, value)}
     tensors: dict[str, Tensor] = {}
@@ -81,10 +86,13 @@ def state_of(given: nn.Module | Mapping[str, Any], path: Path) -> State:
 def copied(model: nn.Module, path: Path) -> nn.Module:
     """The model itself without wrappers, on the CPU and in evaluation mode; the one that was given is not touched."""
     try:
-        return deepcopy(unwrap(model)).cpu().eval()
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise GossamerError(f"{path}: the model cannot be copied for export: {reason}") from error
+        return duplicate(unwrap(model)).cpu().eval()
+    except Exception as error:  # of the model's own code, or of torch
+        raise GossamerError(f"{path}: the model cannot be copied for export: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _of_mapping(given: Mapping[Any, Any], path: Path) -> dict[str, Any]:

@@ -6,18 +6,19 @@ is the business of `graph`.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 
 from gossamer.errors import GossamerError
-from gossamer.graph import thinning
+from gossamer.graph import expect_model, thinning
 from gossamer.graph.additions import strip
+from gossamer.graph.copies import duplicate
 from gossamer.graph.parameters import unwrap
 from gossamer.graph.thinning import Progress, Thinned
 from gossamer.graph.thinning_cuts import spread_over_processes
+from gossamer.graph.weights import check_values
 
 
 def thin(
@@ -38,13 +39,15 @@ def thin(
     >>> small[0], found.parameters
     (Linear(in_features=4, out_features=2, bias=True), (58, 16))
     """
+    expect_model(model, "thin")
+    check_values(model, "thin")
     if reason := spread_over_processes(model):
         raise GossamerError(f"thin: {reason}; give the model that is inside")
     try:
-        smaller: nn.Module = strip(copy.deepcopy(unwrap(model)).eval())
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        smaller: nn.Module = strip(duplicate(unwrap(model)).eval())
+    except Exception as error:  # of the model's own code, or of torch
+        reason = next(iter(str(error).splitlines()), type(error).__name__).partition(". ")[0]
         raise GossamerError(
-            f"thin: the model cannot be copied ({reason}); masks of torch.nn.utils.prune are made final by its remove()"
+            f"thin: the model cannot be copied ({reason}); give a model that copy.deepcopy copies"
         ) from error
     return smaller, thinning.thin(smaller, example_inputs, names=names, progress=progress)

@@ -82,7 +82,7 @@ def strip(model: nn.Module) -> nn.Module:
         weight.copy_(value)
     drop_buffers(model)
     for layer in model.modules():
-        for name in [name for name in layer._modules if name.endswith(SPARSER)]:  # pyright: ignore[reportPrivateUsage]
+        for name in [name for name, _ in layer.named_children() if name.endswith(SPARSER)]:
             del layer._modules[name]  # pyright: ignore[reportPrivateUsage]
     return model
 
@@ -90,5 +90,5 @@ def strip(model: nn.Module) -> nn.Module:
 def drop_buffers(model: nn.Module) -> None:
     """Remove ASP's buffers; the zeros stay."""
     for layer in model.modules():
-        for name in [name for name in layer._buffers if _BUFFER.fullmatch(name)]:  # pyright: ignore[reportPrivateUsage]
+        for name in [name for name, _ in layer.named_buffers(recurse=False) if _BUFFER.fullmatch(name)]:
             del layer._buffers[name]  # pyright: ignore[reportPrivateUsage]

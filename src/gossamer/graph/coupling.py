@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer.errors import GossamerError
+from gossamer.graph.copies import duplicate
 from gossamer.graph.inputs import as_arguments, guesses, unguessable
 from gossamer.graph.parameters import named_state, unwrap
 from gossamer.graph.tensors import tensors_in
@@ -151,7 +152,7 @@ class _Recording(TorchDispatchMode):
         self._leaves: dict[int, list[str]] = {}
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        module: nn.Module = copy.deepcopy(self.follower.module).eval()
+        module: nn.Module = duplicate(self.follower.module).eval()
         for name, tensor in (*named_state(module), *self.follower.state.items()):  # a closure may hold the original
             self._leaves.setdefault(storage_of(tensor), []).append(name)
         with undisturbed(module), torch.no_grad():

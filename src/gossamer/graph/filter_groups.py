@@ -27,6 +27,7 @@ from gossamer.graph.parameters import (
     prunable,
 )
 from gossamer.graph.tracing import Coupling
+from gossamer.graph.weights import layer_path
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,10 @@ class FilterGraph:
 
     def _vectors(self, model: nn.Module) -> dict[str, Ints]:
         found: dict[str, Ints] = {}
+        layers = {layer_path(name) for name in self.output_dim}
         for name, parameter in named_parameters(model):
             path, _, leaf = name.rpartition(".")
-            own_bias = leaf == "bias" and f"{path}.weight".lstrip(".") in self.output_dim
+            own_bias = leaf == "bias" and path in layers
             if parameter.dim() == 1 and (own_bias or isinstance(owner_of(model, name), _NormBase)):
                 for factor in self.coupling.layouts.get(name, ()):
                     if factor.dims == (0,):

@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer.errors import GossamerError
 from gossamer.graph.inputs import as_arguments, guesses
-from gossamer.graph.parameters import get_parameter, prunable, unwrap
+from gossamer.graph.parameters import get_parameter, own_tensors, prunable, unwrap
 from gossamer.graph.tensors import tensors_in
 from gossamer.graph.tracing import Arguments, storage_of
 from gossamer.graph.undisturbed import forget, quietly, undisturbed
+from gossamer.graph.weights import check_values
 
 _REMEDY = (
     "give example_inputs that its forward takes: a tensor, a tuple or dict of arguments, "
@@ -57,6 +58,7 @@ def macs(model: nn.Module, example_inputs: Any) -> dict[str, int]:
     {'weight': 280}
     """
     module = unwrap(model)
+    check_values(module, "MACs")
     try:
         arguments = _arguments(module, example_inputs)
         counts = _without_values(module, arguments)
@@ -142,7 +144,7 @@ def _run(
     fake: FakeTensorMode | None = None,
 ) -> None:
     """Run the model in evaluation mode on copies of its parameters, its buffers and its inputs."""
-    own = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    own = own_tensors(module)
     # In inference mode operations would arrive in one piece.
     with undisturbed(module), torch.inference_mode(False), torch.no_grad():
         for child in module.modules():
@@ -152,7 +154,8 @@ def _run(
         watch.begin({name: (copies[id(weight)], weight) for name, weight in weights.items()})
         args, kwargs = pytree.tree_map_only(Tensor, copied, arguments)
         with fake or nullcontext(), watch:
-            torch.func.functional_call(module, {name: copies[id(tensor)] for name, tensor in own}, args, kwargs)
+            substitutes = {name: copies[id(tensor)] for name, tensor in own}
+            torch.func.functional_call(module, substitutes, args, kwargs, tie_weights=False)
 
 
 # Watching

@@ -10,16 +10,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from gossamer.errors import MAX_SUGGESTED, ModifierError, nearest
+from gossamer.errors import MAX_SUGGESTED, GossamerError, ModifierError, nearest
 from gossamer.graph.regex import PREFIX, PatternError, matching
+from gossamer.graph.weights import Stored, is_conv1d, layer_path, opaque, unprunable, weights_of, with_one_kept
 
 ALL = "__ALL__"
 ALL_PRUNABLE = "__ALL_PRUNABLE__"
 DEPTHWISE = "__DEPTHWISE__"
+TIED = "shared with an embedding, of which each row is a token"
+"""Why the weight of a layer is left dense that could be pruned."""
 _PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
 _COMPILED, _SHARDED = "_orig_mod", "_fsdp_wrapped_module"
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "AveragedModel"})
@@ -63,6 +67,8 @@ def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     owner = unwrap(module)
     yield "", owner
     for name, child in owner.named_children():
+        if "." in name:
+            raise GossamerError(f"model: the module name '{name}' has a dot, which torch reads as a path; rename it")
         for path, inner in named_modules(child):
             yield f"{name}.{path}" if path else name, inner
 
@@ -91,6 +97,18 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield f"{path}.{leaf}" if path else leaf, tensor
+
+
+def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers under the names that `torch.func.functional_call` takes, shared ones under each.
+
+    A module that is reached twice counts once, for what is replaced twice is not put back; with `tie_weights=False`.
+    """
+    return [
+        (_joined(path, leaf), tensor)
+        for path, owner in cast(Iterator[tuple[str, nn.Module]], module.named_modules())
+        for leaf, tensor in (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False))
+    ]
 
 
 def first_names(module: nn.Module) -> dict[str, str]:
@@ -131,15 +149,15 @@ def has_parameter(module: nn.Module, name: str) -> bool:
 
 
 def owner_of(module: nn.Module, name: str) -> nn.Module:
-    """The module that holds a parameter."""
-    return get_module(module, name.rpartition(".")[0])
+    """The layer that a parameter belongs to, also where a parametrization of the layer holds it."""
+    return get_module(module, layer_path(name))
 
 
 def is_transposed(module: nn.Module, name: str) -> bool:
     """Whether the weight is stored `(in, out, …)`: transposed convolutions, and the Conv1D of Transformers."""
     owner = owner_of(module, name)
     transposed = isinstance(owner, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d)
-    return transposed or type(owner).__name__ == "Conv1D"
+    return transposed or is_conv1d(owner)
 
 
 def match(module: nn.Module, wanted: str | Sequence[str], *, field: str = "params", strict: bool = True) -> list[str]:
@@ -155,17 +173,25 @@ def match_prunable(
     module: nn.Module, wanted: str | Sequence[str], *, field: str = "params", strict: bool = True
 ) -> Matches:
     """As `match`, for pruning: biases and normalisation that are not named exactly are left alone and listed."""
-    names, exact = _Resolver(module, field, strict).resolve([wanted] if isinstance(wanted, str) else list(wanted))
-    kept: list[str] = []
-    skipped: dict[str, str] = {}
+    items = [wanted] if isinstance(wanted, str) else list(wanted)
+    names, exact = _Resolver(module, field, strict).resolve(items)
+    dense, kept = left_dense(module), list[str]()
+    skipped: dict[str, str] = dict(dense) if ALL_PRUNABLE in items else {}
     for name in names:
-        reason = None if name in exact else _not_for_pruning(module, name)
+        impossible = unprunable(get_parameter(module, name))
+        if impossible and name in exact:
+            raise ModifierError(f"{field}: '{name}' cannot be pruned: {impossible}", field)
+        reason = impossible or (None if name in exact else dense.get(name) or _not_for_pruning(module, name))
         if reason is None:
             kept.append(name)
         else:
             skipped[name] = reason
     if not kept:
         shown = wanted if isinstance(wanted, str) else ", ".join(wanted)
+        if (name := next((name for name in skipped if name in (*dense, *prunable(module))), None)) is not None:
+            raise ModifierError(
+                f"{field}: nothing that {shown!r} matches can be pruned; '{name}': {skipped[name]}", field
+            )
         raise ModifierError(
             f"{field}: {shown!r} matches only biases and normalisation parameters, which are pruned "
             f"only when named exactly; name a weight{nearest('weight', prunable(module))}",
@@ -193,7 +219,7 @@ def match_excluded(module: nn.Module, wanted: str | Sequence[str], *, field: str
             except ModifierError:
                 idle.append(item)
         else:
-            names = {name: name.rpartition(".")[0] for name in prunable(module)}
+            names = {name: layer_path(name) for name in prunable(module)}
             layers = [name for name, layer in names.items() if layer in list(_without_prefixes(item))]
             if not layers and item not in first_names(module):
                 try:
@@ -213,30 +239,112 @@ def is_depthwise(module: nn.Module, name: str) -> bool:
 
 
 def prunable(module: nn.Module) -> list[str]:
-    """Weights of convolutions, linear layers and attention projections, by clean name."""
+    """Weights of convolutions, linear layers and attention projections that can be pruned, by clean name.
+
+    Where a layer computes its weight (spectral norm, weight norm, `torch.nn.utils.prune`), the name is that of the
+    tensor whose zeros are zeros of the weight.
+    """
+    return [name for name, reason in _weights(module).items() if reason is None]
+
+
+def left_dense(module: nn.Module) -> dict[str, str]:
+    """The weights of such layers that cannot be pruned, by clean name, each with the reason and a remedy."""
+    return {name: reason for name, reason in _weights(module).items() if reason is not None}
+
+
+def _weights(module: nn.Module) -> dict[str, str | None]:
+    known, found = first_names(module), dict[str, str | None]()
+    for path, layer in named_modules(module):
+        if (reason := opaque(layer)) is not None:
+            found[_joined(path, "weight")] = reason
+            continue
+        for weight in weights_of(layer):
+            alias = _joined(path, weight.leaf)
+            if getattr(layer, weight.weight, None) is None:
+                continue
+            if alias not in known:
+                found[alias] = f"it is a {_kind(layer, weight.leaf)}; make it an nn.Parameter to prune it"
+            else:
+                name, parameter = known[alias], get_parameter(module, known[alias])
+                # A weight on the meta device can be planned for; who prunes it asks `unprunable`.
+                found.setdefault(name, weight.reason or (None if parameter.is_meta else unprunable(parameter)))
+    return found
+
+
+def _kind(layer: nn.Module, leaf: str) -> str:
+    return "buffer" if leaf in dict(layer.named_buffers(recurse=False)) else "plain attribute"
+
+
+def stored_weight(module: nn.Module, name: str) -> Stored | None:
+    """How a layer computes the weight that this parameter is stored for; None for other parameters."""
+    path = layer_path(name)
+    leaf = name[len(path) + 1 :] if path else name
+    return next((weight for weight in weights_of(get_module(module, path)) if weight.leaf == leaf), None)
+
+
+def weight_of(module: nn.Module, name: str) -> Tensor:
+    """The values of a parameter, without gradient; zero where a mask of `torch.nn.utils.prune` says so."""
+    values = get_parameter(module, name).detach()
+    mask = torch_mask(module, name)
+    return values if mask is None else values * mask
+
+
+def bias_beside(module: nn.Module, name: str) -> str | None:
+    """The name that the bias of a weight's layer has, if it has one; `in_proj_weight` goes with `in_proj_bias`."""
+    path, source = layer_path(name), stored_weight(module, name)
+    leaf = name.rpartition(".")[2] if source is None else source.weight
+    return _joined(path, f"{leaf.removesuffix('weight')}bias") if leaf.endswith("weight") else None
+
+
+def torch_mask(module: nn.Module, name: str) -> Tensor | None:
+    """What `torch.nn.utils.prune` multiplies the parameter by; None where it does not."""
+    weight = stored_weight(module, name) if name.endswith("_orig") else None
+    return None if weight is None or weight.mask is None else cast(Tensor, getattr(owner_of(module, name), weight.mask))
+
+
+def embedding_tables(module: nn.Module) -> set[str]:
+    """The first names of the weights of all embeddings, also of those that linear layers share."""
     known = first_names(module)
-    names = [
-        known[name]
+    layers = [path for path, layer in named_modules(module) if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
+    return {known[name] for path in layers if (name := _joined(path, "weight")) in known}
+
+
+def with_norms_kept(module: nn.Module, name: str, scores: Tensor) -> Tensor:
+    """Scores of a weight, with one for each norm that its layer divides by made infinite, so that none becomes zero."""
+    weight = stored_weight(module, name)
+    return scores if weight is None or weight.norm is None else with_one_kept(scores, weight.norm)
+
+
+def nothing_to_prune(module: nn.Module, purpose: str = "to prune") -> str:
+    """A sentence for a model without a weight that could be pruned."""
+    dense = left_dense(module)
+    if not dense:
+        return f"the model has no convolution or linear layer {purpose}{_exported_hint(module)}"
+    name, reason = next(iter(dense.items()))
+    return f"no weight of the model can be pruned; '{name}': {reason}"
+
+
+def _computed_names(module: nn.Module) -> dict[str, str]:
+    """The names of weights that layers compute, such as `fc.weight`, to those of the parameters to prune for them."""
+    return {
+        _joined(path, weight.weight): _joined(path, weight.leaf)
         for path, layer in named_modules(module)
-        for leaf in _prunable_leaves(layer)
-        if (name := f"{path}.{leaf}" if path else leaf) in known
-    ]
-    return list(dict.fromkeys(names))
+        for weight in weights_of(layer)
+        if weight.leaf != weight.weight
+    }
 
 
-def _prunable_leaves(layer: nn.Module) -> list[str]:
-    convolution = isinstance(layer, nn.modules.conv._ConvNd)  # pyright: ignore[reportPrivateUsage]
-    if isinstance(layer, nn.Linear | nn.Bilinear) or convolution or type(layer).__name__ == "Conv1D":
-        return ["weight"]
-    if isinstance(layer, nn.MultiheadAttention):
-        return ["in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"]
-    return []
+def _joined(path: str, leaf: str) -> str:
+    return f"{path}.{leaf}" if path else leaf
 
 
 def _not_for_pruning(module: nn.Module, name: str) -> str | None:
+    layer, leaf = owner_of(module, name), name.removeprefix(f"{layer_path(name)}.")
+    if any(leaf in weight.unpruned for weight in weights_of(layer)):
+        return "the magnitudes of weight norm: a zero there would empty a whole row of the weight"
     if get_parameter(module, name).dim() < 2:
         return "fewer than two dimensions; name it exactly to prune it"
-    if _NORMALISATION.search(type(owner_of(module, name)).__name__):
+    if _NORMALISATION.search(type(layer).__name__):
         return "a normalisation parameter; name it exactly to prune it"
     return None
 
@@ -250,6 +358,10 @@ class _Resolver:
         self.field = field
         self.names = [name for name, _ in named_parameters(module)]
         self.canonical = first_names(self.module)
+
+    @cached_property
+    def computed(self) -> dict[str, str]:
+        return _computed_names(self.module)
 
     def resolve(self, wanted: Sequence[str]) -> tuple[list[str], set[str]]:
         """All matched names in the model's order, and those that were named exactly."""
@@ -281,10 +393,19 @@ class _Resolver:
                 return [self.canonical[name]], True
             if f"{name}.weight" in self.canonical:
                 return [self.canonical[f"{name}.weight"]], True
+            weight = self._computed(name)
+            if weight is not None and weight not in left_dense(self.module):
+                return [self.canonical[weight]], True
         return [], False
 
+    def _computed(self, name: str) -> str | None:
+        """The parameter to prune for a weight that its layer computes."""
+        return self.computed.get(name) or self.computed.get(f"{name}.weight")
+
     def _pattern(self, item: str) -> list[str]:
-        names = {self.canonical[alias] for alias in matching(item, list(self.canonical), field=self.field)}
+        computed = {alias: self.canonical[name] for alias, name in self.computed.items()}
+        targets = computed | self.canonical
+        names = {targets[alias] for alias in matching(item, list(targets), field=self.field)}
         if not names and item.removeprefix(PREFIX).startswith(_PREFIXES):
             return self._pattern(PREFIX + next(_without_prefixes(item.removeprefix(PREFIX), only_shortened=True)))
         return [name for name in self.names if name in names]
@@ -292,7 +413,11 @@ class _Resolver:
     def _nothing(self, item: str) -> str:
         """Why an item names no parameter, with the nearest that there are."""
         if item == ALL_PRUNABLE:
-            return f"{self.field}: the model has no convolution or linear layer to prune"
+            return f"{self.field}: {nothing_to_prune(self.module)}"
+        dense = left_dense(self.module)
+        for weight in map(self._computed, _without_prefixes(item)):
+            if weight in dense:
+                return f"{self.field}: '{item}' cannot be pruned: {dense[weight]}"
         if "/" in item and not any("/" in name for name in self.names):
             return (
                 f"{self.field}: '{item}' is a TensorFlow-style name, and this is the PyTorch engine; "
@@ -310,6 +435,11 @@ def _without_prefixes(name: str, only_shortened: bool = False) -> Iterator[str]:
     while name.startswith(_PREFIXES):
         name = name.split(".", 1)[1]
         yield name
+
+
+def _exported_hint(module: nn.Module) -> str:
+    made = any(kind.__module__.startswith("torch.export") for kind in type(module).__mro__)
+    return "; give the module that torch.export.export was called with" if made else ""
 
 
 def _by_last_part(wanted: str, names: Sequence[str]) -> str:

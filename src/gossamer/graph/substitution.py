@@ -27,7 +27,8 @@ class Substitution:
         self._handles: list[RemovableHandle] = []
         for caller, path, leaf in _users(module, name):
             hooks = _Hooks(path, leaf, substitute)
-            self._handles.append(caller.register_forward_pre_hook(hooks.enter))
+            # Before the hooks that compute a layer's weight from the one that is replaced.
+            self._handles.append(caller.register_forward_pre_hook(hooks.enter, prepend=True))
             self._handles.append(caller.register_forward_hook(hooks.leave, always_call=True))
         compile_anew()
 

@@ -64,6 +64,10 @@ def thin(
     {'0.weight': (32, 8), '2.weight': (16, 4)}
     """
     module = _own(model)
+    if name := next((name for name, parameter in named_parameters(module) if parameter.is_complex()), None):
+        raise GossamerError(
+            f"thin: '{name}' is complex, which is not supported; thin the real parts of the model alone"
+        )
     told = progress or _silent
     told("following the network", 0.0)
     coupling = couple(module, example_inputs, parts=True)

@@ -20,7 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from torch.utils import _pytree as pytree
 
 from gossamer.graph.inputs import as_arguments, guesses
-from gossamer.graph.parameters import named_state, prunable
+from gossamer.graph.parameters import named_state, own_tensors, prunable
 from gossamer.graph.tensors import tensors_in
 from gossamer.graph.thinning_inputs import Example, loud, negative
 from gossamer.graph.thinning_watch import Known, Observed, Trace, Watch
@@ -199,7 +199,7 @@ class Runner:
         kind: Callable[[Known], Watch] = Watch,
     ) -> Observed:
         module = self.module
-        own = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        own = own_tensors(module)
         # Not written to: batch norm keeps still, but a model may count.
         tensors = {id(tensor): state[self.names[id(tensor)]] for _, tensor in own}
         tensors = {key: t if t.is_floating_point() and t.dim() else t.clone() for key, t in tensors.items()}
@@ -213,7 +213,7 @@ class Runner:
             with torch.random.fork_rng(devices=[]), watch:
                 torch.manual_seed(_SEED)
                 substitutes = {name: tensors[id(tensor)] for name, tensor in own}
-                output = torch.func.functional_call(module, substitutes, args, kwargs)
+                output = torch.func.functional_call(module, substitutes, args, kwargs, tie_weights=False)
         watch.observed.outputs += [leaf.detach().clone() for leaf in _leaves(output)]
         return watch.observed
 

@@ -23,10 +23,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer.graph.channels import Channels, Classes, Layout
-from gossamer.graph.parameters import named_state, unwrap
+from gossamer.graph.parameters import named_state, own_tensors, unwrap
 from gossamer.graph.rules import observe
 from gossamer.graph.tensors import Tensors, tensors_in
 from gossamer.graph.undisturbed import forget, undisturbed
+from gossamer.graph.weights import hooks_that_compute
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a `forward`."""
@@ -63,11 +64,19 @@ class Follower:
         `entering` names its input, `leaving` is the reason to give for what it returns or keeps.
         """
         self._leaving.add(leaving)
+        computed = [
+            (layer, leaf, vars(layer)[leaf])
+            for layer in part.modules()
+            for leaf in hooks_that_compute(layer)
+            if leaf in vars(layer)
+        ]
         with undisturbed(self.module):
             for training in (False, True):
                 _set_mode(self.module, training)
                 for args, kwargs in inputs:
                     output = self._run(part, args, kwargs, entering)
+                    for layer, leaf, value in computed:  # weights that a hook computed are the layer's own
+                        vars(layer)[leaf] = value
                     returned = {id(tensor) for tensor in pytree.tree_leaves(output)}
                     if any(id(tensor) not in returned for tensor in self.tensors.remaining()):
                         gc.collect()
@@ -113,12 +122,11 @@ class Follower:
         for tensor in pytree.tree_leaves((fake_args, fake_kwargs)):
             if isinstance(tensor, Tensor):
                 self.tensors.add_input(tensor, entering)
-        own = [*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)]
-        substitutes = {name: leaves[id(tensor)] for name, tensor in own}
+        substitutes = {name: leaves[id(tensor)] for name, tensor in own_tensors(part)}
         # In inference mode operations would arrive in one piece.
         seed = torch.initial_seed()
         with torch.inference_mode(False), torch.no_grad(), self.fake, _Watch(self, leaves):
-            output = torch.func.functional_call(part, substitutes, fake_args, fake_kwargs)
+            output = torch.func.functional_call(part, substitutes, fake_args, fake_kwargs, tie_weights=False)
         if torch.initial_seed() != seed:
             raise RuntimeError("it seeds the random numbers that it draws, which makes them weights in disguise")
         return output

@@ -121,6 +121,7 @@ class RigLPruningModifier(DynamicPruningModifier):
     """
 
     any_pattern: ClassVar[bool] = False
+    keeps_norms: ClassVar[bool] = False
     _sparsity_field: ClassVar[str] = "final_sparsity"
 
     final_sparsity: Sparsity

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gossamer.graph import first_names, get_parameter, has_parameter, prunable
+from gossamer.graph.parameters import bias_beside
 from gossamer.modifiers.base import Run
 from gossamer.modifiers.scoring import outputs_first
 from gossamer.sparse import Unstructured, global_masks, zero_count
@@ -317,9 +318,9 @@ def vectors_of(module: nn.Module, names: Sequence[str], graph: FilterGraph | Non
         touched = np.unique(np.concatenate(own)) if own else np.zeros(0, np.int64)
         found = {n: Vector(None, own) for n, own in graph.vectors.items() if np.isin(own, touched).any()}
     for name in names:
-        bias = first.get(f"{name.removesuffix('weight')}bias")
+        bias = first.get(bias_beside(module, name) or "")
         outputs = name == last if graph is None else leaves(graph, name) or (in_parts and is_held(graph, name))
-        if name.endswith("weight") and bias is not None and not outputs and get_parameter(module, bias).dim() == 1:
+        if bias is not None and not outputs and get_parameter(module, bias).dim() == 1:
             found[bias] = Vector(name, found[bias].classes if bias in found else None)
     return {name: vector for name, vector in found.items() if name not in weights}
 

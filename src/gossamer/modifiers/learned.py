@@ -71,6 +71,7 @@ class LearnedPruningModifier(PruningModifier):
 
     params: ParamNames = Field(default=...)
 
+    keeps_norms: ClassVar[bool] = False
     learned: ClassVar[str]
     """The key of the state under which each weight has what is learned about it."""
 

@@ -14,13 +14,34 @@ from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
 from gossamer.errors import ModifierError, SparsityError
-from gossamer.graph import has_parameter, is_depthwise, match, match_excluded, match_prunable, prunable
+from gossamer.graph import (
+    ALL_PRUNABLE,
+    embedding_tables,
+    has_parameter,
+    is_depthwise,
+    match,
+    match_excluded,
+    match_prunable,
+    prunable,
+    stored_weight,
+)
+from gossamer.graph.parameters import TIED, with_norms_kept
+from gossamer.graph.weights import WHOLE
 from gossamer.modifiers.base import Modifier, ParamNames, Run
 from gossamer.modifiers.filters import SAVED, FilterPlan, hold_vectors, is_held, leaves, plan_filters
 from gossamer.modifiers.scoring import outputs_first
 from gossamer.modifiers.state import LARGEST_WEIGHT, StateField, tensors
 from gossamer.quantities import Sparsity
-from gossamer.sparse import Channel, Filter, Pattern, global_masks, parse_pattern, within_reach
+from gossamer.sparse import (
+    Channel,
+    Filter,
+    Pattern,
+    Unstructured,
+    global_masks,
+    parse_pattern,
+    within_reach,
+    zero_count,
+)
 from gossamer.sparse.selection import refuse_nan
 
 EXCLUDED = "excluded"
@@ -50,6 +71,11 @@ class PruningModifier(Modifier):
     leave_enabled: bool = True
     mask_type: MaskType = "unstructured"
     params_strict: bool = True
+
+    spares_embeddings: ClassVar[bool] = True
+    """Whether `__ALL_PRUNABLE__` leaves out the weight of a layer that an embedding shares."""
+    keeps_norms: ClassVar[bool] = True
+    """Whether its masks leave a weight in every row that weight norm divides by the norm of."""
 
     @property
     def pattern(self) -> Pattern:
@@ -90,6 +116,8 @@ class PruningModifier(Modifier):
         excluded, idle = match_excluded(run.module, self.exclude, field="exclude")
         for pattern in idle:
             logger.warning("%s: exclude: '%s' matches nothing", self.name, pattern)
+        every = self.spares_embeddings and ALL_PRUNABLE in ([wanted] if isinstance(wanted, str) else wanted)
+        tables = embedding_tables(run.module) if every else set[str]()
         last, spared = next(reversed(prunable(run.module)), None), ""
         for name in matches.names:
             if name in excluded:
@@ -98,9 +126,15 @@ class PruningModifier(Modifier):
             parameter = run.parameter(name)
             if parameter.numel() and bool(parameter.detach().isnan().any()):
                 raise ModifierError(f"'{name}' holds NaN and cannot be pruned; repair the weights first", field)
-            if name not in matches.exact and (reason := self._spared(run, name, name == last)):
-                spared = f"{reason}; name it exactly to prune it"
-                run.skip(name, spared)
+            reason = self._divides_by_zero(run, name)
+            if reason and name in matches.exact:
+                raise ModifierError(f"{field}: '{name}' cannot be pruned: {reason}", field)
+            if reason is None and name not in matches.exact:
+                reason = TIED if name in tables else self._spared(run, name, name == last)
+                reason = reason and f"{reason}; name it exactly to prune it"
+            if reason:
+                spared = reason
+                run.skip(name, reason)
                 continue
             reason = self.pattern.fits(self._rows(run, name, parameter).shape)
             if reason and name in matches.exact:
@@ -172,6 +206,28 @@ class PruningModifier(Modifier):
             return "its filters are outputs of the model, or of a part that was followed on its own"
         return None
 
+    def _divides_by_zero(self, run: Run, name: str) -> str | None:
+        """Why a layer under weight norm, which divides rows by their norm, would come to compute with NaN."""
+        weight = stored_weight(run.module, name)
+        if weight is None or weight.norm in (None, WHOLE):
+            return None
+        remedy = "remove weight norm from the layer first"
+        if not self.keeps_norms:
+            return f"under weight norm a row of zeros is divided by zero, and {self.name} may leave one; {remedy}"
+        if isinstance(self.pattern, Filter | Channel):
+            return f"under weight norm a row of zeros is divided by zero; {remedy}, or choose another mask_type"
+        values = run.parameter(name)
+        end = self.end_epoch if self.end_epoch != -1 else self.start_epoch
+        share, rows = self.sparsity_of(run, name, end), int(values.shape[weight.norm])
+        if (
+            isinstance(self.pattern, Unstructured)
+            and share
+            and zero_count(values.numel(), share) > values.numel() - rows
+        ):
+            most = 1 - rows / values.numel()
+            return f"weight norm needs a weight in each of {rows} rows, so at most {most:.1%} can be zero; {remedy}"
+        return None
+
     def masks(self, run: Run, scores: Mapping[str, Tensor], sparsity: Mapping[str, float] | float) -> dict[str, Tensor]:
         """Masks for a sparsity per layer, or for one number over all layers together."""
         rows: dict[str, Tensor] = {}
@@ -180,7 +236,7 @@ class PruningModifier(Modifier):
                 refuse_nan(score)
             except SparsityError as error:
                 raise ModifierError(f"'{name}' cannot be pruned at step {run.step}: {error}") from None
-            rows[name] = self._rows(run, name, score)
+            rows[name] = self._rows(run, name, with_norms_kept(run.module, name, score))
         if (filters := self.filters(run)) is not None:
             units = {name: self.pattern.unit_scores(score) for name, score in rows.items()}
             numels = {name: score.numel() for name, score in rows.items()}

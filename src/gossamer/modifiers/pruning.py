@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -297,6 +297,7 @@ class MovementPruningModifier(GMPruningModifier):
 class ConstantPruningModifier(PruningModifier):
     """Hold the zeros that the weights have at the start."""
 
+    spares_embeddings: ClassVar[bool] = False
     params: ParamNames = Field(default=...)
 
     def start(self, run: Run) -> None:

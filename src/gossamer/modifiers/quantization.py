@@ -16,8 +16,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from gossamer.errors import ModifierError
+from gossamer.errors import GossamerError, ModifierError
 from gossamer.graph import named_modules, prunable
+from gossamer.graph.weights import check_values
 from gossamer.modifiers.base import Modifier, Run, register, to_step
 from gossamer.modifiers.state import Item, Layout, Spec, StateField
 from gossamer.quantities import CountOrZero, Epoch
@@ -148,7 +149,13 @@ class QuantizationModifier(Modifier):
 
     def bind(self, run: Run) -> list[str]:
         rules = self.rules
+        try:
+            check_values(run.module, "model")
+        except GossamerError as error:
+            raise ModifierError(str(error)) from None
         for path, layer in named_modules(run.module):
+            if isinstance(layer, torch.jit.ScriptModule):
+                run.skip(path, "it is compiled by TorchScript, so that nothing can be rounded inside it")
             if isinstance(layer, _FLOATS):
                 run.skip(path, f"{type(layer).__name__} computes in floats: it has no integer form here")
         run.plan["schemes"] = rules.schemes(run.module)

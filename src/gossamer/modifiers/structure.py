@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from gossamer.errors import ModifierError, nearest
-from gossamer.graph import ALL_PRUNABLE, get_module, match, named_modules, named_parameters, prunable
+from gossamer.graph import ALL_PRUNABLE, get_module, layer_path, match, named_modules, named_parameters, prunable
 from gossamer.graph.regex import PREFIX, matching
 from gossamer.graph.thinning_cuts import spread_over_processes
 from gossamer.modifiers.base import Modifier, ParamNames, Run, check_gradients_may_vanish, register, to_step
@@ -82,7 +82,7 @@ class LayerPruningModifier(Modifier):
         found: list[str] = []
         for item in wanted:
             if item == ALL_PRUNABLE:
-                hits = [name.rpartition(".")[0] for name in prunable(run.module)]
+                hits = [layer_path(name) for name in prunable(run.module)]
             elif item.startswith(PREFIX):
                 hits = matching(item, names, field="layers", whole=True)
             else:

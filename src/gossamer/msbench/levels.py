@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 from gossamer.files import whole
-from gossamer.graph import DEPTHWISE, get_parameter, unwrap
+from gossamer.graph import DEPTHWISE, get_parameter, unwrap, weight_of
 from gossamer.modifiers import LevelPruningModifier, Modifier
 from gossamer.msbench import selection
 from gossamer.msbench.config import NAME, Config
@@ -23,6 +23,7 @@ from gossamer.msbench.generators import NMMaskGenerator
 from gossamer.msbench.schedulers import BaseScheduler, logger
 from gossamer.msbench.sparsers import FakeSparse
 from gossamer.quantities import Count, Factor, LearningRate, Percent, Share, Size
+from gossamer.sparse import share_of_zeros
 
 if TYPE_CHECKING:
     from gossamer.analysis.layers import LayerReport
@@ -187,14 +188,19 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         if self.save_dir is None or not _is_first_process():
             return
         model = unwrap(model)
-        sparsities = {selection.layer_of(n): _zeros(get_parameter(model, n)) for n in self.names}
+        sparsities = {selection.layer_of(n): share_of_zeros(weight_of(model, n)) for n in self.names}
+        path = self.save_dir / f"global_sparse_rate_{self.table[level]}.pth.tar"
+        try:
+            own = model.state_dict()
+        except Exception as error:  # of the model's own code
+            told = f"{type(error).__name__}: {error}"
+            raise GossamerError(f"{path}: the model's state_dict() fails ({told}); set save_dir to null") from error
         state = {
-            "model": model.state_dict(),
+            "model": own,
             "prune_step": level,
             "sparse_rate": self.table[level],
             "sparsities": sparsities,
         }
-        path = self.save_dir / f"global_sparse_rate_{self.table[level]}.pth.tar"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with whole(path) as scratch:
@@ -207,10 +213,6 @@ class AmbaLevelPruneScheduler(BaseScheduler):
 def _share(percent: float) -> float:
     """Percent as a share, as it is written: 30 becomes 0.3, not 0.30000000000000004."""
     return round(percent / 100, 12)
-
-
-def _zeros(weight: Tensor) -> float:
-    return float((weight.detach() == 0).double().mean())
 
 
 def _is_first_process() -> bool:

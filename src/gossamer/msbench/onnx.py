@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from gossamer.errors import GossamerError
 from gossamer.graph import unwrap
+from gossamer.graph.copies import duplicate
 
 if TYPE_CHECKING:
     from gossamer.msbench.schedulers import BaseScheduler
@@ -30,7 +30,7 @@ def write(scheduler: BaseScheduler, model: nn.Module, dummy_input: Any, onnx_nam
     from gossamer.export.writing import export
 
     require("export_sparse_onnx", "onnx", "onnxscript")
-    copy = scheduler.export_sparse_model(deepcopy(unwrap(model))).eval()
+    copy = scheduler.export_sparse_model(duplicate(unwrap(model))).eval()
     inputs = _inputs(copy, dummy_input)
     target = Path(f"{os.fspath(onnx_name).removesuffix('.onnx')}.onnx")
     check_place(target)

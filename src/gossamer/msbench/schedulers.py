@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.graph import get_parameter, has_parameter, prunable, unwrap
+from gossamer.graph import expect_model, get_parameter, has_parameter, left_dense, prunable, unwrap
 from gossamer.modifiers import LevelPruningModifier, PruningModifier
 from gossamer.modifiers.state import Item, Spec
 from gossamer.msbench import selection, sparsers
@@ -90,8 +90,7 @@ class BaseScheduler(Lowered):
         not pruned. `example_inputs` is what the model is followed with, to permute channels and to find filters that
         belong together.
         """
-        if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise GossamerError(f"prepare_sparse_model: expected a torch.nn.Module, found {type(model).__name__}")
+        expect_model(model, "prepare_sparse_model")
         if config is not None:
             self._reconfigure(config)
         owner = unwrap(model)
@@ -186,11 +185,11 @@ class BaseScheduler(Lowered):
         return write(self, model, dummy_input, onnx_name)
 
     def compute_sparse_rate(self, model: nn.Module) -> float:
-        """Measured: zeros over weights of the layers that are pruned."""
+        """Measured: zeros over weights of the layers that are pruned; 0.0 when they have no weights."""
         owner = self._expect_names(model, "compute_sparse_rate")
         weights = [sparsers.effective(owner, name) for name in self.names]
         total = sum(weight.numel() for weight in weights)
-        return sum(weight.numel() - int(weight.count_nonzero()) for weight in weights) / total
+        return sum(weight.numel() - int(weight.count_nonzero()) for weight in weights) / max(total, 1)
 
     def update_sparsity_per_layer(self, model: nn.Module, sparsity_rate: float | Mapping[str, float]) -> None:
         """Prune now, to one sparsity or to one for each layer by its name."""
@@ -293,7 +292,7 @@ class BaseScheduler(Lowered):
         self._check_prepared(None, "layers")
         found: dict[str, str | None] = {**dict.fromkeys(self.names), **self.skipped}
         model = self._reference() if self._reference is not None else None
-        order = prunable(model) if model is not None else []
+        order = [*prunable(model), *left_dense(model)] if model is not None else []
         return {selection.layer_of(name): found[name] for name in order if name in found}
 
     def sparse_analysis(self, model: nn.Module) -> LayerReport:
@@ -311,6 +310,7 @@ class BaseScheduler(Lowered):
         if type(self) is BaseScheduler and not self.learns and run.attachments[0].modifier.sparsity_at(0.0) == 0:  # pyright: ignore[reportAttributeAccessIssue]
             logger.warning("no sparsity is given: nothing is pruned until update_sparsity_per_layer")
         if self.learns:
+            run.take_over_masks()
             for name in self.names:
                 sparsers.attach(unwrap(model), name, self.make_sparser(get_parameter(model, name)))
 

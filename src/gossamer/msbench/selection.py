@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from gossamer.errors import GossamerError, nearest
+from gossamer.graph import layer_path
 
 _PREFIX = "module."
 
@@ -37,7 +38,7 @@ def _looked_for(keyword: str) -> str:
 
 def layer_of(weight: str) -> str:
     """The layer's name: the weight's without its last part."""
-    return weight.rpartition(".")[0]
+    return layer_path(weight)
 
 
 def by_weight(given: float | Mapping[str, float], names: Sequence[str]) -> dict[str, float]:

@@ -139,7 +139,7 @@ def _unlike(model: nn.Module, result: fx.GraphModule) -> str | None:
     names = set(prunable(model))
     if set(prunable(result)) != names:
         return "a graph would take a layer apart"
-    if set(result.state_dict()) != set(model.state_dict()):
+    if _held(result) != _held(model):
         return "its forward pass does not use all of its parameters"
     if [name for name, _ in result.named_parameters()] != [name for name, _ in model.named_parameters()]:
         return "a graph would have its parameters in another order, and optimizer states go by position"
@@ -149,6 +149,12 @@ def _unlike(model: nn.Module, result: fx.GraphModule) -> str | None:
         if node.op == "get_attr" and known.get(str(node.target)) in names:
             return f"its forward pass uses '{node.target}' without calling the layer"
     return None
+
+
+def _held(model: nn.Module) -> set[str]:
+    """Every name of a parameter or buffer."""
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return {*parameters, *(name for name, _ in model.named_buffers(remove_duplicate=False))}
 
 
 def _keep_attributes(model: nn.Module, result: fx.GraphModule) -> None:

@@ -51,6 +51,8 @@ class Emulation:
         """Let a model compute so, and no longer by another emulation that it had."""
         withdraw(module)
         for path, layer in named_modules(module):
+            if isinstance(layer, torch.jit.ScriptModule):  # takes no hooks
+                continue
             place = _Place(self, path)
             # First of all hooks behind a module: what others do with its output is not part of the model.
             place.handles = (

@@ -27,7 +27,7 @@ from gossamer.sparse.reparameterization import (
 )
 from gossamer.sparse.schedules import cosine, fraction, interpolate
 from gossamer.sparse.scores import filter_median_distance, filter_norm, filter_nuclear, magnitude, movement
-from gossamer.sparse.selection import smallest, zero_count
+from gossamer.sparse.selection import share_of_zeros, smallest, zero_count
 
 __all__ = [
     "NM",
@@ -61,6 +61,7 @@ __all__ = [
     "project",
     "pulled",
     "relaxed_mask",
+    "share_of_zeros",
     "smallest",
     "soft_threshold",
     "threshold_gradient",

@@ -25,6 +25,15 @@ def zero_count(units: int, sparsity: float) -> int:
     return round(units * sparsity)
 
 
+def share_of_zeros(weight: Tensor) -> float:
+    """How sparse a tensor is, from 0 to 1; 0 for one without elements.
+
+    >>> share_of_zeros(torch.tensor([0.0, 1.0])), share_of_zeros(torch.empty(0))
+    (0.5, 0.0)
+    """
+    return int((weight.detach() == 0).count_nonzero()) / max(weight.numel(), 1)
+
+
 def smallest(scores: Tensor, count: int) -> Tensor:
     """True at the `count` smallest of the flat `scores`; of equals, the lower index is spared.
 

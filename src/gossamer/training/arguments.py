@@ -6,17 +6,16 @@ from numbers import Real
 from typing import Any
 
 import torch
-from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from gossamer.errors import GossamerError
+from gossamer.graph import expect_model
 from gossamer.quantities import MAX_STEPS_PER_EPOCH, MIN_STEPS_PER_EPOCH
 
 
 def check_model(model: object) -> None:
     """Raise unless this is a model."""
-    if not isinstance(model, nn.Module):
-        raise GossamerError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    expect_model(model, "model")
 
 
 def check_arguments(model: object, optimizer: object, steps_per_epoch: Any, scaler: object) -> None:

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parameter import is_lazy
 
 from gossamer.errors import GossamerError, ModifierError
-from gossamer.graph import get_parameter, has_parameter
+from gossamer.graph import get_parameter, has_parameter, stored_weight
 from gossamer.graph.parameters import named_state
 from gossamer.graph.substitution import Substitution
+from gossamer.graph.weights import by_norm
 from gossamer.modifiers.base import Modifier
 from gossamer.training.clock import Timing
 from gossamer.training.masks import Masks
@@ -212,6 +214,12 @@ class Attachment:
         return self._shared.masks.kept_by(self.index, name)
 
     def set_mask(self, name: str, keep: Tensor) -> None:
+        weight = stored_weight(self._shared.module, name)
+        if weight is not None and weight.norm is not None and not bool(by_norm(keep, weight.norm).any(1).all()):
+            raise ModifierError(
+                f"'{name}' cannot be pruned at step {self.step}: the layer divides by a norm, and the mask leaves "
+                "nothing of a row of the weight; lower the sparsity, or remove the norm from the layer first"
+            )
         ended = self._shared.ended - {self.index}
         self._shared.masks.hold(self.index, name, keep, self.parameter(name), ended)
 
@@ -278,7 +286,8 @@ class Attachment:
         from gossamer.graph.filter_groups import FilterGraph
 
         shared = self._shared
-        shapes = tuple((name, tuple(tensor.shape)) for name, tensor in named_state(shared.module))
+        state = [(name, tensor) for name, tensor in named_state(shared.module) if not is_lazy(tensor)]
+        shapes = tuple((name, tuple(tensor.shape)) for name, tensor in state)
         if shared.filters is None or shared.filters[0] != shapes:
             try:
                 graph = FilterGraph(shared.module, couple(shared.module, shared.example_inputs, parts=True))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gossamer.errors import GossamerError, ModifierError
-from gossamer.graph import prunable, unwrap
+from gossamer.graph import left_dense, prunable, unwrap
 from gossamer.modifiers import Modifier
 from gossamer.modifiers.pruning import EXCLUDED
 from gossamer.recipe import Recipe
@@ -61,7 +61,7 @@ def bind(recipe: Recipe, attachment: Attachment) -> str | None:
         attachment.bound = modifier.bind(attachment)
     except ModifierError as error:
         return str(located(recipe, attachment, error))
-    weights = set(prunable(attachment.module))
+    weights = {*prunable(attachment.module), *left_dense(attachment.module)}
     skipped: dict[tuple[int, str], list[str]] = {}
     for name, reason in attachment.skipped.items():
         level = logging.WARNING if name in weights and reason != EXCLUDED else logging.INFO

@@ -18,12 +18,13 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from gossamer.errors import GossamerError
-from gossamer.graph import get_parameter, has_parameter, unwrap
+from gossamer.graph import has_parameter, unwrap, weight_of
 from gossamer.graph.recalibration import checked_batches, has_running_statistics, recalibrate
 from gossamer.modifiers import LayerThinningModifier, Modifier
 from gossamer.quantities import MAX_EPOCHS
 from gossamer.quantization import is_emulated
 from gossamer.recipe import Recipe, load
+from gossamer.sparse import share_of_zeros
 from gossamer.training.arguments import check_arguments, check_model
 from gossamer.training.attachment import Logger, logger
 from gossamer.training.completion import Completion, watch
@@ -368,11 +369,14 @@ class Manager:
             raise GossamerError(f"apply_masks: this is no copy of the model: it has no parameter '{min(missing)}'")
 
     def sparsity(self) -> dict[str, float]:
-        """By pruned parameter: the share of its weights that are zero now."""
+        """By pruned parameter: the share of its weights that are zero now; 0.0 for a parameter without elements.
+
+        Where a layer computes its weight (spectral norm, weight norm, `torch.nn.utils.prune`), the parameter is the
+        one that it computes it from, and the share that of the weight.
+        """
         run = self._attached()
         names = [name for name in run.shared.pruned() if has_parameter(run.shared.module, name)]
-        weights = {name: get_parameter(run.shared.module, name).detach() for name in names}
-        return {name: float((weight == 0).double().mean()) for name, weight in weights.items()}
+        return {name: share_of_zeros(weight_of(run.shared.module, name)) for name in names}
 
     def targets(self) -> dict[str, float]:
         """By parameter: the sparsity at the end of its pruning, where the recipe sets one for this parameter alone.

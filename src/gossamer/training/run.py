@@ -20,12 +20,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import MAX_SUGGESTED, GossamerError, RecipeError, SparsityError
-from gossamer.graph import get_parameter, unwrap
+from gossamer.graph import get_parameter, torch_mask, unwrap, weight_of
 from gossamer.modifiers import PruningModifier
 from gossamer.modifiers.base import placed
 from gossamer.modifiers.learned import LearnedPruningModifier
 from gossamer.recipe import Recipe
-from gossamer.training.attachment import Attachment, Logger, Shared, due
+from gossamer.training.attachment import Attachment, Logger, Shared, due, logger
 from gossamer.training.binding import attachments, bind, located
 from gossamer.training.closures import with_gradients
 from gossamer.training.completion import Progress
@@ -117,6 +117,7 @@ class TrainingRun:
         groups = settings(self.optimizer)
         self.journal.open(self.shared)
         try:
+            self.take_over_masks()
             self.advance(step)
         except Exception:
             self._undo_modifiers()
@@ -129,6 +130,15 @@ class TrainingRun:
             raise
         finally:
             self.journal.close(self.shared)
+
+    def take_over_masks(self) -> None:
+        """Write the zeros of `torch.nn.utils.prune` into what it masks: its layers compute the same."""
+        for attachment in self.attachments:
+            for name in attachment.bound if isinstance(attachment.modifier, PruningModifier) else ():
+                if (mask := torch_mask(self.shared.module, name)) is not None:
+                    attachment.write(name, weight_of(self.shared.module, name))
+                    zeros = mask.numel() - int(mask.count_nonzero())
+                    logger.info("'%s' has %d zeros of torch.nn.utils.prune, which stay zero", name, zeros)
 
     def hook(self) -> None:
         """Register on the optimizer."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, nearest
 from gossamer.graph import unwrap
+from gossamer.graph.copies import duplicate
 from gossamer.graph.parameters import named_state
 from gossamer.graph.substitution import withdraw_all
 from gossamer.modifiers.state import Item, Spec
@@ -56,7 +56,7 @@ def frozen_copy(module: nn.Module) -> nn.Module:
 
     inner = unwrap(module)
     try:
-        copy = deepcopy(inner)
+        copy = duplicate(inner)
     except Exception as error:
         told = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise GossamerError(
