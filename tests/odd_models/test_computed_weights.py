@@ -73,8 +73,8 @@ def test_a_run_goes_on_to_the_bit_from_its_state(name: str) -> None:
     whole, example = built(name)
     manager = magnitude("__ALL_PRUNABLE__")
     optimizer = trained(manager, whole, example, steps=1)
-    states = [{**model.state_dict()} for model in (whole,)]
-    saved = {key: value.clone() for key, value in states[0].items()}, manager.state_dict(), optimizer.state_dict()
+    weights = {key: value.clone() for key, value in whole.state_dict().items()}
+    saved = weights, manager.state_dict(), optimizer.state_dict()
     other, _ = built(name)
     other.load_state_dict(saved[0])
     second, later = magnitude("__ALL_PRUNABLE__"), optimizer_of(other)
@@ -193,7 +193,7 @@ def test_filters_that_torch_masks_are_thinned_after_remove() -> None:
 def test_a_parametrization_that_does_not_keep_zeros_is_reported_and_refused_by_name() -> None:
     model, example = built("own_parametrization")
     assert left_dense(model) == {
-        "0.parametrizations.weight.original": "it is computed by the parametrization Symmetric, which does not keep "
+        "0.parametrizations.weight.original": "it is computed by the parametrization Symmetric, which need not keep "
         "zeros where they are; call torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight') first"
     }
     with pytest.raises(GossamerError, match=r"'0.weight' cannot be pruned: it is computed by the parametrization"):
@@ -255,6 +255,19 @@ def test_layers_are_named_without_their_parametrizations() -> None:
     assert reasons[COMPUTED["weight_norm"]] == (
         "its layer computes the weight from it; remove the norm, mask or parametrization first"
     )
+
+
+def test_to_look_at_a_model_leaves_the_vectors_of_spectral_norm_as_they_are() -> None:
+    model, example = built("spectral_norm")
+    before = {name: tensor.clone() for name, tensor in model.train().state_dict().items()}
+    left_dense(model)
+    model_table(model, example)
+    manager = magnitude("__ALL_PRUNABLE__")
+    manager.modify(model, optimizer_of(model), steps_per_epoch=1)
+    manager.sparsity()
+    manager.finalize(warn=False)
+    for name, tensor in model.state_dict().items():
+        assert name in prunable(model) or torch.equal(tensor, before[name]), name
 
 
 def test_sparsity_is_never_nan() -> None:

@@ -40,7 +40,7 @@ def refuses(part: str) -> Outcome:
     return REFUSES, part
 
 
-_UNKEPT = "which does not keep zeros where they are; call torch.nn.utils.parametrize.remove_parametrizations"
+_UNKEPT = "which need not keep zeros where they are; call torch.nn.utils.parametrize.remove_parametrizations"
 _NORM = "under weight norm a row of zeros is divided by zero"
 _LAZY = "its shape is not known yet; run the model on one batch first"
 _META = "it is on the meta device and has no"

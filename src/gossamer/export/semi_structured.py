@@ -78,7 +78,8 @@ def _unfit(model: nn.Module, name: str, layer: nn.Module, weight: Tensor) -> str
     if isinstance(weight, torch.sparse.SparseSemiStructuredTensor):
         return "its weight is semi-structured already"
     shared = [other for other, first in first_names(model).items() if first == name and other != name]
-    embedded = [path for path, module in named_modules(model) if getattr(module, "weight", None) is weight]
+    held = [(path, dict(module.named_parameters(recurse=False))) for path, module in named_modules(model)]
+    embedded = [path for path, own in held if own.get("weight") is weight]
     if shared or len(embedded) > 1:
         return f"its weight is also '{(shared or embedded)[0]}'; untie them first"
     return None

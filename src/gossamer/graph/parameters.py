@@ -260,8 +260,6 @@ def _weights(module: nn.Module) -> dict[str, str | None]:
             continue
         for weight in weights_of(layer):
             alias = _joined(path, weight.leaf)
-            if getattr(layer, weight.weight, None) is None:
-                continue
             if alias not in known:
                 found[alias] = f"it is a {_kind(layer, weight.leaf)}; make it an nn.Parameter to prune it"
             else:

@@ -53,13 +53,21 @@ class Stored:
 def weights_of(layer: nn.Module) -> Iterator[Stored]:
     """What each prunable weight of a convolution, linear or attention layer is stored as; none for other modules."""
     if isinstance(layer, nn.MultiheadAttention):
-        leaves = [leaf for leaf in _ATTENTION if getattr(layer, leaf, None) is not None]
+        leaves = list(_ATTENTION)
     else:
         convolution = isinstance(layer, nn.modules.conv._ConvNd)  # pyright: ignore[reportPrivateUsage]
         known = isinstance(layer, nn.Linear | nn.Bilinear) or convolution or is_conv1d(layer)
         leaves = ["weight"] if known else []
     for leaf in leaves:
-        yield stored(layer, leaf)
+        if _is_present(layer, leaf):
+            yield stored(layer, leaf)
+
+
+def _is_present(layer: nn.Module, leaf: str) -> bool:
+    """Whether a layer has such a tensor; asking for the attribute would compute it, and spectral norm counts that."""
+    own: Any = layer
+    held = (own._parameters.get(leaf), own._buffers.get(leaf), vars(layer).get(leaf))
+    return parametrize.is_parametrized(layer, leaf) or any(tensor is not None for tensor in held)
 
 
 def check_values(model: nn.Module, call: str) -> None:
@@ -108,7 +116,7 @@ def _parametrized(layer: nn.Module, leaf: str) -> Stored:
     return Stored(
         leaf,
         f"{path}0" if several else path,
-        f"it is computed by the parametrization {kinds}, which does not keep zeros where they are; call "
+        f"it is computed by the parametrization {kinds}, which need not keep zeros where they are; call "
         f"torch.nn.utils.parametrize.remove_parametrizations(layer, '{leaf}') first",
     )
 
@@ -136,7 +144,7 @@ def with_one_kept(scores: Tensor, norm: int) -> Tensor:
 
 def is_conv1d(layer: nn.Module) -> bool:
     """Whether it is the `Conv1D` of Transformers, a linear layer with a weight `(in, out)`, or a copy of that class."""
-    if not any(kind.__name__ == "Conv1D" for kind in type(layer).__mro__) or not hasattr(layer, "weight"):
+    if not any(kind.__name__ == "Conv1D" for kind in type(layer).__mro__) or not _is_present(layer, "weight"):
         return False
     weight = _tensor(layer, stored(layer, "weight").leaf)
     return weight.dim() == 2 and getattr(layer, "nf", weight.shape[1]) == weight.shape[1]
