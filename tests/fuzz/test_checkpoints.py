@@ -195,8 +195,13 @@ def test_any_state_in_a_checkpoint_is_read_or_refused(examples: int, pristine: P
     assert outcome.refused >= examples // 4, outcome
 
 
-@pytest.mark.parametrize("name", ["dense"])
-@pytest.mark.parametrize("examples", [12, pytest.param(1_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "examples"),
+    [
+        ("dense", 12),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("dense", 800), ("gmp", 300), ("amba", 300))),
+    ],
+)
 def test_a_run_goes_on_whatever_its_last_checkpoint_holds(name: str, examples: int, pristine: Path) -> None:
     source = fresh(pristine, name) / "checkpoints" / LAST
     used_before: list[bool] = []
@@ -214,6 +219,19 @@ def test_a_run_goes_on_whatever_its_last_checkpoint_holds(name: str, examples: i
     assert outcome.accepted >= 0.8 * examples, outcome
     assert any(used_before)
     assert not all(used_before) or examples < 100
+
+
+@pytest.mark.parametrize(
+    ("name", "examples"),
+    [("dense", 15), *(pytest.param(name, 200, marks=pytest.mark.slow) for name in ("dense", "gmp", "amba"))],
+)
+def test_any_state_is_evaluated_or_refused(name: str, examples: int, pristine: Path) -> None:
+    folder = fresh(pristine, name)
+    path = folder / "checkpoints" / "changed.safetensors"
+    sound = states(read_checkpoint(path.with_name(LAST)))
+    outcome = fuzz(sound, examples, lambda state: evaluated(folder, weights=written(path, state)), pristine)
+    assert outcome.accepted >= examples // 10, outcome
+    assert outcome.refused >= examples // 10, outcome
 
 
 def written(path: Path, state: Any) -> Path:
@@ -465,6 +483,17 @@ def test_another_config_is_not_put_down_to_the_checkpoints(pristine: Path) -> No
     with pytest.raises(GossamerError, match=rf"{LAST}: does not fit this config: the state of the optimizer has"):
         resumed(folder, "trainer.optimizer={type: Adam, kwargs: {lr: 0.01}}")
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [BEFORE, LAST]
+
+
+@pytest.mark.parametrize(
+    "value", [torch.zeros(0), torch.zeros(3), np.arange(3), "x", [1], {"a": 1}, {1: torch.ones(1)}]
+)
+def test_averaged_weights_that_are_none_are_refused(value: Any, pristine: Path) -> None:
+    path = fresh(pristine) / "checkpoints" / LAST
+    state = put(read_checkpoint(path).state, ("ema",), value)
+    write_checkpoint(path, state, iteration=4, epoch=0.16, metrics={})
+    with pytest.raises(CheckpointError, match=rf"{LAST}: its 'ema' is not a state dict of tensors"):
+        read_weights(path)
 
 
 @pytest.mark.parametrize("command", ["eval", "resume", "export", "analyze"])

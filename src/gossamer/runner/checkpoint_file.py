@@ -124,7 +124,9 @@ class Checkpoint:
         for key in _EMA:
             if isinstance(found, Mapping) and isinstance(cast(Mapping[str, Any], found).get(key), Mapping):
                 found = cast(Mapping[str, Any], found)[key]
-        return _checked_weights(found, "ema", self.path) if found else None
+        if found is None or (isinstance(found, Mapping) and not found):
+            return None
+        return _checked_weights(found, "ema", self.path)
 
 
 def _checked_weights(value: Any, key: str, path: Path) -> dict[str, Tensor]:
