@@ -37,15 +37,14 @@ def whole(path: str | os.PathLike[str], *, durable: bool = False) -> Generator[P
             scratch.unlink(missing_ok=True)
 
 
-def remove_leftovers(folder: Path, names: str = ".+") -> list[Path]:
-    """Remove what a killed process left of files that it was writing with `whole`; `names` is a pattern of theirs.
+def remove_leftovers(folder: Path) -> list[Path]:
+    """Remove what a killed process left of files that it was writing with `whole`.
 
     To be called only where no other process writes such files. A link to a folder is not followed.
     """
     if folder.is_symlink() or not folder.is_dir():
         return []
-    leftover = re.compile(rf"\.[0-9a-f]{{32}}\.(?:{names})", re.DOTALL)
-    found = [path for path in folder.iterdir() if leftover.fullmatch(path.name) and path.is_file()]
+    found = [path for path in folder.iterdir() if _LEFTOVER.match(path.name) and path.is_file()]
     for path in found:
         with contextlib.suppress(OSError):
             path.unlink()
@@ -87,6 +86,7 @@ def as_name(text: str) -> str:
 
 LONGEST_NAME = 120
 """Bytes; endings and the name under which a file is written are added to that."""
+_LEFTOVER = re.compile(r"\.[0-9a-f]{32}\..")
 _FORBIDDEN = '/\\:*?"<>|'
 _RESERVED = re.compile(r"(?i)con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]")
 

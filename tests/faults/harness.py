@@ -178,7 +178,7 @@ def assert_same_run(folder: Path, other: Path) -> None:
 
     Changes of learning rate and sparsity are recorded from a threshold on, which a resumed run starts again.
     """
-    assert leftovers(folder / "checkpoints") == []
+    assert leftovers(folder) == []
     assert not (folder / LOCK).exists()
     assert files(folder, "checkpoints") == files(other, "checkpoints")
     for name in files(folder, "checkpoints"):

@@ -96,7 +96,7 @@ def network() -> nn.Sequential:
 
 def loss_of(model: nn.Module) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(4, 16, 2, 16, generator=generator).requires_grad_()  # a recipe may freeze or remove every layer
+    inputs = torch.randn(4, 16, 2, 16, generator=generator).requires_grad_()  # a recipe may freeze every layer
     outputs = model(inputs)
     return functional.cross_entropy(outputs.mean((2, 3)), torch.arange(4))
 

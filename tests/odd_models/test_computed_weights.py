@@ -291,3 +291,18 @@ def test_layers_under_both_norms_are_found_in_convolutions_too() -> None:
         "1.parametrizations.weight.original",
         "2.parametrizations.weight.original1",
     ]
+
+
+def test_a_state_whose_mask_empties_a_row_under_weight_norm_is_refused() -> None:
+    model, _ = built("weight_norm")
+    manager = Manager(
+        "modifiers: [!GMPruningModifier {params: __ALL_PRUNABLE__, init_sparsity: 0.5, final_sparsity: 0.5, "
+        "start_epoch: 0, end_epoch: 1, update_frequency: 1}]"
+    )
+    _optimizer = manager.modify(model, torch.optim.SGD(model.parameters(), lr=0.1), steps_per_epoch=1)
+    state, before = manager.state_dict(), manager.masks()[COMPUTED["weight_norm"]].clone()
+    saved = state["modifiers"]["GMPruningModifier.0"]["masks"][COMPUTED["weight_norm"]]
+    saved["__bits__"]["bits"] = torch.zeros_like(saved["__bits__"]["bits"])
+    with pytest.raises(GossamerError, match="keeps a weight in each row"):
+        manager.load_state_dict(state)
+    assert torch.equal(manager.masks()[COMPUTED["weight_norm"]], before)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.errors import GossamerError
-from gossamer.files import flush_folder, remove_leftovers, whole
+from gossamer.files import flush_folder, whole
 from gossamer.runner.checkpoint_file import (
     Checkpoint,
     CheckpointError,
@@ -56,7 +56,6 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder = folder
         self.keep = keep
-        self._tidied = False
 
     def save(
         self, state: Mapping[str, Any], *, iteration: int, epoch: float, metrics: Mapping[str, float], best: bool
@@ -70,7 +69,6 @@ class Checkpoints:
         except OSError as error:
             words = f"cannot be made: {error.strerror or error}; give another saver.save_dir"
             raise GossamerError(f"{self.folder}: {words}") from None
-        self._tidy()
         path = self.folder / f"iter_{iteration:08d}.safetensors"
         write_checkpoint(path, state, iteration=iteration, epoch=epoch, metrics=metrics)
         if best:
@@ -86,7 +84,6 @@ class Checkpoints:
         """
         if found.path != self.latest():
             return
-        self._tidy()
         value = found.metrics.get(metric)
         if value is not None and value == found.state.get("best") and value != self._best_value(metric):
             self._make_best(found.path)
@@ -167,13 +164,6 @@ class Checkpoints:
             words = f"none of {len(paths)} checkpoints can be read; remove them to start again"
             raise CheckpointError(f"{self.folder}: {words}; the last: {problems[0]}")
         return None
-
-    def _tidy(self) -> None:
-        """Remove what a killed process left, once."""
-        if not self._tidied:
-            self._tidied = True
-            for left in remove_leftovers(self.folder, rf"{_NAME.pattern}|{re.escape(_BEST)}"):
-                logger.info("%s: removed, what an interrupted run left of a checkpoint", left)
 
     def _best_value(self, metric: str) -> float | None:
         """What the best checkpoint reached; None if there is none that can be read."""

@@ -213,9 +213,13 @@ class Attachment:
     def mask(self, name: str) -> Tensor | None:
         return self._shared.masks.kept_by(self.index, name)
 
-    def set_mask(self, name: str, keep: Tensor) -> None:
+    def empties_a_norm(self, name: str, keep: Tensor) -> bool:
+        """Whether a mask removes all of what a layer under weight norm divides by its norm."""
         weight = stored_weight(self._shared.module, name)
-        if weight is not None and weight.norm is not None and not bool(by_norm(keep, weight.norm).any(1).all()):
+        return weight is not None and weight.norm is not None and not bool(by_norm(keep, weight.norm).any(1).all())
+
+    def set_mask(self, name: str, keep: Tensor) -> None:
+        if self.empties_a_norm(name, keep):
             raise ModifierError(
                 f"'{name}' cannot be pruned at step {self.step}: the layer divides by a norm, and the mask leaves "
                 "nothing of a row of the weight; lower the sparsity, or remove the norm from the layer first"

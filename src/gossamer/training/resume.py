@@ -137,6 +137,8 @@ def _modifier(attachment: Attachment, saved: ModifierState, specs: Mapping[str, 
             reason = "the recipe no longer names it there"
         else:
             masks[name] = item.mask(specs[name])
+            if attachment.empties_a_norm(name, masks[name]):
+                raise item.error("a mask that keeps a weight in each row, because the layer divides by its norm")
         if reason is not None:
             told.add(name)
             problems.append(f"{attachment.key}: the mask of '{name}' {shape} is dropped: {reason}")
