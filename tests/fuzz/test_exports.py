@@ -246,6 +246,18 @@ def test_what_was_found_once_is_refused(tmp_path: Path, sealed: Callable[[], Sea
     assert fingerprint(model) == before
 
 
+def test_truth_values_other_than_0_and_1_are_refused(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_buffer("kept", torch.tensor([True, False, True]))
+    path = save(model, tmp_path / "model.safetensors", "safetensors").path
+    changed = unseal(path)
+    changed.content = changed.content.replace(b"\x01\x00\x01", b"\x02\x00\x01")
+    seal(path, changed)
+    with pytest.raises(GossamerError, match="truth values"):
+        gossamer.load(path, model)
+    assert model.kept.tolist() == [True, False, True]
+
+
 @functools.cache
 def whole_model() -> Sealed:
     """A file that says what model it is of."""

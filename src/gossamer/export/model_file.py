@@ -30,6 +30,7 @@ from gossamer.sealed import (
     bytes_of,
     check_shape,
     header_of,
+    holds_bools,
     read_header,
     write_sealed,
 )
@@ -183,6 +184,8 @@ class ModelFile:
                     kept, last = kept + packing.count_masked(piece), int(piece[-1])
                 elif name.endswith("@positions") and not packing.are_positions(piece):
                     raise damaged(self.path, f"'{name}' names places that are none")
+                elif part.dtype == torch.bool and not holds_bools(_bytes(piece)):
+                    raise damaged(self.path, f"'{name}' holds truth values other than 0 and 1")
                 done += len(piece)
                 seen(done / total)
             if name in counts:

@@ -40,7 +40,7 @@ _DIVISORS = ("T_max", "T_0", "T_i", "T_mult", "step_size", "total_iters", "total
 """More than 0, because schedulers divide by them."""
 _ENDLESS = ("best", "mode_worse")
 """Infinite until there is a first metric."""
-_PER_GROUP = ("base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "_milestones")
+_PER_GROUP = ("rates", "base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "_milestones")
 """One for each parameter group, or for each scheduler inside but one; of another length they are not taken."""
 _DEPTH = 4
 """Levels of containers that a scheduler of one's own may hold."""
