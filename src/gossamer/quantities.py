@@ -39,7 +39,8 @@ def _values(value: Any) -> Any:
         if isinstance(found, list):
             waiting += found
         elif isinstance(found, int | float) and not abs(found) <= MAX_VALUE:
-            raise ValueError(f"expected numbers between {-MAX_VALUE:g} and {MAX_VALUE:g}, found {found:g}")
+            shown = found if isinstance(found, float) else "a larger one"  # whole numbers can be too long to show
+            raise ValueError(f"expected numbers between {-MAX_VALUE:g} and {MAX_VALUE:g}, found {shown}")
     return value
 
 

@@ -226,6 +226,7 @@ REFUSED: list[tuple[str, str]] = [
     (one("LearningRateModifier", lr_kwargs={"gamma": 1e308, "milestones": [1]}), "gamma: expected a number from 0"),
     (one("LearningRateModifier", lr_kwargs={"gamma": 0.1, "milestones": [1e308]}), "milestones: expected a number"),
     (one("SetParamModifier", val=1e308), "expected numbers between -1e+30 and 1e+30"),
+    (one("SetParamModifier", val=[10**400]), "expected numbers between -1e+30 and 1e+30, found a larger one"),
     (one("SetParamModifier", val=[[float("nan")]]), "expected numbers between -1e+30 and 1e+30"),
     (one("QuantizationModifier", scheme_overrides={"Linear": {1: None}}), "scheme_overrides: unknown key '1'"),
     (one("QuantizationModifier", scheme={"weights": {1: 2}}), "unknown key '1'"),

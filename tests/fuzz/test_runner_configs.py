@@ -195,6 +195,8 @@ def changed(part: str, **settings: Any) -> str:
         (changed("trainer", max_epoch=10**30), "trainer.max_epoch: expected a number <= 1e+09"),
         (changed("dataset", train={**BASE["dataset"]["train"], "transforms": [{"RandomApply": {"transforms": [0]}}]}),
          "expected a name, or a name with its arguments, found 0"),
+        (changed("dataset", train={**BASE["dataset"]["train"], "transforms": [{"Resize": {"size": [1e308]}}]}),
+         "transforms[0].Resize: size: expected numbers between"),
         (changed("runtime", seed=2**70), "runtime.seed: expected a number"),
     ],
 )  # fmt: skip

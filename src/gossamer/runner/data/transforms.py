@@ -15,6 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from gossamer.errors import GossamerError, nearest
+from gossamer.quantities import MAX_COUNT
+from gossamer.recipe.wording import found_words
 from gossamer.runner.config.schema import Transform
 from gossamer.runner.data.boxes import Boxes
 
@@ -171,6 +173,16 @@ def _built(name: str, arguments: dict[str, Any], place: str) -> Callable[[Any], 
         raise GossamerError(f"{place}: {name}: {problem}") from None
 
 
+def _check_numbers(value: Any, place: str) -> None:
+    """Raise for a number that overflows inside a transform."""
+    if isinstance(value, list):
+        for inner in cast("list[Any]", value):
+            _check_numbers(inner, place)
+    elif isinstance(value, int | float) and not abs(value) <= MAX_COUNT:
+        limits = f"between {-MAX_COUNT:g} and {MAX_COUNT:g}"
+        raise GossamerError(f"{place}: expected numbers {limits}, found {found_words(value)}")
+
+
 def _argument(key: str, value: Any, place: str) -> Any:
     """The object that a text in a config stands for."""
     from torchvision.transforms import v2
@@ -182,6 +194,7 @@ def _argument(key: str, value: Any, place: str) -> Any:
             for number, each in enumerate(inner)
         ]
     if not isinstance(value, str):
+        _check_numbers(value, f"{place}: {key}")
         return value
     choices: dict[str, Any] = {}
     if key == "interpolation":
