@@ -226,6 +226,8 @@ def watch(manager: object, run: object, completion: Completion) -> None:
         weakref.finalize(owner, _report_dropped, completion).atexit = False
 
 
+_LONGEST_REPORT = 10.0
+"""Seconds that the garbage collector waits for a report: the thread may need a lock that the waiting one holds."""
 _open: weakref.WeakKeyDictionary[object, Completion] = weakref.WeakKeyDictionary()
 """By run: what is checked at exit."""
 
@@ -237,13 +239,14 @@ def _report_dropped(completion: Completion) -> None:
     thread, so the report is made in a new one.
     """
     found: list[str | None] = []
-    thread = threading.Thread(target=lambda: found.append(completion.report_dropped()))
+    thread = threading.Thread(target=lambda: found.append(completion.report_dropped()), daemon=True)
     try:
         thread.start()
     except RuntimeError:  # the interpreter exits: no thread can be started
         return
-    thread.join()
-    _log(completion, *found)
+    thread.join(_LONGEST_REPORT)
+    for report in found:
+        _log(completion, report)
 
 
 def _log(completion: Completion, report: str | None) -> None:
