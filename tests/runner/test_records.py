@@ -192,9 +192,6 @@ def test_the_file_of_a_long_run_stays_small_and_goes_on(tmp_path: Path, monkeypa
         '{"kind": "train", "iteration": -1}',
         '{"kind": "train", "iteration": 1e3}',
         '{"kind": ["train"], "iteration": 1}',
-        '{"kind": "train", "iteration": 1, "loss": [1]}',
-        '{"kind": "train", "iteration": 1, "loss": "x"}',
-        '{"kind": "train", "iteration": 1, "\\u001b": 1}',
         '{"kind": "train", "iteration": 1' + "0" * 400 + "}",
         "[" * 100_000,
         "1",
@@ -203,3 +200,9 @@ def test_the_file_of_a_long_run_stays_small_and_goes_on(tmp_path: Path, monkeypa
 def test_what_no_run_writes_is_left_out(line: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(line + '\n{"kind": "test", "iteration": 2, "top1": "NaN"}\n')
     assert iterations(tmp_path) == [("test", 2)]
+
+
+@pytest.mark.parametrize("value", ['"loss": [1]', '"loss": "x"', '"loss": null', '"\\u001b": 1'])
+def test_a_value_that_is_no_number_is_left_out_of_its_line(value: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"kind": "train", "iteration": 1, "lr": 0.5, {value}}}\n')
+    assert read_records(tmp_path) == [{"kind": "train", "iteration": 1, "lr": 0.5}]

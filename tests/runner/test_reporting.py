@@ -116,7 +116,7 @@ def test_a_stopped_run_has_a_page_and_a_resumed_one_keeps_its_start(tmp_path: Pa
 
 def test_a_run_that_fails_has_a_page(tmp_path: Path) -> None:
     with pytest.raises(GossamerError, match="lower trainer"):
-        trained(config(tmp_path), "trainer.optimizer.kwargs.lr=1e30", "trainer.lr_scheduler=null", "trainer.log_freq=1")
+        trained(config(tmp_path), "trainer.optimizer.kwargs.lr=1e9", "trainer.lr_scheduler=null", "trainer.log_freq=1")
     assert "not complete" in (tmp_path / "run" / "report.html").read_text()
 
 
@@ -225,7 +225,7 @@ def test_a_note_that_makes_no_sense_takes_only_its_own_part_from_the_page(
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "text"])
-@pytest.mark.parametrize("key", ["kind", "epoch", "seconds", "top1", "sparsity", "images_per_s", "loss"])
+@pytest.mark.parametrize("key", ["epoch", "seconds", "top1", "sparsity", "images_per_s", "loss"])
 def test_a_value_that_is_no_number_leaves_a_gap_and_ends_no_report(tmp_path: Path, key: str, value: object) -> None:
     lines = [
         {
@@ -241,7 +241,7 @@ def test_a_value_that_is_no_number_leaves_a_gap_and_ends_no_report(tmp_path: Pat
     ]
     changed = [line | ({key: value} if key in line else {}) for line in lines]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in changed))
-    assert ("6.25" in report([tmp_path]).read_text()) == (key not in ("top1", "kind"))
+    assert ("6.25" in report([tmp_path]).read_text()) == (key != "top1")
 
 
 def test_several_runs_are_set_side_by_side(levels: Path, tmp_path: Path) -> None:

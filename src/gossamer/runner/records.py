@@ -188,20 +188,20 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             entry: Any = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if _is_record(entry):
-            found.append(entry)
+        if (record := _record(entry)) is not None:
+            found.append(record)
     return found
 
 
-def _is_record(entry: Any) -> bool:
-    """Whether this is what `Records` writes: a kind, an iteration and numbers by name."""
+def _record(entry: Any) -> dict[str, Any] | None:
+    """What `Records` writes: a kind, an iteration and numbers by name; None without kind and iteration."""
     if not isinstance(entry, dict):
-        return False
+        return None
     line = cast(dict[str, Any], entry)
     iteration = line.get("iteration")
     if line.get("kind") not in _KINDS or type(iteration) is not int or not 0 <= iteration < 2**53:
-        return False
-    return all(key == "kind" or (key.isprintable() and _is_number(value)) for key, value in line.items())
+        return None
+    return {key: value for key, value in line.items() if key == "kind" or (key.isprintable() and _is_number(value))}
 
 
 def _is_number(value: Any) -> bool:

@@ -50,7 +50,7 @@ def run_summary(folder: Path) -> dict[str, Any]:
     about = checkpoints.model()
     latest = _last(checkpoints)
     if not records and about is None:
-        what = "holds neither metrics.jsonl nor checkpoints" if folder.is_dir() else "there is no such folder"
+        what = "holds neither lines of metrics.jsonl nor checkpoints" if folder.is_dir() else "there is no such folder"
         raise GossamerError(f"{folder}: {what}; give the folder of a run, as runs/res18")
     tests = [record for record in records if record.get("kind") == "test"]
     trained = [record for record in records if record.get("kind") == "train"]
