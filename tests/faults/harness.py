@@ -56,6 +56,7 @@ class Server:
             "OMP_NUM_THREADS": "1",
             "PATH": "/usr/bin:/bin",
             "HOME": os.environ.get("HOME", "/"),
+            "GOSSAMER_STATE_DIR": os.environ["GOSSAMER_STATE_DIR"],
         }
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.server"],

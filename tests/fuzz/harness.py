@@ -81,6 +81,7 @@ def fuzz(inputs: SearchStrategy[T], examples: int, action: Callable[[T], Any], f
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HypothesisWarning)  # that an input is long; it hides the error
         run()
+    assert outcome.total >= examples, f"the strategy gives no more than {outcome.total} inputs"
     test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
     print(f"{test}: {outcome.total} inputs, {outcome.accepted} accepted, {outcome.refused} refused")  # noqa: T201
     return outcome

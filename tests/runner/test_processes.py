@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,7 @@ def in_two_processes(
             "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
             "OMP_NUM_THREADS": "1",
             "PATH": "/usr/bin:/bin",
+            "GOSSAMER_STATE_DIR": os.environ["GOSSAMER_STATE_DIR"],
             "STOP": stop or "0",
         },
         capture_output=True,
@@ -146,7 +148,12 @@ def test_the_command_starts_several_processes(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gossamer", "train", path, "--nproc", "2", "--json", "--set", "trainer.max_epoch=1"],
         cwd=ROOT,
-        env={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        env={
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+            "OMP_NUM_THREADS": "1",
+            "PATH": "/usr/bin:/bin",
+            "GOSSAMER_STATE_DIR": os.environ["GOSSAMER_STATE_DIR"],
+        },
         capture_output=True,
         text=True,
         check=False,

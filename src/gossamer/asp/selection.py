@@ -18,7 +18,7 @@ from gossamer.graph import (
     stored_weight,
 )
 from gossamer.graph.parameters import TIED
-from gossamer.graph.weights import by_norm, is_conv1d, stored, unprunable
+from gossamer.graph.weights import is_conv1d, stored, unprunable
 from gossamer.sparse import NM, parse_nm
 
 MaskCalculator = str | Callable[[Tensor], Tensor]
@@ -146,12 +146,6 @@ def why_not(model: nn.Module, name: str, weight: nn.Parameter, calculate: Calcul
     if reason is None and isinstance(calculate, NM):
         reason = calculate.fits(rows.shape)
     return reason
-
-
-def empties_a_norm(model: nn.Module, name: str, keep: Tensor) -> bool:
-    """Whether a mask leaves nothing of a row that the layer divides by the norm of."""
-    weight = stored_weight(model, name)
-    return weight is not None and weight.norm is not None and not bool(by_norm(keep, weight.norm).any(1).all())
 
 
 def outputs_first(model: nn.Module, name: str, weight: Tensor) -> Tensor:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.asp.graphs import Options, logger, make_folder, save_graph, search
-from gossamer.asp.selection import Calculate, MaskCalculator, buffer_home, empties_a_norm, outputs_first
+from gossamer.asp.selection import Calculate, MaskCalculator, buffer_home, outputs_first
 from gossamer.errors import GossamerError, SparsityError
 from gossamer.graph import first_names, get_parameter, has_parameter, weight_of
 from gossamer.graph.additions import MASK, PRUNED, buffer_name
+from gossamer.graph.parameters import empties_a_norm
 from gossamer.graph.permutation import Permutation, state_of
 from gossamer.modifiers.pruning import GMPruningModifier
 from gossamer.recipe import Recipe

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import MAX_SUGGESTED, GossamerError, ModifierError, nearest
 from gossamer.graph.regex import PREFIX, PatternError, matching
-from gossamer.graph.weights import Stored, is_conv1d, layer_path, opaque, unprunable, weights_of, with_one_kept
+from gossamer.graph.weights import Stored, by_norm, is_conv1d, layer_path, opaque, unprunable, weights_of, with_one_kept
 
 ALL = "__ALL__"
 ALL_PRUNABLE = "__ALL_PRUNABLE__"
@@ -311,6 +311,12 @@ def with_norms_kept(module: nn.Module, name: str, scores: Tensor) -> Tensor:
     """Scores of a weight, with one for each norm that its layer divides by made infinite, so that none becomes zero."""
     weight = stored_weight(module, name)
     return scores if weight is None or weight.norm is None else with_one_kept(scores, weight.norm)
+
+
+def empties_a_norm(module: nn.Module, name: str, keep: Tensor) -> bool:
+    """Whether a mask leaves nothing of a row that the layer divides by the norm of."""
+    weight = stored_weight(module, name)
+    return weight is not None and weight.norm is not None and not bool(by_norm(keep, weight.norm).any(1).all())
 
 
 def nothing_to_prune(module: nn.Module, purpose: str = "to prune") -> str:

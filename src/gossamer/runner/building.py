@@ -326,8 +326,8 @@ class Built:
         """Raise for transforms that leave images with other channels than a model by name takes."""
         data = self.train_data if self.training else self.test_data
         first = next((part for part in self.model.modules() if isinstance(part, nn.Conv2d)), None)
-        if data is None or first is None or ":" in self.config.net.type:
-            return
+        if data is None or first is None or ":" in self.config.net.type or "/" in self.config.net.type:
+            return  # not of torchvision: another layer may come before that convolution
         channels = data.read_batch([0], train=True).images[0].shape[0]
         if channels != first.in_channels:
             split = "train" if self.training else "test"

@@ -249,15 +249,19 @@ def _check_arguments(kind: type, given: Mapping[str, Any], place: str) -> None:
 
 def _unfit(key: str, value: Any, default: Any) -> str | None:
     """What is expected in place of a value, by the argument's default; None when it fits."""
-    if value is None and default is None:
-        return None
+    if default is None and (value is None or isinstance(value, str)):
+        return None  # the optimizer checks text itself
     if isinstance(default, bool | str):
         words = "true or false" if isinstance(default, bool) else "text"
         return None if type(value) is type(default) else words
     if isinstance(default, tuple):
-        count = len(cast(tuple[Any, ...], default))
+        defaults = cast(tuple[Any, ...], default)
         numbers = cast(list[Any], value) if isinstance(value, list) else []
-        return None if len(numbers) == count and all(map(_is_number, numbers)) else f"a list of {count} numbers"
+        fits = len(numbers) == len(defaults) and all(
+            _is_number(number) or (number is None and default is None)
+            for number, default in zip(numbers, defaults, strict=True)
+        )
+        return None if fits else f"a list of {len(defaults)} numbers"
     if key in SEVERAL and isinstance(value, list):
         numbers = cast(list[Any], value)
         return None if numbers and all(map(_is_number, numbers)) else "a list of numbers"

@@ -17,10 +17,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
 
 from gossamer.errors import GossamerError, ModifierError
-from gossamer.graph import get_parameter, has_parameter, stored_weight
-from gossamer.graph.parameters import named_state
+from gossamer.graph import get_parameter, has_parameter
+from gossamer.graph.parameters import empties_a_norm, named_state
 from gossamer.graph.substitution import Substitution
-from gossamer.graph.weights import by_norm
 from gossamer.modifiers.base import Modifier
 from gossamer.training.clock import Timing
 from gossamer.training.masks import Masks
@@ -213,13 +212,8 @@ class Attachment:
     def mask(self, name: str) -> Tensor | None:
         return self._shared.masks.kept_by(self.index, name)
 
-    def empties_a_norm(self, name: str, keep: Tensor) -> bool:
-        """Whether a mask removes all of what a layer under weight norm divides by its norm."""
-        weight = stored_weight(self._shared.module, name)
-        return weight is not None and weight.norm is not None and not bool(by_norm(keep, weight.norm).any(1).all())
-
     def set_mask(self, name: str, keep: Tensor) -> None:
-        if self.empties_a_norm(name, keep):
+        if empties_a_norm(self._shared.module, name, keep):
             raise ModifierError(
                 f"'{name}' cannot be pruned at step {self.step}: the layer divides by a norm, and the mask leaves "
                 "nothing of a row of the weight; lower the sparsity, or remove the norm from the layer first"

@@ -226,8 +226,8 @@ def watch(manager: object, run: object, completion: Completion) -> None:
         weakref.finalize(owner, _report_dropped, completion).atexit = False
 
 
-_LONGEST_REPORT = 10.0
-"""Seconds that the garbage collector waits for a report: the thread may need a lock that the waiting one holds."""
+_LONGEST_WAIT = 1.0
+"""Seconds that the garbage collector waits for a report: its thread may need a lock that the waiting one holds."""
 _open: weakref.WeakKeyDictionary[object, Completion] = weakref.WeakKeyDictionary()
 """By run: what is checked at exit."""
 
@@ -238,18 +238,16 @@ def _report_dropped(completion: Completion) -> None:
     While a model is traced, even counting zeros would be traced, or computed without data. Such modes are those of a
     thread, so the report is made in a new one.
     """
-    found: list[str | None] = []
-    thread = threading.Thread(target=lambda: found.append(completion.report_dropped()), daemon=True)
+    thread = threading.Thread(target=_log, args=(completion,), daemon=True)
     try:
         thread.start()
     except RuntimeError:  # the interpreter exits: no thread can be started
         return
-    thread.join(_LONGEST_REPORT)
-    for report in found:
-        _log(completion, report)
+    thread.join(_LONGEST_WAIT)
 
 
-def _log(completion: Completion, report: str | None) -> None:
+def _log(completion: Completion) -> None:
+    report = completion.report_dropped()
     if report is not None:
         logger.warning("%s", report)
         completion.close()
@@ -260,4 +258,4 @@ def _report_at_exit() -> None:
     if getattr(sys, "last_value", None) is not None:
         return  # the exception that ends the program is reported already
     for completion in list(_open.values()):
-        _log(completion, completion.report_dropped())  # no thread can be started at exit
+        _log(completion)  # no thread can be started at exit

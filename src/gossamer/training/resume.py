@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gossamer.graph.parameters import named_state
+from gossamer.graph.parameters import empties_a_norm, named_state
 from gossamer.graph.thinning_cuts import resize
 from gossamer.modifiers.state import Item, Layout, Spec
 from gossamer.training.attachment import Attachment, Shared
@@ -137,7 +137,7 @@ def _modifier(attachment: Attachment, saved: ModifierState, specs: Mapping[str, 
             reason = "the recipe no longer names it there"
         else:
             masks[name] = item.mask(specs[name])
-            if attachment.empties_a_norm(name, masks[name]):
+            if empties_a_norm(attachment.module, name, masks[name]):
                 raise item.error("a mask that keeps a weight in each row, because the layer divides by its norm")
         if reason is not None:
             told.add(name)

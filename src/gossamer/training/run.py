@@ -409,7 +409,8 @@ def _check_declared(attachment: Attachment) -> None:
         if key not in known and key != CUTS:
             raise GossamerError(
                 f"{attachment.modifier.name}: run.state holds '{key}', which its state_fields() does not declare; "
-                "declare it there, so that a checkpoint can be loaded"
+                f"declare it there, for instance {{'{key}': gossamer.modifiers.state.integer()}}, so that a "
+                "checkpoint can be loaded"
             )
 
 
