@@ -13,6 +13,7 @@ from torch import nn
 from gossamer import GossamerError, Manager, Modifier, register
 from gossamer.modifiers.base import Run
 from gossamer.modifiers.state import StateField, integer
+from gossamer.sparse import pack
 from tests.fuzz.harness import attempt, fingerprint
 from tests.loops import PRUNABLE, network, sgd, train, zeros
 
@@ -27,6 +28,7 @@ modifiers:
 {SPARSE}
 """
 GMP = "GMPruningModifier.0"
+WEIGHT = "3.weight"
 
 
 def started(recipe: str = RECIPE, steps: int = 5) -> tuple[nn.Sequential, torch.optim.Optimizer, Manager]:
@@ -41,6 +43,11 @@ def sparsity(model: nn.Module) -> float:
     return sum(zeros(model.get_parameter(name)) for name in PRUNABLE) / 1184
 
 
+def mask_of(keep: torch.Tensor) -> dict[str, Any]:
+    """A mask as a state holds it."""
+    return {"__bits__": pack(keep.bool())}
+
+
 DAMAGE: list[Callable[[dict[str, Any]], object]] = [
     lambda state: state.update(step="x"),
     lambda state: state.update(steps_per_epoch=0),
@@ -49,6 +56,13 @@ DAMAGE: list[Callable[[dict[str, Any]], object]] = [
     lambda state: state["modifiers"][GMP].update(status="begun"),
     lambda state: state["modifiers"][GMP]["state"].update(init_sparsity=3),
     lambda state: state["modifiers"]["LayerPruningModifier.0"].update(state={}),
+    lambda state: state["modifiers"][GMP].update(masks={}),
+    lambda state: state["modifiers"][GMP]["masks"].pop("3.weight"),
+    lambda state: state["modifiers"][GMP]["masks"].update({"3.wieght": state["modifiers"][GMP]["masks"].pop(WEIGHT)}),
+    lambda state: state["modifiers"][GMP]["masks"].update({"3.bias": mask_of(torch.ones(8))}),
+    lambda state: state["modifiers"][GMP]["masks"].update({WEIGHT: torch.ones(3, dtype=torch.bool)}),
+    lambda state: state["modifiers"][GMP]["masks"].update({WEIGHT: mask_of(torch.zeros(4, 4))}),
+    lambda state: state["modifiers"][GMP]["masks"].update({WEIGHT: mask_of(torch.ones(8, 8, 3, 3))}),
 ]
 
 
@@ -185,3 +199,115 @@ def test_what_belongs_to_another_model_is_left_out_and_named() -> None:
     problems = second.load_state_dict(manager.state_dict())
     assert [problem.split(" is dropped: ")[1] for problem in problems] == ["it is not in the model"] * 2
     train(small, optimizer, range(5, 7))
+
+
+ENDING = SPARSE.replace("end_epoch: 20", "end_epoch: 1").replace("update_frequency: 10", "update_frequency: 0.5")
+
+
+@pytest.mark.parametrize("damage", DAMAGE[-7:])
+def test_masks_that_are_not_those_of_the_state_are_refused_after_pruning(damage: Callable[[Any], object]) -> None:
+    """No later update would prune again."""
+    model, optimizer, manager = started(f"modifiers:\n{ENDING}", steps=6)
+    state = deepcopy(manager.state_dict())
+    assert state["modifiers"][GMP]["status"] == "ended"
+    damage(state)
+    with pytest.raises(GossamerError, match=r"^state\.modifiers\.GMPruningModifier\.0\.masks"):
+        manager.load_state_dict(state)
+    with pytest.raises(GossamerError, match=r"^state\.modifiers\.GMPruningModifier\.0\.masks"):
+        resumed(f"modifiers:\n{ENDING}", state)
+    train(model, optimizer, range(6, 9))
+    assert sparsity(model) == pytest.approx(0.9, abs=1e-3)
+
+
+def resumed(recipe: str, state: dict[str, Any]) -> tuple[nn.Sequential, torch.optim.Optimizer, Manager]:
+    model, manager = network(), Manager(recipe)
+    manager.load_state_dict(state)
+    return model, manager.modify(model, sgd(model), 4), manager
+
+
+def test_a_tensor_of_another_shape_is_refused_where_the_model_is_the_same() -> None:
+    _, _, manager = started("modifiers: [!STRPruningModifier {params: __ALL_PRUNABLE__, start_epoch: 0, end_epoch: 9}]")
+    state = deepcopy(manager.state_dict())
+    state["modifiers"]["STRPruningModifier.0"]["state"]["thresholds"][WEIGHT] = torch.zeros(3)
+    with pytest.raises(GossamerError, match=r"thresholds\.3\.weight: expected shape \(\), found \(3,\)"):
+        manager.load_state_dict(state)
+
+
+def of_an_old_version(state: dict[str, Any]) -> dict[str, Any]:
+    """The same state without the shapes and counts that older versions did not save."""
+    found = deepcopy(state)
+    for entry in found["modifiers"].values():
+        entry.pop("parameters", None)
+    return found
+
+
+def test_a_state_without_shapes_of_parameters_is_loaded() -> None:
+    model, optimizer, manager = started()
+    saved = deepcopy([model.state_dict(), optimizer.state_dict()])
+    again, other, second = started(steps=0)
+    again.load_state_dict(saved[0], strict=False)
+    other.load_state_dict(saved[1])
+    assert second.load_state_dict(of_an_old_version(manager.state_dict())) == []
+    for each, steps in ((model, optimizer), (again, other)):
+        train(each, steps, range(5, 9))
+    assert fingerprint(model) == fingerprint(again)
+
+
+HOLD = "  - !ConstantPruningModifier {params: __ALL_PRUNABLE__, start_epoch: 2}\n"
+SEVERAL = (
+    ENDING.replace("0.9", "0.5").replace("start_epoch: 0", "start_epoch: 1").replace("end_epoch: 1", "end_epoch: 2")
+)
+
+
+@pytest.mark.parametrize("lost", [[WEIGHT], PRUNABLE])
+@pytest.mark.parametrize("together", [False, True])
+def test_finalize_warns_about_sparsity_that_a_loaded_state_lost(
+    caplog: pytest.LogCaptureFixture, lost: list[str], together: bool
+) -> None:
+    recipe = f"modifiers:\n{ENDING}"
+    recipe = recipe.replace("params:", "global_sparsity: true, params:") if together else recipe
+    _, _, manager = started(recipe, steps=6)
+    state = of_an_old_version(manager.state_dict())
+    for name in lost:
+        del state["modifiers"][GMP]["masks"][name]
+    model, optimizer, second = resumed(recipe, state)
+    train(model, optimizer, range(6, 8))
+    caplog.clear()
+    second.finalize()
+    (message,) = caplog.messages
+    first = "0.weight" if together else lost[0]
+    assert f"weights are not as sparse as it says: sparsity of '{first}'" in message
+    assert "of 90.0%" in message
+
+
+@pytest.mark.parametrize("more", ["", HOLD, SEVERAL, HOLD.replace("}", ", end_epoch: 2.25}")])
+@pytest.mark.parametrize("together", [False, True])
+def test_finalize_does_not_warn_after_a_sound_state(
+    caplog: pytest.LogCaptureFixture, more: str, together: bool
+) -> None:
+    recipe = f"modifiers:\n{ENDING}{more}"
+    recipe = (
+        recipe.replace("{params:", "{global_sparsity: true, params:") if together and "Const" not in more else recipe
+    )
+    _, _, manager = started(recipe, steps=10)
+    for state in (manager.state_dict(), of_an_old_version(manager.state_dict())):
+        model, optimizer, second = resumed(recipe, state)
+        train(model, optimizer, range(10, 14))
+        caplog.clear()
+        second.finalize()
+        assert caplog.messages == []
+
+
+@pytest.mark.parametrize("steps", [3, 6])
+def test_a_step_far_beyond_the_recipe_is_reported(steps: int) -> None:
+    _, _, manager = started(f"modifiers:\n{ENDING}", steps=steps)
+    state = deepcopy(manager.state_dict())
+    assert manager.load_state_dict(state) == []
+    assert manager.load_state_dict({**state, "step": 10**9}) == [
+        "the state is at step 1000000000 and the recipe ends at step 4: check that the state is of this run"
+    ]
+
+
+def test_training_on_after_the_recipe_is_not_reported() -> None:
+    _, _, manager = started(f"modifiers:\n{ENDING}", steps=12)
+    assert manager.load_state_dict(manager.state_dict()) == []

@@ -72,6 +72,8 @@ class Layout:
     """The parameters and buffers of the model by name."""
     device: torch.device = _CPU
     """Of tensors that belong to no parameter."""
+    unchanged: Collection[str] = ()
+    """Parameters that have the shape that they had when the state was saved."""
     dropped: dict[str, str] = field(default_factory=dict[str, str])
     """By name: why what the state holds for it does not fit this recipe and model."""
 
@@ -105,7 +107,7 @@ class Item:
         for key in entries:
             if not isinstance(key, str):
                 raise GossamerError(f"{self.where}: expected text as keys, found {_shown(key)}")
-        return {key: Item(value, f"{self.where}.{_short(key)}") for key, value in entries.items()}
+        return {key: Item(value, f"{self.where}.{short(key)}") for key, value in entries.items()}
 
     def fields(self, required: Collection[str], optional: Collection[str] = ()) -> dict[str, Item]:
         """A mapping with these keys and no others."""
@@ -116,7 +118,7 @@ class Item:
         known = [*required, *optional]
         for key in entries:
             if key not in known:
-                raise GossamerError(f"{self.where}: unknown key {_shown(key)}{nearest(_short(key), known)}")
+                raise GossamerError(f"{self.where}: unknown key {_shown(key)}{nearest(short(key), known)}")
         return entries
 
     def items(self) -> list[Item]:
@@ -300,7 +302,7 @@ def _fitting(
                 layout.drop(name)
                 continue
             wanted = spec(layout.tensors[name])
-            if (shape := entry.shape()) != wanted.shape:
+            if (shape := entry.shape()) != wanted.shape and name not in layout.unchanged:
                 layout.drop(name, shape)
             else:
                 found[name] = parse(entry, wanted)
@@ -321,7 +323,7 @@ def same_names(item: Item, state: Mapping[str, Any], *keys: str) -> None:
     held = {key: set(cast(Mapping[str, Any], state.get(key, {}))) for key in keys}
     for key in keys[1:]:
         if odd := sorted(held[keys[0]] ^ held[key]):
-            raise GossamerError(f"{item.where}: only one of '{keys[0]}' and '{key}' has '{_short(odd[0])}'")
+            raise GossamerError(f"{item.where}: only one of '{keys[0]}' and '{key}' has '{short(odd[0])}'")
 
 
 def _shown(value: Any) -> str:
@@ -331,11 +333,12 @@ def _shown(value: Any) -> str:
     if isinstance(value, int):
         return repr(value) if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
     if isinstance(value, str):
-        return repr(_short(value))
+        return repr(short(value))
     return f"a value of type {type(value).__name__}"
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
+    """A name from a state in a message."""
     cut = text if len(text) <= 60 else f"{text[:57]}..."
     return cut if cut.isprintable() else ascii(cut)[1:-1]
 

@@ -16,16 +16,20 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from gossamer.errors import MAX_SUGGESTED
 from gossamer.graph import get_parameter, has_parameter
 from gossamer.modifiers import LayerThinningModifier, Modifier, PruningModifier
 from gossamer.sparse import Channel, Filter
 from gossamer.training.attachment import Attachment, logger
 from gossamer.training.clock import Timing
 from gossamer.training.masks import Masks
-from gossamer.training.targets import final_shares
+from gossamer.training.targets import final_shares, kept_shares
 
 TOLERANCE = 0.05
-"""The share of a recipe's steps that may be missing when they would no longer change the sparsity of the model."""
+"""The share of a recipe's steps that may be missing when they would no longer change the sparsity of the model.
+
+Also how far below its target a sparsity may be when all modifiers have ended.
+"""
 REACHED = 0.005
 """How far below its target a sparsity counts as reached before the last update."""
 _TRAINING_ONLY = ("epoch", "learning_rate", "distillation")
@@ -107,6 +111,7 @@ class Completion:
         self._masks = masks
         self._targets: Mapping[str, float] = final_shares(attachments)
         self._sizes = {n: get_parameter(module, n).numel() for n in self._targets if has_parameter(module, n)}
+        self._kept = [(names, share) for names, share in kept_shares(attachments) if self._sizes.keys() >= set(names)]
         self._thins = any(isinstance(a.modifier, LayerThinningModifier) for a in attachments)
         self._parts = [_Part(a.modifier, a.timing) for a in attachments if a.modifier.family != "logging"]
 
@@ -125,7 +130,7 @@ class Completion:
             return self._never_stepped(regrown)
         unfinished = self._unfinished()
         if not unfinished:
-            return None
+            return self._below_target()
         names = ", ".join(dict.fromkeys(unfinished))
         return (
             f"the recipe was not carried out to its end: {self._figures()}; not finished: {names}. "
@@ -139,7 +144,7 @@ class Completion:
             return None
         if (report := self.report(regrown=True)) is None:
             return None
-        if self.progress.stepped and self.progress.saved_step == self.progress.step:
+        if self.progress.stepped and self.progress.saved_step == self.progress.step and self._unfinished():
             return (
                 f"a run stopped and was saved before the end of its recipe: {self._figures()}. Load the saved state to "
                 f"resume it. If training is over instead, correct steps_per_epoch={self._steps_per_epoch:g} or shorten "
@@ -166,6 +171,27 @@ class Completion:
         return (
             f"the recipe was not carried out: the optimizer passed to modify() never stepped: {self._figures()}. "
             f"Create the optimizer before modify(), and step the one that modify() was given{left}"
+        )
+
+    def _below_target(self) -> str | None:
+        """Parameters that a loaded state left without masks, when all modifiers have ended; None without any."""
+        if self._thins or not self.progress.restored:
+            return None
+        lost: list[str] = []
+        for names, target in self._kept:
+            zeros, size = [self._zeros(name) for name in names], sum(self._sizes[name] for name in names)
+            if None in zeros:  # the layer is not in the model now
+                continue
+            share = sum(count or 0 for count in zeros) / max(size, 1)
+            if share < target - max(TOLERANCE, len(names) / max(size, 1)):
+                lost.append(f"'{names[0]}'{' and others' if names[1:] else ''} {share:.1%} of {target:.1%}")
+        if not lost:
+            return None
+        more = f" and {len(lost) - MAX_SUGGESTED} more" if len(lost) > MAX_SUGGESTED else ""
+        return (
+            f"the recipe was carried out, and weights are not as sparse as it says: sparsity of "
+            f"{', '.join(lost[:MAX_SUGGESTED])}{more}. A state was loaded that did not hold their masks: "
+            "load the state of this model and recipe"
         )
 
     @property

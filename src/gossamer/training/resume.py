@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from gossamer.errors import GossamerError
 from gossamer.graph.parameters import empties_a_norm, named_state
 from gossamer.graph.thinning_cuts import resize
 from gossamer.modifiers.state import Item, Layout, Spec
@@ -25,6 +26,9 @@ from gossamer.training.settings import restore_settings, settings
 from gossamer.training.state import ModifierState, RunState, Status, matched
 from gossamer.training.teachers import parse_teacher_state
 from gossamer.training.thinning import CUTS, Removal, check_not_thinner, due_removals
+
+FAR_BEYOND = 100
+"""How many times as long as its recipe a run may be before the step of its state is reported."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,23 @@ def plan_resume(shared: Shared, attachments: Sequence[Attachment], journal: Jour
             found.append(_modifier(attachment, state.modifiers[key], specs, problems))
     unknown = [key for key in state.modifiers if key not in keys]
     problems += [f"{key} is in the state but not in the recipe, and is dropped" for key in unknown]
+    problems += _beyond(attachments, found, step)
     restart = shared.restart.parse_state(state.restart) if shared.restart is not None and state.restart else None
     teacher, odd = None, None
     if shared.lessons is not None:
         teacher, odd = parse_teacher_state(shared.lessons.teacher, state.teacher, specs)
     return Resume(step, state.skipped_steps, state.groups, removals, found, restart, teacher, odd, problems)
+
+
+def _beyond(attachments: Sequence[Attachment], modifiers: Sequence[Resumed], step: int) -> list[str]:
+    """Report a step that a run of this recipe does not come to, or only long after the recipe's end."""
+    ends = [attachment.timing.start if (end := attachment.timing.end) is None else end for attachment in attachments]
+    last = max(ends, default=0)
+    pairs = zip(attachments, modifiers, strict=True)
+    late = any(new.status == "active" and own.timing.end is not None and own.timing.end < step for own, new in pairs)
+    if not late and not 0 < last * FAR_BEYOND < step:
+        return []
+    return [f"the state is at step {step} and the recipe ends at step {last}: check that the state is of this run"]
 
 
 def _model(
@@ -124,7 +140,8 @@ def _whole(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
 
 def _modifier(attachment: Attachment, saved: ModifierState, specs: Mapping[str, Spec], problems: list[str]) -> Resumed:
     device = next((spec.device for spec in specs.values()), torch.device("cpu"))
-    layout = Layout(attachment.bound, specs, device)
+    unchanged = {n for n, own in (saved.parameters or {}).items() if n in specs and specs[n].shape == own.shape}
+    layout = Layout(attachment.bound, specs, device, unchanged)
     masks: dict[str, Tensor] = {}
     told: set[str] = set()
     for name, item in saved.masks.items():
@@ -136,9 +153,12 @@ def _modifier(attachment: Attachment, saved: ModifierState, specs: Mapping[str, 
         elif name not in attachment.bound and name not in attachment.held_with_filters:
             reason = "the recipe no longer names it there"
         else:
-            masks[name] = item.mask(specs[name])
-            if empties_a_norm(attachment.module, name, masks[name]):
+            masks[name] = keep = item.mask(specs[name])
+            if empties_a_norm(attachment.module, name, keep):
                 raise item.error("a mask that keeps a weight in each row, because the layer divides by its norm")
+            zeros, saved_zeros = keep.numel() - int(keep.count_nonzero()), saved.zeros(name)
+            if saved_zeros is not None and zeros != saved_zeros:
+                raise GossamerError(f"{item.where}: expected {saved_zeros} zeros, found {zeros}; save the state again")
         if reason is not None:
             told.add(name)
             problems.append(f"{attachment.key}: the mask of '{name}' {shape} is dropped: {reason}")

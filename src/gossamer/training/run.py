@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import MAX_SUGGESTED, GossamerError, RecipeError, SparsityError
 from gossamer.graph import get_parameter, torch_mask, unwrap, weight_of
+from gossamer.graph.parameters import named_state
 from gossamer.modifiers import PruningModifier
 from gossamer.modifiers.base import placed
 from gossamer.modifiers.learned import LearnedPruningModifier
@@ -222,14 +224,19 @@ class TrainingRun:
         for attachment in self.attachments:
             _check_declared(attachment)
         self.progress.saved_step = self.step
+        shapes = {name: list(tensor.shape) for name, tensor in named_state(self.shared.module) if not is_lazy(tensor)}
         modifiers = {
             attachment.key: {
                 "status": attachment.status,
                 "targets": list(attachment.bound),
                 "state": frozen(attachment.state),
-                "masks": frozen(self.shared.masks.of(attachment.index)),
+                "masks": frozen(masks),
+                "parameters": {
+                    **{name: {"shape": shapes[name]} for name in attachment.bound if name in shapes},
+                    **{name: {"shape": list(keep.shape), "zeros": int((~keep).sum())} for name, keep in masks.items()},
+                },
             }
-            for attachment in self.attachments
+            for attachment, masks in ((own, self.shared.masks.of(own.index)) for own in self.attachments)
         }
         driven = {attachment.modifier.family for attachment in self.attachments}
         return {

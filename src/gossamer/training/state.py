@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 from gossamer.graph import get_parameter
-from gossamer.modifiers.state import BITS, LARGEST_SETTING, LARGEST_STEP, Item
+from gossamer.modifiers.state import BITS, LARGEST_SETTING, LARGEST_STEP, Item, short
 from gossamer.sparse import pack
 from gossamer.training.settings import DRIVEN
 
@@ -29,6 +29,21 @@ Status = Literal["pending", "active", "ended"]
 
 
 @dataclass(frozen=True)
+class SavedParameter:
+    """A target or masked parameter as it was when the state was saved."""
+
+    shape: tuple[int, ...]
+    zeros: int | None
+    """How many weights the modifier's mask removes; None without a mask."""
+
+    @classmethod
+    def parse(cls, item: Item) -> SavedParameter:
+        fields = item.fields(["shape"], ["zeros"])
+        shape = tuple(size.integer() for size in fields["shape"].items())
+        return cls(shape, fields["zeros"].integer() if "zeros" in fields else None)
+
+
+@dataclass(frozen=True)
 class ModifierState:
     """What a state holds of one modifier; its values are parsed when the modifier and the model are known."""
 
@@ -36,17 +51,38 @@ class ModifierState:
     targets: list[str]
     state: Item
     masks: dict[str, Item]
+    parameters: dict[str, SavedParameter] | None
+    """What the masks have to be like; tells damage from a model that was changed. None in states of old versions."""
 
     @classmethod
     def parse(cls, item: Item) -> ModifierState:
-        fields = item.fields(["status", "targets", "state", "masks"])
+        fields = item.fields(["status", "targets", "state", "masks"], ["parameters"])
         status = cast(Status, fields["status"].choice("pending", "active", "ended"))
-        found = cls(
-            status, [name.text() for name in fields["targets"].items()], fields["state"], fields["masks"].entries()
-        )
-        if status == "pending" and (found.masks or found.state.entries()):
+        targets, masks = [name.text() for name in fields["targets"].items()], fields["masks"].entries()
+        if status == "pending" and (masks or fields["state"].entries()):
             raise GossamerError(f"{item.where}: has not started, and holds masks or a state; save the state again")
-        return found
+        parameters = None
+        if "parameters" in fields:
+            entries = fields["parameters"].entries()
+            parameters = {name: SavedParameter.parse(entry) for name, entry in entries.items()}
+            _check_masks(fields["masks"], masks, parameters)
+        return cls(status, targets, fields["state"], masks, parameters)
+
+    def zeros(self, name: str) -> int | None:
+        """How many weights the mask of a parameter removes; None when the state does not say."""
+        return None if self.parameters is None else self.parameters[name].zeros
+
+
+def _check_masks(item: Item, masks: Mapping[str, Item], parameters: Mapping[str, SavedParameter]) -> None:
+    """Raise unless the masks of a modifier are those that it had when the state was saved."""
+    for name, parameter in parameters.items():
+        if parameter.zeros is not None and name not in masks:
+            raise GossamerError(f"{item.where}: the mask of '{short(name)}' is missing; save the state again")
+    for name, mask in masks.items():
+        if name not in parameters or parameters[name].zeros is None:
+            raise GossamerError(f"{mask.where}: the modifier had no such mask; save the state again")
+        if mask.shape() != parameters[name].shape:
+            raise GossamerError(f"{mask.where}: expected shape {parameters[name].shape}, found {mask.shape()}")
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,12 @@ and masks. Under masks of filters or channels a sparsity is a share of those.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from gossamer.modifiers import PruningModifier
+from gossamer.modifiers.pruning import ConstantPruningModifier
+from gossamer.sparse import NM, Unstructured
 from gossamer.training.attachment import Attachment
 
 Share = Callable[[Attachment, PruningModifier, str, float], float | None]
@@ -36,6 +39,33 @@ def planned_shares(attachments: Iterable[Attachment], step: int) -> dict[str, fl
         for name in (name for name in attachment.bound if name in found):
             found[name] = max(found[name], _share(attachment, modifier, name, epoch) or 0.0)
     return found
+
+
+def kept_shares(attachments: Iterable[Attachment]) -> list[tuple[list[str], float]]:
+    """The sparsities that a model has when the recipe is over, of one parameter or of those that share a threshold.
+
+    Only where one modifier alone decides: parameters that several prune are left out, as are patterns that prune whole
+    blocks, filters or channels.
+    """
+    own, found = list(attachments), list[tuple[list[str], float]]()
+    alone, pruning = targets(own), _pruning(own)
+    others = Counter(n for a, m in pruning if not _holds_to_the_end(m) for n in a.bound)
+    for attachment, modifier in pruning:
+        end = modifier.end_epoch if modifier.end_epoch != -1 else modifier.start_epoch
+        share = modifier.sparsity_at(end)
+        if not share or not isinstance(modifier.pattern, Unstructured | NM):
+            continue
+        single = [name for name in attachment.bound if name in alone]
+        found += [([name], alone[name]) for name in single if others[name] == 1]
+        shared = [name for name in attachment.bound if name not in alone]
+        if shared and not single and all(others[name] == 1 for name in shared):
+            found.append((shared, share))
+    return found
+
+
+def _holds_to_the_end(modifier: PruningModifier) -> bool:
+    """Whether a modifier only keeps the zeros that are there."""
+    return isinstance(modifier, ConstantPruningModifier) and modifier.end_epoch == -1
 
 
 def _epoch(attachment: Attachment, modifier: PruningModifier, step: int) -> float:
