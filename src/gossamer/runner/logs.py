@@ -57,7 +57,7 @@ class _File(logging.FileHandler):
     """The log of a run. A full disk is a warning: what ends the run is a checkpoint that cannot be written."""
 
     def __init__(self, path: Path, display: Display) -> None:
-        super().__init__(path, encoding="utf-8")
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self._path, self._display, self._complete = path, display, True
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802

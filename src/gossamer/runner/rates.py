@@ -265,8 +265,9 @@ def _unfit(key: str, value: Any, default: Any) -> str | None:
     if key in SEVERAL and isinstance(value, list):
         numbers = cast(list[Any], value)
         return None if numbers and all(map(_is_number, numbers)) else "a list of numbers"
-    fits = _is_number(value) or (default is None and isinstance(value, bool))
-    return None if fits else f"a number between {-MAX_COUNT:g} and {MAX_COUNT:g}"
+    least = -MAX_COUNT if isinstance(default, int | float) and default < 0 else 0
+    fits = (_is_number(value) and value >= least) or (default is None and isinstance(value, bool))
+    return None if fits else f"a number between {least:g} and {MAX_COUNT:g}"
 
 
 def _is_number(value: Any) -> bool:

@@ -48,7 +48,7 @@ class _Reading:
         self.files += 1
         if self.files > MAX_INCLUDED:
             raise GossamerError(f"{wanted_at}: expected at most {MAX_INCLUDED} included files, found more")
-        if path.is_dir():
+        if os.path.isdir(path):
             raise GossamerError(f"{wanted_at}: expected a config file, found the folder {path}")
         real = path.resolve()
         if real in including:
@@ -142,8 +142,9 @@ class _FileReader:
             raise GossamerError(f"{self.place(node)}: expected the name of a file, as in '{INCLUDE} base.yaml'")
         path = self.folder / node.text.strip()
         tidy = Path(os.path.normpath(path))
-        same = tidy.exists() and path.exists() and tidy.samefile(path)
-        path = tidy if same or not path.exists() else path
+        exists = os.path.exists(path)  # of a name that is too long, this is False
+        same = exists and os.path.exists(tidy) and tidy.samefile(path)
+        path = tidy if same or not exists else path
         return self.reading.file(path, self.place(node), self.including, depth)
 
     def scalar(self, node: ScalarNode) -> Scalar:
