@@ -41,13 +41,15 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path, durabl
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_link_is_followed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_link_is_replaced_unless_it_is_to_be_followed(tmp_path: Path, follow: bool) -> None:
     (tmp_path / "real.txt").write_text("old")
     (tmp_path / "link.txt").symlink_to("real.txt")
-    with whole(tmp_path / "link.txt") as part:
+    with whole(tmp_path / "link.txt", follow=follow) as part:
         part.write_text("new")
-    assert (tmp_path / "link.txt").is_symlink()
-    assert (tmp_path / "real.txt").read_text() == "new"
+    assert (tmp_path / "link.txt").is_symlink() is follow
+    assert (tmp_path / "link.txt").read_text() == "new"
+    assert (tmp_path / "real.txt").read_text() == ("new" if follow else "old")
 
 
 def test_a_durable_file_reaches_the_disk_before_it_takes_its_name(

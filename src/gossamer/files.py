@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, on request so that a power cut does not undo them."""
+"""Files that are written whole or not at all, on request so that a power cut does not undo them; and safe reading."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from pathlib import Path
 
 
 @contextmanager
-def whole(path: str | os.PathLike[str], *, durable: bool = False) -> Generator[Path]:
+def whole(path: str | os.PathLike[str], *, durable: bool = False, follow: bool = False) -> Generator[Path]:
     """A name to write to, beside `path`, with the same suffix; it takes the place of `path` when all went well.
 
-    A link is followed, and the file keeps its permissions. A `durable` file is on the disk, under its name, when this
-    ends: that waits for the disk. `OSError` is the caller's to word.
+    A file keeps its permissions. A link is replaced, so that nobody who puts one into a folder chooses which file is
+    written; `follow` writes to where it leads, for files that the user names. A `durable` file is on the disk, under
+    its name, when this ends: that waits for the disk. `OSError` is the caller's to word.
     """
-    target = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(path)) if follow else Path(path).absolute()
     scratch = target.with_name(f".{uuid.uuid4().hex}.{target.name}")
     try:
         yield scratch
-        if target.exists():
+        if target.exists() and not target.is_symlink():
             shutil.copymode(target, scratch)
         else:
             scratch.chmod(0o666 & ~_mask())  # some libraries make files that only their owner may read

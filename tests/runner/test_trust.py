@@ -21,11 +21,12 @@ from gossamer.export import save
 from gossamer.files import as_name, name_fault
 from gossamer.runner import starting, subjects, trust
 from gossamer.runner.config.schema import Net
+from gossamer.runner.lock import locked
 from gossamer.runner.models import build_net
 from gossamer.runner.reporting import report
 from gossamer.runner.running import evaluate, export, resume
 from gossamer.runner.subjects import open_subject
-from gossamer.runner.trust import USER, Trust, imported, remember, remembered, state_folder
+from gossamer.runner.trust import USER, Trust, imported, is_own, remember, remembered, state_folder
 from gossamer.runner.words import builder
 from tests.cli.conftest import Run, run  # noqa: F401
 from tests.fuzz.harness import fingerprint
@@ -406,11 +407,64 @@ def test_a_link_in_a_folder_is_not_written_through(copied: Path, tmp_path: Path)
     with pytest.raises(GossamerError, match="is a link to"):
         report([copied])
     assert precious.read_text() == "text"
-    (copied / "evaluation.png").unlink()
+
+
+@pytest.mark.parametrize("name", ["pictures", "analysis", "tensorboard"])
+def test_a_folder_of_others_is_not_written_through_a_link(copied: Path, tmp_path: Path, name: str) -> None:
+    """Where the link leads there is a link to a file, as an archive can hold both."""
+    precious, beside = tmp_path / "precious", tmp_path / "beside"
+    precious.write_text("text")
+    beside.mkdir()
+    for file in ("evaluation.png", "weights.json", "plan.json", "start.json"):
+        (beside / file).symlink_to(precious)
+    shutil.rmtree(copied / name, ignore_errors=True)
+    (copied / name).symlink_to(Path("..") / "beside")
+    for act in (evaluate, resume):
+        with pytest.raises(GossamerError, match=rf"{name}: is a link to .*beside, outside of the folder"):
+            act(copied, ["hooks=[]"], imports=[NETS])
+    assert precious.read_text() == "text"
+    assert all(path.is_symlink() for path in beside.iterdir())
+
+
+def test_checkpoints_of_another_run_are_not_removed_through_a_link(copied: Path, own_run: Path) -> None:
+    before = sorted(path.name for path in (own_run / "checkpoints").iterdir())
+    shutil.rmtree(copied / "checkpoints")
+    (copied / "checkpoints").symlink_to(own_run / "checkpoints")
+    with pytest.raises(GossamerError, match="checkpoints: is a link to"):
+        resume(copied, ["hooks=[]", "saver.keep=1"], imports=[NETS])
+    assert sorted(path.name for path in (own_run / "checkpoints").iterdir()) == before
+
+
+def test_ones_own_run_may_have_its_checkpoints_elsewhere(copied: Path, tmp_path: Path) -> None:
+    """A folder where one trained; a run that shares its checkpoints with it waits for its lock."""
+    remember(copied, [f"{NETS}:small", f"{NETS}:Interrupt"])
     (tmp_path / "large disk").mkdir()
     shutil.move(copied / "checkpoints", tmp_path / "large disk")
     (copied / "checkpoints").symlink_to(tmp_path / "large disk" / "checkpoints")
-    assert evaluate(copied, imports=[NETS]).iteration == 3
+    assert evaluate(copied).iteration == 3
+    with (
+        locked(tmp_path / "large disk" / "checkpoints"),
+        pytest.raises(GossamerError, match=r"checkpoints: process .* has been training here"),
+    ):
+        resume(copied, ["hooks=[]"])
+    (tmp_path / "large disk" / "config.yaml").touch()
+    with locked(tmp_path / "large disk"), pytest.raises(GossamerError, match="large disk: process"):
+        resume(copied, ["hooks=[]"])
+    assert resume(copied, ["hooks=[]"]).iteration == 6
+    assert not list((tmp_path / "large disk").rglob("train.lock"))
+
+
+def test_a_run_without_code_of_ones_own_is_remembered_too(tmp_path: Path) -> None:
+    assert not is_own(tmp_path)
+    remember(tmp_path, [])
+    assert is_own(tmp_path)
+    assert remembered(tmp_path) == frozenset()
+
+
+def test_a_folder_of_others_holds_files_and_folders_only(copied: Path) -> None:
+    os.mkfifo(copied / "checkpoints" / "iter_00000009.safetensors")
+    with pytest.raises(GossamerError, match=r"iter_00000009.safetensors: is neither a file nor a folder; remove it"):
+        evaluate(copied, imports=[NETS])
 
 
 def test_names_of_others_are_no_markup_in_a_report(copied: Path) -> None:

@@ -208,7 +208,7 @@ def broken(name: str, width: int) -> list[str]:
 def _write(path: Path, content: Mapping[str, object]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path) as part:
+        with whole(path, follow=True) as part:
             part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise GossamerError(f"{path}: cannot be written: {error.strerror or error}; name another by -o") from None

@@ -25,7 +25,7 @@ def save_weights(model: nn.Module, path: Path) -> None:
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path) as part:
+        with whole(path, follow=True) as part:
             if path.suffix == ".safetensors":
                 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 

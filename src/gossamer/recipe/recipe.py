@@ -232,7 +232,7 @@ def _both(first: Any, second: Any, stages: list[str]) -> Any:
 
 def _write(path: Path, text: str) -> None:
     try:
-        with whole(path) as scratch:
+        with whole(path, follow=True) as scratch:
             scratch.write_text(text, encoding="utf-8", newline="")
     except (OSError, ValueError) as error:
         raise RecipeError(f"{path}: cannot be written: {error}") from None

@@ -25,7 +25,7 @@ from gossamer.runner.config.sparse import FOLDERS
 from gossamer.runner.display import Display
 from gossamer.runner.exporting import Export
 from gossamer.runner.hooks import subclass
-from gossamer.runner.lock import locked
+from gossamer.runner.lock import LOCK, locked
 from gossamer.runner.logs import logged
 from gossamer.runner.models import code_of
 from gossamer.runner.processes import Place, done_by_first, joined, reproducible, same_everywhere
@@ -39,8 +39,8 @@ from gossamer.version import __version__
 logger = logging.getLogger("gossamer")
 HEADER = "# All settings of this run; `gossamer resume` reads them."
 WEIGHTS = (".safetensors", ".pt", ".pth", ".onnx", ".tar")
-CONFIG, RECIPE = "config.yaml", "recipe.yaml"
-WRITTEN = (".", "checkpoints", "levels", "analysis", "pictures")
+CONFIG, RECIPE, CHECKPOINTS = "config.yaml", "recipe.yaml", "checkpoints"
+WRITTEN = (".", CHECKPOINTS, "levels", "analysis", "pictures")
 """The folders of a run in which it writes files."""
 _KWARGS = "sparsity.scheduler.kwargs"
 
@@ -150,7 +150,7 @@ def _train(loaded: Loaded, display: Display | None) -> Result:
         runner = _runner_class(loaded)(loaded, place, display=display)
         with logged(runner.display) as keep, reproducible(loaded.config.runtime.deterministic), ExitStack() as stack:
             # Before anything is read from the folder, which another process may be changing.
-            done_by_first(lambda: stack.enter_context(locked(runner.folder)), place)
+            done_by_first(lambda: _lock(runner.folder, stack), place)
             for warning in loaded.warnings if place.first else ():
                 logger.warning("%s", warning)
             runner = _built_to_train(runner)
@@ -173,6 +173,17 @@ def _train(loaded: Loaded, display: Display | None) -> Result:
                     logger.info("the model of the run is its %s", title(about))
                 result = replace(result, source=about.path, model=title(about), model_iteration=about.iteration)
             return replace(result, first=place.first)
+
+
+def _lock(folder: Path, stack: ExitStack) -> None:
+    """Hold the lock of a run folder, and that of the run whose checkpoints it shares by a link, if it does."""
+    stack.enter_context(locked(folder))
+    if (folder / CHECKPOINTS).is_symlink():
+        real = (folder / CHECKPOINTS).resolve()
+        if any((real.parent / name).exists() for name in (CONFIG, LOCK)):
+            real = real.parent
+        if real != folder.resolve():
+            stack.enter_context(locked(real))
 
 
 def _built_to_train(runner: Runner) -> Runner:
@@ -352,8 +363,7 @@ def _open_folder(runner: Runner, keep: Callable[[Path], None]) -> None:
     _keep_config(runner)
     if runner.start.checkpoint is not None:
         runner.checkpoints.complete(runner.start.checkpoint, runner.task.metric)
-    if code := code_in(runner.config):
-        remember(runner.folder, [path for _, path in code])
+    remember(runner.folder, [path for _, path in code_in(runner.config)])
 
 
 def _check_config_place(folder: Path) -> None:

@@ -58,10 +58,11 @@ class Trust:
         missing = [(key, path) for key, path in named if not self.covers(path)]
         if missing:
             paths = ", ".join(f"{path!r} ({key})" for key, path in missing)
-            options = " ".join(f"--import {name}" for name in dict.fromkeys(_module(path) for _, path in missing))
+            modules = list(dict.fromkeys(_module(path) for _, path in missing))
+            options = " ".join(f"--import {name}" for name in modules)
             raise GossamerError(
                 f"{self.source}: names code to run: {paths}, which neither you nor a run of yours in this folder "
-                f"vouches for; if you trust it, add {options}"
+                f"vouches for; if you trust it, add {options}, in Python imports={modules}"
             )
 
     def check_origin(self, path: str, found: Any) -> None:
@@ -124,16 +125,25 @@ def reason(error: BaseException) -> str:
 
 
 def check_links(folder: Path) -> None:
-    """Raise where a file in a folder is a link to one outside, through which `whole` would write; folders may be links.
+    """Raise where something in a run folder is a link to the outside, or neither a file nor a folder.
+
+    What is written to the folder could be written through such a link, or removed. Only folders of a run that this user
+    trained here may be links to the outside.
 
     >>> check_links(Path("no such folder"))
     """
     home = Path(os.path.realpath(folder))
-    for place, _, names in os.walk(folder):
-        for path in (Path(place) / name for name in names):
-            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(home):
-                told = f"{path}: is a link to {os.path.realpath(path)}, outside of the folder, and may be written to"
-                raise GossamerError(f"{told}; put the file itself there, or remove the link")
+    own = is_own(folder)
+    for place, folders, names in os.walk(folder):
+        for path in (Path(place) / name for name in (*folders, *names)):
+            real = Path(os.path.realpath(path))
+            inside = real.is_relative_to(home)
+            if path.is_symlink() and not inside and not (own and real.is_dir()):
+                told = f"{path}: is a link to {real}, outside of the folder, and may be written to"
+                kind = "folder" if real.is_dir() else "file"
+                raise GossamerError(f"{told}; put the {kind} itself there, or remove the link")
+            if real.exists() and not real.is_file() and not real.is_dir():
+                raise GossamerError(f"{path}: is neither a file nor a folder; remove it")
 
 
 def _module(path: str) -> str:
@@ -145,27 +155,36 @@ def _module(path: str) -> str:
 
 def remembered(folder: Path) -> frozenset[str]:
     """The import paths of the runs that this user trained in a folder, on this machine."""
+    return _noted(folder) or frozenset()
+
+
+def is_own(folder: Path) -> bool:
+    """Whether this user trained in a folder, on this machine."""
+    return _noted(folder) is not None
+
+
+def _noted(folder: Path) -> frozenset[str] | None:
     real = str(folder.resolve())
     path = _note_of(real)
     try:
         if not _is_private(path) or path.stat().st_size > MOST_BYTES:
-            return frozenset()
+            return None
         note: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return frozenset()
+        return None
     if not isinstance(note, dict) or cast(dict[str, Any], note).get("folder") != real:
-        return frozenset()
+        return None
     paths: Any = cast(dict[str, Any], note).get("imports")
-    return frozenset(str(path) for path in cast(list[Any], paths)) if isinstance(paths, list) else frozenset()
+    return frozenset(str(path) for path in cast(list[Any], paths)) if isinstance(paths, list) else None
 
 
 def remember(folder: Path, paths: Sequence[str]) -> None:
-    """Remember that this user trains in a folder with this code; a warning where that cannot be written."""
+    """Remember that this user trains in a folder, with this code; a warning where that cannot be written."""
     real = str(folder.resolve())
-    known = remembered(folder)
-    if known.issuperset(paths):
+    known = _noted(folder)
+    if known is not None and known.issuperset(paths):
         return
-    text = json.dumps({"folder": real, "imports": sorted(known.union(paths))}, indent=1) + "\n"
+    text = json.dumps({"folder": real, "imports": sorted({*(known or ()), *paths})}, indent=1) + "\n"
     note = _note_of(real)
     try:
         if len(text) > MOST_BYTES:
@@ -179,11 +198,13 @@ def remember(folder: Path, paths: Sequence[str]) -> None:
         _forget(note.parent)
     except OSError as error:
         options = " ".join(f"--import {name}" for name in dict.fromkeys(map(_module, paths)))
-        logger.warning(
-            "cannot remember that this run is yours (%s: %s); later commands on it need %s",
+        needed = f"need {options}" if options else "refuse links in it that lead to the outside"
+        log = logger.warning if options else logger.info
+        log(
+            "cannot remember that this run is yours (%s: %s); later commands on it %s",
             note,
             error.strerror or error,
-            options,
+            needed,
         )
 
 
