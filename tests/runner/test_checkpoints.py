@@ -437,6 +437,27 @@ def test_a_damaged_checkpoint_gives_no_weights(kept: Checkpoints) -> None:
         read_weights(path)
 
 
+@pytest.mark.parametrize("said", [0, 3, 9])
+def test_a_checkpoint_that_says_another_iteration_than_its_name_is_left_out(
+    kept: Checkpoints, said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for iteration in (1, 2, 4):
+        save(kept, iteration)
+    path = kept.folder / "iter_00000004.safetensors"
+    checkpoint_file.write_checkpoint(path, state(), iteration=said, epoch=0.0, metrics={"top1": 50.0})
+    before = names(kept.folder)
+    found = kept.load_latest()
+    assert found is not None
+    assert found.iteration == 2
+    assert f"its name says iteration 4, its content iteration {said}" in caplog.text
+    about = kept.model()
+    assert about is not None
+    assert about.iteration == 2
+    kept.complete(read_checkpoint(path), "top1")
+    assert path.exists()
+    assert set(names(kept.folder)) <= set(before)
+
+
 def test_a_checkpoint_can_be_moved_and_copied(kept: Checkpoints, tmp_path: Path) -> None:
     moved = shutil.copy(save(kept, 1), tmp_path / "else.safetensors")
     assert read_checkpoint(moved).iteration == 1

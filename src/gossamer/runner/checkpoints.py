@@ -73,7 +73,7 @@ class Checkpoints:
         write_checkpoint(path, state, iteration=iteration, epoch=epoch, metrics=metrics)
         if best:
             self._make_best(path)
-        self._prune(iteration)
+        self._prune(path, iteration)
         return path
 
     def complete(self, found: Checkpoint, metric: str) -> None:
@@ -87,7 +87,7 @@ class Checkpoints:
         value = found.metrics.get(metric)
         if value is not None and value == found.state.get("best") and value != self._best_value(metric):
             self._make_best(found.path)
-        self._prune(found.iteration)
+        self._prune(found.path, found.iteration)
 
     def all(self) -> list[Path]:
         """The checkpoints by iteration, without the best; their content is not looked at."""
@@ -113,7 +113,7 @@ class Checkpoints:
                 return describe(best)
         for path in reversed(self.all()):
             with contextlib.suppress(CheckpointError):
-                return describe(path)
+                return _checked(describe(path))
         return None
 
     def load_model(self) -> Checkpoint | None:
@@ -148,6 +148,7 @@ class Checkpoints:
                 continue
             try:
                 found = read_checkpoint(path)
+                _checked(found.about)
             except NewerCheckpointError:
                 raise
             except CheckpointError as error:
@@ -186,19 +187,30 @@ class Checkpoints:
             raise GossamerError(f"{target}: {words}; free some space, then resume") from None
         flush_folder(self.folder)
 
-    def _prune(self, iteration: int) -> None:
-        """Remove all but the last `keep` up to this iteration; what lies behind it is of a past that is given up."""
+    def _prune(self, written: Path, iteration: int) -> None:
+        """Remove all but the last `keep` up to the checkpoint that was written at this iteration.
+
+        What lies behind it is of a past that is given up.
+        """
         best = self.best()
         if best is not None:
             with contextlib.suppress(CheckpointError, OSError):
                 if describe(best).iteration > iteration:
                     best.unlink()
-        written = [path for path in self.all() if _iteration(path) <= iteration]
-        kept = set(written[-self.keep :])
+        earlier = [path for path in self.all() if _iteration(path) <= iteration]
+        kept = {written, *earlier[-self.keep :]}
         for path in self.all():
             if path not in kept:
                 with contextlib.suppress(OSError):  # a folder of that name, or one that another process removed
                     path.unlink()
+
+
+def _checked(about: Description) -> Description:
+    """Raise for a checkpoint that is of another iteration than its name says, by which others are removed."""
+    if _NAME.fullmatch(about.path.name) and _iteration(about.path) != about.iteration:
+        told = f"its name says iteration {_iteration(about.path)}, its content iteration {about.iteration}"
+        raise CheckpointError(f"{about.path}: {told}; take another one")
+    return about
 
 
 @contextlib.contextmanager
