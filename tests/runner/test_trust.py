@@ -152,6 +152,36 @@ def test_the_config_in_a_run_folder_stands_for_the_folder(copied: Path, own_run:
     assert not (own_run / "evaluation.png").exists()
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "own.yaml"])
+@pytest.mark.parametrize("left", ["checkpoints", "metrics.jsonl"])
+@pytest.mark.parametrize("command", ["eval", "check"])
+def test_a_config_beside_files_of_a_run_is_data_whatever_its_first_line(
+    copied: Path,
+    trap: Callable[[], bool],
+    run: Run,  # noqa: F811
+    name: str,
+    left: str,
+    command: str,
+) -> None:
+    changed(copied, f"{NETS}:small", "trap:small")
+    text = (copied / "config.yaml").read_text().partition("\n")[2]
+    (copied / "config.yaml").unlink()
+    (copied / name).write_text(text)
+    for other in {"checkpoints", "metrics.jsonl"} - {left}:
+        (copied / other).rename(copied / "other")
+    done = run(command, copied / name)
+    assert "names code to run: 'trap:small' (net.type)" in " ".join(done.output.split())
+    assert not trap()
+
+
+def test_ones_own_config_vouches_for_itself(own_run: Path, tmp_path: Path) -> None:
+    """Written by hand, wherever its run is and whatever other folders are beside it."""
+    path = config(tmp_path, saver={"save_dir": str(own_run)})
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "resnet.pth").touch()
+    assert evaluate(path).iteration == 3
+
+
 def test_a_config_that_is_trained_vouches_for_itself_only(copied: Path, trap: Callable[[], bool]) -> None:
     """A folder that is there already is gone on with; what its own config names stays data."""
     changed(copied, f"{NETS}:small", "trap:small")

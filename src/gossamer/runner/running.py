@@ -29,6 +29,7 @@ from gossamer.runner.lock import LOCK, locked
 from gossamer.runner.logs import logged
 from gossamer.runner.models import code_of
 from gossamer.runner.processes import Place, done_by_first, joined, reproducible, same_everywhere
+from gossamer.runner.records import METRICS
 from gossamer.runner.reporting import measure, note_begin, report_of
 from gossamer.runner.run_data import Purpose
 from gossamer.runner.runner import Runner
@@ -276,13 +277,14 @@ def loaded_of(
 ) -> Loaded:
     """The settings of a config file or of a run folder, with what the command line adds.
 
-    The config in a run folder, which a run wrote, stands for the folder.
+    A config beside files of a run stands for that run folder: it may be somebody else's.
     """
     more = [*sets] if weights is None else [*sets, f"saver.resume_model={json.dumps(str(weights))}"]
     if Path(config).is_dir():
         return _of_folder(Path(config), more, data, imports)
-    if Path(config).name == CONFIG and _is_of_run(Path(config)):
-        return _of_folder(Path(config).parent, more, data, imports)
+    path = Path(config)
+    if path.is_file() and (_is_run(path.parent) or (path.name == CONFIG and _is_of_run(path))):
+        return _of_folder(path.parent, more, data, imports, path.name)
     if not Path(config).suffix and not Path(config).exists():
         raise GossamerError(
             f"{config}: there is no such run folder or config; runs are in runs/ unless a config says else"
@@ -294,19 +296,21 @@ def loaded_of(
     return read_config(config, more, data)
 
 
-def _of_folder(folder: Path, sets: Sequence[str], data: str | None = None, imports: Sequence[str] = ()) -> Loaded:
+def _of_folder(
+    folder: Path, sets: Sequence[str], data: str | None = None, imports: Sequence[str] = (), name: str = CONFIG
+) -> Loaded:
     """The config that a run folder holds, for this folder wherever it is now.
 
     A folder may be somebody else's: what its config names as code must be vouched for, and nothing is written outside.
     """
-    if not (folder / CONFIG).is_file():
+    if not (folder / name).is_file():
         what = "a folder without config.yaml" if folder.is_dir() else "no such run folder"
         raise GossamerError(f"{folder}: {what}; name a folder that `gossamer train` made, as runs/res18")
     check_links(folder)
     own = [f"saver.save_dir={json.dumps(str(folder))}", "saver.resume_model=null"]
     if (folder / RECIPE).is_file():
         own += [f"sparsity.recipe={json.dumps(str(folder / RECIPE))}", "sparsity.recipe_variables={}"]
-    loaded = _writing_inside(read_config(folder / CONFIG, [*own, *sets], data), folder)
+    loaded = _writing_inside(read_config(folder / name, [*own, *sets], data), folder)
     code = code_in(loaded.config)
     trust = trust_of(folder, folder, imports, from_command_line(code, loaded.given))
     trust.check(code)
@@ -341,6 +345,11 @@ def _is_of_run(path: Path) -> bool:
             return file.readline(len(HEADER) + 1).startswith(HEADER)
     except OSError:
         return False
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder holds what a run writes besides its config, whose first line anybody can change."""
+    return (folder / METRICS).exists() or Checkpoints(folder / CHECKPOINTS, keep=1).latest() is not None
 
 
 def _tell_setting(runner: Runner) -> None:
