@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.files import remove_leftovers, whole
+from gossamer.files import open_regular, read_regular, remove_leftovers, whole
 
 
 def fail(path: Path, error: BaseException, *, durable: bool = False) -> None:
@@ -50,6 +50,23 @@ def test_a_link_is_replaced_unless_it_is_to_be_followed(tmp_path: Path, follow: 
     assert (tmp_path / "link.txt").is_symlink() is follow
     assert (tmp_path / "link.txt").read_text() == "new"
     assert (tmp_path / "real.txt").read_text() == ("new" if follow else "old")
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    """A pipe that nobody writes to, and a device that never ends, are errors at once."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for path in (tmp_path / "pipe", tmp_path / "link", Path("/dev/zero")):
+        with pytest.raises(OSError, match="it is a pipe or a device"):
+            open_regular(path)
+    with pytest.raises(IsADirectoryError):
+        open_regular(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        open_regular(tmp_path / "none")
+    (tmp_path / "a.txt").write_bytes(b"12345")
+    assert read_regular(tmp_path / "a.txt") == read_regular(tmp_path / "a.txt", 5) == b"12345"
+    with pytest.raises(OSError, match="more than 4 bytes"):
+        read_regular(tmp_path / "a.txt", 4)
 
 
 def test_a_durable_file_reaches_the_disk_before_it_takes_its_name(

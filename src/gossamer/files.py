@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
 @contextmanager
@@ -36,6 +39,31 @@ def whole(path: str | os.PathLike[str], *, durable: bool = False, follow: bool =
     finally:
         with contextlib.suppress(OSError):
             scratch.unlink(missing_ok=True)
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file to read, for names that others may have chosen.
+
+    A pipe would wait forever, and a device may never end: `OSError` is raised for all that is no regular file.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening a device can have effects
+        raise _irregular(path)
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise _irregular(path)
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def read_regular(path: str | os.PathLike[str], most: int | None = None) -> bytes:
+    """The content of a regular file; `OSError` for one that has more than `most` bytes."""
+    with open_regular(path) as file:
+        if most is not None and os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most:,} bytes", os.fspath(path))
+        return file.read() if most is None else file.read(most)
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
@@ -100,6 +128,12 @@ def flush_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def _irregular(path: str | os.PathLike[str]) -> OSError:
+    if os.path.isdir(path):
+        return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    return OSError(errno.EINVAL, "it is a pipe or a device, and no regular file", os.fspath(path))
 
 
 def _mask() -> int:

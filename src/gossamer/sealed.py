@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
+from gossamer.files import open_regular
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64",
@@ -149,7 +149,7 @@ def read_header(file: BinaryIO, kind: str, version: int) -> tuple[dict[str, str]
 def kind_of(path: str | os.PathLike[str]) -> str | None:
     """What a file says that it is, sound or not: "" when that is illegible, None when it does not start as ours do."""
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(path) as file:
             start = file.read(8 + _KIND_WITHIN)[8:]
     except OSError:
         return None

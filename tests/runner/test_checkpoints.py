@@ -458,6 +458,20 @@ def test_a_checkpoint_that_says_another_iteration_than_its_name_is_left_out(
     assert set(names(kept.folder)) <= set(before)
 
 
+@pytest.mark.parametrize("name", ["best.safetensors", "iter_00000009.safetensors"])
+def test_a_pipe_is_no_checkpoint(kept: Checkpoints, name: str) -> None:
+    save(kept, 1)
+    os.mkfifo(kept.folder / name)
+    found = kept.load_latest()
+    assert found is not None
+    assert found.iteration == 1
+    with pytest.raises(CheckpointError, match="cannot be read: it is a pipe or a device"):
+        describe(kept.folder / name)
+    for read in (read_weights, gossamer.load):
+        with pytest.raises(GossamerError, match="no such file"):
+            read(kept.folder / name)
+
+
 def test_a_checkpoint_can_be_moved_and_copied(kept: Checkpoints, tmp_path: Path) -> None:
     moved = shutil.copy(save(kept, 1), tmp_path / "else.safetensors")
     assert read_checkpoint(moved).iteration == 1

@@ -497,6 +497,27 @@ def test_a_folder_of_others_holds_files_and_folders_only(copied: Path) -> None:
         evaluate(copied, imports=[NETS])
 
 
+def test_pipes_and_devices_of_others_are_not_read(copied: Path, tmp_path: Path, run: Run) -> None:  # noqa: F811
+    os.mkfifo(tmp_path / "pipe")
+    (copied / "metrics.jsonl").unlink()
+    os.mkfifo(copied / "metrics.jsonl")
+    assert "cannot be read: it is a pipe" in " ".join(run("compare", copied).output.split())
+    (copied / "metrics.jsonl").unlink()
+    for source in (
+        "{type: json_lines, path: /dev/zero}",
+        "{type: image_list, root: ., path: %s}" % (tmp_path / "pipe"),
+    ):
+        with pytest.raises(GossamerError, match=r"it is a pipe or a device|dataset.test"):
+            evaluate(copied, [f"dataset.test={source}"], imports=[NETS])
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        (tmp_path / "including.yaml").write_text(f"net: !include {path}\n")
+        with pytest.raises(GossamerError, match="it is a pipe or a device"):
+            evaluate(tmp_path / "including.yaml")
+    (copied / "analysis" / "plan.json").unlink(missing_ok=True)
+    os.mkfifo(copied / "analysis" / "plan.json")
+    assert "analysis/plan.json: it is a pipe" in report([copied], output=tmp_path / "page.html").read_text()
+
+
 def test_names_of_others_are_no_markup_in_a_report(copied: Path) -> None:
     evil = "<script>alert(1)</script>"
     folder = copied.rename(copied.with_name("<img src=x onerror=alert(2)>"))

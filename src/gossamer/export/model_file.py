@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gossamer.errors import GossamerError
 from gossamer.export import packing
+from gossamer.files import open_regular
 from gossamer.sealed import (
     DTYPES,
     DamagedError,
@@ -254,7 +255,7 @@ class ModelFile:
 def opened(path: Path) -> Generator[ModelFile]:
     """A file of ours, with its text checked."""
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except OSError as error:
         raise GossamerError(f"{path}: cannot be read: {error.strerror or error}") from None
     with file:

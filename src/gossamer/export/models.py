@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gossamer.errors import GossamerError
-from gossamer.files import whole
+from gossamer.files import read_regular, whole
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -32,7 +32,7 @@ def read_model(path: str | os.PathLike[str]) -> ModelProto:
 
     file = Path(path)
     try:
-        content = file.read_bytes()
+        content = read_regular(file)
     except FileNotFoundError:
         raise GossamerError(f"{file}: there is no such file; give an ONNX model") from None
     except OSError as error:
@@ -77,7 +77,7 @@ def size_of(path: Path) -> int:
     """The bytes of a model, with the files in which it keeps weights."""
     from onnx import ModelProto
 
-    names = external_files(ModelProto.FromString(path.read_bytes()))
+    names = external_files(ModelProto.FromString(read_regular(path)))
     return path.stat().st_size + sum((path.parent / name).stat().st_size for name in names)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from gossamer.errors import RecipeError, nearest
+from gossamer.files import open_regular
 
 MAX_BYTES = 1024 * 1024
 """A recipe is refused when it is larger than this: 20,000 parameters, each by its name, take less."""
@@ -156,7 +157,7 @@ def _from_file(path: str) -> Source:
         raise RecipeError(f"{path!r}: no such file" if "\0" in path else f"{path}: {_no_such_file(path)}")
 
     def read() -> bytes:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             if os.fstat(file.fileno()).st_size > MAX_BYTES:
                 raise _too_large(path)
             return file.read(MAX_BYTES + 1)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
-from gossamer.files import whole
+from gossamer.files import open_regular, whole
 from gossamer.graph.additions import is_added
 from gossamer.runner.encoding import MODEL, DecodingError, decode, encode
 from gossamer.sealed import (
@@ -239,7 +239,7 @@ def _cannot_write(path: Path, error: OSError) -> str:
 
 def _opened(path: Path) -> BinaryIO:
     try:
-        return path.open("rb")
+        return open_regular(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: there is no such file; give a checkpoint") from None
     except IsADirectoryError:

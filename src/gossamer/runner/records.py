@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import IO, Any, Self, cast
 
 from gossamer.errors import GossamerError
-from gossamer.files import whole
+from gossamer.files import read_regular, whole
 
 METRICS, EVENTS = "metrics.jsonl", "tensorboard"
 
@@ -30,6 +30,9 @@ WINDOW = 100
 """Iterations of the shortest window of which one line is kept."""
 OFTEN = 50_000
 """After so many iterations older lines are thinned out."""
+
+LONGEST = 128_000_000
+"""Bytes of a file of metrics, which is far smaller on the longest runs."""
 
 _KINDS = ("train", "test", "set")
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -177,7 +180,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 def _lines(path: Path) -> list[dict[str, Any]]:
     """The lines that are whole; what a killed process wrote of one is left out."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = read_regular(path, LONGEST).decode(errors="replace")
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gossamer.errors import GossamerError
-from gossamer.files import whole
+from gossamer.files import open_regular, whole
 from gossamer.runner.records import read_records
 from gossamer.runner.reporting_content import run_content
 from gossamer.runner.reporting_notes import note_plan, note_weights, origin_of, weights_of
@@ -120,13 +120,18 @@ def _check_place(path: Path) -> None:
     from gossamer.analysis.report import GENERATOR
 
     try:
-        head = path.read_text(encoding="utf-8", errors="replace")[:4000] if path.is_file() else GENERATOR
+        head = _start(path) if path.is_file() else GENERATOR
     except OSError as error:
         raise GossamerError(f"{path}: cannot be read: {error.strerror or error}; name another by -o") from None
     if path.is_dir():
         raise GossamerError(f"{path}: is a folder; name a file by -o, as {path / PAGE}")
     if head and GENERATOR not in head:
         raise GossamerError(f"{path}: is no report, and would be written over; name another file by -o")
+
+
+def _start(path: Path) -> str:
+    with open_regular(path) as file:
+        return file.read(4000).decode(errors="replace")
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -14,9 +14,10 @@ from typing import Any, cast
 
 from gossamer.analysis.report.content import Card, HeatMap, RunContent, Series
 from gossamer.errors import GossamerError
+from gossamer.files import read_regular
 from gossamer.runner.figures import count, duration, metric, size
 from gossamer.runner.records import read_records
-from gossamer.runner.reporting_notes import Kind, read_note
+from gossamer.runner.reporting_notes import LONGEST, Kind, read_note
 from gossamer.runner.reporting_weights import Shown, shown_weights
 from gossamer.runner.summary import run_summary
 
@@ -272,7 +273,11 @@ def _settings(folder: Path) -> list[tuple[str, str]]:
     for file, title in (("recipe.yaml", "The recipe"), ("config.yaml", "The config")):
         path = folder / file
         if path.is_file():
-            found.append((f"{title} ({file})", path.read_text(encoding="utf-8", errors="replace")))
+            try:
+                text = read_regular(path, LONGEST).decode(errors="replace")
+            except OSError as error:
+                text = f"This file cannot be shown: {error.strerror or error}."
+            found.append((f"{title} ({file})", text))
     return found
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from gossamer.analysis.report.content import Bins
 from gossamer.analysis.report.weights import bins
 from gossamer.errors import GossamerError
-from gossamer.files import whole
+from gossamer.files import read_regular, whole
 from gossamer.graph import get_parameter, is_transposed, prunable, unwrap
 from gossamer.runner.checkpoint_file import CheckpointError, describe
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from gossamer.runner.runner import Runner
 
 FOLDER = "analysis"
+LONGEST = 64_000_000
+"""Bytes of a note; a longer one is not read."""
 FORMAT = 1
 """Goes up when an older reader would misread a note."""
 SAMPLES = 300
@@ -130,7 +132,7 @@ def read_note(folder: Path, kind: Kind) -> dict[str, Any] | None:
     """What was noted, or None; raises `GossamerError` with a sentence when the file is there and of no use."""
     path = folder / FOLDER / f"{kind}.json"
     try:
-        loaded: Any = json.loads(path.read_text(encoding="utf-8"))
+        loaded: Any = json.loads(read_regular(path, LONGEST))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:

@@ -10,12 +10,14 @@ from typing import Any, cast
 
 from gossamer.analysis.report.content import Speed, SpeedTable, TimedFile
 from gossamer.errors import GossamerError
+from gossamer.files import read_regular
+from gossamer.runner.reporting_notes import LONGEST
 
 
 def read_speed(path: Path, folders: Sequence[Path]) -> Speed:
     """The tables and sentences of a benchmark; files in one of the run folders have the colour of that run."""
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(read_regular(path, LONGEST))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "is not JSON"
         raise GossamerError(f"{path}: {reason}; gossamer benchmark --output writes such a file") from None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gossamer.errors import GossamerError
-from gossamer.files import remove_leftovers, whole
+from gossamer.files import open_regular, remove_leftovers, whole
 from gossamer.runner.checkpoint_file import MisfitError
 from gossamer.runner.checkpoints import Checkpoint, CheckpointError, Checkpoints, Description, title
 from gossamer.runner.config import Config, Loaded, config_text, read_config
@@ -341,8 +341,8 @@ def _writing_inside(loaded: Loaded, folder: Path) -> Loaded:
 def _is_of_run(path: Path) -> bool:
     """Whether a run wrote this config."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return file.readline(len(HEADER) + 1).startswith(HEADER)
+        with open_regular(path) as file:
+            return file.read(len(HEADER)) == HEADER.encode()
     except OSError:
         return False
 

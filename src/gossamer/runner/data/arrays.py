@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from gossamer.errors import GossamerError, nearest
+from gossamer.files import open_regular
 from gossamer.runner.config.schema import Idx, Npz
 from gossamer.runner.data.classes import Expected
 from gossamer.runner.data.examples import LabelledArrays
@@ -36,7 +37,7 @@ def read_idx(source: Idx, expected: Expected, problems: Problems) -> tuple[Label
 def read_npz(source: Npz, expected: Expected, problems: Problems) -> tuple[LabelledArrays, list[str]]:
     """Two arrays of one file, by their keys."""
     try:
-        with source.path.open("rb") as file:
+        with open_regular(source.path) as file:
             found: Any = np.load(file, allow_pickle=False)
             if not isinstance(found, np.lib.npyio.NpzFile):
                 raise GossamerError(f"{source.path}: expected an NPZ file with several arrays, found a single array")
@@ -60,7 +61,7 @@ def _npz_array(arrays: Any, field: str, source: Npz) -> NDArray[Any]:
 
 def _idx_array(path: Path) -> NDArray[Any]:
     try:
-        with path.open("rb") as plain:
+        with open_regular(path) as plain:
             packed = plain.read(2) == b"\x1f\x8b"
         with gzip.open(path) if packed else path.open("rb") as file:
             zeros, code, dimensions = struct.unpack(">HBB", file.read(4))

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gossamer.errors import GossamerError
+from gossamer.files import open_regular
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -46,7 +47,7 @@ def read_image(path: str) -> NDArray[np.uint8]:
         # Warnings of damaged metadata and of large images are no reason to end a run.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Image.open(path) as image:
+            with open_regular(path) as file, Image.open(file) as image:
                 image.load()
                 pixels = np.array(_rgb(ImageOps.exif_transpose(image)), dtype=np.uint8)
     except FileNotFoundError:

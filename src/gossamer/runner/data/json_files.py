@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from gossamer.errors import GossamerError
+from gossamer.files import read_regular
 
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_regular(path).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as problem:
         raise GossamerError(f"{path}: cannot read the annotations ({problem.strerror})") from None
     except UnicodeDecodeError as problem:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
 
 import numpy as np
 
 from gossamer.errors import GossamerError
+from gossamer.files import open_regular
 from gossamer.runner.config.schema import ImageFolder, ImageList
 from gossamer.runner.data.classes import Expected
 from gossamer.runner.data.examples import LabelledFiles, Names
@@ -96,7 +98,7 @@ def read_image_list(source: ImageList, expected: Expected, problems: Problems) -
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
     number = 0
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        with TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield f"{path}:{number}", line
