@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -237,6 +237,39 @@ def test_a_library_builds_a_model_by_its_name(monkeypatch: pytest.MonkeyPatch) -
     assert build_net(Net(type="timm/tiny", kwargs={"drop_rate": 0.1}), 3, trust=Trust(source="theirs"))
     limited = Trust(packages=("timm",), source="theirs")
     assert build_net(Net(type="timm/tiny", kwargs={"checkpoint_path": "x"}), 3, trust=limited)
+
+
+def test_a_folder_of_the_name_of_a_model_is_no_model_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers looks for a folder first."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    with pytest.raises(GossamerError, match=r"'transformers' \(net.type\).*--import transformers"):
+        build_net(Net(type="transformers/owner/name"), 3, trust=Trust(source="theirs"))
+
+
+@pytest.mark.parametrize("pretrained", [False, True])
+@pytest.mark.parametrize("vouched", [False, True])
+def test_the_config_of_a_model_names_no_kernel_unless_one_vouches_for_it(
+    monkeypatch: pytest.MonkeyPatch, pretrained: bool, vouched: bool
+) -> None:
+    fake, seen = ModuleType("transformers"), list[object]()
+    theirs = SimpleNamespace(_attn_implementation="kernels-community/evil")
+
+    def make(*arguments: object, config: object = None, **kwargs: object) -> nn.Module:
+        seen.append(config or (arguments[0] if not isinstance(arguments[0], str) else theirs))
+        return nn.Linear(2, 3)
+
+    fake.AutoConfig = SimpleNamespace(from_pretrained=lambda name, **kwargs: theirs)  # type: ignore[attr-defined]
+    fake.AutoModelForImageClassification = SimpleNamespace(  # type: ignore[attr-defined]
+        from_config=make, from_pretrained=make
+    )
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    limited = Trust(packages=("transformers",) if vouched else (), source="theirs")
+    build_net(Net(type="transformers/owner/name", kwargs={"pretrained": pretrained}), 3, trust=limited)
+    assert seen == [theirs]
+    assert theirs._attn_implementation == ("kernels-community/evil" if vouched else None)
 
 
 # What is remembered
@@ -503,12 +536,9 @@ def test_pipes_and_devices_of_others_are_not_read(copied: Path, tmp_path: Path, 
     os.mkfifo(copied / "metrics.jsonl")
     assert "cannot be read: it is a pipe" in " ".join(run("compare", copied).output.split())
     (copied / "metrics.jsonl").unlink()
-    for source in (
-        "{type: json_lines, path: /dev/zero}",
-        "{type: image_list, root: ., path: %s}" % (tmp_path / "pipe"),
-    ):
-        with pytest.raises(GossamerError, match=r"it is a pipe or a device|dataset.test"):
-            evaluate(copied, [f"dataset.test={source}"], imports=[NETS])
+    for source in ("json_lines, path", "image_list, path", "npz, path"):
+        with pytest.raises(GossamerError, match="it is a pipe or a device"):
+            evaluate(copied, [f"dataset.test={{type: {source}: /dev/zero}}"], imports=[NETS])
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         (tmp_path / "including.yaml").write_text(f"net: !include {path}\n")
         with pytest.raises(GossamerError, match="it is a pipe or a device"):

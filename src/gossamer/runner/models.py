@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -49,7 +50,7 @@ def build_net(net: Net, num_classes: int, task: str | None = None, *, trust: Tru
     family, slash, name = net.type.partition("/")
     if slash and family in _FAMILIES:
         trust.check(code_of(net))
-        model = _FAMILIES[family](net, name, num_classes)
+        model = _FAMILIES[family](net, name, num_classes, trust.covers(family))
     elif ":" in net.type:
         model = _own(net, num_classes, trust)
     else:
@@ -70,7 +71,8 @@ def code_of(net: Net) -> list[tuple[str, str]]:
     family, slash, name = net.type.partition("/")
     if slash and family in _FAMILIES:
         keys = [f"net.kwargs.{key}" for key in net.kwargs if key not in PLAIN[family]]
-        return [(key, family) for key in ([] if _HUB_NAME.fullmatch(name) else ["net.type"]) + keys]
+        by_name = _HUB_NAME.fullmatch(name) and not (family == "transformers" and os.path.exists(name))
+        return [(key, family) for key in ([] if by_name else ["net.type"]) + keys]
     return [("net.type", net.type)] if ":" in net.type else []
 
 
@@ -128,7 +130,7 @@ def _own(net: Net, num_classes: int, trust: Trust) -> nn.Module:
     return _call(net, make, {"num_classes": num_classes, **net.kwargs} if takes else net.kwargs)
 
 
-def _from_timm(net: Net, name: str, num_classes: int) -> nn.Module:
+def _from_timm(net: Net, name: str, num_classes: int, _vouched: bool) -> nn.Module:
     timm = _library("timm", net)
     known: bool = timm.is_model(name)
     if not known:
@@ -136,7 +138,8 @@ def _from_timm(net: Net, name: str, num_classes: int) -> nn.Module:
     return _call(net, timm.create_model, {"num_classes": num_classes, **net.kwargs}, name)
 
 
-def _from_transformers(net: Net, name: str, num_classes: int) -> nn.Module:
+def _from_transformers(net: Net, name: str, num_classes: int, vouched: bool) -> nn.Module:
+    """By the config of a repository, which can name kernels, which are code; only if that is `vouched` for."""
     transformers = _library("transformers", net)
     kwargs = dict(net.kwargs)
     if "trust_remote_code" in kwargs:
@@ -146,20 +149,27 @@ def _from_transformers(net: Net, name: str, num_classes: int) -> nn.Module:
         )
     pretrained = kwargs.pop("pretrained", False)
     kind: Any = transformers.AutoModelForImageClassification
-    if pretrained:
+    if pretrained and vouched:
         given = {"num_labels": num_classes, "ignore_mismatched_sizes": True, "trust_remote_code": False, **kwargs}
         return _call(net, kind.from_pretrained, given, name)
 
     def from_config(name: str, **given: Any) -> Any:
         config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False, **given)
+        if not vouched:
+            config._attn_implementation = None
+        if pretrained:
+            return kind.from_pretrained(name, config=config, ignore_mismatched_sizes=True, trust_remote_code=False)
         return kind.from_config(config, trust_remote_code=False)
 
     return _call(net, from_config, {"num_labels": num_classes, **kwargs}, name)
 
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
-"""A model of the Hugging Face Hub, and no path."""
-_FAMILIES: dict[str, Callable[[Net, str, int], nn.Module]] = {"timm": _from_timm, "transformers": _from_transformers}
+"""A model of the Hugging Face Hub, unless a file or folder has that name, which Transformers would take."""
+_FAMILIES: dict[str, Callable[[Net, str, int, bool], nn.Module]] = {
+    "timm": _from_timm,
+    "transformers": _from_transformers,
+}
 
 
 def _library(name: str, net: Net) -> Any:
