@@ -489,6 +489,20 @@ def test_a_folder_of_others_is_not_written_through_a_link(copied: Path, tmp_path
     assert all(path.is_symlink() for path in beside.iterdir())
 
 
+@pytest.mark.parametrize("pipe", [False, True])
+def test_a_log_is_not_written_through_a_link_or_to_a_pipe(tmp_path: Path, pipe: bool) -> None:
+    """Also in a folder that one names to train in."""
+    (tmp_path / "precious").write_text("text")
+    (tmp_path / "run").mkdir()
+    if pipe:
+        os.mkfifo(tmp_path / "run" / "log.txt")
+    else:
+        (tmp_path / "run" / "log.txt").symlink_to(tmp_path / "precious")
+    with pytest.raises(GossamerError, match="run: cannot be written: "):
+        trained(config(tmp_path, trainer={"max_epoch": 1}))
+    assert (tmp_path / "precious").read_text() == "text"
+
+
 def test_checkpoints_of_another_run_are_not_removed_through_a_link(copied: Path, own_run: Path) -> None:
     before = sorted(path.name for path in (own_run / "checkpoints").iterdir())
     shutil.rmtree(copied / "checkpoints")

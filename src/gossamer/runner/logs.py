@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
@@ -59,6 +61,11 @@ class _File(logging.FileHandler):
     def __init__(self, path: Path, display: Display) -> None:
         super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self._path, self._display, self._complete = path, display, True
+
+    def _open(self) -> TextIOWrapper:
+        """Not through a link, which could lead to a file of the user's, and no pipe, which would wait for a reader."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        return open(os.open(self.baseFilename, flags, 0o666), "a", encoding="utf-8")
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         error = sys.exc_info()[1]
