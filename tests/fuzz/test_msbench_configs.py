@@ -17,7 +17,7 @@ from gossamer.errors import GossamerError
 from gossamer.msbench import PRESETS, build_sparse_scheduler
 from gossamer.msbench.reading import read_config
 from tests.fuzz.documents import block_text, mangled, tweaked
-from tests.fuzz.harness import fingerprint, fuzz
+from tests.fuzz.harness import attempt, fingerprint, fuzz
 from tests.fuzz.values import hostile, mutated
 
 
@@ -214,3 +214,39 @@ def test_a_file_that_once_failed_is_refused_with_its_reason(name: str, text: str
     (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(GossamerError, match=re.escape(message)):
         read_config(tmp_path / name)
+
+
+def chain(last: str, link: str, length: int) -> str:
+    """Names that stand for one another, and a config with the last of them."""
+    names = [f"a0 = {last}", *(f"a{i} = {link.format(f'a{i - 1}')}" for i in range(1, length))]
+    return "\n".join([*names, f"c = {{'scheduler': a{length - 1}}}"])
+
+
+SCRIPTS: dict[str, tuple[str, str]] = {
+    "doubled names": (chain("['x']", "[{0}, {0}]", 30), "the config has more than 50,000 values when its names"),
+    "doubled sets": (
+        f"s = {set(range(1000))}\nc = {{'scheduler': [{'s, ' * 1000}]}}",
+        "a.py:1: the config has more than 50,000 values",
+    ),
+    "a chain of names": (chain("1", "{0}", 2000), "the config is nested more than 100 levels deep"),
+    "a name of itself": ("a = [a]\nc = {'scheduler': a}", "a.py:1: 'a' is code"),
+    "many attributes": ("c = {'scheduler': x" + ".y" * 500 + "}", "a.py:1: 'x.y.y"),
+    "a large sum": ("c = {'scheduler': 1" + "+x" * 500 + "}", "a.py:1: '1+x+x"),
+    "a large number": (
+        "c = {'scheduler': 0x" + "f" * 6000 + "}",
+        "expected a number, found one of 24,000 bits",
+    ),
+    "a list in a set": ("c = {'scheduler': {[1]}}", "a.py:1: expected a name, found '[1]'"),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_that_once_failed_is_refused_with_its_reason(name: str, tmp_path: Path) -> None:
+    text, message = SCRIPTS[name]
+    (tmp_path / "a.py").write_text(text)
+
+    def read() -> None:
+        with pytest.raises(GossamerError, match=re.escape(message)):
+            read_config(tmp_path / "a.py")
+
+    assert attempt(read, tmp_path)

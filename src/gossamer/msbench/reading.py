@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from gossamer.errors import GossamerError
-from gossamer.recipe.nodes import check_tags, compose
+from gossamer.recipe.nodes import MAX_DEPTH, MAX_NODES, check_tags, compose
 from gossamer.recipe.source import Problems, open_source
 from gossamer.recipe.values import unevaluated
 
 _PYTHON = (".py",)
 _DATA = (".yaml", ".yml", ".json")
+_MAX_SHOWN = 60
+_MAX_BITS = 1024
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def _from_python(path: Path, text: str) -> dict[str, Any]:
         raise GossamerError(f"{path}: is nested too deeply") from None
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict) and {"scheduler", "asp"} & {_key(key) for key in node.keys}:
-            return _literal(path, node, _constants(tree))
+            return _Script(path, text, _constants(tree)).value(node)
     raise GossamerError(f"{path}: holds no dict with the key 'scheduler'; assign one, as in sparsity_config = {{…}}")
 
 
@@ -60,28 +61,79 @@ def _constants(tree: ast.Module) -> dict[str, ast.expr]:
     return found
 
 
-def _literal(path: Path, node: ast.expr, constants: Mapping[str, ast.expr]) -> Any:
-    if isinstance(node, ast.Dict):
+class _Script:
+    """Computes literals of a script; names stand for what the script assigns to them, up to a size when written out."""
+
+    def __init__(self, path: Path, text: str, constants: Mapping[str, ast.expr]) -> None:
+        self._path = path
+        self._text = text
+        self._constants = constants
+        self._left = MAX_NODES
+        self._depth = 0
+        self._under_way: set[str] = set()
+
+    def value(self, node: ast.expr) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise self._error(node, f"the config has more than {MAX_NODES:,} values when its names are written out")
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise self._error(node, f"the config is nested more than {MAX_DEPTH} levels deep")
+        found = self._value(node)
+        self._depth -= 1
+        return found
+
+    def _value(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Dict):
+            return self._dict(node)
+        if isinstance(node, ast.List | ast.Tuple):
+            return [self.value(item) for item in node.elts]
+        if isinstance(node, ast.Set):
+            return {self._hashable(item, "a name") for item in node.elts}
+        if isinstance(node, ast.Name) and node.id in self._constants and node.id not in self._under_way:
+            self._under_way.add(node.id)
+            found = self.value(self._constants[node.id])
+            self._under_way.remove(node.id)
+            return found
+        if isinstance(node, ast.Attribute) and _is_of_torch(node):
+            return node.attr  # torch.nn.Linear in a whitelist
+        try:
+            found = ast.literal_eval(node)
+        except (ValueError, TypeError):
+            shown = self._shown(node)
+            message = f"'{shown}' is code, and scripts are not executed; write the value there"
+            raise self._error(node, message) from None
+        if isinstance(found, int) and found.bit_length() > _MAX_BITS:
+            raise self._error(node, f"expected a number, found one of {found.bit_length():,} bits")
+        return found
+
+    def _dict(self, node: ast.Dict) -> dict[Any, Any]:
         found: dict[Any, Any] = {}
         for key, value in zip(node.keys, node.values, strict=True):
-            inner = _literal(path, value, constants)
+            inner = self.value(value)
             if key is not None:
-                name = _literal(path, key, constants)
-                if isinstance(name, dict | list | set):
-                    raise GossamerError(f"{path}:{key.lineno}: expected a name as key, found '{ast.unparse(key)}'")
-                found[name] = inner
+                found[self._hashable(key, "a name as key")] = inner
             elif isinstance(inner, dict):  # {**others}
                 found |= inner
         return found
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_literal(path, item, constants) for item in node.elts]
-    if isinstance(node, ast.Name) and node.id in constants:
-        return _literal(path, constants[node.id], {k: v for k, v in constants.items() if k != node.id})
-    if isinstance(node, ast.Attribute) and re.fullmatch(r"(torch|nn)(\.\w+)+", ast.unparse(node)):
-        return node.attr  # torch.nn.Linear in a whitelist
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError):
-        raise GossamerError(
-            f"{path}:{node.lineno}: '{ast.unparse(node)}' is code, and scripts are not executed; write the value there"
-        ) from None
+
+    def _hashable(self, node: ast.expr, expected: str) -> Any:
+        found = self.value(node)
+        if isinstance(found, dict | list | set):
+            raise self._error(node, f"expected {expected}, found '{self._shown(node)}'")
+        return found
+
+    def _shown(self, node: ast.expr) -> str:
+        written = " ".join((ast.get_source_segment(self._text, node) or "").split())
+        return written if len(written) <= _MAX_SHOWN else f"{written[: _MAX_SHOWN - 3]}..."
+
+    def _error(self, node: ast.expr, message: str) -> GossamerError:
+        return GossamerError(f"{self._path}:{node.lineno}: {message}")
+
+
+def _is_of_torch(node: ast.Attribute) -> bool:
+    """Whether it is a dotted name that begins with `torch` or `nn`."""
+    part: ast.expr = node
+    while isinstance(part, ast.Attribute):
+        part = part.value
+    return isinstance(part, ast.Name) and part.id in ("torch", "nn")
