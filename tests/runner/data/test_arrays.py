@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import gzip
+import io
 import struct
+import zipfile
 
 import numpy as np
 import pytest
@@ -17,6 +19,10 @@ GREYS = np.arange(3 * 2 * 4, dtype=np.uint8).reshape(3, 2, 4)
 def idx_bytes(values: np.ndarray, code: int = 0x08) -> bytes:
     header = struct.pack(">HBB", 0, code, values.ndim) + struct.pack(f">{values.ndim}I", *values.shape)
     return header + values.tobytes()
+
+
+def idx_header(*shape: int) -> bytes:
+    return struct.pack(">HBB", 0, 8, len(shape)) + struct.pack(f">{len(shape)}I", *shape)
 
 
 def read_idx(folder, images: bytes, labels: bytes, **settings):
@@ -64,6 +70,10 @@ LABELS = idx_bytes(np.array([2, 0, 1], np.uint8))
         (LABELS, LABELS, r"expected images of shape .* found \(3, 1\)|expected images of shape .* found \(3,\)"),
         (idx_bytes(GREYS), idx_bytes(GREYS), r"labels: expected numbers of shape \(n,\)"),
         (idx_bytes(GREYS[:, :0]), LABELS, "have no pixels"),
+        (idx_header(*[1] * 255), LABELS, "expected an IDX file of at most 4 dimensions, found 255"),
+        (idx_header(*[2**32 - 1] * 3), LABELS, "but the file holds at most 16"),
+        (idx_header(2**20, 2**20), LABELS, "announces 1099511627776 bytes .* but the file holds at most 12"),
+        (gzip.compress(idx_header(2**20, 2**20), mtime=0), LABELS, "announces 1099511627776 bytes .* but the file"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
@@ -145,3 +155,42 @@ def test_a_file_that_is_no_npz_is_refused(tmp_path):
         np.save(file, GREYS)
     with pytest.raises(GossamerError, match="found a single array"):
         build_dataset(source, task="classification")
+
+
+def npy(header: str) -> bytes:
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + bytes(100)
+
+
+def shaped(shape: str) -> bytes:
+    return npy(f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}\n")
+
+
+def encrypted(content: bytes) -> bytes:
+    """An archive whose first file says that it is encrypted."""
+    changed = bytearray(content)
+    changed[6] |= 1
+    changed[changed.find(b"PK\x01\x02") + 8] |= 1
+    return bytes(changed)
+
+
+@pytest.mark.parametrize(
+    ("images", "change", "sentence"),
+    [
+        (shaped("(1, 99999999, 99999999)"), bytes, "this is not an NPZ file of plain arrays"),
+        (shaped("(1, 1180591620717411303424)"), bytes, "this is not an NPZ file of plain arrays"),
+        (npy("{'descr': '|u1', 'fortran_order': False, 'shape': (1,\n"), bytes, "this is not an NPZ file"),
+        (npy("{[]: 1}\n"), bytes, "this is not an NPZ file of plain arrays"),
+        (npy("(" * 3000), bytes, "this is not an NPZ file of plain arrays"),
+        (b"abc", encrypted, "this is not an NPZ file of plain arrays .*encrypted"),
+        (b"abc", bytes, "'images' is not an array"),
+    ],
+    ids=["huge shape", "shape beyond 64 bits", "cut header", "unhashable key", "deep header", "encrypted", "no array"],
+)
+def test_a_damaged_npz_file_is_refused(tmp_path, images, change, sentence):
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr("images.npy", images)
+        archive.writestr("labels.npy", shaped("(1,)"))
+    (tmp_path / "a.npz").write_bytes(change(content.getvalue()))
+    with pytest.raises(GossamerError, match=rf"a\.npz: {sentence}"):
+        build_dataset(Npz(type="npz", path=tmp_path / "a.npz"), task="classification")

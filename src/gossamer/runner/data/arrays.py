@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
 import struct
-import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from gossamer.runner.data.classes import Expected
 from gossamer.runner.data.examples import LabelledArrays
 from gossamer.runner.data.problems import Problems
 
+_MAX_DIMENSIONS = 4
+_MAX_DEFLATED = 1032
+"""To how many bytes one byte of a gzip file can unpack."""
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
@@ -37,15 +41,14 @@ def read_idx(source: Idx, expected: Expected, problems: Problems) -> tuple[Label
 def read_npz(source: Npz, expected: Expected, problems: Problems) -> tuple[LabelledArrays, list[str]]:
     """Two arrays of one file, by their keys."""
     try:
-        with open_regular(source.path) as file:
-            found: Any = np.load(file, allow_pickle=False)
-            if not isinstance(found, np.lib.npyio.NpzFile):
-                raise GossamerError(f"{source.path}: expected an NPZ file with several arrays, found a single array")
-            images, labels = (_npz_array(found, field, source) for field in ("image_key", "label_key"))
+        file = open_regular(source.path)
     except OSError as problem:
         raise GossamerError(f"{source.path}: cannot read the file ({problem.strerror or problem})") from None
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError) as problem:
-        raise GossamerError(f"{source.path}: this is not an NPZ file of plain arrays ({problem})") from None
+    with file:
+        found = _by_numpy(source.path, lambda: np.load(file, allow_pickle=False))
+        if not isinstance(found, np.lib.npyio.NpzFile):
+            raise GossamerError(f"{source.path}: expected an NPZ file with several arrays, found a single array")
+        images, labels = (_npz_array(found, field, source) for field in ("image_key", "label_key"))
     place = str(source.path)
     return _labelled(images, f"{place}: {source.image_key}", labels, f"{place}: {source.label_key}", expected, problems)
 
@@ -56,7 +59,21 @@ def _npz_array(arrays: Any, field: str, source: Npz) -> NDArray[Any]:
         has = ", ".join(repr(name) for name in arrays.files) or "none"
         near = nearest(key, arrays.files)
         raise GossamerError(f"{source.path}: there is no array {key!r} (it has {has}); set '{field}'{near}")
-    return arrays[key]
+    array = _by_numpy(source.path, lambda: arrays[key])
+    if not isinstance(array, np.ndarray):
+        raise GossamerError(f"{source.path}: {key!r} is not an array; write the file with numpy.savez")
+    return cast("NDArray[Any]", array)
+
+
+def _by_numpy(path: Path, read: Callable[[], Any]) -> Any:
+    """What NumPy reads from a file; what damaged bytes make of its parser, and of zipfile's, is one error."""
+    try:
+        return read()
+    except OSError as problem:
+        raise GossamerError(f"{path}: cannot read the file ({problem.strerror or problem})") from None
+    except Exception as problem:  # noqa: BLE001  (only NumPy runs here, and it raises anything)
+        reason = str(problem).partition("\n")[0] or type(problem).__name__
+        raise GossamerError(f"{path}: this is not an NPZ file of plain arrays ({reason})") from None
 
 
 def _idx_array(path: Path) -> NDArray[Any]:
@@ -67,9 +84,18 @@ def _idx_array(path: Path) -> NDArray[Any]:
             zeros, code, dimensions = struct.unpack(">HBB", file.read(4))
             if zeros or code not in _IDX_TYPES or not dimensions:
                 raise GossamerError(f"{path}: this is not an IDX file (it starts with {zeros:04x}{code:02x})")
+            if dimensions > _MAX_DIMENSIONS:
+                raise GossamerError(
+                    f"{path}: expected an IDX file of at most {_MAX_DIMENSIONS} dimensions, found {dimensions}"
+                )
             shape: tuple[int, ...] = struct.unpack(f">{dimensions}I", file.read(4 * dimensions))
             kind = np.dtype(_IDX_TYPES[code])
             size = math.prod(shape) * kind.itemsize
+            possible = os.fstat(file.fileno()).st_size * (_MAX_DEFLATED if packed else 1)
+            if size > possible:
+                raise GossamerError(
+                    f"{path}: the IDX header announces {size} bytes of {shape}, but the file holds at most {possible}"
+                )
             # One byte more than announced, to notice a file that is too long, without unpacking all of it.
             content = file.read(size + 1)
     except (OSError, EOFError, zlib.error) as problem:
