@@ -122,6 +122,12 @@ def bomb() -> str:
         ("a: " + "[" * 200 + "]" * 200 + "\n" + RANGE, "1:103: nested more than 100 levels deep"),
         ("".join(" " * i + "a:\n" for i in range(300)) + RANGE, "101:101: nested more than 100 levels deep"),
         ("a: " + "9" * 5000 + "\n" + RANGE, "1:4: expected a number, found one of 5000 digits"),
+        ("a: 0x" + "f" * 6000 + "\n" + RANGE, "1:4: expected a number, found one of 6002 digits"),
+        (
+            "modifiers:\n- !EpochRangeModifier {start_epoch: 0, end_epoch: 0x" + "f" * 6000 + "}\n",
+            "2:51: expected a number, found one of 6002 digits",
+        ),
+        ("a: 0b" + "1" * 6000 + "\n" + RANGE, "1:4: expected a number, found one of 6002 digits"),
         ("? [a]\n: 3\n" + RANGE, "1:3: expected a name as key, found a list or mapping"),
         ("1: 3\n" + RANGE, "1:1: expected a name, found 1"),
         (RANGE + "---\n" + RANGE, "2:1: expected one YAML document, found another"),

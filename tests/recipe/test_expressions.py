@@ -117,6 +117,8 @@ def test_text_that_is_tagged_as_text_is_not_computed() -> None:
         ("text + 1", "expected a number in variable 'text', found 'abc'"),
         ("items * 1000000000", "expected a number in variable 'items', found a list"),
         ("itms", "unknown variable 'itms'; nearest: 'items'"),
+        ("²", "expected a number or a name .* found '²'"),
+        ("1 + ²", "expected a number or a name .* found '²'"),
         ("(" * 60 + "1" + ")" * 60, "nested more than"),
         ("-" * 100 + "1", "nested more than"),
         ("1+" * 1000 + "1", "at most 1000 characters"),

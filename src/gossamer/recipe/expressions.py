@@ -117,7 +117,7 @@ class _Parser:
         if token and _is_name(token):
             self._next()
             return self._call(token) if self._peek() == "(" else _number(token, self._lookup(token))
-        if token and (token[0].isdigit() or token[0] == "."):
+        if token and token[0] in "0123456789.":
             return _literal(self._next())
         raise self._unexpected("a number or a name")
 

@@ -32,20 +32,22 @@ _EXPRESSION = re.compile(r"\s*eval\((.*)\)\s*", re.DOTALL)
 _SAFE_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _PLAIN_EXPRESSION = re.compile(r"eval\([\w ().+*/%-]*\)", re.ASCII)
 _WIDTH = 100
+_MAX_DIGITS = 1000
+"""Python takes quadratic time over the decimal digits of a whole number, and stops at 4,300 of them."""
 
 
 def scalar_value(text: str) -> str | int | float | bool | None:
-    """The value of an unquoted scalar.
+    """The value of an unquoted scalar; raises ValueError for a whole number of more than a thousand digits.
 
     >>> [scalar_value(text) for text in ("1.e-3", "2:4", "True", "yes", "~")]
     [0.001, '2:4', True, 'yes', None]
     """
     if text in _WORDS:
         return _WORDS[text]
-    if _INTEGER.fullmatch(text):
-        return int(text.replace("_", ""))
-    if _BASED.fullmatch(text):
-        return int(text, 0)
+    if (decimal := _INTEGER.fullmatch(text)) or _BASED.fullmatch(text):
+        if len(text) > _MAX_DIGITS:
+            raise ValueError(f"more than {_MAX_DIGITS} digits")
+        return int(text.replace("_", "")) if decimal else int(text, 0)
     if _FLOAT.fullmatch(text):
         return float(text.replace("_", ""))
     return text
