@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,33 @@ def test_an_error_is_one_sentence_and_exit_code_1() -> None:
     assert result.exit_code == 1
     assert result.stderr == "error: none.onnx: there is no such file; give an ONNX model\n"
     assert result.stdout == ""
+
+
+def _unknown_type(model: onnx.ModelProto) -> None:
+    model.graph.initializer[0].data_type = 99
+
+
+def _missing_weights(model: onnx.ModelProto) -> None:
+    model.graph.initializer[0].data_location = onnx.TensorProto.EXTERNAL
+    entry = model.graph.initializer[0].external_data.add()
+    entry.key, entry.value = "location", "weights.bin"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_unknown_type, "not a valid ONNX model (99 is not a valid DataType); export it again"),
+        (_missing_weights, "its weights are in 'weights.bin', which is not beside it; put it there"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(change: Callable[[onnx.ModelProto], None], message: str) -> None:
+    model = onnx.load("model.onnx")
+    change(model)
+    Path("changed.onnx").write_bytes(model.SerializeToString())
+    result = run("changed.onnx")
+    assert (result.exit_code, result.stderr) == (1, f"error: changed.onnx: {message}\n")
+    Path("changed.onnx").write_bytes(b"\xff" * 10)
+    assert "not an ONNX model" in run("changed.onnx").stderr
 
 
 def test_a_file_whose_weights_stay_floats_is_warned_about() -> None:

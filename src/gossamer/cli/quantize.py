@@ -30,7 +30,7 @@ def quantize_qat_export(
     from gossamer.export.runtime import INTEGER
 
     target = output or model.with_name(f"{model.stem}-quantized{model.suffix or '.onnx'}")
-    before = size_of(model) if model.exists() else 0  # It may be written over.
+    before = size_of(model)  # It may be written over.
     result = export.quantize_qat_export(model, target)
     weights = export.integer_weights(result)
     count, zeros = sum(array.size for array in weights.values()), sum(int((a == 0).sum()) for a in weights.values())

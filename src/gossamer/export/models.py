@@ -27,10 +27,24 @@ def require(caller: str, *names: str) -> None:
 
 def read_model(path: str | os.PathLike[str]) -> ModelProto:
     """A model from a file, with the weights that it keeps in other files."""
+    from onnx.checker import ValidationError
+    from onnx.external_data_helper import load_external_data_for_model
+
+    file = Path(path)
+    model = _parsed(file)
+    try:
+        load_external_data_for_model(model, str(file.parent.resolve()))
+    except (OSError, ValueError, ValidationError) as error:
+        raise GossamerError(f"{file}: weights beside it cannot be read: {str(error).splitlines()[0]}") from None
+    return model
+
+
+def _parsed(file: Path) -> ModelProto:
+    """The model of a file, once all files are there in which it keeps weights."""
+    require("reading an ONNX file", "onnx")
     import onnx
     from google.protobuf.message import DecodeError
 
-    file = Path(path)
     try:
         content = read_regular(file)
     except FileNotFoundError:
@@ -43,7 +57,9 @@ def read_model(path: str | os.PathLike[str]) -> ModelProto:
         raise GossamerError(f"{file}: not an ONNX model, or only a part of one; export it again") from None
     if not model.graph.node or not model.opset_import:
         raise GossamerError(f"{file}: not an ONNX model, or only a part of one; export it again")
-    _load_external(model, file)
+    for name in external_files(model):
+        if not (file.parent / name).is_file():
+            raise GossamerError(f"{file}: its weights are in '{name}', which is not beside it; put it there")
     return model
 
 
@@ -75,9 +91,7 @@ def write_model(model: ModelProto, path: str | os.PathLike[str]) -> Path:
 
 def size_of(path: Path) -> int:
     """The bytes of a model, with the files in which it keeps weights."""
-    from onnx import ModelProto
-
-    names = external_files(ModelProto.FromString(read_regular(path)))
+    names = external_files(_parsed(path))
     return path.stat().st_size + sum((path.parent / name).stat().st_size for name in names)
 
 
@@ -87,16 +101,3 @@ def external_files(model: ModelProto) -> list[str]:
 
     tensors = [tensor for tensor in model.graph.initializer if uses_external_data(tensor)]
     return sorted({ExternalDataInfo(tensor).location for tensor in tensors})
-
-
-def _load_external(model: ModelProto, file: Path) -> None:
-    from onnx.checker import ValidationError
-    from onnx.external_data_helper import load_external_data_for_model
-
-    for name in external_files(model):
-        if not (file.parent / name).is_file():
-            raise GossamerError(f"{file}: its weights are in '{name}', which is not beside it; put it there")
-    try:
-        load_external_data_for_model(model, str(file.parent.resolve()))
-    except (OSError, ValueError, ValidationError) as error:
-        raise GossamerError(f"{file}: weights beside it cannot be read: {str(error).splitlines()[0]}") from None

@@ -43,9 +43,8 @@ def quantize_qat_export(
         raise GossamerError(
             f"quantize_qat_export: expected an ONNX model or the path of one, found {type(model).__name__}"
         )
-    where = "the model" if isinstance(model, ModelProto) else f"{os.fspath(model)}"
     given = model if isinstance(model, ModelProto) else read_model(model)
-    result = _quantized(given, where)
+    result = _quantized(given, _where(model))
     if output_file_path is not None:
         write_model(result, output_file_path)
     if not inplace or not isinstance(model, ModelProto):
@@ -61,13 +60,13 @@ def integer_weights(model: ModelProto | str | os.PathLike[str]) -> dict[str, NDA
 
         return {name: integers.int().numpy() for name, (integers, _) in read_integers(model).items()}
     require("integer_weights", "onnx", "onnx_ir")
-    import onnx_ir as ir
     from onnx import ModelProto
 
     from gossamer.export.edits import operators
     from gossamer.export.weights import integer_table, integer_weight
 
-    graph = ir.from_proto(model if isinstance(model, ModelProto) else read_model(model))
+    given = model if isinstance(model, ModelProto) else read_model(model)
+    graph = _parsed(given, _where(model))
     found = [integer_weight(node.outputs[0]) for node in operators(graph, "DequantizeLinear")]
     found += [integer_table(node) for node in operators(graph, "Gather")]
     return {weight.name: weight.steps for weight in found if weight is not None and weight.is_held}
@@ -77,7 +76,7 @@ def _quantized(given: ModelProto, where: str) -> ModelProto:
     import onnx_ir as ir
 
     _check(given, where)
-    model = ir.from_proto(_current(given, where))
+    model = _parsed(_current(given, where), where)
     _prepare(model)
     if not any(node.op_type in _QUANTIZERS for node in model.graph.all_nodes()):
         raise GossamerError(
@@ -89,6 +88,20 @@ def _quantized(given: ModelProto, where: str) -> ModelProto:
     except GossamerError as error:
         raise GossamerError(f"{where}: {error}") from None
     return ir.to_proto(model)
+
+
+def _where(model: ModelProto | str | os.PathLike[str]) -> str:
+    return os.fspath(model) if isinstance(model, str | os.PathLike) else "the model"
+
+
+def _parsed(model: ModelProto, where: str) -> ir.Model:
+    import onnx_ir as ir
+
+    try:
+        return ir.from_proto(model)
+    except ir.serde.SerdeError as error:
+        reason = str(error.__cause__ or error).partition("\n")[0]
+        raise GossamerError(f"{where}: not a valid ONNX model ({reason}); export it again") from None
 
 
 _QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
