@@ -233,3 +233,32 @@ def test_starting_loads_nothing_heavy():
     code = "import sys, gossamer.cli; print(*{'matplotlib', 'torchvision', 'numba', 'scipy'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("re:.*conv1.weight", "re:layer(1.*", "6:14: GMPruningModifier.params[0]: 're:layer(1.*' is not a regular"),
+        ("re:.*conv1.weight", "re:(?x)a", "6:14: GMPruningModifier.params[0]: 're:(?x)a' has '(?x' at position 0"),
+        (
+            "['re:.*conv1.weight']",
+            "__ALL_PRUNEABLE__",
+            "6:13: GMPruningModifier.params: unknown keyword '__ALL_PRUNEABLE__'; nearest: '__ALL_PRUNABLE__'",
+        ),
+        (
+            "['re:.*conv1.weight']",
+            "\n    - fc\n    - __EVERY__",
+            "8:7: GMPruningModifier.params[1]: unknown keyword '__EVERY__'; nearest: '__ALL__'",
+        ),
+        ("0.8", "{0.8: ['re:(']}", "8:28: GMPruningModifier.final_sparsity.0.8[0]: 're:(' is not a regular expression"),
+        (
+            "0.8",
+            "0.8\n    exclude: [__DEPTWISE__]",
+            "9:15: GMPruningModifier.exclude[0]: unknown keyword '__DEPTWISE__'; nearest: '__DEPTHWISE__'",
+        ),
+    ],
+)
+def test_names_that_fit_no_model_are_errors_without_a_model(run, old, new, message):
+    result = run("recipe", "check", write("names.yaml", GOOD.replace(old, new)))
+    assert result.exit_code == 1
+    assert f"names.yaml:{message}" in result.stdout + result.stderr

@@ -16,12 +16,15 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from gossamer.errors import MAX_SUGGESTED, GossamerError, ModifierError, nearest
-from gossamer.graph.regex import PREFIX, PatternError, matching
+from gossamer.graph.regex import PREFIX, PatternError, matching, problem_of
 from gossamer.graph.weights import Stored, by_norm, is_conv1d, layer_path, opaque, unprunable, weights_of, with_one_kept
 
 ALL = "__ALL__"
 ALL_PRUNABLE = "__ALL_PRUNABLE__"
 DEPTHWISE = "__DEPTHWISE__"
+KEYWORDS = (ALL_PRUNABLE, ALL)
+KEYWORDS_TO_EXCLUDE = (*KEYWORDS, DEPTHWISE)
+_KEYWORD = re.compile(r"__\w+__")
 TIED = "shared with an embedding, of which each row is a token"
 """Why the weight of a layer is left dense that could be pruned."""
 _PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
@@ -200,6 +203,39 @@ def match_prunable(
     return Matches(kept, skipped, exact)
 
 
+def problem_of_name(item: str, keywords: Sequence[str]) -> str | None:
+    """What is wrong with a name of a recipe, whatever the model is: an unknown keyword, or an unusable pattern."""
+    if item.startswith(PREFIX):
+        return problem_of(item)
+    if _KEYWORD.fullmatch(item) and item not in keywords:
+        shown = item if len(item) <= 80 else f"{item[:77]}..."
+        close = nearest(item, keywords) or f"; known: {', '.join(keywords)}"
+        return f"unknown keyword '{shown}'{close}"
+    return None
+
+
+def hint(item: str, names: Sequence[str], keywords: Sequence[str], *, whole: bool = False) -> str:
+    """What an item that names nothing was probably meant to be, ready to append to a message: a keyword or a pattern.
+
+    >>> hint("*.weight", ["fc.weight"], [ALL])
+    "; a pattern begins with 're:', as in 're:.*\\\\.weight'"
+    """
+    if item.startswith(PREFIX):
+        return ""
+    bare = item.strip("_").upper()
+    if (item.startswith("_") or item.isupper() or f"__{bare}__" in keywords) and (
+        close := nearest(f"__{bare}__", keywords)
+    ):
+        return close
+    if not re.search(r"[*?+\[\]()|^$\\]", item):
+        return ""
+    as_glob = "".join({"*": ".*", "?": "."}.get(character, re.escape(character)) for character in item)
+    for pattern in (PREFIX + item, PREFIX + as_glob):
+        if problem_of(pattern) is None and matching(pattern, names, field="", whole=whole):
+            return f"; a pattern begins with 're:', as in '{pattern}'"
+    return "; a pattern begins with 're:'"
+
+
 def match_excluded(module: nn.Module, wanted: str | Sequence[str], *, field: str) -> tuple[list[str], list[str]]:
     """Names of the parameters to leave out, and those of the `re:` patterns that match nothing.
 
@@ -225,7 +261,7 @@ def match_excluded(module: nn.Module, wanted: str | Sequence[str], *, field: str
                 try:
                     layers = match(module, item, field=field)
                 except ModifierError:
-                    close = nearest(item, names.values())
+                    close = hint(item, list(first_names(module)), KEYWORDS_TO_EXCLUDE) or nearest(item, names.values())
                     raise ModifierError(f"{field}: the model has no layer '{item}'{close}", field) from None
             found += layers or match(module, item, field=field)
     return list(dict.fromkeys(found)), idle
@@ -427,6 +463,8 @@ class _Resolver:
                 f"{self.field}: '{item}' is a TensorFlow-style name, and this is the PyTorch engine; "
                 f"PyTorch names have dots{nearest(item.replace('/', '.'), self.names)}"
             )
+        if meant := hint(item, self.names, KEYWORDS):
+            return f"{self.field}: '{item}' matches none of {len(self.names)} parameters{meant}"
         plain = re.sub(r"[\\^$*+?()\[\]|]", "", item.removeprefix(PREFIX))
         close = nearest(plain, [*self.names, *prunable(self.module)]) or _by_last_part(plain, self.names)
         return f"{self.field}: '{item}' matches none of {len(self.names)} parameters{close}"

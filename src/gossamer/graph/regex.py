@@ -47,21 +47,42 @@ def matching(item: str, names: Sequence[str], *, field: str, whole: bool = False
     >>> matching(r"re:(?!fc).*\.weight", ["fc.weight", "conv.weight", "conv.bias"], field="params")
     ['conv.weight']
     """
+    text = _text(tuple(names))
     try:
-        pattern, flags = _parsed(item.removeprefix(PREFIX))
-        text = _text(tuple(names))
-        automaton = _Automaton(text, flags)
-        last = automaton.add(pattern, 0)
+        automaton, last = _built(item, text)
     except _UnusableError as error:
-        shown = item if len(item) <= 80 else f"{item[:77]}..."
-        raise PatternError(f"{field}: '{shown}' {error}", field) from None
+        raise PatternError(f"{field}: {error}", field) from None
     ends = f"{automaton.reached(0, last, text.starts):b}"[::-1]
     spans = zip(names, text.spans, strict=True)
     return [name for name, (start, end) in spans if ends.find("1", end if whole else start, end + 1) >= 0]
 
 
+def problem_of(item: str) -> str | None:
+    """What is wrong with `item` (`re:` and a regular expression) whatever the names are; None if it can be matched.
+
+    >>> problem_of("re:layer[12"), problem_of("re:layer[12]")
+    ("'re:layer[12' is not a regular expression: unterminated character set at position 5", None)
+    """
+    try:
+        _built(item, _text(()))
+    except _UnusableError as error:
+        return str(error)
+    return None
+
+
 class _UnusableError(Exception):
-    """The end of a sentence that begins with the pattern."""
+    """What is wrong with a pattern: a sentence of `_built`, below it the end of one."""
+
+
+def _built(item: str, text: _Text) -> tuple[_Automaton, int]:
+    """The automaton of a pattern over the names of a text, and the state in which it has matched."""
+    try:
+        pattern, flags = _parsed(item.removeprefix(PREFIX))
+        automaton = _Automaton(text, flags)
+        return automaton, automaton.add(pattern, 0)
+    except _UnusableError as error:
+        shown = item if len(item) <= 80 else f"{item[:77]}..."
+        raise _UnusableError(f"'{shown}' {error}") from None
 
 
 # Parsing: the pattern as a tree.
@@ -160,7 +181,7 @@ class _Parser:
                 found = token["reference"] or f"{token[0]}{token.string[token.end() : token.end() + 2]}"
                 raise _UnusableError(
                     f"has '{found}' at position {token.start()}; backreferences, conditions, comments, atomic groups, "
-                    "possessive repetition and flags other than a leading (?i) or (?s) are not supported"
+                    "possessive repetition and flags other than a leading (?i), (?s) or (?a) are not supported"
                 )
         return _Series(tuple(parts))
 

@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Self, TypeVar, cast
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, ModifierError, nearest
-from gossamer.graph import expects_every_gradient
+from gossamer.graph import ALL_PRUNABLE, expects_every_gradient
+from gossamer.graph.parameters import KEYWORDS, KEYWORDS_TO_EXCLUDE, problem_of_name
 from gossamer.modifiers.state import Item, Layout, StateField
 from gossamer.quantities import Epoch
 
@@ -27,8 +28,32 @@ if TYPE_CHECKING:
 
 _NEWER = {"start": "start_epoch", "end": "end_epoch", "targets": "params"}
 
-ParamNames = Annotated[str | list[str], Field(union_mode="left_to_right")]
+
+def _check_names(*keywords: str) -> AfterValidator:
+    """Refuse unknown keywords and unusable patterns; the items of a list are checked on their own, for their lines."""
+
+    def check(value: str | list[str]) -> str | list[str]:
+        if isinstance(value, str) and (problem := problem_of_name(value, keywords)) is not None:
+            raise ValueError(problem)
+        return value
+
+    return AfterValidator(check)
+
+
+_OF_PARAMS, _OF_EXCLUDED, _OF_LAYERS = (
+    _check_names(*KEYWORDS),
+    _check_names(*KEYWORDS_TO_EXCLUDE),
+    _check_names(ALL_PRUNABLE),
+)
+_LEFT_TO_RIGHT = Field(union_mode="left_to_right")
+
+ParamName = Annotated[str, _OF_PARAMS]
+ParamNames = Annotated[str | list[ParamName], _LEFT_TO_RIGHT, _OF_PARAMS]
 """`__ALL__`, `__ALL_PRUNABLE__`, a name, or a list of names and `re:` patterns."""
+ExcludedNames = Annotated[str | list[Annotated[str, _OF_EXCLUDED]], _LEFT_TO_RIGHT, _OF_EXCLUDED]
+"""The same, and `__DEPTHWISE__`."""
+LayerNames = Annotated[str | list[Annotated[str, _OF_LAYERS]], _LEFT_TO_RIGHT, _OF_LAYERS]
+"""`__ALL_PRUNABLE__`, the name of a module, or a list of names and `re:` patterns."""
 
 
 class Run(Protocol):

@@ -27,7 +27,7 @@ from gossamer.graph import (
 )
 from gossamer.graph.parameters import TIED, with_norms_kept
 from gossamer.graph.weights import WHOLE
-from gossamer.modifiers.base import Modifier, ParamNames, Run
+from gossamer.modifiers.base import ExcludedNames, Modifier, ParamName, ParamNames, Run
 from gossamer.modifiers.filters import SAVED, FilterPlan, hold_vectors, is_held, leaves, plan_filters
 from gossamer.modifiers.scoring import outputs_first
 from gossamer.modifiers.state import LARGEST_WEIGHT, StateField, tensors
@@ -66,7 +66,7 @@ class PruningModifier(Modifier):
     family: ClassVar[str] = "pruning"
 
     params: ParamNames = Field(default_factory=list)
-    exclude: ParamNames = Field(default_factory=list)
+    exclude: ExcludedNames = Field(default_factory=list)
     """Of these parameters, the ones to leave dense: names, `re:` patterns, `__DEPTHWISE__`."""
     leave_enabled: bool = True
     mask_type: MaskType = "unstructured"
@@ -277,7 +277,7 @@ class RankedPruningModifier(PruningModifier):
     """Modifiers that may rank the weights of all layers together, under one threshold."""
 
     global_sparsity: bool = False
-    max_layer_sparsity: Sparsity | dict[Sparsity, list[str]] = 1.0
+    max_layer_sparsity: Sparsity | dict[Sparsity, list[ParamName]] = 1.0
     """With one threshold: no layer becomes sparser than this; or `{bound: [params]}`, the others without a bound."""
 
     @property

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gossamer.errors import ModifierError
-from gossamer.modifiers.base import ParamNames, Run, register
+from gossamer.modifiers.base import ParamName, ParamNames, Run, register
 from gossamer.modifiers.masked import EXCLUDED, PruningModifier, RankedPruningModifier, Sparsity, logger
 from gossamer.modifiers.scoring import (
     FILTER_KINDS,
@@ -53,7 +53,7 @@ class GMPruningModifier(RankedPruningModifier):
     """Prune from `init_sparsity` to `final_sparsity` between two epochs (Zhu & Gupta 2017)."""
 
     init_sparsity: Literal["__FROM_PARAM__"] | Sparsity
-    final_sparsity: Sparsity | dict[Sparsity, list[str]]
+    final_sparsity: Sparsity | dict[Sparsity, list[ParamName]]
     start_epoch: Epoch = Field(default=...)
     end_epoch: Epoch = Field(default=...)
     update_frequency: Frequency = Field(default=...)

@@ -11,9 +11,18 @@ from torch import Tensor, nn
 
 from gossamer.errors import ModifierError, nearest
 from gossamer.graph import ALL_PRUNABLE, get_module, layer_path, match, named_modules, named_parameters, prunable
+from gossamer.graph.parameters import hint
 from gossamer.graph.regex import PREFIX, matching
 from gossamer.graph.thinning_cuts import spread_over_processes
-from gossamer.modifiers.base import Modifier, ParamNames, Run, check_gradients_may_vanish, register, to_step
+from gossamer.modifiers.base import (
+    LayerNames,
+    Modifier,
+    ParamNames,
+    Run,
+    check_gradients_may_vanish,
+    register,
+    to_step,
+)
 from gossamer.modifiers.pruning import GMPruningModifier
 from gossamer.modifiers.state import Item, Layout, Spec, StateField
 from gossamer.quantities import Epoch
@@ -73,7 +82,7 @@ class LayerPruningModifier(Modifier):
     family: ClassVar[str] = "pruning"
     structural: ClassVar[bool] = True
 
-    layers: ParamNames
+    layers: LayerNames
 
     def bind(self, run: Run) -> list[str]:
         check_gradients_may_vanish(run)
@@ -88,9 +97,8 @@ class LayerPruningModifier(Modifier):
             else:
                 hits = [item] if item in names else []
             if not hits:
-                raise ModifierError(
-                    f"layers: '{item}' matches none of {len(names)} modules{nearest(item, names)}", "layers"
-                )
+                close = hint(item, names, [ALL_PRUNABLE], whole=True) or nearest(item, names)
+                raise ModifierError(f"layers: '{item}' matches none of {len(names)} modules{close}", "layers")
             found += hits
         return [name for name in dict.fromkeys(found) if not any(name.startswith(f"{other}.") for other in found)]
 

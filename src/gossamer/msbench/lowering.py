@@ -37,6 +37,7 @@ ADMM_ARGUMENTS = {
 }
 STR_ARGUMENTS = {"final_sparsity": "scheduler.kwargs.prune_rate", "end_epoch": "scheduler.kwargs.total_iterations"}
 """Where the fields of modifiers come from."""
+_EXCLUDED_BY = {"exclude": "no_prune_layer"}
 
 
 class Lowered:
@@ -62,7 +63,7 @@ class Lowered:
         if issubclass(self.sparser, sparsers.STRFakeSparse):
             kwargs = self.config.kwargs["fake_sparse"]
             given = {"s_init": kwargs["sInit_value"]} if "sInit_value" in kwargs else {}
-            return [STRPruningModifier(params=ALL_PRUNABLE, **self.excluding, **given)]
+            return [made(STRPruningModifier, {"params": ALL_PRUNABLE, **self.excluding, **given}, {})]
         sparsity = self.generator.sparsity
         target = self.config.sparsity.get("target_sparsity", 0.0) if sparsity is None else sparsity
         uniform = self.config.sparsity.get("uniform", True)
@@ -142,7 +143,7 @@ def made(kind: type[M], fields: Mapping[str, Any], names: Mapping[str, str]) -> 
         told: list[str] = []
         for details in error.errors(include_url=False):
             field = str(details["loc"][0]) if details["loc"] else ""
-            place = f"{names.get(field, field)}: " if field else ""
+            place = f"{names.get(field, _EXCLUDED_BY.get(field, field))}: " if field else ""
             told.append(f"{NAME}: {place}{sentence([details], fields.get(field)) if field else complaint(details)}")
         raise GossamerError("\n".join(told)) from None
 
