@@ -15,6 +15,7 @@ import torch
 
 from gossamer.errors import GossamerError
 from gossamer.files import whole
+from gossamer.torch_files import load_torch
 
 NAME = "gossamer.pt"
 _FORMAT = 1
@@ -35,25 +36,17 @@ def read_state(folder: Path) -> tuple[dict[str, Any], str]:
     """State and mark."""
     path = folder / NAME
     try:
-        held: Any = torch.load(path, map_location="cpu", weights_only=True)
+        held = load_torch(path)
     except FileNotFoundError:
         raise GossamerError(
             f"{path}: there is no state of the recipe in this checkpoint; it was saved without the recipe"
         ) from None
-    except (
-        OSError,
-        RuntimeError,
-        EOFError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        pickle.UnpicklingError,
-    ) as error:
+    except (OSError, ValueError, pickle.UnpicklingError) as error:
         raise GossamerError(f"{path}: not a state of a recipe, or damaged; take another checkpoint") from error
-    if not isinstance(held, dict) or not {"format", "mark", "state"} <= cast(dict[str, Any], held).keys():
+    found = cast(dict[str, Any], held) if isinstance(held, dict) else {}
+    version, mark, state = found.get("format"), found.get("mark"), found.get("state")
+    if type(version) is int and version > _FORMAT:
+        raise GossamerError(f"{path}: has format {version}; this version of Gossamer reads {_FORMAT}")
+    if type(version) is not int or version != _FORMAT or type(mark) is not str or type(state) is not dict:
         raise GossamerError(f"{path}: not a state of a recipe; take another checkpoint")
-    found = cast(dict[str, Any], held)
-    if found["format"] != _FORMAT:
-        raise GossamerError(f"{path}: has format {found['format']}; this version of Gossamer reads {_FORMAT}")
-    return found["state"], str(found["mark"])
+    return cast(dict[str, Any], state), mark

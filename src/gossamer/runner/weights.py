@@ -11,16 +11,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
 from gossamer.graph.additions import is_buffer
 from gossamer.runner.checkpoint_file import is_checkpoint, read_checkpoint
 from gossamer.sealed import dtype_word, kind_of
+from gossamer.torch_files import check_dense, load_torch
 
 _NESTS = ("ema_state_dict", "ema", "model_ema", "state_dict", "model_state_dict", "model", "module")
 """Where the weights may be in a file that holds more, averaged ones first."""
+_DEEPEST = 3
+"""Dicts around the weights; a dict in a file may also hold itself."""
 _PREFIXES = ("module.", "_orig_mod.")
 """What wrappers put before each name."""
 
@@ -36,9 +38,11 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise GossamerError(f"{path}: no such file of weights")
     try:
         found = _read(path)
+        for name, tensor in found.items():
+            check_dense(name, tensor)
     except pickle.UnpicklingError as error:
         raise GossamerError(f"{path}: is no state dict of tensors alone; save model.state_dict()") from error
-    except (OSError, ValueError, RuntimeError, EOFError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise GossamerError(f"{path}: cannot be read as weights: {' '.join(str(error).split())[:200]}") from error
     return {name: tensor for name, tensor in _unwrapped(found).items() if not is_buffer(name)}
 
@@ -63,20 +67,20 @@ def _read(path: Path) -> dict[str, Tensor]:
         from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
         return load_file(path)
-    found = _tensors(torch.load(path, map_location="cpu", weights_only=True))
+    found = _tensors(load_torch(path))
     if not found:
         raise ValueError("it holds no state dict")
     return found
 
 
-def _tensors(loaded: Any) -> dict[str, Tensor] | None:
-    """The state dict in what was loaded, however deep it is."""
-    if not isinstance(loaded, Mapping) or not loaded:
+def _tensors(loaded: Any, depth: int = 0) -> dict[str, Tensor] | None:
+    """The state dict in what was loaded, or in a dict of it."""
+    if not isinstance(loaded, Mapping) or not loaded or depth > _DEEPEST:
         return None
     entries = cast(Mapping[Any, Any], loaded)
     if all(isinstance(name, str) and isinstance(value, Tensor) for name, value in entries.items()):
         return dict(entries)
-    return next((found for key in _NESTS if (found := _tensors(entries.get(key)))), None)
+    return next((found for key in _NESTS if (found := _tensors(entries.get(key), depth + 1))), None)
 
 
 def _unwrapped(weights: dict[str, Tensor]) -> dict[str, Tensor]:
