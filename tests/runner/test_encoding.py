@@ -20,6 +20,7 @@ from torch import nn
 from gossamer.errors import GossamerError
 from gossamer.runner.checkpoint_file import read_checkpoint, write_checkpoint
 from gossamer.runner.encoding import DTYPES, decode, encode
+from tests.fuzz.harness import attempt
 
 
 def back(state: dict) -> dict:
@@ -231,3 +232,30 @@ def test_what_cannot_be_written_is_refused_with_its_place(value: object, words: 
         encode({"hooks": [0, value]})
     assert words in str(caught.value)
     assert str(caught.value).startswith("state['hooks'][1]")
+
+
+PRIME = 2**61 - 1
+"""Python's hash of an integer is its remainder by this."""
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [PRIME * (n + 1) for n in range(20_000)],
+        [np.complex128(-1_000_003 * n, n) for n in range(20_000)],
+        [(PRIME * (n + 1),) for n in range(20_000)],
+    ],
+    ids=["integers", "complex numbers", "tuples"],
+)
+@pytest.mark.parametrize("kind", ["set", "frozenset", "dict"])
+def test_keys_of_one_hash_are_refused_before_they_take_time(kind: str, keys: list) -> None:
+    values = encode({"values": keys})[0]["dict"]["values"]
+    text = {kind: [[key, None] for key in values] if kind == "dict" else values}
+    assert not attempt(lambda: decode(text, {}))
+    with pytest.raises(GossamerError, match="state has more than 100 keys of one hash"):
+        decode(text, {})
+
+
+def test_many_keys_of_different_hashes_come_back() -> None:
+    state = {"numbers": set(range(-1000, 1000)), "large": {2**60 + n for n in range(1000)}, "pairs": {(1, 2): 0.5}}
+    assert back(state) == state

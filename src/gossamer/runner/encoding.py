@@ -41,6 +41,8 @@ _TORCH_DTYPES = {
 _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|meta)(?::(\d|[1-9]\d))?")
 _INT = re.compile(r"-?0x[1-9a-f][0-9a-f]*")
 _HEX = re.compile(r"(?:[0-9a-f]{2})*")
+_SAME_HASH = 100
+"""So many different keys of a dict or set do not have one hash by chance."""
 _DIMENSIONS = 32
 """The most that every numpy knows."""
 
@@ -235,14 +237,12 @@ class _Decoder:
         if type(content) is dict:
             pairs = cast(dict[str, Any], content).items()
             return kind({key: self.value(item, (*at, key), depth + 1) for key, item in pairs})
+        pairs = self._pairs(content, at)
+        keys = [self.value(key, at, depth + 1) for key, _ in pairs]
+        self._check_keys(keys, at, "for a key", "has a key twice")
         found = kind()
-        for pair in self._pairs(content, at):
-            key = self.value(pair[0], at, depth + 1)
-            if not _is_key(key):
-                raise _unreadable(at, f"has a {type(key).__name__} for a key")
-            if key in found:
-                raise _unreadable(at, "has a key twice")
-            found[key] = self.value(pair[1], (*at, key), depth + 1)
+        for key, (_, item) in zip(keys, pairs, strict=True):
+            found[key] = self.value(item, (*at, key), depth + 1)
         return found
 
     def _pairs(self, content: Any, at: tuple[Any, ...]) -> list[list[Any]]:
@@ -256,12 +256,18 @@ class _Decoder:
         if kind is torch.Size and not all(type(item) is int and 0 <= item < _SAFE for item in items):
             raise _unreadable(at, "is no size of a tensor")
         if kind in (set, frozenset):
-            wrong = next((item for item in items if not _is_key(item)), None)
-            if wrong is not None:
-                raise _unreadable(at, f"has a {type(wrong).__name__} in a set")
-            if len(set(items)) != len(items):
-                raise _unreadable(at, "has a value twice in a set")
+            self._check_keys(items, at, "in a set", "has a value twice in a set")
         return cast(Any, kind)(items)
+
+    def _check_keys(self, keys: list[Any], at: tuple[Any, ...], where: str, twice: str) -> None:
+        wrong = next((key for key in keys if not _is_key(key)), None)
+        if wrong is not None:
+            raise _unreadable(at, f"has a {type(wrong).__name__} {where}")
+        # Anybody can compute numbers and tuples of one hash; a dict or set of n of them takes n² steps to build.
+        if max(Counter(map(hash, keys)).values(), default=0) > _SAME_HASH:
+            raise _unreadable(at, f"has more than {_SAME_HASH} keys of one hash")
+        if len(set(keys)) != len(keys):
+            raise _unreadable(at, twice)
 
     def read_int(self, content: Any, at: tuple[Any, ...]) -> int:
         if type(content) is not str or not _INT.fullmatch(content) or -_SAFE < int(content, 16) < _SAFE:
