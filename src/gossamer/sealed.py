@@ -44,6 +44,8 @@ DTYPES: dict[torch.dtype, str] = {
 """The names that safetensors has for numbers, the widest first."""
 LONGEST_TEXT = 100_000_000
 """Bytes before the tensors: what safetensors itself allows."""
+MOST_VALUES = 2_000_000
+"""Values that one JSON text may hold: each takes up to some 100 bytes of memory, and in the text as few as 2."""
 
 _OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _DIGITS = 64
@@ -181,13 +183,25 @@ def holds_bools(numbers: memoryview) -> bool:
 
 def _parsed(header: bytes) -> tuple[dict[str, str], dict[str, Any]]:
     try:
-        entries: dict[str, Any] = json.loads(header, object_pairs_hook=distinct)
+        entries: dict[str, Any] = loads(header.decode("ascii"), object_pairs_hook=distinct)
         metadata: dict[str, Any] = entries.pop("__metadata__", {})
         if not all(isinstance(value, str) for value in metadata.values()):
             raise ForeignError("or is damaged")
     except (ValueError, AttributeError, TypeError, RecursionError):
         raise ForeignError("or is damaged") from None
     return metadata, entries
+
+
+def loads(text: str, **options: Any) -> Any:
+    """As `json.loads`, and raises `ValueError` before it reads a text of too many values."""
+    if not has_few_values(text):
+        raise ValueError(f"more than {MOST_VALUES} values")
+    return json.loads(text, **options)
+
+
+def has_few_values(text: str) -> bool:
+    """Whether a JSON text has at most `MOST_VALUES` values, by the signs before each; those inside strings count."""
+    return sum(text.count(sign) for sign in "{[,") <= MOST_VALUES
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from gossamer.runner.checkpoints import Checkpoints
 from gossamer.runner.encoding import DecodingError, decode, encode
 from gossamer.runner.run_state import continuation_of, setting_of
 from gossamer.runner.weights import read_weights
+from gossamer.sealed import write_sealed
 from tests.fuzz.harness import attempt, fuzz
 from tests.fuzz.sealing import Sealed, seal, unseal
 from tests.fuzz.values import hostile, mutated
@@ -438,6 +439,29 @@ def test_a_run_goes_on_from_the_good_checkpoint_beside(name: str, pristine: Path
     assert Checkpoints(folder / "checkpoints", keep=9).latest() == folder / "checkpoints" / "iter_00000006.safetensors"
     if name in USELESS:
         assert path.with_name(f"{LAST}.unusable").read_bytes() == before, "nothing is lost"
+
+
+def test_millions_of_values_are_refused_before_they_are_parsed(pristine: Path) -> None:
+    path = fresh(pristine) / "checkpoints" / LAST
+    sealed = unseal(path)
+    many = "[" + "{}," * 1_100_000 + "{}]"  # three bytes a value in the file, and 75 in memory
+    seal(path, Sealed({**sealed.metadata, "state": many}, sealed.entries, sealed.content))
+    with pytest.raises(CheckpointError, match="is no Gossamer checkpoint, or is damaged"):
+        read_checkpoint(path)
+    metadata = {**dict.fromkeys(("digest", "content"), "0" * 64), **sealed.metadata, "state": "@@@"}
+    text = json.dumps({"__metadata__": metadata, **sealed.entries}, separators=(",", ":"))
+    # Escaped, the signs of JSON are none in the text around it.
+    text = text.replace("@@@", "".join(f"\\u{ord(sign):04x}" for sign in many))
+    with path.open("wb") as file:
+        write_sealed(file, text.encode() + b" " * (-len(text) % 8), [memoryview(sealed.content)])
+    with pytest.raises(CheckpointError, match=r"its 'state' is no JSON, too large or nested too deeply"):
+        read_checkpoint(path)
+
+
+def test_a_state_of_millions_of_values_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(GossamerError, match="too many values that are no tensors; make tensors of long lists"):
+        write_checkpoint(tmp_path / LAST, {"seen": [0] * 2_000_001}, iteration=1, epoch=0.1, metrics={})
+    assert not list(tmp_path.iterdir())
 
 
 def test_shapes_of_layers_that_do_not_fit_together_are_refused(pristine: Path) -> None:

@@ -32,6 +32,7 @@ from gossamer.sealed import (
     check_shape,
     header_of,
     holds_bools,
+    loads,
     read_header,
     write_sealed,
 )
@@ -345,7 +346,7 @@ def _tied(metadata: Mapping[str, str], tensors: Mapping[str, Stored]) -> dict[st
 
 def _object(metadata: Mapping[str, str], key: str) -> dict[str, Any]:
     try:
-        found: Any = json.loads(metadata.get(key, "{}"))
+        found: Any = loads(metadata.get(key, "{}"))
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

@@ -30,9 +30,11 @@ from gossamer.sealed import (
     Part,
     SealError,
     distinct,
+    has_few_values,
     header_of,
     holds_bools,
     kind_of,
+    loads,
     read_header,
     write_sealed,
 )
@@ -163,7 +165,7 @@ def write_checkpoint(
     # The widest first, as safetensors has it: each tensor then starts at a multiple of its numbers' size.
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header = header_of(about, [(name, tensors[name].dtype, tensors[name].shape) for name in order])
-    if len(header) > LONGEST_TEXT:
+    if len(header) > LONGEST_TEXT or not has_few_values(header.decode("ascii")):
         raise GossamerError(f"{path}: the state has too many values that are no tensors; make tensors of long lists")
     try:
         with whole(path, durable=True) as scratch, scratch.open("wb") as file:
@@ -336,9 +338,9 @@ class _Metadata:
 
     def json(self, key: str) -> Any:
         try:
-            return json.loads(self.text(key), object_pairs_hook=distinct, parse_constant=_no_constant)
+            return loads(self.text(key), object_pairs_hook=distinct, parse_constant=_no_constant)
         except (ValueError, RecursionError):
-            raise _damaged(self._path, f"its '{key}' is no JSON, or nested too deeply") from None
+            raise _damaged(self._path, f"its '{key}' is no JSON, too large or nested too deeply") from None
 
     def _expect(self, fits: bool, key: str, what: str) -> None:
         if not fits:
