@@ -208,7 +208,14 @@ def _record(entry: Any) -> dict[str, Any] | None:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) < 2**53) or value in tuple(_NUMBERS)
+    if type(value) is float:
+        return not math.isfinite(value) or is_drawable(value)
+    return (type(value) is int and abs(value) < 2**53) or value in tuple(_NUMBERS)
+
+
+def is_drawable(value: float) -> bool:
+    """Whether sums, percents and scales of a number are numbers: it is 0, or has no extreme exponent."""
+    return value == 0 or 1e-100 < abs(value) < 1e100
 
 
 def _text(line: Mapping[str, Any]) -> str:

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from torch import nn
 
 from gossamer.analysis.report.content import Bins
-from gossamer.analysis.report.weights import bins
+from gossamer.analysis.report.weights import BINS, bins
 from gossamer.errors import GossamerError
 from gossamer.files import read_regular, whole
 from gossamer.graph import get_parameter, is_transposed, prunable, unwrap
 from gossamer.runner.checkpoint_file import CheckpointError, describe
+from gossamer.runner.records import is_drawable
 
 if TYPE_CHECKING:
     from gossamer.runner.runner import Runner
@@ -70,10 +71,10 @@ def noted_weights(note: Mapping[str, Any] | None) -> Weights | None:
     if note is None:
         return None
     try:
-        shapes = {name: tuple(map(int, layer["shape"])) for name, layer in note["layers"].items()}
+        shapes = {name: tuple(map(_count, layer["shape"])) for name, layer in note["layers"].items()}
         found = {
             name: Bins(
-                _reach(layer["reach"]), tuple(map(int, layer["counts"])), int(layer["beyond"]), int(layer["zeros"])
+                _reach(layer["reach"]), _counts(layer["counts"]), _count(layer["beyond"]), _count(layer["zeros"])
             )
             for name, layer in note["layers"].items()
         }
@@ -132,11 +133,12 @@ def read_note(folder: Path, kind: Kind) -> dict[str, Any] | None:
     """What was noted, or None; raises `GossamerError` with a sentence when the file is there and of no use."""
     path = folder / FOLDER / f"{kind}.json"
     try:
-        loaded: Any = json.loads(read_regular(path, LONGEST))
+        text = read_regular(path, LONGEST)
+        loaded: Any = json.loads(text, parse_int=_integer, parse_float=_float, parse_constant=_float)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or "is no JSON"
+        reason = getattr(error, "strerror", None) or "is no JSON of numbers in range"
         raise GossamerError(f"{FOLDER}/{path.name}: {reason}; what it noted is left out") from None
     version = cast(dict[str, Any], loaded).get("format") if isinstance(loaded, dict) else None
     if version != FORMAT:
@@ -144,6 +146,20 @@ def read_note(folder: Path, kind: Kind) -> dict[str, Any] | None:
         what = f"is of format {version}, which a newer Gossamer reads" if newer else "is no note of a run"
         raise GossamerError(f"{FOLDER}/{path.name}: {what}; what it noted is left out")
     return cast(dict[str, Any], loaded)
+
+
+def _integer(text: str) -> int:
+    value = int(text)
+    if abs(value) >= 2**53:
+        raise ValueError("the integer is too large")
+    return value
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not is_drawable(value):
+        raise ValueError("the number is out of range")
+    return value
 
 
 def _course(runner: Runner) -> list[list[float]]:
@@ -182,6 +198,19 @@ def _first_change(planned: Callable[[int], float | None], low: int, high: int) -
 
 def _plain(value: Any) -> Any:
     return list(cast(tuple[Any, ...], value)) if isinstance(value, tuple) else value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError("expected a count")
+    return value
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    counts = tuple(map(_count, values))
+    if len(counts) != BINS:
+        raise ValueError(f"expected {BINS} counts")
+    return counts
 
 
 def _reach(value: Any) -> float:
