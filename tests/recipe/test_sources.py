@@ -136,10 +136,10 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_read(file: Path, monke
 
 
 def test_a_file_that_may_not_be_read_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: str, mode: str) -> None:
-        raise PermissionError(13, "Permission denied", path, mode)
+    def refuse(path: str) -> None:
+        raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr(source, "open", refuse, raising=False)
+    monkeypatch.setattr(source, "open_regular", refuse)
     assert one_problem(file) == f"{file}: cannot be read: Permission denied"
 
 
