@@ -311,3 +311,46 @@ def test_a_step_far_beyond_the_recipe_is_reported(steps: int) -> None:
 def test_training_on_after_the_recipe_is_not_reported() -> None:
     _, _, manager = started(f"modifiers:\n{ENDING}", steps=12)
     assert manager.load_state_dict(manager.state_dict()) == []
+
+
+def test_a_modifier_of_ones_own_that_cannot_be_restored_changes_nothing() -> None:
+    @register
+    class Unrestorable(Modifier):
+        def start(self, run: Run) -> None:
+            pass
+
+        def restore(self, run: Run) -> None:
+            raise GossamerError("cannot go on")
+
+    model = network()
+    manager = Manager(f"modifiers:\n{SPARSE}\n  - !Unrestorable {{end_epoch: 30}}")
+    optimizer = manager.modify(model, sgd(model), 4)
+    train(model, optimizer, range(5))
+    state = deepcopy(manager.state_dict())
+    train(model, optimizer, range(5, 60))
+    before, masks = fingerprint(model), {name: mask.clone() for name, mask in manager.masks().items()}
+    with pytest.raises(GossamerError, match="cannot go on"):
+        manager.load_state_dict(state)
+    assert manager.step == 60
+    assert fingerprint(model) == before
+    assert all(torch.equal(mask, masks[name]) for name, mask in manager.masks().items())
+
+
+def test_a_saved_mask_of_a_tied_embedding_is_not_dropped() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False)
+            self.first, self.head.weight = nn.Linear(8, 8), self.table.weight
+
+    states = []
+    for params in ("[first.weight, table.weight]", "__ALL_PRUNABLE__"):
+        model = Tied()
+        manager = Manager(
+            f"modifiers: [!GMPruningModifier {{params: {params}, init_sparsity: 0.5, final_sparsity: 0.5, "
+            "start_epoch: 0, end_epoch: 1, update_frequency: 1}]"
+        )
+        _optimizer = manager.modify(model, sgd(model), 4)
+        states.append(manager.state_dict())
+    with pytest.raises(GossamerError, match="left dense unless the recipe names it"):
+        manager.load_state_dict(states[0])

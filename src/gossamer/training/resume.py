@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gossamer.errors import GossamerError
-from gossamer.graph.parameters import empties_a_norm, named_state
+from gossamer.graph.parameters import TIED, empties_a_norm, named_state
 from gossamer.graph.thinning_cuts import resize
 from gossamer.modifiers.state import Item, Layout, Spec
 from gossamer.training.attachment import Attachment, Shared
@@ -54,10 +54,13 @@ class Resume:
     teacher_problem: str | None
     problems: list[str]
 
-    def starts(self, attachments: Sequence[Attachment]) -> bool:
-        """Whether a modifier that the state does not know starts when it is loaded."""
-        pairs = zip(attachments, self.modifiers, strict=True)
-        return any(new.status == "pending" and own.timing.start <= self.step for own, new in pairs)
+    def may_fail(self, attachments: Sequence[Attachment]) -> bool:
+        """Whether loading runs code that may raise: a modifier that starts, or one of the user's that is restored."""
+        return any(
+            (new.status == "pending" and own.timing.start <= self.step)
+            or (new.status == "active" and not type(own.modifier).__module__.startswith("gossamer."))
+            for own, new in zip(attachments, self.modifiers, strict=True)
+        )
 
 
 def plan_resume(shared: Shared, attachments: Sequence[Attachment], journal: Journal, state: RunState) -> Resume:
@@ -151,6 +154,8 @@ def _modifier(attachment: Attachment, saved: ModifierState, specs: Mapping[str, 
         elif specs[name].shape != shape:
             reason = f"it has shape {specs[name].shape}"
         elif name not in attachment.bound and name not in attachment.held_with_filters:
+            if attachment.skipped.get(name, "").startswith(TIED):
+                raise item.error("no mask of a weight that is left dense unless the recipe names it")
             reason = "the recipe no longer names it there"
         else:
             masks[name] = keep = item.mask(specs[name])

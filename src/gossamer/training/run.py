@@ -272,7 +272,7 @@ class TrainingRun:
         """
         parsed = state if isinstance(state, RunState) else RunState.parse(state)
         resume = plan_resume(self.shared, self.attachments, self.journal, parsed)
-        if not resume.starts(self.attachments):
+        if not resume.may_fail(self.attachments):
             return self._resume(resume)
         snapshot = Snapshot(self.shared, self.attachments, self.journal)
         progress, skipped, check = copy(self.progress), self.skipped_steps, self.before_first_step
@@ -286,7 +286,7 @@ class TrainingRun:
             raise
 
     def _resume(self, resume: Resume) -> list[str]:
-        """Become what was parsed; only a modifier that starts here can fail."""
+        """Become what was parsed; only a modifier that starts here, or one of the user's, can fail."""
         module = self.shared.module
         self._undo_modifiers()
         self.journal.undo(module)
