@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrizations
 
 from gossamer.runner import Hook, Runner, SparseRunner, models
 from gossamer.runner.trust import USER
@@ -32,6 +33,19 @@ def small(num_classes: int = 10, width: int = 16) -> nn.Sequential:
         nn.Flatten(),
         nn.Dropout(0.1),
         nn.Linear(8 * width, num_classes),
+    )
+
+
+def parametrized(num_classes: int = 10) -> nn.Sequential:
+    """Weights that are computed from other tensors: 12288 and 4096 can be pruned, 4096 cannot; and 640 plain ones."""
+    return nn.Sequential(
+        nn.Flatten(),
+        parametrizations.weight_norm(nn.Linear(192, 64)),
+        nn.ReLU(),
+        parametrizations.spectral_norm(nn.Linear(64, 64)),
+        nn.ReLU(),
+        parametrizations.orthogonal(nn.Linear(64, 64)),
+        nn.Linear(64, num_classes),
     )
 
 

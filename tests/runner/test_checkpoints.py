@@ -22,6 +22,8 @@ from gossamer.errors import GossamerError
 from gossamer.runner import checkpoint_file, checkpoints
 from gossamer.runner.checkpoints import CheckpointError, Checkpoints, describe, read_checkpoint, read_weights
 
+COUNTS = {"linear": (12, 9), "convolution": (24, 23)}
+
 
 def state(value: float = 1.0, **more: object) -> dict:
     weight = torch.full((4, 3), value)
@@ -33,7 +35,9 @@ def state(value: float = 1.0, **more: object) -> dict:
 
 def save(folder: Checkpoints, iteration: int, *, best: bool = False, value: float | None = None) -> Path:
     content = state(float(iteration) if value is None else value)
-    return folder.save(content, iteration=iteration, epoch=iteration / 10, metrics={"top1": 50.0}, best=best)
+    return folder.save(
+        content, iteration=iteration, epoch=iteration / 10, metrics={"top1": 50.0}, best=best, weights=COUNTS
+    )
 
 
 def names(folder: Path) -> list[str]:
@@ -68,7 +72,7 @@ def test_a_checkpoint_is_described_without_its_tensors(kept: Checkpoints) -> Non
     about = describe(path)
     assert (about.version, about.gossamer, about.torch) == (1, gossamer.__version__, torch.__version__)
     assert (about.iteration, about.epoch, about.metrics, about.config) == (3, 0.3, {"top1": 50.0}, "net: a\n")
-    assert about.weights == {"linear": (12, 9), "convolution": (24, 23)}
+    assert about.weights == COUNTS
     assert about.time.endswith("+00:00")
 
 

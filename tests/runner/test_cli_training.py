@@ -105,7 +105,8 @@ def test_each_command_speaks_json(run: Run, tmp_path: Path) -> None:
     ended = read_json(run("resume", "run", "--json", "--set", "hooks=[]"))
     assert ended["complete"]
     assert ended["iteration"] == LENGTH
-    assert ended["sparsity"] == 0.5
+    assert ended["sparsity_of_pruned_layers"] == 0.5
+    assert ended["sparsity"] == pytest.approx(0.5 * 4608 / 6320)  # the first and the last layer stay dense
     assert ended["files"] == ["run/model.safetensors"]
     tested = read_json(run("eval", "run", "--json", "--weights", "run/checkpoints/iter_00000018.safetensors"))
     assert tested["metrics"] == ended["metrics"]

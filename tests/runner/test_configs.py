@@ -81,7 +81,7 @@ def test_a_config_trains_stops_goes_on_evaluates_and_exports(
     assert set(checked.metrics) >= ({"top1", "top5"} if name.startswith("cls") else {"mAP", "mAP50", "mAR100"})
     if "sparse" in name:
         wanted = 0.5 if "ampere" in name or "filters" in name else 0.9 if name.startswith("cls") else 0.8
-        assert checked.sparsity == pytest.approx(wanted, abs=1e-3)
+        assert checked.sparsity_of_pruned_layers == pytest.approx(wanted, abs=1e-3)
 
     files = export(first.folder, formats=["safetensors", "onnx"], display=quiet).files
     weights = load_file(files[0])

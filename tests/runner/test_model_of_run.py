@@ -185,6 +185,79 @@ def test_a_damaged_best_checkpoint_is_refused_and_never_another_model(
     assert ("best 12" in shown.output) if where else (shown.exit_code == 1), shown.output
 
 
+def test_damage_to_a_file_that_is_both_best_and_last_is_reported_with_what_helps(
+    tmp_path: Path,
+    run: Run,  # noqa: F811
+) -> None:
+    """The best is a hard link to the last: removing it would lead from one damaged file to the next."""
+    trained(config(tmp_path, trainer={"test_freq": 3}))
+    checkpoints = tmp_path / "run" / "checkpoints"
+    last, best = checkpoints / "iter_00000018.safetensors", checkpoints / "best.safetensors"
+    before = read_checkpoint(last)
+    content = bytearray(last.read_bytes())
+    content[-1] ^= 1
+    last.write_bytes(content)
+    assert best.samefile(last)
+    for removed in ([], [best]):
+        for path in removed:
+            path.unlink()
+        done = run("eval", tmp_path / "run")
+        message = " ".join(done.output.split())
+        assert done.exit_code == 1, done.output
+        assert "remove it" not in message
+        assert f"gossamer resume {tmp_path / 'run'}" in message
+        assert f"--weights {checkpoints / 'iter_00000012.safetensors'}" in message
+    assert run("eval", tmp_path / "run", "--weights", checkpoints / "iter_00000012.safetensors").exit_code == 0
+    done = run("resume", tmp_path / "run")
+    assert done.exit_code == 0, done.output
+    assert f"Resuming from iteration 12 of {checkpoints / 'iter_00000012.safetensors'}." in " ".join(
+        done.output.split()
+    )
+    assert all(torch.equal(tensor, before.weights[name]) for name, tensor in read_checkpoint(best).weights.items())
+    assert run("eval", tmp_path / "run").exit_code == 0
+
+
+def test_without_an_intact_checkpoint_the_message_says_to_start_again(tmp_path: Path) -> None:
+    kept = Checkpoints(tmp_path, keep=1)
+    path = kept.save({"model": {"w": torch.ones(3)}}, iteration=1, epoch=0.0, metrics={}, best=True)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(GossamerError, match=r"damaged: .*; it is the model of the run: none .* is intact; start again"):
+        kept.load_model()
+
+
+@pytest.mark.parametrize("sets", [(), ("ema.enable=true", "ema.decay=0.5")])
+def test_every_command_has_the_same_sparsity_of_a_model_with_computed_weights(
+    sets: tuple[str, ...],
+    tmp_path: Path,
+    run: Run,  # noqa: F811
+) -> None:
+    """80 % of the 17024 weights that can be pruned are zero, and 4096 cannot be."""
+    result = trained(config(tmp_path, "gmp", net={"type": "tests.runner.nets:parametrized"}), *sets)
+    folder = tmp_path / "run"
+    assert result.sparsity_of_pruned_layers == pytest.approx(0.8, abs=1e-3)
+    assert result.sparsity == pytest.approx(0.8 * 17024 / 21120, abs=1e-3)
+    summary = run_summary(folder)
+    assert summary["weights"] == 21120
+    analysis = json.loads(run("analyze", folder, "--quick", "--json").stdout)
+    total = analysis["total"]
+    assert (total["parameters"], total["left_dense_parameters"]) == (21120, 4096)
+    tested = json.loads(run("eval", folder, "--json").stdout)
+    (compared,) = json.loads(run("compare", folder, "--json").stdout)
+    figures = [result.sparsity, summary["sparsity"], total["now"]["sparsity"], tested["sparsity"], compared["sparsity"]]
+    assert figures == pytest.approx([result.sparsity] * 5, abs=1e-12)
+    shown = run("analyze", folder, "--quick").output
+    assert "5.parametrizations.weight.original" in shown
+    assert "64.5 % sparse" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("sparsity", ["amba", "ampere", "str", "probmask", "admm"])
+def test_methods_of_msbench_have_one_sparsity_too(sparsity: str, tmp_path: Path) -> None:
+    result = trained(config(tmp_path, sparsity))
+    summary, tested = run_summary(tmp_path / "run"), evaluated(tmp_path / "run")
+    assert result.sparsity is not None
+    assert [summary["sparsity"], tested.sparsity] == pytest.approx([result.sparsity] * 2, abs=1e-12)
+
+
 def test_the_end_of_a_run_repeats_no_warning_and_dates_its_model(
     tmp_path: Path,
     run: Run,  # noqa: F811

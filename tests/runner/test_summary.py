@@ -43,7 +43,14 @@ def run(
             records.test(100 * index, index, {"other": 1.0, metric: value})
             best = value == max(tested for tested in tests if not math.isnan(tested))
             state["config"] = config
-            checkpoints.save(state, iteration=100 * index, epoch=index, metrics={metric: value}, best=best)
+            checkpoints.save(
+                state,
+                iteration=100 * index,
+                epoch=index,
+                metrics={metric: value},
+                best=best,
+                weights={"convolution": (100, 100 - round(zeros * 100)), "linear": (100, 100)},
+            )
     (folder / "model.safetensors").write_bytes(b"")
     return folder
 

@@ -28,6 +28,7 @@ from gossamer.graph import (
     unwrap,
     weight_of,
 )
+from gossamer.graph.counting import WeightCount, count_weights
 from gossamer.graph.parameters import named_state
 from gossamer.graph.weights import check_values
 from gossamer.sparse import NM, Block, Channel, Filter, Pattern
@@ -86,7 +87,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class State:
-    """All prunable layers together, at one moment."""
+    """All layers together, at one moment."""
 
     zeros: int | None
     macs: int | None
@@ -96,11 +97,11 @@ class State:
 
 @dataclass(frozen=True)
 class ModelTable:
-    """Every prunable layer of a model in its order, and sums over them."""
+    """Every prunable layer of a model in its order, and sums over all layers with weights."""
 
     rows: tuple[ModelRow, ...]
     parameters: int
-    """In prunable layers."""
+    """Weights of all layers: those of the rows, and those that no method can prune."""
     other_parameters: int
     """Biases, normalisation, embeddings and the like."""
     macs: int | None
@@ -110,6 +111,8 @@ class ModelTable:
     projection: Projection | None = None
     left_dense: Mapping[str, str] = field(default_factory=dict[str, str])
     """Weights that no method can prune, which are in no row, each with the reason."""
+    dense: Mapping[str, WeightCount] = field(default_factory=dict[str, WeightCount])
+    """Those of them that can be counted."""
 
     def to_json(self) -> dict[str, Any]:
         """Lists, numbers and text only: `layers`, `total`, with a recipe `recipe`, and `left_dense`."""
@@ -119,6 +122,7 @@ class ModelTable:
             "total": {
                 "layers": len(self.rows),
                 "parameters": self.parameters,
+                "left_dense_parameters": sum(count.weights for count in self.dense.values()),
                 "other_parameters": self.other_parameters,
                 "macs": self.macs,
                 "now": _state_json(self.now, self.parameters),
@@ -160,17 +164,21 @@ def model_table(model: nn.Module, example_inputs: Any = None, projection: Projec
     state = dict(named_state(module))
     rest = sum(tensor.numel() * tensor.element_size() for name, tensor in state.items() if name not in names)
     own = {id(parameter) for parameter in module.parameters()}
-    others = sum(tensor.numel() for name, tensor in state.items() if id(tensor) in own and name not in names)
+    dense = {name: count for name, count in count_weights(module).items() if name not in names}
+    counted = {*names, *dense}
+    others = sum(tensor.numel() for name, tensor in state.items() if id(tensor) in own and name not in counted)
+    held = sum(count.zeros for count in dense.values())
     known = layers[0].macs is not None
     return ModelTable(
         rows=rows,
-        parameters=sum(row.parameters for row in rows),
+        parameters=sum(row.parameters for row in rows) + sum(count.weights for count in dense.values()),
         other_parameters=others,
         macs=sum(row.layer.macs or 0 for row in rows) if known else None,
-        now=_now(rows, rest),
-        then=None if projection is None else _then(rows, rest, projection),
+        now=_with_zeros(_now(rows, rest), held),
+        then=None if projection is None else _with_zeros(_then(rows, rest, projection), held),
         projection=projection,
         left_dense=left_dense(module),
+        dense=dense,
     )
 
 
@@ -239,6 +247,11 @@ def _row(module: nn.Module, layer: LayerRow, projection: Projection | None) -> M
 
 def _holds(pattern: Pattern, weight: Tensor) -> bool:
     return pattern.violations(weight) == 0
+
+
+def _with_zeros(state: State, zeros: int) -> State:
+    """With the zeros of weights that no method can prune, which no recipe changes."""
+    return state if state.zeros is None else replace(state, zeros=state.zeros + zeros)
 
 
 def _now(rows: Sequence[ModelRow], rest: int) -> State:

@@ -76,7 +76,7 @@ def summary(analysis: Analysis) -> list[str]:
     table, shapes = analysis.table, _shapes(analysis.subject.example)
     work = "" if table.macs is None else f", {amount(table.macs)} MACs on an input of {_first_shape(shapes)}"
     taken = size_in_words(table.now.sizes.dense)
-    size = f"{len(table.rows)} layers with {amount(table.parameters)} weights{work}; {taken}"
+    size = f"{len(table.rows) + len(table.dense)} layers with {amount(table.parameters)} weights{work}; {taken}"
     told = [f"{analysis.subject.name}: {size}."]
     if analysis.subject.checkpoint is not None:
         told.append(f"Its weights: {analysis.subject.checkpoint}.")
@@ -86,7 +86,7 @@ def summary(analysis: Analysis) -> list[str]:
     counts = [
         f"{len(by_key[key].able)} can {words}{_held(table, words)}" for key, words in COUNTED.items() if key in by_key
     ]
-    told.append(f"Of {len(table.rows)} layers {', '.join(counts)}.")
+    told.append(f"Of {len(table.rows) + len(table.dense)} layers {', '.join(counts)}.")
     if table.then is not None and table.projection is not None:
         told.append(
             _state(table.projection.recipe, "makes it", table, table.then)
@@ -134,6 +134,10 @@ def _layers(console: Console, table: ModelTable) -> None:
     now, then = table.now, table.then
     sparse = (now.zeros or 0) >= SOME * table.parameters
     rows = [[row.weight, *_cells(row, sparse, recipe)] for row in table.rows]
+    for name, found in table.dense.items():
+        shape = "×".join(map(str, found.shape))
+        zeros = percent(found.zeros / max(found.weights, 1)) if found.zeros else "–"
+        rows.append([name, shape, amount(found.weights), "", *([zeros] * sparse), *(["dense"] * recipe)])
     total = ["total", "", amount(table.parameters), "" if table.macs is None else amount(table.macs)]
     total += [percent((now.zeros or 0) / table.parameters)] if sparse else []
     if then is not None:
@@ -193,7 +197,7 @@ def _hardware(console: Console, found: Sequence[Support], table: ModelTable) -> 
     for support in found:
         runtime = support.runtime
         share = sum(sizes[name] for name in support.able) / max(table.parameters, 1)
-        count = f"{len(support.able)} of {len(sizes)} layers, {percent(share)} of the weights"
+        count = f"{len(support.able)} of {len(sizes) + len(table.dense)} layers, {percent(share)} of the weights"
         colour = "green" if support.able else "dim"
         verdict = count if support.able else "no layer"
         console.print(f"  [{colour}]{escape(runtime.name)}[/] ({runtime.pattern}): {verdict}", highlight=False)

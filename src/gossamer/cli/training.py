@@ -144,6 +144,7 @@ def _plain(result: Result) -> dict[str, object]:
         "iteration": result.iteration,
         "metrics": result.metrics,
         "sparsity": result.sparsity,
+        "sparsity_of_pruned_layers": result.sparsity_of_pruned_layers,
         "source": None if result.source is None else str(result.source),
         "model": result.model,
         "model_iteration": result.model_iteration,

@@ -170,7 +170,7 @@ def unprunable(parameter: Tensor) -> str | None:
         return "it is on the meta device and has no values; load the model's weights first"
     if parameter.layout != torch.strided:
         return f"it is stored as {parameter.layout}; call to_dense() on it first"
-    if _subclass(parameter):
+    if is_subclass(parameter):
         return f"it is a {type(parameter).__name__} and no plain tensor; prune the model before it is converted"
     if parameter.is_complex():
         return f"it is complex ({parameter.dtype}); prune its real and imaginary parts as two parameters"
@@ -183,7 +183,8 @@ def unprunable(parameter: Tensor) -> str | None:
     return None
 
 
-def _subclass(parameter: Tensor) -> bool:
+def is_subclass(parameter: Tensor) -> bool:
+    """Whether it is another kind of tensor than a parameter or buffer of torch."""
     kind = type(parameter)
     return kind not in (Tensor, nn.Parameter) and not issubclass(kind, nn.Parameter | nn.Buffer)
 

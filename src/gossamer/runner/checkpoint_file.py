@@ -22,7 +22,6 @@ from torch import Tensor
 
 from gossamer.errors import GossamerError
 from gossamer.files import open_regular, whole
-from gossamer.graph.additions import is_added
 from gossamer.runner.encoding import MODEL, DecodingError, decode, encode
 from gossamer.sealed import (
     LONGEST_TEXT,
@@ -84,7 +83,7 @@ class Description:
     config: str
     """The text of the run's config, or nothing."""
     weights: dict[str, tuple[int, int]]
-    """For each kind of layer: its weights, and how many of them are not zero."""
+    """For each kind of layer: its weights, and how many of them are not zero; empty where they were not counted."""
 
 
 @dataclass(frozen=True)
@@ -141,11 +140,18 @@ def _checked_weights(value: Any, key: str, path: Path) -> dict[str, Tensor]:
 
 
 def write_checkpoint(
-    path: Path, state: Mapping[str, Any], *, iteration: int, epoch: float, metrics: Mapping[str, float]
+    path: Path,
+    state: Mapping[str, Any],
+    *,
+    iteration: int,
+    epoch: float,
+    metrics: Mapping[str, float],
+    weights: Mapping[str, tuple[int, int]] | None = None,
 ) -> None:
     """Write a state; the file is there, whole and on the disk, when this ends, or the one before it still is.
 
-    `state["model"]` is the model's state dict, `state["config"]` the text of the config, if it is there.
+    `state["model"]` is the model's state dict, `state["config"]` the text of the config, if it is there. `weights` are
+    counted by `count_by_kind`: names in a state dict do not say which tensors are weights of layers.
     """
     text, tensors = encode(state)
     about = {
@@ -159,7 +165,7 @@ def write_checkpoint(
         "epoch": repr(float(epoch)),
         "metrics": json.dumps(encode({name: float(value) for name, value in metrics.items()})[0]),
         "config": str(state.get("config") or ""),
-        "weights": json.dumps(_count_weights(state.get(MODEL))),
+        "weights": json.dumps(dict(weights or {})),
         "state": json.dumps(text, separators=(",", ":")),
     }
     # The widest first, as safetensors has it: each tensor then starts at a multiple of its numbers' size.
@@ -210,22 +216,6 @@ def is_checkpoint(path: Path) -> bool:
 
 def _write(file: BinaryIO, header: bytes, tensors: list[Tensor]) -> None:
     write_sealed(file, header, (_bytes_of(tensor) for tensor in tensors))
-
-
-def _count_weights(model: Any) -> dict[str, tuple[int, int]]:
-    """Weights and non-zero weights of convolutions and linear layers, in a state dict."""
-    found: dict[str, tuple[int, int]] = {}
-    for name, value in cast(Mapping[Any, Any], model).items() if isinstance(model, Mapping) else ():
-        if isinstance(value, Tensor) and value.ndim >= 2 and value.is_floating_point() and _is_weight(str(name)):
-            kind = "linear" if value.ndim == 2 else "convolution"
-            total, nonzero = found.get(kind, (0, 0))
-            wide = value if value.element_size() > 1 else value.float()  # numbers of eight bits cannot be counted
-            found[kind] = (total + value.numel(), nonzero + int(torch.count_nonzero(wide)))
-    return found
-
-
-def _is_weight(name: str) -> bool:
-    return "weight" in name and not is_added(name)
 
 
 def _cannot_write(path: Path, error: OSError) -> str:

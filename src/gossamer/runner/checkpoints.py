@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -58,7 +59,14 @@ class Checkpoints:
         self.keep = keep
 
     def save(
-        self, state: Mapping[str, Any], *, iteration: int, epoch: float, metrics: Mapping[str, float], best: bool
+        self,
+        state: Mapping[str, Any],
+        *,
+        iteration: int,
+        epoch: float,
+        metrics: Mapping[str, float],
+        best: bool,
+        weights: Mapping[str, tuple[int, int]] | None = None,
     ) -> Path:
         """Write a checkpoint, make it the best if it is, and remove what is too old.
 
@@ -70,7 +78,7 @@ class Checkpoints:
             words = f"cannot be made: {error.strerror or error}; give another saver.save_dir"
             raise GossamerError(f"{self.folder}: {words}") from None
         path = self.folder / f"iter_{iteration:08d}.safetensors"
-        write_checkpoint(path, state, iteration=iteration, epoch=epoch, metrics=metrics)
+        write_checkpoint(path, state, iteration=iteration, epoch=epoch, metrics=metrics, weights=weights)
         if best:
             self._make_best(path)
         self._prune(path, iteration)
@@ -109,7 +117,7 @@ class Checkpoints:
         that is damaged raises `CheckpointError`: another one would be another model.
         """
         if (best := self.best()) is not None:
-            with _damage_of_the_model():
+            with self._damage_of_the_model():
                 return describe(best)
         for path in reversed(self.all()):
             with contextlib.suppress(CheckpointError):
@@ -120,7 +128,7 @@ class Checkpoints:
         """The same, with its tensors; raises `CheckpointError` when they are damaged."""
         if (about := self.model()) is None:
             return None
-        with _damage_of_the_model():
+        with self._damage_of_the_model():
             return read_checkpoint(about.path)
 
     def load_latest(self, unusable: Mapping[Path, CheckpointError] | None = None) -> Checkpoint | None:
@@ -165,6 +173,28 @@ class Checkpoints:
             words = f"none of {len(paths)} checkpoints can be read; remove them to start again"
             raise CheckpointError(f"{self.folder}: {words}; the last: {problems[0]}")
         return None
+
+    @contextlib.contextmanager
+    def _damage_of_the_model(self) -> Generator[None]:
+        """Add what to do when the model of a run cannot be read."""
+        try:
+            yield
+        except NewerCheckpointError:
+            raise
+        except CheckpointError as error:
+            reason = str(error).removesuffix("; take another one")
+            raise CheckpointError(f"{reason}; it is the model of the run: {self._remedy()}") from error
+
+    def _remedy(self) -> str:
+        """What works depends on which files are intact: the best is often a hard link to one of the others."""
+        paths = self.all()
+        intact = next((path for path in reversed(paths) if _is_intact(path)), None)
+        if intact is None:
+            return "none of the checkpoints by iteration is intact; start again by gossamer train"
+        if intact == paths[-1]:
+            return "remove it to use the last checkpoint instead, or name one by --weights"
+        run, file = shlex.quote(str(self.folder.parent)), shlex.quote(str(intact))
+        return f"train again from the last one that is intact by gossamer resume {run}, or use that by --weights {file}"
 
     def _best_value(self, metric: str) -> float | None:
         """What the best checkpoint reached; None if there is none that can be read."""
@@ -213,18 +243,6 @@ def _checked(about: Description) -> Description:
     return about
 
 
-@contextlib.contextmanager
-def _damage_of_the_model() -> Generator[None]:
-    """Say what to do when the model of a run cannot be read."""
-    try:
-        yield
-    except NewerCheckpointError:
-        raise
-    except CheckpointError as error:
-        remedy = "it is the model of the run: remove it to use the last checkpoint instead, or name one by --weights"
-        raise CheckpointError(f"{str(error).removesuffix('; take another one')}; {remedy}") from error
-
-
 def title(about: Description) -> str:
     """A checkpoint by name, as `best checkpoint, iteration 40: top1 96.30`."""
     path = about.path
@@ -232,6 +250,14 @@ def title(about: Description) -> str:
     which = "best checkpoint" if path.name == _BEST else "last checkpoint" if last else "checkpoint"
     tested = f": {metric_words(about.metrics, 1)}" if about.metrics else ""
     return f"{which}, iteration {about.iteration}{tested}"
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        read_checkpoint(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _iteration(path: Path) -> int:

@@ -82,3 +82,24 @@ def size(count: int) -> str:
     if count < 1e5:
         return f"{count / 1e3:.1f} kB"
     return f"{count / 1e6:.2f} MB" if count < 1e6 else f"{count / 1e6:.1f} MB"
+
+
+def zero_share(weights: Mapping[str, tuple[int, int]]) -> float:
+    """The sparsity of a model whose weights are counted by kind of layer, as `(weights, not zero)`.
+
+    >>> zero_share({"linear": (100, 50), "convolution": (100, 100)})
+    0.25
+    """
+    total = sum(entry[0] for entry in weights.values())
+    return 1 - sum(entry[1] for entry in weights.values()) / total if total else 0.0
+
+
+def known_counts(weights: Mapping[str, tuple[int, int]], pruned: float | None) -> Mapping[str, tuple[int, int]]:
+    """The counts, or none where they do not show how sparse the pruned layers are.
+
+    Filters that were removed are no zeros any more, and some methods make their zeros when the model is exported.
+
+    >>> known_counts({"linear": (100, 100)}, 0.8), known_counts({"linear": (100, 20)}, 0.8)
+    ({}, {'linear': (100, 20)})
+    """
+    return {} if pruned and pruned > 0.05 and zero_share(weights) < 0.01 else weights

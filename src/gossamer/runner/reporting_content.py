@@ -146,8 +146,8 @@ def _figures(folder: Path, summary: Mapping[str, Any], weights: Shown) -> list[t
 
 
 def _sparsity(summary: Mapping[str, Any], weights: Shown) -> tuple[float | None, int | None, int | None]:
-    """Share of zeros, weights, weights that are not zero: of the layers where they are known."""
-    if weights.layers:
+    """Share of zeros, weights, weights that are not zero: of the model as counted, else of the layers shown."""
+    if summary["weights"] is None and weights.layers:
         total = sum(layer.parameters for layer in weights.layers)
         zeros = sum(layer.zeros for layer in weights.layers)
         return zeros / max(total, 1), total, total - zeros

@@ -16,6 +16,7 @@ from torch import nn
 from gossamer.errors import GossamerError
 from gossamer.export.reading import THINNED
 from gossamer.graph import unwrap
+from gossamer.graph.counting import count_by_kind
 from gossamer.graph.recalibration import BATCHES, recalibrate
 from gossamer.runner.building import Built
 from gossamer.runner.data import Batches
@@ -178,7 +179,14 @@ class Runner(Built):
         epoch = self.iteration / self.steps_per_epoch
         metrics = self.metrics if self.tested_at == self.iteration else {}
         path = done_by_first(
-            lambda: self.checkpoints.save(state, iteration=self.iteration, epoch=epoch, metrics=metrics, best=is_best),
+            lambda: self.checkpoints.save(
+                state,
+                iteration=self.iteration,
+                epoch=epoch,
+                metrics=metrics,
+                best=is_best,
+                weights=count_by_kind(self.outcome),
+            ),
             self.place,
         )
         self.saved_at = self.iteration

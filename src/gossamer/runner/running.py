@@ -18,12 +18,14 @@ import torch
 
 from gossamer.errors import GossamerError
 from gossamer.files import open_regular, remove_leftovers, whole
+from gossamer.graph.counting import count_by_kind
 from gossamer.runner.checkpoint_file import MisfitError
 from gossamer.runner.checkpoints import Checkpoint, CheckpointError, Checkpoints, Description, title
 from gossamer.runner.config import Config, Loaded, config_text, read_config
 from gossamer.runner.config.sparse import FOLDERS
 from gossamer.runner.display import Display
 from gossamer.runner.exporting import Export
+from gossamer.runner.figures import known_counts, zero_share
 from gossamer.runner.hooks import subclass
 from gossamer.runner.lock import LOCK, locked
 from gossamer.runner.logs import logged
@@ -56,6 +58,7 @@ class Result:
     iteration: int
     metrics: dict[str, float]
     sparsity: float | None = None
+    """Zeros over weights of the model; None in a float run."""
     source: Path | None = None
     """The checkpoint or file of weights that was evaluated, exported or, at the end of a training, written."""
     model: str | None = None
@@ -63,6 +66,8 @@ class Result:
     model_iteration: int | None = None
     """The iteration of that checkpoint, which `metrics` and `sparsity` are of."""
     files: list[Path] = field(default_factory=list[Path])
+    sparsity_of_pruned_layers: float | None = None
+    """Zeros over weights of the layers that are made sparse; filters that were removed count as zeros."""
     first: bool = True
     """Whether this is the first of several processes, which speaks for them."""
 
@@ -100,13 +105,12 @@ def evaluate(
     loaded = loaded_of(config, sets, data, weights, imports)
     with joined(loaded.config.runtime.device) as place, built(loaded, place, "test", display) as runner:
         metrics = runner.evaluate()
-        sparsity = _sparsity(runner)
+        pruned, sparsity = _sparsity(runner)
         if runner.folder.is_dir():
             runner.draw("evaluation.png")
         at = runner.start.checkpoint.iteration if runner.start.checkpoint is not None else None
-        return Result(
-            runner.folder, True, at or 0, metrics, sparsity, _source(runner), named(runner), at, first=place.first
-        )
+        result = Result(runner.folder, True, at or 0, metrics, sparsity, _source(runner), named(runner), at)
+        return replace(result, sparsity_of_pruned_layers=pruned, first=place.first)
 
 
 def export(
@@ -126,11 +130,12 @@ def export(
     wanted = Export(formats, opset, dynamic_batch)
     loaded = loaded_of(config, sets, data, weights, imports)
     with joined(loaded.config.runtime.device) as place, built(loaded, place, "export", display) as runner:
-        sparsity = _sparsity(runner)
+        pruned, sparsity = _sparsity(runner)
         folder = output or runner.folder
         files = [one.path for one in runner.finish(folder, wanted)]
         at = runner.start.checkpoint.iteration if runner.start.checkpoint is not None else None
-        return Result(folder, True, 0, {}, sparsity, _source(runner), named(runner), at, files, first=place.first)
+        result = Result(folder, True, 0, {}, sparsity, _source(runner), named(runner), at, files)
+        return replace(result, sparsity_of_pruned_layers=pruned, first=place.first)
 
 
 def measure_sensitivity(
@@ -157,11 +162,13 @@ def _train(loaded: Loaded, display: Display | None) -> Result:
             runner = _built_to_train(runner)
             done_by_first(lambda: _open_folder(runner, keep), place)
             _tell_setting(runner)
+            if place.first and runner.start.checkpoint is not None and runner.iteration < runner.length:
+                runner.display.message(f"Resuming from iteration {runner.iteration} of {runner.start.checkpoint.path}.")
             note_begin(runner)
             try:
                 complete = runner.train()
                 final, about = _final(runner) if complete else (runner, None)
-                sparsity = _sparsity(final)
+                pruned, sparsity = _sparsity(final)
                 files = [one.path for one in final.finish()] if complete else []
             except GossamerError as error:
                 logger.error("%s", error)
@@ -173,7 +180,7 @@ def _train(loaded: Loaded, display: Display | None) -> Result:
                 if place.first:
                     logger.info("the model of the run is its %s", title(about))
                 result = replace(result, source=about.path, model=title(about), model_iteration=about.iteration)
-            return replace(result, first=place.first)
+            return replace(result, sparsity_of_pruned_layers=pruned, first=place.first)
 
 
 def _lock(folder: Path, stack: ExitStack) -> None:
@@ -411,5 +418,10 @@ def _source(runner: Runner) -> Path | None:
     return runner.start.source or runner.start.weights
 
 
-def _sparsity(runner: Runner) -> float | None:
-    return runner.sparsifier.now(runner.model) if runner.sparsifier is not None else None
+def _sparsity(runner: Runner) -> tuple[float | None, float | None]:
+    """Zeros over weights: of the layers that are made sparse, and of the model; None in a float run."""
+    if runner.sparsifier is None:
+        return None, None
+    pruned = runner.sparsifier.now(runner.model)
+    weights = known_counts(count_by_kind(runner.outcome), pruned)
+    return pruned, zero_share(weights) if weights else pruned

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from gossamer.errors import GossamerError
 from gossamer.runner.checkpoints import CheckpointError, Checkpoints, Description, describe, title
-from gossamer.runner.figures import by_weight, count, duration, metric
+from gossamer.runner.figures import by_weight, count, duration, known_counts, metric, zero_share
 from gossamer.runner.records import read_records
 from gossamer.runner.run_state import settings_of
 
@@ -55,9 +55,7 @@ def run_summary(folder: Path) -> dict[str, Any]:
     tests = [record for record in records if record.get("kind") == "test"]
     trained = [record for record in records if record.get("kind") == "train"]
     pruned = next(reversed(_numbers(records, "sparsity")), None)
-    weights = {} if about is None else about.weights
-    if pruned and pruned > 0.05 and _zeros(weights) < 0.01:
-        weights = {}  # a method that makes its zeros when the model is exported
+    weights = known_counts({} if about is None else about.weights, pruned)
     names = by_weight(dict.fromkeys(name for record in tests for name in record if name not in (*_FRAME, "sparsity")))
     best = checkpoints.best()
     return {
@@ -71,7 +69,7 @@ def run_summary(folder: Path) -> dict[str, Any]:
             "title": None if about is None else title(about),
             "iteration": None if about is None else about.iteration,
         },
-        "sparsity": _zeros(weights) if weights else pruned,
+        "sparsity": zero_share(weights) if weights else pruned,
         "sparsity_of_pruned_layers": pruned,
         "weights": sum(total for total, _ in weights.values()) or None,
         "nonzero": sum(nonzero for _, nonzero in weights.values()) if weights else None,
@@ -270,11 +268,6 @@ def _speeds(records: Sequence[Mapping[str, Any]]) -> list[float]:
 def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
     """The values of a key, without gaps: a log may come from elsewhere, or be mended by hand."""
     return [value for record in records if (value := _finite(record.get(key))) is not None]
-
-
-def _zeros(weights: Mapping[str, tuple[int, int]]) -> float:
-    total = sum(entry[0] for entry in weights.values())
-    return 1 - sum(entry[1] for entry in weights.values()) / total if total else 0.0
 
 
 def _finite(value: Any) -> float | None:
