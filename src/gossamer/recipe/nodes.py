@@ -26,7 +26,7 @@ from ruamel.yaml.events import (
 
 from gossamer.errors import RecipeError, nearest
 from gossamer.recipe.scalars import scalar_value
-from gossamer.recipe.source import MAX_BYTES, Problems, Source, source_of_text
+from gossamer.recipe.source import Problems, Source
 
 MAX_NODES = 50_000
 """A recipe is refused when it has more values than this, aliases written out."""
@@ -148,29 +148,6 @@ def compose(source: Source, problems: Problems, *, what: str = "recipe") -> Node
         wanted = "a list of modifiers" if what == "recipe" else "a mapping"
         raise problems.fail(source.start, f"expected {wanted}, found {found}; the {what} is empty or text")
     return composer.root
-
-
-def read_values(text: str, name: str, *, what: str) -> Any:
-    """The values of a YAML text as dicts, lists and scalars, within the same limits; a tag has no meaning.
-
-    Whatever reads YAML for its values alone calls this: the library itself expands aliases without bound.
-    """
-    if len(text) > MAX_BYTES:
-        raise RecipeError(f"{name}: the {what} is larger than {MAX_BYTES // 2**20} MB")
-    source = source_of_text(text, name)
-    problems = Problems(source)
-    found = _values(compose(source, problems, what=what), problems)
-    problems.raise_if_any()
-    return found
-
-
-def _values(node: Node, problems: Problems) -> Any:
-    found = target(node)
-    if isinstance(found, ScalarNode):
-        return constructed(found, problems)
-    if isinstance(found, ListNode):
-        return [_values(item, problems) for item in found.items]
-    return {pair.key: _values(pair.value, problems) for pair in pairs(found, problems)}
 
 
 def constructed(node: ScalarNode, problems: Problems) -> object:

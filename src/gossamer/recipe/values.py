@@ -11,13 +11,13 @@ import copy
 import re
 from enum import Enum
 from graphlib import CycleError, TopologicalSorter
-from typing import Final, cast
+from typing import Any, Final, cast
 
-from gossamer.errors import MAX_SUGGESTED, nearest
+from gossamer.errors import MAX_SUGGESTED, RecipeError, nearest
 from gossamer.recipe.expressions import ExpressionError, evaluate
-from gossamer.recipe.nodes import MAX_NODES, ListNode, Node, Pair, ScalarNode, constructed, pairs, target, walk
+from gossamer.recipe.nodes import MAX_NODES, ListNode, Node, Pair, ScalarNode, compose, constructed, pairs, target, walk
 from gossamer.recipe.scalars import expression_in
-from gossamer.recipe.source import Problems
+from gossamer.recipe.source import MAX_BYTES, Problems, source_of_text
 
 _NAME = re.compile(r"[^\W\d]\w*")
 
@@ -159,3 +159,17 @@ def _weight(value: object) -> int:
         elif isinstance(part, dict):
             waiting.extend(cast("dict[object, object]", part).values())
     return total
+
+
+def read_values(text: str, name: str, *, what: str) -> Any:
+    """The values of a YAML text as dicts, lists and scalars, within the same limits; a tag has no meaning.
+
+    Whatever reads YAML for its values alone calls this: the library itself expands aliases without bound.
+    """
+    if len(text) > MAX_BYTES:
+        raise RecipeError(f"{name}: the {what} is larger than {MAX_BYTES // 2**20} MB")
+    source = source_of_text(text, name)
+    problems = Problems(source)
+    found = unevaluated(compose(source, problems, what=what), problems)
+    problems.raise_if_any()
+    return found

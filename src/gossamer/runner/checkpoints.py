@@ -238,8 +238,8 @@ class Checkpoints:
 def _checked(about: Description) -> Description:
     """Raise for a checkpoint that is of another iteration than its name says, by which others are removed."""
     if _NAME.fullmatch(about.path.name) and _iteration(about.path) != about.iteration:
-        told = f"its name says iteration {_iteration(about.path)}, its content iteration {about.iteration}"
-        raise CheckpointError(f"{about.path}: {told}; take another one")
+        reason = f"its name says iteration {_iteration(about.path)}, its content iteration {about.iteration}"
+        raise CheckpointError(f"{about.path}: {reason}; take another one")
     return about
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import RecipeError
-from gossamer.recipe.nodes import read_values
+from gossamer.recipe.values import read_values
 from gossamer.runner.checkpoint_file import Checkpoint, CheckpointError
 from gossamer.runner.random_states import RandomStates, checked_random_states
 

@@ -139,9 +139,9 @@ def check_links(folder: Path) -> None:
             real = Path(os.path.realpath(path))
             inside = real.is_relative_to(home)
             if path.is_symlink() and not inside and not (own and real.is_dir()):
-                told = f"{path}: is a link to {real}, outside of the folder, and may be written to"
+                problem = f"{path}: is a link to {real}, outside of the folder, and may be written to"
                 kind = "folder" if real.is_dir() else "file"
-                raise GossamerError(f"{told}; put the {kind} itself there, or remove the link")
+                raise GossamerError(f"{problem}; put the {kind} itself there, or remove the link")
             if real.exists() and not real.is_file() and not real.is_dir():
                 raise GossamerError(f"{path}: is neither a file nor a folder; remove it")
 

@@ -146,7 +146,7 @@ def _modifier(attachment: Attachment, saved: ModifierState, specs: Mapping[str, 
     unchanged = {n for n, own in (saved.parameters or {}).items() if n in specs and specs[n].shape == own.shape}
     layout = Layout(attachment.bound, specs, device, unchanged)
     masks: dict[str, Tensor] = {}
-    told: set[str] = set()
+    reported: set[str] = set()
     for name, item in saved.masks.items():
         reason, shape = None, item.shape()
         if name not in specs:
@@ -165,7 +165,7 @@ def _modifier(attachment: Attachment, saved: ModifierState, specs: Mapping[str, 
             if saved_zeros is not None and zeros != saved_zeros:
                 raise GossamerError(f"{item.where}: expected {saved_zeros} zeros, found {zeros}; save the state again")
         if reason is not None:
-            told.add(name)
+            reported.add(name)
             problems.append(f"{attachment.key}: the mask of '{name}' {shape} is dropped: {reason}")
     entries = saved.state.entries()
     removed = [Removal.parse(item).state() for item in entries[CUTS].items()] if CUTS in entries else None
@@ -176,7 +176,7 @@ def _modifier(attachment: Attachment, saved: ModifierState, specs: Mapping[str, 
     problems += [
         f"{attachment.key}: what the state holds for '{name}' is dropped: {reason}"
         for name, reason in layout.dropped.items()
-        if name not in told
+        if name not in reported
     ]
     return Resumed(saved.status, state, masks)
 
