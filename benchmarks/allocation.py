@@ -21,7 +21,7 @@ from benchmarks.fashion_mnist import BATCH, EPOCHS, IMAGES, Split, accuracy, den
 from benchmarks.measuring import Row, Watch
 from gossamer import Manager
 from gossamer.analysis.proposal import known_allocations, propose
-from gossamer.graph.parameters import get_parameter, prunable
+from gossamer.model.parameters import get_parameter, prunable
 from gossamer.sparse.selection import smallest
 
 SEEDS = (3, 4, 5)

@@ -23,7 +23,7 @@ from benchmarks.fashion_mnist import EPOCHS, SEEDS, Split, accuracy, dense_netwo
 from benchmarks.measuring import Row, Watch, shown
 from gossamer import create
 from gossamer.export import integer_operators, integer_weights, to_onnx
-from gossamer.graph.parameters import get_parameter, prunable
+from gossamer.model.parameters import get_parameter, prunable
 from gossamer.quantization import withdraw
 
 AGAIN = 6

@@ -22,7 +22,7 @@ from benchmarks import fashion_mnist
 from benchmarks.fashion_mnist import SEEDS, Split, accuracy, sgd, steps_per_epoch, train
 from benchmarks.measuring import Row, Watch, shown
 from gossamer import Manager
-from gossamer.graph.parameters import get_parameter, prunable
+from gossamer.model.parameters import get_parameter, prunable
 
 POINTS = 2.0
 """By how much a method may stay behind gradual pruning."""

@@ -19,8 +19,8 @@ from torchvision.models import resnet18
 
 from benchmarks.measuring import Row, Watch, medians
 from gossamer.export import thin, to_onnx
-from gossamer.graph import get_parameter, is_transposed
-from gossamer.graph.filter_groups import filter_groups
+from gossamer.model import get_parameter, is_transposed
+from gossamer.model.tracing.filter_groups import filter_groups
 
 GROUPS, ROUNDS = 3, 8
 AIM = 1 / 1.6

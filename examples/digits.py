@@ -24,8 +24,8 @@ from torch.nn.functional import cross_entropy, pad, relu
 
 import gossamer
 from gossamer import Manager
-from gossamer.analysis.plot import save_plot
 from gossamer.analysis.timeline import timeline
+from gossamer.report.plots.timeline import save_plot
 
 RECIPE = Path(__file__).with_name("digits.yaml")
 SEED = 0

@@ -8,7 +8,7 @@ import torch
 import torchvision
 
 from gossamer.errors import MAX_SUGGESTED, GossamerError, nearest
-from gossamer.graph import match
+from gossamer.model import match
 from gossamer.recipe import load
 from tests.fuzz.harness import attempt
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.files import open_regular, read_regular, remove_leftovers, whole
+from gossamer.io import open_regular, read_regular, remove_leftovers, whole
 
 
 def fail(path: Path, error: BaseException, *, durable: bool = False) -> None:

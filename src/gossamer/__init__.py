@@ -11,12 +11,12 @@ from gossamer.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from gossamer import create
+    from gossamer.engine import Manager
     from gossamer.errors import GossamerError, RecipeError
-    from gossamer.graph.recalibration import recalibrate
-    from gossamer.loading import load
+    from gossamer.export.load import load
+    from gossamer.model.recalibration import recalibrate
     from gossamer.modifiers import Modifier, register
     from gossamer.recipe import Recipe, compose
-    from gossamer.training import Manager
 
 __all__ = [
     "GossamerError",
@@ -34,13 +34,13 @@ __all__ = [
 _HOMES = {
     "GossamerError": "errors",
     "RecipeError": "errors",
-    "recalibrate": "graph.recalibration",
+    "recalibrate": "model.recalibration",
     "Modifier": "modifiers",
     "register": "modifiers",
     "Recipe": "recipe",
     "compose": "recipe",
-    "load": "loading",
-    "Manager": "training",
+    "load": "export.load",
+    "Manager": "engine",
 }
 _PARTS = ("create", "export", "quantization")
 """Modules that are attributes of this one without an import of their own."""

@@ -1,6 +1,6 @@
 """The door for people who come from SparseML: its manager's name and calls.
 
-Everything is done by `gossamer.training.Manager`; only names and argument
+Everything is done by `gossamer.engine.Manager`; only names and argument
 forms are here.
 """
 
@@ -10,10 +10,10 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import IO, Any, Self
 
+from gossamer.engine import Manager
 from gossamer.export import quantize_qat_export
 from gossamer.modifiers import Modifier
 from gossamer.recipe import Recipe, compose, load
-from gossamer.training import Manager
 
 __all__ = ["ScheduledModifierManager", "quantize_qat_export", "quantize_torch_qat_export"]
 

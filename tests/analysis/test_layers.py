@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import nn
 
-from gossamer.analysis import layers_plot
 from gossamer.analysis.layers import LayerReport, layer_report
 from gossamer.errors import GossamerError
+from gossamer.report.plots import layers as layers_plot
 from gossamer.sparse import Unstructured
 
 LEVELS = [0.3, 0.5, 0.9]

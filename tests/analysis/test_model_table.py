@@ -24,11 +24,11 @@ from gossamer.analysis.model_table import (
     sparse24_bytes,
 )
 from gossamer.analysis.projection import project
+from gossamer.engine import Manager
 from gossamer.errors import GossamerError
 from gossamer.export import save
 from gossamer.recipe import load
 from gossamer.sparse import NM, magnitude
-from gossamer.training import Manager
 
 SIZES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from gossamer import load
-from gossamer.analysis.permutation_plot import plot_permutation
-from gossamer.analysis.plot import save_plot
 from gossamer.analysis.sensitivity_map import sensitivity_map
-from gossamer.analysis.sensitivity_plot import save
 from gossamer.analysis.timeline import timeline
-from gossamer.graph.permutation import find
+from gossamer.model.permute import find
+from gossamer.report.plots.permutation import plot_permutation
+from gossamer.report.plots.sensitivity import save
+from gossamer.report.plots.timeline import save_plot
 
 EVIL = "$\\frac{$"
 

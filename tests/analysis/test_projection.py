@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from gossamer.analysis.projection import Projection, project
+from gossamer.engine import Manager
 from gossamer.errors import GossamerError
-from gossamer.graph import get_parameter, prunable
+from gossamer.model import get_parameter, prunable
 from gossamer.recipe import load
-from gossamer.training import Manager
 
 
 def network() -> nn.Sequential:

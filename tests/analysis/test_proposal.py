@@ -18,7 +18,7 @@ from gossamer import GossamerError, Manager, load
 from gossamer.analysis.accuracy import Labelled, Score, classifier_score
 from gossamer.analysis.proposal import Proposal, known_allocations, propose
 from gossamer.analysis.proposal_trial import halves
-from gossamer.graph import get_parameter, prunable
+from gossamer.model import get_parameter, prunable
 from gossamer.sparse.selection import smallest
 from tests.analysis.labelled_digits import Batches, parts, trained
 

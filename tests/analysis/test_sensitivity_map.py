@@ -17,8 +17,8 @@ from gossamer.analysis.sensitivity_map import (
     has_labels,
     sensitivity_map,
 )
-from gossamer.analysis.sensitivity_plot import draw, save
 from gossamer.errors import GossamerError
+from gossamer.report.plots.sensitivity import draw, save
 
 
 def network() -> nn.Sequential:

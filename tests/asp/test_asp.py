@@ -15,7 +15,7 @@ from torch import nn
 from gossamer import Manager
 from gossamer.asp import ASP, create_mask, set_identical_seed
 from gossamer.errors import GossamerError
-from gossamer.graph import get_parameter
+from gossamer.model import get_parameter
 from gossamer.sparse import NM, NM2d
 
 BATCH = 16

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from gossamer.analysis.report import render
-from tests.analysis.report.contents import run, speed
+from gossamer.report import render
 from tests.browser.chromium import chromium, requests, sized, themed
+from tests.report.contents import run, speed
 from tests.runner.running_on_digits import config, trained
 
 PARTS = ("summary", "progress", "schedule", "training", "layers", "sensitivity", "weights", "masks", "settings")

@@ -10,10 +10,10 @@ import onnx
 import pytest
 import torch
 
+from gossamer.benchmark.ratios import Ratio
 from gossamer.cli.benchmark import broken
 from gossamer.cli.console import err, out
 from gossamer.export import to_onnx
-from gossamer.export.speed.ratios import Ratio
 from tests.cli.conftest import Run
 from tests.export.graphs import Graph
 

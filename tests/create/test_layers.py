@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import gossamer as sparsify
 from gossamer import GossamerError, Manager
 from gossamer.create.choices import choose
-from gossamer.create.flow import ends
 from gossamer.create.generator import design
 from gossamer.create.layers import Layer, look_at
+from gossamer.model.tracing.flow import ends
 from gossamer.sparse import parse_pattern
 from tests.create.digits import FIRST, HEAD, MIDDLE, batches, trained
 

@@ -11,7 +11,7 @@ from torch import nn
 import gossamer as sparsify
 from gossamer import GossamerError, Manager
 from gossamer.create.naming import tidy
-from gossamer.graph import match
+from gossamer.model import match
 from tests.create.digits import MIDDLE, batches, network, trained, zeros
 
 

@@ -79,7 +79,7 @@ def digits() -> ModuleType:
 
 
 def test_the_recipe_of_the_demo_fits_its_model(digits: ModuleType) -> None:
-    from gossamer.training import bindings
+    from gossamer.engine import bindings
 
     recipe = gossamer.load(EXAMPLES / "digits.yaml")
     found = bindings(recipe, digits.SmallResNet())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gossamer.export.speed import measure
+from gossamer.benchmark import measure
 from tests.docs.test_snippets import ROOT, snippets
 from tests.runner.nets import plain
 

@@ -19,8 +19,8 @@ from torch import nn
 import gossamer
 from gossamer.errors import GossamerError
 from gossamer.export import load_into, read_about, read_state, save
-from gossamer.export.packing import words
-from gossamer.sealed import bytes_of, header_of, write_sealed
+from gossamer.export.weights.packing import words
+from gossamer.io import bytes_of, header_of, write_sealed
 
 KINDS = ("safetensors", "bitmask", "sparse24")
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import gossamer
 from gossamer.errors import GossamerError
 from gossamer.export import integer_weights, read_integers, save, to_onnx
-from gossamer.export.model_file import KIND
+from gossamer.export.weights.file import KIND
+from gossamer.io import read_header
 from gossamer.quantization import Numbers, is_emulated, withdraw
 from gossamer.quantization.arithmetic import rounded_weight
 from gossamer.quantization.integers import Rounded
-from gossamer.sealed import read_header
 from gossamer.sparse import Unstructured, magnitude
 from tests.quantization.watching import calibrated
 
@@ -220,9 +220,9 @@ def test_a_file_of_another_network_is_refused_before_the_model_changes(tmp_path:
 
 @pytest.mark.parametrize("change", ["weights", "ranges", "schemes", "modules"])
 def test_text_that_does_not_fit_is_a_damaged_file(change: str, tmp_path: Path) -> None:
-    from gossamer.export import quantized as module
-    from gossamer.export.model_file import plan, write_model_file
-    from gossamer.export.states import state_of
+    from gossamer.export.weights import quantized as module
+    from gossamer.export.weights.file import plan, write_model_file
+    from gossamer.export.weights.states import state_of
 
     model, _ = quantized()
     path = tmp_path / "model.safetensors"

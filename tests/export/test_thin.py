@@ -15,7 +15,7 @@ from gossamer.errors import GossamerError
 from gossamer.export import THINNED, load_into, save, thin, to_onnx
 from gossamer.runner import starting, subjects
 from tests.fuzz.harness import fingerprint
-from tests.graph.thinned_networks import lively, prune
+from tests.model.thinned_networks import lively, prune
 
 IMAGE = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 

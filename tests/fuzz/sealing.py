@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.sealed import DTYPES, bytes_of, write_sealed
+from gossamer.io import DTYPES, bytes_of, write_sealed
 
 _DIGESTS = ("digest", "content")
 _BLANK = "0" * 64

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 import gossamer
 from gossamer.errors import GossamerError
 from gossamer.export import THINNED, read_about, read_integers, save, thin
+from gossamer.io import DTYPES
 from gossamer.runner.exporting import Export, read_description, write_subject
 from gossamer.runner.subjects import open_subject
-from gossamer.sealed import DTYPES
 from gossamer.sparse import NM, Unstructured, magnitude
 from tests.fuzz.harness import fingerprint, fuzz
 from tests.fuzz.sealing import Sealed, seal, unseal

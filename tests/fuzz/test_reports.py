@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gossamer.runner.reporting import report
-from gossamer.runner.reporting_notes import note_weights, weights_of, write_note
+from gossamer.runner.reporting.notes import note_weights, weights_of, write_note
 from tests.fuzz.harness import attempt, fuzz
 from tests.fuzz.values import mutated
 

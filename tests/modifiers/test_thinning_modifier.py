@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import gossamer
+from gossamer.engine import Manager
+from gossamer.engine.attachment import Attachment, Shared
 from gossamer.errors import GossamerError
-from gossamer.graph.thinning import thin
+from gossamer.model.thin import thin
 from gossamer.modifiers import LayerThinningModifier, base
-from gossamer.training import Manager
-from gossamer.training.attachment import Attachment, Shared
 
 INPUT = torch.zeros(2, 3, 8, 8)
 SPAN = "start_epoch: {}, end_epoch: {}, update_frequency: 0.25"

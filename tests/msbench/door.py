@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gossamer.graph import get_parameter
+from gossamer.model import get_parameter
 from gossamer.msbench import BaseScheduler, build_sparse_scheduler
 from tests.loops import loss_at, network, sgd
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.graph import get_parameter
+from gossamer.model import get_parameter
 from gossamer.msbench import build_sparse_scheduler
 from gossamer.msbench.sparsers import STRFakeSparse, fold, nodes
 from tests.loops import PRUNABLE, batch, has_minus_zero, loss_at, network, sgd, through_disk, train, zeros

@@ -17,8 +17,8 @@ from gossamer.analysis.model_table import model_table
 from gossamer.asp import ASP
 from gossamer.create import initialize
 from gossamer.export import save, thin
-from gossamer.graph import get_parameter, is_transposed, prunable, unwrap
-from gossamer.loading import load
+from gossamer.export.load import load
+from gossamer.model import get_parameter, is_transposed, prunable, unwrap
 from gossamer.msbench import build_sparse_scheduler
 
 FrontEnd = Callable[[Any, Any, Path], Mapping[str, str]]

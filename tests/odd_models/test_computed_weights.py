@@ -16,9 +16,9 @@ from gossamer.analysis.model_table import model_table
 from gossamer.asp import ASP
 from gossamer.errors import GossamerError
 from gossamer.export import save, semi_structured, thin
-from gossamer.graph import left_dense, prunable
-from gossamer.graph.macs import macs
-from gossamer.loading import load
+from gossamer.export.load import load
+from gossamer.model import left_dense, prunable
+from gossamer.model.tracing.macs import macs
 from tests.odd_models.architectures import built, mlp, rows
 from tests.odd_models.front_ends import computed_weight, optimizer_of, step
 

@@ -12,9 +12,9 @@ from gossamer.analysis.hardware import layers_of
 from gossamer.asp import ASP
 from gossamer.errors import GossamerError
 from gossamer.export import save
-from gossamer.graph import left_dense, prunable
-from gossamer.graph.macs import macs
-from gossamer.loading import load
+from gossamer.export.load import load
+from gossamer.model import left_dense, prunable
+from gossamer.model.tracing.macs import macs
 from gossamer.sparse import NM
 from tests.odd_models.architectures import built
 from tests.odd_models.front_ends import optimizer_of, step

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from gossamer.engine import Manager
 from gossamer.recipe import load
 from gossamer.runner.config import read_config, task_of
-from gossamer.training import Manager
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = {

@@ -14,12 +14,12 @@ from torch import nn
 from gossamer import load
 from gossamer.errors import GossamerError
 from gossamer.export import read_integers
-from gossamer.graph.additions import evaluated as as_evaluated
+from gossamer.model.additions import evaluated as as_evaluated
 from gossamer.quantization import is_emulated
 from gossamer.runner import testing
 from gossamer.runner.checkpoints import Checkpoints, read_checkpoint, title
 from gossamer.runner.reporting import report
-from gossamer.runner.reporting_content import run_content
+from gossamer.runner.reporting.content import run_content
 from gossamer.runner.running import export
 from gossamer.runner.subjects import open_subject
 from gossamer.runner.summary import comparison, run_summary

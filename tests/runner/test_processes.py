@@ -23,7 +23,7 @@ from tests.runner.running_on_digits import config, final_state, same, trained
 ROOT = Path(__file__).parents[2]
 WORKER = """
 import os, signal, sys, torch
-from gossamer.graph import unwrap
+from gossamer.model import unwrap
 from gossamer.runner import Hook
 from gossamer.runner.display import Display
 from gossamer.runner.running import run

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from gossamer.engine.restart import Restart
 from gossamer.errors import GossamerError
 from gossamer.runner.config.schema import LRScheduler, Optimizer
 from gossamer.runner.rates import LENGTHS, WarmUp, build_lr_scheduler, build_optimizer
-from gossamer.training.restart import Restart
 
 KWARGS = {
     "MultiStepLR": {"milestones": [1, 2], "gamma": 0.5},

@@ -21,8 +21,8 @@ from gossamer.runner import reporting
 from gossamer.runner.display import Display
 from gossamer.runner.records import read_records
 from gossamer.runner.reporting import report
-from gossamer.runner.reporting_content import run_content
-from gossamer.runner.reporting_notes import note_weights, noted_weights, read_note, weights_of
+from gossamer.runner.reporting.content import run_content
+from gossamer.runner.reporting.notes import note_weights, noted_weights, read_note, weights_of
 from gossamer.runner.running import measure_sensitivity, run
 from tests.runner.nets import small
 from tests.runner.running_on_digits import (
@@ -365,7 +365,7 @@ def test_a_detector_has_a_page_with_its_losses_and_the_sensitivity_of_its_networ
 
 
 def test_what_a_bitmask_file_would_take_is_told_where_it_saves_something() -> None:
-    from gossamer.runner.reporting_content import _packed
+    from gossamer.runner.reporting.content import _packed
 
     plain = [("model.safetensors", 44_775_912)]  # a ResNet-18 for ten classes, 90 % zeros: written, it takes 5,956,556
     assert _packed(plain, 11_172_032, 1_117_203) == pytest.approx(5_956_556, rel=0.01)

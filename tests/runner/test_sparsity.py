@@ -10,7 +10,7 @@ import pytest
 from gossamer.errors import GossamerError
 from gossamer.runner.checkpoints import Checkpoints, read_checkpoint
 from gossamer.runner.records import read_records
-from gossamer.runner.reporting_notes import read_note
+from gossamer.runner.reporting.notes import read_note
 from gossamer.runner.running import Result
 from tests.runner.running_on_digits import (
     LENGTH,

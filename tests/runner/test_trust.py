@@ -18,7 +18,7 @@ from torch import nn
 
 from gossamer.errors import GossamerError
 from gossamer.export import save
-from gossamer.files import as_name, name_fault
+from gossamer.io import as_name, name_fault
 from gossamer.runner import starting, subjects, trust
 from gossamer.runner.config.schema import Net
 from gossamer.runner.lock import locked
@@ -589,7 +589,7 @@ def test_external_data_of_an_onnx_file_is_beside_it(tmp_path: Path) -> None:
     import onnx
     from onnx.external_data_helper import set_external_data
 
-    from gossamer.export.models import read_model
+    from gossamer.export.onnx.models import read_model
 
     (tmp_path / "secret").write_bytes(bytes(16))
     (tmp_path / "theirs").mkdir()

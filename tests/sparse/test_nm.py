@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gossamer.errors import SparsityError
-from gossamer.sparse import NM, NM2d, global_masks, magnitude, nm, nm_kernels, nm_tiles
+from gossamer.sparse import NM, NM2d, global_masks, magnitude, nm
+from gossamer.sparse.nm import _kernels as nm_kernels
+from gossamer.sparse.nm import _tiles as nm_tiles
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 GROUPS = [(2, 4), (1, 2), (1, 4), (3, 4), (4, 8), (2, 7), (5, 17), (20, 70)]

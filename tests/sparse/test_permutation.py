@@ -19,9 +19,9 @@ from torch import Tensor
 
 from gossamer.errors import SparsityError
 from gossamer.sparse import NM
-from gossamer.sparse import permutation_annealing as annealing
-from gossamer.sparse import permutation_kernels as kernels
 from gossamer.sparse.permutation import Found, Matrix, kept_magnitude, search, search_each
+from gossamer.sparse.permutation import _annealing as annealing
+from gossamer.sparse.permutation import _kernels as kernels
 
 PATTERNS = [(2, 4), (1, 4), (3, 4), (1, 2), (2, 8), (4, 8), (5, 8), (2, 3)]
 

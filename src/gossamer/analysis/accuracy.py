@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from gossamer.analysis.sensitivity import tensors_in
 from gossamer.errors import GossamerError
-from gossamer.graph import unwrap
-from gossamer.graph.inputs import batch_arguments
-from gossamer.graph.undisturbed import undisturbed
+from gossamer.model import unwrap
+from gossamer.model.inputs import batch_arguments
+from gossamer.model.tracing.undisturbed import undisturbed
 
 
 @dataclass(frozen=True)

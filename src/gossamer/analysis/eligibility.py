@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gossamer.graph import is_transposed, prunable, weight_of
+from gossamer.model import is_transposed, prunable, weight_of
 from gossamer.sparse import NM, NM2d
 
 OUTPUTS, INPUTS = 8, 16

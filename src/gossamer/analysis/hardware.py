@@ -15,8 +15,8 @@ from torch import nn
 from gossamer.analysis.eligibility import ineligible
 from gossamer.analysis.model_table import kind_of, rows_of
 from gossamer.errors import GossamerError
-from gossamer.graph import owner_of, prunable, unwrap
-from gossamer.graph.filter_groups import filter_groups
+from gossamer.model import owner_of, prunable, unwrap
+from gossamer.model.tracing.filter_groups import filter_groups
 from gossamer.sparse import Block
 
 ROWS, COLUMNS = 16, 16

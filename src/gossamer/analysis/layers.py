@@ -20,10 +20,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, SparsityError, nearest
-from gossamer.files import whole
-from gossamer.graph import expect_model, layer_path, left_dense, prunable, weight_of
-from gossamer.graph.macs import macs as count_macs
-from gossamer.graph.parameters import nothing_to_prune
+from gossamer.io import whole
+from gossamer.model import expect_model, layer_path, left_dense, prunable, weight_of
+from gossamer.model.parameters import nothing_to_prune
+from gossamer.model.tracing.macs import macs as count_macs
 from gossamer.sparse import energy_removed, zero_count
 
 FORMAT = 1
@@ -196,8 +196,8 @@ def layer_report(
 
     `sparsities`: for each weight, by its name, one sparsity per level, all as fractions; a weight that is named
     neither there nor among those `excluded` (with the reason) takes no part. `example_inputs`: as for
-    `gossamer.graph.macs.macs`; without them there are no MACs. Raises `GossamerError` when names or numbers do not
-    fit, or when the model does not run on the inputs.
+    `gossamer.model.tracing.macs.macs`; without them there are no MACs. Raises `GossamerError` when names or numbers do
+    not fit, or when the model does not run on the inputs.
 
     >>> report = layer_report(nn.Linear(4, 5), {"weight": [0.3, 0.9]}, levels=[0.3, 0.9], example_inputs=[1, 4])
     >>> report.total.zeros, report.total.macs, report.total.macs_left

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gossamer.analysis.layers import LayerRow, layer_report
 from gossamer.analysis.projection import Outlook, Projection
-from gossamer.graph import (
+from gossamer.model import (
     expect_model,
     get_parameter,
     is_depthwise,
@@ -28,9 +28,9 @@ from gossamer.graph import (
     unwrap,
     weight_of,
 )
-from gossamer.graph.counting import WeightCount, count_weights
-from gossamer.graph.parameters import named_state
-from gossamer.graph.weights import check_values
+from gossamer.model.counting import WeightCount, count_weights
+from gossamer.model.parameters import named_state
+from gossamer.model.weights import check_values
 from gossamer.sparse import NM, Block, Channel, Filter, Pattern
 
 PATTERNS: dict[str, Pattern] = {"filter": Filter(), "channel": Channel(), "2:4": NM(2, 4), "block4": Block(1, 4)}
@@ -147,7 +147,7 @@ class ModelTable:
 
 
 def model_table(model: nn.Module, example_inputs: Any = None, projection: Projection | None = None) -> ModelTable:
-    """The layers of a model; `example_inputs` as for `gossamer.graph.macs.macs`, without them there are no MACs.
+    """The layers of a model; `example_inputs` as for `macs`, without them there are no MACs.
 
     Raises `GossamerError` when the model has no layer to prune, or does not run on the inputs.
 

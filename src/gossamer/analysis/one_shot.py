@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from gossamer.analysis.accuracy import Labelled, Score, labelled, score_now
 from gossamer.analysis.sensitivity import Progress, outputs_first
 from gossamer.errors import GossamerError, SparsityError, nearest
-from gossamer.graph import first_names, get_parameter, prunable, unwrap, weight_of
-from gossamer.graph.coupling import Untraceable, couple
-from gossamer.graph.filter_groups import FilterGraph, FilterGroup
-from gossamer.graph.parameters import with_norms_kept
-from gossamer.graph.undisturbed import undisturbed
+from gossamer.model import first_names, get_parameter, prunable, unwrap, weight_of
+from gossamer.model.parameters import with_norms_kept
+from gossamer.model.tracing.coupling import Untraceable, couple
+from gossamer.model.tracing.filter_groups import FilterGraph, FilterGroup
+from gossamer.model.tracing.undisturbed import undisturbed
 from gossamer.sparse import Channel, Filter, Pattern, Unstructured, magnitude
 
 SAMPLES = 1024

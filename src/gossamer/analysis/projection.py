@@ -14,8 +14,11 @@ from typing import Literal
 import torch
 from torch import nn
 
+from gossamer.engine.attachment import Attachment, Shared
+from gossamer.engine.binding import attachments, located
+from gossamer.engine.sampling import Sampler
 from gossamer.errors import GossamerError, ModifierError, RecipeError, SparsityError
-from gossamer.graph import get_parameter, is_transposed, prunable, unwrap
+from gossamer.model import get_parameter, is_transposed, prunable, unwrap
 from gossamer.modifiers import (
     ConstantPruningModifier,
     GMPruningModifier,
@@ -32,9 +35,6 @@ from gossamer.modifiers.masked import RankedPruningModifier
 from gossamer.modifiers.scoring import FilterScorer, MagnitudeScorer
 from gossamer.recipe import Recipe
 from gossamer.sparse import NM, Pattern, erdos_renyi, magnitude, uniform, zero_count
-from gossamer.training.attachment import Attachment, Shared
-from gossamer.training.binding import attachments, located
-from gossamer.training.sampling import Sampler
 
 STEPS = 1000
 """Steps that an epoch counts here, where nothing trains; enough for every schedule to fit."""

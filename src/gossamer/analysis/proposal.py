@@ -22,8 +22,8 @@ from gossamer.analysis.one_shot import SAMPLES, chosen_weights
 from gossamer.analysis.proposal_trial import Trial, Worth
 from gossamer.analysis.sensitivity import Progress, rounded
 from gossamer.errors import GossamerError, SparsityError
-from gossamer.graph import unwrap
-from gossamer.graph.undisturbed import undisturbed
+from gossamer.model import unwrap
+from gossamer.model.tracing.undisturbed import undisturbed
 from gossamer.modifiers import EpochRangeModifier, GMPruningModifier
 from gossamer.recipe import Recipe
 from gossamer.sparse import Unstructured, erdos_renyi, global_masks, magnitude, zero_count

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from gossamer.analysis.accuracy import Labelled, Score, class_scores, score_now
 from gossamer.analysis.one_shot import put_back
 from gossamer.errors import GossamerError
-from gossamer.graph import get_parameter, named_parameters
-from gossamer.graph.recalibration import recalibrate
+from gossamer.model import get_parameter, named_parameters
+from gossamer.model.recalibration import recalibrate
 from gossamer.sparse import magnitude
 from gossamer.sparse.selection import smallest
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gossamer.errors import GossamerError, SparsityError
-from gossamer.graph import get_parameter, is_transposed, prunable, unwrap
-from gossamer.graph.inputs import batch_arguments
-from gossamer.graph.parameters import with_norms_kept
-from gossamer.graph.undisturbed import undisturbed
+from gossamer.model import get_parameter, is_transposed, prunable, unwrap
+from gossamer.model.inputs import batch_arguments
+from gossamer.model.parameters import with_norms_kept
+from gossamer.model.tracing.undisturbed import undisturbed
 from gossamer.sparse import Pattern, Unstructured, magnitude, zero_count
 
 BATCHES = 2

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from gossamer.analysis.accuracy import Score, classifier_score
 from gossamer.analysis.one_shot import chosen_weights, left_out, one_shot
 from gossamer.analysis.sensitivity import Progress, sensitivity
-from gossamer.graph import unwrap
+from gossamer.model import unwrap
 from gossamer.sparse import NM, Channel, Filter, Pattern, parse_pattern
 
 LEVELS = (0.5, 0.8, 0.9, 0.95)

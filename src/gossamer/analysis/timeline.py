@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from gossamer.engine.clock import Timing
 from gossamer.modifiers.base import Modifier
 from gossamer.modifiers.learning_rate import RateModifier
 from gossamer.modifiers.pruning import PruningModifier
 from gossamer.recipe import Recipe
-from gossamer.training.clock import Timing
 
 SAMPLES = 2000
 """At about how many epochs a schedule is asked."""

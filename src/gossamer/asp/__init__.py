@@ -34,9 +34,9 @@ from gossamer.asp.selection import (
 )
 from gossamer.asp.state import State, mask_buffers
 from gossamer.errors import GossamerError
-from gossamer.graph import embedding_tables, expect_model, get_parameter, left_dense, prunable, unwrap
-from gossamer.graph.additions import drop_buffers
-from gossamer.graph.permutation import Permutation
+from gossamer.model import embedding_tables, expect_model, get_parameter, left_dense, prunable, unwrap
+from gossamer.model.additions import drop_buffers
+from gossamer.model.permute import Permutation
 from gossamer.recipe import Recipe
 from gossamer.sparse import NM
 

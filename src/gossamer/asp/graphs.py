@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from gossamer.errors import GossamerError
-from gossamer.graph.permutation import Permutation, find
+from gossamer.model.permute import Permutation, find
 from gossamer.sparse import NM
 
 logger = logging.getLogger("gossamer.asp")
@@ -71,7 +71,7 @@ def save_graph(permutation: Permutation, path: Path) -> None:
     if find_spec("matplotlib") is None:
         logger.warning("no picture beside %s: matplotlib is not installed (pip install 'gossamer[report]')", path)
         return
-    from gossamer.analysis.permutation_plot import plot_permutation
+    from gossamer.report.plots.permutation import plot_permutation
 
     plot_permutation(permutation, path.with_suffix(".png"))
 

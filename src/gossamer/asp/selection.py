@@ -9,16 +9,9 @@ from torch import Tensor, nn
 
 from gossamer.analysis.eligibility import ineligible
 from gossamer.errors import GossamerError, SparsityError, nearest
-from gossamer.graph import (
-    first_names,
-    get_module,
-    is_transposed,
-    layer_path,
-    named_modules,
-    stored_weight,
-)
-from gossamer.graph.parameters import TIED
-from gossamer.graph.weights import is_conv1d, stored, unprunable
+from gossamer.model import first_names, get_module, is_transposed, layer_path, named_modules, stored_weight
+from gossamer.model.parameters import TIED
+from gossamer.model.weights import is_conv1d, stored, unprunable
 from gossamer.sparse import NM, parse_nm
 
 MaskCalculator = str | Callable[[Tensor], Tensor]

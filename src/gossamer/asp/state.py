@@ -1,7 +1,7 @@
 """What ASP knows of one model: its masks, where they lie, and the optimizers that keep them.
 
 The masks of a checkpoint are the buffers of the layers; the engine's own
-(`training/masks.py`) follow them and do the zeroing.
+(`engine/masks.py`) follow them and do the zeroing.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.asp.graphs import Options, logger, make_folder, save_graph, search
 from gossamer.asp.selection import Calculate, MaskCalculator, buffer_home, outputs_first
+from gossamer.engine.closures import with_gradients
+from gossamer.engine.masks import Masks
 from gossamer.errors import GossamerError, SparsityError
-from gossamer.graph import first_names, get_parameter, has_parameter, weight_of
-from gossamer.graph.additions import MASK, PRUNED, buffer_name
-from gossamer.graph.parameters import empties_a_norm
-from gossamer.graph.permutation import Permutation, state_of
+from gossamer.model import first_names, get_parameter, has_parameter, weight_of
+from gossamer.model.additions import MASK, PRUNED, buffer_name
+from gossamer.model.parameters import empties_a_norm
+from gossamer.model.permute import Permutation, state_of
 from gossamer.modifiers.pruning import GMPruningModifier
 from gossamer.recipe import Recipe
 from gossamer.sparse import NM, share_of_zeros, zero_where
-from gossamer.training.closures import with_gradients
-from gossamer.training.masks import Masks
 
 GRAPH_FILE = "model_offline_permutation_graph.json"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gossamer.cli import analyze_view as view
 from gossamer.errors import GossamerError
-from gossamer.files import whole
+from gossamer.io import whole
 
 if TYPE_CHECKING:
     from gossamer.cli.analyze import Analysis
@@ -40,7 +40,7 @@ def write(analysis: Analysis, folder: Path) -> list[Path]:
         except OSError as error:
             raise GossamerError(f"{folder / name}: cannot be written: {error.strerror}") from error
     if analysis.sensitivity is not None:
-        from gossamer.analysis.sensitivity_plot import save
+        from gossamer.report.plots.sensitivity import save
 
         for name in PICTURES:
             save(analysis.sensitivity, folder / name, analysis.subject.name)

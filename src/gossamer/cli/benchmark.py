@@ -20,11 +20,11 @@ from rich.table import Table
 from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json
 from gossamer.cli.models import Imports
 from gossamer.errors import GossamerError
-from gossamer.files import whole
+from gossamer.io import whole
 from gossamer.runner.figures import size
 
 if TYPE_CHECKING:
-    from gossamer.export.speed import InMemory, Timing
+    from gossamer.benchmark import InMemory, Timing
 
 _FILES = (".onnx", ".pt2", ".safetensors")
 _STYLES = {"faster": "green", "slower": "red", "same": "default", "unclear": "dim"}
@@ -78,8 +78,8 @@ def benchmark(
     nine runs in ten lie, and how many times as fast as the first file it is, with an interval of 95 %. Files of weights
     hold no program: reading them is timed.
     """
-    from gossamer.export.speed import explain, measure
-    from gossamer.export.speed.sentences import labels
+    from gossamer.benchmark import explain, measure
+    from gossamer.benchmark.sentences import labels
 
     if output is not None and output.suffix != ".json":
         raise GossamerError(f"--output: expected a file that ends in .json, found '{output}'")
@@ -123,7 +123,7 @@ def _candidate(word: str, shapes: Mapping[str, Sequence[int]], imports: Sequence
         return path
     if path.is_file() and path.suffix.lower() not in (".yaml", ".yml", ".pt", ".pth"):
         raise GossamerError(f"{word}: expected a file that ends in {', '.join(_FILES)}; gossamer export writes them")
-    from gossamer.export.speed import InMemory
+    from gossamer.benchmark import InMemory
     from gossamer.runner.subjects import open_subject
 
     given = shapes.get("")
@@ -149,7 +149,7 @@ def _shape(word: str) -> tuple[str, list[int]]:
 
 def _show(timings: Sequence[Timing], threads: int) -> None:
     """The rows of one runtime."""
-    from gossamer.export.speed.sentences import labels, times
+    from gossamer.benchmark.sentences import labels, times
 
     one, names = timings[0], labels(timings)
     unit, factor = _unit(min(timing.median for timing in timings))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from gossamer.analysis.eligibility import Eligibility
-    from gossamer.graph.permutation import Permutation
+    from gossamer.model.permute import Permutation
     from gossamer.sparse import NM
 
 PatternName = Annotated[str, typer.Option("--pattern", metavar="N:M", help="The pattern, as in 2:4.")]
@@ -57,7 +57,7 @@ def permute(
     the bound (the largest weights of each row, without a pattern), and the efficacy: how much of the way from the
     first to the bound the permutation goes.
     """
-    from gossamer.graph.permutation import find
+    from gossamer.model.permute import find
 
     chosen = _pattern(pattern)
     if not chosen.permutable:
@@ -92,7 +92,7 @@ def permute(
         found.apply(network)
         save_weights(network, output)
     if picture is not None:
-        from gossamer.analysis.permutation_plot import plot_permutation
+        from gossamer.report.plots.permutation import plot_permutation
 
         plot_permutation(found, picture)
     if as_json:

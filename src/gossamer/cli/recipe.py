@@ -95,8 +95,8 @@ def plot(
     as_json: AsJson = False,
 ) -> None:
     """Draw sparsity, learning rate and the phases of a recipe over its epochs."""
-    from gossamer.analysis.plot import save_plot
     from gossamer.analysis.timeline import timeline
+    from gossamer.report.plots.timeline import save_plot
 
     recipe = _load(file, settings, imports)
     drawn = timeline(recipe, steps_per_epoch, init_lr)
@@ -140,7 +140,7 @@ def _bind(recipe: Recipe, model: str | None, imports: list[str] | None) -> list[
     """What each modifier finds in the model, or None when there is no model."""
     if model is None:
         return None
-    from gossamer.training import bindings
+    from gossamer.engine import bindings
 
     return [
         {

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gossamer.errors import GossamerError
-from gossamer.files import whole
+from gossamer.io import whole
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -18,7 +18,7 @@ def save_weights(model: nn.Module, path: Path) -> None:
     """Write the model's state dict in the format that the file's ending names."""
     import torch
 
-    from gossamer.graph.additions import without_additions
+    from gossamer.model.additions import without_additions
 
     check_format(path)
     own: dict[str, Tensor] = without_additions(model.state_dict())

@@ -14,7 +14,6 @@ from torch import nn
 
 from gossamer.analysis.sensitivity import BATCHES, Progress, first_inputs
 from gossamer.create.choices import Choices, choose
-from gossamer.create.flow import Ends, ends
 from gossamer.create.layers import Layer, look_at, percent
 from gossamer.create.methods import CONSTANT
 from gossamer.create.naming import tidy
@@ -23,8 +22,9 @@ from gossamer.create.pruning import Context, pruning
 from gossamer.create.rates import rates
 from gossamer.create.text import Piece, Variable, written
 from gossamer.errors import GossamerError
-from gossamer.graph import ALL_PRUNABLE, expect_model, get_parameter, left_dense, prunable, unwrap
-from gossamer.graph.parameters import nothing_to_prune
+from gossamer.model import ALL_PRUNABLE, expect_model, get_parameter, left_dense, prunable, unwrap
+from gossamer.model.parameters import nothing_to_prune
+from gossamer.model.tracing.flow import Ends, ends
 from gossamer.recipe import Recipe, load
 
 

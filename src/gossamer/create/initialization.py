@@ -18,10 +18,10 @@ from gossamer.analysis.sensitivity import Progress
 from gossamer.create.choices import DATA_IDLE, Choices, choose
 from gossamer.create.generator import design
 from gossamer.create.schemas import RecipeVariables
+from gossamer.engine import Manager
+from gossamer.engine.arguments import check_arguments
 from gossamer.errors import GossamerError
 from gossamer.recipe import Recipe, load
-from gossamer.training import Manager
-from gossamer.training.arguments import check_arguments
 
 logger = logging.getLogger("gossamer")
 

@@ -17,10 +17,10 @@ from torch import nn
 from gossamer.analysis.eligibility import ineligible
 from gossamer.analysis.sensitivity import Curve, Progress, allocate, sensitivity
 from gossamer.create.choices import Choices
-from gossamer.create.flow import Ends
 from gossamer.errors import GossamerError, SparsityError
-from gossamer.graph import embedding_tables, get_parameter, is_depthwise, is_transposed, left_dense, prunable, unwrap
-from gossamer.graph.parameters import TIED
+from gossamer.model import embedding_tables, get_parameter, is_depthwise, is_transposed, left_dense, prunable, unwrap
+from gossamer.model.parameters import TIED
+from gossamer.model.tracing.flow import Ends
 from gossamer.sparse import Block, Channel, Filter, Pattern, Unstructured, erdos_renyi, within_reach, zero_count
 
 TINY = 1024

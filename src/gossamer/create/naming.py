@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from gossamer.errors import ModifierError
-from gossamer.graph import match
-from gossamer.graph.regex import MAX_LENGTH
+from gossamer.model import match
+from gossamer.model.regex import MAX_LENGTH
 
 _FEW = 3
 """From this many names on a pattern is easier to read."""

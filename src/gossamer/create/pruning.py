@@ -17,7 +17,7 @@ from gossamer.create.naming import tidy
 from gossamer.create.phases import Phases
 from gossamer.create.text import Piece, Row, Variable
 from gossamer.errors import GossamerError
-from gossamer.graph import ALL_PRUNABLE, get_parameter
+from gossamer.model import ALL_PRUNABLE, get_parameter
 from gossamer.modifiers.base import to_step
 from gossamer.sparse import Filter, zero_count
 

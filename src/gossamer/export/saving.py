@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError, nearest
 from gossamer.export.comparison import computed
 from gossamer.export.example_inputs import ExampleInputs
-from gossamer.export.model_file import RESERVED, Encoding, Stored, opened, plan, write_model_file
-from gossamer.export.models import check_place
-from gossamer.export.packing import words
-from gossamer.export.programs import Checked, write_onnx, write_pt2
-from gossamer.export.quantized import Integers, as_integers
-from gossamer.export.reading import ForeignFile, Progress, load_into
-from gossamer.export.states import State, copied, state_of
-from gossamer.files import whole
-from gossamer.graph import expect_model, unwrap
-from gossamer.graph.additions import without_additions
-from gossamer.graph.weights import check_values
+from gossamer.export.onnx.models import check_place
+from gossamer.export.onnx.programs import Checked, write_onnx, write_pt2
+from gossamer.export.weights.file import RESERVED, Encoding, Stored, opened, plan, write_model_file
+from gossamer.export.weights.packing import words
+from gossamer.export.weights.quantized import Integers, as_integers
+from gossamer.export.weights.reading import ForeignFile, Progress, load_into
+from gossamer.export.weights.states import State, copied, state_of
+from gossamer.io import whole
+from gossamer.model import expect_model, unwrap
+from gossamer.model.additions import without_additions
+from gossamer.model.weights import check_values
 from gossamer.quantization import is_emulated
 from gossamer.sparse import NM
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.graph import first_names, get_parameter, named_modules, owner_of, prunable
+from gossamer.io import dtype_word
+from gossamer.model import first_names, get_parameter, named_modules, owner_of, prunable
 from gossamer.quantization import is_emulated
-from gossamer.sealed import dtype_word
 from gossamer.sparse import NM
 
 

@@ -12,13 +12,14 @@ from typing import Any
 from torch import nn
 
 from gossamer.errors import GossamerError
-from gossamer.graph import expect_model, thinning
-from gossamer.graph.additions import strip
-from gossamer.graph.copies import duplicate
-from gossamer.graph.parameters import unwrap
-from gossamer.graph.thinning import Progress, Thinned
-from gossamer.graph.thinning_cuts import spread_over_processes
-from gossamer.graph.weights import check_values
+from gossamer.model import expect_model
+from gossamer.model import thin as thinning
+from gossamer.model.additions import strip
+from gossamer.model.copies import duplicate
+from gossamer.model.parameters import unwrap
+from gossamer.model.thin import Progress, Thinned
+from gossamer.model.thin.cuts import spread_over_processes
+from gossamer.model.weights import check_values
 
 
 def thin(

@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from gossamer.engine import Manager
 from gossamer.errors import GossamerError
 from gossamer.integrations.adapter import Adapter, batches_in, missing
 from gossamer.integrations.state_file import read_state, write_state
-from gossamer.training import Manager
 
 try:
     from accelerate import Accelerator, DistributedType

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from gossamer.engine import Manager
+from gossamer.engine.attachment import Logger
+from gossamer.engine.state import RunState
+from gossamer.engine.thinning import cut_as, thinned_shapes
 from gossamer.errors import GossamerError
 from gossamer.integrations.rates import RecipeRates
 from gossamer.modifiers import LayerThinningModifier
 from gossamer.modifiers.base import to_step
 from gossamer.recipe import Recipe, load
-from gossamer.training import Manager
-from gossamer.training.attachment import Logger
-from gossamer.training.state import RunState
-from gossamer.training.thinning import cut_as, thinned_shapes
 
 logger = logging.getLogger("gossamer")
 

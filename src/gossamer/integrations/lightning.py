@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from gossamer.engine.state import RunState
 from gossamer.errors import GossamerError
 from gossamer.integrations.adapter import Adapter, missing
-from gossamer.training.state import RunState
 
 try:
     from lightning.pytorch import LightningModule, Trainer

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from gossamer.engine import Manager
 from gossamer.modifiers.base import to_step
-from gossamer.training import Manager
 
 
 class RecipeRates:

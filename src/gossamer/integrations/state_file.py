@@ -14,8 +14,7 @@ from typing import Any, cast
 import torch
 
 from gossamer.errors import GossamerError
-from gossamer.files import whole
-from gossamer.torch_files import load_torch
+from gossamer.io import load_torch, whole
 
 NAME = "gossamer.pt"
 _FORMAT = 1

@@ -20,11 +20,11 @@ from typing import Any, cast
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from gossamer.engine import Manager
 from gossamer.errors import GossamerError
 from gossamer.integrations.adapter import Adapter, batches_in, missing
 from gossamer.integrations.state_file import NAME, read_state, write_state
 from gossamer.modifiers.base import to_step
-from gossamer.training import Manager
 
 try:
     from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState

@@ -18,13 +18,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, ModifierError, nearest
-from gossamer.graph import ALL_PRUNABLE, expects_every_gradient
-from gossamer.graph.parameters import KEYWORDS, KEYWORDS_TO_EXCLUDE, problem_of_name
+from gossamer.model import ALL_PRUNABLE, expects_every_gradient
+from gossamer.model.parameters import KEYWORDS, KEYWORDS_TO_EXCLUDE, problem_of_name
 from gossamer.modifiers.state import Item, Layout, StateField
 from gossamer.quantities import Epoch
 
 if TYPE_CHECKING:
-    from gossamer.graph.filter_groups import FilterGraph
+    from gossamer.model.tracing.filter_groups import FilterGraph
 
 _NEWER = {"start": "start_epoch", "end": "end_epoch", "targets": "params"}
 

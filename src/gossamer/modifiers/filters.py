@@ -20,16 +20,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gossamer.graph import first_names, get_parameter, has_parameter, prunable
-from gossamer.graph.parameters import bias_beside
+from gossamer.model import first_names, get_parameter, has_parameter, prunable
+from gossamer.model.parameters import bias_beside
 from gossamer.modifiers.base import Run
 from gossamer.modifiers.scoring import outputs_first
 from gossamer.sparse import Unstructured, global_masks, zero_count
 from gossamer.sparse.allocation import most_zeros
 
 if TYPE_CHECKING:
-    from gossamer.graph.channels import Ints
-    from gossamer.graph.filter_groups import FilterGraph
+    from gossamer.model.tracing.channels import Ints
+    from gossamer.model.tracing.filter_groups import FilterGraph
 
 Bools = NDArray[np.bool_]
 

@@ -21,8 +21,8 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from gossamer.errors import ModifierError
-from gossamer.graph import get_module
-from gossamer.graph.recalibration import BATCHES, recalibrate, running_means
+from gossamer.model import get_module
+from gossamer.model.recalibration import BATCHES, recalibrate, running_means
 from gossamer.modifiers.base import ParamNames, Run, register, to_step
 from gossamer.modifiers.pruning import PruningModifier, Sparsity
 from gossamer.modifiers.state import LARGEST_SETTING, Item, Spec, StateField, by_target, same_names, tensors, vector

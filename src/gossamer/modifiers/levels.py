@@ -14,7 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from gossamer.errors import ModifierError, SparsityError
-from gossamer.graph import ALL_PRUNABLE
+from gossamer.model import ALL_PRUNABLE
 from gossamer.modifiers.base import ParamNames, Run, register
 from gossamer.modifiers.pruning import PruningModifier, Sparsity
 from gossamer.modifiers.scoring import FilterScorer, MagnitudeScorer, Scorer

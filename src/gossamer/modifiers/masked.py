@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
 from gossamer.errors import ModifierError, SparsityError
-from gossamer.graph import (
+from gossamer.model import (
     ALL_PRUNABLE,
     embedding_tables,
     has_parameter,
@@ -25,8 +25,8 @@ from gossamer.graph import (
     prunable,
     stored_weight,
 )
-from gossamer.graph.parameters import TIED, with_norms_kept
-from gossamer.graph.weights import WHOLE
+from gossamer.model.parameters import TIED, with_norms_kept
+from gossamer.model.weights import WHOLE
 from gossamer.modifiers.base import ExcludedNames, Modifier, ParamName, ParamNames, Run
 from gossamer.modifiers.filters import SAVED, FilterPlan, hold_vectors, is_held, leaves, plan_filters
 from gossamer.modifiers.scoring import outputs_first

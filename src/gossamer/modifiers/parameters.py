@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gossamer.errors import ModifierError
-from gossamer.graph import match
+from gossamer.model import match
 from gossamer.modifiers.base import (
     Modifier,
     ParamNames,

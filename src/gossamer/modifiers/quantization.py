@@ -17,8 +17,8 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, ModifierError
-from gossamer.graph import named_modules, prunable
-from gossamer.graph.weights import check_values
+from gossamer.model import named_modules, prunable
+from gossamer.model.weights import check_values
 from gossamer.modifiers.base import Modifier, Run, register, to_step
 from gossamer.modifiers.state import Item, Layout, Spec, StateField
 from gossamer.quantities import CountOrZero, Epoch

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from gossamer.errors import ModifierError
-from gossamer.graph import is_transposed
+from gossamer.model import is_transposed
 from gossamer.modifiers.base import Run
 from gossamer.sparse import BlockFisher, magnitude, movement
 from gossamer.sparse.scores import FilterKind, filter_scores

@@ -10,10 +10,10 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
 from gossamer.errors import ModifierError, nearest
-from gossamer.graph import ALL_PRUNABLE, get_module, layer_path, match, named_modules, named_parameters, prunable
-from gossamer.graph.parameters import hint
-from gossamer.graph.regex import PREFIX, matching
-from gossamer.graph.thinning_cuts import spread_over_processes
+from gossamer.model import ALL_PRUNABLE, get_module, layer_path, match, named_modules, named_parameters, prunable
+from gossamer.model.parameters import hint
+from gossamer.model.regex import PREFIX, matching
+from gossamer.model.thin.cuts import spread_over_processes
 from gossamer.modifiers.base import (
     LayerNames,
     Modifier,

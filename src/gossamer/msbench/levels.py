@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.files import whole
-from gossamer.graph import DEPTHWISE, get_parameter, unwrap, weight_of
+from gossamer.io import whole
+from gossamer.model import DEPTHWISE, get_parameter, unwrap, weight_of
 from gossamer.modifiers import LevelPruningModifier, Modifier
 from gossamer.msbench import selection
 from gossamer.msbench.config import NAME, Config
@@ -177,7 +177,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         if find_spec("matplotlib") is None:
             logger.warning("the analysis has no picture: matplotlib is missing (pip install 'gossamer[report]')")
         else:
-            from gossamer.analysis.layers_plot import save
+            from gossamer.report.plots.layers import save
 
             written.append(self.output_dir / "pruner_report.svg")
             save(report, written[-1])

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from gossamer.errors import GossamerError
-from gossamer.graph import ALL_PRUNABLE
+from gossamer.model import ALL_PRUNABLE
 from gossamer.modifiers import EpochRangeModifier, LevelPruningModifier, Modifier, STRPruningModifier
 from gossamer.msbench import generators, selection, sparsers
 from gossamer.msbench.config import NAME, Config, complaint, sentence

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gossamer.asp import ASP
 from gossamer.asp.selection import calculator
 from gossamer.errors import GossamerError
-from gossamer.graph import get_parameter, unwrap
+from gossamer.model import get_parameter, unwrap
 from gossamer.modifiers import ADMMPruningModifier, Modifier, ProbMaskPruningModifier, STRPruningModifier
 from gossamer.modifiers.learned import (
     CONTROLLED,

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from gossamer.errors import GossamerError
-from gossamer.graph import unwrap
-from gossamer.graph.copies import duplicate
+from gossamer.model import unwrap
+from gossamer.model.copies import duplicate
 
 if TYPE_CHECKING:
     from gossamer.msbench.schedulers import BaseScheduler
@@ -26,8 +26,8 @@ def write(scheduler: BaseScheduler, model: nn.Module, dummy_input: Any, onnx_nam
     The batch dimension is left open. For a model that takes one batch size only, the file does too, with a warning.
     """
     from gossamer.export.example_inputs import ExampleInputs
-    from gossamer.export.models import check_place, require, write_model
-    from gossamer.export.writing import export
+    from gossamer.export.onnx.models import check_place, require, write_model
+    from gossamer.export.onnx.writing import export
 
     require("export_sparse_onnx", "onnx", "onnxscript")
     copy = scheduler.export_sparse_model(duplicate(unwrap(model))).eval()

@@ -16,8 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from gossamer.engine.attachment import Attachment
+from gossamer.engine.completion import TOLERANCE
+from gossamer.engine.masks import Masks
+from gossamer.engine.restart import Restart
+from gossamer.engine.run import TrainingRun
+from gossamer.engine.state import RunState, frozen
+from gossamer.engine.watching import Arguments, Watch
 from gossamer.errors import GossamerError
-from gossamer.graph import expect_model, get_parameter, has_parameter, left_dense, prunable, unwrap
+from gossamer.model import expect_model, get_parameter, has_parameter, left_dense, prunable, unwrap
 from gossamer.modifiers import LevelPruningModifier, PruningModifier
 from gossamer.modifiers.state import Item, Spec
 from gossamer.msbench import selection, sparsers
@@ -25,13 +32,6 @@ from gossamer.msbench.config import NAME, Config
 from gossamer.msbench.lowering import GeneratedLevels, Lowered, told_of_config
 from gossamer.msbench.tracing import check_leaves, leaf_words, traced
 from gossamer.recipe import Recipe
-from gossamer.training.attachment import Attachment
-from gossamer.training.completion import TOLERANCE
-from gossamer.training.masks import Masks
-from gossamer.training.restart import Restart
-from gossamer.training.run import TrainingRun
-from gossamer.training.state import RunState, frozen
-from gossamer.training.watching import Arguments, Watch
 
 if TYPE_CHECKING:
     from gossamer.analysis.layers import LayerReport

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.graph import layer_path
+from gossamer.model import layer_path
 
 _PREFIX = "module."
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.graph import first_names, get_module, get_parameter, named_modules
-from gossamer.graph.additions import SPARSER
-from gossamer.graph.substitution import Substitution, withdraw_all
+from gossamer.model import first_names, get_module, get_parameter, named_modules
+from gossamer.model.additions import SPARSER
+from gossamer.model.substitution import Substitution, withdraw_all
 from gossamer.msbench.generators import MaskGenerator, ProbMaskGenerator
 from gossamer.quantities import Logit
 from gossamer.sparse.reparameterization import (

@@ -20,8 +20,8 @@ import torch
 from torch import fx, nn
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.graph import first_names, named_modules, prunable
-from gossamer.graph.undisturbed import undisturbed
+from gossamer.model import first_names, named_modules, prunable
+from gossamer.model.tracing.undisturbed import undisturbed
 
 Leaf = type[nn.Module] | str
 logger = logging.getLogger("gossamer.msbench")

@@ -19,8 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import GossamerError
-from gossamer.graph import named_modules, unwrap
-from gossamer.graph.compiling import compile_anew, uncompiled
+from gossamer.model import named_modules, unwrap
+from gossamer.model.compiling import compile_anew, uncompiled
 from gossamer.quantization.forward import Forward
 from gossamer.quantization.schemes import Scheme
 

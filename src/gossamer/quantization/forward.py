@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from gossamer.graph.compiling import uncompiled
+from gossamer.model.compiling import uncompiled
 from gossamer.quantization.placement import CONVOLUTIONS, IN_PLACE, ROLES, TRANSPOSED, Role
 from gossamer.quantization.rounding import Rounding, is_activation
 from gossamer.quantization.schemes import Numbers, Scheme

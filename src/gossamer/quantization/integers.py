@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.graph import first_names, named_modules
+from gossamer.model import first_names, named_modules
 from gossamer.quantization.arithmetic import rounded_weight, weight_scale
 from gossamer.quantization.schemes import Numbers
 

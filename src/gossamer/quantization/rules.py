@@ -10,8 +10,8 @@ from typing import Any, cast
 from torch import nn
 
 from gossamer.errors import ModifierError, nearest
-from gossamer.graph import named_modules, unwrap
-from gossamer.graph.regex import PREFIX, matching
+from gossamer.model import named_modules, unwrap
+from gossamer.model.regex import PREFIX, matching
 from gossamer.quantization.schemes import Scheme, scheme_of
 
 

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import IO, Any
 
 from gossamer.errors import RecipeError
-from gossamer.files import whole
+from gossamer.io import whole
 from gossamer.modifiers.base import Modifier
 from gossamer.recipe.editing import add_modifiers, override_variables, set_field, set_metadata
 from gossamer.recipe.loading import Content, Stages, distinct_name, read

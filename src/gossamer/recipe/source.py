@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from gossamer.errors import RecipeError, nearest
-from gossamer.files import open_regular
+from gossamer.io import open_regular
 
 MAX_BYTES = 1024 * 1024
 """A recipe is refused when it is larger than this: 20,000 parameters, each by its name, take less."""

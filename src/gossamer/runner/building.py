@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from gossamer.errors import GossamerError
-from gossamer.export.reading import emulate_as, is_thinned
-from gossamer.graph import unwrap
-from gossamer.graph.thinning_cuts import shrink_to
+from gossamer.export.weights.reading import emulate_as, is_thinned
+from gossamer.model import unwrap
+from gossamer.model.thin.cuts import shrink_to
 from gossamer.runner.checkpoint_file import MisfitError
 from gossamer.runner.checkpoints import Checkpoint, CheckpointError, Checkpoints
 from gossamer.runner.config import Loaded, task_of

@@ -1,6 +1,6 @@
 """One checkpoint in one file: written in one pass, checked while it is read, described without its tensors.
 
-The file is a safetensors file with digests (`gossamer.sealed`), so that other tools read the weights. Nothing here
+The file is a safetensors file with digests (`gossamer.io`), so that other tools read the weights. Nothing here
 knows which checkpoints a run keeps.
 """
 
@@ -21,9 +21,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
-from gossamer.files import open_regular, whole
-from gossamer.runner.encoding import MODEL, DecodingError, decode, encode
-from gossamer.sealed import (
+from gossamer.io import (
     LONGEST_TEXT,
     NewerError,
     Part,
@@ -34,11 +32,14 @@ from gossamer.sealed import (
     holds_bools,
     kind_of,
     loads,
+    open_regular,
     read_header,
+    whole,
     write_sealed,
 )
-from gossamer.sealed import DamagedError as _SealDamagedError
-from gossamer.sealed import bytes_of as _bytes_of
+from gossamer.io import DamagedError as _SealDamagedError
+from gossamer.io import bytes_of as _bytes_of
+from gossamer.runner.encoding import MODEL, DecodingError, decode, encode
 from gossamer.version import __version__
 
 KIND = "gossamer checkpoint"

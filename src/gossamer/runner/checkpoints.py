@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.errors import GossamerError
-from gossamer.files import flush_folder, whole
+from gossamer.io import flush_folder, whole
 from gossamer.runner.checkpoint_file import (
     Checkpoint,
     CheckpointError,

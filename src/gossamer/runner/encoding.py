@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
-from gossamer.sealed import DTYPES
+from gossamer.io import DTYPES
 
 MODEL = "model"
 """The key of a state whose tensors keep their plain names."""

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.files import as_name, name_fault
+from gossamer.io import as_name, name_fault
 from gossamer.quantization import is_emulated
 from gossamer.runner.config.schema import Net
 from gossamer.runner.networks import Network
 
 if TYPE_CHECKING:
     from gossamer.export import Written
-    from gossamer.graph.thinning import Thinned
+    from gossamer.model.thin import Thinned
     from gossamer.runner.subjects import Subject
 
 logger = logging.getLogger("gossamer")
@@ -203,7 +203,7 @@ def read_description(path: Path) -> ModelDescription:
 
     Empty for files that say nothing, as those of other programs.
     """
-    from gossamer.export.reading import THINNED, open_weights
+    from gossamer.export.weights.reading import THINNED, open_weights
 
     with open_weights(path) as weights:
         about = weights.about

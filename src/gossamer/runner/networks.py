@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gossamer.errors import GossamerError
-from gossamer.graph import named_parameters, unwrap
+from gossamer.model import named_parameters, unwrap
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.files import whole
+from gossamer.io import whole
 from gossamer.runner.data.decoding import ImageFileError
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import IO, Any, Self, cast
 
 from gossamer.errors import GossamerError
-from gossamer.files import read_regular, whole
+from gossamer.io import read_regular, whole
 
 METRICS, EVENTS = "metrics.jsonl", "tensorboard"
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from gossamer.errors import GossamerError
-from gossamer.export.reading import THINNED
-from gossamer.graph import unwrap
-from gossamer.graph.counting import count_by_kind
-from gossamer.graph.recalibration import BATCHES, recalibrate
+from gossamer.export.weights.reading import THINNED
+from gossamer.model import unwrap
+from gossamer.model.counting import count_by_kind
+from gossamer.model.recalibration import BATCHES, recalibrate
 from gossamer.runner.building import Built
 from gossamer.runner.data import Batches
 from gossamer.runner.exporting import Export, describe_model, write_model
@@ -27,7 +27,7 @@ from gossamer.runner.pictures import draw_tests
 from gossamer.runner.processes import done_by_first, gathered, send_buffers
 from gossamer.runner.random_states import random_states, restore_random_states
 from gossamer.runner.records import Records
-from gossamer.runner.reporting_notes import Weights, weights_of
+from gossamer.runner.reporting.notes import Weights, weights_of
 from gossamer.runner.schedule_log import ScheduleLog
 from gossamer.runner.testing import tell_left_out, tested
 

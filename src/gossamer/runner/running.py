@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from gossamer.errors import GossamerError
-from gossamer.files import open_regular, remove_leftovers, whole
-from gossamer.graph.counting import count_by_kind
+from gossamer.io import open_regular, remove_leftovers, whole
+from gossamer.model.counting import count_by_kind
 from gossamer.runner.checkpoint_file import MisfitError
 from gossamer.runner.checkpoints import Checkpoint, CheckpointError, Checkpoints, Description, title
 from gossamer.runner.config import Config, Loaded, config_text, read_config

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from gossamer.engine import Manager
 from gossamer.errors import GossamerError
-from gossamer.graph import get_parameter, named_parameters, unwrap
-from gossamer.graph.additions import evaluated
+from gossamer.model import get_parameter, named_parameters, unwrap
+from gossamer.model.additions import evaluated
 from gossamer.modifiers import LayerThinningModifier, Modifier, PruningModifier
 from gossamer.modifiers.base import to_step
 from gossamer.modifiers.learned import LearnedPruningModifier
@@ -26,7 +27,6 @@ from gossamer.quantization import is_emulated
 from gossamer.recipe import load
 from gossamer.runner.config.schema import Sparsity
 from gossamer.runner.config.sparse import msbench_config
-from gossamer.training import Manager
 
 
 class Sparsifier(ABC):

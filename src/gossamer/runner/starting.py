@@ -16,14 +16,14 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.export.reading import is_thinned, read_about
-from gossamer.graph.additions import without_additions
-from gossamer.graph.thinning_cuts import shrink_to, shrunk
+from gossamer.export.weights.reading import is_thinned, read_about
+from gossamer.io import dtype_word
+from gossamer.model.additions import without_additions
+from gossamer.model.thin.cuts import shrink_to, shrunk
 from gossamer.runner.checkpoint_file import Checkpoint, CheckpointError, MisfitError, is_checkpoint, read_checkpoint
 from gossamer.runner.checkpoints import Checkpoints
 from gossamer.runner.config.schema import Saver
 from gossamer.runner.weights import check_numbers, read_weights
-from gossamer.sealed import dtype_word
 
 logger = logging.getLogger("gossamer")
 RESUME, PRETRAIN = "saver.resume_model", "saver.pretrain_model"

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.export.reading import THINNED, emulate_as, is_thinned
-from gossamer.graph.inputs import guesses
-from gossamer.graph.thinning_cuts import shrink_to, shrunk
+from gossamer.export.weights.reading import THINNED, emulate_as, is_thinned
+from gossamer.model.inputs import guesses
+from gossamer.model.thin.cuts import shrink_to, shrunk
 from gossamer.runner.config import Config, config_of, task_of
 from gossamer.runner.config.schema import Net, Source
 from gossamer.runner.data import Batches, ImageData, build_dataset

@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.files import whole
+from gossamer.io import whole
 
 logger = logging.getLogger("gossamer")
 

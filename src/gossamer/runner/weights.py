@@ -14,10 +14,9 @@ from typing import Any, cast
 from torch import Tensor
 
 from gossamer.errors import GossamerError
-from gossamer.graph.additions import is_buffer
+from gossamer.io import check_dense, dtype_word, kind_of, load_torch
+from gossamer.model.additions import is_buffer
 from gossamer.runner.checkpoint_file import is_checkpoint, read_checkpoint
-from gossamer.sealed import dtype_word, kind_of
-from gossamer.torch_files import check_dense, load_torch
 
 _NESTS = ("ema_state_dict", "ema", "model_ema", "state_dict", "model_state_dict", "model", "module")
 """Where the weights may be in a file that holds more, averaged ones first."""
@@ -60,7 +59,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         checkpoint = read_checkpoint(path)
         return _tensors(checkpoint.ema) or checkpoint.weights
     if kind_of(path) is not None:
-        from gossamer.export.reading import read_state
+        from gossamer.export.weights.reading import read_state
 
         return read_state(path)
     if path.suffix == ".safetensors":

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import SparsityError
-from gossamer.sparse import selection_kernels as kernels
+from gossamer.sparse import _selection_kernels as kernels
 
 
 def zero_count(units: int, sparsity: float) -> int:

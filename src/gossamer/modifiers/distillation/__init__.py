@@ -16,7 +16,7 @@ from pydantic import field_validator, model_validator
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, ModifierError, nearest
-from gossamer.graph import named_modules
+from gossamer.model import named_modules
 from gossamer.modifiers.base import Modifier, Run, register
 from gossamer.modifiers.state import LARGEST_SETTING, Item, Layout, Spec, StateField
 from gossamer.quantities import Factor, Share, Temperature

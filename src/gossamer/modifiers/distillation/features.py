@@ -20,7 +20,7 @@ from torch.optim.sgd import sgd
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import ModifierError
-from gossamer.graph import get_module
+from gossamer.model import get_module
 from gossamer.modifiers.base import Run, placed
 from gossamer.modifiers.distillation.learners import wide
 from gossamer.modifiers.distillation.lessons import Learner, Lesson, Lessons

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import ModifierError
-from gossamer.graph.compiling import compile_anew, uncompiled
+from gossamer.model.compiling import compile_anew, uncompiled
 from gossamer.modifiers.base import Run, placed
 from gossamer.modifiers.distillation.outputs import Path, replaced, tensors
 from gossamer.modifiers.distillation.teaching import Answer, Hook, Teacher

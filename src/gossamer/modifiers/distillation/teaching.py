@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import ModifierError, nearest
-from gossamer.graph.compiling import uncompiled
+from gossamer.model.compiling import uncompiled
 from gossamer.modifiers.distillation.outputs import replaced, tensors
 
 

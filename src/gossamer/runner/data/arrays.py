@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.files import open_regular
+from gossamer.io import open_regular
 from gossamer.runner.config.schema import Idx, Npz
 from gossamer.runner.data.classes import Expected
 from gossamer.runner.data.examples import LabelledArrays

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gossamer.errors import GossamerError
-from gossamer.files import open_regular
+from gossamer.io import open_regular
 
 if TYPE_CHECKING:
     from PIL.Image import Image

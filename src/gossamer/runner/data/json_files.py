@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from gossamer.errors import GossamerError
-from gossamer.files import read_regular
+from gossamer.io import read_regular
 
 
 def read_text(path: Path) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from gossamer.errors import GossamerError
-from gossamer.files import open_regular
+from gossamer.io import open_regular
 from gossamer.runner.config.schema import ImageFolder, ImageList
 from gossamer.runner.data.classes import Expected
 from gossamer.runner.data.examples import LabelledFiles, Names

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.errors import GossamerError
-from gossamer.files import whole
+from gossamer.io import whole
 from gossamer.runner.config.schema import Scenes
 from gossamer.runner.data.digits import CLASSES, digits
 from gossamer.runner.data.scenes import Scene, compose

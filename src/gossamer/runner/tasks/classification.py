@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gossamer.errors import GossamerError
-from gossamer.graph import named_parameters, unwrap
+from gossamer.model import named_parameters, unwrap
 from gossamer.runner.networks import Network
 from gossamer.runner.tasks.base import Labelled, Task, evaluating
 from gossamer.runner.tasks.metrics import Accuracy

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.graph import unwrap
+from gossamer.model import unwrap
 from gossamer.runner.networks import Network, detector_networks
 from gossamer.runner.tasks.base import Detection, Labelled, Task, evaluating
 from gossamer.runner.tasks.metrics import BoxPrecision, without

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.graph import unwrap
+from gossamer.model import unwrap
 from gossamer.runner.processes import gathered
 from gossamer.runner.tasks.base import Detection, Evaluator, Labelled, evaluating
 

@@ -1,0 +1,456 @@
+"""The manager: attaches a recipe to a model and an optimizer, and keeps time.
+
+This is the public face of `run.py`; SparseML's names for the same things are
+in `gossamer.sparseml`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from numbers import Integral, Real
+from typing import IO, Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from gossamer.engine.arguments import check_arguments, check_model
+from gossamer.engine.attachment import Logger, logger
+from gossamer.engine.completion import Completion, watch
+from gossamer.engine.regrowth import warn_of_regrowth
+from gossamer.engine.restart import Restart
+from gossamer.engine.run import TrainingRun, is_driven
+from gossamer.engine.scaler import check_of_use, clocked
+from gossamer.engine.state import RunState
+from gossamer.engine.targets import final_shares, planned_shares, targets
+from gossamer.engine.teachers import lessons_for
+from gossamer.engine.thinning import cut_as
+from gossamer.errors import GossamerError
+from gossamer.model import has_parameter, unwrap, weight_of
+from gossamer.model.recalibration import checked_batches, has_running_statistics, recalibrate
+from gossamer.modifiers import LayerThinningModifier, Modifier
+from gossamer.quantities import MAX_EPOCHS
+from gossamer.quantization import is_emulated
+from gossamer.recipe import Recipe, load
+from gossamer.sparse import share_of_zeros
+
+_ONE_SHOT_STEPS = 1000
+"""Steps that an epoch counts in one-shot application, where nothing trains."""
+
+
+class Manager:
+    """A recipe, and the run it drives once `modify` was called.
+
+    >>> model = nn.Linear(8, 4)
+    >>> manager = Manager("modifiers: [!ConstantPruningModifier {params: __ALL__}]")
+    >>> optimizer = manager.modify(model, torch.optim.SGD(model.parameters(), lr=0.1), steps_per_epoch=10)
+    """
+
+    report_when_dropped = True
+    """Whether a run that ends without `finalize` is reported; False for a caller that handles failures itself."""
+
+    def __init__(self, recipe: Recipe | str | os.PathLike[str] | IO[str]) -> None:
+        self.recipe_object = recipe if isinstance(recipe, Recipe) else load(recipe)
+        self._run: TrainingRun | None = None
+        self._completion: Completion | None = None
+        self._pending: RunState | None = None
+        self._finished = False
+
+    # What the recipe says
+
+    @property
+    def recipe(self) -> str:
+        """The recipe's text."""
+        return self.recipe_object.text
+
+    @property
+    def modifiers(self) -> Sequence[Modifier]:
+        return self.recipe_object.modifiers
+
+    @property
+    def max_epochs(self) -> int:
+        return self.recipe_object.max_epochs
+
+    @property
+    def min_epochs(self) -> int:
+        return self.recipe_object.min_epochs
+
+    @property
+    def pruning_modifiers(self) -> list[Modifier]:
+        return self._family("pruning")
+
+    @property
+    def quantization_modifiers(self) -> list[Modifier]:
+        return self._family("quantization")
+
+    @property
+    def distillation_modifiers(self) -> list[Modifier]:
+        return self._family("distillation")
+
+    @property
+    def learning_rate_modifiers(self) -> list[Modifier]:
+        return self._family("learning_rate")
+
+    @property
+    def epoch_modifiers(self) -> list[Modifier]:
+        return self._family("epoch")
+
+    def iter_modifiers(self) -> Iterator[Modifier]:
+        return iter(self.modifiers)
+
+    def phase(self, epoch: float) -> str:
+        """`quantization`, `pruning`, `fine-tuning` (after pruning) or `training`, the first that holds."""
+        if self.qat_active(epoch):
+            return "quantization"
+        gradual = [m for m in self.pruning_modifiers if m.end_epoch != -1]
+        if any(m.start_epoch <= epoch < m.end_epoch for m in gradual):
+            return "pruning"
+        return "fine-tuning" if any(m.end_epoch <= epoch for m in gradual) else "training"
+
+    def qat_active(self, epoch: float) -> bool:
+        """Whether quantization-aware training has begun by this epoch."""
+        return any(modifier.start_epoch <= epoch for modifier in self.quantization_modifiers)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the recipe."""
+        self.recipe_object.save(path)
+
+    def __str__(self) -> str:
+        return self.recipe
+
+    # Training
+
+    def modify(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        steps_per_epoch: float,
+        wrap_optim: GradScaler | None = None,
+        epoch: float | None = None,
+        allow_parallel_module: bool = True,
+        distillation_teacher: nn.Module | str | bool | None = None,
+        grad_sampler: object = None,
+        calibration_data: Iterable[Any] | None = None,
+        scaler: GradScaler | None = None,
+        loggers: Sequence[Logger] = (),
+        example_inputs: Any = None,
+        lr_scheduler: Any = None,
+        accumulation_steps: int = 1,
+    ) -> Any:
+        """Attach the recipe: from now on the optimizer's own steps drive it.
+
+        Returns the optimizer, or, when a GradScaler was given, a scaler to
+        use in its place (so that steps which overflow count). `epoch` enters
+        the run in the middle. `example_inputs` (a tensor, or a tuple or dict of
+        arguments for the model) is what the model is followed with, to permute
+        channels and to find filters that belong together; without it common
+        shapes are tried. `lr_scheduler` is what
+        `LevelPruningModifier` starts over. `distillation_teacher` is a module;
+        None or "self" for a frozen copy of the model as it is now; "disable" or
+        False for none. `accumulation_steps` is the number by which each loss is
+        divided when gradients of several batches are added up. Nothing is
+        touched when this raises.
+        """
+        if wrap_optim is not None and scaler is not None and wrap_optim is not scaler:
+            raise GossamerError("wrap_optim and scaler mean the same, and two were given; give the one that you use")
+        scaler = wrap_optim if wrap_optim is not None else scaler
+        self._check(module, optimizer, steps_per_epoch, allow_parallel_module, scaler)
+        check_of_use(scaler, self.recipe_object, float(steps_per_epoch))
+        batches: Any = accumulation_steps
+        if isinstance(batches, bool) or not isinstance(batches, Integral) or batches < 1:
+            raise GossamerError(f"accumulation_steps: expected the number of batches in a step, found {batches!r}")
+        if epoch is not None and not (isinstance(epoch, Real) and abs(epoch) <= MAX_EPOCHS):
+            raise GossamerError(f"epoch: expected the epoch at which to enter the run, found {epoch!r}")
+        for warning in self.recipe_object.warnings:
+            logger.warning("%s", warning)
+        if calibration_data is not None and not any(
+            m.recalibrates or m.family == "quantization" for m in self.modifiers
+        ):
+            logger.warning("calibration_data has no effect: the recipe holds no modifier that uses it")
+        steps = float(steps_per_epoch)
+        restart = None if lr_scheduler is None else Restart(lr_scheduler)
+        lessons = lessons_for(module, distillation_teacher, wanted=bool(self.distillation_modifiers))
+        run = TrainingRun(
+            self.recipe_object,
+            module,
+            optimizer,
+            steps,
+            grad_sampler,
+            loggers,
+            example_inputs,
+            restart,
+            lessons,
+            scaler,
+            int(accumulation_steps),
+            calibration_data,
+        )
+        if restart is not None and restart.begun and self._pending is None:
+            logger.warning(
+                "lr_scheduler had made steps when it was given: levels will start over from there; "
+                "pass it before loading its state, or load the manager's state too"
+            )
+        if is_driven(optimizer):
+            logger.warning("a recipe drives this optimizer already, and both will act; finalize() its manager first")
+        if self._pending is None and is_emulated(module):
+            logger.warning(
+                "the model goes on to compute in the integers that an earlier run emulates; "
+                "gossamer.quantization.withdraw(model) ends that"
+            )
+        if self._pending is None:
+            run.begin(round(max(epoch or 0.0, 0.0) * steps_per_epoch))
+            run.before_first_step = partial(warn_of_regrowth, run)
+        else:
+            _report(run.load_state_dict(self._pending))
+            self._pending = None
+        run.hook()
+        self._run = run
+        self._completion = Completion(run.attachments, run.progress, run.shared.module, run.shared.masks, steps)
+        if self.report_when_dropped:
+            watch(self, run, self._completion)
+        if scaler is None:
+            logger.info(
+                "time is counted in performed optimizer steps; with a GradScaler, pass scaler= to count skipped ones"
+            )
+            return optimizer
+        return clocked(scaler, run)
+
+    def finalize(self, module: nn.Module | None = None, *, warn: bool = True) -> None:
+        """End the run: the optimizer is free again, the zeros stay in the weights.
+
+        Warns when the recipe was not carried out to its end; `warn=False` is for a run that you stop on purpose. If
+        the optimizer that `modify` was given never stepped, the weights were trained without masks and are left as they
+        are.
+        """
+        run, completion = self._attached(), self._completion
+        regrown = completion is not None and completion.regrown()
+        untrained = completion is not None and completion.untrained
+        run.finish(keep_weights=untrained)
+        if module is not None and not untrained:
+            self.apply_masks(module)
+        self._run, self._completion, self._finished = None, None, True
+        if completion is None:
+            return
+        if warn and (report := completion.report(regrown)) is not None:
+            logger.warning("%s", report)
+        completion.close()
+
+    def apply(
+        self,
+        module: nn.Module,
+        epoch: float = math.inf,
+        finalize: bool = True,
+        grad_sampler: object = None,
+        loggers: Sequence[Logger] = (),
+        example_inputs: Any = None,
+        calibration_data: Iterable[Any] | None = None,
+    ) -> None:
+        """One shot: bring a model to where the recipe has it at `epoch`, without training.
+
+        With `calibration_data`, batches in the forms that `gossamer.recalibrate` takes, of which the first 100 are
+        read, the statistics of batch norm are estimated again for the pruned weights; quantization that starts after
+        epoch 0 takes its ranges from the result. Data on which the model does not run is refused before anything
+        changes. Warns when a model with batch norm is pruned without data.
+        """
+        self._check_free()
+        check_model(module)
+        data = None
+        if calibration_data is not None:
+            data = checked_batches(module, calibration_data, "apply: calibration_data")
+        run = TrainingRun(
+            self.recipe_object,
+            module,
+            None,
+            _ONE_SHOT_STEPS,
+            grad_sampler,
+            loggers,
+            example_inputs,
+            calibration_data=data,
+        )
+        end = round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS)
+        starts = [a.start_step for a in run.attachments if a.modifier.family == "quantization"]
+        stop = min((start - 1 for start in starts if data is not None and 0 < start <= end), default=end)
+        zeros = _count_zeros(module)
+        run.begin(stop)
+        if data is not None:
+            recalibrate(module, data)
+        elif _count_zeros(module) > zeros and has_running_statistics(module):
+            logger.warning(
+                "apply: batch norm has the statistics of the weights before pruning; pass calibration_data, or call "
+                "gossamer.recalibrate(model, batches)"
+            )
+        if stop < end:
+            run.advance(end)
+        if finalize:
+            run.finish()
+        else:
+            self._run = run
+
+    def apply_structure(self, module: nn.Module, epoch: float = math.inf) -> None:
+        """Only what changes which modules the model has, as before loading weights that were saved at `epoch`.
+
+        What LayerThinningModifier removed is known from the state: call `load_state_dict` first.
+        """
+        state = self._pending if self._run is None else RunState.parse(self._run.state_dict())
+        if state is None and any(
+            isinstance(m, LayerThinningModifier) and max(m.start_epoch, 0) <= epoch for m in self.modifiers
+        ):
+            raise GossamerError(
+                "apply_structure: what LayerThinningModifier removed is in the manager's state; "
+                "call load_state_dict(state) first"
+            )
+        structural = [modifier for modifier in self.modifiers if modifier.structural]
+        run = None
+        if structural:
+            recipe = Recipe.of(structural, name=self.recipe_object.name)
+            run = TrainingRun(recipe, module, None, _ONE_SHOT_STEPS)
+        if state is not None:
+            cut_as(unwrap(module), state)
+        if run is not None:
+            run.begin(round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS))
+
+    def loss_update(
+        self,
+        loss: torch.Tensor,
+        module: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        epoch: float = -1.0,
+        steps_per_epoch: float = -1.0,
+        student_outputs: Any = None,
+        student_inputs: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """SparseML's name for `loss`."""
+        return self.loss(loss, student_outputs, student_inputs)
+
+    def loss(self, loss: torch.Tensor, outputs: Any, inputs: Any = None) -> torch.Tensor:
+        """The loss to train on, with the teacher's part in the open: (1 − h) · loss + h · T² · KL, and layer by layer.
+
+        Without this call the teacher's part comes with the backward pass; with it, that stays out. `outputs` is what
+        the model returned. `inputs` (a tensor, or a tuple or mapping of the model's arguments) is needed only when
+        the model was not in training mode. With `accumulation_steps`, `loss` is divided by it already, and the
+        teacher's part is divided here. The same loss comes back when no distillation is active.
+        """
+        return loss if self._run is None else self._run.loss(loss, outputs, inputs)
+
+    # The run
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        return self._attached().step
+
+    @property
+    def epoch(self) -> float:
+        run = self._attached()
+        return run.step / run.shared.steps_per_epoch
+
+    @property
+    def skipped(self) -> dict[str, dict[str, str]]:
+        """By modifier: the parameters it leaves alone, with the reason."""
+        return {a.key: dict(a.skipped) for a in self._attached().attachments if a.skipped}
+
+    def masks(self) -> dict[str, torch.Tensor]:
+        """By pruned parameter: True where the weight is kept."""
+        shared = self._attached().shared
+        return {name: ~shared.masks.zeros(name) for name in shared.pruned()}
+
+    @property
+    def mask_changes(self) -> int:
+        """Increases whenever a mask changes; equal values mean equal masks."""
+        return self._attached().shared.masks.changes
+
+    def apply_masks(self, module: nn.Module) -> None:
+        """Zero the masked weights of another copy of the model, such as an average of it."""
+        missing = self._attached().shared.masks.apply_to_copy(module)
+        if missing == set(self._attached().shared.masks.names()) and missing:
+            raise GossamerError(f"apply_masks: this is no copy of the model: it has no parameter '{min(missing)}'")
+
+    def sparsity(self) -> dict[str, float]:
+        """By pruned parameter: the share of its weights that are zero now; 0.0 for a parameter without elements.
+
+        Where a layer computes its weight (spectral norm, weight norm, `torch.nn.utils.prune`), the parameter is the
+        one that it computes it from, and the share that of the weight.
+        """
+        run = self._attached()
+        names = [name for name in run.shared.pruned() if has_parameter(run.shared.module, name)]
+        return {name: share_of_zeros(weight_of(run.shared.module, name)) for name in names}
+
+    def targets(self) -> dict[str, float]:
+        """By parameter: the sparsity at the end of its pruning, where the recipe sets one for this parameter alone.
+
+        Parameters that share one threshold (`global_sparsity: true` and the like) are left out: their weights decide
+        how they divide it. `planned()` has the sparsity of all of them together.
+        """
+        return targets(self._attached().attachments)
+
+    def planned(self, step: int | None = None) -> dict[str, float]:
+        """By pruned parameter: the sparsity that the recipe's schedules ask for at a step, by default at the end.
+
+        Parameters that share one threshold have the sparsity of all of them together: only their mean,
+        weighted by size, is the recipe's target. Under masks of filters or channels it is a share of those.
+        """
+        run = self._attached()
+        if step is None:
+            return final_shares(run.attachments)
+        return planned_shares(run.attachments, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the run needs to go on elsewhere; masks are packed to bits."""
+        return self._attached().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Go on from a state: before `modify` (the cleanest way) or after it, before or after the weights are loaded.
+
+        Returns what did not match, for a recipe that was edited since, and logs it; before `modify` the model is
+        not known yet, and it is logged there. A state that is damaged, or made for another model, raises
+        `GossamerError`, here or in `modify`; run, model and optimizer are then as they were.
+        """
+        parsed = RunState.parse(state)
+        if self._run is None:
+            self._pending = parsed
+            return []
+        return _report(self._run.load_state_dict(parsed))
+
+    def _family(self, family: str) -> list[Modifier]:
+        return [modifier for modifier in self.modifiers if modifier.family == family]
+
+    def _attached(self) -> TrainingRun:
+        if self._run is None:
+            advice = "; its run is over: ask before finalize(), or" if self._finished else ";"
+            raise GossamerError(
+                f"the manager is not attached to a model{advice} call modify(model, optimizer, steps_per_epoch)"
+            )
+        return self._run
+
+    def _check_free(self) -> None:
+        if self._run is not None:
+            raise GossamerError("the manager is attached already; call finalize() first, or use a second manager")
+
+    def _check(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        steps_per_epoch: Any,
+        allow_parallel: bool,
+        scaler: object,
+    ) -> None:
+        self._check_free()
+        check_arguments(module, optimizer, steps_per_epoch, scaler)
+        own = {id(parameter) for parameter in module.parameters()}
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise GossamerError("modify: the optimizer holds none of the model's parameters; pass the model's own")
+        if not allow_parallel and unwrap(module) is not module:
+            raise GossamerError(f"modify: {type(module).__name__} wraps the model, and allow_parallel_module is False")
+
+
+def _count_zeros(module: nn.Module) -> int:
+    return sum(weight.numel() - int(weight.detach().count_nonzero()) for weight in module.parameters())
+
+
+def _report(problems: list[str]) -> list[str]:
+    for problem in problems:
+        logger.warning("state: %s", problem)
+    return problems

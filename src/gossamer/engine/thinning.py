@@ -1,0 +1,261 @@
+"""Removing filters from a model that trains: the optimizer's state, masks and what modifiers remember go along.
+
+What was removed is kept in the modifier's state, so that a model that was built again can be cut alike before weights
+are loaded into it. What can be removed is found by `graph`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from gossamer.engine.attachment import Attachment, Shared, logger
+from gossamer.engine.state import RunState
+from gossamer.errors import GossamerError, ModifierError
+from gossamer.model.coherence import incoherent
+from gossamer.model.parameters import get_tensor, named_state
+from gossamer.model.thin.cuts import Cuts
+from gossamer.modifiers import LayerThinningModifier, PruningModifier
+from gossamer.modifiers.base import to_step
+from gossamer.modifiers.state import Item
+
+if TYPE_CHECKING:
+    from gossamer.engine.journal import Journal
+
+CUTS = "cuts"
+"""The key of what was removed, in the state of the modifier that did."""
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def thin_run(
+    attachment: Attachment, names: Collection[str], shared: Shared, cut: Callable[[Cuts, Shapes], None]
+) -> None:
+    """Remove what is zero as a whole and comes from these weights; `cut` takes the rest of the run along."""
+    from gossamer.model.permute.reordering import odd_state
+    from gossamer.model.thin import thin
+
+    module, who = shared.module, attachment.modifier.name
+    before = {name: tensor.detach() for name, tensor in named_state(module)}
+    odd = odd_state(shared.optimizer, {name: get_tensor(module, name) for name in before})
+    if odd:
+        key = next(iter(odd.values()))
+        logger.warning("%s removes nothing: the optimizer's '%s' cannot be cut with its weight", who, key)
+        return
+    try:
+        found = thin(module, shared.example_inputs, names=names)
+    except GossamerError as error:
+        logger.warning("%s removes nothing: %s", who, error)
+        return
+    if found.note:
+        logger.warning("%s: %s", who, found.note)
+    for name, reason in found.kept.items():
+        attachment.skip(name, reason)
+        logger.info("%s: '%s' keeps filters of zeros: %s", who, name, reason)
+    if not found.cuts:
+        logger.warning("%s removes nothing: no filter or channel is zero as a whole and can go", who)
+        return
+    logger.info("%s: %d parameters before, %d after", who, *found.parameters)
+    if shared.step > 0:
+        logger.warning(
+            "%s removes filters at step %d: copies of the model that were made before, such as an average, "
+            "keep them; make them anew",
+            who,
+            shared.step,
+        )
+    shapes = {name: tuple(before[name].shape) for name in found.cuts.kept}
+    attachment.state.setdefault(CUTS, []).append(Removal(found.cuts, shapes).state())
+    shared.removed = {name: before[name] for name in shapes}
+    cut(found.cuts, shapes)
+
+
+def cut_along(
+    cuts: Cuts, shapes: Shapes, shared: Shared, attachments: Sequence[Attachment], journal: Journal | None = None
+) -> None:
+    """Cut what belongs to a model's weights after the weights themselves."""
+    if journal is not None:
+        journal.after_cutting(shared, shared.removed)
+    for name, shape in shapes.items():
+        cuts.followed(shared.optimizer, name, get_tensor(shared.module, name), torch.Size(shape))
+    shared.masks.cut(cuts, shared.module)
+    for attachment in attachments:
+        if CUTS not in attachment.state:
+            attachment.state = _cut_state(attachment.state, cuts, shapes)
+
+
+def _cut_state(value: Any, cuts: Cuts, shapes: Shapes) -> Any:
+    """The same values with everything that belongs to a weight, by its name, cut like the weight."""
+    if not isinstance(value, Mapping):
+        return value
+    entries = cast(Mapping[str, Any], value)
+    changed = {
+        key: _like(key, item, cuts, shapes[key]) if key in shapes else _cut_state(item, cuts, shapes)
+        for key, item in entries.items()
+    }
+    # Whoever holds what has not changed goes on to hold it.
+    return entries if all(changed[key] is item for key, item in entries.items()) else changed
+
+
+def _like(name: str, value: Any, cuts: Cuts, shape: tuple[int, ...]) -> Any:
+    """One number per weight, in the weight's shape or flat; alone or in a list."""
+    if isinstance(value, list):
+        return [_like(name, item, cuts, shape) for item in cast(list[Any], value)]
+    if isinstance(value, Tensor) and value.numel() == math.prod(shape):
+        found = cuts.of(name, value.reshape(shape))
+        return found if value.dim() == len(shape) else found.reshape(-1)
+    return value
+
+
+# A model that was built again
+
+
+@dataclass(frozen=True)
+class Removal:
+    """One removal that a state knows of: which positions stay, and the shapes before."""
+
+    cuts: Cuts
+    shapes: Shapes
+
+    @classmethod
+    def parse(cls, item: Item) -> Removal:
+        fields = item.fields(["kept", "shapes"])
+        shapes = {
+            name: tuple(size.integer() for size in shape.items()) for name, shape in fields["shapes"].entries().items()
+        }
+        kept = {name: _positions(dims, shapes.get(name, ())) for name, dims in fields["kept"].entries().items()}
+        if kept.keys() != shapes.keys():
+            raise GossamerError(f"{item.where}: 'kept' and 'shapes' name different tensors; save the state again")
+        return cls(Cuts(kept), shapes)
+
+    def after(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor after it."""
+        kept = self.cuts.kept[name]
+        return tuple(len(kept[dim]) if dim in kept else size for dim, size in enumerate(self.shapes[name]))
+
+    def state(self) -> dict[str, Any]:
+        """As a modifier's state holds it."""
+        kept = {name: {str(dim): rows for dim, rows in dims.items()} for name, dims in self.cuts.kept.items()}
+        return {"kept": kept, "shapes": {name: list(shape) for name, shape in self.shapes.items()}}
+
+
+def _positions(item: Item, shape: tuple[int, ...]) -> dict[int, Tensor]:
+    dims = {str(dim): dim for dim in range(len(shape))}
+    return {dims[key]: rows.positions(shape[dims[key]]) for key, rows in item.fields([], dims).items()}
+
+
+def removals(state: RunState) -> list[Removal]:
+    """Every removal that a state knows of, in order."""
+    found: list[Removal] = []
+    for entry in state.modifiers.values():
+        held = entry.state.entries()
+        found += [Removal.parse(item) for item in held[CUTS].items()] if CUTS in held else []
+    return found
+
+
+def thinned_shapes(state: RunState) -> Shapes:
+    """By weight that the run of a state has cut: the shape that it has now."""
+    return _first_and_last(removals(state))[1]
+
+
+def cut_as(
+    module: nn.Module,
+    state: RunState,
+    optimizer: torch.optim.Optimizer | None = None,
+    example_inputs: Any = None,
+) -> None:
+    """Cut a model as the state of a run says; one that has been cut so is left alone. All of it or nothing."""
+    sizes = {name: tuple(tensor.shape) for name, tensor in named_state(module) if not is_lazy(tensor)}
+    apply_removals(module, due_removals(module, state, sizes, example_inputs), optimizer)
+
+
+def apply_removals(module: nn.Module, due: Sequence[Removal], optimizer: torch.optim.Optimizer | None) -> None:
+    """Cut a model and what an optimizer keeps for it; `due_removals` has checked that they fit."""
+    for removal in due:
+        removal.cuts.apply(module)
+        for name, shape in removal.shapes.items():
+            removal.cuts.followed(optimizer, name, get_tensor(module, name), torch.Size(shape))
+
+
+def due_removals(module: nn.Module, state: RunState, sizes: Shapes, example_inputs: Any = None) -> list[Removal]:
+    """The removals of a state that a model with these shapes still lacks: all or none. Changes nothing.
+
+    Raises when they do not fit the model, or would leave channels that are produced and not read, or the reverse.
+    """
+    found = removals(state)
+    first, last = _first_and_last(found)
+    if all(sizes.get(name) == shape for name, shape in last.items()):
+        return []
+    for name, shape in first.items():
+        if sizes.get(name) != shape:
+            held = f"has shape {sizes[name]}" if name in sizes else "is not in the model"
+            raise GossamerError(
+                f"state: '{name}' {held}, and was thinned from {shape} to {last[name]}; "
+                "load the state into a model that is built as the run's was"
+            )
+    taken_out = any(
+        entry.status == "active" and "layers" in entry.state.entries() for entry in state.modifiers.values()
+    )
+    if not taken_out and (odd := incoherent(module, _together(found), example_inputs)) is not None:
+        raise GossamerError(f"state: '{odd}' was not thinned as the layers around it; save the state again")
+    return found
+
+
+def check_not_thinner(state: RunState, attachments: Sequence[Attachment], sizes: Shapes) -> None:
+    """Raise when a model lacks filters that the run of the state still had."""
+    own = [entry for attachment in attachments for entry in attachment.state.get(CUTS, ())]
+    lost = [entry for entry in own if any(sizes.get(name) != tuple(shape) for name, shape in entry["shapes"].items())]
+    if len(lost) > len(removals(state)):
+        raise GossamerError(
+            "state: it is from before filters were removed from this model, and they cannot come back; "
+            "load it into a model that is built anew"
+        )
+
+
+def _first_and_last(found: Iterable[Removal]) -> tuple[Shapes, Shapes]:
+    """The shapes of what was cut, before the first and after the last removal."""
+    first: dict[str, tuple[int, ...]] = {}
+    last: dict[str, tuple[int, ...]] = {}
+    for removal in found:
+        for name, shape in removal.shapes.items():
+            if last.get(name, shape) != shape:
+                raise GossamerError(
+                    f"state: '{name}' has shape {last[name]} after one removal and {shape} before the next"
+                )
+            first.setdefault(name, shape)
+            last[name] = removal.after(name)
+    return first, last
+
+
+def _together(found: Iterable[Removal]) -> Cuts:
+    """Several removals as one."""
+    kept: dict[str, dict[int, Tensor]] = {}
+    for removal in found:
+        for name, dims in removal.cuts.kept.items():
+            held = kept.setdefault(name, {})
+            held.update({dim: held[dim][rows] if dim in held else rows for dim, rows in dims.items()})
+    return Cuts(kept)
+
+
+def misplaced(attachments: Sequence[Attachment]) -> list[tuple[Attachment, ModifierError]]:
+    """Removals that fall into a gradual pruning, whose shares would then count from what is left."""
+    found: list[tuple[Attachment, ModifierError]] = []
+    for own in attachments:
+        modifier = own.modifier
+        if not isinstance(modifier, LayerThinningModifier):
+            continue
+        for other in attachments:
+            pruning, timing = other.modifier, other.timing
+            if not isinstance(pruning, PruningModifier) or pruning.updates_every is None or timing.end is None:
+                continue
+            for epoch in (modifier.start_epoch, *modifier.update_epochs):
+                if timing.start <= to_step(epoch, own.steps_per_epoch) < timing.end:
+                    when = f"removes filters at epoch {max(epoch, 0.0):g}, while {pruning.name} prunes until epoch"
+                    why = f"{when} {pruning.end_epoch:g} and its shares would count from what is left; start later"
+                    found.append((own, ModifierError(why, "start_epoch")))
+                    break
+    return found

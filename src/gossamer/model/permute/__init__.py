@@ -1,0 +1,334 @@
+"""Find orders for the channels of a network with which N:M keeps larger weights; what it computes stays the same.
+
+Layers that read the same channels share one order, found on their weights
+together. What cannot move is listed with the reason. How channels hang
+together comes from `coupling`, how good an order is from `sparse`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from gossamer.model.parameters import first_names, get_tensor, is_transposed
+from gossamer.model.permute.reordering import Layer, Move, Optimizers, Permutation, odd_state, state_of
+from gossamer.model.tracing.channels import Factor, Ints, Labels
+from gossamer.model.tracing.coupling import Untraceable, couple
+from gossamer.model.tracing.tracer import Coupling
+from gossamer.sparse.permutation import Matrix, kept_magnitude, search_each
+
+__all__ = ["Layer", "Move", "Optimizers", "Permutation", "Progress", "find", "state_of"]
+
+Progress = Callable[[str, float], None]
+"""Told what is being searched and how much of all the work is done, 0 to 1."""
+
+
+def find(
+    model: nn.Module,
+    names: Sequence[str],
+    n: int = 2,
+    m: int = 4,
+    *,
+    example_inputs: Any = None,
+    optimizer: Optimizers = None,
+    effort: float = 1.0,
+    parts: bool = False,
+    progress: Progress | None = None,
+) -> Permutation:
+    """The orders that let n:m keep the most of the named weights; changes nothing and never raises for a model.
+
+    `example_inputs`: a tensor, a tuple of arguments for `forward`, or a dict of keyword arguments; without it common
+    shapes are tried. `parts`: see `couple`. An optimizer with state of a shape that cannot be reordered (Adafactor's)
+    holds its weights in place.
+    """
+    weights = {name: _Weight.of(model, name) for name in names}
+    try:
+        coupling = couple(model, example_inputs, parts=parts)
+    except Untraceable as error:
+        return Permutation({}, [weight.measured(n, m, (), str(error)) for weight in weights.values()], str(error))
+    odd = odd_state(optimizer, {name: get_tensor(model, name) for name in coupling.layouts})
+    aliases = first_names(model)
+    layouts = {name: aliases.get(name, name) for name in names}
+    return _Finder(weights, layouts, n, m, coupling, odd).find(effort, progress or (lambda _, __: None))
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A weight with output channels first."""
+
+    name: str
+    values: Tensor
+    transposed: bool
+    finite: bool
+
+    @staticmethod
+    def of(model: nn.Module, name: str) -> _Weight:
+        parameter = get_tensor(model, name)
+        if parameter.is_meta or is_lazy(parameter):
+            return _Weight(name, torch.zeros(0), False, False)
+        stored = parameter.detach()
+        transposed = is_transposed(model, name) and stored.dim() > 1
+        finite = stored.numel() == 0 or bool(torch.isfinite(stored.sum()))
+        return _Weight(name, stored.transpose(0, 1) if transposed else stored, transposed, finite)
+
+    @property
+    def input_dim(self) -> int:
+        return 0 if self.transposed else 1
+
+    @property
+    def channels(self) -> int:
+        return int(self.values.shape[1]) if self.values.dim() > 1 else 0
+
+    def unfit(self, m: int) -> str | None:
+        """Why no order of its input channels could matter."""
+        if not self.finite:
+            return "its weights hold NaN or infinity, or nothing yet"
+        if self.channels == 0 or self.channels % m:
+            return f"its {self.channels} input channels do not divide by {m}"
+        return "its input channels fill one stripe: any order keeps the same" if self.channels == m else None
+
+    def columns(self, rows: slice, columns: Ints) -> Tensor:
+        """Magnitudes (rows · kernel, columns)."""
+        taken = self.values[rows].index_select(1, torch.from_numpy(columns).to(self.values.device))
+        return _flat(taken)
+
+    def measured(self, n: int, m: int, moves: Sequence[Move], reason: str | None) -> Layer:
+        if not self.finite or self.channels == 0 or self.channels % m:
+            return Layer(self.name, self.values.numel(), 1.0, 1.0, 1.0, reason)
+        before = _flat(self.values)
+        total = max(float(before.sum(dtype=torch.float64)), 1e-300)
+        kept = kept_before = kept_magnitude(before, n, m) / total
+        if moves:
+            moved = self.values.transpose(0, 1) if self.transposed else self.values
+            for move in moves:
+                moved = move.of(moved)
+            kept = kept_magnitude(_flat(moved.transpose(0, 1) if self.transposed else moved), n, m) / total
+        bound = _largest(before, self.channels // m * n) / total
+        return Layer(self.name, self.values.numel(), kept_before, kept, bound, reason)
+
+
+@dataclass(frozen=True)
+class _View:
+    """Columns of a weight that hold one copy of some channels, in whole stripes."""
+
+    weight: _Weight
+    rows: slice
+    columns: Ints
+    classes: Ints
+    """The channel of each column."""
+
+    @property
+    def size(self) -> int:
+        height = len(range(*self.rows.indices(int(self.weight.values.shape[0]))))
+        return height * len(self.columns) * int(np.prod(self.weight.values.shape[2:]))
+
+
+class _Holders:
+    """Which parameters and buffers hold a channel."""
+
+    def __init__(self, coupling: Coupling) -> None:
+        self.names = list(coupling.layouts)
+        held: list[tuple[Ints, Ints]] = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+        for number, layout in enumerate(coupling.layouts.values()):
+            for factor in layout:
+                roots = np.unique(coupling.channels.resolved(factor)[0])
+                held.append((roots, np.full(len(roots), number)))
+        roots = np.concatenate([roots for roots, _ in held])
+        order = np.argsort(roots)
+        self._roots, self._numbers = roots[order], np.concatenate([numbers for _, numbers in held])[order]
+
+    def of(self, root: int) -> set[str]:
+        first, last = np.searchsorted(self._roots, [root, root + 1])
+        return {self.names[number] for number in self._numbers[first:last].tolist()}
+
+
+class _Finder:
+    def __init__(
+        self,
+        weights: Mapping[str, _Weight],
+        layout_names: Mapping[str, str],
+        n: int,
+        m: int,
+        coupling: Coupling,
+        odd: Mapping[str, str],
+    ) -> None:
+        self.weights, self.layout_names, self.n, self.m = weights, layout_names, n, m
+        self.coupling = coupling
+        self.colour = coupling.classes.colour.copy()
+        self.target = np.arange(len(self.colour))
+        self.odd: dict[int, str] = {}
+        self.holders = _Holders(coupling)
+        for name, key in odd.items():
+            self._hold(name, f"the optimizer's '{key}' cannot be reordered with its weight")
+
+    def find(self, effort: float, progress: Progress) -> Permutation:
+        views: dict[int, list[_View]] = {}
+        for weight in self.weights.values():
+            for view in self._views(weight):
+                views.setdefault(int(self.colour[view.classes[0]]), []).append(view)
+        chosen = [self._structure(group) for group in views.values()]
+        chosen = [group for group in chosen if len(group[0].classes) > self.m]
+        matrices = [
+            Matrix(
+                sum(view.size for view in group) // len(group[0].classes),
+                len(group[0].classes),
+                all(view.weight.values.is_cpu for view in group),
+                partial(_stacked, group),
+            )
+            for group in chosen
+        ]
+
+        def report(index: int, share: float) -> None:
+            progress(chosen[index][0].weight.name, share)
+
+        found = search_each(matrices, self.n, self.m, effort=effort, progress=report)
+        moved: set[str] = set()
+        groups: list[dict[str, Any]] = []
+        for group, best in zip(chosen, found, strict=True):
+            classes = group[0].classes
+            self.target[classes] = classes[best.order.cpu().numpy()]
+            moved |= {view.weight.name for view in group}
+            groups.append(self._described(group))
+        progress("", 1.0)
+        moves = dict(self._moves())
+        layers = [
+            weight.measured(
+                self.n, self.m, moves.get(self.layout_names[name], ()), None if name in moved else self._reason(weight)
+            )
+            for name, weight in self.weights.items()
+        ]
+        return Permutation(moves, layers, None, groups, self.coupling.note)
+
+    # Which columns may move
+
+    def _views(self, weight: _Weight) -> Iterator[_View]:
+        factor = self._input_factor(weight)
+        if factor is None or weight.unfit(self.m):
+            return
+        roots, labels = self.coupling.channels.resolved(factor)
+        if roots.ndim == 1:
+            yield from self._stripes(weight, slice(None), roots, labels)
+            return
+        starts = [0, *(np.flatnonzero((roots[1:] != roots[:-1]).any(axis=1)) + 1).tolist(), len(roots)]
+        for first, last in itertools.pairwise(starts):
+            yield from self._stripes(weight, slice(first, last), roots[first], labels[first])
+
+    def _stripes(self, weight: _Weight, rows: slice, roots: Ints, labels: Labels) -> Iterator[_View]:
+        """Whole stripes of channels that may change places, one view for each kind of channel and copy."""
+        kinds = np.stack([self.colour[roots], labels], axis=1).reshape(-1, self.m, 2)
+        even = np.flatnonzero((kinds == kinds[:, :1]).all(axis=(1, 2)))
+        by_kind: dict[tuple[int, int], list[int]] = {}
+        for stripe, kind in zip(even.tolist(), kinds[even, 0].tolist(), strict=True):
+            by_kind.setdefault((kind[0], kind[1]), []).append(stripe)
+        for stripes in by_kind.values():
+            columns = (np.array(stripes)[:, None] * self.m + np.arange(self.m)).reshape(-1)
+            yield _View(weight, rows, columns, roots[columns])
+
+    def _structure(self, views: Sequence[_View]) -> list[_View]:
+        """Those views that cut the same channels into the same stripes; of several cuts, the one with most weights."""
+        cuts: dict[bytes, list[_View]] = {}
+        for view in views:
+            stripes = np.sort(view.classes.reshape(-1, self.m), axis=1)
+            cuts.setdefault(stripes[np.argsort(stripes[:, 0])].tobytes(), []).append(view)
+        return max(cuts.values(), key=lambda group: sum(view.size for view in group))
+
+    def _input_factor(self, weight: _Weight) -> Factor | None:
+        wanted = ((0,),) if weight.transposed else ((1,), (0, 1))
+        layout = self.coupling.layouts.get(self.layout_names[weight.name], ())
+        return next((factor for factor in layout if factor.dims in wanted), None)
+
+    def _reason(self, weight: _Weight) -> str:
+        unfit = weight.unfit(self.m)
+        if unfit is not None:
+            return unfit
+        factor = self._input_factor(weight)
+        if factor is None:
+            used = bool(self.coupling.layouts.get(self.layout_names[weight.name]))
+            return "its input channels are not known" if used else "the network does not use it, as far as followed"
+        classes = np.unique(self.coupling.channels.resolved(factor)[0])
+        odd = next((self.odd[root] for root in classes.tolist() if root in self.odd), None)
+        found = odd or self.coupling.classes.reasons.most_common(classes)
+        if found is None and factor.atoms.ndim == 1 and len(classes) < factor.atoms.size:
+            return "each channel fills its stripes alone, for it is repeated at every pixel"
+        if found is None:
+            found = self.coupling.classes.limits.most_common(classes)
+        return found or "no stripe has channels that could change places with others"
+
+    # Searching
+
+    def _described(self, group: Sequence[_View]) -> dict[str, Any]:
+        readers = list(dict.fromkeys(view.weight.name for view in group))
+        along = self.holders.of(int(group[0].classes[0]))  # those of one colour are held by the same
+        return {
+            "channels": len(group[0].classes),
+            "searched_on": readers,
+            "moved_along": sorted(along - {self.layout_names[name] for name in readers}),
+        }
+
+    # Applying
+
+    def _moves(self) -> Iterator[tuple[str, list[Move]]]:
+        for name, layout in self.coupling.layouts.items():
+            moves: list[Move] = []
+            for factor in layout:
+                roots, labels = self.coupling.channels.resolved(factor)
+                goal = self.target[roots]
+                if (goal != roots).any():
+                    moves.append(Move(factor.dims, torch.from_numpy(_positions(roots, goal, labels))))
+            if moves:
+                yield name, moves
+
+    def _hold(self, name: str, why: str) -> None:
+        """Every channel of a tensor gets a colour of its own."""
+        for factor in self.coupling.layouts.get(name, ()):
+            roots = np.unique(self.coupling.channels.resolved(factor)[0])
+            self.colour[roots] = roots.astype(np.uint64)  # small numbers, which no hash comes near
+            self.odd |= dict.fromkeys(roots.tolist(), why)
+
+
+def _stacked(group: Sequence[_View]) -> Tensor:
+    """All rows of all views over the same channels, in the order of the first view.
+
+    Layers count by their number of weights, whatever the scale of each.
+    """
+    order = np.argsort(group[0].classes)
+    blocks: list[Tensor] = []
+    for view in group:
+        columns = np.empty_like(view.columns)
+        columns[order] = view.columns[np.argsort(view.classes)]
+        block = view.weight.columns(view.rows, columns)
+        mean = float(block.mean(dtype=torch.float64))
+        blocks.append(block / mean if mean > 0 and len(group) > 1 else block)
+    return torch.cat([block.to(blocks[0].device) for block in blocks])
+
+
+def _flat(weight: Tensor) -> Tensor:
+    """`(out, in, *kernel)` as magnitudes `(out · kernel, in)`."""
+    return weight.movedim(1, -1).reshape(-1, weight.shape[1]).abs().float()
+
+
+def _largest(magnitudes: Tensor, count: int) -> float:
+    """The sum of the largest of each row."""
+    if magnitudes.device.type != "cpu":
+        return float(magnitudes.topk(count, dim=1, sorted=False).values.sum(dtype=torch.float64))
+    split = magnitudes.shape[1] - count
+    return float(np.partition(magnitudes.numpy(), split, axis=1)[:, split:].sum(dtype=np.float64))
+
+
+def _positions(roots: Ints, goal: Ints, labels: Labels) -> Ints:
+    """For each position, the flat position where its new channel lies now, the same copy of it."""
+    order = np.lexsort((labels.reshape(-1), roots.reshape(-1)))
+    wanted = np.lexsort((labels.reshape(-1), goal.reshape(-1)))
+    source = np.empty(roots.size, np.int64)
+    source[wanted] = order
+    flat = (roots.reshape(-1)[source] == goal.reshape(-1)) & (labels.reshape(-1)[source] == labels.reshape(-1))
+    assert flat.all(), "channels that change places must have the same copies"
+    return source

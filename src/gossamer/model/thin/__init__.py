@@ -1,0 +1,171 @@
+"""Take filters and channels that are of no use out of a model for good: it computes the same, on smaller tensors.
+
+What may go comes from how channels hang together (`coupling`) and from what the model does with them; whether it
+could go is then tried, in float64 and layer by layer, so that no rule has to be known for code that counts on sizes.
+What cannot go stays as it is, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.errors import GossamerError
+from gossamer.model.compiling import compile_anew
+from gossamer.model.parameters import named_parameters, prunable, unwrap
+from gossamer.model.thin.cuts import Cuts, resize, spread_over_processes
+from gossamer.model.thin.plan import Group, Plan, plan
+from gossamer.model.thin.runs import Runner
+from gossamer.model.tracing.coupling import couple
+from gossamer.model.tracing.filter_groups import FilterGraph
+from gossamer.model.tracing.undisturbed import quietly
+
+State = Mapping[str, Tensor]
+Progress = Callable[[str, float], None]
+"""Told what is being done and how much of all the work is done, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Thinned:
+    """What became of a model."""
+
+    removed: dict[str, tuple[int, int]]
+    """By weight that lost something: how many numbers it had, and has."""
+    kept: dict[str, str]
+    """By weight with filters of zeros that stay: why."""
+    parameters: tuple[int, int]
+    """Of the whole model, before and after."""
+    note: str | None = None
+    """What was done when the model could be followed only in parts, and which weights the example does not use."""
+    cuts: Cuts = field(default_factory=Cuts, repr=False)
+    """The same cuts, for a model of the original shapes."""
+
+
+def thin(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    names: Collection[str] | None = None,
+    progress: Progress | None = None,
+) -> Thinned:
+    """Remove from the model, in place, the filters and channels that it computes the same without.
+
+    `example_inputs`: a tensor, a tuple of arguments for `forward`, or a dict of keyword arguments; without it common
+    shapes are tried. `names`: only filters of these weights go. Parameters stay the same objects, with other shapes;
+    gradients are dropped. When something fails the model is as it was. Raises `Untraceable` when it cannot be followed.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> _ = net[0].weight.data[:6].zero_(), net[0].bias.data.zero_()
+    >>> thin(net).removed
+    {'0.weight': (32, 8), '2.weight': (16, 4)}
+    """
+    module = _own(model)
+    if name := next((name for name, parameter in named_parameters(module) if parameter.is_complex()), None):
+        raise GossamerError(
+            f"thin: '{name}' is complex, which is not supported; thin the real parts of the model alone"
+        )
+    told = progress or _silent
+    told("following the network", 0.0)
+    coupling = couple(module, example_inputs, parts=True)
+    graph = FilterGraph(module, coupling)
+    before = {name: parameter.numel() for name, parameter in named_parameters(module)}
+    with quietly():
+        told("running it", 0.2)
+        runner = _runner(module, example_inputs)
+        state = runner.state()
+        observed = runner.observed()
+        found = plan(graph, state, observed, names)
+        told("trying without", 0.4)
+        accepted = _Trial(module, runner, found, state, told).accepted()
+    cuts = found.cuts(accepted)
+    if cuts:
+        changed = found.carried(accepted, state)
+        cuts.apply(module, {name: cuts.of(name, weight) for name, weight in changed.items()})
+        compile_anew()
+    told("", 1.0)
+    after = {name: parameter.numel() for name, parameter in named_parameters(module)}
+    return Thinned(
+        removed={name: (before[name], after[name]) for name in prunable(module) if after[name] != before[name]},
+        kept=found.kept(accepted),
+        parameters=(sum(before.values()), sum(after.values())),
+        note=_note(coupling.note, [name for name in before if name not in observed.used]),
+        cuts=cuts,
+    )
+
+
+def _note(parts: str | None, idle: Sequence[str]) -> str | None:
+    """What to know about the result, in a sentence or two."""
+    if not idle:
+        return parts
+    more = f" and {len(idle) - 1} more parameter{'s' * (len(idle) > 2)} take" if len(idle) > 1 else " takes"
+    left = "are left as they are" if len(idle) > 1 else "is left as it is"
+    unused = f"'{idle[0]}'{more} no part in this example and {left}; give an example that uses "
+    return "; ".join(filter(None, (parts, unused + ("them" if len(idle) > 1 else "it"))))
+
+
+def _silent(label: str, share: float) -> None:
+    """Nobody wants to know."""
+
+
+def _own(model: nn.Module) -> nn.Module:
+    if reason := spread_over_processes(model):
+        raise GossamerError(f"thin: {reason}; thin the model before it is wrapped")
+    return unwrap(model)
+
+
+def _runner(module: nn.Module, example_inputs: Any) -> Runner:
+    try:
+        return Runner(module, example_inputs)
+    except Exception as error:  # any model, any reason
+        shown = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(".")
+        remedy = "give example_inputs that its forward takes"
+        raise GossamerError(
+            f"thin: the model does not run on inputs of the given shapes ({shown}); {remedy}"
+        ) from error
+
+
+class _Trial:
+    """Which groups can really go: all at once if that works, else by halves, so that few runs find the few bad."""
+
+    def __init__(self, module: nn.Module, runner: Runner, found: Plan, state: State, progress: Progress) -> None:
+        self.module, self.runner, self.plan, self.state, self.progress = module, runner, found, state, progress
+        self.done, self.total = 0, max(len(found.groups), 1)
+
+    def accepted(self) -> list[Group]:
+        return self._extend([], self.plan.groups) if self.plan.groups else []
+
+    def _extend(self, accepted: list[Group], groups: Sequence[Group]) -> list[Group]:
+        """What of `groups` can go beside those accepted already."""
+        failure = self._failure([*accepted, *groups])
+        if failure is None or len(groups) == 1:
+            self.done += len(groups)
+            self.progress("trying without", 0.4 + 0.6 * self.done / self.total)
+        if failure is None:
+            return [*accepted, *groups]
+        if len(groups) == 1:
+            self.plan.reasons |= dict.fromkeys(groups[0].classes.tolist(), failure)
+            return accepted
+        half = len(groups) // 2
+        return self._extend(self._extend(accepted, groups[:half]), groups[half:])
+
+    def _failure(self, groups: Sequence[Group]) -> str | None:
+        cuts = self.plan.cuts(groups)
+        state = dict(self.state) | self.plan.carried(groups, self.state)
+        state = {name: cuts.of(name, tensor) for name, tensor in state.items()}
+        shapes = {name: tuple(state[name].shape) for name in cuts.kept}
+        dims = self.plan.graph.output_dim
+        outputs: dict[str, Tensor] = {
+            name: kept[self.plan.graph.output_side(name)]
+            for name, kept in cuts.kept.items()
+            if name in dims and self.plan.graph.output_side(name) in kept
+        }
+        try:
+            with torch.no_grad():
+                return self.runner.difference(state, outputs, lambda: resize(self.module, shapes))
+        except Exception as error:  # noqa: BLE001  (any model, any reason)
+            shown = " ".join(str(error).split())[:120].rstrip(".")
+            return f"the model does not run without them ({shown or type(error).__name__})"

@@ -1,0 +1,1 @@
+"""Plots as PNG, SVG or HTML: timelines, layers, sensitivities, permutations."""
