@@ -23,9 +23,9 @@ from benchmarks.measuring import Row, Watch, medians
 from gossamer.runner import Runner, SparseRunner
 from gossamer.runner.config import read_config
 from gossamer.runner.display import Display
-from gossamer.runner.loop import Progress
-from gossamer.runner.processes import joined
+from gossamer.runner.distributed import joined
 from gossamer.runner.records import Records
+from gossamer.runner.trainer import Progress
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "cls" / "resnet"
 ROUNDS = 8

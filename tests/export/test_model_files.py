@@ -261,7 +261,7 @@ def test_a_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_and_a_missing_file_are_told(tmp_path: Path) -> None:
-    from gossamer.runner.checkpoint_file import write_checkpoint
+    from gossamer.runner.checkpoint import write_checkpoint
 
     path = tmp_path / "best.safetensors"
     write_checkpoint(path, {"model": network().state_dict()}, iteration=1, epoch=1, metrics={})

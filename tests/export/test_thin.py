@@ -13,7 +13,8 @@ from torch import nn
 
 from gossamer.errors import GossamerError
 from gossamer.export import THINNED, load_into, save, thin, to_onnx
-from gossamer.runner import starting, subjects
+from gossamer.runner import start as starting
+from gossamer.runner import subjects
 from tests.fuzz.harness import fingerprint
 from tests.model.thinned_networks import lively, prune
 

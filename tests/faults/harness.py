@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from gossamer.runner.checkpoints import Checkpoints, read_checkpoint
+from gossamer.runner.checkpoint import Checkpoints, read_checkpoint
 from gossamer.runner.lock import LOCK
-from gossamer.runner.records import read_records
-from gossamer.runner.schedule_log import LR_CHANGE, SPARSITY_CHANGE
+from gossamer.runner.records import LR_CHANGE, SPARSITY_CHANGE, read_records
 from tests.runner.running_on_digits import LENGTH, config, same
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-IMPORTED = ("gossamer.cli", "gossamer.runner.running", "numba", "sklearn.datasets", "torchvision.transforms.v2")
+IMPORTED = ("gossamer.cli", "gossamer.runner.runs", "numba", "sklearn.datasets", "torchvision.transforms.v2")
 """What a run would import otherwise."""
 WRITES = {"os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "os.truncate"}
 """Audit events of operations that change a folder; `open` for writing and `fsync` are counted too."""

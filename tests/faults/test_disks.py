@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gossamer.runner.checkpoints import Checkpoints, read_checkpoint
+from gossamer.runner.checkpoint import Checkpoints, read_checkpoint
 from tests.faults.harness import Ended, Reference, Server, assert_same_run, write_config
 
 FULL = {"action": errno.ENOSPC, "on": ["open", "os.mkdir", "os.link", "os.rename"]}

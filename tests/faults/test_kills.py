@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.runner.checkpoints import describe
+from gossamer.runner.checkpoint import describe
 from tests.faults.harness import (
     KILLED,
     METHODS,

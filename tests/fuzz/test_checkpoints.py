@@ -20,10 +20,16 @@ from typer.testing import CliRunner
 from gossamer.cli import app
 from gossamer.errors import GossamerError
 from gossamer.io import write_sealed
-from gossamer.runner.checkpoint_file import Checkpoint, CheckpointError, describe, read_checkpoint, write_checkpoint
-from gossamer.runner.checkpoints import Checkpoints
-from gossamer.runner.encoding import DecodingError, decode, encode
-from gossamer.runner.run_state import continuation_of, setting_of
+from gossamer.runner._encoding import DecodingError, decode, encode
+from gossamer.runner.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Checkpoints,
+    describe,
+    read_checkpoint,
+    write_checkpoint,
+)
+from gossamer.runner.training_state import continuation_of, setting_of
 from gossamer.runner.weights import read_weights
 from tests.fuzz.harness import attempt, fuzz
 from tests.fuzz.sealing import Sealed, seal, unseal

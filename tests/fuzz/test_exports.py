@@ -19,7 +19,7 @@ import gossamer
 from gossamer.errors import GossamerError
 from gossamer.export import THINNED, read_about, read_integers, save, thin
 from gossamer.io import DTYPES
-from gossamer.runner.exporting import Export, read_description, write_subject
+from gossamer.runner.model_files import Export, read_description, write_subject
 from gossamer.runner.subjects import open_subject
 from gossamer.sparse import NM, Unstructured, magnitude
 from tests.fuzz.harness import fingerprint, fuzz

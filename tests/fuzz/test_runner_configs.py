@@ -16,7 +16,7 @@ from gossamer.runner.config import read_config
 from gossamer.runner.config.schema import Config
 from gossamer.runner.data.building import build_dataset
 from gossamer.runner.data.transforms import Pipeline
-from gossamer.runner.rates import build_lr_scheduler, build_optimizer
+from gossamer.runner.optimizer import build_lr_scheduler, build_optimizer
 from tests.fuzz.documents import block_text, mangled, tweaked
 from tests.fuzz.harness import attempt, fuzz
 from tests.fuzz.values import hostile, mutated

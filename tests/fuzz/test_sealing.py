@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gossamer.runner.checkpoint_file import CheckpointError, describe, read_checkpoint, write_checkpoint
+from gossamer.runner.checkpoint import CheckpointError, describe, read_checkpoint, write_checkpoint
 from tests.fuzz.sealing import seal, unseal
 
 STATE = {"model": {"w": torch.arange(6.0).view(2, 3), "n": torch.tensor(3), "h": torch.ones(3, dtype=torch.bfloat16)}}

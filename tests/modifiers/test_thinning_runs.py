@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.runner.checkpoints import Checkpoints
+from gossamer.runner.checkpoint import Checkpoints
 from tests.runner import running_on_digits as digits
 
 RECIPE = """

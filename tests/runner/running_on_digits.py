@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from gossamer.runner.checkpoints import Checkpoints, read_checkpoint
+from gossamer.runner.checkpoint import Checkpoints, read_checkpoint
 from gossamer.runner.display import Display
-from gossamer.runner.running import Result, evaluate, resume, run
+from gossamer.runner.runs import Result, evaluate, resume, run
 from gossamer.runner.trust import remember, remembered
 
 NETS = "tests.runner.nets"

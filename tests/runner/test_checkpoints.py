@@ -19,8 +19,10 @@ from torch import nn
 
 import gossamer
 from gossamer.errors import GossamerError
-from gossamer.runner import checkpoint_file, checkpoints
-from gossamer.runner.checkpoints import CheckpointError, Checkpoints, describe, read_checkpoint, read_weights
+from gossamer.runner import checkpoint as checkpoint_file
+from gossamer.runner import checkpoint as checkpoints
+from gossamer.runner.checkpoint import CheckpointError, Checkpoints, describe, read_checkpoint
+from gossamer.runner.weights import read_weights
 
 COUNTS = {"linear": (12, 9), "convolution": (24, 23)}
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from gossamer.runner.display import Display
 from gossamer.runner.records import read_records
-from gossamer.runner.running import evaluate, export, resume, run
+from gossamer.runner.runs import evaluate, export, resume, run
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = [

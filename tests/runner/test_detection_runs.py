@@ -12,9 +12,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from gossamer.errors import GossamerError
-from gossamer.runner.checkpoints import Checkpoints
+from gossamer.runner.checkpoint import Checkpoints
 from gossamer.runner.display import Display
-from gossamer.runner.running import export
+from gossamer.runner.runs import export
 from tests.runner.running_on_digits import SPARSITIES, evaluated, final_state, interrupted, resumed, same, trained
 
 SIDE = {"min_size": 64, "max_size": 64}

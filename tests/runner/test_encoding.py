@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from gossamer.errors import GossamerError
-from gossamer.runner.checkpoint_file import read_checkpoint, write_checkpoint
-from gossamer.runner.encoding import DTYPES, decode, encode
+from gossamer.runner._encoding import DTYPES, decode, encode
+from gossamer.runner.checkpoint import read_checkpoint, write_checkpoint
 from tests.fuzz.harness import attempt
 
 

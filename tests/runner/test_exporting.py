@@ -11,10 +11,10 @@ import pytest
 from safetensors.torch import load_file
 
 from gossamer.errors import GossamerError
-from gossamer.runner.checkpoints import Checkpoints, read_checkpoint
+from gossamer.runner.checkpoint import Checkpoints, read_checkpoint
 from gossamer.runner.display import Display
 from gossamer.runner.records import read_records
-from gossamer.runner.running import Result, export
+from gossamer.runner.runs import Result, export
 from tests.runner.running_on_digits import config, evaluated, interrupted, resumed, trained
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from gossamer.errors import GossamerError
-from gossamer.runner import checkpoint_file
-from gossamer.runner.checkpoints import Checkpoints, read_checkpoint
-from gossamer.runner.running import Result
+from gossamer.runner import checkpoint as checkpoint_file
+from gossamer.runner.checkpoint import Checkpoints, read_checkpoint
+from gossamer.runner.runs import Result
 from tests.runner.running_on_digits import LENGTH, config, final_state, interrupted, resumed, same, trained
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

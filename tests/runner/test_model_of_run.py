@@ -16,11 +16,11 @@ from gossamer.errors import GossamerError
 from gossamer.export import read_integers
 from gossamer.model.additions import evaluated as as_evaluated
 from gossamer.quantization import is_emulated
-from gossamer.runner import testing
-from gossamer.runner.checkpoints import Checkpoints, read_checkpoint, title
+from gossamer.runner import trainer as testing
+from gossamer.runner.checkpoint import Checkpoints, read_checkpoint, title
 from gossamer.runner.reporting import report
 from gossamer.runner.reporting.content import run_content
-from gossamer.runner.running import export
+from gossamer.runner.runs import export
 from gossamer.runner.subjects import open_subject
 from gossamer.runner.summary import comparison, run_summary
 from tests.cli.conftest import Run, run  # noqa: F401
@@ -122,7 +122,7 @@ def test_learned_thresholds_are_exported_as_they_were_tested(
         tests.append({f"{n}.weight": values.get(id(w), w).detach().clone() for n, w in layers.items()})
         return testing.tested(model, *rest)
 
-    monkeypatch.setattr("gossamer.runner.runner.tested", recorded)
+    monkeypatch.setattr("gossamer.runner.trainer.tested", recorded)
     monkeypatch.setitem(SPARSITIES, sparsity, TO_A_TARGET[sparsity])
     path = config(tmp_path, sparsity, trainer={"max_epoch": 3, "test_freq": 1})
     result = trained(path)

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from gossamer.errors import GossamerError
-from gossamer.runner import building
-from gossamer.runner.checkpoints import read_checkpoint
-from gossamer.runner.processes import joined, launch
+from gossamer.runner import trainer as building
+from gossamer.runner.checkpoint import read_checkpoint
+from gossamer.runner.distributed import joined, launch
 from gossamer.runner.records import read_records
 from tests.runner.running_on_digits import config, final_state, same, trained
 
@@ -26,7 +26,7 @@ import os, signal, sys, torch
 from gossamer.model import unwrap
 from gossamer.runner import Hook
 from gossamer.runner.display import Display
-from gossamer.runner.running import run
+from gossamer.runner.runs import run
 
 class Ending(Hook):
     def iteration_done(self, runner):

@@ -13,7 +13,7 @@ from torch import nn
 from gossamer.engine.restart import Restart
 from gossamer.errors import GossamerError
 from gossamer.runner.config.schema import LRScheduler, Optimizer
-from gossamer.runner.rates import LENGTHS, WarmUp, build_lr_scheduler, build_optimizer
+from gossamer.runner.optimizer import LENGTHS, WarmUp, build_lr_scheduler, build_optimizer
 
 KWARGS = {
     "MultiStepLR": {"milestones": [1, 2], "gamma": 0.5},

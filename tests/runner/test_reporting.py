@@ -23,7 +23,7 @@ from gossamer.runner.records import read_records
 from gossamer.runner.reporting import report
 from gossamer.runner.reporting.content import run_content
 from gossamer.runner.reporting.notes import note_weights, noted_weights, read_note, weights_of
-from gossamer.runner.running import measure_sensitivity, run
+from gossamer.runner.runs import measure_sensitivity, run
 from tests.runner.nets import small
 from tests.runner.running_on_digits import (
     SPARSITIES,

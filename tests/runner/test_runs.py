@@ -15,7 +15,7 @@ from gossamer.runner import SparseRunner
 from gossamer.runner.config import read_config
 from gossamer.runner.data import Batches, build_dataset
 from gossamer.runner.display import Display
-from gossamer.runner.processes import joined
+from gossamer.runner.distributed import joined
 from gossamer.runner.records import read_records
 from tests.runner.nets import Diary, Frozen, small
 from tests.runner.running_on_digits import (

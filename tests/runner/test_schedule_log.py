@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from gossamer.runner.records import Records, read_records
+from gossamer.runner.records import LR_CHANGE, Records, ScheduleLog, read_records
 from gossamer.runner.reporting.content import run_content
-from gossamer.runner.schedule_log import LR_CHANGE, ScheduleLog
 from tests.runner.running_on_digits import LENGTH, config, interrupted, resumed, trained
 
 STEPS = 6

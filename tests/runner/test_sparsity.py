@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from gossamer.errors import GossamerError
-from gossamer.runner.checkpoints import Checkpoints, read_checkpoint
+from gossamer.runner.checkpoint import Checkpoints, read_checkpoint
 from gossamer.runner.records import read_records
 from gossamer.runner.reporting.notes import read_note
-from gossamer.runner.running import Result
+from gossamer.runner.runs import Result
 from tests.runner.running_on_digits import (
     LENGTH,
     SPARSITIES,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gossamer.errors import GossamerError
-from gossamer.runner.checkpoints import CheckpointError, Checkpoints
+from gossamer.runner.checkpoint import CheckpointError, Checkpoints
 from gossamer.runner.config import read_config
 from gossamer.runner.records import read_records
 from tests.runner.nets import small

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console, RenderableType
 
 from gossamer.errors import GossamerError
-from gossamer.runner.checkpoints import Checkpoints
+from gossamer.runner.checkpoint import Checkpoints
 from gossamer.runner.records import Records
 from gossamer.runner.summary import comparison, comparison_table, metrics_table, run_summary, run_table
 

@@ -19,12 +19,13 @@ from torch import nn
 from gossamer.errors import GossamerError
 from gossamer.export import save
 from gossamer.io import as_name, name_fault
-from gossamer.runner import starting, subjects, trust
+from gossamer.runner import start as starting
+from gossamer.runner import subjects, trust
 from gossamer.runner.config.schema import Net
 from gossamer.runner.lock import locked
 from gossamer.runner.models import build_net
 from gossamer.runner.reporting import report
-from gossamer.runner.running import evaluate, export, resume
+from gossamer.runner.runs import evaluate, export, resume
 from gossamer.runner.subjects import open_subject
 from gossamer.runner.trust import USER, Trust, imported, is_own, remember, remembered, state_folder
 from gossamer.runner.words import builder

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 from gossamer.integrations.state_file import NAME, read_state
-from gossamer.runner.starting import load_weights
+from gossamer.runner.start import load_weights
 from gossamer.runner.weights import read_weights
 from tests.fuzz.harness import attempt, fingerprint
 

@@ -59,7 +59,7 @@ def export(
     code is 1. bitmask and sparse24 are small files for gossamer.load().
     """
     from gossamer.export import semi_structured
-    from gossamer.runner.exporting import Export, write_subject
+    from gossamer.runner.model_files import Export, write_subject
 
     wanted = formats or ["onnx"]
     plan = Export([name for name in wanted if name != LISTED], opset, not static)

@@ -36,7 +36,7 @@ def report(
     from gossamer.runner.reporting import report as write
 
     if sensitivity:
-        from gossamer.runner.running import measure_sensitivity
+        from gossamer.runner.runs import measure_sensitivity
 
         for folder in folders:
             with progress(f"sensitivity of {folder.name}:", as_json) as show:

@@ -14,7 +14,7 @@ from gossamer.cli.models import Data, Imports, Sets
 
 if TYPE_CHECKING:
     from gossamer.runner.display import Display
-    from gossamer.runner.running import Result
+    from gossamer.runner.runs import Result
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A config file.")]
 ConfigOrRun = Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="A config file, or a run folder.")]
@@ -39,7 +39,7 @@ def train(
     if evaluate_only:
         evaluate(config, None, sets, data, None, processes, as_json)
         return
-    from gossamer.runner.running import run
+    from gossamer.runner.runs import run
 
     _ended(run(config, sets or [], data, display=_display(as_json)), as_json)
 
@@ -55,7 +55,7 @@ def resume(
     """Go on with a run from its latest checkpoint: to the same weights as if it had never stopped."""
     if processes != 1:
         _launched(processes)
-    from gossamer.runner.running import resume as go_on
+    from gossamer.runner.runs import resume as go_on
 
     _ended(go_on(folder, sets or [], imports=imports or (), display=_display(as_json)), as_json)
 
@@ -73,8 +73,8 @@ def evaluate(
     """Test a run: what --weights or saver.resume_model names, else its best checkpoint, else its last."""
     if processes != 1:
         _launched(processes)
-    from gossamer.runner.running import evaluate as test
-    from gossamer.runner.running import origin
+    from gossamer.runner.runs import evaluate as test
+    from gossamer.runner.runs import origin
 
     result = test(config, sets or [], data, weights=weights, imports=imports or (), display=_display(as_json))
     if result.first and as_json:
@@ -103,7 +103,7 @@ def compare(
 
 def _launched(processes: int) -> NoReturn:
     """The same command in each of several processes."""
-    from gossamer.runner.processes import launch
+    from gossamer.runner.distributed import launch
 
     arguments = [word for word in sys.argv[1:] if not word.startswith("--nproc=")]
     if "--nproc" in arguments:

@@ -1,10 +1,10 @@
-"""The door for people who train from config files: classifiers and detectors, dense or sparse.
+"""Training from config files: classifiers and detectors, dense or sparse.
 
     from gossamer.runner import run
 
     result = run("configs/cls/resnet/res18.yaml", data="tiny")
 
-What is named here loads when it is asked for.
+Public names are imported on first use, because they import torchvision and the data pipeline.
 """
 
 from importlib import import_module
@@ -12,21 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gossamer.runner.hooks import Hook
-    from gossamer.runner.runner import Runner
-    from gossamer.runner.running import Result, evaluate, export, resume, run
-    from gossamer.runner.sparse_runner import SparseRunner
+    from gossamer.runner.runs import Result, evaluate, export, resume, run
+    from gossamer.runner.trainer import Runner, SparseRunner
 
 __all__ = ["Hook", "Result", "Runner", "SparseRunner", "evaluate", "export", "resume", "run"]
 
-_HOMES = {
+_MODULES = {
     "Hook": "hooks",
-    "Runner": "runner",
-    "SparseRunner": "sparse_runner",
-    **dict.fromkeys(("Result", "evaluate", "export", "resume", "run"), "running"),
+    **dict.fromkeys(("Runner", "SparseRunner"), "trainer"),
+    **dict.fromkeys(("Result", "evaluate", "export", "resume", "run"), "runs"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'gossamer.runner' has no attribute '{name}'")
-    return getattr(import_module(f"gossamer.runner.{_HOMES[name]}"), name)
+    return getattr(import_module(f"gossamer.runner.{_MODULES[name]}"), name)

@@ -11,7 +11,7 @@ from gossamer.runner.config.schema import Named
 from gossamer.runner.trust import Trust, imported
 
 if TYPE_CHECKING:
-    from gossamer.runner.runner import Runner
+    from gossamer.runner.trainer import Runner
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from gossamer.errors import GossamerError, nearest
 from gossamer.runner.config.schema import Net
 from gossamer.runner.detectors import set_anchors
 from gossamer.runner.networks import is_detector
-from gossamer.runner.starting import load_backbone
+from gossamer.runner.start import load_backbone
 from gossamer.runner.trust import Trust, reason
 from gossamer.runner.words import OURS, builder
 

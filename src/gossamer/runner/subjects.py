@@ -26,13 +26,13 @@ from gossamer.runner.config import Config, config_of, task_of
 from gossamer.runner.config.schema import Net, Source
 from gossamer.runner.data import Batches, ImageData, build_dataset
 from gossamer.runner.display import Display
-from gossamer.runner.exporting import ModelDescription, describe_model, read_description
+from gossamer.runner.distributed import joined
+from gossamer.runner.model_files import ModelDescription, describe_model, read_description
 from gossamer.runner.models import build_net, code_of
 from gossamer.runner.networks import Network, as_example, is_detector
-from gossamer.runner.processes import joined
 from gossamer.runner.run_data import read_run_data
-from gossamer.runner.running import built, from_command_line, loaded_of, named, origin
-from gossamer.runner.starting import file_of
+from gossamer.runner.runs import built, from_command_line, loaded_of, named, origin
+from gossamer.runner.start import file_of
 from gossamer.runner.tasks import Classification, Finding
 from gossamer.runner.trust import USER, Trust, reason, trust_of
 from gossamer.runner.weights import check_numbers, read_weights

@@ -19,10 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from gossamer.errors import GossamerError
-from gossamer.runner.checkpoints import CheckpointError, Checkpoints, Description, describe, title
+from gossamer.runner.checkpoint import CheckpointError, Checkpoints, Description, describe, title
 from gossamer.runner.figures import by_weight, count, duration, known_counts, metric, zero_share
 from gossamer.runner.records import read_records
-from gossamer.runner.run_state import settings_of
+from gossamer.runner.training_state import settings_of
 
 FILES = (
     "report.html",

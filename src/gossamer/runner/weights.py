@@ -16,7 +16,7 @@ from torch import Tensor
 from gossamer.errors import GossamerError
 from gossamer.io import check_dense, dtype_word, kind_of, load_torch
 from gossamer.model.additions import is_buffer
-from gossamer.runner.checkpoint_file import is_checkpoint, read_checkpoint
+from gossamer.runner.checkpoint import is_checkpoint, read_checkpoint
 
 _NESTS = ("ema_state_dict", "ema", "model_ema", "state_dict", "model_state_dict", "model", "module")
 """Where the weights may be in a file that holds more, averaged ones first."""

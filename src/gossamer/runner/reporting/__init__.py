@@ -22,7 +22,7 @@ from gossamer.runner.reporting.speed import read_speed
 from gossamer.runner.trust import check_links
 
 if TYPE_CHECKING:
-    from gossamer.runner.runner import Runner
+    from gossamer.runner.trainer import Runner
 
 __all__ = ["PAGE", "measure", "note_begin", "report", "report_of"]
 

@@ -21,11 +21,11 @@ from gossamer.io import read_regular, whole
 from gossamer.model import get_parameter, is_transposed, prunable, unwrap
 from gossamer.report.content import Bins
 from gossamer.report.weights import BINS, bins
-from gossamer.runner.checkpoint_file import CheckpointError, describe
+from gossamer.runner.checkpoint import CheckpointError, describe
 from gossamer.runner.records import is_drawable
 
 if TYPE_CHECKING:
-    from gossamer.runner.runner import Runner
+    from gossamer.runner.trainer import Runner
 
 FOLDER = "analysis"
 LONGEST = 64_000_000

@@ -20,7 +20,7 @@ from gossamer.model import get_parameter, prunable, unwrap
 from gossamer.runner.reporting.notes import write_note
 
 if TYPE_CHECKING:
-    from gossamer.runner.runner import Runner
+    from gossamer.runner.trainer import Runner
 
 logger = logging.getLogger("gossamer")
 LEVELS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)

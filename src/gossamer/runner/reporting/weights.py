@@ -17,7 +17,7 @@ from gossamer.errors import GossamerError
 from gossamer.model.additions import is_added
 from gossamer.report.content import Bins, Layer, MaskPicture, WeightHistogram
 from gossamer.report.weights import bins, chosen, count_zeros, mask_picture
-from gossamer.runner.checkpoints import Checkpoints
+from gossamer.runner.checkpoint import Checkpoints
 from gossamer.runner.reporting.notes import Weights, noted_weights
 from gossamer.runner.weights import read_weights
 

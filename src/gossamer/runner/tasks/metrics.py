@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 from gossamer.model import unwrap
-from gossamer.runner.processes import gathered
+from gossamer.runner.distributed import gathered
 from gossamer.runner.tasks.base import Detection, Evaluator, Labelled, evaluating
 
 COCO = {

@@ -18,7 +18,7 @@ from gossamer.errors import GossamerError, nearest
 from gossamer.quantities import MAX_COUNT
 from gossamer.recipe.wording import found_words
 from gossamer.runner.config.schema import LRScheduler, Optimizer
-from gossamer.runner.optimizer_state import same_kind
+from gossamer.runner.training_state import same_kind
 
 LENGTHS: dict[str, tuple[str, ...]] = {
     "MultiStepLR": ("milestones",),

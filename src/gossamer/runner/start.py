@@ -20,8 +20,14 @@ from gossamer.export.weights.reading import is_thinned, read_about
 from gossamer.io import dtype_word
 from gossamer.model.additions import without_additions
 from gossamer.model.thin.cuts import shrink_to, shrunk
-from gossamer.runner.checkpoint_file import Checkpoint, CheckpointError, MisfitError, is_checkpoint, read_checkpoint
-from gossamer.runner.checkpoints import Checkpoints
+from gossamer.runner.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Checkpoints,
+    MisfitError,
+    is_checkpoint,
+    read_checkpoint,
+)
 from gossamer.runner.config.schema import Saver
 from gossamer.runner.weights import check_numbers, read_weights
 

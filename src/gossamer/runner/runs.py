@@ -19,23 +19,20 @@ import torch
 from gossamer.errors import GossamerError
 from gossamer.io import open_regular, remove_leftovers, whole
 from gossamer.model.counting import count_by_kind
-from gossamer.runner.checkpoint_file import MisfitError
-from gossamer.runner.checkpoints import Checkpoint, CheckpointError, Checkpoints, Description, title
+from gossamer.runner.checkpoint import Checkpoint, CheckpointError, Checkpoints, Description, MisfitError, title
 from gossamer.runner.config import Config, Loaded, config_text, read_config
 from gossamer.runner.config.sparse import FOLDERS
-from gossamer.runner.display import Display
-from gossamer.runner.exporting import Export
+from gossamer.runner.display import Display, logged
+from gossamer.runner.distributed import Place, done_by_first, joined, reproducible, same_everywhere
 from gossamer.runner.figures import known_counts, zero_share
 from gossamer.runner.hooks import subclass
 from gossamer.runner.lock import LOCK, locked
-from gossamer.runner.logs import logged
+from gossamer.runner.model_files import Export
 from gossamer.runner.models import code_of
-from gossamer.runner.processes import Place, done_by_first, joined, reproducible, same_everywhere
 from gossamer.runner.records import METRICS
 from gossamer.runner.reporting import measure, note_begin, report_of
 from gossamer.runner.run_data import Purpose
-from gossamer.runner.runner import Runner
-from gossamer.runner.sparse_runner import SparseRunner
+from gossamer.runner.trainer import Runner, SparseRunner
 from gossamer.runner.trust import check_links, remember, trust_of
 from gossamer.version import __version__
 
