@@ -113,7 +113,7 @@ def test_a_file_that_is_cut_short_is_refused(content: bytes, tmp_path: Path, eve
         with pytest.raises(GossamerError):
             read_state(path)
     path.write_bytes(content + b"\0")
-    assert "the file is damaged: it has 1 bytes more; take another copy of it" in refused(path)
+    assert "the file is damaged: it has 1 extra bytes; take another copy of it" in refused(path)
 
 
 # Files that are whole, and wrong
@@ -169,14 +169,14 @@ def test_an_unchanged_forgery_is_read(packed: Path) -> None:
 
 def test_a_future_version_is_refused_with_the_way_to_read_it(packed: Path) -> None:
     forged(packed, lambda metadata, _: metadata.update(version="3", gossamer="9.1"))
-    told = "is a model file of format 3, and this version reads up to 2; use gossamer 9.1 or newer"
+    told = "the model file is newer: it has format 3, and this version reads up to 2; use gossamer 9.1 or newer"
     assert refused(packed) == f"{packed}: {told}"
 
 
 @pytest.mark.parametrize("version", ["", "one", "-1", "²", "1" * 5000])
 def test_a_version_that_is_no_number_is_refused(packed: Path, version: str) -> None:
     forged(packed, lambda metadata, _: metadata.update(version=version))
-    assert "its version is no number" in refused(packed)
+    assert "its version is not a number" in refused(packed)
 
 
 def test_an_unknown_encoding_is_refused(packed: Path) -> None:
@@ -191,10 +191,10 @@ def test_an_unknown_encoding_is_refused(packed: Path) -> None:
         (["bitmask", [24, 9]], "the parts of '1.weight' are not what they should be"),
         (["bitmask", [2**40, 2**40]], "the shape of '1.weight' is larger than any memory"),
         (["bitmask", [2**62]], "the shape of '1.weight' is larger than any memory"),
-        (["bitmask", [0, 2**64]], "the shape of '1.weight' is none"),
-        (["bitmask", [-24, -8]], "the shape of '1.weight' is none"),
-        (["bitmask", [24.0, 8]], "the shape of '1.weight' is none"),
-        (["bitmask", 192], "the shape of '1.weight' is none"),
+        (["bitmask", [0, 2**64]], "'1.weight' has an invalid shape"),
+        (["bitmask", [-24, -8]], "'1.weight' has an invalid shape"),
+        (["bitmask", [24.0, 8]], "'1.weight' has an invalid shape"),
+        (["bitmask", 192], "'1.weight' has an invalid shape"),
         (["bitmask"], "what it says of '1.weight' is illegible"),
         (7, "what it says of '1.weight' is illegible"),
         (["sparse24", [24, 8], 1], "the parts of '1.weight' are not what they should be"),
@@ -243,7 +243,7 @@ def test_a_list_that_is_illegible_is_refused(packed: Path, text: str) -> None:
 def test_two_entries_of_one_name_are_refused(packed: Path) -> None:
     raw = packed.read_bytes()
     packed.write_bytes(raw.replace(b'"1.bias"', b'"0.bias"'))
-    assert "is no model file of Gossamer, or is damaged" in refused(packed)
+    assert "is not a model file of Gossamer, or is damaged" in refused(packed)
 
 
 def test_a_pickle_is_refused_and_not_run(tmp_path: Path) -> None:

@@ -452,7 +452,7 @@ def test_millions_of_values_are_refused_before_they_are_parsed(pristine: Path) -
     sealed = unseal(path)
     many = "[" + "{}," * 1_100_000 + "{}]"  # three bytes a value in the file, and 75 in memory
     seal(path, Sealed({**sealed.metadata, "state": many}, sealed.entries, sealed.content))
-    with pytest.raises(CheckpointError, match="is no Gossamer checkpoint, or is damaged"):
+    with pytest.raises(CheckpointError, match="is not a Gossamer checkpoint, or is damaged"):
         read_checkpoint(path)
     metadata = {**dict.fromkeys(("digest", "content"), "0" * 64), **sealed.metadata, "state": "@@@"}
     text = json.dumps({"__metadata__": metadata, **sealed.entries}, separators=(",", ":"))

@@ -224,7 +224,7 @@ ILLEGIBLE = "what it says of its integers is illegible"
         (lambda: typed("safetensors", torch.uint64, "1.num_batches_tracked"), "is uint64 in the file and int64 in the"),
         (lambda: typed("safetensors", torch.uint32, "8.weight"), "is uint32 in the file and float32 in the model"),
         (lambda: said("bitmask", "packed", "0.weight", 1, value=[2**62, 2**62]), "larger than any memory"),
-        (lambda: said("bitmask", "packed", "0.weight", 1, value=[-32, 3, 3, 3]), "the shape of '0.weight' is none"),
+        (lambda: said("bitmask", "packed", "0.weight", 1, value=[-32, 3, 3, 3]), "'0.weight' has an invalid shape"),
         (lambda: said("sparse24", "packed", "5.weight", 2, value=True), "are not what they should be"),
         (lambda: said("bitmask", "tied", "7.weight", value="nowhere"), "another name of what is not there"),
         (lambda: said("int8", "quantized", "schemes", 0, "inputs", "symmetric", value=0.5), ILLEGIBLE),

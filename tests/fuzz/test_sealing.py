@@ -26,7 +26,7 @@ def test_changed_text_and_tensors_get_behind_the_digests(tmp_path: Path) -> None
     path = tmp_path / "a.safetensors"
     write_checkpoint(path, STATE, iteration=3, epoch=0.5, metrics={})
     path.write_bytes(path.read_bytes().replace(b'"iteration":"3"', b'"iteration":"4"'))
-    with pytest.raises(CheckpointError, match="is not what was written"):
+    with pytest.raises(CheckpointError, match="has changed since it was written"):
         describe(path)
     write_checkpoint(path, STATE, iteration=3, epoch=0.5, metrics={})
     sealed = unseal(path)

@@ -205,7 +205,7 @@ def test_a_file_that_is_cut_at_any_byte_is_found_out(kept: Checkpoints) -> None:
         with pytest.raises(CheckpointError):
             describe(path)
     path.write_bytes(content + b"\0")
-    with pytest.raises(CheckpointError, match="it has 1 bytes more"):
+    with pytest.raises(CheckpointError, match="it has 1 extra bytes"):
         read_checkpoint(path)
 
 
@@ -295,7 +295,7 @@ def test_a_newer_format_is_refused_and_not_passed_over(kept: Checkpoints, monkey
         patch.setattr(checkpoint_file, "VERSION", 2)
         save(kept, 20)
     with pytest.raises(
-        CheckpointError, match="is a checkpoint of format 2, and this version reads up to 1; use gossamer"
+        CheckpointError, match="the checkpoint is newer: it has format 2, and this version reads up to 1; use gossamer"
     ):
         kept.load_latest()
 
@@ -310,7 +310,7 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path: Path, name: str) -> N
         torch.save(weights, path)
     else:
         path.write_text("no checkpoint\n" * 20)
-    with pytest.raises(CheckpointError, match=f"{name}: is no Gossamer checkpoint, .*saver.pretrain_model"):
+    with pytest.raises(CheckpointError, match=f"{name}: is not a Gossamer checkpoint, .*saver.pretrain_model"):
         read_checkpoint(path)
 
 

@@ -82,7 +82,7 @@ def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path: Path) -
     with zipfile.ZipFile(path) as plain, zipfile.ZipFile(tmp_path / "packed.pt", "w", zipfile.ZIP_DEFLATED) as packed:
         for entry in plain.infolist():
             packed.writestr(entry.filename, plain.read(entry))
-    with pytest.raises(GossamerError, match=r"packed\.pt: .*a compressed archive; save it by torch\.save"):
+    with pytest.raises(GossamerError, match=r"packed\.pt: .*a compressed archive; write it with torch\.save"):
         read_weights(tmp_path / "packed.pt")
 
 

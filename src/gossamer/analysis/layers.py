@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, SparsityError, nearest
-from gossamer.io import whole
+from gossamer.io import atomic_write
 from gossamer.model import expect_model, layer_path, left_dense, prunable, weight_of
 from gossamer.model.parameters import nothing_to_prune
 from gossamer.model.tracing.macs import macs as count_macs
@@ -307,7 +307,7 @@ def _write(folder: Path, contents: dict[Path, str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             for current, text in reversed(contents.items()):
-                stack.enter_context(whole(current)).write_text(text, encoding="utf-8", newline="")
+                stack.enter_context(atomic_write(current)).write_text(text, encoding="utf-8", newline="")
     except OSError as error:
         place: object = error.filename2 or current  # moving is what failed, or writing
         raise GossamerError(

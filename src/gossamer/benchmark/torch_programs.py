@@ -23,7 +23,7 @@ from gossamer.benchmark.inputs import Array, Slot
 from gossamer.errors import GossamerError
 from gossamer.export.example_inputs import ExampleInputs
 from gossamer.export.onnx.writing import reason_of
-from gossamer.io import dtype_word
+from gossamer.io import dtype_name
 
 
 def in_torch(candidate: Candidate, settings: Settings) -> Program:
@@ -112,7 +112,7 @@ def _slot(name: str, leaf: Tensor, path: Path) -> Slot:
 
 
 def _type_name(tensor: Tensor, where: str) -> str:
-    name = dtype_word(tensor.dtype)
+    name = dtype_name(tensor.dtype)
     if name not in {"float16", "float32", "float64", "bool", "uint8", "int8", "int16", "int32", "int64"}:
         raise GossamerError(f"{where}: an input is {name}, of which no noise can be made; export it in float32")
     return name

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gossamer.cli import analyze_view as view
 from gossamer.errors import GossamerError
-from gossamer.io import whole
+from gossamer.io import atomic_write
 
 if TYPE_CHECKING:
     from gossamer.cli.analyze import Analysis
@@ -35,7 +35,7 @@ def write(analysis: Analysis, folder: Path) -> list[Path]:
     written = [folder / name for name in texts]
     for name, text in texts.items():
         try:
-            with whole(folder / name) as part:
+            with atomic_write(folder / name) as part:
                 part.write_text(text, encoding="utf-8", newline="")
         except OSError as error:
             raise GossamerError(f"{folder / name}: cannot be written: {error.strerror}") from error

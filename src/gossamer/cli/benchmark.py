@@ -20,7 +20,7 @@ from rich.table import Table
 from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json
 from gossamer.cli.models import Imports
 from gossamer.errors import GossamerError
-from gossamer.io import whole
+from gossamer.io import atomic_write
 from gossamer.runner.figures import size
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def broken(name: str, width: int) -> list[str]:
 def _write(path: Path, content: Mapping[str, object]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path, follow=True) as part:
+        with atomic_write(path, follow=True) as part:
             part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise GossamerError(f"{path}: cannot be written: {error.strerror or error}; name another by -o") from None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gossamer.errors import GossamerError
-from gossamer.io import whole
+from gossamer.io import atomic_write
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -25,7 +25,7 @@ def save_weights(model: nn.Module, path: Path) -> None:
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in own.items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path, follow=True) as part:
+        with atomic_write(path, follow=True) as part:
             if path.suffix == ".safetensors":
                 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 

@@ -74,9 +74,9 @@ def _weights_path(source: Source) -> Path | None:
         return None
     if ending in _OTHERS:
         raise GossamerError(f"{path}: {_OTHERS[ending]}")
-    from gossamer.io import kind_of
+    from gossamer.io import sealed_kind
 
-    return path if kind_of(path) is not None else None
+    return path if sealed_kind(path) is not None else None
 
 
 def _is_file(path: Path) -> bool:

@@ -24,7 +24,7 @@ from gossamer.export.weights.packing import words
 from gossamer.export.weights.quantized import Integers, as_integers
 from gossamer.export.weights.reading import ForeignFile, Progress, load_into
 from gossamer.export.weights.states import State, copied, state_of
-from gossamer.io import whole
+from gossamer.io import atomic_write
 from gossamer.model import expect_model, unwrap
 from gossamer.model.additions import without_additions
 from gossamer.model.weights import check_values
@@ -129,7 +129,7 @@ def _written(
     """Let a file be written under another name, and give it its own when that went well."""
     check_place(target)
     try:
-        with whole(target) as scratch:
+        with atomic_write(target) as scratch:
             found = write(scratch)
     except OSError as error:
         raise GossamerError(f"{target}: cannot be written: {error.strerror or error}") from None

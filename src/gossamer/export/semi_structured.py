@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.io import dtype_word
+from gossamer.io import dtype_name
 from gossamer.model import first_names, get_parameter, named_modules, owner_of, prunable
 from gossamer.quantization import is_emulated
 from gossamer.sparse import NM
@@ -90,8 +90,8 @@ def _unsuited(weight: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None)
     kind = dtype or weight.dtype
     limits = _limits()
     if kind not in limits:
-        known = ", ".join(sorted(dtype_word(one) for one in limits))
-        return f"its weight is {dtype_word(kind)}; torch takes {known}: call model.half() first"
+        known = ", ".join(sorted(dtype_name(one) for one in limits))
+        return f"its weight is {dtype_name(kind)}; torch takes {known}: call model.half() first"
     rows, columns = limits[kind]
     for size, least, side in ((shape[0], rows, "output"), (shape[1], columns, "input")):
         if size < least or size % least:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from gossamer.errors import GossamerError
-from gossamer.io import load_torch, whole
+from gossamer.io import atomic_write, load_torch
 
 NAME = "gossamer.pt"
 _FORMAT = 1
@@ -24,7 +24,7 @@ def write_state(folder: Path, state: Mapping[str, Any], mark: str = "") -> Path:
     """Write the file, whole or not at all."""
     path = folder / NAME
     try:
-        with whole(path, follow=True) as scratch:
+        with atomic_write(path, follow=True) as scratch:
             torch.save({"format": _FORMAT, "mark": mark, "state": dict(state)}, scratch)
     except OSError as error:
         raise GossamerError(f"{path}: the state of the recipe cannot be written: {error.strerror or error}") from error

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.io import whole
+from gossamer.io import atomic_write
 from gossamer.model import DEPTHWISE, get_parameter, unwrap, weight_of
 from gossamer.modifiers import LevelPruningModifier, Modifier
 from gossamer.msbench import selection
@@ -203,7 +203,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with whole(path) as scratch:
+            with atomic_write(path) as scratch:
                 torch.save(state, scratch)
         except (OSError, RuntimeError) as error:
             raise GossamerError(f"{path}: cannot be written: {error}; choose another save_dir") from None

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import IO, Any
 
 from gossamer.errors import RecipeError
-from gossamer.io import whole
+from gossamer.io import atomic_write
 from gossamer.modifiers.base import Modifier
 from gossamer.recipe.editing import add_modifiers, override_variables, set_field, set_metadata
 from gossamer.recipe.loading import Content, Stages, distinct_name, read
@@ -232,7 +232,7 @@ def _both(first: Any, second: Any, stages: list[str]) -> Any:
 
 def _write(path: Path, text: str) -> None:
     try:
-        with whole(path, follow=True) as scratch:
+        with atomic_write(path, follow=True) as scratch:
             scratch.write_text(text, encoding="utf-8", newline="")
     except (OSError, ValueError) as error:
         raise RecipeError(f"{path}: cannot be written: {error}") from None

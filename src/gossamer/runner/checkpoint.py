@@ -26,23 +26,23 @@ from torch import Tensor
 
 from gossamer.errors import GossamerError
 from gossamer.io import (
-    LONGEST_TEXT,
-    NewerError,
+    MAX_HEADER_BYTES,
+    DamagedError,
+    NewerFormatError,
     Part,
-    SealError,
-    distinct,
+    SealedFileError,
+    atomic_write,
     flush_folder,
-    has_few_values,
     header_of,
     holds_bools,
-    kind_of,
-    loads,
+    is_bounded_json,
     open_regular,
+    parse_json,
     read_header,
-    whole,
+    sealed_kind,
+    unique_keys,
     write_sealed,
 )
-from gossamer.io import DamagedError as _SealDamagedError
 from gossamer.io import bytes_of as _bytes_of
 from gossamer.runner._encoding import MODEL, DecodingError, decode, encode
 from gossamer.runner.figures import metric_words
@@ -178,10 +178,10 @@ def write_checkpoint(
     # The widest first, as safetensors has it: each tensor then starts at a multiple of its numbers' size.
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
     header = header_of(about, [(name, tensors[name].dtype, tensors[name].shape) for name in order])
-    if len(header) > LONGEST_TEXT or not has_few_values(header.decode("ascii")):
+    if len(header) > MAX_HEADER_BYTES or not is_bounded_json(header.decode("ascii")):
         raise GossamerError(f"{path}: the state has too many values that are no tensors; make tensors of long lists")
     try:
-        with whole(path, durable=True) as scratch, scratch.open("wb") as file:
+        with atomic_write(path, durable=True) as scratch, scratch.open("wb") as file:
             _write(file, header, [tensors[name] for name in order])
     except OSError as error:
         raise GossamerError(_cannot_write(path, error)) from None
@@ -215,7 +215,7 @@ def describe(path: str | os.PathLike[str]) -> Description:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a file starts as a checkpoint does, sound or not."""
-    return kind_of(path) in (KIND, "")
+    return sealed_kind(path) in (KIND, "")
 
 
 # Writing
@@ -251,12 +251,12 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, str], dict[str, 
     """Metadata and the place of each tensor, in the order of the file."""
     try:
         return read_header(file, KIND, VERSION)
-    except NewerError as error:
-        raise NewerCheckpointError(f"{path}: is a checkpoint {error}") from None
-    except _SealDamagedError as error:
-        raise _damaged(path, str(error)) from None
-    except SealError as error:
-        raise _no_checkpoint(path, str(error)) from None
+    except NewerFormatError as error:
+        raise NewerCheckpointError(f"{path}: the checkpoint is newer: {error.reason}") from None
+    except DamagedError as error:
+        raise _damaged(path, error.reason) from None
+    except SealedFileError as error:
+        raise _no_checkpoint(path, f"or is {error.reason}") from None
 
 
 def _description(metadata: Mapping[str, str], path: Path) -> Description:
@@ -335,7 +335,7 @@ class _Metadata:
 
     def json(self, key: str) -> Any:
         try:
-            return loads(self.text(key), object_pairs_hook=distinct, parse_constant=_no_constant)
+            return parse_json(self.text(key), object_pairs_hook=unique_keys, parse_constant=_no_constant)
         except (ValueError, RecursionError):
             raise _damaged(self._path, f"its '{key}' is no JSON, too large or nested too deeply") from None
 
@@ -369,7 +369,7 @@ def _damaged(path: Path, reason: str) -> CheckpointError:
 
 def _no_checkpoint(path: Path, otherwise: str) -> CheckpointError:
     remedy = "weights alone go into saver.pretrain_model"
-    return CheckpointError(f"{path}: is no Gossamer checkpoint, {otherwise}; {remedy}")
+    return CheckpointError(f"{path}: is not a Gossamer checkpoint, {otherwise}; {remedy}")
 
 
 logger = logging.getLogger(__name__)
@@ -537,7 +537,7 @@ class Checkpoints:
     def _make_best(self, path: Path) -> None:
         target = self.folder / _BEST
         try:
-            with whole(target) as scratch:
+            with atomic_write(target) as scratch:
                 try:
                     os.link(path, scratch)
                 except OSError:  # a file system without links

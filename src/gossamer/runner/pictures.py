@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.io import whole
+from gossamer.io import atomic_write
 from gossamer.runner.data.decoding import ImageFileError
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def draw_detections(
     _draw_legend(ImageDraw.Draw(grid), (_GAP, grid.height - _LEGEND), grid_width - _GAP, labels, classes, score)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path) as part:
+        with atomic_write(path) as part:
             grid.save(part, format="PNG")
     except OSError as error:
         raise GossamerError(f"{path}: the picture cannot be written: {error.strerror or error}") from None

@@ -20,7 +20,7 @@ from typing import IO, Any, Self, cast
 from torch import nn
 
 from gossamer.errors import GossamerError
-from gossamer.io import read_regular, whole
+from gossamer.io import atomic_write, read_regular
 from gossamer.runner.sparsity import Sparsifier
 
 METRICS, EVENTS = "metrics.jsonl", "tensorboard"
@@ -118,7 +118,7 @@ class Records:
 
     def _rewritten(self, lines: Iterable[Mapping[str, Any]]) -> IO[str]:
         """Write the file as a whole; open to add lines."""
-        with whole(self.path, durable=True) as part:
+        with atomic_write(self.path, durable=True) as part:
             part.write_text("".join(_text(line) for line in lines), encoding="utf-8")
         return self.path.open("a", encoding="utf-8")
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gossamer.errors import GossamerError
-from gossamer.io import open_regular, remove_leftovers, whole
+from gossamer.io import atomic_write, open_regular, remove_leftovers
 from gossamer.model.counting import count_by_kind
 from gossamer.runner.checkpoint import Checkpoint, CheckpointError, Checkpoints, Description, MisfitError, title
 from gossamer.runner.config import Config, Loaded, config_text, read_config
@@ -394,7 +394,7 @@ def _keep_config(runner: Runner) -> None:
     for name, text in texts.items():
         path = runner.folder / name
         try:
-            with whole(path) as part:
+            with atomic_write(path) as part:
                 part.write_text(text, encoding="utf-8")
         except OSError as error:
             raise GossamerError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, nearest
 from gossamer.export.weights.reading import is_thinned, read_about
-from gossamer.io import dtype_word
+from gossamer.io import dtype_name
 from gossamer.model.additions import without_additions
 from gossamer.model.thin.cuts import shrink_to, shrunk
 from gossamer.runner.checkpoint import (
@@ -147,7 +147,7 @@ def check_fits(runner_is_sparse: bool, model: nn.Module, checkpoint: Checkpoint,
     for name, tensor in own.items():
         found = checkpoint.weights.get(name)
         if isinstance(found, Tensor) and isinstance(tensor, Tensor) and _kind(found) != _kind(tensor):
-            raise MisfitError(f"{checkpoint.path}: '{name}' holds {dtype_word(found.dtype)}; use another checkpoint")
+            raise MisfitError(f"{checkpoint.path}: '{name}' holds {dtype_name(found.dtype)}; use another checkpoint")
 
 
 def changed_settings(old: Any, new: Any) -> list[str]:

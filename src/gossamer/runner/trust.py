@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.io import whole
+from gossamer.io import atomic_write
 
 logger = logging.getLogger("gossamer")
 
@@ -191,7 +191,7 @@ def remember(folder: Path, paths: Sequence[str]) -> None:
             raise OSError(f"{len(text)} bytes are more than the {MOST_BYTES} of one run")
         note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         note.parent.chmod(0o700)
-        with whole(note) as part:
+        with atomic_write(note) as part:
             os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             part.write_text(text, encoding="utf-8")
         note.chmod(0o600)

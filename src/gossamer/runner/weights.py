@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from gossamer.errors import GossamerError
-from gossamer.io import check_dense, dtype_word, kind_of, load_torch
+from gossamer.io import check_dense, dtype_name, load_torch, sealed_kind
 from gossamer.model.additions import is_buffer
 from gossamer.runner.checkpoint import is_checkpoint, read_checkpoint
 
@@ -50,7 +50,7 @@ def check_numbers(path: Path, state: Mapping[str, Tensor], own: Mapping[str, Ten
     """Raise for a weight that is no float in a file: copied into a float, it would lose what it is."""
     for name, tensor in state.items():
         if name in own and own[name].is_floating_point() and not tensor.is_floating_point():
-            types = f"{dtype_word(tensor.dtype)} in the file and {dtype_word(own[name].dtype)} in the model"
+            types = f"{dtype_name(tensor.dtype)} in the file and {dtype_name(own[name].dtype)} in the model"
             raise GossamerError(f"{path}: '{name}' is {types}; take weights that were saved as floats")
 
 
@@ -58,7 +58,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     if is_checkpoint(path):
         checkpoint = read_checkpoint(path)
         return _tensors(checkpoint.ema) or checkpoint.weights
-    if kind_of(path) is not None:
+    if sealed_kind(path) is not None:
         from gossamer.export.weights.reading import read_state
 
         return read_state(path)

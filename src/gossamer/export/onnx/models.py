@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gossamer.errors import GossamerError
-from gossamer.io import read_regular, whole
+from gossamer.io import atomic_write, read_regular
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -82,7 +82,7 @@ def write_model(model: ModelProto, path: str | os.PathLike[str]) -> Path:
         raise GossamerError(f"{target}: the model is larger than the 2 GB that one ONNX file can hold") from None
     check_place(target)
     try:
-        with whole(target) as scratch:
+        with atomic_write(target) as scratch:
             scratch.write_bytes(content)
     except OSError as error:
         raise GossamerError(f"{target}: cannot be written: {error.strerror or error}") from None

@@ -23,7 +23,7 @@ from gossamer.export.example_inputs import ExampleInputs
 from gossamer.export.onnx.models import check_place, require, write_model
 from gossamer.export.onnx.qat import quantize_qat_export
 from gossamer.export.weights import states
-from gossamer.io import dtype_word
+from gossamer.io import dtype_name
 from gossamer.model.additions import strip
 from gossamer.quantization import emulations_in
 
@@ -131,7 +131,7 @@ def copied(model: nn.Module, target: Path) -> nn.Module:
 def _check_floats(model: nn.Module, emulated: bool, target: Path) -> None:
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if emulated and kinds - {torch.float32}:
-        found = ", ".join(sorted(dtype_word(kind) for kind in kinds))
+        found = ", ".join(sorted(dtype_name(kind) for kind in kinds))
         raise GossamerError(f"{target}: a quantized model is written from float32, not {found}; pass model.float()")
 
 

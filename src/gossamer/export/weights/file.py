@@ -24,15 +24,15 @@ from gossamer.export.weights import packing
 from gossamer.io import (
     DTYPES,
     DamagedError,
-    NewerError,
+    NewerFormatError,
     Part,
-    SealError,
+    SealedFileError,
     bytes_of,
     check_shape,
     header_of,
     holds_bools,
-    loads,
     open_regular,
+    parse_json,
     read_header,
     write_sealed,
 )
@@ -164,7 +164,7 @@ class ModelFile:
             self.tensors = {entry.name: entry for entry in _stored(self.metadata, self._parts)}
             self.tied = _tied(self.metadata, self.tensors)
         except DamagedError as error:
-            raise damaged(path, str(error)) from None
+            raise damaged(path, error.reason) from None
 
     @property
     def about(self) -> dict[str, str]:
@@ -291,12 +291,14 @@ def _bytes(array: packing.Array) -> memoryview:
 def _header(file: BinaryIO, path: Path) -> tuple[dict[str, str], dict[str, Part]]:
     try:
         return read_header(file, KIND, VERSION)
-    except NewerError as error:
-        raise GossamerError(f"{path}: is a model file {error}") from None
+    except NewerFormatError as error:
+        raise GossamerError(f"{path}: the model file is newer: {error.reason}") from None
     except DamagedError as error:
-        raise damaged(path, str(error)) from None
-    except SealError as error:
-        raise GossamerError(f"{path}: is no model file of Gossamer, {error}; export the model again") from None
+        raise damaged(path, error.reason) from None
+    except SealedFileError as error:
+        raise GossamerError(
+            f"{path}: is not a model file of Gossamer, or is {error.reason}; export the model again"
+        ) from None
 
 
 def _stored(metadata: Mapping[str, str], parts: Mapping[str, Part]) -> Iterator[Stored]:
@@ -346,7 +348,7 @@ def _tied(metadata: Mapping[str, str], tensors: Mapping[str, Stored]) -> dict[st
 
 def _object(metadata: Mapping[str, str], key: str) -> dict[str, Any]:
     try:
-        found: Any = loads(metadata.get(key, "{}"))
+        found: Any = parse_json(metadata.get(key, "{}"))
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

@@ -18,7 +18,7 @@ from gossamer.errors import GossamerError, nearest
 from gossamer.export.weights.file import KIND, damaged, opened
 from gossamer.export.weights.quantized import QuantizedFile
 from gossamer.export.weights.states import clean_state
-from gossamer.io import DTYPES, dtype_word, kind_of
+from gossamer.io import DTYPES, dtype_name, sealed_kind
 from gossamer.model.additions import is_added
 from gossamer.model.thin.cuts import shrink_to, shrunk
 from gossamer.model.weights import shares_elements
@@ -52,7 +52,7 @@ class Weights(Protocol):
 
 def is_model_file(path: str | os.PathLike[str]) -> bool:
     """Whether a file starts as the model files that `save` writes do, sound or not."""
-    return kind_of(path) == KIND
+    return sealed_kind(path) == KIND
 
 
 def read_about(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -110,7 +110,7 @@ def load_into(model: nn.Module, path: str | os.PathLike[str], *, progress: Progr
 
 def emulate_as(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Let a model emulate the integers that a file holds; nothing for a file that holds none."""
-    if kind_of(path) != KIND:
+    if sealed_kind(path) != KIND:
         return
     with open_weights(path) as weights:
         if isinstance(weights, QuantizedFile):
@@ -151,7 +151,7 @@ def open_weights(path: str | os.PathLike[str]) -> Generator[Weights]:
     file = Path(path)
     if not file.is_file():
         raise GossamerError(f"{file}: there is no such file; give a .safetensors file")
-    kind = kind_of(file)
+    kind = sealed_kind(file)
     if kind == "gossamer checkpoint":
         raise GossamerError(f"{file}: is a checkpoint of a run; write its model by `gossamer export` and load that")
     if kind is not None:
@@ -240,8 +240,8 @@ def _check_fit(own: Mapping[str, Any], found: Mapping[str, Entry], path: Path) -
             shapes = f"{entry.shape} in the file and {tuple(target.shape)} in the model"
             raise GossamerError(f"{path}: '{name}' has the shape {shapes}; build the model as it was written")
         if not _can_hold(target.dtype, entry.dtype):
-            held = dtype_word(entry.dtype)
-            types = f"{held} in the file and {dtype_word(target.dtype)} in the model"
+            held = dtype_name(entry.dtype)
+            types = f"{held} in the file and {dtype_name(target.dtype)} in the model"
             way_out = f"call model.to(torch.{held})" if entry.dtype.is_floating_point else "build the model it is of"
             raise GossamerError(f"{path}: '{name}' is {types}, which cannot hold it exactly; {way_out}")
 

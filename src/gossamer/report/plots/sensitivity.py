@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gossamer.analysis.sensitivity_map import LayerCost, SensitivityMap
 from gossamer.errors import GossamerError
-from gossamer.io import whole
+from gossamer.io import atomic_write
 from gossamer.report.plots.layers import LONGEST_NAME, MOST_NAMES, ON_DEEP, ON_PALE, RAMP
 from gossamer.report.plots.style import GROUND, drawn_in_style
 
@@ -52,7 +52,7 @@ def save(found: SensitivityMap, path: Path, title: str = "") -> None:
     with drawn_in_style(SALT):
         figure.savefig(buffer, bbox_inches="tight", pad_inches=0.2, **options)
     try:
-        with whole(path) as part:
+        with atomic_write(path) as part:
             part.write_bytes(buffer.getvalue())
     except OSError as error:
         raise GossamerError(f"{path}: cannot be written: {error.strerror}") from error

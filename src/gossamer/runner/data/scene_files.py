@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.errors import GossamerError
-from gossamer.io import whole
+from gossamer.io import atomic_write
 from gossamer.runner.config.schema import Scenes
 from gossamer.runner.data.digits import CLASSES, digits
 from gossamer.runner.data.scenes import Scene, compose
@@ -39,7 +39,7 @@ def write_coco(source: Scenes, folder: Path) -> Path:
                 )
         categories = [{"id": digit + 1, "name": name} for digit, name in enumerate(CLASSES)]
         content = {"images": images, "annotations": annotations, "categories": categories}
-        with whole(path) as scratch:
+        with atomic_write(path) as scratch:
             scratch.write_text(json.dumps(content), encoding="utf-8")
     except OSError as problem:
         raise GossamerError(f"{folder}: cannot write the scenes ({problem.strerror})") from None
@@ -51,5 +51,5 @@ def _write_png(scene: Scene, path: Path) -> None:
         from PIL import Image
     except ImportError:
         raise GossamerError("images need Pillow; install it with: pip install 'gossamer[vision]'") from None
-    with whole(path) as scratch:
+    with atomic_write(path) as scratch:
         Image.fromarray(scene.image).save(scratch)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gossamer.errors import GossamerError
-from gossamer.io import open_regular, whole
+from gossamer.io import atomic_write, open_regular
 from gossamer.runner.records import read_records
 from gossamer.runner.reporting.content import run_content
 from gossamer.runner.reporting.notes import note_plan, note_weights, origin_of, weights_of
@@ -51,7 +51,7 @@ def report(
     text = render([run_content(folder, name) for folder, name in zip(paths, names, strict=True)], speed)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path) as part:
+        with atomic_write(path) as part:
             part.write_text(text, encoding="utf-8")
     except OSError as error:
         raise GossamerError(f"{path}: cannot be written: {error.strerror or error}; name another by -o") from None

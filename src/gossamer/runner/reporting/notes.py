@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from torch import nn
 
 from gossamer.errors import GossamerError
-from gossamer.io import read_regular, whole
+from gossamer.io import atomic_write, read_regular
 from gossamer.model import get_parameter, is_transposed, prunable, unwrap
 from gossamer.report.content import Bins
 from gossamer.report.weights import BINS, bins
@@ -123,7 +123,7 @@ def write_note(folder: Path, kind: Kind, content: Mapping[str, Any]) -> None:
     path = folder / FOLDER / f"{kind}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path) as part:
+        with atomic_write(path) as part:
             part.write_text(json.dumps({"format": FORMAT, **content}, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise GossamerError(f"{path}: cannot be written: {error.strerror or error}; free some space") from None

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.io import open_regular, read_regular, remove_leftovers, whole
+from gossamer.io import atomic_write, open_regular, read_regular, remove_leftovers
 
 
 def fail(path: Path, error: BaseException, *, durable: bool = False) -> None:
     """Write half of a file."""
-    with whole(path, durable=durable) as part:
+    with atomic_write(path, durable=durable) as part:
         part.write_text("half")
         raise error
 
@@ -22,7 +22,7 @@ def test_a_file_appears_whole_and_keeps_its_permissions(tmp_path: Path, durable:
     path = tmp_path / "a.txt"
     path.write_text("old")
     path.chmod(0o640)
-    with whole(path, durable=durable) as part:
+    with atomic_write(path, durable=durable) as part:
         part.write_text("new")
         assert part.suffix == ".txt"
         assert path.read_text() == "old"
@@ -45,7 +45,7 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path, durabl
 def test_a_link_is_replaced_unless_it_is_to_be_followed(tmp_path: Path, follow: bool) -> None:
     (tmp_path / "real.txt").write_text("old")
     (tmp_path / "link.txt").symlink_to("real.txt")
-    with whole(tmp_path / "link.txt", follow=follow) as part:
+    with atomic_write(tmp_path / "link.txt", follow=follow) as part:
         part.write_text("new")
     assert (tmp_path / "link.txt").is_symlink() is follow
     assert (tmp_path / "link.txt").read_text() == "new"
@@ -85,11 +85,11 @@ def test_a_durable_file_reaches_the_disk_before_it_takes_its_name(
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", replace)
-    with whole(tmp_path / "a.txt") as part:
+    with atomic_write(tmp_path / "a.txt") as part:
         part.write_text("a")
     assert steps == ["rename"]
     steps.clear()
-    with whole(tmp_path / "a.txt", durable=True) as part:
+    with atomic_write(tmp_path / "a.txt", durable=True) as part:
         part.write_text("b")
     assert steps == (["file", "rename", "folder"] if Path("/proc/self/fd").exists() else ["file", "rename", "file"])
 
