@@ -71,9 +71,9 @@ def test_what_is_projected_is_what_the_recipe_does(recipe: str) -> None:
 
 
 def test_shares_of_layers_are_exact_and_one_threshold_is_an_estimate() -> None:
-    assert {o.sure for o in projected("builtin:gmp-90").layers.values()} == {"exact"}
+    assert {o.certainty for o in projected("builtin:gmp-90").layers.values()} == {"exact"}
     together = projected("builtin:global-90")
-    assert {o.sure for o in together.layers.values()} == {"estimated"}
+    assert {o.certainty for o in together.layers.values()} == {"estimated"}
     assert any("estimated from the weights as they are now" in note for note in together.notes)
 
 
@@ -88,7 +88,7 @@ def test_whoever_ranks_by_gradients_leaves_the_layers_unknown_and_the_sum_known(
 def test_learned_thresholds_have_a_target_where_it_is_given_and_learned_masks_always() -> None:
     names = prunable(network())
     thresholds = projected("modifiers: [!STRPruningModifier {params: __ALL_PRUNABLE__, start_epoch: 0, end_epoch: 3}]")
-    assert {o.sure for o in thresholds.layers.values()} == {"learned"}
+    assert {o.certainty for o in thresholds.layers.values()} == {"learned"}
     assert thresholds.zeros(names) is None
     masks = projected(
         "modifiers: [!ProbMaskPruningModifier {params: __ALL_PRUNABLE__, start_epoch: 0, end_epoch: 3, "
@@ -99,7 +99,7 @@ def test_learned_thresholds_have_a_target_where_it_is_given_and_learned_masks_al
     controlled = projected(
         "modifiers: [!STRPruningModifier {params: __ALL_PRUNABLE__, start_epoch: 0, end_epoch: 3, final_sparsity: 0.8}]"
     )
-    assert {o.sure for o in controlled.layers.values()} == {"learned"}
+    assert {o.certainty for o in controlled.layers.values()} == {"learned"}
     assert controlled.zeros(names) == round(0.8 * sizes)
 
 
@@ -112,7 +112,7 @@ def test_zeros_that_are_let_go_before_the_end_do_not_count() -> None:
     """
     found = projected(text)
     assert not found.layers
-    assert "lets its zeros go at epoch 4" in found.dense["3.weight"]
+    assert "releases its zeros at epoch 4" in found.dense["3.weight"]
     assert found.dense["8.weight"] == "the recipe does not name it"
 
 
@@ -120,14 +120,14 @@ def test_zeros_of_a_sparse_model_are_held_or_told_to_be_filled() -> None:
     model = network()
     model[3].weight.data[:, ::2] = 0
     held = projected("builtin:sparse-transfer", model)
-    assert (held.layers["3.weight"].zeros, held.layers["3.weight"].sure) == (16 * 32 * 9 // 2, "held")
+    assert (held.layers["3.weight"].zeros, held.layers["3.weight"].certainty) == (16 * 32 * 9 // 2, "held")
     filled = projected(GRADUAL % "final_sparsity: 0.5, params: ['8.weight']", model)
     assert any("2,304 weights that are zero now are held by no modifier" in note for note in filled.notes)
 
 
 def test_a_layer_that_is_taken_out_is_gone_as_a_whole() -> None:
     found = projected("modifiers: [!LayerPruningModifier {layers: ['3'], start_epoch: 0}]")
-    assert (found.layers["3.weight"].zeros, found.layers["3.weight"].sure) == (16 * 32 * 9, "removed")
+    assert (found.layers["3.weight"].zeros, found.layers["3.weight"].certainty) == (16 * 32 * 9, "removed")
 
 
 def test_a_layer_that_would_be_emptied_is_told() -> None:

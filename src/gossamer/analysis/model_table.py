@@ -233,7 +233,7 @@ def _row(module: nn.Module, layer: LayerRow, projection: Projection | None) -> M
     weight = rows_of(module, layer.weight)
     patterns = patterns_of(weight) if layer.current_zeros else ()
     outlook = None if projection is None else projection.layers.get(layer.weight)
-    if outlook is not None and outlook.sure == "held" and patterns:
+    if outlook is not None and outlook.certainty == "held" and patterns:
         outlook = replace(outlook, pattern=patterns[0])  # the zeros that are there stay where they are
     return ModelRow(
         layer=layer,
@@ -278,7 +278,7 @@ def _then(rows: Sequence[ModelRow], rest: int, projection: Projection) -> State:
 
 def _ends_at_two_of_four(row: ModelRow) -> bool:
     outlook = row.outlook
-    if outlook is not None and outlook.sure == "held":
+    if outlook is not None and outlook.certainty == "held":
         return "2:4" in row.patterns
     return outlook is not None and outlook.pattern in ("2:4", "tensorrt", "m4n2_1d", "m4n2_2d_best", "m4n2_2d_greedy")
 
@@ -335,7 +335,7 @@ def _row_json(row: ModelRow, with_recipe: bool) -> dict[str, Any]:
         "zeros_then": then,
         "sparsity_then": None if then is None else then / max(row.parameters, 1),
         "pattern_then": None if outlook is None else outlook.pattern,
-        "sure": None if outlook is None else outlook.sure,
+        "sure": None if outlook is None else outlook.certainty,
         "modifier": None if outlook is None else outlook.modifier,
         "macs_then": row.macs_left(then),
         "dense_because": row.dense,

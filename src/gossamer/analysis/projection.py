@@ -6,54 +6,22 @@ not known here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from gossamer.engine.attachment import Attachment, Shared
 from gossamer.engine.binding import attachments, located
 from gossamer.engine.sampling import Sampler
 from gossamer.errors import GossamerError, ModifierError, RecipeError, SparsityError
-from gossamer.model import get_parameter, is_transposed, prunable, unwrap
-from gossamer.modifiers import (
-    ConstantPruningModifier,
-    GMPruningModifier,
-    LayerPruningModifier,
-    LayerThinningModifier,
-    LevelPruningModifier,
-    Modifier,
-    PruningModifier,
-    RigLPruningModifier,
-)
-from gossamer.modifiers.dynamic import DynamicPruningModifier
-from gossamer.modifiers.learned import LearnedPruningModifier
-from gossamer.modifiers.masked import RankedPruningModifier
-from gossamer.modifiers.scoring import FilterScorer, MagnitudeScorer
+from gossamer.model import get_parameter, prunable, unwrap
+from gossamer.modifiers import Modifier, Outlook
 from gossamer.recipe import Recipe
-from gossamer.sparse import NM, Pattern, erdos_renyi, magnitude, uniform, zero_count
+from gossamer.sparse import zero_count
 
 STEPS = 1000
 """Steps that an epoch counts here, where nothing trains; enough for every schedule to fit."""
-
-Sure = Literal["exact", "estimated", "learned", "held", "removed"]
-"""How a count is known: by arithmetic; by the weights as they are now; not before training; as the zeros that are
-there now; because the layer is taken out."""
-
-
-@dataclass(frozen=True)
-class Outlook:
-    """One weight as the recipe leaves it."""
-
-    zeros: int | None
-    """None when the method finds it out while it trains."""
-    pattern: str
-    """The recipe's `mask_type`, or `layer` where all of it goes."""
-    sure: Sure
-    modifier: str
 
 
 @dataclass(frozen=True)
@@ -100,7 +68,7 @@ def project(recipe: Recipe, model: nn.Module) -> Projection:
     >>> from gossamer.recipe import load
     >>> model = nn.Sequential(nn.Linear(40, 10), nn.Linear(10, 10))
     >>> project(load("builtin:gmp-90"), model).layers["0.weight"]
-    Outlook(zeros=360, pattern='unstructured', sure='exact', modifier='GMPruningModifier')
+    Outlook(zeros=360, pattern='unstructured', certainty='exact', modifier='GMPruningModifier')
     """
     module = unwrap(model)
     sampler: Sampler = lambda _: ()  # noqa: E731  (second-order methods want one; nothing starts, so none is called)
@@ -119,7 +87,7 @@ def project(recipe: Recipe, model: nn.Module) -> Projection:
             skipped |= dict.fromkeys(run.bound, reason)
             continue
         try:
-            found = _outlooks(run)
+            found = run.modifier.outlook(run)
         except SparsityError as error:
             raise GossamerError(f"{recipe.where(run.index)}: {run.modifier.name}: {error}") from error
         layers = _joined(layers, found)
@@ -146,117 +114,11 @@ def _bound(recipe: Recipe, run: Attachment) -> str | None:
 
 
 def _released(modifier: Modifier, horizon: float) -> str | None:
-    """Why nothing of what the modifier does is left in the end, or None."""
-    end = modifier.end_epoch
-    if end == -1 or end >= horizon:
+    """Why nothing of what the modifier does is left at the end; None when it stays."""
+    end = modifier.released_epoch
+    if end is None or end >= horizon:
         return None
-    if isinstance(modifier, PruningModifier) and modifier.leave_enabled:
-        return None if not isinstance(modifier, ConstantPruningModifier) else _let_go(modifier)
-    return _let_go(modifier)
-
-
-def _let_go(modifier: Modifier) -> str:
-    return f"{modifier.name} lets its zeros go at epoch {modifier.end_epoch:g}, and training goes on"
-
-
-# What each family comes to
-
-
-def _outlooks(run: Attachment) -> dict[str, Outlook]:
-    """What the modifier leaves of the weights that it is bound to."""
-    modifier, names = run.modifier, list(run.bound)
-    if isinstance(modifier, LayerPruningModifier):
-        return _taken_out(run)
-    if not isinstance(modifier, PruningModifier):
-        return {}
-    if isinstance(modifier, ConstantPruningModifier):
-        held = {name: _current_zeros(run, name) for name in names}
-        return {name: _seen(modifier, zeros, "held") for name, zeros in held.items() if zeros}
-    if isinstance(modifier, LevelPruningModifier):
-        even = isinstance(modifier.pattern, NM) or modifier.allocation in ("uniform", "erk")
-        shares = modifier.shares(run, modifier.levels[-1])
-        return {
-            name: _seen(modifier, round(share * _size(run, name)), "exact" if even else "estimated")
-            for name, share in shares.items()
-        }
-    if isinstance(modifier, RigLPruningModifier):
-        return _allotted(run, modifier, _of_rigl(run, modifier))
-    if isinstance(modifier, RankedPruningModifier):
-        return _ranked(run, modifier)
-    share = modifier.sparsity_at(math.inf if modifier.end_epoch == -1 else modifier.end_epoch)
-    if share is None or isinstance(modifier, LearnedPruningModifier):
-        return {name: _seen(modifier, None, "learned") for name in names}
-    return {
-        name: replace(o, sure="estimated") for name, o in _allotted(run, modifier, dict.fromkeys(names, share)).items()
-    }
-
-
-def _ranked(run: Attachment, modifier: RankedPruningModifier) -> dict[str, Outlook]:
-    """A share for each layer, or one threshold over all of them."""
-    goal, names = modifier.goal, list(run.bound)
-    if goal is None:
-        finals: dict[str, float] = run.plan.get("final", {})
-        return _allotted(run, modifier, {name: finals[name] for name in names if name in finals})
-    if not modifier.global_sparsity or isinstance(modifier.pattern, NM):
-        return _allotted(run, modifier, dict.fromkeys(names, goal))
-    if not _ranks_by_weights(modifier):
-        return {name: _seen(modifier, None, "learned") for name in names}
-    scores = (
-        modifier.scorer.scores(run, names)
-        if isinstance(modifier, GMPruningModifier)
-        else {name: magnitude(run.parameter(name)) for name in names}
-    )
-    masks = modifier.masks(run, scores, goal)
-    return {n: _seen(modifier, keep.numel() - int(keep.count_nonzero()), "estimated") for n, keep in masks.items()}
-
-
-def _ranks_by_weights(modifier: RankedPruningModifier) -> bool:
-    """Whether the weights alone say how layers share a threshold."""
-    if isinstance(modifier, GMPruningModifier):
-        return type(modifier.scorer) in (MagnitudeScorer, FilterScorer)  # others are subclasses that ask gradients
-    return isinstance(modifier, DynamicPruningModifier)
-
-
-def _of_rigl(run: Attachment, modifier: RigLPruningModifier) -> dict[str, float]:
-    shapes = {name: tuple(run.parameter(name).shape) for name in run.bound}
-    if modifier.sparsity_strategy == "uniform":
-        return uniform(shapes, modifier.final_sparsity)
-    return erdos_renyi(shapes, modifier.final_sparsity, kernel=modifier.sparsity_strategy == "erdos_renyi_kernel")
-
-
-def _allotted(run: Attachment, modifier: PruningModifier, shares: Mapping[str, float]) -> dict[str, Outlook]:
-    return {
-        name: _seen(modifier, pattern_zeros(modifier.pattern, _rows_shape(run, name), share), "exact")
-        for name, share in shares.items()
-    }
-
-
-def pattern_zeros(pattern: Pattern, shape: Sequence[int], sparsity: float) -> int:
-    """How many weights `(out, in, …)` a pattern zeroes at a sparsity, to the last one.
-
-    >>> from gossamer.sparse import Filter
-    >>> pattern_zeros(NM(2, 4), (8, 16, 3, 3), 0.5), pattern_zeros(Filter(), (10, 7), 0.25)
-    (576, 14)
-    """
-    size = math.prod(shape)
-    if isinstance(pattern, NM):
-        return size // pattern.m * (pattern.m - pattern.n) if pattern.reached(sparsity) else zero_count(size, sparsity)
-    units = pattern.unit_scores(torch.empty(tuple(shape), device="meta")).numel()
-    return zero_count(units, sparsity) * size // max(units, 1)
-
-
-def _taken_out(run: Attachment) -> dict[str, Outlook]:
-    inside = [n for n in prunable(run.module) if any(n.startswith(f"{layer}.") for layer in run.bound)]
-    return {name: Outlook(_size(run, name), "layer", "removed", run.modifier.name) for name in inside}
-
-
-def _seen(modifier: PruningModifier, zeros: int | None, sure: Sure) -> Outlook:
-    mask_type = modifier.mask_type
-    pattern = mask_type if isinstance(mask_type, str) else "×".join(map(str, mask_type))
-    return Outlook(zeros, pattern, sure, modifier.name)
-
-
-# Together
+    return f"{modifier.name} releases its zeros at epoch {end:g}, before training ends"
 
 
 def _joined(before: Mapping[str, Outlook], found: Mapping[str, Outlook]) -> dict[str, Outlook]:
@@ -272,23 +134,21 @@ def _joined(before: Mapping[str, Outlook], found: Mapping[str, Outlook]) -> dict
 def _budget(run: Attachment, found: Mapping[str, Outlook]) -> Budget | None:
     """What learned layers lose together, where the method has a target."""
     names = tuple(name for name, outlook in found.items() if outlook.zeros is None)
-    modifier = run.modifier
-    share = getattr(modifier, "final_sparsity", None) if isinstance(modifier, PruningModifier) else None
-    if not names or not isinstance(share, float):
+    if not names or run.modifier.goal is None:
         return None
-    return Budget(names, zero_count(sum(_size(run, name) for name in names), share))
+    return Budget(names, zero_count(sum(_size(run, name) for name in names), run.modifier.goal))
 
 
 def _notes(
     recipe: Recipe, module: nn.Module, layers: Mapping[str, Outlook], runs: Sequence[Attachment]
 ) -> Iterable[str]:
     """What the numbers do not say."""
-    if any(outlook.sure == "estimated" for outlook in layers.values()):
+    if any(outlook.certainty == "estimated" for outlook in layers.values()):
         yield "one threshold goes over several layers: how they share it is estimated from the weights as they are now"
-    if emptied := [name for name, o in layers.items() if o.sure != "removed" and o.zeros == _count(module, name)]:
+    if emptied := [name for name, o in layers.items() if o.certainty != "removed" and o.zeros == _count(module, name)]:
         which = emptied[0] if len(emptied) == 1 else f"{len(emptied)} layers, {emptied[0]} among them"
         yield f"nothing would be left of {which}; max_layer_sparsity or exclude in the recipe prevents that"
-    if learners := sorted({o.modifier for o in layers.values() if o.sure == "learned"}):
+    if learners := sorted({o.modifier for o in layers.values() if o.certainty == "learned"}):
         yield f"{', '.join(learners)} finds the zeros of each layer while it trains; they are not known before"
     others = [name for name in layers if name not in prunable(module)]
     if others:
@@ -299,21 +159,12 @@ def _notes(
     zeros = sum(_zeros_of(module, name) for name in idle)
     if zeros and runs:
         yield f"{zeros:,} weights that are zero now are held by no modifier: training fills them again"
-    if any(isinstance(modifier, LayerThinningModifier) for modifier in recipe.modifiers):
+    if any(modifier.removal_epochs for modifier in recipe.modifiers):
         yield "LayerThinningModifier takes filters out that are zero as a whole; they are counted as zeros here"
-
-
-def _rows_shape(run: Attachment, name: str) -> tuple[int, ...]:
-    shape = tuple(run.parameter(name).shape)
-    return (shape[1], shape[0], *shape[2:]) if len(shape) > 1 and is_transposed(run.module, name) else shape
 
 
 def _size(run: Attachment, name: str) -> int:
     return run.parameter(name).numel()
-
-
-def _current_zeros(run: Attachment, name: str) -> int:
-    return run.zeros(name)[0]
 
 
 def _count(module: nn.Module, name: str) -> int:

@@ -12,8 +12,6 @@ from typing import Any
 
 from gossamer.engine.clock import Timing
 from gossamer.modifiers.base import Modifier
-from gossamer.modifiers.learning_rate import RateModifier
-from gossamer.modifiers.pruning import PruningModifier
 from gossamer.recipe import Recipe
 
 SAMPLES = 2000
@@ -81,8 +79,8 @@ def timeline(recipe: Recipe, steps_per_epoch: float = 100, initial_lr: float | N
     ('GMPruningModifier to 90 %', 0.9)
     """
     horizon = float(max(recipe.max_epochs, 1))
-    pruning = [modifier for modifier in recipe.modifiers if isinstance(modifier, PruningModifier)]
-    rates = [modifier for modifier in recipe.modifiers if isinstance(modifier, RateModifier)]
+    pruning = [modifier for modifier in recipe.modifiers if modifier.prunes]
+    rates = [modifier for modifier in recipe.modifiers if modifier.family == "learning_rate"]
     curves = [(modifier, _sparsity(modifier, horizon, steps_per_epoch)) for modifier in pruning]
     scheduled = [(modifier, curve) for modifier, curve in curves if any(value is not None for _, value in curve)]
     return Timeline(
@@ -98,7 +96,7 @@ Curve = tuple[tuple[float, float | None], ...]
 """Epochs and the value that holds from each of them on."""
 
 
-def _sparsity(modifier: PruningModifier, horizon: float, steps_per_epoch: float) -> Curve:
+def _sparsity(modifier: Modifier, horizon: float, steps_per_epoch: float) -> Curve:
     """The sparsity in force: that of the last update, at the steps where the run will make one."""
     timing, last = Timing.of(modifier, steps_per_epoch), round(horizon * steps_per_epoch)
     stride = max(1, last // SAMPLES)
@@ -111,9 +109,9 @@ def _sparsity(modifier: PruningModifier, horizon: float, steps_per_epoch: float)
     return _changes([*found.items(), (horizon, modifier.sparsity_at(horizon))])
 
 
-def _grouped(curves: Sequence[tuple[PruningModifier, Curve]]) -> tuple[Series, ...]:
+def _grouped(curves: Sequence[tuple[Modifier, Curve]]) -> tuple[Series, ...]:
     """One series for all modifiers with the same curve, in order of start and final sparsity."""
-    groups: dict[Curve, list[PruningModifier]] = {}
+    groups: dict[Curve, list[Modifier]] = {}
     for modifier, curve in curves:
         groups.setdefault(curve, []).append(modifier)
     ordered = sorted(groups, key=lambda curve: (next(e for e, value in curve if value is not None), -_final(curve)))
@@ -126,13 +124,13 @@ def _grouped(curves: Sequence[tuple[PruningModifier, Curve]]) -> tuple[Series, .
 
 
 def _learning_rate(
-    rates: Sequence[RateModifier], horizon: float, steps_per_epoch: float, initial: float | None
+    rates: Sequence[Modifier], horizon: float, steps_per_epoch: float, initial: float | None
 ) -> tuple[Series, ...]:
     """The rates of the parameter groups that the recipe names; groups with the same modifiers share one."""
-    named = sorted({index for modifier in rates for index in modifier.param_groups or ()})
+    named = sorted({index for modifier in rates for index in modifier.learning_rate_groups or ()})
     together: dict[tuple[int, ...], list[int]] = {}
     for group in named or [0]:
-        chosen = [i for i, m in enumerate(rates) if m.param_groups is None or group in m.param_groups]
+        chosen = [i for i, m in enumerate(rates) if m.learning_rate_groups is None or group in m.learning_rate_groups]
         together.setdefault(tuple(chosen), []).append(group)
     found: list[Series] = []
     for chosen, groups in together.items():
@@ -144,7 +142,7 @@ def _learning_rate(
     return tuple(found)
 
 
-def _one_rate(rates: Sequence[RateModifier], horizon: float, steps_per_epoch: float, initial: float | None) -> Series:
+def _one_rate(rates: Sequence[Modifier], horizon: float, steps_per_epoch: float, initial: float | None) -> Series:
     """The rate that these modifiers set, from the epoch on at which it is known."""
     if initial is not None:
         return _series("learning rate", _rates(rates, horizon, steps_per_epoch, initial))
@@ -157,7 +155,7 @@ def _one_rate(rates: Sequence[RateModifier], horizon: float, steps_per_epoch: fl
     return _series("learning rate" if curve == doubled else "learning rate, relative to the optimizer's", curve)
 
 
-def _sampled(rates: Iterable[RateModifier], horizon: float, steps_per_epoch: float) -> list[float]:
+def _sampled(rates: Iterable[Modifier], horizon: float, steps_per_epoch: float) -> list[float]:
     """Epochs at which to ask: every step when there are few, and every start and end."""
     steps = max(1, round(horizon * steps_per_epoch))
     points = {step / steps_per_epoch for step in range(0, steps + 1, max(1, steps // SAMPLES))}
@@ -167,7 +165,7 @@ def _sampled(rates: Iterable[RateModifier], horizon: float, steps_per_epoch: flo
 
 
 def _rates(
-    rates: Sequence[RateModifier], horizon: float, steps_per_epoch: float, initial: float
+    rates: Sequence[Modifier], horizon: float, steps_per_epoch: float, initial: float
 ) -> list[tuple[float, float]]:
     """The rate at each epoch; of two modifiers the one that started later has the last word."""
     ordered = sorted(rates, key=lambda modifier: max(modifier.start_epoch, 0.0))
@@ -177,7 +175,7 @@ def _rates(
         for index, modifier in enumerate(ordered):
             if max(modifier.start_epoch, 0.0) <= epoch:
                 begun.setdefault(index, current)
-                rate = modifier.lr_at(epoch, steps_per_epoch, begun[index])
+                rate = modifier.learning_rate_at(epoch, steps_per_epoch, begun[index])
                 current = current if rate is None else rate
         found.append((epoch, current))
     return [*found, (horizon, current)]
@@ -189,12 +187,12 @@ def _spans(modifiers: Iterable[Modifier], scheduled: set[int], horizon: float) -
         family = modifier.family if modifier.family in LANES else "other"
         if modifier.family == "epoch":
             continue
-        if isinstance(modifier, PruningModifier) and id(modifier) not in scheduled:
+        if modifier.prunes and id(modifier) not in scheduled:
             family = "constant"
         start = max(modifier.start_epoch, 0.0)
         end = horizon if modifier.end_epoch == -1 else modifier.end_epoch
         found.setdefault((family, start, end, False), []).append(modifier)
-        if id(modifier) in scheduled and isinstance(modifier, PruningModifier) and modifier.leave_enabled:
+        if id(modifier) in scheduled and modifier.released_epoch is None:
             found.setdefault((family, end, horizon, True), []).append(modifier)
     order = list(LANES)
     spans = [Span(*key, _label(group)) for key, group in found.items() if key[2] > key[1] or not key[3]]

@@ -171,9 +171,9 @@ def _zeros_then(row: ModelRow) -> str:
         return "dense"
     if outlook.zeros is None:
         return "learned"
-    if outlook.sure == "removed":
+    if outlook.certainty == "removed":
         return "removed"
-    about = "≈ " if outlook.sure == "estimated" else ""
+    about = "≈ " if outlook.certainty == "estimated" else ""
     pattern = "" if outlook.pattern == "unstructured" else f" {outlook.pattern}"
     return f"{about}{percent(outlook.zeros / row.parameters)}{pattern}"
 

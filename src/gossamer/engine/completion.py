@@ -22,7 +22,7 @@ from gossamer.engine.masks import Masks
 from gossamer.engine.targets import final_shares, kept_shares
 from gossamer.errors import MAX_SUGGESTED
 from gossamer.model import get_parameter, has_parameter
-from gossamer.modifiers import LayerThinningModifier, Modifier, PruningModifier
+from gossamer.modifiers import Modifier
 from gossamer.sparse import Channel, Filter
 
 TOLERANCE = 0.05
@@ -69,7 +69,7 @@ class _Part:
     @property
     def unit(self) -> str | None:
         """What its sparsity is a share of; None when it sets none."""
-        if not isinstance(self.modifier, PruningModifier) or self._final is None:
+        if self._final is None:
             return None
         pattern = self.modifier.pattern
         return "filters" if isinstance(pattern, Filter) else "channels" if isinstance(pattern, Channel) else "weights"
@@ -79,7 +79,7 @@ class _Part:
         timing = self.timing
         if timing.start > step:
             return self.modifier.family not in _TRAINING_ONLY
-        if not isinstance(self.modifier, PruningModifier) or self._final is None:
+        if self._final is None:
             return False
         epoch = step / timing.steps_per_epoch
         if timing.every is not None and timing.every != -1:
@@ -88,9 +88,7 @@ class _Part:
 
     @property
     def _final(self) -> float | None:
-        modifier = self.modifier
-        end = modifier.start_epoch if modifier.end_epoch == -1 else modifier.end_epoch
-        return modifier.sparsity_at(end) if isinstance(modifier, PruningModifier) else None
+        return self.modifier.sparsity_at(self.modifier.last_epoch)
 
 
 class Completion:
@@ -112,7 +110,7 @@ class Completion:
         self._targets: Mapping[str, float] = final_shares(attachments)
         self._sizes = {n: get_parameter(module, n).numel() for n in self._targets if has_parameter(module, n)}
         self._kept = [(names, share) for names, share in kept_shares(attachments) if self._sizes.keys() >= set(names)]
-        self._thins = any(isinstance(a.modifier, LayerThinningModifier) for a in attachments)
+        self._thins = any(a.modifier.removal_epochs for a in attachments)
         self._parts = [_Part(a.modifier, a.timing) for a in attachments if a.modifier.family != "logging"]
 
     @property

@@ -35,7 +35,7 @@ class LearningRates:
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         for attachment in self._attachments:
             if attachment.status == "active":
-                chosen: Sequence[int] | None = getattr(attachment.modifier, "param_groups", None)
+                chosen = attachment.modifier.learning_rate_groups
                 for index in range(len(groups)) if chosen is None else chosen:
                     # Reading a rate from a GPU would make each step wait for it.
                     if index < len(groups) and _on_cpu(groups[index]["lr"]):

@@ -31,7 +31,7 @@ from gossamer.engine.thinning import cut_as
 from gossamer.errors import GossamerError
 from gossamer.model import has_parameter, unwrap, weight_of
 from gossamer.model.recalibration import checked_batches, has_running_statistics, recalibrate
-from gossamer.modifiers import LayerThinningModifier, Modifier
+from gossamer.modifiers import Modifier
 from gossamer.quantities import MAX_EPOCHS
 from gossamer.quantization import is_emulated
 from gossamer.recipe import Recipe, load
@@ -295,7 +295,7 @@ class Manager:
         """
         state = self._pending if self._run is None else RunState.parse(self._run.state_dict())
         if state is None and any(
-            isinstance(m, LayerThinningModifier) and max(m.start_epoch, 0) <= epoch for m in self.modifiers
+            max(removed, 0) <= epoch for modifier in self.modifiers for removed in modifier.removal_epochs
         ):
             raise GossamerError(
                 "apply_structure: what LayerThinningModifier removed is in the manager's state; "

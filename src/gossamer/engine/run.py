@@ -36,9 +36,7 @@ from gossamer.engine.thinning import CUTS, apply_removals, cut_along, misplaced
 from gossamer.errors import MAX_SUGGESTED, GossamerError, RecipeError, SparsityError
 from gossamer.model import get_parameter, torch_mask, unwrap, weight_of
 from gossamer.model.parameters import named_state
-from gossamer.modifiers import PruningModifier
 from gossamer.modifiers.base import placed
-from gossamer.modifiers.learned import LearnedPruningModifier
 from gossamer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -100,7 +98,7 @@ class TrainingRun:
         problems += [str(located(recipe, *found)) for found in misplaced(self.attachments)]
         if problems:
             raise RecipeError(problems)
-        pruning = [attachment for attachment in self.attachments if isinstance(attachment.modifier, PruningModifier)]
+        pruning = [attachment for attachment in self.attachments if attachment.modifier.prunes]
         bound = {name for attachment in pruning for name in attachment.bound}
         self.shared.held_with_filters = {
             name for attachment in pruning for name in attachment.held_with_filters if name not in bound
@@ -136,7 +134,7 @@ class TrainingRun:
     def take_over_masks(self) -> None:
         """Write the zeros of `torch.nn.utils.prune` into what it masks: its layers compute the same."""
         for attachment in self.attachments:
-            for name in attachment.bound if isinstance(attachment.modifier, PruningModifier) else ():
+            for name in attachment.bound if attachment.modifier.prunes else ():
                 if (mask := torch_mask(self.shared.module, name)) is not None:
                     attachment.write(name, weight_of(self.shared.module, name))
                     zeros = mask.numel() - int(mask.count_nonzero())
@@ -159,10 +157,7 @@ class TrainingRun:
         """Leave the weights as the model computes with them, or as they are, and the optimizer alone."""
         for attachment in self.attachments:
             if attachment.status == "active":
-                if keep_weights and isinstance(attachment.modifier, LearnedPruningModifier):
-                    attachment.modifier.undo(attachment)
-                else:
-                    attachment.modifier.finish(attachment)
+                (attachment.modifier.discard if keep_weights else attachment.modifier.finish)(attachment)
         if not keep_weights:
             self.apply_masks()
         for attachment in self.attachments:

@@ -10,11 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from gossamer.engine.attachment import Attachment
-from gossamer.modifiers import PruningModifier
-from gossamer.modifiers.pruning import ConstantPruningModifier
+from gossamer.modifiers import Modifier
 from gossamer.sparse import NM, Unstructured
 
-Share = Callable[[Attachment, PruningModifier, str, float], float | None]
+Share = Callable[[Attachment, Modifier, str, float], float | None]
 
 
 def targets(attachments: Iterable[Attachment]) -> dict[str, float]:
@@ -49,10 +48,9 @@ def kept_shares(attachments: Iterable[Attachment]) -> list[tuple[list[str], floa
     """
     own, found = list(attachments), list[tuple[list[str], float]]()
     alone, pruning = targets(own), _pruning(own)
-    others = Counter(n for a, m in pruning if not _holds_to_the_end(m) for n in a.bound)
+    others = Counter(n for a, m in pruning if not (m.only_holds and m.end_epoch == -1) for n in a.bound)
     for attachment, modifier in pruning:
-        end = modifier.end_epoch if modifier.end_epoch != -1 else modifier.start_epoch
-        share = modifier.sparsity_at(end)
+        share = modifier.sparsity_at(modifier.last_epoch)
         if not share or not isinstance(modifier.pattern, Unstructured | NM):
             continue
         single = [name for name in attachment.bound if name in alone]
@@ -63,12 +61,7 @@ def kept_shares(attachments: Iterable[Attachment]) -> list[tuple[list[str], floa
     return found
 
 
-def _holds_to_the_end(modifier: PruningModifier) -> bool:
-    """Whether a modifier only keeps the zeros that are there."""
-    return isinstance(modifier, ConstantPruningModifier) and modifier.end_epoch == -1
-
-
-def _epoch(attachment: Attachment, modifier: PruningModifier, step: int) -> float:
+def _epoch(attachment: Attachment, modifier: Modifier, step: int) -> float:
     """The epoch of a step; from the rounded steps of start and end on, at least the epochs of these."""
     timing, epoch = attachment.timing, step / attachment.steps_per_epoch
     if timing.end is not None and step >= timing.end:
@@ -79,16 +72,15 @@ def _epoch(attachment: Attachment, modifier: PruningModifier, step: int) -> floa
 def _final(attachments: Iterable[Attachment], share: Share) -> dict[str, float]:
     found: dict[str, float] = {}
     for attachment, modifier in _pruning(attachments):
-        end = modifier.end_epoch if modifier.end_epoch != -1 else modifier.start_epoch
-        shares = {name: share(attachment, modifier, name, end) for name in attachment.bound}
+        shares = {name: share(attachment, modifier, name, modifier.last_epoch) for name in attachment.bound}
         found |= {name: max(value, found.get(name, 0.0)) for name, value in shares.items() if value}
     return found
 
 
-def _share(attachment: Attachment, modifier: PruningModifier, name: str, epoch: float) -> float | None:
+def _share(attachment: Attachment, modifier: Modifier, name: str, epoch: float) -> float | None:
     own = modifier.sparsity_of(attachment, name, epoch)
     return modifier.sparsity_at(epoch) if own is None else own
 
 
-def _pruning(attachments: Iterable[Attachment]) -> list[tuple[Attachment, PruningModifier]]:
-    return [(a, a.modifier) for a in attachments if isinstance(a.modifier, PruningModifier)]
+def _pruning(attachments: Iterable[Attachment]) -> list[tuple[Attachment, Modifier]]:
+    return [(a, a.modifier) for a in attachments if a.modifier.prunes]

@@ -21,7 +21,6 @@ from gossamer.errors import GossamerError, ModifierError
 from gossamer.model.coherence import incoherent
 from gossamer.model.parameters import get_tensor, named_state
 from gossamer.model.thin.cuts import Cuts
-from gossamer.modifiers import LayerThinningModifier, PruningModifier
 from gossamer.modifiers.base import to_step
 from gossamer.modifiers.state import Item
 
@@ -245,14 +244,11 @@ def misplaced(attachments: Sequence[Attachment]) -> list[tuple[Attachment, Modif
     """Removals that fall into a gradual pruning, whose shares would then count from what is left."""
     found: list[tuple[Attachment, ModifierError]] = []
     for own in attachments:
-        modifier = own.modifier
-        if not isinstance(modifier, LayerThinningModifier):
-            continue
-        for other in attachments:
+        for other in attachments if own.modifier.removal_epochs else ():
             pruning, timing = other.modifier, other.timing
-            if not isinstance(pruning, PruningModifier) or pruning.updates_every is None or timing.end is None:
+            if not pruning.prunes or pruning.updates_every is None or timing.end is None:
                 continue
-            for epoch in (modifier.start_epoch, *modifier.update_epochs):
+            for epoch in own.modifier.removal_epochs:
                 if timing.start <= to_step(epoch, own.steps_per_epoch) < timing.end:
                     when = f"removes filters at epoch {max(epoch, 0.0):g}, while {pruning.name} prunes until epoch"
                     why = f"{when} {pruning.end_epoch:g} and its shares would count from what is left; start later"

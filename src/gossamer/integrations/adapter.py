@@ -22,7 +22,6 @@ from gossamer.engine.state import RunState
 from gossamer.engine.thinning import cut_as, thinned_shapes
 from gossamer.errors import GossamerError
 from gossamer.integrations.rates import RecipeRates
-from gossamer.modifiers import LayerThinningModifier
 from gossamer.modifiers.base import to_step
 from gossamer.recipe import Recipe, load
 
@@ -154,7 +153,7 @@ class Adapter:
         right ones is enough: which filters went is in the weights, and the rest comes with the state itself.
         """
         self._loaded()
-        if not any(isinstance(modifier, LayerThinningModifier) for modifier in self.recipe.modifiers):
+        if not any(modifier.removal_epochs for modifier in self.recipe.modifiers):
             return
 
         def cut(module: nn.Module, weights: Mapping[str, Any], *_: Any) -> None:

@@ -13,6 +13,7 @@ from gossamer.modifiers.learning_rate import (
 )
 from gossamer.modifiers.levels import LevelPruningModifier
 from gossamer.modifiers.other import EpochRangeModifier, SparsificationLoggingModifier
+from gossamer.modifiers.outlook import Outlook
 from gossamer.modifiers.parameters import (
     GradualParamModifier,
     SetParamModifier,
@@ -50,6 +51,7 @@ __all__ = [
     "Modifier",
     "MovementPruningModifier",
     "OBSPruningModifier",
+    "Outlook",
     "PerLayerDistillationModifier",
     "ProbMaskPruningModifier",
     "PruningModifier",

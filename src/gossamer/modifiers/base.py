@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError, ModifierError, nearest
 from gossamer.model import ALL_PRUNABLE, expects_every_gradient
 from gossamer.model.parameters import KEYWORDS, KEYWORDS_TO_EXCLUDE, problem_of_name
+from gossamer.modifiers.outlook import Outlook
 from gossamer.modifiers.state import Item, Layout, StateField
 from gossamer.quantities import Epoch
+from gossamer.sparse import Pattern
 
 if TYPE_CHECKING:
     from gossamer.model.tracing.filter_groups import FilterGraph
@@ -240,6 +242,12 @@ class Modifier(BaseModel):
     """True when the modifier changes which modules the model has."""
     recalibrates: ClassVar[bool] = False
     """True when evaluation computes with other weights than training, so that batch norm must be recalibrated."""
+    prunes: ClassVar[bool] = False
+    """True when the modifier holds masks on its targets."""
+    only_holds: ClassVar[bool] = False
+    """True when its masks are the zeros that weights have at the start."""
+    learns_sparsity: ClassVar[bool] = False
+    """True when training determines which weights are zero, so that masks exist only at the end."""
 
     start_epoch: Epoch = -1.0
     end_epoch: Epoch = -1.0
@@ -274,6 +282,54 @@ class Modifier(BaseModel):
     def updates_every(self) -> float | None:
         """Epochs between updates, −1 for every step, None for no updates between start and end."""
         return None
+
+    # What the modifier does to a model, for reports and plots.
+
+    @property
+    def pattern(self) -> Pattern | None:
+        """The shape of its zeros; None when it does not prune."""
+        return None
+
+    @property
+    def goal(self) -> float | None:
+        """The final sparsity of all targets together; None when it sets none, or one for each target."""
+        return None
+
+    @property
+    def last_epoch(self) -> float:
+        """The epoch at which the modifier is complete: its end, or its start when it has no end."""
+        return self.start_epoch if self.end_epoch == -1 else self.end_epoch
+
+    @property
+    def released_epoch(self) -> float | None:
+        """The epoch at which it undoes what it did to the model; None when that stays."""
+        return None if self.end_epoch == -1 else self.end_epoch
+
+    @property
+    def removal_epochs(self) -> Sequence[float]:
+        """The epochs at which it removes filters from the model."""
+        return ()
+
+    @property
+    def learning_rate_groups(self) -> Sequence[int] | None:
+        """The optimizer's parameter groups whose learning rate it sets; None for all."""
+        return None
+
+    def sparsity_at(self, epoch: float) -> float | None:
+        """The scheduled sparsity at an epoch; None where this modifier sets none."""
+        return None
+
+    def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
+        """The same for one weight; None also where weights share one threshold, so that their values decide."""
+        return self.sparsity_at(epoch)
+
+    def learning_rate_at(self, epoch: float, steps_per_epoch: float, initial: float) -> float | None:
+        """The learning rate at an epoch; None before the start, after the end and where it sets none."""
+        return None
+
+    def outlook(self, run: Run) -> dict[str, Outlook]:
+        """By weight: what is left of it at the end, before anything trains; the modifier is bound."""
+        return {}
 
     def warnings(self) -> list[str]:
         """Sentences about fields that are accepted but have no effect here."""
@@ -345,6 +401,10 @@ class Modifier(BaseModel):
 
     def finish(self, run: Run) -> None:
         """The run is over while the modifier is active: leave in the weights what the model computed with."""
+
+    def discard(self, run: Run) -> None:
+        """The run is over while the modifier is active and never trained: leave the weights as they are."""
+        self.finish(run)
 
     def finalized(self, run: Run) -> None:
         """The run is over, whether or not the modifier has ended before."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from gossamer.errors import GossamerError, ModifierError, SparsityError
 from gossamer.modifiers.base import ParamNames, Run, register
 from gossamer.modifiers.masked import RankedPruningModifier, Sparsity
+from gossamer.modifiers.outlook import Outlook
 from gossamer.modifiers.state import LARGEST_WEIGHT, Item, StateField, flag, masks, tensors
 from gossamer.quantities import Epoch, Frequency, GradientCount, PositiveShare, WeightDecay
 from gossamer.sparse import NM, cosine, erdos_renyi, fraction, magnitude, smallest, uniform
@@ -50,12 +51,16 @@ class DynamicPruningModifier(RankedPruningModifier):
         return float(getattr(self, self._sparsity_field))
 
     @property
+    def ranks_by_weights(self) -> bool:
+        return True
+
+    @property
     def updates_every(self) -> float | None:
         return self.update_frequency
 
     def magnitude_masks(self, run: Run, sparsity: float, scores: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Masks of the largest weights, layer by layer or over all layers."""
-        ranked = {name: magnitude(run.parameter(name)) for name in run.targets} if scores is None else scores
+        ranked = self.rank(run) if scores is None else scores
         return self.masks(run, ranked, sparsity if self.global_sparsity else dict.fromkeys(run.targets, sparsity))
 
 
@@ -149,9 +154,11 @@ class RigLPruningModifier(DynamicPruningModifier):
             run.plan["shares"] = self._shares(run)
         return run.plan["shares"].get(name)
 
+    def outlook(self, run: Run) -> dict[str, Outlook]:
+        return self._exact_outlook(run, self._shares(run))
+
     def start(self, run: Run) -> None:
-        scores = {name: magnitude(run.parameter(name)) for name in run.targets}
-        for name, keep in self.masks(run, scores, self._shares(run)).items():
+        for name, keep in self.masks(run, self.rank(run), self._shares(run)).items():
             run.set_mask(name, keep)
 
     def _shares(self, run: Run) -> dict[str, float]:

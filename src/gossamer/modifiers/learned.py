@@ -72,6 +72,7 @@ class LearnedPruningModifier(PruningModifier):
     params: ParamNames = Field(default=...)
 
     keeps_norms: ClassVar[bool] = False
+    learns_sparsity: ClassVar[bool] = True
     learned: ClassVar[str]
     """The key of the state under which each weight has what is learned about it."""
 
@@ -118,6 +119,9 @@ class LearnedPruningModifier(PruningModifier):
         self.settle(run)
         self.undo(run)
 
+    def discard(self, run: Run) -> None:
+        self.undo(run)
+
     def end(self, run: Run) -> None:
         self.finish(run)
         super().end(run)
@@ -156,6 +160,10 @@ class STRPruningModifier(LearnedPruningModifier):
     def warnings(self) -> list[str]:
         idle = self.final_sparsity is not None and "st_decay" in self.model_fields_set
         return super().warnings() + ["st_decay has no effect beside final_sparsity, which controls the decay"] * idle
+
+    @property
+    def goal(self) -> float | None:
+        return self.final_sparsity
 
     @property
     def updates_every(self) -> float | None:
@@ -325,6 +333,10 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
             between = f"an epoch from start_epoch ({self.start_epoch:g}) to end_epoch ({self.end_epoch:g})"
             raise ValueError(f"finetune_epoch: expected {between}, found {self.finetune_epoch:g}")
         return self
+
+    @property
+    def goal(self) -> float | None:
+        return self.final_sparsity
 
     @property
     def updates_every(self) -> float | None:

@@ -48,8 +48,11 @@ class RateModifier(Modifier):
     def rate(self, step: int, start: int, end: int | None, steps_per_epoch: float, initial: float) -> float:
         """The learning rate at a step between `start` and `end`."""
 
-    def lr_at(self, epoch: float, steps_per_epoch: float, initial: float) -> float | None:
-        """The learning rate at an epoch, or None before the start and after the end."""
+    @property
+    def learning_rate_groups(self) -> Sequence[int] | None:
+        return self.param_groups
+
+    def learning_rate_at(self, epoch: float, steps_per_epoch: float, initial: float) -> float | None:
         step, start = to_step(epoch, steps_per_epoch), to_step(self.start_epoch, steps_per_epoch)
         end = None if self.end_epoch == -1 else to_step(self.end_epoch, steps_per_epoch)
         if step < start or (end is not None and step > end):

@@ -16,6 +16,7 @@ from torch import Tensor
 from gossamer.errors import ModifierError, SparsityError
 from gossamer.model import ALL_PRUNABLE
 from gossamer.modifiers.base import ParamNames, Run, register
+from gossamer.modifiers.outlook import Outlook
 from gossamer.modifiers.pruning import PruningModifier, Sparsity
 from gossamer.modifiers.scoring import FilterScorer, MagnitudeScorer, Scorer
 from gossamer.modifiers.state import StateField, number
@@ -105,6 +106,14 @@ class LevelPruningModifier(PruningModifier):
         if level not in shares:
             shares[level] = erdos_renyi({other: run.parameter(other).shape for other in run.targets}, level)
         return shares[level].get(name)
+
+    def outlook(self, run: Run) -> dict[str, Outlook]:
+        even = isinstance(self.pattern, NM) or self.allocation in ("uniform", "erk")
+        certainty = "exact" if even else "estimated"
+        return {
+            name: self._outlook(round(share * run.parameter(name).numel()), certainty)
+            for name, share in self.shares(run, self.levels[-1]).items()
+        }
 
     def starts(self, start: int, end: int) -> list[int]:
         """The step at which each level starts: n·total // L steps behind the start."""

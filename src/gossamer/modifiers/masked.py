@@ -7,6 +7,7 @@ makes the mask, the run holds it.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Self
 
@@ -29,15 +30,18 @@ from gossamer.model.parameters import TIED, with_norms_kept
 from gossamer.model.weights import WHOLE
 from gossamer.modifiers.base import ExcludedNames, Modifier, ParamName, ParamNames, Run
 from gossamer.modifiers.filters import SAVED, FilterPlan, hold_vectors, is_held, leaves, plan_filters
+from gossamer.modifiers.outlook import Certainty, Outlook, pattern_zeros
 from gossamer.modifiers.scoring import outputs_first
 from gossamer.modifiers.state import LARGEST_WEIGHT, StateField, tensors
 from gossamer.quantities import Sparsity
 from gossamer.sparse import (
+    NM,
     Channel,
     Filter,
     Pattern,
     Unstructured,
     global_masks,
+    magnitude,
     parse_pattern,
     within_reach,
     zero_count,
@@ -64,6 +68,7 @@ class PruningModifier(Modifier):
     """What all modifiers that hold masks share: which weights, and in which pattern."""
 
     family: ClassVar[str] = "pruning"
+    prunes: ClassVar[bool] = True
 
     params: ParamNames = Field(default_factory=list)
     exclude: ExcludedNames = Field(default_factory=list)
@@ -81,13 +86,30 @@ class PruningModifier(Modifier):
     def pattern(self) -> Pattern:
         return parse_pattern(self.mask_type)
 
-    def sparsity_at(self, epoch: float) -> float | None:
-        """The scheduled sparsity at an epoch; None where this modifier sets none."""
-        return None
+    @property
+    def released_epoch(self) -> float | None:
+        return None if self.leave_enabled else super().released_epoch
 
-    def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
-        """The same for one weight; None also where weights share one threshold, so that their values decide."""
-        return self.sparsity_at(epoch)
+    def outlook(self, run: Run) -> dict[str, Outlook]:
+        share = self.sparsity_at(math.inf if self.end_epoch == -1 else self.end_epoch)
+        if share is None or self.learns_sparsity:
+            return dict.fromkeys(run.targets, self._outlook(None, "learned"))
+        return self._exact_outlook(run, dict.fromkeys(run.targets, share), "estimated")
+
+    def _exact_outlook(
+        self, run: Run, sparsity: Mapping[str, float], certainty: Certainty = "exact"
+    ) -> dict[str, Outlook]:
+        """The zeros of weights that are pruned to a sparsity each."""
+        shapes = {name: self._rows(run, name, run.parameter(name)).shape for name in sparsity}
+        return {
+            name: self._outlook(pattern_zeros(self.pattern, shapes[name], share), certainty)
+            for name, share in sparsity.items()
+        }
+
+    def _outlook(self, zeros: int | None, certainty: Certainty) -> Outlook:
+        mask_type = self.mask_type
+        pattern = mask_type if isinstance(mask_type, str) else "×".join(map(str, mask_type))
+        return Outlook(zeros, pattern, certainty, self.name)
 
     def state_fields(self, run: Run) -> Mapping[str, StateField]:
         return {SAVED: tensors(least=-LARGEST_WEIGHT, most=LARGEST_WEIGHT, of=lambda layout: layout.tensors)}
@@ -217,8 +239,7 @@ class PruningModifier(Modifier):
         if isinstance(self.pattern, Filter | Channel):
             return f"under weight norm a row of zeros is divided by zero; {remedy}, or choose another mask_type"
         values = run.parameter(name)
-        end = self.end_epoch if self.end_epoch != -1 else self.start_epoch
-        share, rows = self.sparsity_of(run, name, end), int(values.shape[weight.norm])
+        share, rows = self.sparsity_of(run, name, self.last_epoch), int(values.shape[weight.norm])
         if (
             isinstance(self.pattern, Unstructured)
             and share
@@ -281,9 +302,9 @@ class RankedPruningModifier(PruningModifier):
     """With one threshold: no layer becomes sparser than this; or `{bound: [params]}`, the others without a bound."""
 
     @property
-    def goal(self) -> float | None:
-        """The sparsity in the end, over all layers together; None when each layer has its own."""
-        return None
+    def ranks_by_weights(self) -> bool:
+        """Whether the weights alone determine how layers share a threshold."""
+        return False
 
     @model_validator(mode="after")
     def _bounded_together(self) -> Self:
@@ -298,6 +319,23 @@ class RankedPruningModifier(PruningModifier):
 
     def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
         return None if self.global_sparsity else super().sparsity_of(run, name, epoch)
+
+    def rank(self, run: Run) -> dict[str, Tensor]:
+        """The scores of all targets, by the weights as they are now."""
+        return {name: magnitude(run.parameter(name)) for name in run.targets}
+
+    def outlook(self, run: Run) -> dict[str, Outlook]:
+        if self.goal is None:
+            finals: dict[str, float] = run.plan.get("final", {})
+            return self._exact_outlook(run, {name: finals[name] for name in run.targets if name in finals})
+        if not self.global_sparsity or isinstance(self.pattern, NM):
+            return self._exact_outlook(run, dict.fromkeys(run.targets, self.goal))
+        if not self.ranks_by_weights:
+            return dict.fromkeys(run.targets, self._outlook(None, "learned"))
+        masks = self.masks(run, self.rank(run), self.goal)
+        return {
+            name: self._outlook(keep.numel() - int(keep.count_nonzero()), "estimated") for name, keep in masks.items()
+        }
 
     def bind(self, run: Run) -> list[str]:
         targets = super().bind(run)

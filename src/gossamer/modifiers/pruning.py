@@ -16,6 +16,7 @@ from torch import Tensor
 from gossamer.errors import ModifierError
 from gossamer.modifiers.base import ParamName, ParamNames, Run, register
 from gossamer.modifiers.masked import EXCLUDED, PruningModifier, RankedPruningModifier, Sparsity, logger
+from gossamer.modifiers.outlook import Outlook
 from gossamer.modifiers.scoring import (
     FILTER_KINDS,
     MFAC,
@@ -99,6 +100,13 @@ class GMPruningModifier(RankedPruningModifier):
     @property
     def goal(self) -> float | None:
         return None if isinstance(self.final_sparsity, dict) else self.final_sparsity
+
+    @property
+    def ranks_by_weights(self) -> bool:
+        return type(self.scorer) in (MagnitudeScorer, FilterScorer)  # others are subclasses that use gradients
+
+    def rank(self, run: Run) -> dict[str, Tensor]:
+        return self.scorer.scores(run, run.targets)
 
     @property
     def updates_every(self) -> float | None:
@@ -297,8 +305,17 @@ class MovementPruningModifier(GMPruningModifier):
 class ConstantPruningModifier(PruningModifier):
     """Hold the zeros that the weights have at the start."""
 
+    only_holds: ClassVar[bool] = True
     spares_embeddings: ClassVar[bool] = False
     params: ParamNames = Field(default=...)
+
+    @property
+    def released_epoch(self) -> float | None:
+        return None if self.end_epoch == -1 else self.end_epoch
+
+    def outlook(self, run: Run) -> dict[str, Outlook]:
+        zeros = {name: run.zeros(name)[0] for name in run.targets}
+        return {name: self._outlook(count, "held") for name, count in zeros.items() if count}
 
     def start(self, run: Run) -> None:
         masks: dict[str, Tensor] = {}

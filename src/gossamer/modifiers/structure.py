@@ -23,6 +23,7 @@ from gossamer.modifiers.base import (
     register,
     to_step,
 )
+from gossamer.modifiers.outlook import Outlook
 from gossamer.modifiers.pruning import GMPruningModifier
 from gossamer.modifiers.state import Item, Layout, Spec, StateField
 from gossamer.quantities import Epoch
@@ -121,6 +122,10 @@ class LayerPruningModifier(Modifier):
             found[name] = {key: value.detach().clone() for key, value in own.items()}
         return found
 
+    def outlook(self, run: Run) -> dict[str, Outlook]:
+        inside = [n for n in prunable(run.module) if any(n.startswith(f"{layer}.") for layer in run.targets)]
+        return {name: Outlook(run.parameter(name).numel(), "layer", "removed", self.name) for name in inside}
+
     def taken_out(self, run: Run) -> Mapping[str, nn.Module]:
         return run.plan.get("originals", {})
 
@@ -192,6 +197,10 @@ class LayerThinningModifier(Modifier):
     @property
     def updates_every(self) -> float | None:
         return -1.0 if self.update_epochs else None
+
+    @property
+    def removal_epochs(self) -> Sequence[float]:
+        return self.start_epoch, *self.update_epochs
 
     def warnings(self) -> list[str]:
         if self.param_group_dependency_map is None:

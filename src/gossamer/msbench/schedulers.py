@@ -25,7 +25,7 @@ from gossamer.engine.state import RunState, frozen
 from gossamer.engine.watching import Arguments, Watch
 from gossamer.errors import GossamerError
 from gossamer.model import expect_model, get_parameter, has_parameter, left_dense, prunable, unwrap
-from gossamer.modifiers import LevelPruningModifier, PruningModifier
+from gossamer.modifiers import LevelPruningModifier
 from gossamer.modifiers.state import Item, Spec
 from gossamer.msbench import selection, sparsers
 from gossamer.msbench.config import NAME, Config
@@ -399,7 +399,7 @@ class BaseScheduler(Lowered):
         if self.length is None or done >= self.length or not (done or self.learns):
             return
         final = self.final_sparsity or 0.0
-        pruning = [modifier for modifier in self.modifiers() if isinstance(modifier, PruningModifier)]
+        pruning = [modifier for modifier in self.modifiers() if modifier.prunes]
         is_final = any((modifier.sparsity_at(done - 1.0) or 0.0) > final - 1e-6 for modifier in pruning)
         if is_final and done >= self.length * (1 - TOLERANCE):
             return

@@ -18,9 +18,8 @@ from gossamer.engine import Manager
 from gossamer.errors import GossamerError
 from gossamer.model import get_parameter, named_parameters, unwrap
 from gossamer.model.additions import evaluated
-from gossamer.modifiers import LayerThinningModifier, Modifier, PruningModifier
+from gossamer.modifiers import Modifier
 from gossamer.modifiers.base import to_step
-from gossamer.modifiers.learned import LearnedPruningModifier
 from gossamer.msbench import BaseScheduler, build_sparse_scheduler
 from gossamer.msbench.levels import AmbaLevelPruneScheduler
 from gossamer.quantization import is_emulated
@@ -213,7 +212,7 @@ class ByScheduler(Sparsifier):
     def _scheduled(self, iteration: int) -> list[float | None]:
         """By modifier: the scheduled sparsity during an iteration, counted from 0; None before pruning begins."""
         self._modifiers = self._modifiers or list(self.scheduler.modifiers())
-        pruning = [modifier for modifier in self._modifiers if isinstance(modifier, PruningModifier)]
+        pruning = [modifier for modifier in self._modifiers if modifier.prunes]
         return [modifier.sparsity_at(float(iteration)) for modifier in pruning]
 
     def planned_in(self, model: nn.Module, iteration: int) -> float | None:
@@ -314,15 +313,14 @@ class ByRecipe(Sparsifier):
 
     def _thins_later(self) -> bool:
         """Whether filters are still to be removed."""
-        thinning = [modifier for modifier in self.manager.modifiers if isinstance(modifier, LayerThinningModifier)]
-        epochs = [epoch for modifier in thinning for epoch in (modifier.start_epoch, *modifier.update_epochs)]
+        epochs = [epoch for modifier in self.manager.modifiers for epoch in modifier.removal_epochs]
         done = round(self.manager.epoch * self._steps_per_epoch)
         return any(to_step(epoch, self._steps_per_epoch) > done for epoch in epochs)
 
     def _learns(self) -> bool:
         """Whether a modifier without a target of its own is still finding one."""
         return any(
-            isinstance(modifier, LearnedPruningModifier)
+            modifier.learns_sparsity
             and modifier.sparsity_at(modifier.end_epoch) is None
             and not -1 < modifier.end_epoch <= self.manager.epoch
             for modifier in self.manager.pruning_modifiers
