@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossamer.model.tracing.channels import Channels, Factor, copy_label
-from gossamer.model.tracing.layouts import Layouts, Operand
+from gossamer.model.tracing.channels import Channels, Factor, Layouts, Operand, copy_label
 
 
 def colours(channels: Channels, *factors: Factor) -> list[list[int]]:

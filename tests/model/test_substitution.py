@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from gossamer.model.substitution import Substitution, withdraw_all
+from gossamer.model.additions import Substitution, withdraw_all
 
 
 def doubled(layer: nn.Module, weight: Tensor) -> Tensor:

@@ -417,7 +417,7 @@ def test_slots_are_drawn_evenly() -> None:
     assert np.array_equal(taken, order[range(1000), slots])
 
 
-@pytest.mark.parametrize("name", ["permutation_kernels", "permutation_annealing", "permutation"])
+@pytest.mark.parametrize("name", ["permutation._kernels", "permutation._annealing", "permutation"])
 def test_importing_the_search_needs_neither_numba_nor_scipy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for heavy in ("numba", "scipy"):
         monkeypatch.setitem(sys.modules, heavy, None)

@@ -23,8 +23,8 @@ from gossamer.engine.restart import Restart
 from gossamer.engine.sampling import Sampler, as_sampler, untaught
 from gossamer.errors import GossamerError, ModifierError
 from gossamer.model import get_parameter, has_parameter
+from gossamer.model.additions import Substitution
 from gossamer.model.parameters import empties_a_norm, named_state
-from gossamer.model.substitution import Substitution
 from gossamer.modifiers.base import Modifier
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, nearest
 from gossamer.model import unwrap
-from gossamer.model.copies import duplicate
+from gossamer.model.additions import withdraw_all
 from gossamer.model.parameters import named_state
-from gossamer.model.substitution import withdraw_all
+from gossamer.model.weights import duplicate
 from gossamer.modifiers.state import Item, Spec
 
 if TYPE_CHECKING:

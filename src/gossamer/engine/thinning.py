@@ -18,8 +18,8 @@ from torch.nn.parameter import is_lazy
 from gossamer.engine.attachment import Attachment, Shared, logger
 from gossamer.engine.state import RunState
 from gossamer.errors import GossamerError, ModifierError
-from gossamer.model.coherence import incoherent
 from gossamer.model.parameters import get_tensor, named_state
+from gossamer.model.thin import incoherent
 from gossamer.model.thin.cuts import Cuts
 from gossamer.modifiers.base import to_step
 from gossamer.modifiers.state import Item
@@ -36,7 +36,7 @@ def thin_run(
     attachment: Attachment, names: Collection[str], shared: Shared, cut: Callable[[Cuts, Shapes], None]
 ) -> None:
     """Remove what is zero as a whole and comes from these weights; `cut` takes the rest of the run along."""
-    from gossamer.model.permute.reordering import odd_state
+    from gossamer.model.permute import odd_state
     from gossamer.model.thin import thin
 
     module, who = shared.module, attachment.modifier.name

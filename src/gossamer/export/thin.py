@@ -15,11 +15,10 @@ from gossamer.errors import GossamerError
 from gossamer.model import expect_model
 from gossamer.model import thin as thinning
 from gossamer.model.additions import strip
-from gossamer.model.copies import duplicate
 from gossamer.model.parameters import unwrap
 from gossamer.model.thin import Progress, Thinned
 from gossamer.model.thin.cuts import spread_over_processes
-from gossamer.model.weights import check_values
+from gossamer.model.weights import check_values, duplicate
 
 
 def thin(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -224,3 +225,16 @@ def _tensor(layer: nn.Module, leaf: str) -> Tensor:
     for part in path:
         owner = getattr(owner, part)
     return cast(Tensor, getattr(owner, last))
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def duplicate(model: M) -> M:
+    """A deep copy of a model; raises what the model's own code raises.
+
+    Spectral norm, weight norm and `torch.nn.utils.prune` keep the weight that they computed last as an attribute of
+    the layer, with its graph, which torch does not copy. The copy gets its values, until it computes its own.
+    """
+    computed = [vars(layer).get(leaf) for layer in model.modules() for leaf in hooks_that_compute(layer)]
+    return deepcopy(model, {id(value): value.detach().clone() for value in computed if isinstance(value, Tensor)})

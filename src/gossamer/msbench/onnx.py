@@ -12,7 +12,7 @@ from torch import nn
 
 from gossamer.errors import GossamerError
 from gossamer.model import unwrap
-from gossamer.model.copies import duplicate
+from gossamer.model.weights import duplicate
 
 if TYPE_CHECKING:
     from gossamer.msbench.schedulers import BaseScheduler

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 from gossamer.model import first_names, get_module, get_parameter, named_modules
-from gossamer.model.additions import SPARSER
-from gossamer.model.substitution import Substitution, withdraw_all
+from gossamer.model.additions import SPARSER, Substitution, withdraw_all
 from gossamer.msbench.generators import MaskGenerator, ProbMaskGenerator
 from gossamer.quantities import Logit
 from gossamer.sparse.reparameterization import (

@@ -9,7 +9,6 @@ from gossamer.sparse.allocation import (
     uniform,
     within_reach,
 )
-from gossamer.sparse.fisher import BlockFisher
 from gossamer.sparse.masking import pack, unpack, zero_where
 from gossamer.sparse.nm import NM, NM2d
 from gossamer.sparse.patterns import Block, Channel, Filter, Pattern, Unstructured, parse_nm, parse_pattern
@@ -26,7 +25,7 @@ from gossamer.sparse.reparameterization import (
     threshold_pull,
 )
 from gossamer.sparse.schedules import cosine, fraction, interpolate
-from gossamer.sparse.scores import filter_median_distance, filter_norm, filter_nuclear, magnitude, movement
+from gossamer.sparse.scores import BlockFisher, filter_median_distance, filter_norm, filter_nuclear, magnitude, movement
 from gossamer.sparse.selection import share_of_zeros, smallest, zero_count
 
 __all__ = [

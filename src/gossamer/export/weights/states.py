@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError
 from gossamer.export.weights.file import PARTS, RANGES, SCALE, writable
 from gossamer.model import expect_model, is_transposed, prunable, unwrap
-from gossamer.model.additions import holds_sparsers, strip, without_additions
-from gossamer.model.copies import duplicate
-from gossamer.model.substitution import is_substituted
+from gossamer.model.additions import holds_sparsers, is_substituted, strip, without_additions
+from gossamer.model.weights import duplicate
 
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module")
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gossamer.model.thin.cuts import Cuts
-from gossamer.model.thin.watch import Observed
+from gossamer.model.thin.runs import Observed
 from gossamer.model.tracing.channels import Ints
 from gossamer.model.tracing.filter_groups import FilterGraph
 

@@ -1,8 +1,7 @@
-"""Run a model on random inputs in float64, and tell whether another version of it computes the same.
+"""Run a model on random inputs in float64, observe each product with a weight, and compare two versions of the model.
 
-The inputs differ in numbers, batch and size from the example, as far as the model takes them; results are compared
-layer by layer and not only in the end, and once more in the model's own type, where rounding counts. The model is
-left as it was. Nothing here knows what is removed.
+Inputs vary in values, batch and size as far as the model accepts them (`Example`). Results are compared layer by layer
+and once more in the model's own dtype. The model is left as it was.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -18,14 +18,335 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer.model.inputs import as_arguments, guesses
 from gossamer.model.parameters import named_state, own_tensors, prunable
-from gossamer.model.thin.inputs import Example, loud, negative
-from gossamer.model.thin.watch import Known, Observed, Trace, Watch
 from gossamer.model.tracing.tensors import tensors_in
 from gossamer.model.tracing.tracer import Arguments, storage_of
 from gossamer.model.tracing.undisturbed import undisturbed
+
+Noise = Callable[[Tensor], Tensor]
+"""From normal noise to the numbers of an input."""
+BOUNDS = (1000, 100, 30, 10, 5, 3, 2)
+"""Whole numbers are drawn below one of these; a table that is looked up in has at least two rows."""
+_DOUBLED_BELOW, _SHRUNK_FROM = 64, 128
+
+
+def plain(noise: Tensor) -> Tensor:
+    """As it is."""
+    return noise
+
+
+def loud(noise: Tensor) -> Tensor:
+    """Many times the usual size."""
+    return 50 * noise
+
+
+def negative(noise: Tensor) -> Tensor:
+    """Nothing above zero."""
+    return -noise.abs()
+
+
+@dataclass(frozen=True)
+class Example:
+    """The arguments that a model was given, to make others from."""
+
+    arguments: Arguments
+    dtype: torch.dtype | None
+    """Of real numbers; None: as they come."""
+    bounds: Mapping[int, int] = field(default_factory=dict[int, int])
+    """By place among the tensors: whole numbers vary, below this; all others are the example's."""
+
+    def filled(
+        self,
+        seed: int,
+        noise: Noise = plain,
+        sizes: Mapping[tuple[int, int], int] | None = None,
+        *,
+        largest: bool = False,
+    ) -> Arguments:
+        """Arguments of random numbers that the example's own type can hold.
+
+        `sizes`: other ones than the example's, by tensor and dimension;
+        `largest`: among whole numbers is the largest that the bound allows.
+        """
+        source = torch.Generator().manual_seed(seed)
+        place = iter(range(len(self.tensors())))
+
+        def fill(tensor: Tensor) -> Tensor:
+            number = next(place)
+            shape = [(sizes or {}).get((number, dim), size) for dim, size in enumerate(tensor.shape)]
+            if tensor.is_floating_point():
+                values = noise(torch.randn(shape, generator=source, dtype=torch.float64))
+                return values.to(tensor.device, tensor.dtype).to(self.dtype or tensor.dtype)
+            if number in self.bounds:
+                whole = torch.randint(self.bounds[number], shape, generator=source)
+                whole.view(-1)[: int(largest)] = self.bounds[number] - 1
+                return whole.to(tensor)
+            found = tensor.detach().clone()
+            for dim, size in enumerate(shape):  # more of the same
+                found = found.index_select(dim, (torch.arange(size) % found.shape[dim]).to(found.device))
+            return found
+
+        return cast(Arguments, pytree.tree_map_only(Tensor, fill, self.arguments))
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the arguments, in order."""
+        return [leaf for leaf in pytree.tree_leaves(cast(Any, self.arguments)) if isinstance(leaf, Tensor)]
+
+    def whole_numbers(self) -> Iterator[tuple[int, list[int]]]:
+        """Places of tensors of whole numbers, each with the bounds that its type can hold."""
+        for number, tensor in enumerate(self.tensors()):
+            if not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool:
+                largest = torch.iinfo(tensor.dtype).max
+                yield number, [bound for bound in BOUNDS if bound <= largest]
+
+    def varying(self, number: int, bound: int) -> Example:
+        """The same with whole numbers below a bound in one of the tensors."""
+        return Example(self.arguments, self.dtype, {**self.bounds, number: bound})
+
+    def another_batch(self) -> dict[tuple[int, int], int]:
+        """One more example, or a few instead of many, in every tensor with as many as the first."""
+        tensors = [(number, tensor) for number, tensor in enumerate(self.tensors()) if tensor.dim()]
+        if not tensors:
+            return {}
+        batch = tensors[0][1].shape[0]
+        return {(number, 0): 2 if batch > 3 else batch + 1 for number, tensor in tensors if tensor.shape[0] == batch}
+
+    def other_sizes(self) -> Iterator[list[dict[tuple[int, int], int]]]:
+        """Other sizes behind the batch, twice: lists of which those count that share nothing; likely ones first."""
+        dims = [(number, dim) for number, tensor in enumerate(self.tensors()) for dim in range(1, tensor.dim())]
+        shapes = [tensor.shape for tensor in self.tensors()]
+        for grown in (_more, _double):
+            new = {(number, dim): grown(shapes[number][dim]) for number, dim in dims}
+            changed = {place: size for place, size in new.items() if size is not None}
+            sizes = dict.fromkeys(shapes[number][dim] for number, dim in changed)
+            groups = [
+                [place for place in changed if place[1] >= 2],
+                *([place for place in changed if shapes[place[0]][place[1]] == size] for size in sizes),
+                *([place] for place in changed),
+            ]
+            distinct = dict.fromkeys(tuple(group) for group in groups if group)
+            yield [{place: changed[place] for place in group} for group in distinct]
+
+
+def _more(size: int) -> int | None:
+    return size + 3 if size < _DOUBLED_BELOW else None
+
+
+def _double(size: int) -> int | None:
+    """Twice as much, of small ones; large ones are large enough for all borders, and less is cheaper."""
+    return 2 * size if size < _SHRUNK_FROM else size * 3 // 4 // 32 * 32
+
+
+_aten: Any = torch.ops.aten
+_CONVOLUTIONS: set[Any] = {_aten.convolution, _aten._convolution}
+_MATRIX_PRODUCTS: dict[Any, int] = {_aten.mm: 0, _aten.addmm: 1}
+"""Where the first of the two factors stands among the arguments."""
+_OTHER_PRODUCTS: set[Any] = {_aten.bmm, _aten.baddbmm, _aten.mv, _aten.addmv, _aten.dot, _aten._trilinear}
+_DECISIONS: set[Any] = {_aten._local_scalar_dense, _aten.item, _aten.is_nonzero, _aten.equal}
+"""Where numbers leave for Python, which may count or wait on them."""
+_COUNTS: set[Any] = {_aten.arange, _aten.linspace}
+_COMPARISONS: set[Any] = {_aten.gt, _aten.ge, _aten.lt, _aten.le, _aten.eq, _aten.ne}
+_LOOKUPS: dict[Any, Callable[[Sequence[Any]], list[int]]] = {
+    _aten.embedding: lambda args: [0],
+    _aten.index: lambda args: [dim for dim, index in enumerate(args[1]) if index is not None],
+    _aten.index_select: lambda args: [args[1]],
+    _aten.gather: lambda args: [args[1]],
+    _aten.slice: lambda args: [args[1] if len(args) > 1 else 0],
+}
+"""The dimensions that are looked up in."""
+
+Known = Mapping[int, tuple[str, Tensor]]
+"""A model's tensors and their names, by their memory."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product with a weight, on one input."""
+
+    name: str
+    input_dim: int | None
+    """The dimension of the weight that is summed over; None when that cannot be told."""
+    entering: Tensor
+    """The value of each input channel (float64, on the CPU); NaN where it is not the same everywhere."""
+    rounding: float
+    """By how much, relatively, two values of a channel may differ that are the same."""
+    leaving: Tensor
+    """What tells one result from another, `(4, output channels)`: sums over all but the channels."""
+
+
+@dataclass
+class Observed:
+    """What one version of a model does."""
+
+    products: list[Product] = field(default_factory=list[Product])
+    outputs: list[Tensor] = field(default_factory=list[Tensor])
+    otherwise: set[str] = field(default_factory=set[str])
+    """Tensors that were multiplied with in another way than a layer does."""
+    used: set[str] = field(default_factory=set[str])
+    """Tensors that take part."""
+
+
+class Watch(TorchDispatchMode):
+    """Notes what is done with the model's tensors, which are recognised by their memory."""
+
+    def __init__(self, known: Known) -> None:
+        super().__init__()
+        self.known = known
+        self.observed = Observed()
+
+    def begin(self, inputs: Sequence[Tensor]) -> None:
+        """Told with which tensors the model is called."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        named: dict[str, Any] = kwargs or {}
+        kind = func.overloadpacket
+        if kind not in _CONVOLUTIONS and kind not in _MATRIX_PRODUCTS and func.namespace != "prim":
+            with self:  # an operation that is made of others arrives whole inside an inference mode of the model's own
+                result = func.decompose(*args, **named)
+            if result is not NotImplemented:
+                return result
+        given = tensors_in([*args, *named.values()])
+        self.observed.used |= self._names(given)
+        result = self._computed(func, args, named)
+        if kind in _CONVOLUTIONS:
+            self._note(args[1], args[0], result, 1, 1 - int(args[6]))
+            self.observed.otherwise |= self._names([args[0]])
+        elif kind in _MATRIX_PRODUCTS:
+            left, right = args[_MATRIX_PRODUCTS[kind] :][:2]
+            self._note(right, left, result, -1, None)
+            self.observed.otherwise |= self._names([left])
+        elif kind in _OTHER_PRODUCTS:
+            self.observed.otherwise |= self._names(given)
+        return result
+
+    def _computed(self, func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        return func(*args, **named)
+
+    def _note(self, weight: Tensor, entering: Tensor, leaving: Tensor, dim: int, input_dim: int | None) -> None:
+        name, whole = self.known.get(storage_of(weight), ("", weight))
+        if not name:
+            return
+        if input_dim is None and whole.dim() == 2:
+            turned = weight.stride() == whole.stride()[::-1] and weight.stride() != whole.stride()
+            input_dim = 1 if turned or whole.shape[1] == 1 else 0
+        rounding = 1e-12 if entering.dtype == torch.float64 else 1e-5
+        entered = _constants(_rows(entering, dim), rounding)
+        self.observed.products.append(Product(name, input_dim, entered, rounding, _marks(_rows(leaving, dim))))
+
+    def _names(self, tensors: Sequence[Tensor]) -> set[str]:
+        return {self.known[key][0] for tensor in tensors if (key := storage_of(tensor)) in self.known}
+
+
+class Trace(Watch):
+    """The same for inputs that are not-a-number: what stays a number does not depend on them.
+
+    Of whole numbers it notes which come from the input; what they look up stays a number when all that could be found
+    is the same. Comparisons come out as `truth` says: where that makes a difference, they depend on the input too.
+    Raises where a model would decide something, or leave torch, with numbers that are none.
+    """
+
+    def __init__(self, known: Known, truth: bool = False) -> None:
+        super().__init__(known)
+        self.truth = truth
+        self.whole: dict[int, Tensor] = {}
+        """Whole numbers that depend on the input, by their memory, which stays taken."""
+
+    def begin(self, inputs: Sequence[Tensor]) -> None:
+        self.whole = {storage_of(tensor): tensor for tensor in inputs if not tensor.is_floating_point()}
+
+    def _computed(self, func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        kind = func.overloadpacket
+        if kind in _DECISIONS or func.namespace not in ("aten", "prim", "prims"):
+            raise _UndecidedError(str(func))
+        given = tensors_in([*args, *named.values()])
+        nothing = [factor == 0 for factor in args[:2]] if kind in (_aten.mul, _aten.mul_) else []
+        unknown = any(tensor.is_floating_point() and bool(tensor.isnan().any()) for tensor in given)
+        result = func(*args, **named)
+        # How far a count goes, and how much of a table is taken, come from the size of an input.
+        part = kind is _aten.slice and bool(self._names(given)) and result.shape != args[0].shape
+        chosen = part or kind in _COUNTS or any(storage_of(tensor) in self.whole for tensor in given)
+        unknown = unknown or chosen
+        if not unknown:
+            return result
+        if kind in _COMPARISONS:
+            for tensor in given:
+                result.masked_fill_(tensor.isnan(), self.truth)
+        for tensor in tensors_in(result):
+            if not tensor.is_floating_point() and (chosen or tensor.dtype != torch.bool):
+                self.whole[storage_of(tensor)] = tensor
+        if not isinstance(result, Tensor) or not result.is_floating_point():
+            return result
+        if chosen and kind in _LOOKUPS:
+            return _found_anywhere(func, args, named, result)
+        if chosen:
+            result = result.fill_(torch.nan) if args and result is args[0] else torch.full_like(result, torch.nan)
+        for zero in nothing:
+            result.masked_fill_(torch.as_tensor(zero, device=result.device), 0)
+        if kind in _CONVOLUTIONS:
+            return _without_input(func, args, result, 0, _silent_filters(args[1], bool(args[6]), int(args[8])), 1)
+        if kind in _MATRIX_PRODUCTS:
+            first = _MATRIX_PRODUCTS[kind]
+            return _without_input(func, args, result, first, (args[first + 1] == 0).all(0), -1)
+        return result
+
+
+class _UndecidedError(RuntimeError):
+    """What a model would do with other numbers cannot be told."""
+
+
+def _silent_filters(weight: Tensor, transposed: bool, groups: int) -> Tensor:
+    """The output channels of a convolution for which it has only zeros."""
+    if not transposed:
+        return (weight == 0).flatten(1).all(1)
+    # (groups, in, out, kernel)
+    parts = (weight == 0).reshape(groups, -1, weight.shape[1], *weight.shape[2:]).flatten(3)
+    return parts.all(3).all(1).reshape(-1)
+
+
+def _found_anywhere(func: Any, args: Sequence[Any], named: Mapping[str, Any], result: Tensor) -> Tensor:
+    """What a lookup finds where other indices find the same; otherwise it depends on them."""
+    dims = _LOOKUPS[func.overloadpacket](args)
+    low, high = (
+        func(bound.expand_as(args[0]), *args[1:], **named)
+        for bound in (args[0].amin(dims, keepdim=True), args[0].amax(dims, keepdim=True))
+    )
+    return torch.where(low == high, result, torch.nan)
+
+
+def _without_input(func: Any, args: Sequence[Any], result: Tensor, entering: int, silent: Tensor, dim: int) -> Tensor:
+    """A product's result, with that of input zero in the channels that do not look at it."""
+    if not silent.any():
+        return result
+    still = func(*(torch.zeros_like(arg) if place == entering else arg for place, arg in enumerate(args)))
+    shape = [1] * result.dim()
+    shape[dim] = -1
+    return torch.where(silent.view(shape), still, result)
+
+
+def _rows(tensor: Tensor, dim: int) -> Tensor:
+    """`(positions, channels)`."""
+    return tensor.detach().movedim(dim, -1).flatten(0, -2).cpu()
+
+
+def _constants(rows: Tensor, rounding: float) -> Tensor:
+    """The value of each channel, NaN where it is not the same at all positions up to rounding."""
+    if not len(rows):
+        return torch.zeros(rows.shape[1], dtype=torch.float64)
+    low, high = rows.amin(0).double(), rows.amax(0).double()
+    same = high - low <= rounding * torch.maximum(low.abs(), high.abs())  # and not NaN
+    return torch.where(same, rows[0].double(), torch.nan)
+
+
+def _marks(rows: Tensor) -> Tensor:
+    """Mean, size, and two sums that tell positions apart, of each channel."""
+    rows = rows.double()
+    place = torch.arange(len(rows), dtype=torch.float64)
+    weighted = [(rows * torch.cos(place * pace)[:, None]).mean(0) for pace in (0.7, 2.3)]
+    return torch.stack([rows.mean(0), rows.square().mean(0).sqrt(), *weighted])
+
 
 _SEED = 7
 _EXACT, _ROUNDED, _COARSE = 1e-9, 1e-4, 2e-2

@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer.errors import GossamerError
-from gossamer.model.copies import duplicate
 from gossamer.model.inputs import as_arguments, guesses, unguessable
 from gossamer.model.parameters import named_state, unwrap
 from gossamer.model.tracing.tensors import tensors_in
 from gossamer.model.tracing.tracer import Arguments, Coupling, Follower, storage_of
 from gossamer.model.tracing.undisturbed import quietly, undisturbed
+from gossamer.model.weights import duplicate
 
 INPUT = "the network's input"
 READS_INPUT = f"its input is {INPUT}"

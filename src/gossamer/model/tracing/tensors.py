@@ -15,8 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gossamer.model.tracing.channels import Channels, Layout
-from gossamer.model.tracing.layouts import Layouts, Operand, Shape
+from gossamer.model.tracing.channels import Channels, Layout, Layouts, Operand, Shape
 
 T = TypeVar("T")
 UNREGISTERED = "a tensor that is neither parameter nor buffer"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import SparsityError
-from gossamer.sparse.compiled import over_rows
+from gossamer.sparse._compiled import over_rows
 from gossamer.sparse.nm import _kernels
 from gossamer.sparse.nm._tiles import BEST_UP_TO, best_tiles, greedy_tiles
 from gossamer.sparse.selection import refuse_nan, smallest, zero_count

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gossamer.sparse.compiled import compiled
+from gossamer.sparse._compiled import compiled
 
 _BLOCK = 512
 _TILES = 256

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.sparse.compiled import over_rows
+from gossamer.sparse._compiled import over_rows
 from gossamer.sparse.nm import _kernels
 from gossamer.sparse.selection import refuse_nan
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.sparse.compiled import over_rows
+from gossamer.sparse._compiled import over_rows
 from gossamer.sparse.permutation import _kernels as kernels
 
 Array = Any

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from gossamer.sparse.compiled import compiled
+from gossamer.sparse._compiled import compiled
 
 BLOCK = 256
 _TILE = 16

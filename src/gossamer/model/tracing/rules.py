@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from gossamer.model.tracing.channels import Layout
-from gossamer.model.tracing.rules.layers import LAYERS, attention, pool
-from gossamer.model.tracing.rules.structure import STRUCTURE
-from gossamer.model.tracing.rules.values import VALUES, in_place, pointwise, same
+from gossamer.model.tracing.layer_rules import LAYERS, attention, pool
 from gossamer.model.tracing.tensors import Call, Rule, Tensors, tensors_in
+from gossamer.model.tracing.value_rules import STRUCTURE, VALUES, in_place, pointwise, same
 
 _RULES: dict[str, Rule] = VALUES | STRUCTURE | LAYERS
 _SAME = ["clone", "_to_copy", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous", "pin_memory"]

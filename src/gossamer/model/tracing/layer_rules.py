@@ -13,8 +13,7 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from gossamer.model.tracing.channels import Factor, Layout, copy_label
-from gossamer.model.tracing.layouts import Operand
+from gossamer.model.tracing.channels import Factor, Layout, Operand, copy_label
 from gossamer.model.tracing.tensors import Call, Rule, tensors_in
 
 # Products
