@@ -125,7 +125,7 @@ def test_a_fixed_batch_and_another_opset_can_be_asked_for(run: Run, two_of_four:
         ((NET, "--input", "1,4,8,8"), "does not run on an input of shape (1, 4, 8, 8)"),
         ((NET, "-f", "safetensors", "-o", "/proc/none"), "cannot be written"),
         (("run7",), "run7: no torchvision model of that name"),
-        (("runs/seven",), "there is no such run folder"),
+        (("runs/seven",), "no such run folder"),
     ],
 )
 def test_what_cannot_be_written_is_explained_in_one_sentence(

@@ -11,10 +11,10 @@ import torch
 import torch.nn.utils.prune
 from torch import nn
 
+from gossamer import models
 from gossamer.errors import GossamerError
 from gossamer.export import THINNED, load_into, save, thin, to_onnx
 from gossamer.runner import start as starting
-from gossamer.runner import subjects
 from tests.fuzz.harness import fingerprint
 from tests.model.thinned_networks import lively, prune
 
@@ -92,7 +92,7 @@ def load_as_a_pretrained_model(model: nn.Module, path: Path) -> None:
     starting.load_weights(model, path)
 
 
-@pytest.mark.parametrize("load", [load_into, load_as_a_pretrained_model, subjects.load_weights])
+@pytest.mark.parametrize("load", [load_into, load_as_a_pretrained_model, models.load_weights])
 @pytest.mark.parametrize(
     ("changed", "shared", "message"),
     [

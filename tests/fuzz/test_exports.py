@@ -19,8 +19,8 @@ import gossamer
 from gossamer.errors import GossamerError
 from gossamer.export import THINNED, read_about, read_integers, save, thin
 from gossamer.io import DTYPES
-from gossamer.runner.model_files import Export, read_description, write_subject
-from gossamer.runner.subjects import open_subject
+from gossamer.models import load_model
+from gossamer.runner.model_files import Export, read_description
 from gossamer.sparse import NM, Unstructured, magnitude
 from tests.fuzz.harness import fingerprint, fuzz
 from tests.fuzz.sealing import Sealed, seal, unseal
@@ -261,8 +261,8 @@ def test_truth_values_other_than_0_and_1_are_refused(tmp_path: Path) -> None:
 @functools.cache
 def whole_model() -> Sealed:
     """A file that says what model it is of."""
-    made = open_subject("shufflenet_v2_x0_5", input_shape="1,3,32,32", num_classes=None)
-    about = {**made.about(), "num_classes": "1000"}
+    made = load_model("shufflenet_v2_x0_5", input_shape="1,3,32,32", num_classes=None)
+    about = {**made.describe(), "num_classes": "1000"}
     with tempfile.TemporaryDirectory() as folder:
         return unseal(save(made.model, Path(folder) / "model.safetensors", "safetensors", about=about).path)
 
@@ -276,7 +276,7 @@ def test_an_export_of_a_file_writes_into_its_folder_only(tmp_path: Path, example
     def write(changed: dict[str, Any]) -> None:
         sealed = from_document({"metadata": changed.get("metadata"), "entries": entries}, content)
         seal(path, sealed)
-        write_subject(open_subject(str(path)), Export(["bitmask"]), out)
+        load_model(str(path)).export(Export(["bitmask"]), out)
 
     outcome = fuzz(mutated(document, most=1), examples, write, tmp_path)
     assert outcome.accepted > examples // 20

@@ -14,7 +14,7 @@ from gossamer import runner
 from gossamer.errors import GossamerError
 from gossamer.runner.config import read_config
 from gossamer.runner.config.schema import Config
-from gossamer.runner.data.building import build_dataset
+from gossamer.runner.data.sources import build_dataset
 from gossamer.runner.data.transforms import Pipeline
 from gossamer.runner.optimizer import build_lr_scheduler, build_optimizer
 from tests.fuzz.documents import block_text, mangled, tweaked

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from gossamer.runner import Hook, Runner, SparseRunner, models
+from gossamer.runner import Hook, Runner, SparseRunner
+from gossamer.runner import builders as models
 from gossamer.runner.trust import USER
 
 build_net = functools.partial(models.build_net, trust=USER)

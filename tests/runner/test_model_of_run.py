@@ -15,13 +15,13 @@ from gossamer import load
 from gossamer.errors import GossamerError
 from gossamer.export import read_integers
 from gossamer.model.additions import evaluated as as_evaluated
+from gossamer.models import load_model
 from gossamer.quantization import is_emulated
 from gossamer.runner import trainer as testing
 from gossamer.runner.checkpoint import Checkpoints, read_checkpoint, title
 from gossamer.runner.reporting import report
 from gossamer.runner.reporting.content import run_content
 from gossamer.runner.runs import export
-from gossamer.runner.subjects import open_subject
 from gossamer.runner.summary import comparison, run_summary
 from tests.cli.conftest import Run, run  # noqa: F401
 from tests.runner.nets import small
@@ -53,9 +53,9 @@ def test_every_file_is_the_best_checkpoint(folder: Path, tmp_path: Path) -> None
     for file in (folder / "model.safetensors", tmp_path / "model.safetensors"):
         found = written(file)
         assert all(torch.equal(tensor, best.weights[name]) for name, tensor in found.items()), file
-    subject = open_subject(str(folder))
-    assert subject.checkpoint == BEST
-    assert torch.equal(subject.model[3].weight, best.weights["3.weight"])
+    loaded = load_model(str(folder))
+    assert loaded.checkpoint == BEST
+    assert torch.equal(loaded.model[3].weight, best.weights["3.weight"])
 
 
 def test_it_is_named_wherever_it_is_shown(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -154,11 +154,11 @@ def test_the_small_file_of_a_quantized_run_holds_integers_and_is_tested_as_the_r
     assert done.exit_code == 0, done.output
     assert "its weights are integers with scales" in " ".join(done.output.split())
     assert Path("files/model-bitmask.safetensors").read_bytes() == small_file.read_bytes()
-    subject = open_subject("tests.runner.nets:small", weights=small_file)
-    assert is_emulated(subject.model)
+    loaded = load_model("tests.runner.nets:small", weights=small_file)
+    assert is_emulated(loaded.model)
     with torch.no_grad():
         image = torch.rand(1, 3, 8, 8)
-        assert torch.equal(subject.model(image), open_subject(str(tmp_path / "run")).model(image))
+        assert torch.equal(loaded.model(image), load_model(str(tmp_path / "run")).model(image))
 
 
 @pytest.mark.parametrize("where", [0, -1])
@@ -314,7 +314,7 @@ def test_every_file_of_a_thinned_run_loads_into_the_network_of_its_code(thin_run
         assert restored[0].out_channels == 8
         with torch.no_grad():
             image = torch.rand(1, 3, 8, 8)
-            assert torch.equal(restored.eval()(image), open_subject(str(thin_run)).model(image))
+            assert torch.equal(restored.eval()(image), load_model(str(thin_run)).model(image))
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "checkpoint"])

@@ -16,19 +16,19 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from gossamer import models
 from gossamer.errors import GossamerError
 from gossamer.export import save
 from gossamer.io import as_name, name_fault
+from gossamer.models import load_model
 from gossamer.runner import start as starting
-from gossamer.runner import subjects, trust
+from gossamer.runner import trust
+from gossamer.runner.builders import build_net, builder
 from gossamer.runner.config.schema import Net
 from gossamer.runner.lock import locked
-from gossamer.runner.models import build_net
 from gossamer.runner.reporting import report
 from gossamer.runner.runs import evaluate, export, resume
-from gossamer.runner.subjects import open_subject
 from gossamer.runner.trust import USER, Trust, imported, is_own, remember, remembered, state_folder
-from gossamer.runner.words import builder
 from tests.cli.conftest import Run, run  # noqa: F401
 from tests.fuzz.harness import fingerprint
 from tests.runner.running_on_digits import config, interrupted, trained
@@ -71,7 +71,7 @@ def test_ones_own_run_needs_no_option(own_run: Path, tmp_path: Path) -> None:
     assert evaluate(own_run).iteration == 3
     assert export(own_run, formats=["safetensors"], output=tmp_path / "files").files
     shutil.copy(tmp_path / "files" / "model.safetensors", own_run)
-    assert isinstance(open_subject(str(own_run / "model.safetensors")).model, nn.Sequential)
+    assert isinstance(load_model(str(own_run / "model.safetensors")).model, nn.Sequential)
     (own_run / "model.safetensors").unlink()
 
 
@@ -397,8 +397,8 @@ def test_an_exported_file_writes_nothing_outside_of_the_output(name: str, tmp_pa
     name = name.replace("{absolute}", str(tmp_path / "victim"))
     target = tmp_path / "victim-bitmask.safetensors"
     target.write_text("precious")
-    made = open_subject("squeezenet1_1", input_shape="1,3,32,32")
-    save(made.model, tmp_path / "f.safetensors", "safetensors", about={**made.about(), "name": name})
+    made = load_model("squeezenet1_1", input_shape="1,3,32,32")
+    save(made.model, tmp_path / "f.safetensors", "safetensors", about={**made.describe(), "name": name})
     before = sorted(tmp_path.rglob("*"))
     done = run("export", "f.safetensors", "--format", "bitmask", "-o", "files/in/here")
     assert done.exit_code == 1
@@ -431,7 +431,7 @@ def test_what_a_file_says_of_its_model_is_checked_when_it_is_read(
     about = {"net": json.dumps({"type": "squeezenet1_1", "kwargs": {}}), "num_classes": "2", key: text}
     save(nn.Linear(2, 2), tmp_path / "f.safetensors", "bitmask", about=about)
     with pytest.raises(GossamerError) as error:
-        open_subject(str(tmp_path / "f.safetensors"))
+        load_model(str(tmp_path / "f.safetensors"))
     assert message in str(error.value)
     assert len(str(error.value)) < 600
 
@@ -441,7 +441,7 @@ def test_weights_that_are_no_floats_are_refused(tmp_path: Path, dtype: torch.dty
     path, model = tmp_path / "w.safetensors", nn.Linear(2, 2)
     save_file({"weight": torch.ones(2, 2).to(dtype), "bias": torch.zeros(2)}, path)
     word = str(dtype).removeprefix("torch.")
-    for load in (subjects.load_weights, starting.load_weights):
+    for load in (models.load_weights, starting.load_weights):
         before = fingerprint(model)
         with pytest.raises(GossamerError, match=f"'weight' is {word} in the file and float32 in the model"):
             load(model, path)
@@ -449,16 +449,16 @@ def test_weights_that_are_no_floats_are_refused(tmp_path: Path, dtype: torch.dty
 
 
 def test_a_file_names_code_only_where_one_vouches_for_it(tmp_path: Path, trap: Callable[[], bool]) -> None:
-    made = open_subject(f"{NETS}:small", num_classes=3)
-    about = {**made.about(), "net": json.dumps({"type": "trap:small", "kwargs": {"num_classes": 3}})}
+    made = load_model(f"{NETS}:small", num_classes=3)
+    about = {**made.describe(), "net": json.dumps({"type": "trap:small", "kwargs": {"num_classes": 3}})}
     path = tmp_path / "f.safetensors"
     save(made.model, path, "safetensors", about=about)
     with pytest.raises(GossamerError, match=r"f.safetensors: names code to run: 'trap:small'.*add --import trap"):
-        open_subject(str(path))
+        load_model(str(path))
     assert not trap()
     with pytest.raises(GossamerError, match=rf"is not defined in what --import names; add --import {NETS} too"):
-        open_subject(str(path), imports=["trap"])
-    assert open_subject(str(path), imports=["trap", NETS]).num_classes == 3
+        load_model(str(path), imports=["trap"])
+    assert load_model(str(path), imports=["trap", NETS]).num_classes == 3
 
 
 def test_a_link_in_a_folder_is_not_written_through(copied: Path, tmp_path: Path) -> None:

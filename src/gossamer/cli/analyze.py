@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gossamer.cli.console import AsJson, Show, out, progress, reports_errors, show_json, show_warnings
-from gossamer.cli.models import Classes, Imports, Input, ModelWord, Weights, subject, untrained
+from gossamer.cli.models import Classes, Imports, Input, ModelArgument, Weights, load_model
 from gossamer.errors import GossamerError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gossamer.analysis.model_table import ModelTable
     from gossamer.analysis.proposal import Proposal
     from gossamer.analysis.sensitivity_map import SensitivityMap
-    from gossamer.runner.subjects import Subject
+    from gossamer.models import LoadedModel
 
 EPOCHS = 20.0
 """How long a proposed recipe trains, unless a recipe or a run says."""
@@ -33,7 +33,7 @@ PARTS = {"train": "the training part", "test": "the test part"}
 class Analysis:
     """Everything that was found out."""
 
-    subject: Subject
+    loaded: LoadedModel
     table: ModelTable
     hardware: list[Support]
     sensitivity: SensitivityMap | None = None
@@ -59,7 +59,7 @@ class Analysis:
 
 @reports_errors
 def analyze(
-    model: ModelWord,
+    model: ModelArgument,
     data: Annotated[
         str | None,
         typer.Option(
@@ -120,11 +120,11 @@ def analyze(
     with progress("", as_json) as show:
         show("opening the model", 0.0)
         own = data is not None and ":" in data
-        found = subject(model, weights, None if own else data, shape, classes=classes, imports=imports)
+        found = load_model(model, weights, None if own else data, shape, classes=classes, imports=imports)
         batches = _own_batches(data) if own and data is not None else None
         show("following the model", 0.0)
         analysis = Analysis(*_table_and_hardware(found, recipe), part=data if own else None)
-        analysis.warnings += untrained(found)
+        analysis.warnings += found.warnings
         analysis.epochs = _epochs(analysis)
         if found.example is None:
             analysis.left_out.append("MACs: nobody knows what the model's input is like; --input 1,3,224,224 says it")
@@ -159,7 +159,7 @@ def _check(target: float | None, samples: int | None, quick: bool, pattern: str)
         raise GossamerError("--quick leaves out what --target needs; drop one of the two")
 
 
-def _table_and_hardware(found: Subject, recipe: str | None) -> tuple[Subject, ModelTable, list[Support]]:
+def _table_and_hardware(found: LoadedModel, recipe: str | None) -> tuple[LoadedModel, ModelTable, list[Support]]:
     from gossamer.analysis.hardware import hardware_support
     from gossamer.analysis.model_table import model_table
     from gossamer.analysis.projection import project
@@ -177,7 +177,7 @@ def _measure(
     """Fill in sensitivity and proposal as far as there are data; say what is left out."""
     from gossamer.analysis.sensitivity_map import SAMPLES, first_samples, has_labels, sensitivity_map
 
-    found = analysis.subject
+    found = analysis.loaded
     show("reading data", 0.0)
     known = _labelled_part(analysis, target) if batches is None else batches
     if known is None:
@@ -213,11 +213,11 @@ def _measure(
 
 def _labelled_part(analysis: Analysis, target: float | None) -> Any:
     """Labelled batches of the training part, else of the test part, on which nothing may be chosen."""
-    train = analysis.subject.batches("train")
+    train = analysis.loaded.batches("train")
     if train is not None:
         analysis.part = "train"
         return train
-    test = analysis.subject.batches("test")
+    test = analysis.loaded.batches("test")
     if test is None:
         return None
     if target is not None:
@@ -254,7 +254,7 @@ def _proposed(model: nn.Module, batches: Sequence[Any], target: float, show: Sho
 
 
 def _epochs(analysis: Analysis) -> float:
-    projection, config = analysis.table.projection, analysis.subject.config
+    projection, config = analysis.table.projection, analysis.loaded.config
     if projection is not None and projection.epochs > 0:
         return float(projection.epochs)
     return EPOCHS if config is None else float(config.trainer.max_epoch or EPOCHS)

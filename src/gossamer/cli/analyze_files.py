@@ -43,6 +43,6 @@ def write(analysis: Analysis, folder: Path) -> list[Path]:
         from gossamer.report.plots.sensitivity import save
 
         for name in PICTURES:
-            save(analysis.sensitivity, folder / name, analysis.subject.name)
+            save(analysis.sensitivity, folder / name, analysis.loaded.name)
             written.append(folder / name)
     return written

@@ -37,7 +37,7 @@ COUNTED = {"tensorrt": "be 2:4", "deepsparse": "be block4", "thin": "lose channe
 
 def as_data(analysis: Analysis) -> dict[str, Any]:
     """Everything as lists, numbers and text: what `--json` prints."""
-    found = analysis.subject
+    found = analysis.loaded
     return {
         "model": found.word,
         "name": found.name,
@@ -73,13 +73,13 @@ def show(console: Console, analysis: Analysis) -> None:
 
 def summary(analysis: Analysis) -> list[str]:
     """The answer in a few sentences."""
-    table, shapes = analysis.table, _shapes(analysis.subject.example)
+    table, shapes = analysis.table, _shapes(analysis.loaded.example)
     work = "" if table.macs is None else f", {amount(table.macs)} MACs on an input of {_first_shape(shapes)}"
     taken = size_in_words(table.now.sizes.dense)
     size = f"{len(table.rows) + len(table.dense)} layers with {amount(table.parameters)} weights{work}; {taken}"
-    told = [f"{analysis.subject.name}: {size}."]
-    if analysis.subject.checkpoint is not None:
-        told.append(f"Its weights: {analysis.subject.checkpoint}.")
+    told = [f"{analysis.loaded.name}: {size}."]
+    if analysis.loaded.checkpoint is not None:
+        told.append(f"Its weights: {analysis.loaded.checkpoint}.")
     if told_now := _state("Now it", "is", table, table.now):
         told.append(told_now)
     by_key = {support.runtime.key: support for support in analysis.hardware}

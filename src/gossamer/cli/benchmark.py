@@ -124,16 +124,16 @@ def _candidate(word: str, shapes: Mapping[str, Sequence[int]], imports: Sequence
     if path.is_file() and path.suffix.lower() not in (".yaml", ".yml", ".pt", ".pth"):
         raise GossamerError(f"{word}: expected a file that ends in {', '.join(_FILES)}; gossamer export writes them")
     from gossamer.benchmark import InMemory
-    from gossamer.runner.subjects import open_subject
+    from gossamer.models import load_model
 
     given = shapes.get("")
     with redirect_stdout(sys.stderr):  # whatever the user's code prints is not our output
-        subject = open_subject(word, input_shape=None if given is None else ",".join(map(str, given)), imports=imports)
-    networks = subject.networks()
+        loaded = load_model(word, input_shape=None if given is None else ",".join(map(str, given)), imports=imports)
+    networks = loaded.networks()
     if len(networks) != 1:
         raise GossamerError(f"{word}: it has {len(networks)} networks; export it, and time the files")
     network = next(iter(networks.values()))
-    return InMemory(subject.name, network.module.eval(), network.inputs)
+    return InMemory(loaded.name, network.module.eval(), network.inputs)
 
 
 def _shape(word: str) -> tuple[str, list[int]]:

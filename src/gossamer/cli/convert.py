@@ -41,7 +41,7 @@ def convert(
     from gossamer.msbench.reading import read_config
 
     given = read_config(config)
-    recipe, left_out = to_recipe(given, steps_per_epoch, load_model(model) if model is not None else None)
+    recipe, left_out = to_recipe(given, steps_per_epoch, load_model(model).model if model is not None else None)
     if output is not None:
         recipe.save(output)
     if as_json:

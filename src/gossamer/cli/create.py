@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json, show_warnings
-from gossamer.cli.models import Classes, Imports, import_module, subject, untrained
+from gossamer.cli.models import Classes, Imports, load_model
 from gossamer.errors import GossamerError, nearest
+from gossamer.runner.trust import import_module
 
 if TYPE_CHECKING:
     from gossamer.create import Design
@@ -124,7 +125,7 @@ def create(
     with _in_options():
         choices = choose(_named(pruning), quantization, _named(lr), distillation, variables)
     with redirect_stdout(sys.stderr):  # whatever the user's code prints is not our output
-        opened = subject(model, weights, classes=classes, imports=imports)
+        opened = load_model(model, weights, classes=classes, imports=imports)
         batches = None if data is None else batches_of(data)
         with progress("measuring", as_json or batches is None) as show, _in_options():
             made = design(opened.model, choices, batches, progress=show)
@@ -132,7 +133,7 @@ def create(
     if batches is not None and not choices.measures:
         told.append(_as_options(DATA_IDLE))
     if (batches is not None and choices.measures) or opened.assumed_classes is not None:
-        told += untrained(opened)
+        told += opened.warnings
     if output is not None:
         made.recipe.save(output)
     if as_json:

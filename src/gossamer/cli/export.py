@@ -13,21 +13,21 @@ from rich.markup import escape
 from rich.table import Table
 
 from gossamer.cli.console import AsJson, err, out, reports_errors, show_errors, show_json, show_warnings
-from gossamer.cli.models import Classes, Data, Imports, Input, ModelWord, Sets, Weights, subject, untrained
+from gossamer.cli.models import Classes, Data, Imports, Input, ModelArgument, Sets, Weights, load_model
 from gossamer.runner.figures import size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gossamer.export import Conversion, Written
-    from gossamer.runner.subjects import Subject
+    from gossamer.models import LoadedModel
 
 LISTED = "semi-structured"
 
 
 @reports_errors
 def export(
-    model: ModelWord,
+    model: ModelArgument,
     formats: Annotated[
         list[str] | None,
         typer.Option(
@@ -59,16 +59,16 @@ def export(
     code is 1. bitmask and sparse24 are small files for gossamer.load().
     """
     from gossamer.export import semi_structured
-    from gossamer.runner.model_files import Export, write_subject
+    from gossamer.runner.model_files import Export
 
     wanted = formats or ["onnx"]
     plan = Export([name for name in wanted if name != LISTED], opset, not static)
-    opened = subject(model, weights, data, shape, sets or [], classes, imports)
+    opened = load_model(model, weights, data, shape, sets or [], classes, imports)
     if half:
         opened = opened.half()
     with err.status("writing, and reading back") if err.is_terminal and not as_json else nullcontext():
         left_out: list[str] = []
-        written = write_subject(opened, plan, output, left_out.append)
+        written = opened.export(plan, output, left_out.append)
     layers = semi_structured(opened.model, dry_run=True) if LISTED in wanted else None
     if as_json:
         found: dict[str, object] = {
@@ -86,7 +86,7 @@ def export(
         raise typer.Exit(1)
 
 
-def _show(opened: Subject, written: Sequence[Written], layers: Sequence[Conversion] | None) -> None:
+def _show(opened: LoadedModel, written: Sequence[Written], layers: Sequence[Conversion] | None) -> None:
     if opened.source is not None:
         _say(f"weights from {opened.origin}")
     if written:
@@ -100,7 +100,7 @@ def _show(opened: Subject, written: Sequence[Written], layers: Sequence[Conversi
     if opened.given is None and any(one.largest_difference is not None for one in written):
         shape = "×".join(map(str, opened.example.shape)) if hasattr(opened.example, "shape") else "of the usual size"
         show_warnings([f"nobody said what the input is like, so it was taken to be {shape}; --input says it"])
-    show_warnings(untrained(opened))
+    show_warnings(opened.warnings)
 
 
 def _table(written: Sequence[Written]) -> Table:

@@ -1,4 +1,4 @@
-"""The model that one word on the command line names."""
+"""The MODEL argument and the options that go with it."""
 
 from __future__ import annotations
 
@@ -9,38 +9,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gossamer.runner.trust import import_module
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import nn
+    from gossamer.models import LoadedModel
 
-    from gossamer.runner.subjects import Subject
-
-__all__ = [
-    "Classes",
-    "Data",
-    "Imports",
-    "Input",
-    "ModelWord",
-    "Sets",
-    "Weights",
-    "import_module",
-    "load_model",
-    "subject",
-    "untrained",
-]
-
-ModelWord = Annotated[
+ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="package.module:function, a torchvision model, a run folder, or model.safetensors of a run.",
+        help="package.module:function, a torchvision model, a run folder, or an exported model.safetensors.",
     ),
 ]
 Weights = Annotated[
-    Path | None, typer.Option("--weights", "-w", metavar="FILE|RUN", help="Trained weights: .safetensors, .pt, a run.")
+    Path | None,
+    typer.Option("--weights", "-w", metavar="FILE|RUN", help="Trained weights: .safetensors, .pt or a run folder."),
 ]
 Sets = Annotated[
     list[str] | None,
@@ -48,28 +31,26 @@ Sets = Annotated[
 ]
 Data = Annotated[
     str | None,
-    typer.Option("--data", metavar="tiny|FOLDER", help="Other data: the embedded ones, or a folder of known form."),
+    typer.Option("--data", metavar="tiny|FOLDER", help="Other data: the embedded data set, or a folder."),
 ]
 Input = Annotated[
     str | None, typer.Option("--input", metavar="SHAPE", help="Shape of the model's input, as 1,3,224,224.")
 ]
-
 Classes = Annotated[
     int | None,
-    typer.Option("--num-classes", metavar="N", help="Passed to the function that makes the model, as num_classes."),
+    typer.Option("--num-classes", metavar="N", help="Passed as num_classes to the function that makes the model."),
 ]
-
 Imports = Annotated[
     list[str] | None,
     typer.Option(
         "--import",
         metavar="PACKAGE",
-        help="Run code of this package where a run folder or a file of others names it; repeatable.",
+        help="Trust this package: its code may run if a run folder or a file names it; repeatable.",
     ),
 ]
 
 
-def subject(
+def load_model(
     word: str,
     weights: Path | None = None,
     data: str | None = None,
@@ -77,12 +58,12 @@ def subject(
     sets: Sequence[str] = (),
     classes: int | None = None,
     imports: Sequence[str] | None = None,
-) -> Subject:
-    """The model that a word names, with what is known of it."""
-    from gossamer.runner.subjects import open_subject
+) -> LoadedModel:
+    """The model that MODEL names; whatever the user's code prints goes to stderr."""
+    from gossamer import models
 
-    with redirect_stdout(sys.stderr):  # whatever the user's code prints is not our output
-        return open_subject(
+    with redirect_stdout(sys.stderr):
+        return models.load_model(
             word,
             weights=weights,
             data=data,
@@ -91,18 +72,3 @@ def subject(
             num_classes=classes,
             imports=imports or (),
         )
-
-
-def load_model(word: str, weights: Path | None = None, imports: Sequence[str] | None = None) -> nn.Module:
-    """The model alone."""
-    return subject(word, weights, imports=imports).model
-
-
-def untrained(found: Subject) -> list[str]:
-    """Warnings about a model that was not given its weights, its quantization or its number of classes."""
-    assumed = found.assumed_classes
-    warnings = [] if assumed is None else [f"num_classes not given; assuming {assumed}. Override with --num-classes"]
-    warnings += [] if found.float_weights is None else [found.float_weights]
-    if found.trained or ":" in found.word:  # a function of the user's own may have loaded weights
-        return warnings
-    return [*warnings, f"{found.word} has the weights it is initialised with; --weights gives it trained ones"]

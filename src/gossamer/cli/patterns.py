@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json, show_warnings
-from gossamer.cli.models import Classes, Imports, Input, ModelWord, Weights, subject, untrained
+from gossamer.cli.models import Classes, Imports, Input, ModelArgument, Weights, load_model
 from gossamer.cli.weights import check_format, save_weights
 from gossamer.errors import GossamerError, SparsityError
 
@@ -31,7 +31,7 @@ PLOTS = (".png", ".svg", ".pdf")
 
 @reports_errors
 def permute(
-    model: ModelWord,
+    model: ModelArgument,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the weights: .safetensors, .pt, .pth.")
     ] = None,
@@ -68,7 +68,7 @@ def permute(
         raise GossamerError(f"{picture}: expected a picture that ends in {', '.join(PLOTS)}")
     if effort <= 0:
         raise GossamerError(f"--effort: expected a number above 0, found {effort:g}")
-    opened = subject(model, weights, shape=shape, classes=classes, imports=imports)
+    opened = load_model(model, weights, shape=shape, classes=classes, imports=imports)
     network = opened.model
     names, skipped = _searchable(network, chosen, every_layer)
     if not names:
@@ -99,14 +99,14 @@ def permute(
         show_json(_as_data(model, pattern, found, skipped, output))
         return
     _show_permutation(found, skipped, pattern)
-    show_warnings(filter(None, (found.note, *untrained(opened))))
+    show_warnings(filter(None, (found.note, *opened.warnings)))
     for path in filter(None, (output, picture)):
         out.print(f"wrote {path}", highlight=False, soft_wrap=True)
 
 
 @reports_errors
 def check(
-    model: ModelWord,
+    model: ModelArgument,
     weights: Weights = None,
     classes: Classes = None,
     pattern: PatternName = "2:4",
@@ -120,7 +120,7 @@ def check(
     from gossamer.analysis.eligibility import eligibility
 
     chosen = _pattern(pattern)
-    opened = subject(model, weights, classes=classes, imports=imports)
+    opened = load_model(model, weights, classes=classes, imports=imports)
     found = eligibility(opened.model, chosen)
     able = [layer for layer in found if layer.reason is None]
     holding = [layer for layer in able if layer.holds]
@@ -129,7 +129,7 @@ def check(
         show_json({"model": model, "pattern": pattern, "holds": len(holding), "able": len(able), "layers": rows})
     else:
         _show_check(found, pattern, chosen.m)
-        show_warnings(untrained(opened))
+        show_warnings(opened.warnings)
         cannot = len(found) - len(able)
         out.print(f"{len(holding)} of {len(able)} layers that can be {pattern} are; {cannot} cannot", highlight=False)
     if require and len(holding) < len(able):

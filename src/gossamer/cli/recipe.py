@@ -10,8 +10,9 @@ import typer
 
 from gossamer.cli import recipe_view as view
 from gossamer.cli.console import AsJson, out, problems, reports_errors, show_errors, show_json, show_warnings
-from gossamer.cli.models import import_module, load_model
+from gossamer.cli.models import load_model
 from gossamer.errors import RecipeError
+from gossamer.runner.trust import import_module
 
 if TYPE_CHECKING:
     from gossamer.recipe import Recipe
@@ -149,5 +150,5 @@ def _bind(recipe: Recipe, model: str | None, imports: list[str] | None) -> list[
             "skipped": dict(binding.skipped),
             "error": binding.error,
         }
-        for binding in bindings(recipe, load_model(model, imports=imports))
+        for binding in bindings(recipe, load_model(model, imports=imports).model)
     ]

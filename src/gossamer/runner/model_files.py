@@ -25,7 +25,6 @@ from gossamer.runner.networks import Network
 if TYPE_CHECKING:
     from gossamer.export import Written
     from gossamer.model.thin import Thinned
-    from gossamer.runner.subjects import Subject
 
 logger = logging.getLogger("gossamer")
 NAME = "model"
@@ -56,16 +55,6 @@ class Export:
             if name not in FORMATS:
                 close, known = nearest(name.lower(), FORMATS), ", ".join(FORMATS)
                 raise GossamerError(f"--format: there is no '{name}'{close}; there are {known}")
-
-
-def write_subject(
-    subject: Subject, wanted: Export, folder: Path | None = None, left_out: LeftOut = logger.warning
-) -> list[Written]:
-    """Write the model that a word names: that of a run into its folder, unless told where; others here."""
-    where = folder or subject.folder or Path()
-    name = NAME if subject.folder is not None else as_name(subject.name)
-    plan = replace(wanted, about=subject.about())
-    return write_model(subject.model, subject.example, subject.networks_of, where, plan, name, left_out)
 
 
 def write_model(

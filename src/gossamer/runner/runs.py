@@ -19,19 +19,19 @@ import torch
 from gossamer.errors import GossamerError
 from gossamer.io import atomic_write, open_regular, remove_leftovers
 from gossamer.model.counting import count_by_kind
+from gossamer.runner.builders import code_of
 from gossamer.runner.checkpoint import Checkpoint, CheckpointError, Checkpoints, Description, MisfitError, title
 from gossamer.runner.config import Config, Loaded, config_text, read_config
 from gossamer.runner.config.sparse import FOLDERS
+from gossamer.runner.data.sources import Purpose
 from gossamer.runner.display import Display, logged
 from gossamer.runner.distributed import Place, done_by_first, joined, reproducible, same_everywhere
 from gossamer.runner.figures import known_counts, zero_share
 from gossamer.runner.hooks import subclass
 from gossamer.runner.lock import LOCK, locked
 from gossamer.runner.model_files import Export
-from gossamer.runner.models import code_of
 from gossamer.runner.records import METRICS
 from gossamer.runner.reporting import measure, note_begin, report_of
-from gossamer.runner.run_data import Purpose
 from gossamer.runner.trainer import Runner, SparseRunner
 from gossamer.runner.trust import check_links, remember, trust_of
 from gossamer.version import __version__

@@ -31,11 +31,13 @@ from gossamer.model.counting import count_by_kind
 from gossamer.model.recalibration import BATCHES, recalibrate
 from gossamer.model.thin.cuts import shrink_to
 from gossamer.quantization import is_emulated
+from gossamer.runner.builders import build_net
 from gossamer.runner.checkpoint import Checkpoint, CheckpointError, Checkpoints, MisfitError
 from gossamer.runner.config import Loaded, task_of
 from gossamer.runner.config.schema import Source
 from gossamer.runner.data import Batch, Batches, ImageData
-from gossamer.runner.data.decoding import ImageFileError
+from gossamer.runner.data.images import ImageFileError
+from gossamer.runner.data.sources import Purpose, read_run_data
 from gossamer.runner.display import Display
 from gossamer.runner.distributed import (
     Place,
@@ -48,13 +50,11 @@ from gossamer.runner.distributed import (
 )
 from gossamer.runner.hooks import build_hooks
 from gossamer.runner.model_files import Export, describe_model, write_model
-from gossamer.runner.models import build_net
 from gossamer.runner.networks import as_example
 from gossamer.runner.optimizer import WarmUp, build_lr_scheduler, build_optimizer
 from gossamer.runner.pictures import draw_tests
 from gossamer.runner.records import Records, ScheduleLog
 from gossamer.runner.reporting.notes import Weights, weights_of
-from gossamer.runner.run_data import Purpose, read_run_data
 from gossamer.runner.sparsity import ByRecipe, Sparsifier, build_sparsifier
 from gossamer.runner.start import (
     Start,

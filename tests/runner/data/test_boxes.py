@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossamer.runner.data.boxes import BoxRows
-from gossamer.runner.data.problems import Problems
+from gossamer.runner.data.readers import Problems
 
 numbers = st.floats(-50, 50, width=32)
 rows = st.lists(st.tuples(st.integers(0, 4), st.tuples(numbers, numbers, numbers, numbers)), max_size=30)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossamer.runner.data.order import full_batches, in_order, shuffled
+from gossamer.runner.data.loader import full_batches, in_order, shuffled
 
 counts = st.integers(1, 200)
 sizes = st.integers(1, 9)

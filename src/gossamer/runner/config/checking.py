@@ -9,6 +9,7 @@ import re
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -17,7 +18,6 @@ from pydantic_core import ErrorDetails
 from gossamer.errors import nearest
 from gossamer.recipe.source import MAX_PROBLEMS
 from gossamer.recipe.wording import complaint_words, found_words
-from gossamer.runner.config.foreign import set_aside
 from gossamer.runner.config.schema import Config, Part
 from gossamer.runner.config.tree import Place, Problems, Tree, plain
 
@@ -137,3 +137,48 @@ def _types(part: type[Part]) -> tuple[object, ...]:
     """What `type` may be, where it tells one class of settings from others."""
     annotation = part.model_fields["type"].annotation if "type" in part.model_fields else None
     return typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
+
+
+INSTEAD = {
+    "net": "name one model: 'net: {type: resnet18}'; a backbone, neck and heads come together under one name",
+    "dataset.*.dataset": "name the data right here: 'type: coco' with 'path' and 'images', 'type: image_list', …",
+    "dataset.dataloader": "give 'batch_size' and 'num_workers' under dataset.train and dataset.test",
+    "dataset.*.batch_sampler": "give 'batch_size' right here; its kwargs are not needed",
+    "dataset.*.sampler": "leave it out: training is shuffled and shared by processes, testing goes in order",
+    "trainer.optimizer.register_type": "leave it out; 'type' names a class of torch.optim",
+    "trainer.lr_scheduler.warmup_register_type": "leave it out; 'warmup_type' is linear, exp or constant",
+    "trainer.max_epochs": "write 'max_epoch'",
+    "trainer.max_iters": "write 'max_iter'",
+    "saver.results_dir": "leave it out; results go into the run folder, saver.save_dir",
+    "saver.save_cfg": "leave it out; the resolved config goes into the run folder",
+    "ema.ema_type": "leave it out; there is one kind, with 'enable' and 'decay'",
+    "ema.kwargs": "write 'decay' right below 'ema'",
+    "runtime.task_names": "write 'task: classification' or 'task: detection' at the top, or leave it out",
+    "runtime.random_seed": "write 'seed'",
+    "runtime.special_bn_init": "leave it out",
+    "runtime.aligned": "leave it out",
+    "runtime.async_norm": "leave it out",
+    "to_kestrel": "leave it out; saver.export writes safetensors and onnx",
+    "quant": "leave it out; quantization is a recipe: 'sparsity: {recipe: file.yaml}'",
+    "flip": "leave it out",
+}
+"""By path, with `*` for one step; `net` is so only when it is a list."""
+
+
+def set_aside(tree: Tree, problems: Problems) -> tuple[Tree, set[tuple[str | int, ...]]]:
+    """The tree without such settings, and the paths at which something else is therefore amiss."""
+    faults: set[tuple[str | int, ...]] = set()
+    for path in list(tree.paths()):
+        name = ".".join(path)
+        instead = next((text for pattern, text in INSTEAD.items() if _matches(name, pattern)), None)
+        found = tree.at(*path)
+        if instead is None or found is None or (name == "net" and not isinstance(found.content, list)):
+            continue
+        problems.add(found.key, f"{name} is of United Perception's form; {instead}")
+        tree = tree.without(*path)
+        faults |= {path, path[:-1]}
+    return tree, faults
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)

@@ -13,12 +13,10 @@ from typing import Any, cast
 
 from gossamer.recipe.scalars import entry, plain_data
 from gossamer.runner.config.checking import checked
-from gossamer.runner.config.includes import read_tree
 from gossamer.runner.config.overlays import retyped, with_data, without_missing_weights
-from gossamer.runner.config.overrides import overridden, read_overrides
 from gossamer.runner.config.schema import Config, Part
 from gossamer.runner.config.sparse import check_sparsity
-from gossamer.runner.config.tree import Place, Problems, Tree, planted
+from gossamer.runner.config.tree import Place, Problems, Tree, overridden, planted, read_overrides, read_tree
 from gossamer.runner.trust import USER, Trust
 
 UNITS = {"max_iter": "iterations", "max_epoch": "epochs"}

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from gossamer.errors import GossamerError
-from gossamer.runner.config.includes import read_tree
 from gossamer.runner.config.schema import Config, Source
-from gossamer.runner.config.tree import Place, Problems, Tree, merged, planted
+from gossamer.runner.config.tree import Place, Problems, Tree, merged, planted, read_tree
 
 Task = Literal["classification", "detection"]
 

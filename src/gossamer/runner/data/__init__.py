@@ -4,9 +4,9 @@
 """
 
 from gossamer.runner.data.batch import Batch
-from gossamer.runner.data.batches import Batches
-from gossamer.runner.data.building import build_dataset
 from gossamer.runner.data.dataset import ImageData
-from gossamer.runner.data.scene_files import write_coco
+from gossamer.runner.data.loader import Batches
+from gossamer.runner.data.scenes import write_coco
+from gossamer.runner.data.sources import build_dataset
 
 __all__ = ["Batch", "Batches", "ImageData", "build_dataset", "write_coco"]

@@ -1,7 +1,7 @@
-"""A batch: images and what is true of them, on its way from a worker process to the device.
+"""A batch of images and targets on its way from a worker process to the device.
 
-Between processes a batch of a detector travels as a few large tensors, because each tensor costs a file handle and
-a process has few of them.
+Between processes, a detection batch is packed into a few large tensors: each shared tensor costs a file descriptor, and
+a process may open only a limited number of them.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gossamer.runner.data.problems import Problems
+from gossamer.runner.data.readers import Problems
 
 ROUNDING = 1.0
 """Pixels that a box may reach outside without being refused: annotators round."""

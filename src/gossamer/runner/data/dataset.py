@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 from gossamer.errors import GossamerError
 from gossamer.runner.data.batch import Batch, Target
 from gossamer.runner.data.boxes import Boxes
-from gossamer.runner.data.decoding import ImageFileError
 from gossamer.runner.data.examples import Examples, LabelledArrays
+from gossamer.runner.data.images import ImageFileError
 from gossamer.runner.data.transforms import Pipeline
 
 Task = Literal["classification", "detection"]

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from gossamer.errors import GossamerError
 from gossamer.runner.config.schema import Digits
-from gossamer.runner.data.classes import Expected
 from gossamer.runner.data.examples import LabelledArrays
-from gossamer.runner.data.problems import Problems
+from gossamer.runner.data.readers import Expected, Problems
 
 CLASSES = [str(digit) for digit in range(10)]
 

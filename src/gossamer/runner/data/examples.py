@@ -1,6 +1,6 @@
-"""Images with their truth, before any transform: from files, or from arrays in memory.
+"""Images with their ground truth before any transform: from files, or from arrays in memory.
 
-Readers of the formats make these; `ImageData` reads from them. All of them pickle well, for worker processes.
+The readers of the formats return these, and `ImageData` reads from them. All can be pickled for worker processes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gossamer.runner.data.boxes import Boxes, BoxTable
-from gossamer.runner.data.decoding import read_image
+from gossamer.runner.data.images import read_image
 
 
 @dataclass(frozen=True)

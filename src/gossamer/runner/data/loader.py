@@ -1,6 +1,7 @@
-"""The loader of one rank: an epoch's batches in a fixed order, read here or by worker processes.
+"""The batches of one rank: which images each has in an epoch, read in this process or in worker processes.
 
-Keeps no position: an epoch can start at any batch without reading those before. Knows nothing of what is in a batch.
+The order is a function of (seed, epoch), and the images of a global batch do not depend on the world size. No position
+is kept: an epoch can start at any batch without reading those before it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -20,7 +22,6 @@ from gossamer.errors import GossamerError
 from gossamer.runner.config.schema import Source
 from gossamer.runner.data.batch import Batch, Packed, packed, unpacked
 from gossamer.runner.data.dataset import ImageData
-from gossamer.runner.data.order import full_batches, in_order, shuffled
 
 Keys = list[tuple[int, int]]
 
@@ -163,3 +164,37 @@ def _context() -> BaseContext:
         # What every worker needs is imported once, in the process that they are forked from.
         context.set_forkserver_preload(["__main__", "torchvision.transforms.v2", "PIL.Image", __name__])
     return context
+
+
+def full_batches(count: int, batch_size: int, world: int) -> int:
+    """Full global batches in an epoch, at least 1.
+
+    >>> full_batches(100, 8, 2), full_batches(3, 8, 2)
+    (6, 1)
+    """
+    return max(1, count // (batch_size * world))
+
+
+def shuffled(count: int, batch_size: int, *, seed: int, epoch: int, rank: int = 0, world: int = 1) -> list[list[int]]:
+    """The batches of one rank: its shares of consecutive pieces of a permutation that (seed, epoch) draw.
+
+    With fewer images than one global batch has, the ranks share what there is, and no rank is left without an image.
+    """
+    state = np.random.SeedSequence([seed % 2**64, epoch]).generate_state(1, np.uint64)
+    generator = torch.Generator().manual_seed(int(state[0]))
+    order = cast("list[int]", torch.randperm(count, generator=generator).tolist())
+    step = batch_size * world
+    if count < step:
+        return [order[rank::world] or [order[rank % count]]]
+    starts = range(rank * batch_size, count - count % step, step)
+    return [order[start : start + batch_size] for start in starts]
+
+
+def in_order(count: int, batch_size: int, *, rank: int = 0, world: int = 1) -> list[list[int]]:
+    """The batches of one rank: every image is on one rank, once, in order.
+
+    >>> in_order(5, 2, rank=0, world=2), in_order(5, 2, rank=1, world=2)
+    ([[0, 2], [4]], [[1, 3]])
+    """
+    own = range(rank, count, world)
+    return [list(own[start : start + batch_size]) for start in range(0, len(own), batch_size)]

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from gossamer.errors import GossamerError
 from gossamer.runner.config.schema import Config, Net, Trainer
-from gossamer.runner.tasks import Classification, Finding, build_task
+from gossamer.runner.tasks import Classification, ObjectDetection, build_task
 from tests.runner.nets import build_net
 
 
@@ -76,8 +76,8 @@ def test_the_network_of_a_classifier_is_the_classifier():
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        (torch.rand(2, 7), r"scores of shape \(2, 7\) for 4 classes"),
-        (torch.rand(2, 4, 1), r"scores of shape \(2, 4, 1\) for 4 classes"),
+        (torch.rand(2, 7), r"logits of shape \(2, 7\) for 4 classes"),
+        (torch.rand(2, 4, 1), r"logits of shape \(2, 4, 1\) for 4 classes"),
         ([torch.rand(2, 4)], "found list"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_detectors_own_losses_are_used_and_crowds_are_not_learned():
         {"boxes": torch.rand(2, 4), "labels": torch.tensor([1, 2]), "iscrowd": torch.tensor([0, 1])},
         {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)},
     ]
-    losses = Finding(2).losses(model, batch([torch.rand(3, 8, 8)] * 2, targets))
+    losses = ObjectDetection(2).losses(model, batch([torch.rand(3, 8, 8)] * 2, targets))
     assert losses == {"a": 2.0}
     (_, given, training, _) = model.calls[0]
     assert training
@@ -120,7 +120,7 @@ def test_a_detectors_own_losses_are_used_and_crowds_are_not_learned():
 def test_predictions_are_made_in_evaluation_mode_without_gradients():
     answer = {"boxes": torch.rand(1, 4), "labels": torch.tensor([2]), "scores": torch.rand(1), "masks": torch.rand(1)}
     model = Remembering(found=[answer])
-    (found,) = Finding(2).predict(model, [torch.rand(3, 8, 8)])
+    (found,) = ObjectDetection(2).predict(model, [torch.rand(3, 8, 8)])
     assert set(found) == {"boxes", "labels", "scores"}
     assert model.calls[0][2:] == (False, False)
     assert model.training
@@ -129,25 +129,25 @@ def test_predictions_are_made_in_evaluation_mode_without_gradients():
 @pytest.mark.parametrize("label", [0, 3])
 def test_a_box_of_a_class_that_there_is_not_is_told_in_the_first_batch(label):
     truth = [{"boxes": torch.rand(1, 4), "labels": torch.tensor([label])}]
-    with pytest.raises(GossamerError, match=f"a box of class {label}, and classes are 1 to 2"):
-        Finding(2).losses(Remembering(), batch([torch.rand(3, 8, 8)], truth))
+    with pytest.raises(GossamerError, match=f"a box has class {label}, but classes are 1 to 2"):
+        ObjectDetection(2).losses(Remembering(), batch([torch.rand(3, 8, 8)], truth))
 
 
 def test_what_is_found_of_a_class_that_there_is_not_is_told_and_background_is_left_out():
     answer = {"boxes": torch.rand(2, 4), "labels": torch.tensor([0, 2]), "scores": torch.tensor([0.9, 0.8])}
-    (found,) = Finding(2).predict(Remembering(found=[answer]), [torch.rand(3, 8, 8)])
+    (found,) = ObjectDetection(2).predict(Remembering(found=[answer]), [torch.rand(3, 8, 8)])
     assert found["labels"].tolist() == [2]
     assert found["scores"].tolist() == pytest.approx([0.8])
-    with pytest.raises(GossamerError, match="a box of class 2, and classes are 1 to 1"):
-        Finding(1).predict(Remembering(found=[answer]), [torch.rand(3, 8, 8)])
+    with pytest.raises(GossamerError, match="a box has class 2, but classes are 1 to 1"):
+        ObjectDetection(1).predict(Remembering(found=[answer]), [torch.rand(3, 8, 8)])
 
 
 def test_a_detector_that_answers_otherwise_is_told():
     truth = [{"boxes": torch.rand(1, 4), "labels": torch.tensor([1])}]
     with pytest.raises(GossamerError, match="expected a dict of losses from the detector in training, found list"):
-        Finding(2).losses(Remembering(losses=[1]), batch([torch.rand(3, 8, 8)], truth))
+        ObjectDetection(2).losses(Remembering(losses=[1]), batch([torch.rand(3, 8, 8)], truth))
     with pytest.raises(GossamerError, match="expected a list of dicts of boxes"):
-        Finding(2).predict(Remembering(found={"boxes": 1}), [torch.rand(3, 8, 8)])
+        ObjectDetection(2).predict(Remembering(found={"boxes": 1}), [torch.rand(3, 8, 8)])
 
 
 @pytest.mark.parametrize("name", ["retinanet_resnet18_fpn", "fasterrcnn_mobilenet_v3_large_fpn"])
@@ -156,7 +156,7 @@ def test_a_batch_of_empty_images_trains_and_evaluates(name):
     model = build_net(Net(type=name, kwargs={"min_size": 64, "max_size": 64}), 2).train()
     empty = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
     images = batch([torch.rand(3, 64, 64)] * 2, [empty, empty])
-    task = Finding(2)
+    task = ObjectDetection(2)
     loss = sum(task.losses(model, images).values())
     loss.backward()
     assert loss.isfinite()
@@ -182,10 +182,10 @@ def test_label_smoothing_reaches_classifiers_and_is_refused_for_detectors():
 
 
 def test_more_classes_in_the_data_than_in_the_config_are_refused():
-    with pytest.raises(GossamerError, match="the config says 2, and the data has 3 classes"):
+    with pytest.raises(GossamerError, match="the config has 2 classes, but the data has 3"):
         build_task(config(), nn.Linear(2, 2), 2, ["a", "b", "c"])
 
 
 def test_a_classifier_finds_no_boxes():
-    with pytest.raises(GossamerError, match="a classification model finds no boxes"):
+    with pytest.raises(GossamerError, match="predict: not supported for classification"):
         Classification(2).predict(nn.Linear(2, 2), [])

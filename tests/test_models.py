@@ -14,7 +14,7 @@ from torch import nn
 import gossamer
 from gossamer.errors import GossamerError
 from gossamer.export import THINNED, save, thin
-from gossamer.runner.subjects import open_subject
+from gossamer.models import load_model
 from tests.runner.nets import small
 from tests.runner.running_on_digits import config, evaluated, trained
 
@@ -27,55 +27,55 @@ def accuracy(model: nn.Module, batches) -> float:
 
 
 def test_a_torchvision_name_is_a_model_with_a_guessed_input_and_no_data() -> None:
-    subject = open_subject("squeezenet1_1")
-    assert not subject.trained
-    assert subject.example.shape == (1, 3, 224, 224)
-    assert subject.batches("test") is None
-    assert not subject.model.training
+    loaded = load_model("squeezenet1_1")
+    assert loaded.source is None
+    assert loaded.example.shape == (1, 3, 224, 224)
+    assert loaded.batches("test") is None
+    assert not loaded.model.training
 
 
 def test_data_decide_how_many_classes_a_model_has() -> None:
-    subject = open_subject("squeezenet1_1", data="tiny")
-    train = subject.batches("train")
+    loaded = load_model("squeezenet1_1", data="tiny")
+    train = loaded.batches("train")
     assert train is not None
     images, labels = next(iter(train))
-    assert subject.num_classes == 10
-    assert subject.model(images[:2]).shape == (2, 10)
+    assert loaded.num_classes == 10
+    assert loaded.model(images[:2]).shape == (2, 10)
     assert len(labels.unique()) > 5, "calibration batches hold many classes"
 
 
 def test_weights_for_another_number_of_classes_are_recognised(tmp_path: Path) -> None:
     torch.save(small(num_classes=3).state_dict(), tmp_path / "three.pt")
-    subject = open_subject("tests.runner.nets:small", weights=tmp_path / "three.pt")
-    assert subject.model(torch.zeros(1, 3, 8, 8)).shape == (1, 3)
-    assert subject.num_classes == 3
+    loaded = load_model("tests.runner.nets:small", weights=tmp_path / "three.pt")
+    assert loaded.model(torch.zeros(1, 3, 8, 8)).shape == (1, 3)
+    assert loaded.num_classes == 3
 
 
 def test_the_model_of_a_run_has_the_accuracy_that_the_run_found(tmp_path: Path) -> None:
     path = config(tmp_path, "gmp")
     trained(path)
-    subject = open_subject(str(tmp_path / "run"))
-    assert accuracy(subject.model, subject.batches("test")) == pytest.approx(evaluated(path).metrics["top1"], abs=1e-4)
-    assert subject.example.shape == (1, 3, 8, 8)
-    weights = [subject.model[index].weight for index in (0, 3, 9)]
+    loaded = load_model(str(tmp_path / "run"))
+    assert accuracy(loaded.model, loaded.batches("test")) == pytest.approx(evaluated(path).metrics["top1"], abs=1e-4)
+    assert loaded.example.shape == (1, 3, 8, 8)
+    weights = [loaded.model[index].weight for index in (0, 3, 9)]
     assert all(round(weight.numel() * 0.8) == int((weight == 0).sum()) for weight in weights)
 
 
 def test_a_run_takes_other_weights_by_name(tmp_path: Path) -> None:
     trained(config(tmp_path))
     torch.save(small().state_dict(), tmp_path / "other.pt")
-    subject = open_subject(str(tmp_path / "run"), weights=tmp_path / "other.pt")
-    assert subject.source == tmp_path / "other.pt"
+    loaded = load_model(str(tmp_path / "run"), weights=tmp_path / "other.pt")
+    assert loaded.source == tmp_path / "other.pt"
 
 
 def test_a_file_of_weights_that_says_its_model_is_a_model(tmp_path: Path) -> None:
-    made = open_subject("squeezenet1_1", data="tiny")
-    save(made.model, tmp_path / "squeezed.safetensors", "safetensors", about=made.about())
-    again = open_subject(str(tmp_path / "squeezed.safetensors"))
+    made = load_model("squeezenet1_1", data="tiny")
+    save(made.model, tmp_path / "squeezed.safetensors", "safetensors", about=made.describe())
+    again = load_model(str(tmp_path / "squeezed.safetensors"))
     images = torch.rand(2, 3, 32, 32)
     assert torch.equal(again.model(images), made.model(images))
     assert again.example.shape == (1, 3, 32, 32)
-    assert open_subject(str(tmp_path / "squeezed.safetensors"), data="tiny").batches("test") is not None
+    assert load_model(str(tmp_path / "squeezed.safetensors"), data="tiny").batches("test") is not None
 
 
 def test_a_file_never_makes_us_import_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_a_file_never_makes_us_import_a_module(tmp_path: Path, monkeypatch: pyte
     about = {"net": json.dumps({"type": "trap:model", "kwargs": {}}), "num_classes": "2"}
     save(nn.Linear(1, 1), tmp_path / "bait.safetensors", "bitmask", about=about)
     with pytest.raises(GossamerError, match=r"bait.safetensors: names code to run: 'trap:model'.*--import trap"):
-        open_subject(str(tmp_path / "bait.safetensors"))
+        load_model(str(tmp_path / "bait.safetensors"))
     assert "trap" not in sys.modules
 
 
@@ -92,12 +92,12 @@ def test_a_file_never_makes_us_import_a_module(tmp_path: Path, monkeypatch: pyte
     ("word", "sentence"),
     [
         ("resnet19", "no torchvision model of that name; nearest: 'resnet1"),
-        ("model.onnx", "is a program and no model of torch; name the run"),
-        ("weights.safetensors", "does not say what model its weights are of; name the model"),
-        ("nothing.safetensors", "there is no such file"),
+        ("model.onnx", "an exported program is not a PyTorch model; name the run"),
+        ("weights.safetensors", "does not describe its model; name the model"),
+        ("nothing.safetensors", "no such file"),
         ("broken.safetensors", "is no safetensors file, or is cut short or damaged"),
         ("odd.safetensors", "what it says of its model cannot be read"),
-        ("weights.pt", "does not say what model its weights are of"),
+        ("weights.pt", "does not describe its model"),
         ("empty", "a folder without config.yaml"),
         ("tests.runner.nets:Interrupt", "calling it without arguments failed"),
     ],
@@ -112,55 +112,55 @@ def test_a_word_that_names_no_model_is_explained_in_one_sentence(
     torch.save({"weight": torch.zeros(1)}, "weights.pt")
     Path("broken.safetensors").write_bytes(b"\x00" * 20)
     with pytest.raises(GossamerError) as error:
-        open_subject(word)
+        load_model(word)
     assert sentence in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
 
 def test_a_wrong_shape_of_the_input_is_explained() -> None:
     with pytest.raises(GossamerError, match=r"--input: expected a shape such as 1,3,224,224, found 'big'"):
-        open_subject("squeezenet1_1", input_shape="big")
+        load_model("squeezenet1_1", input_shape="big")
     with pytest.raises(GossamerError, match=r"does not run on an input of shape \(1, 4, 32, 32\)"):
-        open_subject("squeezenet1_1", input_shape="1,4,32,32").networks()
+        load_model("squeezenet1_1", input_shape="1,4,32,32").networks()
 
 
 def test_a_detector_is_given_images_in_a_list() -> None:
-    subject = open_subject("ssdlite320_mobilenet_v3_large", input_shape="1,3,64,64")
-    assert subject.kind == "detection"
-    assert [tuple(image.shape) for image in subject.example[0]] == [(3, 64, 64)]
-    assert list(subject.networks()) == ["network"]
+    loaded = load_model("ssdlite320_mobilenet_v3_large", input_shape="1,3,64,64")
+    assert loaded.kind == "detection"
+    assert [tuple(image.shape) for image in loaded.example[0]] == [(3, 64, 64)]
+    assert list(loaded.networks()) == ["network"]
 
 
 def test_a_file_of_a_thinned_network_is_a_model_again(tmp_path: Path) -> None:
-    made = open_subject("squeezenet1_1", data="tiny")
+    made = load_model("squeezenet1_1", data="tiny")
     made.model.features[3].squeeze.weight.data[:4] = 0
     made.model.features[3].squeeze.bias.data[:4] = 0
     smaller, _ = thin(made.model, made.example)
     assert smaller.features[3].squeeze.out_channels == 12
-    save(smaller, tmp_path / "thin.safetensors", "safetensors", about={**made.about(), **THINNED})
-    again = open_subject(str(tmp_path / "thin.safetensors"))
+    save(smaller, tmp_path / "thin.safetensors", "safetensors", about={**made.describe(), **THINNED})
+    again = load_model(str(tmp_path / "thin.safetensors"))
     images = torch.rand(2, 3, 32, 32)
     torch.testing.assert_close(again.model(images), made.model(images))
-    on_data = open_subject(str(tmp_path / "thin.safetensors"), data="tiny")
+    on_data = load_model(str(tmp_path / "thin.safetensors"), data="tiny")
     assert torch.equal(on_data.model(images), again.model(images))
-    whole = open_subject("squeezenet1_1", data="tiny").model
+    whole = load_model("squeezenet1_1", data="tiny").model
     assert torch.equal(gossamer.load(tmp_path / "thin.safetensors", whole)(images), again.model(images))
 
 
 def test_a_file_in_16_bits_stays_in_16_bits_and_one_without_classes_has_those_of_its_network(tmp_path: Path) -> None:
-    made = open_subject("squeezenet1_1", input_shape="1,3,64,64").half()
-    save(made.model, tmp_path / "half.safetensors", "bitmask", about=made.about())
-    again = open_subject(str(tmp_path / "half.safetensors"))
+    made = load_model("squeezenet1_1", input_shape="1,3,64,64").half()
+    save(made.model, tmp_path / "half.safetensors", "bitmask", about=made.describe())
+    again = load_model(str(tmp_path / "half.safetensors"))
     assert {weight.dtype for weight in again.model.parameters()} == {torch.float16}
     assert again.model.classifier[1].out_channels == 1000
 
 
 def test_what_a_file_says_of_its_model_is_under_its_digest(tmp_path: Path) -> None:
-    made, path = open_subject("squeezenet1_1"), tmp_path / "changed.safetensors"
-    save(made.model, path, "safetensors", about=made.about())
+    made, path = load_model("squeezenet1_1"), tmp_path / "changed.safetensors"
+    save(made.model, path, "safetensors", about=made.describe())
     path.write_bytes(path.read_bytes().replace(b"squeezenet1_1", b"squeezenet1_0"))
     with pytest.raises(GossamerError, match=r"changed.safetensors: .*(damaged|changed)"):
-        open_subject(str(path))
+        load_model(str(path))
 
 
 # How many classes
@@ -171,14 +171,14 @@ def test_a_function_that_needs_num_classes_is_given_what_is_known(tmp_path: Path
     sys.path.insert(0, str(tmp_path))
     try:
         word, image = "asking_nets:asking", torch.zeros(1, 3, 8, 8)
-        asked = open_subject(word, num_classes=7)
+        asked = load_model(word, num_classes=7)
         assert (asked.model(image).shape, asked.assumed_classes) == ((1, 7), None)
-        on_data = open_subject(word, data="tiny")
+        on_data = load_model(word, data="tiny")
         assert (on_data.model(on_data.example).shape, on_data.assumed_classes) == ((1, 10), None)
-        assumed = open_subject(word)
+        assumed = load_model(word)
         assert (assumed.model(image).shape, assumed.assumed_classes) == ((1, 1000), 1000)
         torch.save(asked.model.state_dict(), tmp_path / "seven.pt")
-        by_weights = open_subject(word, weights=tmp_path / "seven.pt")
+        by_weights = load_model(word, weights=tmp_path / "seven.pt")
         assert (by_weights.num_classes, by_weights.assumed_classes) == (7, None)
     finally:
         sys.path.remove(str(tmp_path))
@@ -193,7 +193,7 @@ def asking(num_classes):
 
 
 def test_classes_are_said_once(tmp_path: Path) -> None:
-    with pytest.raises(GossamerError, match=r"--num-classes: tiny says how many classes there are; drop it"):
-        open_subject("squeezenet1_1", data="tiny", num_classes=3)
+    with pytest.raises(GossamerError, match=r"--num-classes: tiny defines the number of classes; remove the option"):
+        load_model("squeezenet1_1", data="tiny", num_classes=3)
     with pytest.raises(GossamerError, match="--num-classes: expected a positive number, found 0"):
-        open_subject("squeezenet1_1", num_classes=0)
+        load_model("squeezenet1_1", num_classes=0)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, multiprocessing, nn
 
 from gossamer.errors import GossamerError
-from gossamer.runner.tasks import Classification, Finding, metrics
-from gossamer.runner.tasks.metrics import COCO
+from gossamer.runner import metrics
+from gossamer.runner.metrics import COCO
+from gossamer.runner.tasks import Classification, ObjectDetection
 from tests.ranks import in_ranks
 
 
@@ -42,7 +43,7 @@ def truth(*rows, **more):
 
 
 def coco(answers, truths):
-    evaluator = Finding(3).evaluator()
+    evaluator = ObjectDetection(3).evaluator()
     evaluator.update(Answers(*answers), Batch([torch.zeros(3, 8, 8)] * len(truths), list(truths)))
     return evaluator.compute()
 
@@ -80,8 +81,8 @@ def test_batches_of_different_sizes_count_by_image():
 
 
 def test_no_image_at_all_is_an_error_and_not_a_zero():
-    for task in (Classification(3), Finding(3)):
-        with pytest.raises(GossamerError, match="no image that could be tested"):
+    for task in (Classification(3), ObjectDetection(3)):
+        with pytest.raises(GossamerError, match="none of the images can be read"):
             task.evaluator().compute()
 
 
@@ -151,9 +152,9 @@ def test_the_order_of_images_in_processes_does_not_matter(monkeypatch):
     numbers = coco(answers, truths)
     parts = []
     for index in (1, 0):
-        evaluator = Finding(3).evaluator()
+        evaluator = ObjectDetection(3).evaluator()
         evaluator.update(Answers(answers[index]), Batch(images[:1], [truths[index]]))
-        parts.append(evaluator._seen)
+        parts.append(evaluator._results)
     monkeypatch.setattr(metrics, "gathered", lambda value: parts)
     assert evaluator.compute() == numbers
 
@@ -162,7 +163,7 @@ def _evaluate_half(rank, folder, results):
     classes = Classification(8).evaluator()
     if rank == 0:  # the other one has no batch at all
         classes.update(nn.Identity(), Batch(torch.eye(8), torch.tensor([0, 1, 2, 3, 4, 5, 0, 0])))
-    boxes = Finding(3).evaluator()
+    boxes = ObjectDetection(3).evaluator()
     answer = found((0, 0, 20, 20, 1, 0.9)) if rank else found()
     truths = [truth((0, 0, 20, 20, 1), image_id=torch.tensor(rank))]
     boxes.update(Answers(answer), Batch([torch.zeros(3, 8, 8)], truths))

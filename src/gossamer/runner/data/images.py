@@ -20,6 +20,7 @@ from gossamer.io import open_regular
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+
 # What Pillow's decoders raise on damaged files, besides OSError.
 _DAMAGE = (
     OSError,
