@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy, pad, relu
 import gossamer
 from gossamer import Manager
 from gossamer.analysis.timeline import timeline
-from gossamer.report.plots.timeline import save_plot
+from gossamer.report.plots import plot_timeline
 
 RECIPE = Path(__file__).with_name("digits.yaml")
 SEED = 0
@@ -63,7 +63,7 @@ def run(recipe: gossamer.Recipe, output: Path, console: Console | None = None) -
     results = {"dense": Result.of(dense, data), "sparse": Result.of(sparse, data)}
     console.print("", comparison(results), f"Both were trained in {seconds:.0f} s.")
     output.mkdir(parents=True, exist_ok=True)
-    save_plot(timeline(recipe), output / "schedule.png")
+    plot_timeline(timeline(recipe), output / "schedule.png")
     save_file(sparse.state_dict(), output / "sparse.safetensors")
     for path, what in (
         (output / "schedule.png", "the recipe's schedule"),

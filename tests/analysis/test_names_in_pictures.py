@@ -12,9 +12,7 @@ from gossamer import load
 from gossamer.analysis.sensitivity_map import sensitivity_map
 from gossamer.analysis.timeline import timeline
 from gossamer.model.permute import find
-from gossamer.report.plots.permutation import plot_permutation
-from gossamer.report.plots.sensitivity import save
-from gossamer.report.plots.timeline import save_plot
+from gossamer.report.plots import plot_permutation, plot_sensitivity, plot_timeline
 
 EVIL = "$\\frac{$"
 
@@ -34,7 +32,7 @@ class Network(nn.Module):
 @pytest.mark.parametrize("ending", ["svg", "png"])
 def test_dollar_signs_are_drawn_as_dollar_signs(tmp_path: Path, ending: str) -> None:
     network, batch = Network(), (torch.randn(16, 8), torch.randint(0, 2, (16,)))
-    save(sensitivity_map(network, [batch], example_inputs=batch[0]), tmp_path / f"a.{ending}", EVIL)
+    plot_sensitivity(sensitivity_map(network, [batch], example_inputs=batch[0]), tmp_path / f"a.{ending}", EVIL)
     names = [f"{EVIL}.weight", "last.weight"]
     plot_permutation(find(network, names, example_inputs=batch[0]), tmp_path / f"b.{ending}")
     recipe = tmp_path / f"{EVIL}.yaml".replace("\\", "")
@@ -43,5 +41,5 @@ def test_dollar_signs_are_drawn_as_dollar_signs(tmp_path: Path, ending: str) -> 
         f"  - !ConstantPruningModifier {{params: ['{EVIL}.weight'], start_epoch: 0}}\n"
         "  - !LearningRateFunctionModifier {start_epoch: 0, end_epoch: 3, lr_func: cosine, init_lr: 0.1, final_lr: 0}\n"
     )
-    save_plot(timeline(load(recipe), 10), tmp_path / f"c.{ending}", rows=[])
+    plot_timeline(timeline(load(recipe), 10), tmp_path / f"c.{ending}", rows=[])
     assert len(list(tmp_path.glob(f"?.{ending}"))) == 3

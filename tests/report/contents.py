@@ -10,7 +10,7 @@ from gossamer.report import (
     Bins,
     Card,
     HeatMap,
-    Layer,
+    LayerSparsity,
     RunContent,
     Series,
     Speed,
@@ -18,7 +18,7 @@ from gossamer.report import (
     TimedFile,
     WeightHistogram,
 )
-from gossamer.report.weights import bins, mask_picture
+from gossamer.report.weights import mask_image, weight_bins
 
 
 def run(name: str = "levels", layers: int = 4, **changed: object) -> RunContent:
@@ -41,14 +41,14 @@ def run(name: str = "levels", layers: int = 4, **changed: object) -> RunContent:
         loss=(Series("loss", epochs, tuple(3.0 / n for n in range(1, 41))),),
         rate=Series("learning rate", epochs, tuple(0.1 - 0.002 * n for n in range(40))),
         layers=tuple(
-            Layer(n, tuple(w.shape), w.numel(), w.numel() - int(w.count_nonzero()), 0.7)
+            LayerSparsity(n, tuple(w.shape), w.numel(), w.numel() - int(w.count_nonzero()), 0.7)
             for n, w in zip(names, pruned, strict=True)
         ),
         histograms=tuple(
-            WeightHistogram(n, bins(before), bins(after))
+            WeightHistogram(n, weight_bins(before), weight_bins(after))
             for n, before, after in zip(names, weights, pruned, strict=True)
         ),
-        masks=tuple(mask_picture(n, w) for n, w in zip(names[:3], pruned[:3], strict=True)),
+        masks=tuple(mask_image(n, w) for n, w in zip(names[:3], pruned[:3], strict=True)),
         sensitivity=HeatMap((0.5, 0.9), tuple((n, (0.01, float("inf"))) for n in names), "Measured on 8 images."),
         settings=(("The config (config.yaml)", "net: {type: resnet18}\n"),),
     )

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from gossamer.report import Layer, RunContent, Series, WeightHistogram, render
+from gossamer.report import LayerSparsity, RunContent, Series, WeightHistogram, render
 from tests.report.contents import empty_bins, run, speed
 
 VOID = {"meta", "link", "img", "wbr", "br"}
@@ -87,7 +87,7 @@ def test_a_benchmark_has_its_own_part_with_figures_intervals_and_what_they_mean(
 
 def test_names_that_look_like_markup_do_nothing() -> None:
     evil = "<script>alert(1)</script>\" onload='x' \x00"
-    layer = Layer(evil, (2, 2), 4, 1, 0.5, dense=evil)
+    layer = LayerSparsity(evil, (2, 2), 4, 1, 0.5, dense=evil)
     changed = {"method": evil, "notes": (evil,), "layers": (layer,), "settings": ((evil, evil),)}
     content = RunContent(**{**vars(run(evil, layers=1)), **changed})
     for text in (render([content]), render([content, run()])):
@@ -115,8 +115,8 @@ def test_a_run_without_anything_says_why() -> None:
     text = render([RunContent("bare", "dense", "0 iterations", missing=reasons)])
     outline(text)
     assert all(html.escape(reason) in text for reason in reasons.values())
-    assert "There is no test in this run" in text
-    assert "noted no iteration" in text
+    assert "No tests in this run" in text
+    assert "No training iterations recorded" in text
 
 
 def test_losses_that_are_no_numbers_break_the_line() -> None:
@@ -136,7 +136,7 @@ def test_one_test_is_a_dot() -> None:
 def test_two_hundred_layers_are_folded_and_the_page_stays_small() -> None:
     text = render([run(layers=200)])
     assert "168 more layers" in text
-    assert "48 more layers; 146 are left out" in text
+    assert "48 more layers; 146 omitted" in text
     assert len(text.encode()) < 500_000
 
 
@@ -163,4 +163,4 @@ def test_runs_without_zeros_take_no_room_among_the_layers_of_others() -> None:
 def test_a_layer_of_zeros_alone_has_a_histogram() -> None:
     text = render([run(histograms=(WeightHistogram("gone", None, empty_bins()),))])
     assert "zeros 100.0" in text
-    assert "What they were at the start was not noted" in text
+    assert "The start was not recorded" in text

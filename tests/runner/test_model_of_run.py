@@ -324,7 +324,7 @@ def test_a_report_shows_the_weights_of_a_thinned_run(file: str, thin_run: Path, 
         (tmp_path / "run" / "model.safetensors").unlink()
     found = run_content(tmp_path / "run", "run")
     assert [layer.shape for layer in found.layers][:2] == [(8, 3, 3, 3), (16, 8, 3, 3)]
-    assert found.missing["masks"] == "The model is dense: no mask to show."
+    assert found.missing["masks"] == "The model is dense: there are no masks."
 
 
 def test_a_run_starts_from_a_thinned_file_and_goes_on(thin_run: Path, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_stopped_run_has_a_page_and_a_resumed_one_keeps_its_start(tmp_path: Pa
     assert "stopped at iteration 9 of 18" in (folder / "report.html").read_text()
     start = (folder / "analysis" / "start.json").read_text()
     resumed(folder)
-    assert "not complete" not in (folder / "report.html").read_text()
+    assert "incomplete" not in (folder / "report.html").read_text()
     assert (folder / "analysis" / "start.json").read_text() == start
     assert run_content(folder, "run").histograms[0].before is not None
 
@@ -117,7 +117,7 @@ def test_a_stopped_run_has_a_page_and_a_resumed_one_keeps_its_start(tmp_path: Pa
 def test_a_run_that_fails_has_a_page(tmp_path: Path) -> None:
     with pytest.raises(GossamerError, match="lower trainer"):
         trained(config(tmp_path), "trainer.optimizer.kwargs.lr=1e9", "trainer.lr_scheduler=null", "trainer.log_freq=1")
-    assert "not complete" in (tmp_path / "run" / "report.html").read_text()
+    assert "incomplete" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_page_that_cannot_be_made_ends_no_run(
@@ -132,7 +132,7 @@ def test_a_page_that_cannot_be_made_ends_no_run(
     assert result.complete
     assert (
         caplog.messages.count(
-            f"the report is not complete: nothing works; make it again by gossamer report {result.folder}"
+            f"The report is incomplete: nothing works; write it again with gossamer report {result.folder}"
         )
         == 2
     )
@@ -155,7 +155,7 @@ def test_an_interrupt_goes_through_and_leaves_the_page_as_it_was(
     with pytest.raises(KeyboardInterrupt):
         resumed(folder)
     assert {path: path.read_bytes() for path in folder.rglob("*.html")} == files
-    told = f"the report is not complete: it was interrupted; make it again by gossamer report {folder}"
+    told = f"The report is incomplete: it was interrupted; write it again with gossamer report {folder}"
     assert caplog.messages.count(told) == 1
 
 
@@ -164,7 +164,7 @@ def test_a_folder_from_before_notes_has_a_page_that_says_so(levels: Path, tmp_pa
     shutil.rmtree(folder / "analysis")
     text = report([folder]).read_text()
     assert "the run is from an earlier version" in text
-    assert "was not noted" in text
+    assert "was not recorded" in text
     assert f"gossamer report {folder} --sensitivity" in text
     assert run_content(folder, "run").layers
 
@@ -174,7 +174,7 @@ def test_the_command_on_the_page_works_where_the_page_was_made(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = copied_run(levels, Path("runs/my first"))
-    told = re.search(r"Measure it by: gossamer (report .* --sensitivity)", unescape(report([folder]).read_text()))
+    told = re.search(r"Measure it with: gossamer (report .* --sensitivity)", unescape(report([folder]).read_text()))
     assert told is not None
     words = shlex.split(told[1])
     assert words == ["report", "runs/my first", "--sensitivity"]
@@ -196,7 +196,7 @@ def test_without_weights_the_notes_still_have_layers_and_histograms(levels: Path
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("{", "is no JSON"), ("[]", "is no note"), ('{"format": 9}', "is of format 9, which a newer Gossamer reads")],
+    [("{", "is not JSON"), ("[]", "is not a note"), ('{"format": 9}', "has format 9, which needs a newer Gossamer")],
 )
 @pytest.mark.parametrize("kind", ["start", "plan", "end", "sensitivity"])
 def test_a_note_of_no_use_is_left_out_and_told(levels: Path, tmp_path: Path, kind: str, text: str, told: str) -> None:
@@ -253,10 +253,10 @@ def test_several_runs_are_set_side_by_side(levels: Path, tmp_path: Path) -> None
 
 def test_a_file_that_is_no_report_is_not_written_over(levels: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.html").write_text("<html>mine</html>")
-    with pytest.raises(GossamerError, match="is no report, and would be written over; name another file by -o"):
+    with pytest.raises(GossamerError, match="is not a report and is not overwritten; choose another file with -o"):
         report([levels], tmp_path / "mine.html")
     assert (tmp_path / "mine.html").read_text() == "<html>mine</html>"
-    with pytest.raises(GossamerError, match="is a folder; name a file by -o"):
+    with pytest.raises(GossamerError, match="is a folder; give a file with -o"):
         report([levels], tmp_path)
 
 
@@ -286,9 +286,9 @@ def test_a_benchmark_of_its_files_is_shown_with_the_runs(levels: Path, tmp_path:
     [
         (None, "No such file"),
         ("{", "is not JSON"),
-        ("[]", "is not a result of a benchmark"),
-        ('{"threads": 1, "sentences": [], "timings": []}', "holds no timings"),
-        ('{"threads": 1, "sentences": [], "timings": [{"runtime": "torch"}]}', "is not a result of a benchmark"),
+        ("[]", "is not a benchmark result"),
+        ('{"threads": 1, "sentences": [], "timings": []}', "contains no timings"),
+        ('{"threads": 1, "sentences": [], "timings": [{"runtime": "torch"}]}', "is not a benchmark result"),
     ],
 )
 def test_a_file_that_is_not_of_a_benchmark_is_refused(
@@ -304,7 +304,7 @@ def test_a_file_that_is_not_of_a_benchmark_is_refused(
 
 def test_sensitivity_is_left_out_of_a_short_run_and_measured_on_request(levels: Path, tmp_path: Path) -> None:
     folder = copied(levels, tmp_path)
-    assert "too many beside a run of this length" in run_content(folder, "run").missing["sensitivity"]
+    assert "too many for a run of this length" in run_content(folder, "run").missing["sensitivity"]
     told: list[float] = []
     measure_sensitivity(folder, lambda label, share: told.append(share))
     heat = run_content(folder, "run").sensitivity

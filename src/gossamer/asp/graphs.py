@@ -71,7 +71,7 @@ def save_graph(permutation: Permutation, path: Path) -> None:
     if find_spec("matplotlib") is None:
         logger.warning("no picture beside %s: matplotlib is not installed (pip install 'gossamer[report]')", path)
         return
-    from gossamer.report.plots.permutation import plot_permutation
+    from gossamer.report.plots import plot_permutation
 
     plot_permutation(permutation, path.with_suffix(".png"))
 

@@ -40,9 +40,9 @@ def write(analysis: Analysis, folder: Path) -> list[Path]:
         except OSError as error:
             raise GossamerError(f"{folder / name}: cannot be written: {error.strerror}") from error
     if analysis.sensitivity is not None:
-        from gossamer.report.plots.sensitivity import save
+        from gossamer.report.plots import plot_sensitivity
 
         for name in PICTURES:
-            save(analysis.sensitivity, folder / name, analysis.loaded.name)
+            plot_sensitivity(analysis.sensitivity, folder / name, analysis.loaded.name)
             written.append(folder / name)
     return written

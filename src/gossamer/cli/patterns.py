@@ -92,7 +92,7 @@ def permute(
         found.apply(network)
         save_weights(network, output)
     if picture is not None:
-        from gossamer.report.plots.permutation import plot_permutation
+        from gossamer.report.plots import plot_permutation
 
         plot_permutation(found, picture)
     if as_json:

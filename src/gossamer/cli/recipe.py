@@ -97,11 +97,11 @@ def plot(
 ) -> None:
     """Draw sparsity, learning rate and the phases of a recipe over its epochs."""
     from gossamer.analysis.timeline import timeline
-    from gossamer.report.plots.timeline import save_plot
+    from gossamer.report.plots import plot_timeline
 
     recipe = _load(file, settings, imports)
     drawn = timeline(recipe, steps_per_epoch, init_lr)
-    save_plot(drawn, output, rows=view.rows(recipe))
+    plot_timeline(drawn, output, rows=view.rows(recipe))
     if as_json:
         show_json({"recipe": recipe.name, "output": str(output), **drawn.as_data()})
     else:

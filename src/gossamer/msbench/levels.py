@@ -177,10 +177,10 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         if find_spec("matplotlib") is None:
             logger.warning("the analysis has no picture: matplotlib is missing (pip install 'gossamer[report]')")
         else:
-            from gossamer.report.plots.layers import save
+            from gossamer.report.plots import plot_layers
 
             written.append(self.output_dir / "pruner_report.svg")
-            save(report, written[-1])
+            plot_layers(report, written[-1])
         logger.info("analysis written: %s", ", ".join(str(path) for path in written))
 
     def _save_level(self, model: nn.Module, level: int) -> None:

@@ -1,18 +1,18 @@
-"""The HTML report: plain values of one or several runs become one page that stands alone.
+"""The HTML report of runs, and every plot.
 
-What is shown is in `content.py`, how it looks in `style.py`, `charts.py` and `tables.py`; `page.py` puts it together.
-Nothing here knows a run folder: who has one fills in the values.
+`render` turns the values in `content.py` into one self-contained page; `gossamer.runner.reporting` reads those values
+from run folders. `plots` draws figures with matplotlib.
 """
 
 from gossamer.report.content import (
     Bins,
     Card,
     HeatMap,
-    Layer,
-    MaskPicture,
-    Picture,
+    LayerSparsity,
+    MaskImage,
     RunContent,
     Series,
+    ShareGrid,
     Speed,
     SpeedTable,
     TimedFile,
@@ -25,11 +25,11 @@ __all__ = [
     "Bins",
     "Card",
     "HeatMap",
-    "Layer",
-    "MaskPicture",
-    "Picture",
+    "LayerSparsity",
+    "MaskImage",
     "RunContent",
     "Series",
+    "ShareGrid",
     "Speed",
     "SpeedTable",
     "TimedFile",

@@ -1,8 +1,4 @@
-"""What a report shows of a run: plain values, ready to be drawn.
-
-Texts are plain text and numbers are numbers; nothing here is HTML, and nothing
-knows where the values come from.
-"""
+"""What a report shows of a run, as plain values: texts without markup, and numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Series:
-    """A value over epochs; None is no value there, and breaks the line."""
+    """A value over epochs; None interrupts the line."""
 
     label: str
     x: tuple[float, ...]
@@ -31,7 +27,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerSparsity:
     """One prunable weight."""
 
     name: str
@@ -39,9 +35,9 @@ class Layer:
     parameters: int
     zeros: int
     target: float | None = None
-    """The sparsity that it was to reach, where that is known."""
+    """The target sparsity, if known."""
     dense: str | None = None
-    """Why it stays dense, where it does."""
+    """The reason why the layer stays dense, if it does."""
 
     @property
     def sparsity(self) -> float:
@@ -50,15 +46,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Bins:
-    """How the non-zero weights of a layer spread: counts in equal bins from -reach to reach.
+    """The distribution of a layer's non-zero weights: counts in equal bins from -reach to reach.
 
-    `reach` is a power of two, so that two of them can be brought to one scale without a remainder.
+    `reach` is a power of two, so that two of them convert exactly to one scale.
     """
 
     reach: float
     counts: tuple[int, ...]
     beyond: int
-    """Weights outside."""
+    """Non-zero weights outside the range."""
     zeros: int
 
     @property
@@ -68,14 +64,16 @@ class Bins:
 
 @dataclass(frozen=True)
 class WeightHistogram:
+    """A layer at the start of the run, if known, and at the end."""
+
     layer: str
     before: Bins | None
     after: Bins
 
 
 @dataclass(frozen=True)
-class Picture:
-    """Cells in rows, each from 0 (all weights of it are zero) to 15 (none is)."""
+class ShareGrid:
+    """Cells in rows, each with its share of kept weights from 0 (none) to 15 (the most)."""
 
     rows: int
     columns: int
@@ -83,18 +81,18 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class MaskPicture:
-    """Which weights are zero: rows are output channels, columns are inputs, one kernel position after another."""
+class MaskImage:
+    """The zeros of a layer: rows are output channels, columns are inputs, one kernel position after another."""
 
     layer: str
     weights: tuple[int, int]
-    """Rows and columns of the whole layer."""
+    """Rows and columns of the layer."""
     sparsity: float
-    whole: Picture
-    corner: Picture | None = None
-    """The first rows and columns, weight by weight, where the whole is too large for that or has groups."""
+    whole: ShareGrid
+    corner: ShareGrid | None = None
+    """The first rows and columns, one weight per cell, if the layer is too large for that or has groups."""
     groups: tuple[int, int] | None = None
-    """(n, m) where of every m neighbours in a row at most n are kept, and nearly always n."""
+    """(n, m) if at most n of every m neighbours in a row are kept, and nearly always n."""
 
 
 @dataclass(frozen=True)
@@ -107,19 +105,31 @@ class TimedFile:
     median: float
     low: float
     high: float
-    """5 % of the runs are faster than `low`, 5 % slower than `high`."""
+    """`low` and `high` are the 5th and 95th percentile."""
     speed: tuple[float, float | None, float | None] | None = None
-    """How many times as fast as the first file, and the interval of 95 %; None for the first file itself."""
+    """Speed relative to the first file with its 95 % interval; None for the first file."""
     run: int | None = None
-    """The run that it belongs to, by its position on the page."""
+    """Position on the page of the run that the file belongs to."""
 
 
 @dataclass(frozen=True)
 class SpeedTable:
-    """Files that were timed against each other in one runtime, the first of them being what the others compare to."""
+    """Files timed against each other in one runtime; the first is the reference."""
 
     title: str
     files: tuple[TimedFile, ...]
+
+    @property
+    def scale(self) -> float:
+        """The speed at the right end of the bars."""
+        ends = [end for file in self.files if file.speed is not None for end in file.speed if end is not None]
+        return 1.05 * max([1.0, *ends])
+
+    @property
+    def unit(self) -> tuple[str, float]:
+        """The unit of the times, and how many of it are a second."""
+        fastest = min(file.median for file in self.files)
+        return ("s", 1.0) if fastest >= 1 else ("ms", 1e3) if fastest >= 1e-3 else ("µs", 1e6)
 
 
 @dataclass(frozen=True)
@@ -127,46 +137,46 @@ class Speed:
     """The results of `gossamer benchmark`."""
 
     tables: tuple[SpeedTable, ...]
-    sentences: tuple[str, ...] = ()
+    conclusions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """How far the outputs move when one layer alone is pruned to each sparsity."""
+    """Relative output change when one layer alone is pruned to each sparsity."""
 
     sparsities: tuple[float, ...]
     rows: tuple[tuple[str, tuple[float, ...]], ...]
-    about: str
-    """On what it was measured."""
+    source: str
+    """The data it was measured on."""
 
 
 @dataclass(frozen=True)
 class RunContent:
-    """Everything that the page has about one run; what is missing is empty, with the reason in `missing`."""
+    """Everything that the page shows of one run. A part without values is empty; `missing` has the reason."""
 
     name: str
     method: str
     state: str
-    """How the run ended, as a sentence."""
+    """How far the run got."""
     cards: tuple[Card, ...] = ()
     figures: tuple[tuple[str, str], ...] = ()
-    """Name and value of what a comparison has in its table."""
+    """Columns of a comparison: name and value."""
     metric: str = "metric"
     tests: tuple[Series, ...] = ()
-    """The most important first."""
+    """The main metric first."""
     sparsity: Series | None = None
     plan: Series | None = None
-    """The sparsity that the schedule asks for, over the whole course."""
+    """The sparsity of the schedule."""
     loss: tuple[Series, ...] = ()
     rate: Series | None = None
-    layers: tuple[Layer, ...] = ()
+    layers: tuple[LayerSparsity, ...] = ()
     histograms: tuple[WeightHistogram, ...] = ()
-    """The ones that tell most first."""
-    masks: tuple[MaskPicture, ...] = ()
+    """The most informative first."""
+    masks: tuple[MaskImage, ...] = ()
     sensitivity: HeatMap | None = None
     missing: Mapping[str, str] = field(default_factory=dict[str, str])
-    """By part (`layers`, `histograms`, `masks`, `sensitivity`, `plan`): why there is nothing to show."""
+    """By part (`layers`, `histograms`, `masks`, `sensitivity`, `plan`): why it is empty."""
     settings: tuple[tuple[str, str], ...] = ()
     """Titles and texts, such as the config's."""
     notes: tuple[str, ...] = ()
-    """What a reader must know before the rest."""
+    """Warnings, shown first."""

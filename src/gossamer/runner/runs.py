@@ -31,7 +31,7 @@ from gossamer.runner.hooks import subclass
 from gossamer.runner.lock import LOCK, locked
 from gossamer.runner.model_files import Export
 from gossamer.runner.records import METRICS
-from gossamer.runner.reporting import measure, note_begin, report_of
+from gossamer.runner.reporting import note_sensitivity, note_start, report_end
 from gossamer.runner.trainer import Runner, SparseRunner
 from gossamer.runner.trust import check_links, remember, trust_of
 from gossamer.version import __version__
@@ -145,7 +145,7 @@ def measure_sensitivity(
     with joined(loaded.config.runtime.device) as place, built(loaded, place, "export", Display(shown=False)) as runner:
         if runner.sparsifier is not None:
             runner.sparsifier.finish(runner.model)
-        measure(runner, progress)
+        note_sensitivity(runner, progress)
 
 
 def _train(loaded: Loaded, display: Display | None) -> Result:
@@ -161,7 +161,7 @@ def _train(loaded: Loaded, display: Display | None) -> Result:
             _tell_setting(runner)
             if place.first and runner.start.checkpoint is not None and runner.iteration < runner.length:
                 runner.display.message(f"Resuming from iteration {runner.iteration} of {runner.start.checkpoint.path}.")
-            note_begin(runner)
+            note_start(runner)
             try:
                 complete = runner.train()
                 final, about = _final(runner) if complete else (runner, None)
@@ -169,9 +169,9 @@ def _train(loaded: Loaded, display: Display | None) -> Result:
                 files = [one.path for one in final.finish()] if complete else []
             except GossamerError as error:
                 logger.error("%s", error)
-                report_of(runner, complete=False)
+                report_end(runner, complete=False)
                 raise
-            done_by_first(lambda: report_of(final, complete=complete), place)
+            done_by_first(lambda: report_end(final, complete=complete), place)
             result = Result(runner.folder, complete, runner.iteration, dict(final.metrics), sparsity, files=files)
             if about is not None:
                 if place.first:

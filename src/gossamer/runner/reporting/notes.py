@@ -1,8 +1,7 @@
-"""What a run notes for its report, since files at the end do not tell it: small JSON files in `analysis/`.
+"""What a run records for its report: small JSON files in its `analysis` folder.
 
-`start.json`: how the weights spread at the start. `plan.json`: the layers, their targets and the course of the
-sparsity, as the run sees them when it begins or goes on. `end.json`: how the weights spread at the end.
-`sensitivity.json`: what `reporting_sensitivity.py` measures. How any of it is shown is not known here.
+`start.json` and `end.json` hold histograms of the weights, `plan.json` the layers, their targets and the planned
+sparsity, and `sensitivity.json` the sensitivity of the layers.
 """
 
 from __future__ import annotations
@@ -14,13 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from gossamer.analysis.sensitivity import sensitivity
 from gossamer.errors import GossamerError
 from gossamer.io import atomic_write, read_regular
 from gossamer.model import get_parameter, is_transposed, prunable, unwrap
 from gossamer.report.content import Bins
-from gossamer.report.weights import BINS, bins
+from gossamer.report.weights import BINS, weight_bins
 from gossamer.runner.checkpoint import CheckpointError, describe
 from gossamer.runner.records import is_drawable
 
@@ -28,33 +29,42 @@ if TYPE_CHECKING:
     from gossamer.runner.trainer import Runner
 
 FOLDER = "analysis"
-LONGEST = 64_000_000
-"""Bytes of a note; a longer one is not read."""
+MAX_BYTES = 64_000_000
+"""A larger note is not read."""
 FORMAT = 1
-"""Goes up when an older reader would misread a note."""
+"""Increases when an older reader would misread a note."""
 SAMPLES = 300
-"""At about how many iterations a schedule is asked."""
+"""Number of iterations at which a schedule is sampled."""
 STEP = 0.02
-"""A larger change between two of them is a step, whose iteration is looked for."""
+"""A larger change between two samples is a step, whose iteration is searched."""
+LEVELS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
+"""Sparsities at which the sensitivity is measured."""
+IMAGES = (32, 16, 8)
+"""Numbers of images for the sensitivity; the largest within the limits is used."""
+MAX_SHARE = 0.05
+"""Limit relative to the training, where a step counts as three forward passes."""
+MAX_PASSES = 6400
+"""Limit in forward passes of one image."""
 
 Kind = Literal["start", "plan", "end", "sensitivity"]
+Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """By prunable weight: its shape, and how its values spread."""
+    """By prunable weight: its shape and its histogram."""
 
     shapes: dict[str, tuple[int, ...]]
     bins: dict[str, Bins]
 
 
 def weights_of(model: nn.Module) -> Weights:
-    """Of a model as it is now; nothing of it changes, and nothing is drawn at random."""
+    """The histograms of a model; uses no random numbers."""
     owner = unwrap(model)
     weights = {name: get_parameter(owner, name).detach() for name in prunable(owner)}
     return Weights(
         {name: tuple(weight.shape) for name, weight in weights.items()},
-        {name: bins(weight) for name, weight in weights.items()},
+        {name: weight_bins(weight) for name, weight in weights.items()},
     )
 
 
@@ -67,7 +77,7 @@ def note_weights(folder: Path, kind: Literal["start", "end"], weights: Weights, 
 
 
 def noted_weights(note: Mapping[str, Any] | None) -> Weights | None:
-    """What `note_weights` wrote; None when there is nothing, or nothing that makes sense."""
+    """What `note_weights` wrote; None if there is no note or it is malformed."""
     if note is None:
         return None
     try:
@@ -84,13 +94,13 @@ def noted_weights(note: Mapping[str, Any] | None) -> Weights | None:
 
 
 def note_plan(runner: Runner) -> None:
-    """The layers with their targets, and the course of the sparsity."""
+    """Record the layers with their targets, and the planned sparsity."""
     owner, sparsifier = unwrap(runner.model), runner.sparsifier
     targets: Mapping[str, float] = {} if sparsifier is None else sparsifier.targets()
     dense: Mapping[str, str] = {} if sparsifier is None else sparsifier.left_dense()
     layers: dict[str, dict[str, Any]] = {}
     for name in runner.start_weights.shapes if runner.start_weights is not None else prunable(owner):
-        # Schedulers name layers, recipes weights.
+        # Schedulers use names of layers, recipes names of weights.
         reason = dense.get(name) or dense.get(name.rpartition(".")[0])
         layers[name] = {"target": targets.get(name), "dense": reason, "transposed": is_transposed(owner, name)}
     content = {
@@ -104,7 +114,7 @@ def note_plan(runner: Runner) -> None:
 
 
 def origin_of(runner: Runner) -> dict[str, Any] | None:
-    """The weights that a run begins with: the name of their run, and what its tests gave."""
+    """The run whose weights this run starts from: its name and metrics."""
     path = runner.start.weights
     if path is None:
         return None
@@ -119,6 +129,69 @@ def origin_of(runner: Runner) -> dict[str, Any] | None:
     }
 
 
+def note_sensitivity(runner: Runner, progress: Progress | None = None, *, bounded: bool = False) -> None:
+    """Record the sensitivity of the layers of the final model, or why it was skipped.
+
+    Needs no labels: it prunes one layer at a time and compares the outputs. A detector is measured network by network.
+    `bounded` limits the cost relative to the training.
+    """
+    model = unwrap(runner.outcome)
+    names = prunable(model)
+    checkpoint = runner.start.checkpoint
+    iteration = runner.iteration if runner.training else (checkpoint.iteration if checkpoint is not None else 0)
+    count = _images(runner, len(names)) if bounded else IMAGES[0]
+    if count == 0:
+        passes = len(names) * len(LEVELS) * (1 if runner.kind == "detection" else IMAGES[-1])
+        why = f"Sensitivity not measured: {passes} forward passes are too many for a run of this length."
+        write_note(runner.folder, "sensitivity", {"iteration": iteration, "left_out": why})
+        return
+    rows: dict[str, list[float | None]] = {}
+    parts = _networks(runner, count)
+    for index, (module, inputs) in enumerate(parts):
+        own = {id(parameter): name for name, parameter in module.named_parameters()}
+        known = {own[id(p)]: name for name in names if id(p := get_parameter(model, name)) in own}
+        report = None if progress is None else _part_progress(progress, index, len(parts), known)
+        curves = sensitivity(module, [(inputs,)], LEVELS, list(known), progress=report) if known else {}
+        for name, curve in curves.items():
+            rows[known[name]] = [round(value, 6) if math.isfinite(value) else None for value in curve.moved]
+    ordered = {name: rows[name] for name in names if name in rows}
+    content = {"iteration": iteration, "sparsities": list(LEVELS), "images": len(parts[0][1][0]), "rows": ordered}
+    write_note(runner.folder, "sensitivity", content)
+
+
+def _images(runner: Runner, layers: int) -> int:
+    """The largest number of images within the limits; 0 if even the smallest exceeds them."""
+    train = runner.config.dataset.train
+    seen = runner.iteration * runner.config.trainer.accumulate * runner.place.world
+    budget = min(MAX_PASSES, MAX_SHARE * 3 * seen * (train.batch_size if train is not None else 1))
+    if runner.kind == "detection":  # one image each, and large ones
+        return IMAGES[-1] if layers * len(LEVELS) <= budget else 0
+    return next((count for count in IMAGES if layers * len(LEVELS) * count <= budget), 0)
+
+
+def _networks(runner: Runner, count: int) -> list[tuple[nn.Module, tuple[Any, ...]]]:
+    """Modules and their inputs."""
+    model = unwrap(runner.outcome)
+    if runner.kind == "detection":
+        with torch.no_grad():
+            networks = runner.task.networks(model, runner.example())
+        return [(network.module, network.inputs) for network in networks.values()]
+    data = runner.train_data or runner.test_data
+    assert data is not None
+    images = data.read_batch([(0, index) for index in range(min(count, len(data)))], train=False).images
+    if not isinstance(images, Tensor):
+        raise GossamerError("dataset: its first images cannot be read")
+    return [(model, (images.to(runner.place.device),))]
+
+
+def _part_progress(progress: Progress, index: int, parts: int, names: dict[str, str]) -> Progress:
+    """Progress of one network among several, with parameter names of the whole model."""
+    return lambda label, share: progress(names.get(label, label), (index + share) / parts)
+
+
+# Files
+
+
 def write_note(folder: Path, kind: Kind, content: Mapping[str, Any]) -> None:
     path = folder / FOLDER / f"{kind}.json"
     try:
@@ -130,21 +203,21 @@ def write_note(folder: Path, kind: Kind, content: Mapping[str, Any]) -> None:
 
 
 def read_note(folder: Path, kind: Kind) -> dict[str, Any] | None:
-    """What was noted, or None; raises `GossamerError` with a sentence when the file is there and of no use."""
+    """The content of a note, or None if there is no file; raises `GossamerError` if it cannot be used."""
     path = folder / FOLDER / f"{kind}.json"
     try:
-        text = read_regular(path, LONGEST)
+        text = read_regular(path, MAX_BYTES)
         loaded: Any = json.loads(text, parse_int=_integer, parse_float=_float, parse_constant=_float)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or "is no JSON of numbers in range"
-        raise GossamerError(f"{FOLDER}/{path.name}: {reason}; what it noted is left out") from None
+        reason = getattr(error, "strerror", None) or "is not JSON with numbers in range"
+        raise GossamerError(f"{FOLDER}/{path.name}: {reason}; it is ignored") from None
     version = cast(dict[str, Any], loaded).get("format") if isinstance(loaded, dict) else None
     if version != FORMAT:
         newer = isinstance(version, int) and version > FORMAT
-        what = f"is of format {version}, which a newer Gossamer reads" if newer else "is no note of a run"
-        raise GossamerError(f"{FOLDER}/{path.name}: {what}; what it noted is left out")
+        what = f"has format {version}, which needs a newer Gossamer" if newer else "is not a note of a run"
+        raise GossamerError(f"{FOLDER}/{path.name}: {what}; it is ignored")
     return cast(dict[str, Any], loaded)
 
 
@@ -163,7 +236,7 @@ def _float(text: str) -> float:
 
 
 def _course(runner: Runner) -> list[list[float]]:
-    """Iterations and the planned sparsity from each of them on, where the schedule tells it."""
+    """Iterations and the planned sparsity from each of them on; empty if the method has no schedule."""
     if runner.sparsifier is None:
         return []
     sparsifier, model = runner.sparsifier, runner.model
@@ -182,13 +255,13 @@ def _course(runner: Runner) -> list[list[float]]:
             course.append([float(_first_change(planned, before, at) if step else at), share])
         before = at
     target = sparsifier.target(model)
-    if course:  # some methods make their zeros with the last step
+    if course:  # some methods prune in the last step
         course.append([float(runner.length), course[-1][1] if target is None else target])
     return course
 
 
 def _first_change(planned: Callable[[int], float | None], low: int, high: int) -> int:
-    """The iteration after `low` from which on a schedule has the value that it has at `high`, if it is one step."""
+    """The first iteration after `low` with the value at `high`, if the schedule changes once in between."""
     share = planned(high)
     while high - low > 1:
         middle = (low + high) // 2
@@ -216,5 +289,5 @@ def _counts(values: Any) -> tuple[int, ...]:
 def _reach(value: Any) -> float:
     reach = float(value)
     if not (math.isfinite(reach) and reach > 0 and math.frexp(reach)[0] == 0.5):
-        raise ValueError("reach is no power of two")
+        raise ValueError("reach is not a power of two")
     return reach

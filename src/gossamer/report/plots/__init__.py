@@ -1,1 +1,0 @@
-"""Plots as PNG, SVG or HTML: timelines, layers, sensitivities, permutations."""
