@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossamer.benchmark.inputs import Slot, check_same, noise, settled
+from gossamer.benchmark.inputs import Slot, check_same, random_inputs, with_sizes
 from gossamer.errors import GossamerError
 
 IMAGE = Slot("x", ("batch", 3, "h", "w"), "float32")
@@ -16,38 +16,48 @@ WORDS = [Slot("ids", ("n", "length"), "int64"), Slot("mask", ("n", "length"), "b
 
 def test_an_open_first_axis_is_the_batch() -> None:
     slot = Slot("x", ("batch", 3, 8, 8), "float32")
-    assert settled([slot], "m.onnx")[0].shape == (1, 3, 8, 8)
-    assert settled([slot], "m.onnx", batch=4)[0].shape == (4, 3, 8, 8)
-    assert settled([slot], "m.onnx", shapes={"": (6, 3, 8, 8)})[0].shape == (6, 3, 8, 8)
+    assert with_sizes([slot], "m.onnx")[0].shape == (1, 3, 8, 8)
+    assert with_sizes([slot], "m.onnx", batch=4)[0].shape == (4, 3, 8, 8)
+    assert with_sizes([slot], "m.onnx", shapes={"": (6, 3, 8, 8)})[0].shape == (6, 3, 8, 8)
 
 
 def test_other_open_axes_are_given_and_hold_wherever_their_name_stands() -> None:
-    assert settled([IMAGE], "m.onnx", 2, {"x": (1, 3, 32, 64)})[0].shape == (2, 3, 32, 64)
-    assert [slot.shape for slot in settled(WORDS, "m.onnx", 5, {"ids": (1, 12)})] == [(5, 12), (5, 12)]
+    assert with_sizes([IMAGE], "m.onnx", 2, {"x": (1, 3, 32, 64)})[0].shape == (2, 3, 32, 64)
+    assert [slot.shape for slot in with_sizes(WORDS, "m.onnx", 5, {"ids": (1, 12)})] == [(5, 12), (5, 12)]
 
 
 @pytest.mark.parametrize(
     ("slots", "batch", "shapes", "sentence"),
     [
-        ([IMAGE], None, {}, "m.onnx: axis 'h' of its input 'x' may have any size; give its shape, as in --input x=1,3"),
-        ([IMAGE], None, {"": (1, 4, 8, 8)}, r"m.onnx: its input 'x' is float32 \(batch, 3, h, w\); the shape given"),
+        ([IMAGE], None, {}, "m.onnx: axis 'h' of its input 'x' is dynamic; give its shape, as in --input x=1,3"),
+        (
+            [IMAGE],
+            None,
+            {"": (1, 4, 8, 8)},
+            r"m.onnx: its input 'x' is float32 \(batch, 3, h, w\); the shape",
+        ),
         ([IMAGE], None, {"": (1, 3, 8)}, "m.onnx: its input 'x' has 4 axes, the shape given 3"),
-        ([IMAGE], 4, {"": (2, 3, 8, 8)}, "m.onnx: the shape of 'x' begins with 2, the batch is 4"),
+        ([IMAGE], 4, {"": (2, 3, 8, 8)}, "m.onnx: the shape of 'x' begins with 2, but the batch is 4"),
         (WORDS, None, {"": (1, 12)}, r"m.onnx: it has 2 inputs \(ids, mask\); give NAME=SHAPE for each"),
         (WORDS, None, {"idz": (1, 12)}, "m.onnx: it has no input 'idz'; nearest: 'ids'; it has ids, mask"),
-        (WORDS, None, {"ids": (1, 12), "mask": (1, 13)}, "m.onnx: axis 'length' is to be 12 and 13; give one size"),
-        ([Slot("x", (2, 3), "float32")], 8, {}, "m.onnx: its batch is fixed at 2, not 8; export it with an open batch"),
+        (WORDS, None, {"ids": (1, 12), "mask": (1, 13)}, "m.onnx: axis 'length' is given as 12 and 13; give one size"),
+        (
+            [Slot("x", (2, 3), "float32")],
+            8,
+            {},
+            "m.onnx: its batch is fixed at 2, not 8; export it with",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(slots: list[Slot], batch: int, shapes: dict, sentence: str) -> None:
     with pytest.raises(GossamerError, match=sentence):
-        settled(slots, "m.onnx", batch, shapes)
+        with_sizes(slots, "m.onnx", batch, shapes)
 
 
 def test_only_the_same_inputs_are_compared_whatever_their_names() -> None:
     first = [Slot("x", (1, 3, 8, 8), "float32")]
     check_same(first, [Slot("input", (1, 3, 8, 8), "float32")], ("a.onnx", "b.onnx"))
-    sentence = r"b.onnx: takes float16 \(1, 3, 8, 8\), where a.onnx takes float32 \(1, 3, 8, 8\); only files with"
+    sentence = r"b.onnx: takes float16 \(1, 3, 8, 8\), but a.onnx takes float32 \(1, 3, 8, 8\); only files with"
     with pytest.raises(GossamerError, match=sentence):
         check_same(first, [Slot("x", (1, 3, 8, 8), "float16")], ("a.onnx", "b.onnx"))
 
@@ -59,7 +69,7 @@ def test_only_the_same_inputs_are_compared_whatever_their_names() -> None:
 )
 def test_noise_has_the_type_and_shape_and_the_same_values_each_time(dtype: str, shape: list[int], seed: int) -> None:
     slot = Slot("x", tuple(shape), dtype)
-    array, again = noise([slot], seed)[0], noise([slot], seed)[0]
+    array, again = random_inputs([slot], seed)[0], random_inputs([slot], seed)[0]
     assert array.dtype == dtype
     assert array.shape == tuple(shape)
     assert np.array_equal(array, again)
@@ -70,9 +80,9 @@ def test_noise_has_the_type_and_shape_and_the_same_values_each_time(dtype: str, 
 def test_sizes_that_no_memory_holds_are_one_sentence(batch: int) -> None:
     sentence = rf"--batch, --input: an input 'x' of float32 \({batch}, 8\) does not fit into memory; give smaller sizes"
     with pytest.raises(GossamerError, match=sentence):
-        noise([Slot("x", (batch, 8), "float32")])
+        random_inputs([Slot("x", (batch, 8), "float32")])
 
 
 def test_words_are_in_every_vocabulary_and_masks_hide_nothing() -> None:
-    for array in noise([Slot("ids", (2, 9), "int64"), Slot("mask", (2, 9), "bool")]):
+    for array in random_inputs([Slot("ids", (2, 9), "int64"), Slot("mask", (2, 9), "bool")]):
         assert (array == 1).all()

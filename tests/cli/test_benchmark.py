@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 
-from gossamer.benchmark.ratios import Ratio
+from gossamer.benchmark.timing import Ratio
 from gossamer.cli.benchmark import broken
 from gossamer.cli.console import err, out
 from gossamer.export import to_onnx
@@ -39,7 +39,7 @@ SAID = {
     "faster": "runs faster than",
     "slower": "runs slower than",
     "same": "as fast as",
-    "unclear": "no difference to",
+    "unclear": "no significant difference from",
 }
 DENSE, SPARSE = "dense-network-with-a-long-name.onnx", "sparse.onnx"
 
@@ -109,7 +109,7 @@ def test_json_holds_every_figure_and_the_sentences(run: Run) -> None:
 
 def test_one_round_is_told_to_prove_nothing(run: Run) -> None:
     words = "benchmark", DENSE, SPARSE, "--rounds", 1, "--runtime", "onnxruntime"
-    told = f"• sparse.onnx in onnxruntime: one round proves no difference to {DENSE}, "
+    told = f"• sparse.onnx in onnxruntime: one round shows no difference from {DENSE}, "
     assert told in " ".join(run(*words).stdout.split())
     _, sparse = json.loads(run(*words, "--json").stdout, parse_constant=pytest.fail)["timings"]
     assert (sparse["verdict"], sparse["speed"]["low"], sparse["speed"]["high"]) == ("unclear", None, None)
@@ -127,10 +127,10 @@ def test_a_model_by_its_name_is_timed_in_torch(run: Run) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["none.onnx"], "none.onnx: there is no such file; gossamer export writes one"),
+        (["none.onnx"], "none.onnx: file not found; write it with gossamer export"),
         (
             [DENSE, "other.onnx"],
-            "other.onnx: takes float32 (1, 8, 7, 7), where dense-network-with-a-long-name.onnx takes",
+            "other.onnx: takes float32 (1, 8, 7, 7), but dense-network-with-a-long-name.onnx takes",
         ),
         ([DENSE, "--runtime", "onyxruntime"], "--runtime: there is no 'onyxruntime'; nearest: 'onnxruntime'"),
         (
@@ -144,7 +144,7 @@ def test_a_model_by_its_name_is_timed_in_torch(run: Run) -> None:
             ["notes.txt"],
             "notes.txt: expected a file that ends in .onnx, .pt2, .safetensors; gossamer export writes them",
         ),
-        (["my.pt2"], "my.pt2: loading a .pt2 can run code that is in the file; give --trust if you know"),
+        (["my.pt2"], "my.pt2: loading a .pt2 can run code from the file; pass --trust if you trust it"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_1(run: Run, words: list[str], sentence: str) -> None:

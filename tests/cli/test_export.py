@@ -141,7 +141,7 @@ def test_a_program_that_computes_something_else_is_never_left(
     run: Run, monkeypatch: pytest.MonkeyPatch, two_of_four: nn.Sequential
 ) -> None:
     """The input that a model is tried on tells weights apart, though nobody gave one."""
-    from gossamer.export.onnx import programs
+    from gossamer.export import programs
 
     true = programs.as_onnx
 

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import googlenet, resnet18, resnet50
 
 from gossamer.errors import GossamerError
-from gossamer.export import FORMATS, load_into, save, saving
-from gossamer.export.onnx import programs
+from gossamer.export import FORMATS, load_into, programs, save, saving
 from gossamer.model import get_parameter, prunable
 from gossamer.sparse import NM
 from tests.loops import batch, network
@@ -267,7 +266,7 @@ def test_a_file_that_is_not_the_model_does_not_take_its_place(
 
 
 def test_a_lost_zero_is_found_in_an_onnx_file(tmp_path: Path) -> None:
-    from gossamer.export.onnx.initializers import count_zeros
+    from gossamer.export.programs import count_zeros
 
     weight = onnx.numpy_helper.from_array(torch.tensor([[1.0, 1e-30], [0.0, 2.0]]).numpy(), "0.weight")
     file = onnx.helper.make_model(onnx.helper.make_graph([], "graph", [], [], [weight]))

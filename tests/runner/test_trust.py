@@ -590,7 +590,7 @@ def test_external_data_of_an_onnx_file_is_beside_it(tmp_path: Path) -> None:
     import onnx
     from onnx.external_data_helper import set_external_data
 
-    from gossamer.export.onnx.models import read_model
+    from gossamer.export.onnx.model_files import read_model
 
     (tmp_path / "secret").write_bytes(bytes(16))
     (tmp_path / "theirs").mkdir()

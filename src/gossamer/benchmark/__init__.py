@@ -1,12 +1,11 @@
-"""How fast exported files run, measured: every file in every runtime that is installed and takes it, taking turns.
+"""Speed of exported files, measured in every installed runtime that supports them.
 
-`measure` times them, `explain` says in sentences what the figures mean. Nothing here exports or changes a model.
+`measure` times the files in turns, `explain` says what the results mean.
 """
 
-from gossamer.benchmark.candidates import InMemory
-from gossamer.benchmark.measuring import Timing, measure
-from gossamer.benchmark.ratios import Ratio
-from gossamer.benchmark.runtimes import RUNTIMES
-from gossamer.benchmark.sentences import explain
+from gossamer.benchmark.explanation import explain
+from gossamer.benchmark.measurement import Timing, measure
+from gossamer.benchmark.runtimes import RUNTIMES, InMemory
+from gossamer.benchmark.timing import Ratio
 
 __all__ = ["RUNTIMES", "InMemory", "Ratio", "Timing", "explain", "measure"]

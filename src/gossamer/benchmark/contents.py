@@ -1,7 +1,6 @@
-"""What a program holds: its size, its weights, how many of them are zero or integers, and filters that are zero whole.
+"""Contents of a program: its size, its weights, and how many of them are zero or integers.
 
-A weight is an array with more than one axis that has a size above 1: biases, scales and statistics are none. Nothing
-here runs a program.
+A weight is an array with more than one axis of a size above 1, which leaves out biases, scales and statistics.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import numpy as np
 from torch import Tensor
 
 from gossamer.errors import GossamerError
-from gossamer.export.onnx.models import read_model, size_of
+from gossamer.export.onnx.model_files import read_model, size_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from onnx import ModelProto
 
 _INTEGER_WEIGHTS = {"ConvInteger": (1, 3), "MatMulInteger": (1, 3), "QLinearConv": (3, 5), "QLinearMatMul": (3, 5)}
-"""Operators that take integers as weights: which input those are, and which their zero point."""
+"""Operators with integer weights: the index of the weight among the inputs, and that of its zero point."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,11 @@ class Contents:
     weights: int = 0
     zeros: int = 0
     integers: int = 0
-    """Weights held in integers."""
+    """Weights stored as integers."""
     filters: int = 0
     """Output channels of convolutions."""
     empty_filters: int = 0
-    """Those whose weights are all zero."""
+    """Filters whose weights are all zero."""
 
     @property
     def sparsity(self) -> float:
@@ -45,20 +44,17 @@ class Contents:
 
 
 def contents_of_onnx(path: Path) -> Contents:
-    """Counts of an ONNX file, with the files in which it keeps weights."""
+    """Counts of an ONNX file, including its external data."""
     model = read_model(path)
-    try:
-        return _counted(size_of(path), _onnx_weights(model))
-    except GossamerError as error:
-        raise GossamerError(f"{path}: {error}") from None
+    return _count(size_of(path), _onnx_weights(model, path))
 
 
 def contents_of_tensors(size: int, tensors: Iterable[Tensor]) -> Contents:
-    """Counts of the weights among tensors of torch; `size` is what the file or the model takes."""
-    return _counted(size, ((_as_array(tensor), False) for tensor in tensors if tensor.is_floating_point()))
+    """Counts of the weights among tensors; `size` is that of the file or the model, in bytes."""
+    return _count(size, ((_as_array(tensor), False) for tensor in tensors if tensor.is_floating_point()))
 
 
-def _counted(size: int, arrays: Iterable[tuple[NDArray[Any], bool]]) -> Contents:
+def _count(size: int, arrays: Iterable[tuple[NDArray[Any], bool]]) -> Contents:
     weights = zeros = integers = filters = empty = 0
     for array, is_integer in arrays:
         if sum(length > 1 for length in array.shape) < 2:
@@ -72,8 +68,8 @@ def _counted(size: int, arrays: Iterable[tuple[NDArray[Any], bool]]) -> Contents
     return Contents(size, weights, zeros, integers, filters, empty)
 
 
-def _onnx_weights(model: ModelProto) -> Iterator[tuple[NDArray[Any], bool]]:
-    """Float weights as they are, and integers less their zero point."""
+def _onnx_weights(model: ModelProto, path: Path) -> Iterator[tuple[NDArray[Any], bool]]:
+    """Float weights, and integer weights minus their zero point; each with whether it is an integer."""
     from onnx import numpy_helper
 
     from gossamer.export.onnx.qat import integer_weights
@@ -95,21 +91,25 @@ def _onnx_weights(model: ModelProto) -> Iterator[tuple[NDArray[Any], bool]]:
             seen.add(name)
             array = numpy_helper.to_array(constants[name]).astype(np.int32)
             given = constants.get(node.input[zero]) if zero < len(node.input) else None
-            yield array - (0 if given is None else _offset(numpy_helper.to_array(given), array, node.op_type)), True
+            if given is not None:
+                array = array - _offset(numpy_helper.to_array(given), array, node.op_type, path)
+            yield array, True
 
 
-def _offset(zero_point: NDArray[Any], weight: NDArray[Any], operator: str) -> NDArray[Any]:
-    """The zero point set up to be taken from its weight: one, or one for each output channel."""
+def _offset(zero_point: NDArray[Any], weight: NDArray[Any], operator: str, path: Path) -> NDArray[Any]:
+    """The zero point, one or one per output channel, shaped to broadcast to its weight."""
     offset = zero_point.astype(np.int32)
     if offset.size == 1:
         return offset.reshape(())
     axis = 0 if "Conv" in operator else weight.ndim - 1
     if offset.ndim != 1 or offset.size != weight.shape[axis]:
-        raise GossamerError(f"a weight of shape {weight.shape} has a zero point of shape {offset.shape}; export again")
+        raise GossamerError(
+            f"{path}: a weight of shape {weight.shape} has a zero point of shape {offset.shape}; export it again"
+        )
     return offset.reshape([-1 if at == axis else 1 for at in range(weight.ndim)])
 
 
 def _as_array(tensor: Tensor) -> NDArray[Any]:
-    """Values of which only zeros matter: types that numpy lacks become float32."""
+    """Only zeros are counted, so dtypes that numpy lacks become float32."""
     plain = tensor.detach().cpu()
     return (plain if plain.element_size() > 2 else plain.float()).numpy()

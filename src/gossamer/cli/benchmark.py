@@ -79,7 +79,7 @@ def benchmark(
     hold no program: reading them is timed.
     """
     from gossamer.benchmark import explain, measure
-    from gossamer.benchmark.sentences import labels
+    from gossamer.benchmark.explanation import labels
 
     if output is not None and output.suffix != ".json":
         raise GossamerError(f"--output: expected a file that ends in .json, found '{output}'")
@@ -149,7 +149,7 @@ def _shape(word: str) -> tuple[str, list[int]]:
 
 def _show(timings: Sequence[Timing], threads: int) -> None:
     """The rows of one runtime."""
-    from gossamer.benchmark.sentences import labels, times
+    from gossamer.benchmark.explanation import format_ratio, labels
 
     one, names = timings[0], labels(timings)
     unit, factor = _unit(min(timing.median for timing in timings))
@@ -162,7 +162,7 @@ def _show(timings: Sequence[Timing], threads: int) -> None:
             f"{timing.median * factor:.{digits}f}",
             f"{timing.low * factor:.{digits}f}–{timing.high * factor:.{digits}f}",
             *([] if timing.throughput is None else [_rounded(timing.throughput)]),
-            "1" if timing.speed is None else times(timing.speed),
+            "1" if timing.speed is None else format_ratio(timing.speed),
         ]
         for timing in timings
     ]

@@ -26,8 +26,8 @@ def quantize_qat_export(
     integers. Any ONNX file with QuantizeLinear and DequantizeLinear will do, from whichever tool.
     """
     from gossamer import export
-    from gossamer.export.onnx.models import size_of
-    from gossamer.export.onnx.runtime import INTEGER
+    from gossamer.export.onnx.model_files import size_of
+    from gossamer.export.onnx.qat import INTEGER
 
     target = output or model.with_name(f"{model.stem}-quantized{model.suffix or '.onnx'}")
     before = size_of(model)  # It may be written over.

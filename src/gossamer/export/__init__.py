@@ -5,9 +5,8 @@ and `quantize_qat_export` are for ONNX alone, `semi_structured` for a model on C
 `thin` makes a smaller copy of a model.
 """
 
-from gossamer.export.onnx.qat import integer_weights, quantize_qat_export
-from gossamer.export.onnx.runtime import integer_operators
-from gossamer.export.onnx.writing import to_onnx
+from gossamer.export.onnx.qat import integer_operators, integer_weights, quantize_qat_export
+from gossamer.export.onnx.writer import to_onnx
 from gossamer.export.saving import FORMATS, Written, save, state_bytes
 from gossamer.export.semi_structured import Conversion, semi_structured
 from gossamer.export.thin import thin

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.export.comparison import computed
-from gossamer.export.example_inputs import ExampleInputs
-from gossamer.export.onnx.models import check_place
-from gossamer.export.onnx.programs import Checked, write_onnx, write_pt2
+from gossamer.export.examples import ExampleInputs, computed
+from gossamer.export.onnx.model_files import check_place
+from gossamer.export.programs import Checked, write_onnx, write_pt2
 from gossamer.export.weights.file import RESERVED, Encoding, Stored, opened, plan, write_model_file
 from gossamer.export.weights.packing import words
 from gossamer.export.weights.quantized import Integers, as_integers

@@ -25,9 +25,9 @@ def write(scheduler: BaseScheduler, model: nn.Module, dummy_input: Any, onnx_nam
 
     The batch dimension is left open. For a model that takes one batch size only, the file does too, with a warning.
     """
-    from gossamer.export.example_inputs import ExampleInputs
-    from gossamer.export.onnx.models import check_place, require, write_model
-    from gossamer.export.onnx.writing import export
+    from gossamer.export.examples import ExampleInputs
+    from gossamer.export.onnx.model_files import check_place, require, write_model
+    from gossamer.export.onnx.writer import export
 
     require("export_sparse_onnx", "onnx", "onnxscript")
     copy = scheduler.export_sparse_model(duplicate(unwrap(model))).eval()

@@ -8,15 +8,19 @@ modules; here is their order, and what a model must have for them.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, cast
 
 from gossamer.errors import GossamerError
-from gossamer.export.onnx.models import external_files, read_model, require, write_model
+from gossamer.export.onnx.model_files import external_files, read_model, require, write_model
 
 if TYPE_CHECKING:
     import onnx_ir as ir
     from numpy.typing import NDArray
     from onnx import ModelProto
+
 
 OLDEST = 13
 """The first opset with a scale for each channel; older models are brought to it."""
@@ -62,8 +66,8 @@ def integer_weights(model: ModelProto | str | os.PathLike[str]) -> dict[str, NDA
     require("integer_weights", "onnx", "onnx_ir")
     from onnx import ModelProto
 
-    from gossamer.export.onnx.edits import operators
-    from gossamer.export.onnx.integer_weights import integer_table, integer_weight
+    from gossamer.export.onnx.graph import operators
+    from gossamer.export.onnx.integers import integer_table, integer_weight
 
     given = model if isinstance(model, ModelProto) else read_model(model)
     graph = _parsed(given, _where(model))
@@ -110,10 +114,7 @@ _QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 def _apply(model: ir.Model) -> None:
     from onnx_ir.passes.common import DeduplicateInitializersPass, RemoveUnusedNodesPass
 
-    from gossamer.export.onnx.biases import quantize_biases
-    from gossamer.export.onnx.folding import fold_channels
-    from gossamer.export.onnx.integer_weights import quantize_weights
-    from gossamer.export.onnx.lookups import look_up_integers
+    from gossamer.export.onnx.integers import fold_channels, look_up_integers, quantize_biases, quantize_weights
 
     quantize_weights(model)
     look_up_integers(model)
@@ -155,3 +156,43 @@ def _prepare(model: ir.Model) -> None:
         InlinePass()(model)
     RemoveInitializersFromInputsPass()(model)
     model.ir_version = max(model.ir_version, 4)
+
+
+INTEGER = (
+    "ConvInteger",
+    "DynamicQuantizeMatMul",
+    "MatMulInteger",
+    "MatMulIntegerToFloat",
+    "QAttention",
+    "QGemm",
+    "QLinearConv",
+    "QLinearMatMul",
+)
+FLOAT = (
+    *("Attention", "Conv", "ConvTranspose", "Einsum", "FusedConv", "FusedGemm", "FusedMatMul", "GRU", "Gemm", "LSTM"),
+    *("MatMul", "MultiHeadAttention", "RNN"),
+)
+
+
+def integer_operators(path: str | os.PathLike[str]) -> dict[str, int]:
+    """How often each operator that multiplies weights is in the graph that onnxruntime runs on a CPU.
+
+    `QLinearConv`, `QGemm`, `QLinearMatMul`, `MatMulIntegerToFloat` and others of `INTEGER` compute in integers;
+    `Conv`, `FusedConv`, `Gemm`, `MatMul`, `ConvTranspose` and others of `FLOAT` do not.
+    """
+    require("integer_operators", "onnx", "onnxruntime")
+    import onnxruntime
+
+    with TemporaryDirectory() as folder:
+        options = cast(Any, onnxruntime).SessionOptions()
+        options.log_severity_level = 4
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+        options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
+        try:
+            onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            raise GossamerError(f"{os.fspath(path)}: onnxruntime cannot run it: {reason}") from error
+        graph = read_model(Path(folder) / "optimized.onnx").graph
+    found = Counter(node.op_type for node in graph.node)
+    return {name: found[name] for name in (*INTEGER, *FLOAT) if found[name]}
