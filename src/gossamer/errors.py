@@ -1,57 +1,228 @@
-"""The errors that Gossamer raises: one base class, and one class per audience.
+"""The only error machinery: problems carry data, and this module turns them into text.
 
-A message is one sentence that says where, what and the fix. Errors know
-nothing of recipes or models; whoever raises them passes the words.
+A `Problem` has a message, the path of the key at fault, a location and a fix. Every `GossamerError` carries problems.
+A layer that knows more about the key or the location adds it with `within`; nothing edits or matches the text.
 """
 
 from __future__ import annotations
 
 import difflib
 import heapq
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NoReturn
 
+MAX_PROBLEMS = 200
+"""Problems collected from one document. The search stops there, so that a hostile file costs little time."""
+MAX_MESSAGE = 400
+"""Characters of a collected message."""
 MAX_SUGGESTED = 20
-"""For so many unknown names of one document the nearest is looked for."""
+"""Unknown names of one document for which the nearest known name is searched."""
 MAX_NAME = 200
-"""Longer names have no nearest one: comparing takes quadratic time."""
+"""Longer names have no nearest name: the comparison takes quadratic time."""
 MAX_COMPARED = 300
-"""Of more known names, those are compared that begin and end most like the unknown one."""
+"""Known names that are compared: those whose beginning and end are most like the unknown name."""
+
+Key = tuple[str | int, ...]
+"""The path of a value in a document: names of fields and indices of list items."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A position in a file; lines and columns count from 1.
+
+    >>> str(Location("a.yaml", 3, 5)), str(Location("a.yaml", 3)), str(Location("--set"))
+    ('a.yaml:3:5', 'a.yaml:3', '--set')
+    """
+
+    file: str
+    line: int | None = None
+    column: int | None = None
+
+    def __str__(self) -> str:
+        return ":".join(str(part) for part in (self.file, self.line, self.column) if part is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: the message, the key it is about, its location and how to fix it.
+
+    >>> problem = Problem("expected a whole number, found 'x'", ("batch_size",), fix="nearest: 8")
+    >>> str(problem)
+    "batch_size: expected a whole number, found 'x'; nearest: 8"
+    >>> str(problem.within("data", 0, location=Location("a.yaml", 3, 5)))
+    "a.yaml:3:5: data[0].batch_size: expected a whole number, found 'x'; nearest: 8"
+    """
+
+    message: str
+    key: Key = ()
+    location: Location | None = None
+    fix: str = ""
+
+    def within(self, *keys: str | int, location: Location | None = None) -> Problem:
+        """The same problem below a key path; `location` is used if the problem has none."""
+        return replace(self, key=(*keys, *self.key), location=self.location or location)
+
+    def __str__(self) -> str:
+        parts = [str(self.location) if self.location else "", format_key(self.key), self.message]
+        text = ": ".join(part for part in parts if part)
+        return f"{text}; {self.fix}" if self.fix else text
 
 
 class GossamerError(Exception):
-    """Base of every error that Gossamer raises on purpose."""
+    """Base class of every error that Gossamer raises on purpose.
+
+    `problems` has at least one entry, and `str(error)` is one line for each of them. `key` goes before their own keys.
+
+    >>> error = GossamerError("expected a number", "trainer", "lr")
+    >>> error.problems[0].key, str(error)
+    (('trainer', 'lr'), 'trainer.lr: expected a number')
+    """
+
+    def __init__(self, problems: str | Problem | Iterable[str | Problem] = "", *key: str | int) -> None:
+        given = [problems] if isinstance(problems, str | Problem) else problems
+        self.problems: tuple[Problem, ...] = tuple(
+            (Problem(problem) if isinstance(problem, str) else problem).within(*key) for problem in given
+        )
+        super().__init__(format_problems(self.problems))
+
+    def __str__(self) -> str:
+        return format_problems(self.problems)
 
 
 class GossamerWarning(UserWarning):
-    """Something was left out or has no effect, and the author may care."""
+    """Something is ignored or has no effect, and the author may care."""
 
 
 class RecipeError(GossamerError):
-    """A recipe that cannot be read; holds every problem found, in file order.
+    """A recipe that cannot be read or does not fit the model; has every problem, in file order.
 
-    >>> str(RecipeError(["a.yaml:3:5: unknown field 'x'"]))
-    "a.yaml:3:5: unknown field 'x'"
+    >>> str(RecipeError(["a.yaml: not readable", Problem("unknown field", ("x",))]))
+    'a.yaml: not readable\\nx: unknown field'
     """
-
-    def __init__(self, problems: Iterable[str] | str) -> None:
-        self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__("\n".join(self.problems))
 
 
 class ModifierError(GossamerError):
     """A modifier that does not fit this model or this run.
 
-    `field` names the recipe field at fault, so that the manager can put file
-    and line before the message.
+    The key is the recipe field at fault. The manager adds the modifier's name, the file and the line.
+
+    >>> str(ModifierError("nothing matches 'conv1'", "params"))
+    "params: nothing matches 'conv1'"
     """
 
-    def __init__(self, message: str, field: str | None = None) -> None:
-        self.field = field
-        super().__init__(message)
+
+class FieldError(GossamerError, ValueError):
+    """A field that a validator refuses.
+
+    Validators of pydantic models raise it to name the field, or the key below it, that a check of several fields is
+    about. `gossamer.validation.problems_of` keeps the key.
+
+    >>> str(FieldError("2 lies before start_epoch 5", "end_epoch"))
+    'end_epoch: 2 lies before start_epoch 5'
+    """
 
 
 class SparsityError(GossamerError, ValueError):
     """Numbers that cannot be pruned: NaN scores, a sparsity outside [0, 1]."""
+
+
+class Problems:
+    """Collects problems of one document, each once, and raises all of them in file order.
+
+    `error_class` is what `raise_if_any` raises; None makes it a collector of warnings, which never raises.
+
+    >>> problems = Problems()
+    >>> problems.add("expected a number", "lr", location=Location("a.yaml", 7, 1))
+    >>> problems.add("unknown field", "x", location=Location("a.yaml", 2, 1))
+    >>> problems.raise_if_any()
+    Traceback (most recent call last):
+    gossamer.errors.GossamerError: a.yaml:2:1: x: unknown field
+    a.yaml:7:1: lr: expected a number
+    """
+
+    def __init__(self, error_class: type[GossamerError] | None = GossamerError) -> None:
+        self._error_class = error_class
+        self._problems: dict[Problem, None] = {}
+
+    def add(self, problem: str | Problem, *key: str | int, location: Location | None = None, fix: str = "") -> None:
+        """Add one problem, given as an object or by its parts; raises the error at once when there are too many."""
+        if isinstance(problem, str):
+            problem = Problem(problem, fix=fix)
+        problem = problem.within(*key, location=location)
+        if self._error_class is not None or len(self._problems) < MAX_PROBLEMS:
+            self._problems[replace(problem, message=_shortened(problem.message))] = None
+        if len(self._problems) >= MAX_PROBLEMS:
+            self.raise_if_any()
+
+    def extend(self, problems: Iterable[Problem], *key: str | int, location: Location | None = None) -> None:
+        """Add several, each below `key`; those of another error are `error.problems`."""
+        for problem in problems:
+            self.add(problem, *key, location=location)
+
+    def fail(self, problem: str | Problem, *key: str | int, location: Location | None = None) -> NoReturn:
+        """Raise at once, with this one problem alone: what follows it cannot be read."""
+        single = Problems(None)
+        single.add(problem, *key, location=location)
+        raise (self._error_class or GossamerError)(single) from None
+
+    def raise_if_any(self) -> None:
+        if self._problems and self._error_class is not None:
+            raise self._error_class(self)
+
+    def __iter__(self) -> Iterator[Problem]:
+        files = list(dict.fromkeys(_position(problem)[0] for problem in self._problems))
+        order = {file: index for index, file in enumerate(files)}
+        return iter(sorted(self._problems, key=lambda problem: (order[_position(problem)[0]], _position(problem)[1:])))
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    def __str__(self) -> str:
+        return format_problems(self)
+
+
+@contextmanager
+def within(*keys: str | int, location: Location | None = None) -> Generator[None]:
+    """Errors raised inside get these keys before their own, and the location if they have none.
+
+    >>> with within("GMPruningModifier", location=Location("a.yaml", 3)):
+    ...     raise ModifierError("nothing matches 'conv1'", "params")
+    Traceback (most recent call last):
+    gossamer.errors.ModifierError: a.yaml:3: GMPruningModifier.params: nothing matches 'conv1'
+    """
+    try:
+        yield
+    except GossamerError as error:
+        error.problems = tuple(problem.within(*keys, location=location) for problem in error.problems)
+        raise
+
+
+def format_problems(problems: Iterable[Problem]) -> str:
+    """One line for each problem."""
+    return "\n".join(str(problem) for problem in problems)
+
+
+def format_key(key: Key) -> str:
+    """
+    >>> format_key(("dataset", "train", "transforms", 0, "size"))
+    'dataset.train.transforms[0].size'
+    """
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in key)
+    return text.removeprefix(".")
+
+
+def format_value(value: object) -> str:
+    """A value as messages show it: spelled as in YAML, and not longer than 60 characters.
+
+    >>> format_value(None), format_value(True), format_value("abc")
+    ('nothing', 'true', "'abc'")
+    """
+    if value is None:
+        return "nothing"
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def nearest(name: str, known: Iterable[str], count: int = 1) -> str:
@@ -67,6 +238,16 @@ def nearest(name: str, known: Iterable[str], count: int = 1) -> str:
         candidates = heapq.nlargest(MAX_COMPARED, candidates, key=lambda other: _shared_ends(name, other))
     matches = difflib.get_close_matches(name, candidates, n=count, cutoff=0.5)
     return "; nearest: " + ", ".join(repr(match) for match in matches) if matches else ""
+
+
+def _position(problem: Problem) -> tuple[str | None, int, int]:
+    location = problem.location
+    return (location.file, location.line or 0, location.column or 0) if location else (None, 0, 0)
+
+
+def _shortened(message: str) -> str:
+    line = " ".join(message.split())
+    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."
 
 
 def _shared_ends(first: str, second: str) -> int:

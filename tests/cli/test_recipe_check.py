@@ -168,7 +168,7 @@ def test_what_cannot_run_yet_is_a_warning(run):
     write("some_day.py", f"import gossamer\n\n@gossamer.register\n{body}")
     recipe = write("someday.yaml", "modifiers: [!Someday {}]\n")
     found = json.loads(run("recipe", "check", recipe, "--import", "some_day", "--json").stdout)
-    assert any("Someday is read but cannot run yet: it is not built" in warning for warning in found["warnings"])
+    assert any("Someday: is read but cannot run yet: it is not built" in warning for warning in found["warnings"])
 
 
 def test_show_fills_in_the_variables(run):
@@ -243,7 +243,7 @@ def test_starting_loads_nothing_heavy():
         (
             "['re:.*conv1.weight']",
             "__ALL_PRUNEABLE__",
-            "6:13: GMPruningModifier.params: unknown keyword '__ALL_PRUNEABLE__'; nearest: '__ALL_PRUNABLE__'",
+            "6:5: GMPruningModifier.params: unknown keyword '__ALL_PRUNEABLE__'; nearest: '__ALL_PRUNABLE__'",
         ),
         (
             "['re:.*conv1.weight']",

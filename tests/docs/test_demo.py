@@ -83,7 +83,7 @@ def test_the_recipe_of_the_demo_fits_its_model(digits: ModuleType) -> None:
 
     recipe = gossamer.load(EXAMPLES / "digits.yaml")
     found = bindings(recipe, digits.SmallResNet())
-    assert [binding.error for binding in found if binding.error] == []
+    assert [binding.problems for binding in found if binding.problems] == []
     assert recipe.variables["final_sparsity"] == 0.9
 
 

@@ -278,7 +278,7 @@ def test_a_loss_from_inside_forward_is_an_error_that_names_the_way_out() -> None
     optimizer = manager.modify(model, sgd(model), 4, distillation_teacher=teacher)
     before = model.net[0].weight.detach().clone()
     model(*batch(0))["loss"].backward()
-    with pytest.raises(GossamerError, match=r"<recipe>:1: DistillationModifier learned nothing .*manager\.loss\("):
+    with pytest.raises(GossamerError, match=r"<recipe>:1: DistillationModifier: learned nothing .*manager\.loss\("):
         optimizer.step()
     assert torch.equal(model.net[0].weight.detach(), before)
     optimizer.zero_grad()

@@ -106,7 +106,7 @@ def test_a_name_that_matches_nothing_is_an_error_with_the_nearest(wanted: list[s
     with pytest.raises(ModifierError) as caught:
         match(blocks(), wanted)
     assert message in str(caught.value)
-    assert caught.value.field == "params"
+    assert caught.value.problems[0].key == ("params",)
 
 
 def test_transposed_convolutions_are_known() -> None:

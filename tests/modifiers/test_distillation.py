@@ -319,7 +319,7 @@ def test_an_input_that_the_teacher_changes_in_place_reaches_the_student_as_it_wa
 def test_a_teacher_that_fails_on_the_inputs_is_named() -> None:
     student = Text(0)
     _kept = attach(student, nn.Linear(4, 3))
-    with pytest.raises(GossamerError, match=r"DistillationModifier has a teacher that fails on the model's inputs: "):
+    with pytest.raises(GossamerError, match=r"has a teacher that fails on the model's inputs: "):
         student(torch.randn(2, 4), torch.ones(2))
 
 
@@ -388,8 +388,8 @@ BAD: list[tuple[Callable[[], tuple[nn.Module, Any]], str, str]] = [
     (
         lambda: (nn.Linear(4, 3), nn.Linear(4, 5)),
         "",
-        "DistillationModifier cannot distil the output: the model's has shape (2, 3) and the teacher's (2, 5); "
-        "take a teacher with the same outputs",
+        "DistillationModifier.distill_output_keys: cannot distil the output: the model's has shape (2, 3) and the "
+        "teacher's (2, 5); take a teacher with the same outputs",
     ),
     (
         lambda: (Heads(FORMS["dict"][0], 0), Heads(FORMS["dict"][0], 1)),

@@ -267,7 +267,7 @@ def test_a_target_out_of_reach_is_reported(caplog: pytest.LogCaptureFixture) -> 
 
 def test_what_has_no_effect_beside_a_target_is_reported() -> None:
     [warning] = load(TARGET.replace("final", "st_decay: 0.1, final")).warnings
-    assert "st_decay has no effect beside final_sparsity" in warning
+    assert "st_decay: has no effect beside final_sparsity" in str(warning)
     assert not load(TARGET).warnings
 
 

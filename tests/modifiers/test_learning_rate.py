@@ -95,7 +95,10 @@ def test_the_modifier_that_started_later_has_the_last_word() -> None:
 def test_param_groups_choose_groups_and_a_missing_one_is_an_error() -> None:
     recipe = "modifiers: [!SetLearningRateModifier {{learning_rate: 0.5, start_epoch: 1, param_groups: {}}}]"
     assert rates(recipe.format([1]), 2, 1, groups=2) == [[0.1, 0.1], [0.1, 0.5]]
-    with pytest.raises(GossamerError, match=r"<recipe>:1: param_groups: there is no group 2; the optimizer has 2"):
+    with pytest.raises(
+        GossamerError,
+        match=r"param_groups: there is no group 2; the optimizer has 2",
+    ):
         rates(recipe.format([2]), 2, 1, groups=2)
 
 

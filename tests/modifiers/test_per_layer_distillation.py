@@ -274,7 +274,7 @@ def test_layers_go_by_the_same_names_or_in_order() -> None:
         (
             {"student_layer_names": "['0', '77']"},
             network(1),
-            "<recipe>:1:{}: student_layer_names: the model has no layer '77'; nearest: '7'",
+            "<recipe>:1: PerLayerDistillationModifier.student_layer_names: the model has no layer '77'; nearest: '7'",
         ),
         (
             {"student_layer_names": "['0']", "teacher_layer_names": "['00']"},
@@ -294,7 +294,7 @@ def test_layers_that_are_not_there_are_refused_before_anything_is_touched(
     model = network()
     with pytest.raises(GossamerError) as caught:
         _optimizer = Manager(recipe(**fields)).modify(model, sgd(model), 4, distillation_teacher=teacher)
-    assert message.rsplit("{}", maxsplit=1)[-1] in str(caught.value)
+    assert message in str(caught.value)
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in model.modules())
 
 
@@ -305,8 +305,8 @@ def test_layers_that_are_not_there_are_refused_before_anything_is_touched(
             {"student_layer_names": "['0']", "project_features": "false"},
             small(6),
             small(9),
-            "PerLayerDistillationModifier cannot compare '0', which gives (8, 6, 6, 6), with the teacher's '0', which "
-            "gives (8, 9, 6, 6); project_features: true maps one to the other",
+            "PerLayerDistillationModifier.project_features: cannot compare '0', which gives (8, 6, 6, 6), with the "
+            "teacher's '0', which gives (8, 9, 6, 6); project_features: true maps one to the other",
         ),
         (
             {"student_layer_names": "['0']"},

@@ -108,7 +108,7 @@ def test_a_broken_pattern_is_an_error_under_the_name_of_its_field(field: str) ->
     with pytest.raises(ModifierError, match="not a regular expression") as caught:
         Rules(DEFAULT, **{field: given}).schemes(network())
     assert str(caught.value).startswith("ignore" if field == "ignore" else "scheme_overrides")
-    assert caught.value.field == ("ignore" if field == "ignore" else "scheme_overrides")
+    assert caught.value.problems[0].key == ("ignore" if field == "ignore" else "scheme_overrides",)
 
 
 # Schemes
@@ -168,8 +168,8 @@ def test_the_order_of_keys_does_not_matter(keys: tuple[str, str]) -> None:
         ("tensort", "scheme: unknown scheme 'tensort'; nearest: 'tensorrt'"),
         ("xyz", "scheme: unknown scheme 'xyz'; known: default, vnni, tensorrt, deepsparse"),
         ({"weight": {}}, "scheme: unknown key 'weight'; nearest: 'weights'"),
-        ({"weights": 8}, "scheme: weights: expected a mapping with num_bits and symmetric, or null, found 8"),
-        ({"weights": {"num_bit": 8}}, "scheme: weights: unknown key 'num_bit'; nearest: 'num_bits'"),
+        ({"weights": 8}, "scheme.weights: expected a mapping with num_bits and symmetric, or null, found 8"),
+        ({"weights": {"num_bit": 8}}, "scheme.weights: unknown key 'num_bit'; nearest: 'num_bits'"),
         ({"weights": {"num_bits": 1}}, "num_bits: expected a whole number from 2 to 16, found 1"),
         ({"weights": {"num_bits": 17}}, "num_bits: expected a whole number from 2 to 16, found 17"),
         ({"weights": {"num_bits": True}}, "num_bits: expected a whole number from 2 to 16, found True"),

@@ -136,7 +136,7 @@ def test_edits_that_make_no_recipe_are_refused() -> None:
     recipe = load(TEXT)
     with pytest.raises(RecipeError, match=r"<recipe>:\d+:\d+: EpochRangeModifier.end_epoch: expected a number"):
         recipe.with_field(0, "end_epoch", "x")
-    with pytest.raises(RecipeError, match="unknown field 'end_epoc'; nearest"):
+    with pytest.raises(RecipeError, match="end_epoc: unknown field; nearest: 'end_epoch'"):
         recipe.with_field(0, "end_epoc", 3)
     with pytest.raises(RecipeError, match="unknown variable 'epoch'; nearest: 'epochs'"):
         recipe.with_variables(epoch=3)

@@ -84,7 +84,7 @@ def problems_of(text: str) -> list[str]:
     try:
         load(text)
     except RecipeError as error:
-        return error.problems
+        return [str(problem) for problem in error.problems]
     return []
 
 

@@ -24,8 +24,8 @@ def one_problem(given: object) -> str:
     with pytest.raises(RecipeError) as caught:
         load(given)  # pyright: ignore[reportArgumentType]
     assert len(caught.value.problems) == 1
-    assert "\n" not in caught.value.problems[0]
-    return caught.value.problems[0]
+    assert "\n" not in str(caught.value.problems[0])
+    return str(caught.value.problems[0])
 
 
 def test_a_recipe_comes_from_a_path_a_string_or_an_open_file(file: Path) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from gossamer.engine.attachment import Attachment, Shared
 from gossamer.engine.binding import attachments, located
 from gossamer.engine.sampling import Sampler
-from gossamer.errors import GossamerError, ModifierError, RecipeError, SparsityError
+from gossamer.errors import ModifierError, Problem, RecipeError, within
 from gossamer.model import get_parameter, prunable, unwrap
 from gossamer.modifiers import Modifier, Outlook
 from gossamer.recipe import Recipe
@@ -75,7 +75,7 @@ def project(recipe: Recipe, model: nn.Module) -> Projection:
     shared = Shared(model, module, None, float(STEPS), grad_sampler=sampler)
     runs = [run for run in attachments(recipe, shared) if run.modifier.family == "pruning"]
     runs = [run for run in runs if run.modifier.unavailable is None]
-    if problems := [problem for run in runs if (problem := _bound(recipe, run)) is not None]:
+    if problems := [problem for run in runs for problem in _bound(recipe, run)]:
         raise RecipeError(problems)
     horizon = float(max(recipe.max_epochs, 0))
     layers: dict[str, Outlook] = {}
@@ -86,10 +86,8 @@ def project(recipe: Recipe, model: nn.Module) -> Projection:
         if reason := _released(run.modifier, horizon):
             skipped |= dict.fromkeys(run.bound, reason)
             continue
-        try:
+        with within(run.modifier.name, location=recipe.location(run.index)):
             found = run.modifier.outlook(run)
-        except SparsityError as error:
-            raise GossamerError(f"{recipe.where(run.index)}: {run.modifier.name}: {error}") from error
         layers = _joined(layers, found)
         if (budget := _budget(run, found)) is not None:
             budgets.append(budget)
@@ -104,13 +102,13 @@ def project(recipe: Recipe, model: nn.Module) -> Projection:
     )
 
 
-def _bound(recipe: Recipe, run: Attachment) -> str | None:
-    """Bind a modifier without a word in the log, for what it skips is returned; the problem, or None."""
+def _bound(recipe: Recipe, run: Attachment) -> tuple[Problem, ...]:
+    """Bind a modifier without logging what it skips, which is returned; what is wrong."""
     try:
         run.bound = run.modifier.bind(run)
     except ModifierError as error:
-        return str(located(recipe, run, error))
-    return None
+        return located(recipe, run, error).problems
+    return ()
 
 
 def _released(modifier: Modifier, horizon: float) -> str | None:

@@ -15,7 +15,7 @@ from typing import Annotated, ParamSpec, TypeVar
 import typer
 from rich.console import Console
 
-from gossamer.errors import GossamerError, RecipeError
+from gossamer.errors import GossamerError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,7 +44,7 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
 
 def problems(error: GossamerError) -> list[str]:
     """The sentences of an error, one for each thing to mend."""
-    return error.problems if isinstance(error, RecipeError) else str(error).splitlines()
+    return str(error).splitlines()
 
 
 def show_errors(sentences: Iterable[str]) -> None:

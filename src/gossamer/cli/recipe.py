@@ -11,7 +11,7 @@ import typer
 from gossamer.cli import recipe_view as view
 from gossamer.cli.console import AsJson, out, problems, reports_errors, show_errors, show_json, show_warnings
 from gossamer.cli.models import load_model
-from gossamer.errors import RecipeError
+from gossamer.errors import RecipeError, format_problems
 from gossamer.runner.trust import import_module
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _bind(recipe: Recipe, model: str | None, imports: list[str] | None) -> list[
             "modifier": binding.modifier.name,
             "targets": list(binding.targets),
             "skipped": dict(binding.skipped),
-            "error": binding.error,
+            "error": format_problems(binding.problems) or None,
         }
         for binding in bindings(recipe, load_model(model, imports=imports).model)
     ]

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gossamer.errors import Problem
+
 if TYPE_CHECKING:
     from gossamer.modifiers.base import Modifier
     from gossamer.recipe import Recipe
@@ -46,11 +48,11 @@ def as_data(recipe: Recipe) -> dict[str, Any]:
 def warnings(recipe: Recipe) -> list[str]:
     """What the recipe asks for without effect, and what it asks for that cannot run yet."""
     waiting = [
-        f"{recipe.where(index)}: {modifier.name} is read but cannot run yet: {modifier.unavailable}"
+        Problem(f"is read but cannot run yet: {modifier.unavailable}", (modifier.name,), recipe.location(index))
         for index, modifier in enumerate(recipe.modifiers)
         if modifier.unavailable
     ]
-    return [*recipe.warnings, *waiting]
+    return [str(problem) for problem in (*recipe.warnings, *waiting)]
 
 
 def rows(recipe: Recipe) -> list[tuple[str, str, str]]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from gossamer.engine.attachment import Attachment, Shared, logger
 from gossamer.engine.sampling import Sampler
-from gossamer.errors import GossamerError, ModifierError
+from gossamer.errors import GossamerError, ModifierError, Problem
 from gossamer.model import left_dense, prunable, unwrap
 from gossamer.modifiers import Modifier
 from gossamer.modifiers.pruning import EXCLUDED
@@ -27,7 +27,7 @@ class Binding:
     modifier: Modifier
     targets: list[str]
     skipped: dict[str, str]
-    error: str | None
+    problems: tuple[Problem, ...]
 
 
 def bindings(recipe: Recipe, module: nn.Module) -> list[Binding]:
@@ -36,8 +36,8 @@ def bindings(recipe: Recipe, module: nn.Module) -> list[Binding]:
     shared = Shared(module, unwrap(module), None, 1.0, grad_sampler=sampler)
     found: list[Binding] = []
     for attachment in attachments(recipe, shared):
-        error = None if attachment.modifier.unavailable else bind(recipe, attachment)
-        found.append(Binding(attachment.modifier, list(attachment.bound), dict(attachment.skipped), error))
+        problems = () if attachment.modifier.unavailable else bind(recipe, attachment)
+        found.append(Binding(attachment.modifier, list(attachment.bound), dict(attachment.skipped), problems))
     return found
 
 
@@ -52,15 +52,17 @@ def attachments(recipe: Recipe, shared: Shared) -> list[Attachment]:
     return result
 
 
-def bind(recipe: Recipe, attachment: Attachment) -> str | None:
-    """Find the modifier's parameters; the problem, with its place in the recipe, or None."""
+def bind(recipe: Recipe, attachment: Attachment) -> tuple[Problem, ...]:
+    """Find the modifier's parameters; returns what is wrong, with its location in the recipe."""
     modifier = attachment.modifier
     if modifier.unavailable is not None:
-        return f"{recipe.where(attachment.index)}: {modifier.name} cannot run yet: {modifier.unavailable}"
+        return (
+            Problem(f"cannot run yet: {modifier.unavailable}", (modifier.name,), recipe.location(attachment.index)),
+        )
     try:
         attachment.bound = modifier.bind(attachment)
     except ModifierError as error:
-        return str(located(recipe, attachment, error))
+        return located(recipe, attachment, error).problems
     weights = {*prunable(attachment.module), *left_dense(attachment.module)}
     skipped: dict[tuple[int, str], list[str]] = {}
     for name, reason in attachment.skipped.items():
@@ -68,14 +70,12 @@ def bind(recipe: Recipe, attachment: Attachment) -> str | None:
         skipped.setdefault((level, reason), []).append(f"'{name}'")
     for (level, reason), names in skipped.items():
         logger.log(level, "%s leaves %s alone: %s", modifier.name, ", ".join(names), reason)
-    return None
+    return ()
 
 
 def located(recipe: Recipe, attachment: Attachment, error: ModifierError) -> GossamerError:
-    """The error with file and line, and the modifier's name."""
-    text = str(error)
-    field = error.field or ""
-    said = [
-        line if line.startswith(f"{field}:") else f"{attachment.modifier.name} {line}" for line in text.splitlines()
-    ]
-    return GossamerError("\n".join(f"{recipe.where(attachment.index, error.field)}: {line}" for line in said))
+    """The error with the modifier's name, and the file and line of the field at fault."""
+    return GossamerError(
+        problem.within(attachment.modifier.name, location=recipe.location(attachment.index, *problem.key))
+        for problem in error.problems
+    )

@@ -33,7 +33,7 @@ from gossamer.engine.settings import restore_settings, settings
 from gossamer.engine.state import STATE_FORMAT, RunState, frozen, reordered
 from gossamer.engine.teachers import load_teacher_state, teacher_state
 from gossamer.engine.thinning import CUTS, apply_removals, cut_along, misplaced
-from gossamer.errors import MAX_SUGGESTED, GossamerError, RecipeError, SparsityError
+from gossamer.errors import MAX_SUGGESTED, GossamerError, Problem, RecipeError, SparsityError
 from gossamer.model import get_parameter, torch_mask, unwrap, weight_of
 from gossamer.model.parameters import named_state
 from gossamer.modifiers.base import placed
@@ -93,9 +93,9 @@ class TrainingRun:
         self.rates = LearningRates(self.attachments, optimizer)
         self._handles: list[RemovableHandle] = []
         self.journal = Journal()
-        found = (problem for attachment in self.attachments if (problem := bind(recipe, attachment)) is not None)
+        found = (problem for attachment in self.attachments for problem in bind(recipe, attachment))
         problems = list(islice(found, MAX_SUGGESTED))
-        problems += [str(located(recipe, *found)) for found in misplaced(self.attachments)]
+        problems += [problem for found in misplaced(self.attachments) for problem in located(recipe, *found).problems]
         if problems:
             raise RecipeError(problems)
         pruning = [attachment for attachment in self.attachments if attachment.modifier.prunes]
@@ -385,8 +385,10 @@ class TrainingRun:
                         self.shared.ended.add(attachment.index)
                         self._dismiss_copy()
         except SparsityError as error:
-            at = f"{self.recipe.where(attachment.index)}: {attachment.modifier.name}"
-            raise GossamerError(f"{at} at step {self.step}: {error}") from error
+            location = self.recipe.location(attachment.index)
+            raise GossamerError(
+                Problem(f"cannot prune at step {self.step}: {error}", (attachment.modifier.name,), location)
+            ) from error
         finally:
             self.shared.masks.apply_changes(self.shared.module)
 

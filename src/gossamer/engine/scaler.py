@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, Problem
 from gossamer.modifiers.base import to_step
 from gossamer.recipe import Recipe
 
@@ -39,10 +39,9 @@ def check_of_use(scaler: GradScaler | None, recipe: Recipe, steps_per_epoch: flo
         return
     for index, modifier in enumerate(recipe.modifiers):
         if modifier.family == "quantization" and to_step(modifier.start_epoch, steps_per_epoch) == 0:
-            raise GossamerError(
-                f"{recipe.where(index, 'start_epoch')}: {modifier.name} starts with the run, so that mixed precision "
-                "would never be in use; drop the scaler, or start quantization later"
-            )
+            message = "starts with the run, so that mixed precision would never be in use"
+            fix = "drop the scaler, or start quantization later"
+            raise GossamerError(Problem(message, (modifier.name,), recipe.location(index, "start_epoch"), fix))
 
 
 def scales(scaler: GradScaler | None, optimizer: torch.optim.Optimizer) -> bool:

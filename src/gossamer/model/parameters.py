@@ -183,7 +183,7 @@ def match_prunable(
     for name in names:
         impossible = unprunable(get_parameter(module, name))
         if impossible and name in exact:
-            raise ModifierError(f"{field}: '{name}' cannot be pruned: {impossible}", field)
+            raise ModifierError(f"'{name}' cannot be pruned: {impossible}", field)
         reason = impossible or (None if name in exact else dense.get(name) or _not_for_pruning(module, name))
         if reason is None:
             kept.append(name)
@@ -192,11 +192,9 @@ def match_prunable(
     if not kept:
         shown = wanted if isinstance(wanted, str) else ", ".join(wanted)
         if (name := next((name for name in skipped if name in (*dense, *prunable(module))), None)) is not None:
-            raise ModifierError(
-                f"{field}: nothing that {shown!r} matches can be pruned; '{name}': {skipped[name]}", field
-            )
+            raise ModifierError(f"nothing that {shown!r} matches can be pruned; '{name}': {skipped[name]}", field)
         raise ModifierError(
-            f"{field}: {shown!r} matches only biases and normalisation parameters, which are pruned "
+            f"{shown!r} matches only biases and normalisation parameters, which are pruned "
             f"only when named exactly; name a weight{nearest('weight', prunable(module))}",
             field,
         )
@@ -262,7 +260,7 @@ def match_excluded(module: nn.Module, wanted: str | Sequence[str], *, field: str
                     layers = match(module, item, field=field)
                 except ModifierError:
                     close = hint(item, list(first_names(module)), KEYWORDS_TO_EXCLUDE) or nearest(item, names.values())
-                    raise ModifierError(f"{field}: the model has no layer '{item}'{close}", field) from None
+                    raise ModifierError(f"the model has no layer '{item}'{close}", field) from None
             found += layers or match(module, item, field=field)
     return list(dict.fromkeys(found)), idle
 
@@ -416,9 +414,9 @@ class _Resolver:
             if is_exact:
                 exact.update(names)
         if missed and (self.strict or not found):
-            raise ModifierError("\n".join(self._nothing(item) for item in missed[:MAX_SUGGESTED]), self.field)
+            raise ModifierError([self._nothing(item) for item in missed[:MAX_SUGGESTED]], self.field)
         if not found:
-            raise ModifierError(f"{self.field}: no parameter is named; list names, or write {ALL_PRUNABLE}", self.field)
+            raise ModifierError(f"no parameter is named; list names, or write {ALL_PRUNABLE}", self.field)
         return [name for name in self.names if name in found], exact
 
     def _one(self, item: str) -> tuple[list[str], bool]:
@@ -453,21 +451,21 @@ class _Resolver:
     def _nothing(self, item: str) -> str:
         """Why an item names no parameter, with the nearest that there are."""
         if item == ALL_PRUNABLE:
-            return f"{self.field}: {nothing_to_prune(self.module)}"
+            return nothing_to_prune(self.module)
         dense = left_dense(self.module)
         for weight in map(self._computed, _without_prefixes(item)):
             if weight in dense:
-                return f"{self.field}: '{item}' cannot be pruned: {dense[weight]}"
+                return f"'{item}' cannot be pruned: {dense[weight]}"
         if "/" in item and not any("/" in name for name in self.names):
             return (
-                f"{self.field}: '{item}' is a TensorFlow-style name, and this is the PyTorch engine; "
+                f"'{item}' is a TensorFlow-style name, and this is the PyTorch engine; "
                 f"PyTorch names have dots{nearest(item.replace('/', '.'), self.names)}"
             )
         if meant := hint(item, self.names, KEYWORDS):
-            return f"{self.field}: '{item}' matches none of {len(self.names)} parameters{meant}"
+            return f"'{item}' matches none of {len(self.names)} parameters{meant}"
         plain = re.sub(r"[\\^$*+?()\[\]|]", "", item.removeprefix(PREFIX))
         close = nearest(plain, [*self.names, *prunable(self.module)]) or _by_last_part(plain, self.names)
-        return f"{self.field}: '{item}' matches none of {len(self.names)} parameters{close}"
+        return f"'{item}' matches none of {len(self.names)} parameters{close}"
 
 
 def _without_prefixes(name: str, only_shortened: bool = False) -> Iterator[str]:

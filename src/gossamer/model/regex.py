@@ -51,7 +51,7 @@ def matching(item: str, names: Sequence[str], *, field: str, whole: bool = False
     try:
         automaton, last = _built(item, text)
     except _UnusableError as error:
-        raise PatternError(f"{field}: {error}", field) from None
+        raise PatternError(f"{error}", field) from None
     ends = f"{automaton.reached(0, last, text.starts):b}"[::-1]
     spans = zip(names, text.spans, strict=True)
     return [name for name, (start, end) in spans if ends.find("1", end if whole else start, end + 1) >= 0]

@@ -13,6 +13,7 @@ import torch
 from pydantic import model_validator
 from torch import Tensor
 
+from gossamer.errors import FieldError
 from gossamer.modifiers.base import Run, register
 from gossamer.modifiers.dynamic import DynamicPruningModifier
 from gossamer.modifiers.pruning import Sparsity
@@ -37,7 +38,7 @@ class ADMMPruningModifier(DynamicPruningModifier):
     @model_validator(mode="after")
     def _ends(self) -> Self:
         if self.end_epoch == -1:
-            raise ValueError("end_epoch: expected the epoch at which the weights are cut, found -1")
+            raise FieldError("expected the epoch at which the weights are cut, found -1", "end_epoch")
         return self
 
     def sparsity_at(self, epoch: float) -> float | None:

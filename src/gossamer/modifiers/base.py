@@ -17,7 +17,7 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from gossamer.errors import GossamerError, ModifierError, nearest
+from gossamer.errors import FieldError, GossamerError, ModifierError, Problem, nearest
 from gossamer.model import ALL_PRUNABLE, expects_every_gradient
 from gossamer.model.parameters import KEYWORDS, KEYWORDS_TO_EXCLUDE, problem_of_name
 from gossamer.modifiers.outlook import Outlook
@@ -271,7 +271,7 @@ class Modifier(BaseModel):
     @model_validator(mode="after")
     def _ends_after_it_starts(self) -> Self:
         if self.end_epoch != -1 and self.end_epoch < self.start_epoch:
-            raise ValueError(f"end_epoch {self.end_epoch:g} lies before start_epoch {self.start_epoch:g}")
+            raise FieldError(f"{self.end_epoch:g} lies before start_epoch {self.start_epoch:g}", "end_epoch")
         return self
 
     @property
@@ -331,10 +331,10 @@ class Modifier(BaseModel):
         """By weight: what is left of it at the end, before anything trains; the modifier is bound."""
         return {}
 
-    def warnings(self) -> list[str]:
-        """Sentences about fields that are accepted but have no effect here."""
+    def warnings(self) -> list[Problem]:
+        """Fields that are accepted but have no effect; the first key of each is the field."""
         ignored = [f for f in ("log_types", "available_gpus") if getattr(self, f) not in (None, "__ALL__")]
-        return [f"{field} has no effect in Gossamer" for field in ignored]
+        return [Problem("has no effect in Gossamer", (field,)) for field in ignored]
 
     def shifted(self, epochs: float) -> Self:
         """The same modifier, `epochs` later; a start of −1 becomes the shift itself."""

@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from gossamer.errors import GossamerError, ModifierError, SparsityError
+from gossamer.errors import FieldError, GossamerError, ModifierError, SparsityError
 from gossamer.modifiers.base import ParamNames, Run, register
 from gossamer.modifiers.masked import RankedPruningModifier, Sparsity
 from gossamer.modifiers.outlook import Outlook
@@ -38,11 +38,11 @@ class DynamicPruningModifier(RankedPruningModifier):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if not self.any_pattern and self.mask_type != "unstructured":
-            raise ValueError(f"mask_type: {self.name} is defined for 'unstructured' only, found {self.mask_type!r}")
+            raise FieldError(f"{self.name} is defined for 'unstructured' only, found {self.mask_type!r}", "mask_type")
         target = getattr(self, self._sparsity_field)
         if isinstance(self.pattern, NM) and abs(target - self.pattern.sparsity) > 1e-6:
-            raise ValueError(
-                f"{self._sparsity_field}: mask_type {self.mask_type} means {self.pattern.sparsity:g}, found {target:g}"
+            raise FieldError(
+                f"mask_type {self.mask_type} means {self.pattern.sparsity:g}, found {target:g}", self._sparsity_field
             )
         return self
 
@@ -80,9 +80,9 @@ class ACDCPruningModifier(DynamicPruningModifier):
     @model_validator(mode="after")
     def _ends(self) -> Self:
         if self.end_epoch == -1:
-            raise ValueError("end_epoch: expected the epoch after the last phase, found -1")
+            raise FieldError("expected the epoch after the last phase, found -1", "end_epoch")
         if self.update_frequency == -1:
-            raise ValueError("update_frequency: expected the length of a phase in epochs, found -1")
+            raise FieldError("expected the length of a phase in epochs, found -1", "update_frequency")
         return self
 
     def state_fields(self, run: Run) -> Mapping[str, StateField]:
@@ -139,7 +139,7 @@ class RigLPruningModifier(DynamicPruningModifier):
     @model_validator(mode="after")
     def _ends(self) -> Self:
         if self.end_epoch == -1:
-            raise ValueError("end_epoch: expected the epoch after the last exchange of weights, found -1")
+            raise FieldError("expected the epoch after the last exchange of weights, found -1", "end_epoch")
         return self
 
     def sparsity_at(self, epoch: float) -> float | None:
@@ -226,9 +226,9 @@ class TopKASTPruningModifier(DynamicPruningModifier):
     @model_validator(mode="after")
     def _nested(self) -> Self:
         if self.backward_sparsity > self.forward_sparsity:
-            raise ValueError(
-                f"backward_sparsity: expected at most forward_sparsity ({self.forward_sparsity:g}), "
-                f"found {self.backward_sparsity:g}"
+            raise FieldError(
+                f"expected at most forward_sparsity ({self.forward_sparsity:g}), found {self.backward_sparsity:g}",
+                "backward_sparsity",
             )
         return self
 

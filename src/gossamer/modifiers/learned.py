@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from gossamer.errors import ModifierError
+from gossamer.errors import FieldError, ModifierError, Problem
 from gossamer.model import get_module
 from gossamer.model.recalibration import BATCHES, recalibrate, running_means
 from gossamer.modifiers.base import ParamNames, Run, register, to_step
@@ -82,7 +82,7 @@ class LearnedPruningModifier(PruningModifier):
     @model_validator(mode="after")
     def _single_weights(self) -> Self:
         if self.mask_type != "unstructured":
-            raise ValueError(f"mask_type: {self.name} is defined for 'unstructured' only, found {self.mask_type!r}")
+            raise FieldError(f"{self.name} is defined for 'unstructured' only, found {self.mask_type!r}", "mask_type")
         return self
 
     @abstractmethod
@@ -100,7 +100,7 @@ class LearnedPruningModifier(PruningModifier):
         for name in frozen:
             run.skip(name, "frozen: what there is to learn about a weight comes with its gradient")
         if len(frozen) == len(targets):
-            raise ModifierError("params: all that match are frozen; let them train, or name others", "params")
+            raise ModifierError("all that match are frozen; let them train, or name others", "params")
         return [name for name in targets if name not in frozen]
 
     def names(self, run: Run) -> list[str]:
@@ -152,14 +152,15 @@ class STRPruningModifier(LearnedPruningModifier):
     @model_validator(mode="after")
     def _ends_at_its_target(self) -> Self:
         if self.final_sparsity is not None and self.end_epoch == -1:
-            raise ValueError(
-                "end_epoch: expected the epoch at which final_sparsity is written to the weights, found -1"
+            raise FieldError(
+                "expected the epoch at which final_sparsity is written to the weights, found -1", "end_epoch"
             )
         return self
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Problem]:
         idle = self.final_sparsity is not None and "st_decay" in self.model_fields_set
-        return super().warnings() + ["st_decay has no effect beside final_sparsity, which controls the decay"] * idle
+        ignored = Problem("has no effect beside final_sparsity, which controls the decay", ("st_decay",))
+        return super().warnings() + [ignored] * idle
 
     @property
     def goal(self) -> float | None:
@@ -328,10 +329,10 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
     @model_validator(mode="after")
     def _in_order(self) -> Self:
         if self.end_epoch == -1:
-            raise ValueError("end_epoch: expected the epoch at which the mask becomes final, found -1")
+            raise FieldError("expected the epoch at which the mask becomes final, found -1", "end_epoch")
         if self.finetune_epoch is not None and not self.start_epoch <= self.finetune_epoch <= self.end_epoch:
             between = f"an epoch from start_epoch ({self.start_epoch:g}) to end_epoch ({self.end_epoch:g})"
-            raise ValueError(f"finetune_epoch: expected {between}, found {self.finetune_epoch:g}")
+            raise FieldError(f"expected {between}, found {self.finetune_epoch:g}", "finetune_epoch")
         return self
 
     @property

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from gossamer.errors import ModifierError
+from gossamer.errors import FieldError, ModifierError
 from gossamer.modifiers.base import Modifier, Run, register, to_step
 from gossamer.modifiers.state import LARGEST_SETTING, StateField, numbers
 from gossamer.quantities import MAX_EPOCHS, MAX_RATE, MIN_EPOCHS, Epoch, Frequency, LearningRate, Period
@@ -31,7 +31,7 @@ def chosen_groups(run: Run, param_groups: Sequence[int] | None) -> list[dict[str
     for index in param_groups:
         if not 0 <= index < len(groups):
             raise ModifierError(
-                f"param_groups: there is no group {index}; the optimizer has {len(groups)} (0 to {len(groups) - 1})",
+                f"there is no group {index}; the optimizer has {len(groups)} (0 to {len(groups) - 1})",
                 "param_groups",
             )
     return [groups[index] for index in param_groups]
@@ -128,11 +128,11 @@ class LearningRateModifier(RateModifier):
             raise ValueError(f"{expected}, '{missing[0]}' is missing")
         for key in needed:
             if isinstance(kwargs[key], list) != (key == "milestones"):
-                raise ValueError(f"{key}: expected {'a list of epochs' if key == 'milestones' else 'a number'}")
+                raise FieldError(f"expected {'a list of epochs' if key == 'milestones' else 'a number'}", key)
             low, high = _LIMITS[key]
             for value in kwargs[key] if key == "milestones" else [kwargs[key]]:
                 if not low <= value <= high:
-                    raise ValueError(f"{key}: expected a number from {low:g} to {high:g}, found {value:g}")
+                    raise FieldError(f"expected a number from {low:g} to {high:g}, found {value:g}", key)
         return kwargs
 
     @property
@@ -197,7 +197,7 @@ class LearningRateFunctionModifier(RateModifier):
     @model_validator(mode="after")
     def _ends(self) -> Self:
         if self.end_epoch == -1:
-            raise ValueError("end_epoch: expected the epoch at which final_lr is reached, found -1")
+            raise FieldError("expected the epoch at which final_lr is reached, found -1", "end_epoch")
         return self
 
     @property

@@ -13,7 +13,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
-from gossamer.errors import ModifierError, SparsityError
+from gossamer.errors import FieldError, ModifierError, SparsityError
 from gossamer.model import ALL_PRUNABLE
 from gossamer.modifiers.base import ParamNames, Run, register
 from gossamer.modifiers.outlook import Outlook
@@ -63,15 +63,17 @@ class LevelPruningModifier(PruningModifier):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.end_epoch == -1:
-            raise ValueError("end_epoch: expected the epoch at which the last level ends, found -1")
+            raise FieldError("expected the epoch at which the last level ends, found -1", "end_epoch")
         if self.score_type != "magnitude" and not isinstance(self.pattern, Filter):
-            raise ValueError(f"score_type: {self.score_type} ranks whole filters; set mask_type: filter beside it")
+            raise FieldError(f"{self.score_type} ranks whole filters; set mask_type: filter beside it", "score_type")
         if isinstance(self.pattern, NM) and self.allocation in ("erk", "energy"):
-            raise ValueError(f"allocation: {self.allocation} gives layers shares that mask_type {self.mask_type} lacks")
+            raise FieldError(
+                f"{self.allocation} gives layers shares that mask_type {self.mask_type} lacks", "allocation"
+            )
         if isinstance(self.pattern, NM) and abs(self.levels[-1] - self.pattern.sparsity) > 1e-6:
-            raise ValueError(
-                f"levels: mask_type {self.mask_type} means {self.pattern.sparsity:g} in the end, "
-                f"found {self.levels[-1]:g}"
+            raise FieldError(
+                f"mask_type {self.mask_type} means {self.pattern.sparsity:g} in the end, found {self.levels[-1]:g}",
+                "levels",
             )
         return self
 
@@ -123,7 +125,7 @@ class LevelPruningModifier(PruningModifier):
         assert run.end_step is not None
         if (steps := run.end_step - run.start_step) < len(self.levels):
             raise ModifierError(
-                f"levels: {len(self.levels)} levels do not fit into {steps} steps; let it end later", "end_epoch"
+                f"{len(self.levels)} levels do not fit into {steps} steps; let it end later", "end_epoch"
             )
         self.scorer.check(run)
         return super().bind(run)

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
-from gossamer.errors import ModifierError, SparsityError
+from gossamer.errors import FieldError, ModifierError, SparsityError
 from gossamer.model import (
     ALL_PRUNABLE,
     embedding_tables,
@@ -53,10 +53,7 @@ logger = logging.getLogger("gossamer")
 
 
 def _known_pattern(value: str | list[int]) -> str | list[int]:
-    try:
-        parse_pattern(value)
-    except SparsityError as error:
-        raise ValueError(str(error)) from None
+    parse_pattern(value)
     return value
 
 
@@ -150,7 +147,7 @@ class PruningModifier(Modifier):
                 raise ModifierError(f"'{name}' holds NaN and cannot be pruned; repair the weights first", field)
             reason = self._divides_by_zero(run, name)
             if reason and name in matches.exact:
-                raise ModifierError(f"{field}: '{name}' cannot be pruned: {reason}", field)
+                raise ModifierError(f"'{name}' cannot be pruned: {reason}", field)
             if reason is None and name not in matches.exact:
                 reason = TIED if name in tables else self._spared(run, name, name == last)
                 reason = reason and f"{reason}; name it exactly to prune it"
@@ -160,17 +157,17 @@ class PruningModifier(Modifier):
                 continue
             reason = self.pattern.fits(self._rows(run, name, parameter).shape)
             if reason and name in matches.exact:
-                raise ModifierError(f"mask_type {self.mask_type} does not fit '{name}': {reason}", "mask_type")
+                raise ModifierError(f"{self.mask_type} does not fit '{name}': {reason}", "mask_type")
             if reason:
                 run.skip(name, f"mask_type {self.mask_type} does not fit: {reason}")
             else:
                 targets.append(name)
         if not targets and set(matches.names) <= set(excluded):
-            raise ModifierError("exclude: everything that params names is excluded; leave less out", "exclude")
+            raise ModifierError("everything that params names is excluded; leave less out", "exclude")
         if not targets and spared:
             raise ModifierError(f"mask_type {self.mask_type} spares all matched parameters; the last: {spared}", field)
         if not targets:
-            raise ModifierError(f"mask_type {self.mask_type} fits none of the matched parameters", "mask_type")
+            raise ModifierError(f"{self.mask_type} fits none of the matched parameters", "mask_type")
         return targets
 
     def end(self, run: Run) -> None:
@@ -309,11 +306,13 @@ class RankedPruningModifier(PruningModifier):
     @model_validator(mode="after")
     def _bounded_together(self) -> Self:
         if self.max_layer_sparsity != 1.0 and not self.global_sparsity:
-            raise ValueError("max_layer_sparsity: it bounds layers that share one threshold; set global_sparsity: true")
+            raise FieldError(
+                "it bounds layers that share one threshold; set global_sparsity: true", "max_layer_sparsity"
+            )
         lowest = self.max_layer_sparsity
         if isinstance(lowest, float) and self.goal is not None and lowest < self.goal:
-            raise ValueError(
-                f"max_layer_sparsity: expected at least the final sparsity {self.goal:g}, found {lowest:g}"
+            raise FieldError(
+                f"expected at least the final sparsity {self.goal:g}, found {lowest:g}", "max_layer_sparsity"
             )
         return self
 
@@ -350,7 +349,7 @@ class RankedPruningModifier(PruningModifier):
             try:
                 within_reach(units, self.goal, bounds)
             except SparsityError as error:
-                raise ModifierError(f"max_layer_sparsity: {error}", "max_layer_sparsity") from None
+                raise ModifierError(error.problems, "max_layer_sparsity") from None
         return targets
 
     def caps(self, run: Run) -> float | Mapping[str, float]:
@@ -366,8 +365,7 @@ class RankedPruningModifier(PruningModifier):
                 names = match(run.module, item, field="max_layer_sparsity", strict=self.params_strict)
                 if names and not set(names) & set(targets):
                     raise ModifierError(
-                        f"max_layer_sparsity: '{item}' is none of the weights that are pruned here; "
-                        "name it in params, or drop its bound",
+                        f"'{item}' is none of the weights that are pruned here; name it in params, or drop its bound",
                         "max_layer_sparsity",
                     )
                 for name in names:

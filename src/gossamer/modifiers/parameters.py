@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from gossamer.errors import ModifierError
+from gossamer.errors import FieldError, ModifierError
 from gossamer.model import match
 from gossamer.modifiers.base import (
     Modifier,
@@ -101,7 +101,7 @@ class GradualParamModifier(ParameterModifier):
     @model_validator(mode="after")
     def _ends(self) -> Self:
         if self.end_epoch == -1:
-            raise ValueError("end_epoch: expected the epoch at which final_val is reached, found -1")
+            raise FieldError("expected the epoch at which final_val is reached, found -1", "end_epoch")
         return self
 
     @property
@@ -142,7 +142,7 @@ class SetWeightDecayModifier(Modifier):
         for group in chosen_groups(run, self.param_groups):
             if "weight_decay" not in group:
                 kind = type(run.optimizer).__name__
-                raise ModifierError(f"weight_decay: {kind} has no weight decay to set", "weight_decay")
+                raise ModifierError(f"{kind} has no weight decay to set", "weight_decay")
         return []
 
     def start(self, run: Run) -> None:
@@ -164,6 +164,4 @@ def filled(run: Run, name: str, value: float | list[Any], field: str) -> Tensor:
     try:
         return torch.as_tensor(value, dtype=parameter.dtype, device=parameter.device).expand_as(parameter).clone()
     except (RuntimeError, TypeError, ValueError):
-        raise ModifierError(
-            f"{field}: the value does not fill '{name}' of shape {tuple(parameter.shape)}", field
-        ) from None
+        raise ModifierError(f"the value does not fill '{name}' of shape {tuple(parameter.shape)}", field) from None

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from gossamer.errors import ModifierError
+from gossamer.errors import FieldError, ModifierError, Problem
 from gossamer.modifiers.base import ParamName, ParamNames, Run, register
 from gossamer.modifiers.masked import EXCLUDED, PruningModifier, RankedPruningModifier, Sparsity, logger
 from gossamer.modifiers.outlook import Outlook
@@ -69,31 +69,32 @@ class GMPruningModifier(RankedPruningModifier):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.end_epoch == -1:
-            raise ValueError("end_epoch: expected the epoch at which the final sparsity is reached, found -1")
+            raise FieldError("expected the epoch at which the final sparsity is reached, found -1", "end_epoch")
         if self.phased:
-            raise ValueError("phased: true is not supported; use ACDCPruningModifier for alternating phases")
+            raise FieldError("true is not supported; use ACDCPruningModifier for alternating phases", "phased")
         if self.score_type in FILTER_KINDS and not isinstance(self.pattern, Filter):
-            raise ValueError(
-                f"score_type: {self.score_type} ranks whole filters and needs mask_type filter, found "
-                f"{self.mask_type!r}; set mask_type: filter, or score_type: magnitude"
+            raise FieldError(
+                f"{self.score_type} ranks whole filters and needs mask_type filter, found "
+                f"{self.mask_type!r}; set mask_type: filter, or score_type: magnitude",
+                "score_type",
             )
         if self.permute and not (isinstance(self.pattern, NM) and self.pattern.permutable):
-            raise ValueError(f"permute: expected mask_type N:M, as in 2:4, beside it, found {self.mask_type!r}")
+            raise FieldError(f"expected mask_type N:M, as in 2:4, beside it, found {self.mask_type!r}", "permute")
         if isinstance(self.final_sparsity, dict):
             if self.params:
-                raise ValueError("params: expected none beside a final_sparsity that lists its own, found both")
+                raise FieldError("expected none beside a final_sparsity that lists its own, found both", "params")
             if self.global_sparsity:
-                raise ValueError("global_sparsity: one global threshold contradicts a final_sparsity per layer")
+                raise FieldError("one global threshold contradicts a final_sparsity per layer", "global_sparsity")
             if not self.final_sparsity:
-                raise ValueError("final_sparsity: expected a number or {sparsity: [params]}, found an empty mapping")
+                raise FieldError("expected a number or {sparsity: [params]}, found an empty mapping", "final_sparsity")
         elif not self.params:
-            raise ValueError("params: expected the parameters to prune, found none")
+            raise FieldError("expected the parameters to prune, found none", "params")
         if isinstance(self.pattern, NM):
             finals = self.final_sparsity if isinstance(self.final_sparsity, dict) else [self.final_sparsity]
             for final in finals:
                 if abs(final - self.pattern.sparsity) > 1e-6:
-                    raise ValueError(
-                        f"final_sparsity: mask_type {self.mask_type} means {self.pattern.sparsity:g}, found {final:g}"
+                    raise FieldError(
+                        f"mask_type {self.mask_type} means {self.pattern.sparsity:g}, found {final:g}", "final_sparsity"
                     )
         return self
 
@@ -161,9 +162,9 @@ class GMPruningModifier(RankedPruningModifier):
         """How many gradients of a weight are kept."""
         return MFAC.num_grads
 
-    def warnings(self) -> list[str]:
-        ignored = ["epsilon has no effect in Gossamer: counts are exact"] if self.epsilon is not None else []
-        return super().warnings() + ignored
+    def warnings(self) -> list[Problem]:
+        ignored = Problem("has no effect in Gossamer: counts are exact", ("epsilon",))
+        return super().warnings() + [ignored] * (self.epsilon is not None)
 
     def sparsity_at(self, epoch: float) -> float | None:
         final = self.final_sparsity
@@ -194,7 +195,7 @@ class GMPruningModifier(RankedPruningModifier):
         for sparsity, wanted in self.final_sparsity.items():
             for name in self.bind_params(run, wanted, "final_sparsity"):
                 if finals.setdefault(name, sparsity) != sparsity:
-                    raise ModifierError(f"final_sparsity: '{name}' is listed at two sparsities", "final_sparsity")
+                    raise ModifierError(f"'{name}' is listed at two sparsities", "final_sparsity")
         run.plan["final"] = finals
         self.bind_filters(run, list(finals))
         return list(finals)

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from gossamer.errors import GossamerError, ModifierError
+from gossamer.errors import FieldError, GossamerError, Key, ModifierError, Problem
 from gossamer.model import named_modules, prunable
 from gossamer.model.weights import check_values
 from gossamer.modifiers.base import Modifier, Run, register, to_step
@@ -76,24 +76,24 @@ class QuantizationModifier(Modifier):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.end_epoch != -1:
-            raise ValueError(
-                f"end_epoch: quantization cannot be switched off again; expected -1, found {self.end_epoch:g}"
+            raise FieldError(
+                f"quantization cannot be switched off again; expected -1, found {self.end_epoch:g}", "end_epoch"
             )
         if self.tensorrt and self.scheme not in (None, "tensorrt"):
-            raise ValueError(f"tensorrt: true contradicts scheme {self.scheme!r}; drop one of the two")
+            raise FieldError(f"true contradicts scheme {self.scheme!r}; drop one of the two", "tensorrt")
         if self.scheme is not None:
             older = {"activation_bits", "weight_bits"} & self.model_fields_set
             if older and isinstance(self.scheme, dict):
                 field = min(older)
-                raise ValueError(f"{field}: the scheme says num_bits itself; drop one of the two")
+                raise FieldError("the scheme says num_bits itself; drop one of the two", field)
         for field in ("disable_quantization_observer_epoch", "freeze_bn_stats_epoch"):
             epoch = getattr(self, field)
             if epoch is not None and -1 < epoch < self.start_epoch:
-                raise ValueError(f"{field} {epoch:g} lies before start_epoch {self.start_epoch:g}")
+                raise FieldError(f"{epoch:g} lies before start_epoch {self.start_epoch:g}", field)
         try:
             _ = self.rules
         except ModifierError as error:
-            raise ValueError(str(error)) from None
+            raise FieldError(error.problems) from None
         return self
 
     @property
@@ -127,32 +127,36 @@ class QuantizationModifier(Modifier):
         if weights is not None and self.reduce_range is not None:
             weights = replace(weights, reduced=self.reduce_range)
             if weights.bounds[1] < 1:
-                raise ModifierError(f"reduce_range: weight_bits {weights.bits} cannot be reduced; drop one of the two")
+                raise ModifierError(
+                    f"weight_bits {weights.bits} cannot be reduced; drop one of the two", "reduce_range"
+                )
         return replace(scheme, inputs=inputs, weights=weights, before_curves=self.quantize_conv_activations)
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Problem]:
         idle = {
             "model_fuse_fn_name": "nothing has to be fused beforehand",
             "model_fuse_fn_kwargs": "nothing has to be fused beforehand",
             "activation_qconfig_kwargs": "use scheme",
             "weight_qconfig_kwargs": "use scheme",
         }
-        told = [
-            f"{field} has no effect in Gossamer: {why}"
+        problems = [
+            Problem(f"has no effect in Gossamer: {why}", (field,))
             for field, why in idle.items()
             if getattr(self, field) is not None
         ]
-        schemes: list[Any] = [self.scheme, *(self.scheme_overrides or {}).values()]
-        if any(_asymmetric_weights(scheme) for scheme in schemes):
-            told.append("weights: symmetric: false has no effect in Gossamer: weights are symmetric, so that 0 is 0")
-        return super().warnings() + told
+        schemes: dict[Key, Any] = {("scheme",): self.scheme}
+        schemes |= {("scheme_overrides", name): scheme for name, scheme in (self.scheme_overrides or {}).items()}
+        message = "false has no effect in Gossamer: weights are symmetric, so that 0 is 0"
+        asymmetric = [key for key, scheme in schemes.items() if _asymmetric_weights(scheme)]
+        problems += [Problem(message, (*key, "weights", "symmetric")) for key in asymmetric]
+        return super().warnings() + problems
 
     def bind(self, run: Run) -> list[str]:
         rules = self.rules
         try:
             check_values(run.module, "model")
         except GossamerError as error:
-            raise ModifierError(str(error)) from None
+            raise ModifierError(error.problems) from None
         for path, layer in named_modules(run.module):
             if isinstance(layer, torch.jit.ScriptModule):
                 run.skip(path, "it is compiled by TorchScript, so that nothing can be rounded inside it")

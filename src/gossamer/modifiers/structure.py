@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor, nn
 
-from gossamer.errors import ModifierError, nearest
+from gossamer.errors import FieldError, ModifierError, Problem, nearest
 from gossamer.model import ALL_PRUNABLE, get_module, layer_path, match, named_modules, named_parameters, prunable
 from gossamer.model.parameters import hint
 from gossamer.model.regex import PREFIX, matching
@@ -52,23 +52,21 @@ class StructuredPruningModifier(GMPruningModifier):
     @model_validator(mode="after")
     def _layer_by_layer(self) -> Self:
         if self.param_groups and self.global_sparsity:
-            raise ValueError("param_groups: groups share one mask and cannot be ranked against other layers")
+            raise FieldError("groups share one mask and cannot be ranked against other layers", "param_groups")
         return self
 
     def bind_filters(self, run: Run, targets: Sequence[str]) -> None:
         groups = [match(run.module, names, field="param_groups") for names in self.param_groups]
         repeated = [name for name, count in Counter(name for group in groups for name in group).items() if count > 1]
         if repeated:
-            raise ModifierError(f"param_groups: '{repeated[0]}' stands in two groups; join them", "param_groups")
+            raise ModifierError(f"'{repeated[0]}' stands in two groups; join them", "param_groups")
         for group in groups:
             if missing := [name for name in group if name not in targets]:
-                raise ModifierError(f"param_groups: '{missing[0]}' is not among params", "param_groups")
+                raise ModifierError(f"'{missing[0]}' is not among params", "param_groups")
             counts = {name: self._units(run, name) for name in group}
             if len(set(counts.values())) > 1:
                 shown = ", ".join(f"{name} has {count}" for name, count in counts.items())
-                raise ModifierError(
-                    f"param_groups: one group needs as many {self.mask_type}s everywhere: {shown}", "param_groups"
-                )
+                raise ModifierError(f"one group needs as many {self.mask_type}s everywhere: {shown}", "param_groups")
         run.plan["groups"] = groups
         super().bind_filters(run, targets)
 
@@ -99,7 +97,7 @@ class LayerPruningModifier(Modifier):
                 hits = [item] if item in names else []
             if not hits:
                 close = hint(item, names, [ALL_PRUNABLE], whole=True) or nearest(item, names)
-                raise ModifierError(f"layers: '{item}' matches none of {len(names)} modules{close}", "layers")
+                raise ModifierError(f"'{item}' matches none of {len(names)} modules{close}", "layers")
             found += hits
         return [name for name in dict.fromkeys(found) if not any(name.startswith(f"{other}.") for other in found)]
 
@@ -186,11 +184,11 @@ class LayerThinningModifier(Modifier):
     @model_validator(mode="after")
     def _for_good(self) -> Self:
         if self.end_epoch != -1:
-            raise ValueError("end_epoch: what is removed does not come back; leave it out")
+            raise FieldError("what is removed does not come back; leave it out", "end_epoch")
         early = [epoch for epoch in self.update_epochs if not epoch > self.start_epoch]
         if early:
-            raise ValueError(
-                f"update_epochs: expected epochs after start_epoch {self.start_epoch:g}, found {early[0]:g}"
+            raise FieldError(
+                f"expected epochs after start_epoch {self.start_epoch:g}, found {early[0]:g}", "update_epochs"
             )
         return self
 
@@ -202,10 +200,11 @@ class LayerThinningModifier(Modifier):
     def removal_epochs(self) -> Sequence[float]:
         return self.start_epoch, *self.update_epochs
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Problem]:
         if self.param_group_dependency_map is None:
             return super().warnings()
-        return [*super().warnings(), "param_group_dependency_map has no effect: dependencies are found in the model"]
+        message = "has no effect: dependencies are found in the model"
+        return [*super().warnings(), Problem(message, ("param_group_dependency_map",))]
 
     def shifted(self, epochs: float) -> Self:
         later = [epoch + epochs for epoch in self.update_epochs]

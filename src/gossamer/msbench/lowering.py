@@ -5,21 +5,22 @@ Nothing here knows a model; `schedulers.py` attaches what comes out to one.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar, cast
 
 from pydantic import ValidationError
 from torch import Tensor
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, Problem
 from gossamer.model import ALL_PRUNABLE
 from gossamer.modifiers import EpochRangeModifier, LevelPruningModifier, Modifier, STRPruningModifier
 from gossamer.msbench import generators, selection, sparsers
-from gossamer.msbench.config import NAME, Config, complaint, sentence
+from gossamer.msbench.config import NAME, Config
 from gossamer.msbench.generators import MaskGenerator
 from gossamer.recipe import Recipe
+from gossamer.validation import problems_of
 
 M = TypeVar("M", bound=Modifier)
 LEVEL_ARGUMENTS = {
@@ -131,8 +132,16 @@ def told_of_config() -> Generator[None]:
     try:
         yield
     except GossamerError as error:
-        lines = [re.sub(rf"^({NAME}(:\d+)?: )?", f"{NAME}: ", line) for line in str(error).splitlines()]
-        raise GossamerError("\n".join(line.replace(": exclude:", ": no_prune_layer:") for line in lines)) from error
+        raise GossamerError([_of_config(problem) for problem in error.problems]) from error
+
+
+def _of_config(problem: Problem) -> Problem:
+    """A problem of a modifier as one of the config that it was made of."""
+    if problem.message.startswith(f"{NAME}: "):
+        return problem
+    field = problem.key[1:] if problem.location else problem.key
+    key = (_EXCLUDED_BY.get(str(field[0]), field[0]), *field[1:]) if field else ()
+    return replace(problem, message=f"{NAME}: {replace(problem, key=key, location=None)}", key=(), location=None)
 
 
 def made(kind: type[M], fields: Mapping[str, Any], names: Mapping[str, str]) -> M:
@@ -140,12 +149,14 @@ def made(kind: type[M], fields: Mapping[str, Any], names: Mapping[str, str]) -> 
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        told: list[str] = []
-        for details in error.errors(include_url=False):
-            field = str(details["loc"][0]) if details["loc"] else ""
-            place = f"{names.get(field, _EXCLUDED_BY.get(field, field))}: " if field else ""
-            told.append(f"{NAME}: {place}{sentence([details], fields.get(field)) if field else complaint(details)}")
-        raise GossamerError("\n".join(told)) from None
+        problems = problems_of(error, fields, kind)
+        raise GossamerError(f"{NAME}: {_renamed(problem, {**_EXCLUDED_BY, **names})}" for problem in problems) from None
+
+
+def _renamed(problem: Problem, names: Mapping[str, str]) -> Problem:
+    """The problem with the argument that a field came from in place of the field."""
+    first, *inner = (*problem.key, "")
+    return replace(problem, key=(names.get(str(first), first), *inner[:-1])) if problem.key else problem
 
 
 class GeneratedLevels(LevelPruningModifier):

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from gossamer.errors import GossamerError
 from gossamer.recipe.nodes import MAX_DEPTH, MAX_NODES, check_tags, compose
-from gossamer.recipe.source import Problems, open_source
+from gossamer.recipe.source import SourceProblems, open_source
 from gossamer.recipe.values import unevaluated
 
 _PYTHON = (".py",)
@@ -25,7 +25,7 @@ def read_config(path: Path) -> dict[str, Any]:
         return _from_python(path, source.text)
     if path.suffix not in _DATA:
         raise GossamerError(f"{path}: expected a file that ends in {', '.join((*_DATA, *_PYTHON))}")
-    problems = Problems(source)
+    problems = SourceProblems(source)
     root = compose(source, problems, what="config")
     check_tags(root, problems, known=frozenset())
     found = unevaluated(root, problems)

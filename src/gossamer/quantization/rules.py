@@ -54,7 +54,7 @@ class Rules:
             found[path] = scheme
         if all(scheme is None for path, scheme in found.items() if path or len(found) == 1):
             field = "scheme_overrides" if self.overrides and not self.ignore else "ignore"
-            raise ModifierError(f"{field}: everything is left out, nothing would be quantized; leave less out", field)
+            raise ModifierError("everything is left out, nothing would be quantized; leave less out", field)
         return found
 
     def idle(self, module: nn.Module) -> list[tuple[str, str]]:
@@ -84,7 +84,7 @@ class Rules:
         for name in self.submodules:
             if name not in names:
                 close = nearest(name, names) or ""
-                raise ModifierError(f"submodules: '{name}' is no module of the model{close}", "submodules")
+                raise ModifierError(f"'{name}' is no module of the model{close}", "submodules")
 
 
 def _within(path: str, name: str) -> bool:

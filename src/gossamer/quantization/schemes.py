@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from gossamer.errors import ModifierError, nearest
+from gossamer.errors import Key, ModifierError, nearest
 
 BITS = range(2, 17)
 
@@ -75,10 +75,10 @@ def scheme_of(given: Any, field: str, base: Scheme = SCHEMES["default"]) -> Sche
         if name not in SCHEMES:
             known = [*SCHEMES, *_ALIASES]
             close = nearest(given, known) or f"; known: {', '.join(known)}"
-            raise ModifierError(f"{field}: unknown scheme '{given}'{close}", field)
+            raise ModifierError(f"unknown scheme '{given}'{close}", field)
         return replace(SCHEMES[name], before_curves=base.before_curves)
     if not isinstance(given, Mapping):
-        raise ModifierError(f"{field}: expected the name of a scheme or a mapping, found {given!r}", field)
+        raise ModifierError(f"expected the name of a scheme or a mapping, found {given!r}", field)
     parts = {"input_activations": "inputs", "weights": "weights", "output_activations": "outputs"}
     defaults = {"inputs": _ACTIVATIONS, "weights": SCHEMES["default"].weights, "outputs": _ACTIVATIONS}
     entries = cast(Mapping[str, Any], given)
@@ -87,8 +87,8 @@ def scheme_of(given: Any, field: str, base: Scheme = SCHEMES["default"]) -> Sche
         if key == "target_hardware":
             continue
         if key not in parts:
-            raise ModifierError(f"{field}: unknown key '{key}'{nearest(str(key), parts)}; {_EXPECTED}", field)
-        numbers = _numbers(value, f"{field}: {key}", field, getattr(scheme, parts[key]) or defaults[parts[key]])
+            raise ModifierError(f"unknown key '{key}'{nearest(str(key), parts)}; {_EXPECTED}", field)
+        numbers = _numbers(value, (field, key), getattr(scheme, parts[key]) or defaults[parts[key]])
         scheme = replace(scheme, **{parts[key]: numbers})
     return scheme
 
@@ -96,11 +96,11 @@ def scheme_of(given: Any, field: str, base: Scheme = SCHEMES["default"]) -> Sche
 _EXPECTED = "expected input_activations, weights or output_activations, each with num_bits and symmetric, or null"
 
 
-def _numbers(given: Any, where: str, field: str, base: Numbers | None) -> Numbers | None:
+def _numbers(given: Any, path: Key, base: Numbers | None) -> Numbers | None:
     if given is None:
         return None
     if not isinstance(given, Mapping):
-        raise ModifierError(f"{where}: expected a mapping with num_bits and symmetric, or null, found {given!r}", field)
+        raise ModifierError(f"expected a mapping with num_bits and symmetric, or null, found {given!r}", *path)
     numbers = base or Numbers()
     entries = cast(Mapping[str, Any], given)
     for key, value in entries.items():
@@ -109,7 +109,7 @@ def _numbers(given: Any, where: str, field: str, base: Numbers | None) -> Number
                 numbers = replace(numbers, bits=value)
             case "symmetric" if isinstance(value, bool):
                 # Weights are symmetric always: zeros stay zeros and batch norm can be folded without loss.
-                numbers = replace(numbers, symmetric=value or where.endswith("weights"))
+                numbers = replace(numbers, symmetric=value or path[-1] == "weights")
             case "reduce_range" if isinstance(value, bool):
                 numbers = replace(numbers, reduced=value)
             case "strategy" if value in ("channel", "tensor"):
@@ -117,16 +117,16 @@ def _numbers(given: Any, where: str, field: str, base: Numbers | None) -> Number
             case "kwargs" | "dtype":
                 continue
             case "num_bits":
-                raise ModifierError(f"{where}: num_bits: expected a whole number from 2 to 16, found {value!r}", field)
+                raise ModifierError(f"expected a whole number from 2 to 16, found {value!r}", *path, key)
             case "strategy":
-                raise ModifierError(f"{where}: strategy: expected channel or tensor, found {value!r}", field)
+                raise ModifierError(f"expected channel or tensor, found {value!r}", *path, key)
             case "symmetric" | "reduce_range":
-                raise ModifierError(f"{where}: {key}: expected true or false, found {value!r}", field)
+                raise ModifierError(f"expected true or false, found {value!r}", *path, key)
             case _:
                 known = ("num_bits", "symmetric", "strategy", "reduce_range")
-                raise ModifierError(f"{where}: unknown key '{key}'{nearest(str(key), known)}", field)
+                raise ModifierError(f"unknown key '{key}'{nearest(str(key), known)}", *path)
     if "reduce_range" not in entries:
         numbers = replace(numbers, reduced=numbers.reduced and numbers.bits == 8)
     if numbers.bounds[1] < 1:
-        raise ModifierError(f"{where}: reduce_range: {numbers.bits} bits cannot be reduced; drop it", field)
+        raise ModifierError(f"{numbers.bits} bits cannot be reduced; drop it", *path, "reduce_range")
     return numbers

@@ -18,7 +18,7 @@ from gossamer.recipe.loading import distinct_name, outline_of
 from gossamer.recipe.nodes import AliasNode, ListNode, MapNode, Node, Pair, ScalarNode, content_start, pairs, target
 from gossamer.recipe.outline import Written
 from gossamer.recipe.scalars import entry, inline, plain_data
-from gossamer.recipe.source import Problems, Source
+from gossamer.recipe.source import Source, SourceProblems
 from gossamer.recipe.values import mentioned
 from gossamer.recipe.writing import entry_head, item_lines, list_lines
 
@@ -71,7 +71,7 @@ def set_field(source: Source, index: int, field: str, value: object) -> Source:
     value = plain_data(value)
     if not isinstance(body, MapNode):
         return _applied(source, [_first_field(source.text, written, {field: value})])
-    problems = Problems(source)
+    problems = SourceProblems(source)
     own = {pair.key: pair for pair in pairs(body, problems)}
     if field in own and not own[field].merged:
         return _applied(source, [_replaced(source.text, own[field], value)])
@@ -91,7 +91,7 @@ def set_metadata(source: Source, metadata: object) -> Source:
         return _applied(
             source, [_Edit(line_start, line_start, "modifiers:\n"), _Edit(end, end, "\n\n" + "\n".join(lines))]
         )
-    own = {pair.key: pair for pair in pairs(root, Problems(source)) if not pair.merged}
+    own = {pair.key: pair for pair in pairs(root, SourceProblems(source)) if not pair.merged}
     if "metadata" in own:
         return _applied(source, [_replaced(source.text, own["metadata"], value)])
     return _applied(source, [_appended(source.text, root, "metadata", value)])
@@ -107,7 +107,7 @@ def add_modifiers(source: Source, modifiers: Sequence[Modifier]) -> Source:
     if isinstance(root, ListNode):
         lines = item_lines(modifiers, _column(text, content_start(text, root)))
         return _applied(source, [_Edit(end, end, "\n" + "\n".join(lines))])
-    keys = {str(pair.key) for pair in pairs(root, Problems(source))}
+    keys = {str(pair.key) for pair in pairs(root, SourceProblems(source))}
     indent = _column(text, root.entries[0][0].start)
     if parts.is_staged:
         stage = entry_head(distinct_name("added_stage", keys), indent)

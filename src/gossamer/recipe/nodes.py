@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
@@ -24,9 +24,9 @@ from ruamel.yaml.events import (
     SequenceStartEvent,
 )
 
-from gossamer.errors import RecipeError, nearest
+from gossamer.errors import Location, RecipeError, nearest
 from gossamer.recipe.scalars import scalar_value
-from gossamer.recipe.source import Problems, Source
+from gossamer.recipe.source import Source, SourceProblems
 
 MAX_NODES = 50_000
 """A recipe is refused when it has more values than this, aliases written out."""
@@ -128,11 +128,11 @@ def content_start(text: str, node: Node) -> int:
     return properties.end() if properties and not isinstance(node, AliasNode) else node.start
 
 
-def compose(source: Source, problems: Problems, *, what: str = "recipe") -> Node:
+def compose(source: Source, problems: SourceProblems, *, what: str = "recipe") -> Node:
     """The tree of the source's only YAML document; `what` it is called in messages."""
     composer = _Composer(source, problems, what)
     if long_tag := _LONG_TAG.search(source.text, source.start, source.end):
-        raise problems.fail(long_tag.end() - MAX_TAG - 1, f"expected a tag of at most {MAX_TAG} characters")
+        problems.fail_at(long_tag.end() - MAX_TAG - 1, f"expected a tag of at most {MAX_TAG} characters")
     try:
         library: Any = YAML(typ="safe", pure=True)
         for event in library.parse(source.yaml):
@@ -140,17 +140,17 @@ def compose(source: Source, problems: Problems, *, what: str = "recipe") -> Node
     except RecipeError:
         raise
     except YAMLError as error:
-        raise _syntax_error(error, source, problems) from None
+        _fail_syntax(error, source, problems)
     except _PARSER_FAULTS as error:
-        raise problems.fail(composer.reached, f"not valid YAML behind this place: {error}") from None
+        problems.fail_at(composer.reached, f"not valid YAML behind this place: {error}")
     if composer.root is None or isinstance(composer.root, ScalarNode):
         found = "nothing" if composer.root is None or composer.root.is_empty else "a single value"
         wanted = "a list of modifiers" if what == "recipe" else "a mapping"
-        raise problems.fail(source.start, f"expected {wanted}, found {found}; the {what} is empty or text")
+        problems.fail_at(source.start, f"expected {wanted}, found {found}; the {what} is empty or text")
     return composer.root
 
 
-def constructed(node: ScalarNode, problems: Problems) -> object:
+def constructed(node: ScalarNode, problems: SourceProblems) -> object:
     """The value of a scalar, after its quotes and its core tag; other tags are reported elsewhere."""
     if node.tag is None:
         return _number_checked(node, problems) if node.plain else node.text
@@ -158,40 +158,40 @@ def constructed(node: ScalarNode, problems: Problems) -> object:
         return node.text
     kind = node.tag.removeprefix(_CORE)
     if kind in ("seq", "map", "merge"):
-        problems.add(node.start, f"expected text or a number, found the tag '!!{kind}'")
+        problems.at(node.start, f"expected text or a number, found the tag '!!{kind}'")
         return node.text
     if kind == "str":
         return node.text
     value = _number_checked(node, problems)
     fits = {"int": type(value) is int, "float": type(value) in (int, float), "bool": type(value) is bool}
     if not fits.get(kind, value is None):
-        problems.add(node.start, f"expected !!{kind}, found {node.text!r}")
+        problems.at(node.start, f"expected !!{kind}, found {node.text!r}")
         return value
     return float(value) if kind == "float" and isinstance(value, int) else value
 
 
-def _number_checked(node: ScalarNode, problems: Problems) -> object:
+def _number_checked(node: ScalarNode, problems: SourceProblems) -> object:
     try:
         return scalar_value(node.text)
     except ValueError:
-        problems.add(node.start, f"expected a number, found one of {len(node.text)} digits")
+        problems.at(node.start, f"expected a number, found one of {len(node.text)} digits")
         return 0
 
 
-def pairs(node: MapNode, problems: Problems) -> list[Pair]:
+def pairs(node: MapNode, problems: SourceProblems) -> list[Pair]:
     """The entries of a mapping, of a repeated key the last; merge keys applied, own keys first."""
     own: dict[object, Pair] = {}
     merges: list[Node] = []
     for key_node, value in node.entries:
         key = target(key_node)
         if not isinstance(key, ScalarNode):
-            problems.add(key_node.start, "expected a name as key, found a list or mapping")
+            problems.at(key_node.start, "expected a name as key, found a list or mapping")
         elif (key.plain and key.text == "<<") or key.tag == _CORE + "merge":
             if merges:
-                problems.add(key_node.start, "the key '<<' stands twice in one mapping")
+                problems.at(key_node.start, "the key '<<' stands twice in one mapping")
             merges.append(value)
         elif modifier_tag(key):
-            problems.add(key_node.start, f"expected a name as key, found the tag '{key.tag}'")
+            problems.at(key_node.start, f"expected a name as key, found the tag '{key.tag}'")
         else:
             name = constructed(key, problems)
             if name in own:
@@ -203,23 +203,23 @@ def pairs(node: MapNode, problems: Problems) -> list[Pair]:
     return list(own.values())
 
 
-def _repeated(name: object, first: Pair, again: Node, problems: Problems) -> None:
+def _repeated(name: object, first: Pair, again: Node, problems: SourceProblems) -> None:
     """Real recipes repeat keys, and the last one counts; but modifiers must not get lost like that."""
-    line = problems.line(first.key_node.start)
+    line = problems.location(first.key_node.start).line
     if isinstance(name, str) and "modifiers" in name:
-        problems.add(again.start, f"the key '{name}' stands in line {line} already; give each list its own name")
+        problems.at(again.start, f"the key '{name}' stands in line {line} already; give each list its own name")
     else:
         problems.note(again.start, f"the key {name!r} stands in line {line} already; this one counts")
 
 
-def check_tags(node: Node, problems: Problems, *, known: frozenset[str]) -> None:
+def check_tags(node: Node, problems: SourceProblems, *, known: frozenset[str]) -> None:
     """Report every tag below `node`: nothing outside a modifier list may carry one."""
     for inner in walk(node):
         name = modifier_tag(inner)
         if name and (name in known or name.endswith("Modifier")):
-            problems.add(inner.start, f"the modifier '!{name}' must stand in a list whose key contains 'modifiers'")
+            problems.at(inner.start, f"the modifier '!{name}' must stand in a list whose key contains 'modifiers'")
         elif name:
-            problems.add(inner.start, f"unknown tag '!{name}'{nearest(name, known)}")
+            problems.at(inner.start, f"unknown tag '!{name}'{nearest(name, known)}")
 
 
 def walk(node: Node) -> Iterator[ScalarNode | ListNode | MapNode]:
@@ -236,14 +236,14 @@ def walk(node: Node) -> Iterator[ScalarNode | ListNode | MapNode]:
             waiting.extend(part for both in inner.entries for part in both)
 
 
-def _merged(value: Node, problems: Problems) -> Iterator[Pair]:
+def _merged(value: Node, problems: SourceProblems) -> Iterator[Pair]:
     found = target(value)
     for part in found.items if isinstance(found, ListNode) else [value]:
         mapping = target(part)
         if isinstance(mapping, MapNode):
             yield from (Pair(pair.key, pair.key_node, pair.value, True) for pair in pairs(mapping, problems))
         else:
-            problems.add(part.start, "expected a mapping, or a list of mappings, behind '<<'")
+            problems.at(part.start, "expected a mapping, or a list of mappings, behind '<<'")
 
 
 def _placed(key: ScalarNode, written: Node) -> ScalarNode:
@@ -253,22 +253,22 @@ def _placed(key: ScalarNode, written: Node) -> ScalarNode:
     return ScalarNode(key.text, key.plain, key.tag, None, written.start, written.end)
 
 
-def _syntax_error(error: YAMLError, source: Source, problems: Problems) -> RecipeError:
+def _fail_syntax(error: YAMLError, source: Source, problems: SourceProblems) -> NoReturn:
     if not isinstance(error, MarkedYAMLError):
-        return RecipeError(f"{source.name}: not valid YAML: {' '.join(str(error).split())}")
+        problems.fail(f"not valid YAML: {error}", location=Location(source.name))
     marked: Any = error
     mark: Any = marked.problem_mark or marked.context_mark
     index: int = source.start + (mark.index if mark else 0)
     reason = ": ".join(str(part) for part in (marked.context, marked.problem) if part)
     if source.text[index : index + 1] == "\t":
         reason += "; YAML is indented by spaces, not by tabs"
-    return problems.fail(min(index, len(source.text)), f"not valid YAML: {reason}")
+    problems.fail_at(min(index, len(source.text)), f"not valid YAML: {reason}")
 
 
 class _Composer:
     """Takes events one by one; holds the collections that are still open."""
 
-    def __init__(self, source: Source, problems: Problems, what: str) -> None:
+    def __init__(self, source: Source, problems: SourceProblems, what: str) -> None:
         self.root: Node | None = None
         self._what = what
         self.reached = source.start
@@ -288,7 +288,7 @@ class _Composer:
         elif kind is ScalarEvent:
             if surrogate := _SURROGATE.search(event.value):
                 found = f"half of a character, U+{ord(surrogate[0]):04X}"
-                raise self._problems.fail(start, f"expected text, found {found}; write the character itself")
+                self._problems.fail_at(start, f"expected text, found {found}; write the character itself")
             node = ScalarNode(event.value, event.style is None, self._tag(event, start), event.anchor, start, end)
             if event.style in ("|", ">"):
                 node.end = start + len(self._source.text[start:end].rstrip())
@@ -302,30 +302,28 @@ class _Composer:
         elif kind is DocumentStartEvent:
             self._documents += 1
             if self._documents > 1:
-                raise self._problems.fail(start, "expected one YAML document, found another behind it")
+                self._problems.fail_at(start, "expected one YAML document, found another behind it")
 
     def _tag(self, event: Any, start: int) -> str | None:
         tag: str | None = event.tag
-        if tag is None or tag in _CORE_TAGS or tag.startswith("!"):
-            return tag
-        shown = tag.replace(_CORE, "!!")
-        raise self._problems.fail(start, f"the tag '{shown}' is not allowed in a {self._what}")
+        if tag is not None and tag not in _CORE_TAGS and not tag.startswith("!"):
+            shown = tag.replace(_CORE, "!!")
+            self._problems.fail_at(start, f"the tag '{shown}' is not allowed in a {self._what}")
+        return tag
 
     def _alias(self, name: str, start: int, end: int) -> AliasNode:
         if any(node.anchor == name for node in self._open):
-            raise self._problems.fail(start, f"the alias '*{name}' refers to the value it stands in")
+            self._problems.fail_at(start, f"the alias '*{name}' refers to the value it stands in")
         found = self._anchors.get(name)
         if found is None:
-            raise self._problems.fail(
-                start, f"no anchor '&{name}' stands before '*{name}'{nearest(name, self._anchors)}"
-            )
+            self._problems.fail_at(start, f"no anchor '&{name}' stands before '*{name}'{nearest(name, self._anchors)}")
         return AliasNode(name, found, start, end, found.size, found.height)
 
     def _begin(self, node: ListNode | MapNode) -> None:
         self._open.append(node)
         self._keys.append(None)
         if len(self._open) > MAX_DEPTH:
-            raise self._problems.fail(node.start, f"nested more than {MAX_DEPTH} levels deep")
+            self._problems.fail_at(node.start, f"nested more than {MAX_DEPTH} levels deep")
 
     def _finish(self, end: int) -> None:
         node = self._open.pop()
@@ -345,7 +343,7 @@ class _Composer:
         parent.height = max(parent.height, node.height + 1)
         if parent.size > MAX_NODES or parent.height > MAX_DEPTH:
             what = f"more than {MAX_NODES:,} values" if parent.size > MAX_NODES else f"over {MAX_DEPTH} levels"
-            raise self._problems.fail(node.start, f"the {self._what} has {what} when its aliases are written out")
+            self._problems.fail_at(node.start, f"the {self._what} has {what} when its aliases are written out")
         if isinstance(parent, ListNode):
             if isinstance(node, ScalarNode) and node.is_empty and node.tag is None and node.anchor is None:
                 node.start = node.end = max(self._source.text.rfind("-", 0, node.start) + 1, parent.start)

@@ -23,7 +23,7 @@ from gossamer.recipe.nodes import (
     target,
     walk,
 )
-from gossamer.recipe.source import Problems
+from gossamer.recipe.source import SourceProblems
 
 _EXPECTED_ITEM = "expected a modifier such as '- !EpochRangeModifier' with its fields indented below"
 
@@ -66,14 +66,14 @@ class Outline:
         return [written for section in self.sections for written in section.modifiers]
 
 
-def outline(root: Node, problems: Problems) -> Outline:
+def outline(root: Node, problems: SourceProblems) -> Outline:
     """Sort everything at the top of the file, and everything inside each stage."""
     found = target(root)
     if isinstance(found, ScalarNode):
-        raise problems.fail(found.start, "expected a list of modifiers, found a single value")
+        problems.fail_at(found.start, "expected a list of modifiers, found a single value")
     result = Outline(found)
     if name := modifier_tag(found):
-        problems.add(
+        problems.at(
             found.start, f"the modifier '!{name}' stands alone; expected it in a list, '- !{name}', below 'modifiers:'"
         )
     elif isinstance(found, ListNode):
@@ -81,17 +81,17 @@ def outline(root: Node, problems: Problems) -> Outline:
     else:
         for pair in pairs(found, problems):
             _sort_root(pair, result, problems)
-    if not result.modifiers and not problems.any:
+    if not result.modifiers and not problems:
         message = "the recipe holds no modifiers; expected a list of them below a key such as 'modifiers:'"
-        raise problems.fail(found.start, message)
+        problems.fail_at(found.start, message)
     return result
 
 
-def _sort_root(pair: Pair, result: Outline, problems: Problems) -> None:
+def _sort_root(pair: Pair, result: Outline, problems: SourceProblems) -> None:
     value = target(pair.value)
     name = pair.key
     if not isinstance(name, str):
-        problems.add(pair.key_node.start, f"expected a name, found {name!r}")
+        problems.at(pair.key_node.start, f"expected a name, found {name!r}")
     elif name == "metadata":
         check_tags(pair.value, problems, known=_known())
         result.metadata = pair.value
@@ -111,12 +111,12 @@ def _sort_root(pair: Pair, result: Outline, problems: Problems) -> None:
             result.sections.append(section)
 
 
-def _sort_inside(pair: Pair, section: Section, result: Outline, problems: Problems) -> None:
+def _sort_inside(pair: Pair, section: Section, result: Outline, problems: SourceProblems) -> None:
     """Put one entry of the root or of a stage where it belongs."""
     value = target(pair.value)
     name = pair.key
     if not isinstance(name, str):
-        problems.add(pair.key_node.start, f"expected a name, found {name!r}")
+        problems.at(pair.key_node.start, f"expected a name, found {name!r}")
     elif not _is_list_of_modifiers(name, value):
         _check_misplaced(pair, problems)
         section.variables[name] = pair
@@ -134,7 +134,7 @@ def _is_list_of_modifiers(name: str, value: ScalarNode | ListNode | MapNode) -> 
     return not isinstance(value, ScalarNode) or (value.plain and value.text in ("", "~", "null", "Null", "NULL"))
 
 
-def _holds_lists(node: MapNode, problems: Problems) -> bool:
+def _holds_lists(node: MapNode, problems: SourceProblems) -> bool:
     """A mapping is a stage when it holds lists of modifiers itself."""
     inner = pairs(node, problems)
     return any(isinstance(pair.key, str) and _is_list_of_modifiers(pair.key, target(pair.value)) for pair in inner)
@@ -145,9 +145,9 @@ def _stage_name(key: str) -> str:
     return key.replace("modifiers", "stage")
 
 
-def _items(node: ListNode, problems: Problems) -> Iterator[Written]:
+def _items(node: ListNode, problems: SourceProblems) -> Iterator[Written]:
     if node.tag and modifier_tag(node):
-        problems.add(node.start, f"expected a list, found the tag '{node.tag}'")
+        problems.at(node.start, f"expected a list, found the tag '{node.tag}'")
     for item in node.items:
         value = target(item)
         if name := modifier_tag(value):
@@ -160,32 +160,32 @@ def _items(node: ListNode, problems: Problems) -> Iterator[Written]:
             yield Written(name, item, item)
         else:
             found = "a list" if isinstance(value, ListNode) else repr(value.text) if value.text else "an empty item"
-            problems.add(item.start, f"{_EXPECTED_ITEM}, found {found}")
+            problems.at(item.start, f"{_EXPECTED_ITEM}, found {found}")
 
 
-def _untagged(item: Node, node: MapNode, problems: Problems) -> Iterator[Written]:
+def _untagged(item: Node, node: MapNode, problems: SourceProblems) -> Iterator[Written]:
     found = pairs(node, problems)
     if len(found) != 1:
-        problems.add(item.start, f"{_EXPECTED_ITEM}, found a mapping of {len(found)} keys")
+        problems.at(item.start, f"{_EXPECTED_ITEM}, found a mapping of {len(found)} keys")
         return
     if isinstance(found[0].key, str):
         yield Written(found[0].key, item, found[0].value)
     else:
-        problems.add(item.start, f"{_EXPECTED_ITEM}, found {found[0].key!r}")
+        problems.at(item.start, f"{_EXPECTED_ITEM}, found {found[0].key!r}")
 
 
-def _grouped(node: MapNode, problems: Problems) -> Iterator[Written]:
+def _grouped(node: MapNode, problems: SourceProblems) -> Iterator[Written]:
     if name := modifier_tag(node):
-        problems.add(node.start, f"expected a list, '- !{name}', found the modifier without its dash")
+        problems.at(node.start, f"expected a list, '- !{name}', found the modifier without its dash")
         return
     for pair in pairs(node, problems):
         if isinstance(pair.key, str):
             yield Written(pair.key, pair.key_node, pair.value)
         else:
-            problems.add(pair.key_node.start, f"expected the name of a modifier, found {pair.key!r}")
+            problems.at(pair.key_node.start, f"expected the name of a modifier, found {pair.key!r}")
 
 
-def _check_misplaced(pair: Pair, problems: Problems) -> None:
+def _check_misplaced(pair: Pair, problems: SourceProblems) -> None:
     """Report modifiers below a key that is not a list of modifiers."""
     known = _known()
     check_tags(pair.value, problems, known=known)
@@ -194,7 +194,7 @@ def _check_misplaced(pair: Pair, problems: Problems) -> None:
             name = key.text if isinstance(key, ScalarNode) else ""
             if name in known and isinstance(target(value), MapNode):
                 message = f"the modifier '{name}' must stand in a list whose key contains 'modifiers'"
-                problems.add(key.start, message)
+                problems.at(key.start, message)
 
 
 def _known() -> frozenset[str]:

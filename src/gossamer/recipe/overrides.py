@@ -13,7 +13,7 @@ from typing import Any, cast
 from gossamer.errors import RecipeError
 from gossamer.recipe.nodes import compose
 from gossamer.recipe.scalars import plain_data, scalar_value
-from gossamer.recipe.source import Problems, source_of_text
+from gossamer.recipe.source import SourceProblems, source_of_text
 from gossamer.recipe.values import unevaluated
 
 _NAME = "<variables>"
@@ -57,7 +57,7 @@ def _from_pairs(text: str) -> dict[str, object]:
 def _value(text: str) -> object:
     if text[:1] in ("[", "{"):
         source = source_of_text(text, _NAME)
-        return unevaluated(compose(source, Problems(source)), Problems(source))
+        return unevaluated(compose(source, SourceProblems(source)), SourceProblems(source))
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1]
     try:

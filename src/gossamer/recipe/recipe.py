@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
-from gossamer.errors import RecipeError
+from gossamer.errors import Location, Problem, RecipeError
 from gossamer.io import atomic_write
 from gossamer.modifiers.base import Modifier
 from gossamer.recipe.editing import add_modifiers, override_variables, set_field, set_metadata
@@ -113,8 +113,8 @@ class Recipe:
         return self._source.yaml
 
     @property
-    def warnings(self) -> tuple[str, ...]:
-        """What is accepted without effect, as `file:line: sentence`."""
+    def warnings(self) -> tuple[Problem, ...]:
+        """What is accepted without effect; `str(warning)` has the file and line."""
         return self._content.warnings
 
     @property
@@ -131,10 +131,15 @@ class Recipe:
 
     def where(self, index: int, field: str | None = None) -> str:
         """`recipe.yaml:12`: the line of a modifier's field, or else of the modifier."""
-        if not -len(self._content.lines) <= index < len(self._content.lines):
+        if not -len(self._content.locations) <= index < len(self._content.locations):
             return self.name
-        lines = self._content.lines[index]
-        return f"{self.name}:{lines.get(field, lines[None])}"
+        locations = self._content.locations[index]
+        return str(locations.get(field, locations[None]))
+
+    def location(self, index: int, *key: str | int) -> Location | None:
+        """Where a modifier's field stands in the file, or else the modifier."""
+        locations = self._content.locations[index]
+        return locations.get(str(key[0]) if key else None, locations[None])
 
     def with_variables(self, **variables: Any) -> Recipe:
         """The recipe with other values for its variables."""

@@ -14,16 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NoReturn, cast
 
-from gossamer.errors import RecipeError, nearest
+from gossamer.errors import Location, Problem, Problems, RecipeError, nearest
 from gossamer.io import open_regular
 
 MAX_BYTES = 1024 * 1024
 """A recipe is refused when it is larger than this: 20,000 parameters, each by its name, take less."""
 
-MAX_MESSAGE = 400
-MAX_PROBLEMS = 200
 UNNAMED = "<recipe>"
 
 _ZOO_CLOSED = "the zoo is closed; `gossamer recipe list` shows the tested recipes that ship with the package"
@@ -60,52 +58,34 @@ class Source:
         return replace(self, text=text, end=self.start + len(yaml))
 
 
-class Problems:
-    """Collects what is wrong with one source, and raises all of it in file order."""
+class SourceProblems(Problems):
+    """Problems of one source, each at the position of a character in it, and notes, which are not errors."""
 
     def __init__(self, source: Source) -> None:
+        super().__init__(RecipeError)
         self.source = source
-        self._found: dict[tuple[int, str], None] = {}
-        self._notes: dict[tuple[int, str], None] = {}
+        self.notes = Problems(None)
         self._line_starts = [0, *(match.end() for match in re.finditer("\n", source.text))]
 
-    @property
-    def any(self) -> bool:
-        return bool(self._found)
+    def location(self, index: int) -> Location:
+        line = bisect_right(self._line_starts, index)
+        return Location(self.source.name, line, index - self._line_starts[line - 1] + 1)
 
-    def line(self, index: int) -> int:
-        return bisect_right(self._line_starts, index)
+    def line(self, index: int) -> Location:
+        """The location without its column."""
+        return replace(self.location(index), column=None)
 
-    def place(self, index: int) -> str:
-        line = self.line(index)
-        return f"{self.source.name}:{line}:{index - self._line_starts[line - 1] + 1}"
-
-    def add(self, index: int, message: str) -> None:
-        self._found[index, _one_line(message)] = None
-        if len(self._found) >= MAX_PROBLEMS:
-            self.raise_if_any()
+    def at(self, index: int, problem: str | Problem, *key: str | int) -> None:
+        """Add a problem of the character at `index`."""
+        self.add(problem, *key, location=self.location(index))
 
     def note(self, index: int, message: str) -> None:
-        """Something that is no error, and that the author may want to know."""
-        self._notes[index, _one_line(message)] = None
+        """Something that is not an error, and that the author may want to know."""
+        self.notes.add(message, location=self.line(index))
 
-    @property
-    def notes(self) -> list[str]:
-        """What was noted, in file order, each with its file and line."""
-        return [f"{self.source.name}:{self.line(index)}: {message}" for index, message in sorted(self._notes)]
-
-    def fail(self, index: int, message: str) -> RecipeError:
-        """An error of this one problem, to raise at once."""
-        return RecipeError(f"{self.place(index)}: {_one_line(message)}")
-
-    def raise_if_any(self) -> None:
-        if self._found:
-            raise RecipeError([f"{self.place(index)}: {message}" for index, message in sorted(self._found)])
-
-
-def _one_line(message: str) -> str:
-    line = " ".join(message.split())
-    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."
+    def fail_at(self, index: int, message: str) -> NoReturn:
+        """Raise at once: what follows cannot be read."""
+        self.fail(message, location=self.location(index))
 
 
 def open_source(given: str | os.PathLike[str] | IO[str] | IO[bytes]) -> Source:
@@ -202,7 +182,7 @@ def _source(name: str, text: str) -> Source:
     source = Source(name, text, start, end, newline)
     if unreadable := _UNREADABLE.search(text):
         found = f"U+{ord(unreadable[0]):04X}"
-        raise Problems(source).fail(unreadable.start(), f"expected text, found the control character {found}")
+        SourceProblems(source).fail_at(unreadable.start(), f"expected text, found the control character {found}")
     return source
 
 

@@ -17,7 +17,7 @@ from gossamer.errors import MAX_SUGGESTED, RecipeError, nearest
 from gossamer.recipe.expressions import ExpressionError, evaluate
 from gossamer.recipe.nodes import MAX_NODES, ListNode, Node, Pair, ScalarNode, compose, constructed, pairs, target, walk
 from gossamer.recipe.scalars import expression_in
-from gossamer.recipe.source import MAX_BYTES, Problems, source_of_text
+from gossamer.recipe.source import MAX_BYTES, SourceProblems, source_of_text
 
 _NAME = re.compile(r"[^\W\d]\w*")
 
@@ -48,7 +48,7 @@ class Budget:
 class Scope:
     """Variables by name, over those of an outer scope."""
 
-    def __init__(self, variables: dict[str, Pair], problems: Problems, outer: Scope | None = None) -> None:
+    def __init__(self, variables: dict[str, Pair], problems: SourceProblems, outer: Scope | None = None) -> None:
         self._variables = variables
         self._problems = problems
         self._outer = outer
@@ -93,7 +93,7 @@ class Scope:
         except _AlreadyReportedError:
             return BROKEN
         except ExpressionError as error:
-            self._problems.add(node.start, str(error))
+            self._problems.at(node.start, str(error))
             return BROKEN
 
     def _lookup(self, name: str) -> object:
@@ -130,7 +130,7 @@ class _AlreadyReportedError(ExpressionError):
     """An expression uses a variable that has a problem of its own."""
 
 
-def unevaluated(node: Node, problems: Problems) -> object:
+def unevaluated(node: Node, problems: SourceProblems) -> object:
     """The value of a node as written, `eval(...)` being text."""
     found = target(node)
     if isinstance(found, ScalarNode):
@@ -169,7 +169,7 @@ def read_values(text: str, name: str, *, what: str) -> Any:
     if len(text) > MAX_BYTES:
         raise RecipeError(f"{name}: the {what} is larger than {MAX_BYTES // 2**20} MB")
     source = source_of_text(text, name)
-    problems = Problems(source)
+    problems = SourceProblems(source)
     found = unevaluated(compose(source, problems, what=what), problems)
     problems.raise_if_any()
     return found

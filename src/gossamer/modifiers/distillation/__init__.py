@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 from pydantic import field_validator, model_validator
 from torch import Tensor, nn
 
-from gossamer.errors import GossamerError, ModifierError, nearest
+from gossamer.errors import FieldError, GossamerError, ModifierError, Problem, nearest
 from gossamer.model import named_modules
 from gossamer.modifiers.base import Modifier, Run, register
 from gossamer.modifiers.state import LARGEST_SETTING, Item, Layout, Spec, StateField
@@ -128,16 +128,16 @@ class PerLayerDistillationModifier(TaughtModifier):
     def _one_for_each(self) -> Self:
         ours, theirs = self.student_layer_names, self.teacher_layer_names
         if ours is not None and theirs is not None and len(ours) != len(theirs):
-            raise ValueError(
-                f"teacher_layer_names: expected as many as student_layer_names, {len(ours)}, found {len(theirs)}"
+            raise FieldError(
+                f"expected as many as student_layer_names, {len(ours)}, found {len(theirs)}", "teacher_layer_names"
             )
         if [] in (ours, theirs):
-            raise ValueError("student_layer_names: expected at least one layer, or nothing for all")
+            raise FieldError("expected at least one layer, or nothing for all", "student_layer_names")
         return self
 
-    def warnings(self) -> list[str]:
+    def warnings(self) -> list[Problem]:
         idle = self.distill_output_keys is not None
-        return super().warnings() + ["distill_output_keys has no effect on features of layers"] * idle
+        return super().warnings() + [Problem("has no effect on features of layers", ("distill_output_keys",))] * idle
 
     def bind(self, run: Run) -> list[str]:
         teacher = None if run.lessons is None else run.lessons.teacher.module
@@ -173,7 +173,7 @@ class PerLayerDistillationModifier(TaughtModifier):
         named = self.student_layer_names or self.teacher_layer_names
         ours = _checked(student, named, "student_layer_names", "model") if named else _computing(student)
         if not ours:
-            raise ModifierError("student_layer_names: the model has no convolution or linear layer; name others")
+            raise ModifierError("the model has no convolution or linear layer; name others", "student_layer_names")
         if teacher is None:
             return [(name, name) for name in ours]
         theirs = self.teacher_layer_names or ours
@@ -181,7 +181,7 @@ class PerLayerDistillationModifier(TaughtModifier):
             theirs = _computing(teacher)
             if len(theirs) != len(ours):
                 raise ModifierError(
-                    f"student_layer_names: the model has {len(ours)} convolutions and linear layers and the teacher "
+                    f"the model has {len(ours)} convolutions and linear layers and the teacher "
                     f"{len(theirs)}, under other names; name those to compare, and teacher_layer_names",
                     "student_layer_names",
                 )
@@ -218,6 +218,6 @@ def _checked(module: nn.Module, names: Sequence[str], field: str, whose: str) ->
         while plain not in known and plain.startswith(_PREFIXES):
             plain = plain.split(".", 1)[1]
         if plain not in known or not plain:
-            raise ModifierError(f"{field}: the {whose} has no layer '{name}'{nearest(name, known)}", field)
+            raise ModifierError(f"the {whose} has no layer '{name}'{nearest(name, known)}", field)
         found.append(plain)
     return found

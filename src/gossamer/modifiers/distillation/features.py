@@ -84,7 +84,7 @@ class FeatureLearner(Learner):
         silent = [p for p in self.layers if (self.place, p.key) not in lesson.answer(self.input_keys).features]
         if silent:
             raise ModifierError(
-                f"teacher_layer_names: the teacher does not call its layer '{silent[0].teacher}'; name another",
+                f"the teacher does not call its layer '{silent[0].teacher}'; name another",
                 "teacher_layer_names",
             )
 
@@ -102,7 +102,7 @@ class FeatureLearner(Learner):
             given = lesson.answer(self.input_keys).features[self.place, pair.key]
             if call >= len(given):
                 raise ModifierError(
-                    f"student_layer_names: '{pair.student}' ran more often than the teacher's '{pair.teacher}', "
+                    f"'{pair.student}' ran more often than the teacher's '{pair.teacher}', "
                     f"which ran {len(given)} times; leave it out",
                     "student_layer_names",
                 )

@@ -118,8 +118,7 @@ def _named(student: Any, teacher: Any, keys: Sequence[Key]) -> dict[Path, tuple[
         for value, whose in ((ours, "model's"), (theirs, "teacher's")):
             if not _is_suitable(value):
                 raise ModifierError(
-                    f"{_FIELD}: '{key}' of the {whose} output is {_kind(value)}; expected {_SUITABLE}"
-                    f"{_one_class(value)}",
+                    f"'{key}' of the {whose} output is {_kind(value)}; expected {_SUITABLE}{_one_class(value)}",
                     _FIELD,
                 )
         found[path] = (ours, theirs)
@@ -136,7 +135,7 @@ def _look_up(output: Any, key: Key, whose: str) -> tuple[Path, Any]:
         name = list(entries)[key]
         return (name,), entries[name]
     close = nearest(str(key), [str(name) for name in entries])
-    raise ModifierError(f"{_FIELD}: the {whose} output has no '{key}': it is {_listed(output)}{close}", _FIELD)
+    raise ModifierError(f"the {whose} output has no '{key}': it is {_listed(output)}{close}", _FIELD)
 
 
 def _suitable(output: Any) -> dict[Key, Tensor]:

@@ -193,7 +193,7 @@ def _found(key: str, given: Mapping[str, Any]) -> Any:
     if key not in given:
         names = ", ".join(repr(name) for name in given) or "none by name"
         raise ModifierError(
-            f"teacher_input_keys: the model is called without '{key}', with {names}{nearest(key, given)}",
+            f"the model is called without '{key}', with {names}{nearest(key, given)}",
             "teacher_input_keys",
         )
     return given[key]

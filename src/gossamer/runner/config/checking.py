@@ -15,8 +15,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from gossamer.errors import nearest
-from gossamer.recipe.source import MAX_PROBLEMS
+from gossamer.errors import MAX_PROBLEMS, nearest
 from gossamer.recipe.wording import complaint_words, found_words
 from gossamer.runner.config.schema import Config, Part
 from gossamer.runner.config.tree import Place, Problems, Tree, plain

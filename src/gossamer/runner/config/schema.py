@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from gossamer.errors import FieldError
 from gossamer.quantities import Count, CountOrZero, PartialShare, PeriodOrZero, PositiveFactor, PositiveShare, Seed
 
 FileName = Annotated[Path, Field(strict=False)]
@@ -153,7 +154,7 @@ class LRScheduler(Named):
     @model_validator(mode="after")
     def _one_warm_up(self) -> Self:
         if self.warmup_iter and self.warmup_epochs:
-            raise ValueError("warmup_epochs: warmup_iter is given too; keep one of the two")
+            raise FieldError("warmup_iter is given too; keep one of the two", "warmup_epochs")
         return self
 
 
@@ -178,7 +179,7 @@ class Trainer(Part):
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if self.max_epoch and self.max_iter:
-            raise ValueError("max_iter: max_epoch is given too; keep one of the two")
+            raise FieldError("max_epoch is given too; keep one of the two", "max_iter")
         return self
 
 
@@ -242,7 +243,7 @@ class Sparsity(Part):
     def _one_way(self) -> Self:
         msbench = [name for name in ("mask_generator", "fake_sparse", "scheduler", "sparsity") if getattr(self, name)]
         if self.recipe is not None and msbench:
-            raise ValueError(f"recipe: {msbench[0]} is given too; keep the recipe or the MSBench config")
+            raise FieldError(f"{msbench[0]} is given too; keep the recipe or the MSBench config", "recipe")
         if self.recipe is None and self.scheduler is None:
             raise ValueError("give 'recipe: file.yaml', or an MSBench config with 'scheduler'")
         return self

@@ -193,7 +193,7 @@ class _Reading:
             source = open_source(path)
         except RecipeError as error:
             raise GossamerError(str(error) if is_top else f"{wanted_at}: {INCLUDE} {error}") from None
-        root = compose(source, sources.Problems(source), what="config")
+        root = compose(source, sources.SourceProblems(source), what="config")
         if not isinstance(aliased(root), MapNode) and is_top:
             raise GossamerError(f"{path}:1: expected a mapping such as 'net: {{type: resnet18}}', found a list")
         tree = _FileReader(self, source, path.parent, (*including, real)).tree(root, depth)
@@ -205,9 +205,9 @@ class _Reading:
     def value(self, text: str, shown: str) -> Tree:
         source = source_of_text(f"- {text}", "--set")
         try:
-            root = compose(source, sources.Problems(source), what="value")
+            root = compose(source, sources.SourceProblems(source), what="value")
         except RecipeError as error:
-            raise GossamerError(f"{shown}: {error.problems[0].partition(': ')[2]}") from None
+            raise GossamerError(f"{shown}: {error.problems[0].message}") from None
         if not isinstance(root, ListNode) or len(root.items) != 1:
             raise GossamerError(f"{shown}: expected one value behind '=', found several")
         return _FileReader(self, source, Path(), (), shown).tree(root.items[0], 0)
@@ -224,7 +224,7 @@ class _FileReader:
         self.folder = folder
         self.including = including
         self.shown = shown
-        self.lines = sources.Problems(source)
+        self.lines = sources.SourceProblems(source)
 
     def tree(self, node: Node, depth: int, key: Place | None = None) -> Tree:
         """A node with what its alias or `!include` stands for."""
@@ -283,22 +283,23 @@ class _FileReader:
         return self.reading.file(path, self.place(node), self.including, depth)
 
     def scalar(self, node: ScalarNode) -> Scalar:
-        noted = sources.Problems(self.source)
+        noted = sources.SourceProblems(self.source)
         value = scalar_of(node, noted)
         try:
             noted.raise_if_any()
         except RecipeError as error:
-            raise GossamerError(f"{self.place(node)}: {error.problems[0].partition(': ')[2]}") from None
+            raise GossamerError(f"{self.place(node)}: {error.problems[0].message}") from None
         return value if isinstance(value, str | int | float | bool) else None
 
     def place(self, node: Node) -> Place:
         if self.shown is not None:
             return Place(self.shown)
         at = node.start if not isinstance(node, AliasNode) else node.target.start
-        return Place(self.source.name, self.lines.line(at))
+        return Place(self.source.name, self.lines.location(at).line or 1)
 
     def problem(self, node: Node, message: str) -> None:
-        at = Place(self.shown) if self.shown is not None else Place(self.source.name, self.lines.line(node.start))
+        line = self.lines.location(node.start).line or 1
+        at = Place(self.shown) if self.shown is not None else Place(self.source.name, line)
         self.reading.problems.add(at, message)
 
 
