@@ -80,15 +80,15 @@ def test_a_loss_that_overflows_is_infinite() -> None:
 @pytest.mark.parametrize(
     ("batches", "said"),
     [
-        ([], "found none"),
-        ([PIXELS], "found Tensor in batch 1; without labels"),
-        ([(PIXELS, LABELS), (PIXELS,)], "found tuple of 1 in batch 2"),
-        ([(PIXELS, LABELS.float())], "found a tensor of torch.float32 in batch 1"),
-        ([(PIXELS, [0, 1, 1, 0])], "found list in batch 1"),
-        ([(PIXELS, LABELS + 1)], "a label is 2, but the model tells 2 classes apart"),
+        ([], "no labelled samples"),
+        ([PIXELS], "got Tensor in batch 1; without labels"),
+        ([(PIXELS, LABELS), (PIXELS,)], "got tuple of 1 in batch 2"),
+        ([(PIXELS, LABELS.float())], "got a tensor of torch.float32 in batch 1"),
+        ([(PIXELS, [0, 1, 1, 0])], "got list in batch 1"),
+        ([(PIXELS, LABELS + 1)], "a label is 2, but the model has 2 classes"),
         ([(PIXELS, LABELS - 1)], "a label is -1"),
-        ([(PIXELS, LABELS[:3])], "no scores of classes for labels of shape \\(3,\\)"),
-        ([(PIXELS[:, :2], LABELS)], "does not run on a batch of it \\(RuntimeError"),
+        ([(PIXELS, LABELS[:3])], "no class scores for labels of shape \\(3,\\)"),
+        ([(PIXELS[:, :2], LABELS)], "fails on a batch \\(RuntimeError"),
     ],
 )
 def test_batches_without_usable_labels_are_refused(batches: Any, said: str) -> None:

@@ -7,8 +7,7 @@ import torch
 import torchvision
 from torch import nn
 
-from gossamer.analysis.eligibility import eligibility
-from gossamer.analysis.hardware import COLUMNS, ROWS, RUNTIMES, Support, hardware_support
+from gossamer.analysis.hardware import COLUMNS, ROWS, RUNTIMES, Support, eligibility, hardware_support
 from gossamer.export.semi_structured import semi_structured
 from gossamer.sparse import NM
 

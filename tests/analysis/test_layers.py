@@ -121,7 +121,7 @@ def test_without_inputs_there_are_no_macs() -> None:
 
 def test_a_weight_that_nobody_names_takes_no_part_and_says_so() -> None:
     found = layer_report(model(), {"head.weight": [0.5]}, [0.5])
-    assert [row.excluded for row in found.layers] == ["no sparsity is given for it"] * 2 + [None]
+    assert [row.excluded for row in found.layers] == ["no sparsity given"] * 2 + [None]
 
 
 def test_wrappers_do_not_show_in_names() -> None:
@@ -132,8 +132,13 @@ def test_wrappers_do_not_show_in_names() -> None:
 @pytest.mark.parametrize(
     ("sparsities", "levels", "excluded", "sentence"),
     [
-        ({"haed.weight": [0.5]}, [0.5], {}, "'haed.weight' is none of the 3 prunable weights; nearest: 'head.weight'"),
-        ({}, [0.5], {"q": "why"}, "'q' is none of the 3 prunable weights; the first is 'stem.weight'"),
+        (
+            {"haed.weight": [0.5]},
+            [0.5],
+            {},
+            "not one of the 3 prunable weights; nearest: 'head.weight'",
+        ),
+        ({}, [0.5], {"q": "why"}, "'q' is not one of the 3 prunable weights; the first is 'stem.weight'"),
         ({"head.weight": [0.5]}, [0.5, 0.6], {}, "'head.weight' has 1 sparsities for 2 levels; give one for each"),
         ({"head.weight": [50]}, [0.5], {}, "'head.weight' has a sparsity that is not between 0 and 1; give fractions"),
         ({}, [30], {}, "level 30 is not between 0 and 1; give fractions, such as 0.9 for 90 %"),
@@ -154,7 +159,7 @@ def test_models_without_layers_or_with_broken_weights_are_refused() -> None:
         layer_report(nn.ReLU(), {}, [0.5])
     network = model()
     network.head.weight.data[0, 0] = torch.nan
-    with pytest.raises(GossamerError, match=r"'head\.weight' holds numbers that are not finite"):
+    with pytest.raises(GossamerError, match=r"'head\.weight' contains values that are not finite"):
         layer_report(network, {"head.weight": [0.5]}, [0.5])
     with pytest.raises(GossamerError, match=r"the model fails on an input of shape \[2, 5\]"):
         layer_report(model(), {}, [0.5], [2, 5])
@@ -206,7 +211,7 @@ def test_a_file_that_cannot_be_written_is_told_and_leaves_nothing(tmp_path: Path
         report().save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["pruner_report.csv"]
     (tmp_path / "file").touch()
-    with pytest.raises(GossamerError, match="file: cannot be written: File exists; name a folder"):
+    with pytest.raises(GossamerError, match="file: cannot be written: File exists; choose a writable folder"):
         report().save(tmp_path / "file")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gossamer import load
-from gossamer.analysis.sensitivity_map import sensitivity_map
+from gossamer.analysis.sensitivity import sensitivity_map
 from gossamer.analysis.timeline import timeline
 from gossamer.model.permute import find
 from gossamer.report.plots import plot_permutation, plot_sensitivity, plot_timeline

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.analysis.accuracy import classifier_score
-from gossamer.analysis.one_shot import one_shot
+from gossamer.analysis.sensitivity import one_shot
 from gossamer.errors import GossamerError, SparsityError
 from gossamer.sparse import NM, Block, Channel, Filter
 from tests.analysis.labelled_digits import Residual, parts, trained
@@ -90,7 +90,7 @@ def test_curves_of_a_model_that_cannot_be_followed_say_that_layers_were_pruned_a
             return super().forward(x if float(x.sum()) > 0 else -x)
 
     layers = nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 10)
-    for model, told in ((Deciding(*layers), "others were pruned one by one"), (nn.Sequential(*layers), None)):
+    for model, told in ((Deciding(*layers), "others are pruned one by one"), (nn.Sequential(*layers), None)):
         (curve,) = one_shot(model, CALIBRATION[:1], [0.5], pattern=Filter())
         assert told == curve.note or (told is not None and told in (curve.note or ""))
 
@@ -154,7 +154,7 @@ def test_progress_rises_from_layer_to_layer_to_the_end() -> None:
 
 def test_bad_questions_are_refused() -> None:
     model = trained()
-    with pytest.raises(SparsityError, match=r"found \[1.5\]"):
+    with pytest.raises(SparsityError, match=r"got \[1.5\]"):
         one_shot(model, CALIBRATION, [1.5])
     with pytest.raises(GossamerError, match=r"no weight 'frist.weight'; nearest: 'first.weight'"):
         one_shot(model, CALIBRATION, [0.5], names=["frist.weight"])
@@ -162,5 +162,5 @@ def test_bad_questions_are_refused() -> None:
         one_shot(model, CALIBRATION, [0.5], names=["stem.weight"], pattern=NM(2, 4))
     with torch.no_grad():
         model.head.weight[0, 0] = math.nan
-    with pytest.raises(GossamerError, match=r"'head.weight' holds NaN"):
+    with pytest.raises(GossamerError, match=r"'head.weight' contains NaN"):
         one_shot(model, CALIBRATION, [0.5])

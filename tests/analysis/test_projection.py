@@ -74,7 +74,7 @@ def test_shares_of_layers_are_exact_and_one_threshold_is_an_estimate() -> None:
     assert {o.certainty for o in projected("builtin:gmp-90").layers.values()} == {"exact"}
     together = projected("builtin:global-90")
     assert {o.certainty for o in together.layers.values()} == {"estimated"}
-    assert any("estimated from the weights as they are now" in note for note in together.notes)
+    assert any("estimated from the current weights" in note for note in together.notes)
 
 
 def test_whoever_ranks_by_gradients_leaves_the_layers_unknown_and_the_sum_known() -> None:
@@ -113,7 +113,7 @@ def test_zeros_that_are_let_go_before_the_end_do_not_count() -> None:
     found = projected(text)
     assert not found.layers
     assert "releases its zeros at epoch 4" in found.dense["3.weight"]
-    assert found.dense["8.weight"] == "the recipe does not name it"
+    assert found.dense["8.weight"] == "not named by the recipe"
 
 
 def test_zeros_of_a_sparse_model_are_held_or_told_to_be_filled() -> None:
@@ -122,7 +122,7 @@ def test_zeros_of_a_sparse_model_are_held_or_told_to_be_filled() -> None:
     held = projected("builtin:sparse-transfer", model)
     assert (held.layers["3.weight"].zeros, held.layers["3.weight"].certainty) == (16 * 32 * 9 // 2, "held")
     filled = projected(GRADUAL % "final_sparsity: 0.5, params: ['8.weight']", model)
-    assert any("2,304 weights that are zero now are held by no modifier" in note for note in filled.notes)
+    assert any("2,304 weights that are zero now have no mask" in note for note in filled.notes)
 
 
 def test_a_layer_that_is_taken_out_is_gone_as_a_whole() -> None:
@@ -134,8 +134,8 @@ def test_a_layer_that_would_be_emptied_is_told() -> None:
     model = network()
     model[8].weight.data /= 1e6
     recipe = GRADUAL % "final_sparsity: 0.3, params: __ALL_PRUNABLE__, global_sparsity: true"
-    assert any("nothing would be left of 8.weight" in note for note in projected(recipe, model).notes)
-    assert not any("nothing would be left" in note for note in projected(recipe).notes)
+    assert any("no weights would be left in 8.weight" in note for note in projected(recipe, model).notes)
+    assert not any("no weights would be left" in note for note in projected(recipe).notes)
 
 
 def test_what_a_pattern_does_not_fit_stays_dense_with_the_reason() -> None:

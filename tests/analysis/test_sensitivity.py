@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gossamer.analysis.sensitivity import Curve, allocate, sensitivity
+from gossamer.analysis.sensitivity import SensitivityCurve, allocate, sensitivity
 from gossamer.errors import GossamerError, SparsityError
 from gossamer.sparse import NM, Block, Filter
 
@@ -147,7 +147,7 @@ def test_numbers_that_overflow_count_as_infinitely_far() -> None:
 
 @pytest.mark.parametrize("sparsities", [[], [0.0], [1.5], [0.5, float("nan")]])
 def test_sparsities_that_are_none_are_refused(sparsities: list[float]) -> None:
-    with pytest.raises(SparsityError, match="expected sparsities above 0 and up to 1"):
+    with pytest.raises(SparsityError, match="sparsities must be above 0 and at most 1"):
         sensitivity(network(), [IMAGES], sparsities)
 
 
@@ -160,12 +160,12 @@ def test_a_model_that_returns_nothing_to_compare_is_told() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x).argmax(dim=1)
 
-    with pytest.raises(GossamerError, match="returns no tensor of floating point"):
+    with pytest.raises(GossamerError, match="returns no floating-point tensor"):
         sensitivity(Silent(), [torch.ones(1, 2)], [0.5])
 
 
 def test_between_measurements_the_curve_is_straight() -> None:
-    curve = Curve("a", 100, (0.5, 0.9), (0.1, 0.5))
+    curve = SensitivityCurve("a", 100, (0.5, 0.9), (0.1, 0.5))
     assert [curve.at(s) for s in (0.0, 0.25, 0.5, 0.7, 0.9, 1.0)] == pytest.approx([0, 0.05, 0.1, 0.3, 0.5, 0.5])
     assert [curve.within(d) for d in (0.0, 0.05, 0.1, 0.3, 0.5, 9.0)] == pytest.approx([0, 0.25, 0.5, 0.7, 0.9, 0.9])
 
@@ -183,12 +183,15 @@ curves = st.lists(
 
 @given(curves, st.floats(0, 1))
 def test_shares_add_up_exactly_and_respect_the_bounds(layers: list[Any], sparsity: float) -> None:
-    found = {str(i): Curve(str(i), units, (0.5, 0.8, 0.95), tuple(moved)) for i, (units, moved, _) in enumerate(layers)}
+    found = {
+        str(i): SensitivityCurve(str(i), units, (0.5, 0.8, 0.95), tuple(moved))
+        for i, (units, moved, _) in enumerate(layers)
+    }
     caps = {str(i): cap for i, (_, _, cap) in enumerate(layers) if i % 2}
     most = {name: int(min(0.95, caps.get(name, 1.0)) * curve.units + 1e-9) for name, curve in found.items()}
     total = sum(curve.units for curve in found.values())
     if round(total * sparsity) > sum(most.values()):
-        with pytest.raises(SparsityError, match="out of reach"):
+        with pytest.raises(SparsityError, match="cannot be reached"):
             allocate(found, sparsity, caps)
         return
     shares, _ = allocate(found, sparsity, caps)
@@ -199,8 +202,8 @@ def test_shares_add_up_exactly_and_respect_the_bounds(layers: list[Any], sparsit
 
 def test_a_layer_that_moves_the_outputs_more_gives_less() -> None:
     found = {
-        "robust": Curve("robust", 1000, (0.5, 0.9), (0.01, 0.1)),
-        "fragile": Curve("fragile", 1000, (0.5, 0.9), (0.1, 1.0)),
+        "robust": SensitivityCurve("robust", 1000, (0.5, 0.9), (0.01, 0.1)),
+        "fragile": SensitivityCurve("fragile", 1000, (0.5, 0.9), (0.1, 1.0)),
     }
     shares, distance = allocate(found, 0.6)
     assert shares["robust"] > 0.6 > shares["fragile"]
@@ -211,7 +214,7 @@ def test_a_layer_that_moves_the_outputs_more_gives_less() -> None:
 def test_outputs_that_do_not_move_are_refused_in_one_sentence() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     nn.init.zeros_(model[1].weight)
-    with pytest.raises(GossamerError, match=r"^data: pruning does not move the outputs, so layers cannot be compared"):
+    with pytest.raises(GossamerError, match=r"^data: pruning does not change the outputs"):
         sensitivity(model, [torch.ones(2, 4)], [0.5], names=["0.weight"])
 
 
@@ -238,7 +241,7 @@ class Masked(nn.Module):
 def test_entries_that_are_not_finite_are_left_out(value: float) -> None:
     found = sensitivity(Masked(2, value), [torch.ones(2, 4)], [0.25, 1.0])["layer.weight"]
     assert 0 <= found.moved[0] < found.moved[1] == 1.0
-    with pytest.raises(GossamerError, match=r"^data: the model returns no finite number on a batch"):
+    with pytest.raises(GossamerError, match=r"^data: the model returns no finite number"):
         sensitivity(Masked(4, value), [torch.ones(2, 4)], [0.5])
 
 
@@ -260,7 +263,7 @@ def test_of_a_large_batch_the_first_samples_are_looked_at(caplog: pytest.LogCapt
     with caplog.at_level("INFO", "gossamer"):
         sensitivity(model, [(torch.randn(256, 4), torch.zeros(256))], [0.5])
     assert Counts.seen == {32}
-    assert [record.getMessage() for record in caplog.records] == ["measuring 1 layers at 1 sparsities on 1 batches"]
+    assert [record.getMessage() for record in caplog.records] == ["Measuring 1 layers at 1 sparsities on 1 batches"]
 
 
 def test_a_batch_that_cannot_be_cut_is_used_whole() -> None:

@@ -9,14 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gossamer.analysis.sensitivity_map import (
-    LEVELS,
-    UNCOUPLED,
-    SensitivityMap,
-    first_samples,
-    has_labels,
-    sensitivity_map,
-)
+from gossamer.analysis.sensitivity import LEVELS, UNCOUPLED, SensitivityMap, first_samples, has_labels, sensitivity_map
 from gossamer.errors import GossamerError
 from gossamer.report.plots import plot_sensitivity, sensitivity_figure
 

@@ -80,7 +80,7 @@ def test_the_answer_is_in_sentences_and_the_lines_fit_a_terminal(analyze: Any) -
     assert "builtin:nm-2of4 makes it 49.9 % sparse" in told
     assert "features.0 stays dense: mask_type 2:4 does not fit: 3 input channels do not divide by 4" in told
     assert "sensitivity: there are no data" in told
-    assert "squeezenet1_1 has the weights it is initialised with" in words(done.stderr)
+    assert "squeezenet1_1 has its initial weights" in words(done.stderr)
     assert max(len(line) for line in done.stdout.splitlines()) <= 80
     assert "…" not in done.stdout, "a cell was cut"
 
@@ -122,9 +122,9 @@ def test_layers_that_lose_the_same_filters_are_one_row_with_its_members(analyze:
 
 def test_a_model_that_cannot_be_followed_is_told_beside_its_curves(analyze: Any, tmp_path: Path) -> None:
     given = ("--data", "nets_for_analyze:labelled", "--pattern", "filter", "-o", "found")
-    assert "others were pruned one by one" in words(analyze(*given, model="nets_for_analyze:Deciding").stdout)
+    assert "others are pruned one by one" in words(analyze(*given, model="nets_for_analyze:Deciding").stdout)
     found = json.loads((tmp_path / "found" / "analysis.json").read_text("utf-8"))["sensitivity"]
-    assert "others were pruned one by one" in found["notes"][0]
+    assert "others are pruned one by one" in found["notes"][0]
 
 
 def test_a_test_part_alone_is_named_and_no_proposal_is_made_on_it(analyze: Any, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_weights_from_a_file_are_what_is_analysed(analyze: Any, tmp_path: Path) 
         (["--target", "0.9", "--pattern", "2:4"], "--target: a proposal shares single zeros, not 2:4"),
         (
             ["--pattern", "1:64", "--data", "nets_for_analyze:labelled"],
-            "--pattern: the model has no layer that NM(n=1, m=64) could prune; name another pattern",
+            "--pattern: the model has no layer that fits NM(n=1, m=64)",
         ),
         (["--samples", "0"], "--samples: expected a positive number, found 0"),
         (["--input", "1,5,8,8"], "MACs could not be counted, for the model fails on an input of shape [1, 5, 8, 8]"),

@@ -93,7 +93,7 @@ def test_problems_as_json_are_the_only_output(run):
         (["check", "builtin:gmp-90", "--model", "models_here:number"], "expected a torch.nn.Module, found int"),
         (["check", "builtin:gmp-90", "--model", "models_here:needs_width"], "without arguments failed: TypeError"),
         (["check", "builtin:gmp-90", "--model", "broken_here:f"], "cannot import 'broken_here': ZeroDivisionError"),
-        (["plot", "builtin:gmp-90", "-o", "schedule.gif"], "expected a file ending in .png, .svg, .html"),
+        (["plot", "builtin:gmp-90", "-o", "schedule.gif"], "unknown format '.gif'; use .png, .svg, .html"),
         (["plot", "builtin:gmp-90", "-o", "no/folder/schedule.png"], "cannot be written"),
     ],
 )

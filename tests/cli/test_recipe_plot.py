@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from gossamer.analysis.timeline import Series, timeline
+from gossamer.analysis.timeline import Schedule, timeline
 from gossamer.modifiers.pruning import PruningModifier
 from gossamer.recipe import load
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def value_at(series: Series, epoch: float) -> float | None:
+def value_at(series: Schedule, epoch: float) -> float | None:
     return [value for start, value in zip(series.epochs, series.values, strict=True) if start <= epoch][-1]
 
 

@@ -251,11 +251,11 @@ def test_data_must_be_batches(data: Any) -> None:
 
 
 def test_data_without_a_batch_is_refused() -> None:
-    refused("data: expected at least one batch, found none", data=[])
+    refused("data: no batches", data=[])
 
 
 def test_data_on_which_the_model_does_not_run_is_refused_in_one_sentence() -> None:
-    refused("data: the model does not run on a batch of it (RuntimeError:", data=[torch.zeros(8, 3, 8, 8)])
+    refused("data: the model fails on a batch (RuntimeError:", data=[torch.zeros(8, 3, 8, 8)])
 
 
 def test_accumulation_steps_must_be_a_positive_number() -> None:

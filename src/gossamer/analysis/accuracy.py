@@ -1,21 +1,16 @@
-"""How well a classifier does on labelled batches: its loss and its accuracy.
-
-Batches are read once and checked, so that bad labels are one sentence and not
-a trace. Nothing here knows of sparsity, nor why the model is judged.
-"""
+"""Loss and accuracy of a classifier on labelled batches, which are read once and checked."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gossamer.analysis.sensitivity import tensors_in
 from gossamer.errors import GossamerError
 from gossamer.model import unwrap
 from gossamer.model.inputs import batch_arguments
@@ -24,17 +19,17 @@ from gossamer.model.tracing.undisturbed import undisturbed
 
 @dataclass(frozen=True)
 class Score:
-    """What a classifier comes to on some samples."""
+    """The result of a classifier on some samples."""
 
     loss: float
-    """The mean cross entropy, in nats; infinite when numbers overflow."""
+    """The mean cross entropy in nats; infinite if numbers overflow."""
     accuracy: float
-    """The share of samples whose label has the highest score, from 0 to 1."""
+    """Top-1 accuracy from 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """One batch: arguments of a call, and what is right."""
+    """One batch: arguments of a call, and labels."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -42,46 +37,46 @@ class Labelled:
 
 
 def classifier_score(model: nn.Module, batches: Iterable[Any]) -> Score:
-    """Loss and accuracy over all batches, in evaluation mode; the model is left as it was.
+    """Loss and accuracy over all batches, in evaluation mode; the model does not change.
 
     `batches` yields pairs (inputs, labels): inputs are a tensor, a tuple of arguments or a dict of keyword arguments,
-    labels are whole numbers, one for each sample. Raises `GossamerError` when a batch is no such pair, or when the
-    model's outputs are no scores of classes.
+    labels are integers, one for each sample. Raises `GossamerError` if a batch is not such a pair, or if the model does
+    not return class scores.
 
     >>> model = nn.Identity()
     >>> classifier_score(model, [(torch.eye(2) * 50, torch.tensor([0, 0]))])
     Score(loss=25.0, accuracy=0.5)
     """
     module = unwrap(model)
-    known = labelled(module, batches)
+    data = labelled(module, batches)
     with undisturbed(module), torch.no_grad():
         module.eval()
-        return score_now(module, known)
+        return score_now(module, data)
 
 
 def labelled(module: nn.Module, batches: Iterable[Any], samples: int | None = None) -> list[Labelled]:
-    """The batches, on the model's device, until there are `samples` samples; all of them unless given."""
-    found: list[Labelled] = []
+    """Read batches onto the model's device until there are `samples` samples, by default all."""
+    read: list[Labelled] = []
     seen = 0
     for batch in batches:
         pair = cast(Sequence[Any], batch) if isinstance(batch, list | tuple) else ()
         if len(pair) != 2:
             raise GossamerError(
-                f"data: expected batches that are pairs (inputs, labels), found {_kind(batch)} in batch "
-                f"{len(found) + 1}; without labels, use sensitivity(), which compares outputs"
+                f"data: expected batches that are pairs (inputs, labels), got {_kind(batch)} in batch "
+                f"{len(read) + 1}; without labels, use sensitivity(), which compares outputs"
             )
         args, kwargs = batch_arguments(pair, module)
-        found.append(Labelled(args, kwargs, _labels(pair[1], module, len(found) + 1)))
-        seen += found[-1].labels.numel()
+        read.append(Labelled(args, kwargs, _labels(pair[1], module, len(read) + 1)))
+        seen += read[-1].labels.numel()
         if samples is not None and seen >= samples:
             break
     if not seen:
-        raise GossamerError("data: expected at least one labelled sample, found none; give a data loader with some")
-    return found
+        raise GossamerError("data: no labelled samples; give a data loader that yields some")
+    return read
 
 
 def score_now(module: nn.Module, batches: Sequence[Labelled]) -> Score:
-    """As `classifier_score`, of a model as it stands: its mode and what it leaves behind are the caller's."""
+    """Like `classifier_score`, in the current mode of the model; the caller restores its state."""
     loss, hits, count = 0.0, 0, 0
     for batch in batches:
         scores = class_scores(module, batch)
@@ -93,34 +88,53 @@ def score_now(module: nn.Module, batches: Sequence[Labelled]) -> Score:
 
 
 def class_scores(module: nn.Module, batch: Labelled) -> Tensor:
-    """The scores `(samples, classes, …)` that the model gives a batch."""
-    wanted = batch.labels.shape
+    """The class scores of a batch, `(samples, classes, …)`."""
+    shape = batch.labels.shape
     try:
         outputs = module(*batch.args, **batch.kwargs)
-    except Exception as error:  # any model, any reason
-        told = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(".")
-        raise GossamerError(f"data: the model does not run on a batch of it ({told}); check the inputs") from error
+    except Exception as error:  # a model may raise anything
+        raise GossamerError(f"data: the model fails on a batch ({short_error(error)}); check the inputs") from error
     for scores in tensors_in(outputs):
-        if scores.is_floating_point() and scores.dim() > 1 and (scores.shape[:1] + scores.shape[2:]) == wanted:
+        if scores.is_floating_point() and scores.dim() > 1 and (scores.shape[:1] + scores.shape[2:]) == shape:
             highest = int(batch.labels.max())
             if highest >= scores.shape[1] or int(batch.labels.min()) < 0:
                 raise GossamerError(
                     f"data: a label is {highest if highest >= scores.shape[1] else int(batch.labels.min())}, but the "
-                    f"model tells {scores.shape[1]} classes apart, 0 to {scores.shape[1] - 1}; check the labels"
+                    f"model has {scores.shape[1]} classes, 0 to {scores.shape[1] - 1}; check the labels"
                 )
             return scores
     raise GossamerError(
-        f"data: the model returns no scores of classes for labels of shape {tuple(wanted)}; "
-        "only classifiers have an accuracy, for others use sensitivity(), which compares outputs"
+        f"data: the model returns no class scores for labels of shape {tuple(shape)}; "
+        "only classifiers have an accuracy; for others use sensitivity(), which compares outputs"
     )
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in tuples, lists, dicts and data classes."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        items: Iterable[Any] = cast(Mapping[Any, Any], value).values()
+    elif isinstance(value, list | tuple):
+        items = cast(Sequence[Any], value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        items = [getattr(value, field.name) for field in fields(value)]
+    else:
+        return []
+    return [tensor for item in items for tensor in tensors_in(item)]
+
+
+def short_error(error: Exception) -> str:
+    """The error of a model on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(".")
+
+
 def _labels(labels: Any, module: nn.Module, number: int) -> Tensor:
-    """Labels as whole numbers on the model's device."""
+    """Integer labels on the model's device."""
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex() or not labels.dim():
         kind = f"a tensor of {labels.dtype}" if isinstance(labels, Tensor) else type(labels).__name__
         raise GossamerError(
-            f"data: expected labels that are a tensor of whole numbers, one for each sample, found {kind} in batch "
+            f"data: expected labels that are a tensor of integers, one for each sample, got {kind} in batch "
             f"{number}; without such labels, use sensitivity(), which compares outputs"
         )
     like = next(iter(module.parameters()), None)

@@ -1,31 +1,98 @@
-"""Which layers of a model can use which pattern on which hardware, and why the others cannot.
+"""Which layers can use which sparsity pattern on which hardware, and why the others cannot.
 
-What is known of hardware is one table, `RUNTIMES`, a row for each runtime with where that was read; a new runtime is
-a new row. Whether a layer holds to a pattern now, and what a recipe does, are not known here.
+`RUNTIMES` is a table with one row per runtime and the source of its facts; a new runtime is a new row. `eligibility`
+checks whether weights satisfy an N:M pattern now.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from gossamer.analysis.eligibility import ineligible
 from gossamer.analysis.model_table import kind_of, rows_of
 from gossamer.errors import GossamerError
-from gossamer.model import owner_of, prunable, unwrap
+from gossamer.model import is_transposed, owner_of, prunable, unwrap, weight_of
 from gossamer.model.tracing.filter_groups import filter_groups
-from gossamer.sparse import Block
+from gossamer.sparse import NM, Block, NM2d
 
-ROWS, COLUMNS = 16, 16
-"""Torch's semi-structured tensors by cuSPARSELt take half-precision weights whose sides divide by these."""
+OUTPUTS, INPUTS = 8, 16
+"""Sparse tensor cores need output and input channels divisible by these."""
 
 
 @dataclass(frozen=True)
-class Layer:
-    """What a rule may look at."""
+class Eligibility:
+    """A weight checked against a pattern."""
+
+    name: str
+    shape: tuple[int, ...]
+    groups: int
+    """Number of groups of the pattern in the weight; 0 if it does not fit."""
+    violations: int
+    """Number of groups with too many non-zero weights."""
+    first: tuple[int, ...] | None
+    """Output channel, input channel and kernel position of the first such group."""
+    reason: str | None
+    """Why hardware cannot accelerate this weight."""
+
+    @property
+    def holds(self) -> bool:
+        return self.groups > 0 and self.violations == 0
+
+
+def ineligible(shape: Sequence[int]) -> str | None:
+    """Why hardware cannot accelerate a 2:4 weight `(out, in, …)`, or None."""
+    if len(shape) < 2:
+        return "it has fewer than two dimensions"
+    problems: list[str] = []
+    for size, step, side in ((shape[0], OUTPUTS, "output"), (shape[1], INPUTS, "input")):
+        if size % step:
+            problems.append(f"{size} {side} channel{'s' * (size != 1)} do{'es' * (size == 1)} not divide by {step}")
+    return " and ".join(problems) or None
+
+
+def eligibility(model: nn.Module, pattern: NM) -> list[Eligibility]:
+    """Check every convolution, linear and attention weight, in the model's order."""
+    return [_check(pattern, name, _rows(model, name)) for name in prunable(model)]
+
+
+def _check(pattern: NM, name: str, weight: Tensor) -> Eligibility:
+    shape = tuple(weight.shape)
+    unfit = pattern.fits(shape)
+    if unfit is not None:
+        return Eligibility(name, shape, 0, 0, None, ineligible(shape) or unfit)
+    groups = weight.numel() // pattern.m * (2 if isinstance(pattern, NM2d) else 1)
+    violations = pattern.violations(weight)
+    first = _first_violation(weight, pattern) if violations else None
+    return Eligibility(name, shape, groups, violations, first, ineligible(shape))
+
+
+def _first_violation(weight: Tensor, pattern: NM) -> tuple[int, ...] | None:
+    """The first group along input channels that violates the pattern; None if only groups along outputs do."""
+    out, channels, *kernel = weight.shape
+    groups = (weight != 0).reshape(out, channels // pattern.m, pattern.m, *kernel)
+    violations = torch.nonzero(groups.sum(dim=2) > pattern.n)
+    if not len(violations):
+        return None
+    row, group, *position = (int(index) for index in violations[0])
+    return row, group * pattern.m, *position
+
+
+def _rows(model: nn.Module, name: str) -> Tensor:
+    weight = weight_of(model, name)
+    return weight.transpose(0, 1) if is_transposed(model, name) else weight
+
+
+ROWS, COLUMNS = 16, 16
+"""torch's semi-structured tensors with cuSPARSELt need half-precision weights with sides divisible by these."""
+
+
+@dataclass(frozen=True)
+class LayerTraits:
+    """The properties of a layer that a rule checks."""
 
     weight: str
     kind: str
@@ -33,132 +100,132 @@ class Layer:
     shape: tuple[int, ...]
     """(out, in, …)"""
     linear: bool
-    """Whether a linear layer of its own applies it; attention reads the weights of its projections itself."""
+    """Whether an `nn.Linear` applies it; attention uses the weights of its projections directly."""
     channels: str | None
-    """Why none of its output channels can be removed from the graph, or None."""
+    """Why its output channels cannot be removed from the graph, or None."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """What one runtime makes of zeros."""
+    """How a runtime uses zeros."""
 
     key: str
     name: str
     pattern: str
     """`2:4`, `block4`, `channels` or `unstructured`."""
     needs: str
-    """Hardware, and numbers."""
+    """Hardware and number format."""
     fact: str
-    """One sentence: what it gains, and its limits."""
+    """What becomes faster, and the limits."""
     source: str
-    """Where that can be read, or seen."""
-    rule: Callable[[Layer], str | None]
+    """Where that is documented or measured."""
+    rule: Callable[[LayerTraits], str | None]
     """Why a layer cannot use it, or None."""
 
 
 @dataclass(frozen=True)
 class Support:
-    """One runtime on one model."""
+    """A runtime and the layers of a model that it can accelerate."""
 
     runtime: Runtime
     able: tuple[str, ...]
-    """Weights that can use it, once they hold to the pattern."""
+    """Weights that can use it once they satisfy the pattern."""
     unable: Mapping[str, str]
     """The others, each with the reason."""
 
     def to_json(self) -> dict[str, Any]:
-        """Text only."""
-        told = {name: getattr(self.runtime, name) for name in ("key", "name", "pattern", "needs", "fact", "source")}
-        return {**told, "able": list(self.able), "unable": dict(self.unable)}
+        """Ready for JSON."""
+        facts = {name: getattr(self.runtime, name) for name in ("key", "name", "pattern", "needs", "fact", "source")}
+        return {**facts, "able": list(self.able), "unable": dict(self.unable)}
 
 
 def hardware_support(model: nn.Module, example_inputs: Any = None) -> list[Support]:
-    """Every runtime of `RUNTIMES` with the layers of this model that it could speed up, by their shapes and places.
+    """Every runtime in `RUNTIMES` with the layers of the model that it can accelerate.
 
-    `example_inputs`: what `forward` takes, as for `filter_groups`; only shapes matter.
+    `example_inputs` are arguments of `forward`; only their shapes matter.
 
-    >>> found = {s.runtime.key: s for s in hardware_support(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)))}
-    >>> found["tensorrt"].able, found["tensorrt"].unable
+    >>> support = {s.runtime.key: s for s in hardware_support(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)))}
+    >>> support["tensorrt"].able, support["tensorrt"].unable
     (('1.weight',), {'0.weight': '8 input channels do not divide by 16'})
-    >>> found["thin"].able
+    >>> support["thin"].able
     ('0.weight',)
     """
     layers = layers_of(model, example_inputs)
-    found: list[Support] = []
+    supports: list[Support] = []
     for runtime in RUNTIMES:
         reasons = {layer.weight: runtime.rule(layer) for layer in layers}
         unable = {name: reason for name, reason in reasons.items() if reason is not None}
-        found.append(Support(runtime, tuple(name for name in reasons if name not in unable), unable))
-    return found
+        supports.append(Support(runtime, tuple(name for name in reasons if name not in unable), unable))
+    return supports
 
 
-def layers_of(model: nn.Module, example_inputs: Any = None) -> list[Layer]:
-    """The prunable weights of a model as the rules see them."""
+def layers_of(model: nn.Module, example_inputs: Any = None) -> list[LayerTraits]:
+    """The prunable weights of a model with the properties that rules check."""
     module = unwrap(model)
-    held = _held_channels(module, example_inputs)
+    fixed = _fixed_channels(module, example_inputs)
     return [
-        Layer(
+        LayerTraits(
             weight=name,
             kind=kind_of(module, name),
             shape=tuple(rows_of(module, name).shape),
             linear=_is_linear(owner_of(module, name)),
-            channels=held.get(name),
+            channels=fixed.get(name),
         )
         for name in prunable(module)
     ]
 
 
 def _is_linear(owner: nn.Module) -> bool:
-    # What attention projects its result with is a linear layer by name only: its forward is never called.
+    # The output projection of nn.MultiheadAttention is a linear layer whose forward is never called.
     return isinstance(owner, nn.Linear) and type(owner).__name__ != "NonDynamicallyQuantizableLinear"
 
 
-def _held_channels(module: nn.Module, example_inputs: Any) -> dict[str, str]:
-    """The weights that can lose no output channel, with the reason."""
+def _fixed_channels(module: nn.Module, example_inputs: Any) -> dict[str, str]:
+    """The weights whose output channels cannot be removed, with the reason."""
     names = prunable(module)
     try:
         groups = filter_groups(module, example_inputs)
     except GossamerError as error:
         return dict.fromkeys(names, str(error))
     reasons: dict[str, str | None] = {name: group.held for group in groups for name in group.producers}
-    unseen = "its output channels could not be followed through the model"
+    unseen = "its output channels could not be traced through the model"
     return {name: reason for name in names if (reason := reasons.get(name, unseen)) is not None}
 
 
-# Rules: a layer in, the reason why not or None out
+# Rules: each returns the reason why a layer cannot use a runtime, or None
 
 
-def _two_of_four(layer: Layer) -> str | None:
+def _two_of_four(layer: LayerTraits) -> str | None:
     return ineligible(layer.shape)
 
 
-def _semi_structured(layer: Layer) -> str | None:
+def _semi_structured(layer: LayerTraits) -> str | None:
     if not layer.linear:
-        return "torch multiplies semi-structured tensors in linear layers only"
+        return "torch supports semi-structured tensors in linear layers only"
     for size, step, side in ((layer.shape[0], ROWS, "output"), (layer.shape[1], COLUMNS, "input")):
         if size % step:
             return f"{size} {side} channel{'s' * (size != 1)} do{'es' * (size == 1)} not divide by {step}"
     return None
 
 
-def _block4(layer: Layer) -> str | None:
+def _block4(layer: LayerTraits) -> str | None:
     return Block(1, 4).fits(layer.shape)
 
 
-def _matrix_product(layer: Layer) -> str | None:
-    return None if len(layer.shape) == 2 else "only matrix products read packed weights"
+def _matrix_product(layer: LayerTraits) -> str | None:
+    return None if len(layer.shape) == 2 else "only matrix products use packed weights"
 
 
-def _pointwise(layer: Layer) -> str | None:
+def _pointwise(layer: LayerTraits) -> str | None:
     return None if layer.kind == "conv 1×1" else "only 1×1 convolutions in one group have sparse kernels"
 
 
-def _removable(layer: Layer) -> str | None:
+def _removable(layer: LayerTraits) -> str | None:
     return layer.channels
 
 
-def _never(_: Layer) -> str | None:
-    return "its kernels multiply by zeros as by any other number"
+def _never(_: LayerTraits) -> str | None:
+    return "its kernels do not skip zeros"
 
 
 RUNTIMES: tuple[Runtime, ...] = (
@@ -166,8 +233,8 @@ RUNTIMES: tuple[Runtime, ...] = (
         "thin",
         "any runtime, thinned",
         "channels",
-        "any hardware, any numbers",
-        "channels that are zero as a whole are taken out: a smaller dense network, faster everywhere",
+        "any hardware, any number format",
+        "removes channels that are all zero: a smaller dense network, faster on any hardware",
         "measured: `gossamer export --format thin`, `gossamer benchmark`",
         _removable,
     ),
@@ -176,7 +243,7 @@ RUNTIMES: tuple[Runtime, ...] = (
         "TensorRT",
         "2:4",
         "NVIDIA GPU since Ampere; float16, int8",
-        "convolutions and matrix products on sparse tensor cores, where TensorRT finds that faster",
+        "convolutions and matrix products on sparse tensor cores, if TensorRT measures them as faster",
         "https://developer.nvidia.com/blog/accelerating-inference-with-sparsity-using-ampere-and-tensorrt",
         _two_of_four,
     ),
@@ -185,7 +252,7 @@ RUNTIMES: tuple[Runtime, ...] = (
         "torch, semi-structured",
         "2:4",
         "NVIDIA GPU since Ampere; float16, bfloat16, int8",
-        "linear layers only, by cuSPARSELt; int8 wants sides that divide by 32",
+        "linear layers only, with cuSPARSELt; int8 needs sides divisible by 32",
         "the shape rules of torch.sparse.semi_structured",
         _semi_structured,
     ),
@@ -194,7 +261,7 @@ RUNTIMES: tuple[Runtime, ...] = (
         "DeepSparse",
         "block4",
         "x86 CPU with VNNI; int8",
-        "skips blocks of four neighbours along the inputs; discontinued in June 2025",
+        "skips blocks of four neighbouring inputs; discontinued in June 2025",
         "https://github.com/neuralmagic/deepsparse/issues/1676",
         _block4,
     ),
@@ -202,9 +269,9 @@ RUNTIMES: tuple[Runtime, ...] = (
         "openvino",
         "OpenVINO",
         "unstructured",
-        "Intel Xeon, shown on the 4th generation; int8",
-        "packs the weights of matrix products when asked to (CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE): less to read, "
-        "as much to compute",
+        "Intel Xeon, tested on the 4th generation; int8",
+        "packs the weights of matrix products if CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE is set: less memory traffic, "
+        "the same arithmetic",
         "https://docs.openvino.ai/2025/notebooks/sparsity-optimization-with-output.html",
         _matrix_product,
     ),
@@ -213,18 +280,18 @@ RUNTIMES: tuple[Runtime, ...] = (
         "LiteRT, XNNPACK",
         "unstructured",
         "ARM CPU; float32",
-        "1×1 convolutions of mobile networks, two thirds of whose weights are zero, between a 3×3 stem and the mean",
-        "the section on sparse inference in the notes of TensorFlow Lite's XNNPACK delegate",
+        "1×1 convolutions of mobile networks with at least two thirds zeros, between a 3×3 stem and global pooling",
+        "documentation of TensorFlow Lite's XNNPACK delegate, section on sparse inference",
         _pointwise,
     ),
     Runtime(
         "onnxruntime",
         "onnxruntime, torch",
         "unstructured",
-        "any hardware, any numbers",
-        "single zeros make files smaller and nothing faster",
+        "any hardware, any number format",
+        "unstructured zeros make files smaller, not inference faster",
         "measured: `gossamer benchmark`",
         _never,
     ),
 )
-"""What is known, runtimes that help most widely first."""
+"""The most widely applicable first."""

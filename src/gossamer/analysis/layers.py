@@ -1,8 +1,4 @@
-"""A model's prunable layers as a table: size, MACs, and what each level of sparsity takes from them.
-
-Who shares the sparsity among the layers is not known here; the numbers come in. The table is written as CSV and JSON,
-and drawn elsewhere.
-"""
+"""The prunable layers of a model at given levels of sparsity: size, MACs and zeros, as CSV and JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ from gossamer.model.tracing.macs import macs as count_macs
 from gossamer.sparse import energy_removed, zero_count
 
 FORMAT = 1
-"""Goes up when the meaning of a key in the JSON changes."""
+"""Increases when the meaning of a key in the JSON changes."""
 CSV_NAME, JSON_NAME = "pruner_report.csv", "pruner_report.json"
 
 
@@ -36,21 +32,21 @@ class LayerRow:
     """One prunable weight; tuples have one entry for each level."""
 
     name: str
-    """The layer: the weight's name without its last part; empty when the model itself is the layer."""
+    """The layer: the name of the weight without its last part; empty if the model itself is the layer."""
     weight: str
     shape: tuple[int, ...]
     parameters: int
     macs: int | None
-    """In one forward pass of the example inputs; None when there were none."""
+    """In one forward pass of the example inputs; None without them."""
     current_zeros: int
-    """Weights that are zero now, whatever the levels say."""
+    """Weights that are zero now."""
     sparsity: tuple[float, ...]
     zeros: tuple[int, ...]
-    """How many weights the level zeroes: round(sparsity · parameters)."""
+    """Zeros at each level: round(sparsity · parameters)."""
     energy_kept: tuple[float, ...]
-    """The share of the sum of squares that is left when the weights of least magnitude are zeroed."""
+    """The remaining share of the sum of squares after pruning by magnitude."""
     excluded: str | None = None
-    """Why the layer takes no part; its sparsity is then 0."""
+    """Why the layer is not pruned; its sparsity is then 0."""
 
     @property
     def current_sparsity(self) -> float:
@@ -58,7 +54,7 @@ class LayerRow:
 
     @property
     def macs_left(self) -> tuple[int, ...] | None:
-        """MACs with weights other than zero, at each level."""
+        """MACs with non-zero weights, at each level."""
         if self.macs is None:
             return None
         return tuple(self.macs * (self.parameters - count) // max(self.parameters, 1) for count in self.zeros)
@@ -102,9 +98,9 @@ class LayerReport:
         return self._summed([row for row in self.layers if row.excluded is None])
 
     def to_json(self) -> dict[str, Any]:
-        """Lists, numbers and text only.
+        """Ready for JSON.
 
-        `format`: 1. `levels`: the sparsities asked for, as fractions. `layers`: for each `name`, `weight`, `shape`,
+        `format`: 1. `levels`: the target sparsities, as fractions. `layers`: for each `name`, `weight`, `shape`,
         `parameters`, `macs` (or null), `current_sparsity`, `excluded` (the reason, or null), and with one entry for
         each level `sparsity`, `zeros`, `energy_kept` and `macs_left` (or null). `total` (all layers) and
         `taking_part` (without the excluded ones): `layers` (how many), `parameters`, `macs`, `current_sparsity`,
@@ -134,7 +130,7 @@ class LayerReport:
         }
 
     def to_csv(self) -> str:
-        """One line for each layer, and a last one, `total`, over all of them; what is not known is left empty."""
+        """One line for each layer, and a last line `total`; unknown values are empty."""
         labels = [f"{level:.10g}" for level in self.levels]
         columns = [f"{kind}_{label}" for kind in ("sparsity", "energy_kept", "macs_left") for label in labels]
         text = io.StringIO()
@@ -147,17 +143,17 @@ class LayerReport:
         return text.getvalue()
 
     def save(self, folder: str | os.PathLike[str]) -> tuple[Path, Path]:
-        """Write `pruner_report.csv` and `pruner_report.json`, each whole or not at all; returns their paths.
+        """Write `pruner_report.csv` and `pruner_report.json` atomically and return their paths.
 
-        Raises `GossamerError` when that is not possible.
+        Raises `GossamerError` if they cannot be written.
         """
-        place = Path(folder)
+        target = Path(folder)
         contents = {
-            place / CSV_NAME: self.to_csv(),
-            place / JSON_NAME: json.dumps(self.to_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n",
+            target / CSV_NAME: self.to_csv(),
+            target / JSON_NAME: json.dumps(self.to_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n",
         }
-        _write(place, contents)
-        return place / CSV_NAME, place / JSON_NAME
+        _write(target, contents)
+        return target / CSV_NAME, target / JSON_NAME
 
     def _summed(self, rows: Sequence[LayerRow]) -> Totals:
         macs = [row.macs for row in rows if row.macs is not None]
@@ -192,12 +188,11 @@ def layer_report(
     example_inputs: Any = None,
     excluded: Mapping[str, str] = MappingProxyType({}),
 ) -> LayerReport:
-    """Every prunable weight of the model, and what is left of it at each level.
+    """Every prunable weight of the model, and what remains of it at each level.
 
-    `sparsities`: for each weight, by its name, one sparsity per level, all as fractions; a weight that is named
-    neither there nor among those `excluded` (with the reason) takes no part. `example_inputs`: as for
-    `gossamer.model.tracing.macs.macs`; without them there are no MACs. Raises `GossamerError` when names or numbers do
-    not fit, or when the model does not run on the inputs.
+    `sparsities` has one fraction per level for each weight; weights that are missing there, or `excluded` (with the
+    reason), are not pruned. Without `example_inputs` there are no MACs. Raises `GossamerError` if names or numbers do
+    not fit the model, or if the model does not run on the inputs.
 
     >>> report = layer_report(nn.Linear(4, 5), {"weight": [0.3, 0.9]}, levels=[0.3, 0.9], example_inputs=[1, 4])
     >>> report.total.zeros, report.total.macs, report.total.macs_left
@@ -205,10 +200,10 @@ def layer_report(
     """
     names = prunable(model)
     expect_model(model, "model")
-    _refuse(model, names, sparsities, levels, excluded)
+    _check(model, names, sparsities, levels, excluded)
     macs = None if example_inputs is None else count_macs(model, example_inputs)
-    nowhere = {name: "no sparsity is given for it" for name in names if name not in sparsities}
-    reasons = {**nowhere, **excluded}
+    missing = {name: "no sparsity given" for name in names if name not in sparsities}
+    reasons = {**missing, **excluded}
     none = [0.0] * len(levels)
     rows = [
         _row(
@@ -223,14 +218,14 @@ def layer_report(
     return LayerReport(tuple(float(level) for level in levels), tuple(rows))
 
 
-def _refuse(
+def _check(
     model: nn.Module,
     names: Sequence[str],
     sparsities: Mapping[str, Sequence[float]],
     levels: Sequence[float],
     excluded: Mapping[str, str],
 ) -> None:
-    """Raise when names or numbers do not fit the model or each other."""
+    """Raise if names or numbers do not fit the model or each other."""
     if not names:
         raise GossamerError(nothing_to_prune(model, "to report on; give the one that is pruned"))
     for level in levels:
@@ -241,14 +236,14 @@ def _refuse(
     for name in (*sparsities, *excluded):
         if name not in names and name not in left_dense(model):
             close = nearest(name, names) or f"; the first is '{names[0]}'"
-            raise GossamerError(f"'{name}' is none of the {len(names)} prunable weights{close}")
+            raise GossamerError(f"'{name}' is not one of the {len(names)} prunable weights{close}")
     for name, values in sparsities.items():
         if len(values) != len(levels):
             raise SparsityError(f"'{name}' has {len(values)} sparsities for {len(levels)} levels; give one for each")
         if not all(0 <= value <= 1 for value in values):
             raise SparsityError(f"'{name}' has a sparsity that is not between 0 and 1; give fractions")
         if name in excluded and any(values):
-            raise GossamerError(f"'{name}' is excluded ({excluded[name]}) and has a sparsity; give it one of the two")
+            raise GossamerError(f"'{name}' is excluded ({excluded[name]}) and has a sparsity; give only one of the two")
 
 
 def _row(name: str, weight: Tensor, sparsity: Sequence[float], macs: int | None, excluded: str | None) -> LayerRow:
@@ -268,14 +263,11 @@ def _row(name: str, weight: Tensor, sparsity: Sequence[float], macs: int | None,
 
 
 def _energy_kept(name: str, weight: Tensor, zeros: Sequence[int]) -> tuple[float, ...]:
-    """For each count of zeros the share of the sum of squares that is left when the smallest magnitudes go.
-
-    A weight of zeros alone loses nothing.
-    """
+    """The remaining share of the sum of squares for each count of zeros, pruned by magnitude."""
     if not any(zeros):
         return (1.0,) * len(zeros)
     if not bool(weight.isfinite().all()):
-        raise SparsityError(f"'{name}' holds numbers that are not finite, which have no energy; load other weights")
+        raise SparsityError(f"'{name}' contains values that are not finite; load other weights")
     removed = energy_removed(weight, name)
     return tuple(1.0 - float(removed[count - 1]) if count else 1.0 for count in zeros)
 
@@ -301,7 +293,7 @@ def _share(part: int, total: int) -> float:
 
 
 def _write(folder: Path, contents: dict[Path, str]) -> None:
-    """Write all files next to where they belong, and move them there when all are whole."""
+    """Write all files, or none."""
     current = folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -309,7 +301,5 @@ def _write(folder: Path, contents: dict[Path, str]) -> None:
             for current, text in reversed(contents.items()):
                 stack.enter_context(atomic_write(current)).write_text(text, encoding="utf-8", newline="")
     except OSError as error:
-        place: object = error.filename2 or current  # moving is what failed, or writing
-        raise GossamerError(
-            f"{place}: cannot be written: {error.strerror}; name a folder that can be written to"
-        ) from error
+        path: object = error.filename2 or current  # moving failed, or writing
+        raise GossamerError(f"{path}: cannot be written: {error.strerror}; choose a writable folder") from error

@@ -1,8 +1,4 @@
-"""A model as a table: the size, MACs and zeros of each prunable layer, as it is and as a recipe will leave it.
-
-What a recipe does is asked in `projection.py`, what hardware can use in `hardware.py`; nothing here is shown or
-written.
-"""
+"""A model as a table: size, MACs and zeros of each prunable layer, now and after a recipe."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ from gossamer.model.weights import check_values
 from gossamer.sparse import NM, Block, Channel, Filter, Pattern
 
 PATTERNS: dict[str, Pattern] = {"filter": Filter(), "channel": Channel(), "2:4": NM(2, 4), "block4": Block(1, 4)}
-"""What zeros are held against, in the order in which they are told."""
+"""Patterns that are detected, the coarsest first."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +38,15 @@ class ModelRow:
     """One prunable weight."""
 
     layer: LayerRow
-    """Its size, MACs and zeros now; it has no levels."""
+    """Its size, MACs and zeros now, without levels."""
     kind: str
-    """In words: `conv 3×3`, `depthwise 3×3`, `linear`, `attention`."""
+    """`conv 3×3`, `depthwise 3×3`, `linear`, `attention` and so on."""
     value_bytes: int
-    """How many bytes one value takes."""
+    """Bytes of one value."""
     patterns: tuple[str, ...]
-    """What its zeros hold to now, the coarsest first; `unstructured` if to nothing, and none without zeros."""
+    """The patterns of its zeros, the coarsest first; `unstructured` if there is none, and empty without zeros."""
     outlook: Outlook | None = None
-    """What the recipe makes of it; None without a recipe, or when the recipe leaves it dense."""
+    """What the recipe does to it; None without a recipe, or if it stays dense."""
     dense: str | None = None
     """Why the recipe leaves it dense."""
 
@@ -64,11 +60,11 @@ class ModelRow:
 
     @property
     def zeros_then(self) -> int | None:
-        """Zeros at the end of the recipe; None when training decides. What nobody holds, training fills."""
+        """Zeros at the end of the recipe; None if training decides. Zeros without a mask do not survive training."""
         return 0 if self.outlook is None else self.outlook.zeros
 
     def macs_left(self, zeros: int | None) -> int | None:
-        """MACs with weights other than zero."""
+        """MACs with non-zero weights."""
         if self.layer.macs is None or zeros is None:
             return None
         return self.layer.macs * (self.parameters - zeros) // max(self.parameters, 1)
@@ -76,22 +72,22 @@ class ModelRow:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of all parameters and buffers in a file, without the file's own few for names."""
+    """Bytes of all parameters and buffers in a file, without its header."""
 
     dense: int
     bitmask: int | None
-    """One bit for each weight, and the values that are not zero; None when their number is not known."""
+    """One bit per weight plus the non-zero values; None if their number is not known."""
     sparse24: int | None
-    """Layers that hold to 2:4 as half of their values with two bits each, the others dense; None when none does."""
+    """2:4 layers as half of their values with two bits each, the others dense; None without 2:4 layers."""
 
 
 @dataclass(frozen=True)
 class State:
-    """All layers together, at one moment."""
+    """All layers together, at one point in time."""
 
     zeros: int | None
     macs: int | None
-    """MACs with weights other than zero; None without example inputs, or when training decides where they are."""
+    """MACs with non-zero weights; None without example inputs, or if training decides."""
     sizes: Sizes
 
 
@@ -101,7 +97,7 @@ class ModelTable:
 
     rows: tuple[ModelRow, ...]
     parameters: int
-    """Weights of all layers: those of the rows, and those that no method can prune."""
+    """Weights of all layers, including those that no method can prune."""
     other_parameters: int
     """Biases, normalisation, embeddings and the like."""
     macs: int | None
@@ -110,12 +106,12 @@ class ModelTable:
     """At the end of the recipe; None without one."""
     projection: Projection | None = None
     left_dense: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Weights that no method can prune, which are in no row, each with the reason."""
+    """Weights that no method can prune and that have no row, with the reason."""
     dense: Mapping[str, WeightCount] = field(default_factory=dict[str, WeightCount])
-    """Those of them that can be counted."""
+    """The sizes of those that can be counted."""
 
     def to_json(self) -> dict[str, Any]:
-        """Lists, numbers and text only: `layers`, `total`, with a recipe `recipe`, and `left_dense`."""
+        """Ready for JSON: `layers`, `total`, `recipe` if there is one, and `left_dense`."""
         project = self.projection
         return {
             "layers": [_row_json(row, project is not None) for row in self.rows],
@@ -135,7 +131,7 @@ class ModelTable:
         }
 
     def to_csv(self) -> str:
-        """One line for each layer; what is not known is left empty."""
+        """One line for each layer; unknown values are empty."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         rows = [_row_json(row, self.projection is not None) for row in self.rows]
@@ -147,9 +143,9 @@ class ModelTable:
 
 
 def model_table(model: nn.Module, example_inputs: Any = None, projection: Projection | None = None) -> ModelTable:
-    """The layers of a model; `example_inputs` as for `macs`, without them there are no MACs.
+    """The layers of a model; without `example_inputs` there are no MACs.
 
-    Raises `GossamerError` when the model has no layer to prune, or does not run on the inputs.
+    Raises `GossamerError` if the model has no prunable layer, or does not run on the inputs.
 
     >>> table = model_table(nn.Linear(8, 4, bias=False), [1, 8])
     >>> table.macs, table.now.sizes
@@ -167,15 +163,15 @@ def model_table(model: nn.Module, example_inputs: Any = None, projection: Projec
     dense = {name: count for name, count in count_weights(module).items() if name not in names}
     counted = {*names, *dense}
     others = sum(tensor.numel() for name, tensor in state.items() if id(tensor) in own and name not in counted)
-    held = sum(count.zeros for count in dense.values())
+    fixed = sum(count.zeros for count in dense.values())
     known = layers[0].macs is not None
     return ModelTable(
         rows=rows,
         parameters=sum(row.parameters for row in rows) + sum(count.weights for count in dense.values()),
         other_parameters=others,
         macs=sum(row.layer.macs or 0 for row in rows) if known else None,
-        now=_with_zeros(_now(rows, rest), held),
-        then=None if projection is None else _with_zeros(_then(rows, rest, projection), held),
+        now=_with_zeros(_now(rows, rest), fixed),
+        then=None if projection is None else _with_zeros(_then(rows, rest, projection), fixed),
         projection=projection,
         left_dense=left_dense(module),
         dense=dense,
@@ -183,7 +179,7 @@ def model_table(model: nn.Module, example_inputs: Any = None, projection: Projec
 
 
 def patterns_of(weight: Tensor) -> tuple[str, ...]:
-    """The patterns that the zeros of a weight `(out, in, …)` hold to, the coarsest first.
+    """The patterns that a weight `(out, in, …)` satisfies, the coarsest first.
 
     >>> import torch
     >>> patterns_of(torch.tensor([[1.0, 0.0, 0.0, 2.0], [0.0, 0.0, 3.0, 4.0]]))
@@ -193,22 +189,22 @@ def patterns_of(weight: Tensor) -> tuple[str, ...]:
     """
     if bool(weight.all()):
         return ()
-    held = [name for name, pattern in PATTERNS.items() if not pattern.fits(weight.shape) and _holds(pattern, weight)]
-    return tuple(held) or ("unstructured",)
+    fitting = {name: pattern for name, pattern in PATTERNS.items() if not pattern.fits(weight.shape)}
+    return tuple(name for name, pattern in fitting.items() if pattern.violations(weight) == 0) or ("unstructured",)
 
 
 def bitmask_bytes(parameters: int, zeros: int, value_bytes: int) -> int:
-    """A weight as one bit for each value, and the values that are not zero; dense where that takes no more."""
+    """A weight as one bit per value plus the non-zero values, or dense if that is smaller."""
     return min(math.ceil(parameters / 8) + (parameters - zeros) * value_bytes, parameters * value_bytes)
 
 
 def sparse24_bytes(parameters: int, value_bytes: int) -> int:
-    """A 2:4 weight as half of its values, each with its place among four in two bits."""
+    """A 2:4 weight as half of its values, each with a two-bit index."""
     return parameters // 2 * value_bytes + math.ceil(parameters / 2 * 2 / 8)
 
 
 def kind_of(module: nn.Module, name: str) -> str:
-    """What a weight belongs to, in words."""
+    """The kind of layer that a weight belongs to."""
     owner, shape = owner_of(module, name), get_parameter(module, name).shape
     if len(shape) < 3:
         return "attention" if isinstance(owner, nn.MultiheadAttention) else "linear"
@@ -234,7 +230,7 @@ def _row(module: nn.Module, layer: LayerRow, projection: Projection | None) -> M
     patterns = patterns_of(weight) if layer.current_zeros else ()
     outlook = None if projection is None else projection.layers.get(layer.weight)
     if outlook is not None and outlook.certainty == "held" and patterns:
-        outlook = replace(outlook, pattern=patterns[0])  # the zeros that are there stay where they are
+        outlook = replace(outlook, pattern=patterns[0])  # existing zeros stay where they are
     return ModelRow(
         layer=layer,
         kind=kind_of(module, layer.weight),
@@ -245,12 +241,8 @@ def _row(module: nn.Module, layer: LayerRow, projection: Projection | None) -> M
     )
 
 
-def _holds(pattern: Pattern, weight: Tensor) -> bool:
-    return pattern.violations(weight) == 0
-
-
 def _with_zeros(state: State, zeros: int) -> State:
-    """With the zeros of weights that no method can prune, which no recipe changes."""
+    """Add the zeros of weights that no method can prune."""
     return state if state.zeros is None else replace(state, zeros=state.zeros + zeros)
 
 
@@ -268,7 +260,7 @@ def _then(rows: Sequence[ModelRow], rest: int, projection: Projection) -> State:
     total = projection.zeros(row.weight for row in rows)
     sizes = _sizes(rows, rest, counts, _ends_at_two_of_four)
     if sizes.bitmask is None and total is not None and len({row.value_bytes for row in rows}) == 1:
-        # How layers share the zeros does not matter to a file, but for those that stay dense in it.
+        # The size of the file depends on the total of zeros only, except for layers that stay dense in it.
         bits = sum(math.ceil(row.parameters / 8) for row in rows if row.outlook is not None)
         kept = sum(row.parameters for row in rows) - total
         sizes = Sizes(sizes.dense, min(rest + bits + kept * rows[0].value_bytes, sizes.dense), sizes.sparse24)
@@ -304,7 +296,7 @@ def _sizes(
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """The sum; None when one is not known."""
+    """The sum; None if one is not known."""
     total = 0
     for count in counts:
         if count is None:

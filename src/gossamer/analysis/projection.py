@@ -1,8 +1,4 @@
-"""What a recipe will make of a model: the zeros of each weight in the end, their pattern, and how sure that is.
-
-The modifiers are bound to the model and asked; nothing trains and the model is not touched. Sizes, MACs and files are
-not known here.
-"""
+"""The zeros and patterns that a recipe produces in a model, and how certain that is, without training."""
 
 from __future__ import annotations
 
@@ -21,12 +17,12 @@ from gossamer.recipe import Recipe
 from gossamer.sparse import zero_count
 
 STEPS = 1000
-"""Steps that an epoch counts here, where nothing trains; enough for every schedule to fit."""
+"""Assumed steps per epoch, enough for every schedule."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Weights whose zeros are known only together."""
+    """Weights of which only the total of zeros is known."""
 
     names: tuple[str, ...]
     zeros: int
@@ -39,18 +35,17 @@ class Projection:
     recipe: str
     epochs: int
     layers: Mapping[str, Outlook]
-    """By weight, in the model's order; embeddings and others that the recipe names are among them."""
+    """By weight, in the model's order, including embeddings and others that the recipe names."""
     dense: Mapping[str, str]
-    """Prunable weights that the recipe leaves dense, with the reason."""
+    """Prunable weights that stay dense, with the reason."""
     budgets: tuple[Budget, ...]
     notes: tuple[str, ...]
 
     def zeros(self, names: Iterable[str]) -> int | None:
-        """All zeros of these weights in the end; None when a method that has no target decides."""
-        wanted = set(names)
-        found = {name: self.layers[name].zeros for name in wanted if name in self.layers}
-        total = sum(count for count in found.values() if count is not None)
-        unknown = {name for name, count in found.items() if count is None}
+        """Total zeros of these weights at the end; None if a method without a target decides."""
+        counts = {name: self.layers[name].zeros for name in set(names) if name in self.layers}
+        total = sum(count for count in counts.values() if count is not None)
+        unknown = {name for name, count in counts.items() if count is None}
         for budget in self.budgets:
             if set(budget.names) <= unknown:
                 unknown -= set(budget.names)
@@ -59,11 +54,11 @@ class Projection:
 
 
 def project(recipe: Recipe, model: nn.Module) -> Projection:
-    """Ask every modifier of the recipe what it leaves of this model; raises `RecipeError` when one does not fit.
+    """What every modifier of the recipe does to this model; raises `RecipeError` if one does not fit.
 
-    Counts are exact where a share of each layer is asked for. Where one threshold goes over all layers their sum is
-    exact, and how they share it is estimated from the weights as they are now. Where a method finds its zeros by
-    training, they are not known.
+    Counts are exact for modifiers with a sparsity for each layer. For a global threshold the total is exact, and its
+    distribution over layers is estimated from the current weights. For methods that learn their sparsity, counts are
+    not known.
 
     >>> from gossamer.recipe import load
     >>> model = nn.Sequential(nn.Linear(40, 10), nn.Linear(10, 10))
@@ -71,7 +66,7 @@ def project(recipe: Recipe, model: nn.Module) -> Projection:
     Outlook(zeros=360, pattern='unstructured', certainty='exact', modifier='GMPruningModifier')
     """
     module = unwrap(model)
-    sampler: Sampler = lambda _: ()  # noqa: E731  (second-order methods want one; nothing starts, so none is called)
+    sampler: Sampler = lambda _: ()  # noqa: E731  (second-order methods need one, but nothing calls it here)
     shared = Shared(model, module, None, float(STEPS), grad_sampler=sampler)
     runs = [run for run in attachments(recipe, shared) if run.modifier.family == "pruning"]
     runs = [run for run in runs if run.modifier.unavailable is None]
@@ -96,14 +91,14 @@ def project(recipe: Recipe, model: nn.Module) -> Projection:
         recipe=recipe.name,
         epochs=recipe.max_epochs,
         layers={name: layers[name] for name in [*ours, *layers] if name in layers},
-        dense={name: skipped.get(name, "the recipe does not name it") for name in ours if name not in layers},
+        dense={name: skipped.get(name, "not named by the recipe") for name in ours if name not in layers},
         budgets=tuple(budgets),
         notes=tuple(_notes(recipe, module, layers, runs)),
     )
 
 
 def _bound(recipe: Recipe, run: Attachment) -> tuple[Problem, ...]:
-    """Bind a modifier without logging what it skips, which is returned; what is wrong."""
+    """Bind a modifier without logging, and return its problems."""
     try:
         run.bound = run.modifier.bind(run)
     except ModifierError as error:
@@ -112,7 +107,7 @@ def _bound(recipe: Recipe, run: Attachment) -> tuple[Problem, ...]:
 
 
 def _released(modifier: Modifier, horizon: float) -> str | None:
-    """Why nothing of what the modifier does is left at the end; None when it stays."""
+    """Why the zeros of a modifier do not last until the end; None if they do."""
     end = modifier.released_epoch
     if end is None or end >= horizon:
         return None
@@ -120,7 +115,7 @@ def _released(modifier: Modifier, horizon: float) -> str | None:
 
 
 def _joined(before: Mapping[str, Outlook], found: Mapping[str, Outlook]) -> dict[str, Outlook]:
-    """Of two modifiers on one weight the one that leaves more zeros; what is learned could be either."""
+    """Of two modifiers on one weight, keep the one with more zeros, or the one that learns its sparsity."""
     joined = dict(before)
     for name, outlook in found.items():
         old = joined.get(name)
@@ -130,7 +125,7 @@ def _joined(before: Mapping[str, Outlook], found: Mapping[str, Outlook]) -> dict
 
 
 def _budget(run: Attachment, found: Mapping[str, Outlook]) -> Budget | None:
-    """What learned layers lose together, where the method has a target."""
+    """The total of zeros in layers with learned sparsity, if the method has a target."""
     names = tuple(name for name, outlook in found.items() if outlook.zeros is None)
     if not names or run.modifier.goal is None:
         return None
@@ -140,25 +135,25 @@ def _budget(run: Attachment, found: Mapping[str, Outlook]) -> Budget | None:
 def _notes(
     recipe: Recipe, module: nn.Module, layers: Mapping[str, Outlook], runs: Sequence[Attachment]
 ) -> Iterable[str]:
-    """What the numbers do not say."""
+    """Limitations of the numbers."""
     if any(outlook.certainty == "estimated" for outlook in layers.values()):
-        yield "one threshold goes over several layers: how they share it is estimated from the weights as they are now"
+        yield "the recipe uses a global threshold: the sparsity of each layer is estimated from the current weights"
     if emptied := [name for name, o in layers.items() if o.certainty != "removed" and o.zeros == _count(module, name)]:
-        which = emptied[0] if len(emptied) == 1 else f"{len(emptied)} layers, {emptied[0]} among them"
-        yield f"nothing would be left of {which}; max_layer_sparsity or exclude in the recipe prevents that"
+        which = emptied[0] if len(emptied) == 1 else f"{len(emptied)} layers, such as {emptied[0]}"
+        yield f"no weights would be left in {which}; set max_layer_sparsity or exclude in the recipe"
     if learners := sorted({o.modifier for o in layers.values() if o.certainty == "learned"}):
-        yield f"{', '.join(learners)} finds the zeros of each layer while it trains; they are not known before"
+        yield f"{', '.join(learners)} learns the sparsity of each layer in training; it is not known before"
     others = [name for name in layers if name not in prunable(module)]
     if others:
-        yield f"the recipe also prunes what is no layer's weight: {', '.join(others)}"
+        yield f"the recipe also prunes parameters that are not weights of layers: {', '.join(others)}"
     if any(modifier.family == "quantization" for modifier in recipe.modifiers):
-        yield "the recipe also trains for 8-bit integers, which sizes here leave out: each value takes a quarter then"
+        yield "the recipe also quantizes to 8-bit integers, which sizes do not include: they take a quarter"
     idle = [name for name in prunable(module) if name not in layers]
     zeros = sum(_zeros_of(module, name) for name in idle)
     if zeros and runs:
-        yield f"{zeros:,} weights that are zero now are held by no modifier: training fills them again"
+        yield f"{zeros:,} weights that are zero now have no mask: training changes them"
     if any(modifier.removal_epochs for modifier in recipe.modifiers):
-        yield "LayerThinningModifier takes filters out that are zero as a whole; they are counted as zeros here"
+        yield "LayerThinningModifier removes filters that are all zero; they count as zeros here"
 
 
 def _size(run: Attachment, name: str) -> int:

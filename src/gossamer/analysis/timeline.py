@@ -1,8 +1,4 @@
-"""What a recipe does over its epochs, as numbers: sparsity, learning rate, phases.
-
-The modifiers' own schedules are asked at many epochs; nothing here knows a
-formula of theirs, nor how the result is drawn.
-"""
+"""What a recipe does over its epochs: sparsity, learning rate and active modifiers, sampled from the modifiers."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from gossamer.modifiers.base import Modifier
 from gossamer.recipe import Recipe
 
 SAMPLES = 2000
-"""At about how many epochs a schedule is asked."""
+"""Number of samples of a schedule."""
 
 LANES = {
     "pruning": "pruning",
@@ -28,12 +24,12 @@ LANES = {
     "logging": "logging",
     "other": "other",
 }
-"""Families of modifiers in the order in which they are shown, and their names in words."""
+"""Families of modifiers in display order, with their labels."""
 
 
 @dataclass(frozen=True)
-class Series:
-    """A value over epochs: `values[i]` holds from `epochs[i]` to the next one; None is no value."""
+class Schedule:
+    """A value over epochs: `values[i]` applies from `epochs[i]` to the next one; None means no value."""
 
     label: str
     epochs: tuple[float, ...]
@@ -42,7 +38,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Span:
-    """Modifiers of one family at work between two epochs; `held` when only their masks still are."""
+    """Modifiers of one family that are active between two epochs; `held` if only their masks still apply."""
 
     family: str
     start: float
@@ -53,29 +49,29 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Everything a plot of a recipe shows."""
+    """Everything that a plot of a recipe shows."""
 
     name: str
     epochs: float
-    sparsity: tuple[Series, ...]
-    learning_rate: tuple[Series, ...]
-    """One, or one for each set of parameter groups that goes its own way."""
+    sparsity: tuple[Schedule, ...]
+    learning_rate: tuple[Schedule, ...]
+    """One, or one for each set of parameter groups with its own schedule."""
     spans: tuple[Span, ...]
 
     def as_data(self) -> dict[str, Any]:
-        """Lists, numbers and text only, ready for JSON."""
+        """Ready for JSON."""
         return asdict(self)
 
 
 def timeline(recipe: Recipe, steps_per_epoch: float = 100, initial_lr: float | None = None) -> Timeline:
-    """Ask every modifier of `recipe` what it does when.
+    """Sample what every modifier of `recipe` does at each epoch.
 
-    `initial_lr` is the optimizer's own learning rate, for recipes that do not
-    set one before they change it; without it such rates are relative to 1.
+    `initial_lr` is the learning rate of the optimizer, for recipes that scale it without setting it; without it, such
+    learning rates are relative to 1.
 
     >>> from gossamer.recipe import load
-    >>> drawn = timeline(load("builtin:gmp-90"))
-    >>> drawn.sparsity[0].label, drawn.sparsity[0].values[-1]
+    >>> schedule = timeline(load("builtin:gmp-90")).sparsity[0]
+    >>> schedule.label, schedule.values[-1]
     ('GMPruningModifier to 90 %', 0.9)
     """
     horizon = float(max(recipe.max_epochs, 1))
@@ -92,12 +88,12 @@ def timeline(recipe: Recipe, steps_per_epoch: float = 100, initial_lr: float | N
     )
 
 
-Curve = tuple[tuple[float, float | None], ...]
-"""Epochs and the value that holds from each of them on."""
+Steps = tuple[tuple[float, float | None], ...]
+"""Epochs, and the value from each of them on."""
 
 
-def _sparsity(modifier: Modifier, horizon: float, steps_per_epoch: float) -> Curve:
-    """The sparsity in force: that of the last update, at the steps where the run will make one."""
+def _sparsity(modifier: Modifier, horizon: float, steps_per_epoch: float) -> Steps:
+    """The sparsity of the last update, sampled at the steps where training updates the masks."""
     timing, last = Timing.of(modifier, steps_per_epoch), round(horizon * steps_per_epoch)
     stride = max(1, last // SAMPLES)
     found: dict[float, float | None] = {0.0: None}
@@ -109,9 +105,9 @@ def _sparsity(modifier: Modifier, horizon: float, steps_per_epoch: float) -> Cur
     return _changes([*found.items(), (horizon, modifier.sparsity_at(horizon))])
 
 
-def _grouped(curves: Sequence[tuple[Modifier, Curve]]) -> tuple[Series, ...]:
-    """One series for all modifiers with the same curve, in order of start and final sparsity."""
-    groups: dict[Curve, list[Modifier]] = {}
+def _grouped(curves: Sequence[tuple[Modifier, Steps]]) -> tuple[Schedule, ...]:
+    """One schedule for all modifiers with equal steps, ordered by start and final sparsity."""
+    groups: dict[Steps, list[Modifier]] = {}
     for modifier, curve in curves:
         groups.setdefault(curve, []).append(modifier)
     ordered = sorted(groups, key=lambda curve: (next(e for e, value in curve if value is not None), -_final(curve)))
@@ -120,19 +116,19 @@ def _grouped(curves: Sequence[tuple[Modifier, Curve]]) -> tuple[Series, ...]:
         label if labels.count(label) == 1 else f"{label}, {_epochs(groups[curve][0])}"
         for label, curve in zip(labels, ordered, strict=True)
     ]
-    return tuple(_series(label, curve) for label, curve in zip(distinct, ordered, strict=True))
+    return tuple(_schedule(label, curve) for label, curve in zip(distinct, ordered, strict=True))
 
 
 def _learning_rate(
     rates: Sequence[Modifier], horizon: float, steps_per_epoch: float, initial: float | None
-) -> tuple[Series, ...]:
-    """The rates of the parameter groups that the recipe names; groups with the same modifiers share one."""
+) -> tuple[Schedule, ...]:
+    """The learning rates of the parameter groups in the recipe; groups with the same modifiers share one."""
     named = sorted({index for modifier in rates for index in modifier.learning_rate_groups or ()})
     together: dict[tuple[int, ...], list[int]] = {}
     for group in named or [0]:
         chosen = [i for i, m in enumerate(rates) if m.learning_rate_groups is None or group in m.learning_rate_groups]
         together.setdefault(tuple(chosen), []).append(group)
-    found: list[Series] = []
+    found: list[Schedule] = []
     for chosen, groups in together.items():
         own = [rates[index] for index in chosen]
         if own:
@@ -142,21 +138,21 @@ def _learning_rate(
     return tuple(found)
 
 
-def _one_rate(rates: Sequence[Modifier], horizon: float, steps_per_epoch: float, initial: float | None) -> Series:
-    """The rate that these modifiers set, from the epoch on at which it is known."""
+def _one_rate(rates: Sequence[Modifier], horizon: float, steps_per_epoch: float, initial: float | None) -> Schedule:
+    """The learning rate that these modifiers set, from the first epoch at which it is known."""
     if initial is not None:
-        return _series("learning rate", _rates(rates, horizon, steps_per_epoch, initial))
+        return _schedule("learning rate", _rates(rates, horizon, steps_per_epoch, initial))
     first = min(max(modifier.start_epoch, 0.0) for modifier in rates)
     curve, doubled = (
         [(epoch, rate if epoch >= first else None) for epoch, rate in _rates(rates, horizon, steps_per_epoch, guess)]
         for guess in (1.0, 2.0)
     )
-    # A rate that doubles with the optimizer's own is known only in relation to it.
-    return _series("learning rate" if curve == doubled else "learning rate, relative to the optimizer's", curve)
+    # A learning rate that doubles with that of the optimizer is only known relative to it.
+    return _schedule("learning rate" if curve == doubled else "learning rate, relative to the optimizer's", curve)
 
 
 def _sampled(rates: Iterable[Modifier], horizon: float, steps_per_epoch: float) -> list[float]:
-    """Epochs at which to ask: every step when there are few, and every start and end."""
+    """Epochs to sample: every step if there are few, and every start and end."""
     steps = max(1, round(horizon * steps_per_epoch))
     points = {step / steps_per_epoch for step in range(0, steps + 1, max(1, steps // SAMPLES))}
     for modifier in rates:
@@ -167,18 +163,18 @@ def _sampled(rates: Iterable[Modifier], horizon: float, steps_per_epoch: float) 
 def _rates(
     rates: Sequence[Modifier], horizon: float, steps_per_epoch: float, initial: float
 ) -> list[tuple[float, float]]:
-    """The rate at each epoch; of two modifiers the one that started later has the last word."""
+    """The learning rate at each epoch; of two modifiers, the one that started later wins."""
     ordered = sorted(rates, key=lambda modifier: max(modifier.start_epoch, 0.0))
-    begun: dict[int, float] = {}
-    current, found = initial, list[tuple[float, float]]()
+    started: dict[int, float] = {}
+    current, sampled = initial, list[tuple[float, float]]()
     for epoch in _sampled(rates, horizon, steps_per_epoch):
         for index, modifier in enumerate(ordered):
             if max(modifier.start_epoch, 0.0) <= epoch:
-                begun.setdefault(index, current)
-                rate = modifier.learning_rate_at(epoch, steps_per_epoch, begun[index])
+                started.setdefault(index, current)
+                rate = modifier.learning_rate_at(epoch, steps_per_epoch, started[index])
                 current = current if rate is None else rate
-        found.append((epoch, current))
-    return [*found, (horizon, current)]
+        sampled.append((epoch, current))
+    return [*sampled, (horizon, current)]
 
 
 def _spans(modifiers: Iterable[Modifier], scheduled: set[int], horizon: float) -> tuple[Span, ...]:
@@ -211,18 +207,18 @@ def _epochs(modifier: Modifier) -> str:
     return f"epochs {max(modifier.start_epoch, 0):g} to {end}"
 
 
-def _changes(curve: Sequence[tuple[float, float | None]]) -> Curve:
-    """The first point, the last one, and those between at which the value changes."""
+def _changes(curve: Sequence[tuple[float, float | None]]) -> Steps:
+    """The first and last point, and those at which the value changes."""
     last = len(curve) - 1
     return tuple(point for i, point in enumerate(curve) if i in (0, last) or point[1] != curve[i - 1][1])
 
 
-def _series(label: str, curve: Sequence[tuple[float, float | None]]) -> Series:
+def _schedule(label: str, curve: Sequence[tuple[float, float | None]]) -> Schedule:
     epochs, values = zip(*_changes(curve), strict=True)
-    return Series(label, epochs, values)
+    return Schedule(label, epochs, values)
 
 
-def _final(curve: Curve) -> float:
+def _final(curve: Steps) -> float:
     return next(value for _, value in reversed(curve) if value is not None)
 
 

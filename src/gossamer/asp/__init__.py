@@ -21,7 +21,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 
-from gossamer.analysis.eligibility import ineligible
+from gossamer.analysis.hardware import ineligible
 from gossamer.asp.graphs import save_graph, search
 from gossamer.asp.selection import (
     LAYERS,

@@ -7,7 +7,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from gossamer.analysis.eligibility import ineligible
+from gossamer.analysis.hardware import ineligible
 from gossamer.errors import GossamerError, SparsityError, nearest
 from gossamer.model import first_names, get_module, is_transposed, layer_path, named_modules, stored_weight
 from gossamer.model.parameters import TIED

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gossamer.analysis.hardware import Support
     from gossamer.analysis.model_table import ModelTable
     from gossamer.analysis.proposal import Proposal
-    from gossamer.analysis.sensitivity_map import SensitivityMap
+    from gossamer.analysis.sensitivity import SensitivityMap
     from gossamer.models import LoadedModel
 
 EPOCHS = 20.0
@@ -175,7 +175,7 @@ def _measure(
     analysis: Analysis, batches: Any, target: float | None, samples: int | None, pattern: str, show: Show
 ) -> None:
     """Fill in sensitivity and proposal as far as there are data; say what is left out."""
-    from gossamer.analysis.sensitivity_map import SAMPLES, first_samples, has_labels, sensitivity_map
+    from gossamer.analysis.sensitivity import MAP_SAMPLES, first_samples, has_labels, sensitivity_map
 
     found = analysis.loaded
     show("reading data", 0.0)
@@ -191,7 +191,7 @@ def _measure(
             raise GossamerError("--target: a proposal needs labelled data; give --data, or a run, which has its own")
         return
     with redirect_stdout(sys.stderr), _in_options():
-        few = first_samples(known, samples or SAMPLES)
+        few = first_samples(known, samples or MAP_SAMPLES)
         if target is not None and not has_labels(few):
             raise GossamerError("--target: a proposal needs labels, and the batches of --data have none")
         analysis.sensitivity = sensitivity_map(
@@ -199,7 +199,7 @@ def _measure(
             few,
             pattern=pattern,
             example_inputs=found.example,
-            samples=samples or SAMPLES,
+            samples=samples or MAP_SAMPLES,
             progress=lambda name, share: show(f"pruning {name}", share),
         )
         analysis.warnings += _poor(analysis.sensitivity, few)
@@ -277,7 +277,7 @@ def _in_options() -> Generator[None]:
         if text.startswith("data:"):
             text = f"--{text}"
         if text.startswith("names: the model has no layer"):
-            text = f"--pattern{text.removeprefix('names').partition('; name other')[0]}; name another pattern"
+            text = f"--pattern{text.removeprefix('names')}"
         if "example_inputs" in text:
             text = f"{text.partition('; give example_inputs')[0]}; --input 1,3,224,224 says what it takes"
         raise GossamerError(text) from error

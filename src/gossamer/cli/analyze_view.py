@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gossamer.analysis.hardware import Support
     from gossamer.analysis.model_table import ModelRow, ModelTable, State
     from gossamer.analysis.proposal import Proposal
-    from gossamer.analysis.sensitivity_map import LayerCost, SensitivityMap
+    from gossamer.analysis.sensitivity import LayerCost, SensitivityMap
     from gossamer.cli.analyze import Analysis
 
 MOST_NAMES = 3

@@ -21,7 +21,7 @@ from gossamer.errors import GossamerError, SparsityError
 if TYPE_CHECKING:
     from torch import nn
 
-    from gossamer.analysis.eligibility import Eligibility
+    from gossamer.analysis.hardware import Eligibility
     from gossamer.model.permute import Permutation
     from gossamer.sparse import NM
 
@@ -117,7 +117,7 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Say which layers of a model hold to N:M now, where they do not, and which cannot, and why."""
-    from gossamer.analysis.eligibility import eligibility
+    from gossamer.analysis.hardware import eligibility
 
     chosen = _pattern(pattern)
     opened = load_model(model, weights, classes=classes, imports=imports)
@@ -147,7 +147,7 @@ def _pattern(name: str) -> NM:
 
 def _searchable(network: nn.Module, pattern: NM, every_layer: bool) -> tuple[list[str], dict[str, str]]:
     """Names of the layers to search on, and the others with the reason."""
-    from gossamer.analysis.eligibility import eligibility, ineligible
+    from gossamer.analysis.hardware import eligibility, ineligible
 
     names: list[str] = []
     skipped: dict[str, str] = {}

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from gossamer.analysis.sensitivity import BATCHES, Progress, first_inputs
+from gossamer.analysis.sensitivity import MAX_BATCHES, Progress, first_inputs
 from gossamer.create.choices import Choices, choose
 from gossamer.create.layers import Layer, look_at, percent
 from gossamer.create.methods import CONSTANT
@@ -85,7 +85,7 @@ def design(
     if choices.method is CONSTANT or choices.holds_zeros:
         pruning_pieces = _holding(module, choices)
     elif choices.method is not None:
-        batches = None if data is None else list(islice(data, BATCHES))
+        batches = None if data is None else list(islice(data, MAX_BATCHES))
         if batches and example_inputs is None:
             example_inputs = first_inputs(batches, module)
         found = ends(module, example_inputs)

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from gossamer.analysis.eligibility import ineligible
-from gossamer.analysis.sensitivity import Curve, Progress, allocate, sensitivity
+from gossamer.analysis.hardware import ineligible
+from gossamer.analysis.sensitivity import Progress, SensitivityCurve, allocate, sensitivity
 from gossamer.create.choices import Choices
 from gossamer.errors import GossamerError, SparsityError
 from gossamer.model import embedding_tables, get_parameter, is_depthwise, is_transposed, left_dense, prunable, unwrap
@@ -252,7 +252,7 @@ def _by_measure(
 
 
 def _measured_shares(
-    curves: Mapping[str, Curve], sparsity: float, caps: Mapping[str, float]
+    curves: Mapping[str, SensitivityCurve], sparsity: float, caps: Mapping[str, float]
 ) -> tuple[dict[str, float], float]:
     """The shares, without the layers to be spared that would give next to nothing or put the total out of reach."""
     try:
@@ -267,7 +267,7 @@ def _measured_shares(
 
 def _judged(
     layer: Layer,
-    curve: Curve | None,
+    curve: SensitivityCurve | None,
     shares: Mapping[str, float],
     caps: Mapping[str, float],
     distance: float,

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from gossamer.analysis.layers import LayerReport, LayerRow
-from gossamer.analysis.sensitivity_map import LayerCost, SensitivityMap
-from gossamer.analysis.timeline import LANES, Series, Span, Timeline
+from gossamer.analysis.sensitivity import LayerCost, SensitivityMap
+from gossamer.analysis.timeline import LANES, Schedule, Span, Timeline
 from gossamer.errors import GossamerError
 from gossamer.io import atomic_write
 from gossamer.model.permute import Permutation
@@ -163,7 +163,7 @@ def timeline_figure(timeline: Timeline, *, titled: bool = True) -> Figure:
     return figure
 
 
-def _plot_sparsity(ax: Axes, curves: Sequence[Series]) -> None:
+def _plot_sparsity(ax: Axes, curves: Sequence[Schedule]) -> None:
     from matplotlib.ticker import PercentFormatter
 
     handles: list[Any] = []
@@ -179,7 +179,7 @@ def _plot_sparsity(ax: Axes, curves: Sequence[Series]) -> None:
     ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, borderaxespad=0)
 
 
-def _plot_learning_rate(ax: Axes, curves: Sequence[Series]) -> None:
+def _plot_learning_rate(ax: Axes, curves: Sequence[Schedule]) -> None:
     from matplotlib.ticker import LogFormatter
 
     highest, typical = max(_highest_and_typical(series) for series in curves)
@@ -200,7 +200,7 @@ def _plot_learning_rate(ax: Axes, curves: Sequence[Series]) -> None:
         ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, borderaxespad=0)
 
 
-def _plot_steps(ax: Axes, series: Series, label: str, **options: Any) -> list[Any]:
+def _plot_steps(ax: Axes, series: Schedule, label: str, **options: Any) -> list[Any]:
     values = [math.nan if value is None else value for value in series.values]
     return ax.plot(series.epochs, values, drawstyle="steps-post", linewidth=2, label=label, **options)
 
@@ -230,7 +230,7 @@ def _plot_phases(ax: Axes, lanes: Sequence[str], spans: Sequence[Span], epochs: 
         ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center", va="center")
 
 
-def _highest_and_typical(series: Series) -> tuple[float, float]:
+def _highest_and_typical(series: Schedule) -> tuple[float, float]:
     """The maximum, and the median over time."""
     lasting = sorted(
         (value, until - epoch)
