@@ -91,7 +91,7 @@ def test_a_file_never_makes_us_import_a_module(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
-        ("resnet19", "no torchvision model of that name; nearest: 'resnet1"),
+        ("resnet19", "no such torchvision model; nearest: 'resnet1"),
         ("model.onnx", "an exported program is not a PyTorch model; name the run"),
         ("weights.safetensors", "does not describe its model; name the model"),
         ("nothing.safetensors", "no such file"),

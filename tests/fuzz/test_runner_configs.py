@@ -196,7 +196,7 @@ def changed(part: str, **settings: Any) -> str:
         (changed("dataset", train={**BASE["dataset"]["train"], "transforms": [{"RandomApply": {"transforms": [0]}}]}),
          "expected a name, or a name with its arguments, found 0"),
         (changed("dataset", train={**BASE["dataset"]["train"], "transforms": [{"Resize": {"size": [1e308]}}]}),
-         "transforms[0].Resize: size: expected numbers between"),
+         "transforms[0].Resize.size: expected numbers between"),
         (changed("runtime", seed=2**70), "runtime.seed: expected a number"),
         (changed("trainer", lr_scheduler={"type": "ExponentialLR", "kwargs": {"gamma": -0.9}}),
          "lr_scheduler.kwargs.gamma: expected a number between 0 and 1e+09"),

@@ -125,7 +125,7 @@ def test_another_number_of_classes_is_told(way: str, tmp_path: Path) -> None:
 
 
 def test_a_classifier_is_no_detector(tmp_path: Path) -> None:
-    with pytest.raises(GossamerError, match=r"net.type: .*is no detector; .*network\(images\)"):
+    with pytest.raises(GossamerError, match=r"net.type: .*is not a detector; .*network\(images\)"):
         trained(scenes(tmp_path, "own", net={"type": "tests.runner.nets:small"}))
 
 

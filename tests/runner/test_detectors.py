@@ -140,14 +140,17 @@ def test_aspect_ratios_alone_keep_the_sizes():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"anchor_sizes": [8, 16]}, "an entry for each of 5 levels of features, found 2"),
+        ({"anchor_sizes": [8, 16]}, "an entry for each of 5 feature levels, found 2"),
         ({"anchor_sizes": [8, 16, -4, 32, 64]}, "anchor_sizes: expected a list of positive numbers"),
         ({"anchor_sizes": 8}, "anchor_sizes: expected a list of positive numbers"),
         ({"anchor_sizes": [[8, 9], [16], [24], [32], [48]]}, "the same number of sizes"),
-        ({"aspect_ratios": [[1.0], [2.0]]}, "aspect_ratios: expected numbers"),
-        ({"returned_layers": [0, 1]}, "returned_layers: expected stages of ResNet from 1 to 4"),
-        ({"pyramid_channels": 100}, "pyramid_channels: expected a multiple of 32 from 64 on, found 100"),
-        ({"trainable_backbone_layers": 2}, "trainable_backbone_layers: without weights_backbone all layers train"),
+        ({"aspect_ratios": [[1.0], [2.0]]}, "aspect_ratios: expected a list of numbers"),
+        ({"returned_layers": [0, 1]}, "returned_layers: expected different stages of the ResNet from 1 to 4"),
+        ({"pyramid_channels": 100}, "pyramid_channels: expected a multiple of 32, at least 64, found 100"),
+        (
+            {"trainable_backbone_layers": 2},
+            "trainable_backbone_layers: all layers are trained without weights_backbone",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_told_by_their_place(kwargs, message):
@@ -158,10 +161,13 @@ def test_arguments_that_do_not_fit_are_told_by_their_place(kwargs, message):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"anchor_sizes": [8, 16]}, "an entry for each of 5 levels of features, found 2"),
-        ({"returned_layers": [4, 5]}, "returned_layers: expected stages of ResNet from 1 to 4"),
+        ({"anchor_sizes": [8, 16]}, "an entry for each of 5 feature levels, found 2"),
+        ({"returned_layers": [4, 5]}, "returned_layers: expected different stages of the ResNet from 1 to 4"),
         ({"pyramid_channels": 0}, "pyramid_channels: expected a positive number, found 0"),
-        ({"trainable_backbone_layers": 2}, "trainable_backbone_layers: without weights_backbone all layers train"),
+        (
+            {"trainable_backbone_layers": 2},
+            "trainable_backbone_layers: all layers are trained without weights_backbone",
+        ),
         ({"min_sise": 64}, "min_sise"),
     ],
 )
@@ -171,5 +177,5 @@ def test_arguments_of_faster_rcnn_that_do_not_fit_are_told_by_their_place(kwargs
 
 
 def test_a_detector_without_such_anchors_says_so():
-    with pytest.raises(GossamerError, match=r"^net\.kwargs\.anchor_sizes: FCOS does not take them"):
+    with pytest.raises(GossamerError, match=r"^net\.kwargs\.anchor_sizes: not supported for FCOS"):
         build_net(Net(type="fcos_resnet50_fpn", kwargs={"anchor_sizes": [8]}), 3)

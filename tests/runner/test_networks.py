@@ -155,7 +155,7 @@ def test_a_wrapped_detector_is_still_one():
         ({"a": nn.Identity()}, "'a': expected .module, inputs. with tensors"),
         ({"a": (nn.Identity(), "images")}, "'a': expected .module, inputs. with tensors"),
         ({"a": (nn.Identity(), images())}, "has no parameters"),
-        ({"a": (nn.Linear(2, 2), images())}, "has parameters that the model does not have"),
+        ({"a": (nn.Linear(2, 2), images())}, "has parameters that the model lacks"),
     ],
 )
 def test_an_answer_that_cannot_be_used_is_refused(answer, message):
@@ -165,5 +165,5 @@ def test_an_answer_that_cannot_be_used_is_refused(answer, message):
 
 def test_a_model_that_does_not_say_is_no_detector():
     assert not is_detector(nn.Linear(2, 2))
-    with pytest.raises(GossamerError, match="Linear does not say what its network is"):
+    with pytest.raises(GossamerError, match="Linear: the network of this detector is unknown"):
         detector_networks(nn.Linear(2, 2), images())

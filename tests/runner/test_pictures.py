@@ -92,13 +92,13 @@ def test_many_classes_find_room_in_the_legend_or_are_counted(tmp_path: Path, mon
     classes = [f"kind of thing {index}" for index in range(30)]
     every = found([[0, 0, 9, 9]] * 30, list(range(1, 31)), [0.9] * 30)
     draw_detections([torch.zeros(3, 30, 30)], [every], [{"boxes": torch.zeros(0, 4)}], classes, tmp_path / "a.png")
-    assert written[:2] == ["truth", "found with a score of 0.3 or more:"]
+    assert written[:2] == ["ground truth", "detections with a score of 0.3 or more:"]
     assert written[-1] == f"and {30 - (len(written) - 3)} more"
 
 
 def test_a_picture_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "pictures").write_text("")
-    with pytest.raises(GossamerError, match=r"a\.png: the picture cannot be written"):
+    with pytest.raises(GossamerError, match=r"a\.png: cannot write the picture"):
         draw_detections([], [], [], CLASSES, tmp_path / "pictures" / "a.png")
 
 

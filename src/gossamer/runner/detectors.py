@@ -1,8 +1,6 @@
-"""Detectors: RetinaNet and Faster R-CNN on ResNet-18, which torchvision lacks, and anchors for objects of any size.
+"""Detectors that torchvision lacks, RetinaNet and Faster R-CNN on ResNet-18, and anchors for objects of any size.
 
-Detectors here and in torchvision count the background as class 0, so that
-`num_classes` is one more than in a config. Knows nothing of configs, data or
-training.
+As in torchvision, the background is class 0 and counts in `num_classes`, which is therefore one more than in a config.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, Problem
 
 if TYPE_CHECKING:
     from torchvision.models import ResNet
@@ -25,7 +23,7 @@ ASPECT_RATIOS = (0.5, 1.0, 2.0)
 GROUPS = 32
 
 Sizes = Sequence[float | Sequence[float]]
-"""The sides of anchors for each level of features: a number, or several."""
+"""The sides of anchors for each feature level: a number, or several."""
 
 
 def retinanet_resnet18_fpn(
@@ -39,20 +37,19 @@ def retinanet_resnet18_fpn(
     aspect_ratios: Sequence[float] = ASPECT_RATIOS,
     **kwargs: Any,
 ) -> nn.Module:
-    """RetinaNet on ResNet-18-FPN with P6 and P7, as torchvision's second version on ResNet-50.
+    """RetinaNet on ResNet-18-FPN with P6 and P7, like torchvision's retinanet_resnet50_fpn_v2.
 
-    BatchNorm trains, the head has GroupNorm, boxes learn by GIoU. `returned_layers` are the stages of ResNet that
-    feed the pyramid (1 has stride 4); `anchor_sizes` has an entry for each of them and two more for P6 and P7. Most of
-    the work is in the head, and goes with the square of `pyramid_channels`.
+    BatchNorm is trained, the head has GroupNorm, and boxes are trained with GIoU. `returned_layers` are the stages of
+    the ResNet that feed the pyramid (1 has stride 4); `anchor_sizes` has an entry for each of them and two more for P6
+    and P7. Most MACs are in the head and grow with the square of `pyramid_channels`.
     """
     from torchvision.models.detection import RetinaNet
     from torchvision.models.detection.retinanet import RetinaNetHead
     from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
-    if pyramid_channels < 2 * GROUPS or pyramid_channels % GROUPS:  # a group of one channel has no spread
-        raise GossamerError(
-            f"pyramid_channels: expected a multiple of {GROUPS} from {2 * GROUPS} on, found {pyramid_channels}"
-        )
+    if pyramid_channels < 2 * GROUPS or pyramid_channels % GROUPS:  # the variance of a group of one channel is 0
+        message = f"expected a multiple of {GROUPS}, at least {2 * GROUPS}, found {pyramid_channels}"
+        raise GossamerError(Problem(message, ("pyramid_channels",)))
     stages = _stages(returned_layers)
     body = _resnet18(weights_backbone, trainable_backbone_layers)
     backbone = _pyramid(body, stages, pyramid_channels, LastLevelP6P7(_channels(stages[-1]), pyramid_channels))
@@ -80,18 +77,18 @@ def fasterrcnn_resnet18_fpn(
     aspect_ratios: Sequence[float] = ASPECT_RATIOS,
     **kwargs: Any,
 ) -> nn.Module:
-    """Faster R-CNN on ResNet-18-FPN, as torchvision's on ResNet-50, except that BatchNorm trains.
+    """Faster R-CNN on ResNet-18-FPN, like torchvision's on ResNet-50, except that BatchNorm is trained.
 
-    `returned_layers` are the stages of ResNet that feed the pyramid and that boxes are pooled from (1 has stride 4);
-    `anchor_sizes` has an entry for each of them and one more for the coarsest level. The cost of the proposal head
-    grows with the square of `pyramid_channels`, that of the box head in proportion to it.
+    `returned_layers` are the stages of the ResNet that feed the pyramid and from which boxes are pooled (1 has stride
+    4); `anchor_sizes` has an entry for each of them and one more for the coarsest level. The MACs of the proposal head
+    grow with the square of `pyramid_channels`, those of the box head linearly.
     """
     from torchvision.models.detection import FasterRCNN
     from torchvision.ops import MultiScaleRoIAlign
     from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
     if pyramid_channels < 1:
-        raise GossamerError(f"pyramid_channels: expected a positive number, found {pyramid_channels}")
+        raise GossamerError(Problem(f"expected a positive number, found {pyramid_channels}", ("pyramid_channels",)))
     stages = _stages(returned_layers)
     body = _resnet18(weights_backbone, trainable_backbone_layers)
     backbone = _pyramid(body, stages, pyramid_channels, LastLevelMaxPool())
@@ -109,9 +106,9 @@ def fasterrcnn_resnet18_fpn(
 def set_anchors(
     model: nn.Module, anchor_sizes: Sizes | None = None, aspect_ratios: Sequence[float] | None = None
 ) -> None:
-    """Give torchvision's RetinaNet or Faster R-CNN other anchors; for another number of them its last layers are new.
+    """Give torchvision's RetinaNet or Faster R-CNN other anchors; another number of them replaces its last layers.
 
-    In RetinaNet a number stands for three sizes within an octave, in Faster R-CNN for one.
+    A number means three sizes within an octave for RetinaNet, and one size for Faster R-CNN.
     """
     from torchvision.models.detection import FasterRCNN, RetinaNet
 
@@ -120,7 +117,8 @@ def set_anchors(
     elif isinstance(model, FasterRCNN):
         octaves = 1
     else:
-        raise GossamerError(f"anchor_sizes: {type(model).__name__} does not take them; RetinaNet and Faster R-CNN do")
+        message = f"not supported for {type(model).__name__}, only for RetinaNet and Faster R-CNN"
+        raise GossamerError(Problem(message, ("anchor_sizes",)))
     holder: Any = model if octaves == 3 else model.rpn
     old = holder.anchor_generator
     new = _generator(
@@ -139,14 +137,15 @@ def _resnet18(weights: Any, trainable: int | None) -> ResNet:
     from torchvision.models import ResNet18_Weights, resnet18
 
     if weights is None and trainable is not None:
-        raise GossamerError("trainable_backbone_layers: without weights_backbone all layers train; leave it out")
+        message = "all layers are trained without weights_backbone"
+        raise GossamerError(Problem(message, ("trainable_backbone_layers",), fix="remove it"))
     body = resnet18(weights=ResNet18_Weights.verify(weights))
     _freeze(body, 5 if weights is None else (3 if trainable is None else trainable))
     return body
 
 
 def _pyramid(body: ResNet, stages: Sequence[int], channels: int, coarser: ExtraFPNBlock) -> BackboneWithFPN:
-    """A feature pyramid on these stages of ResNet-18; `coarser` adds the levels above them."""
+    """A feature pyramid on these stages of a ResNet-18; `coarser` adds the coarser levels."""
     from torchvision.models.detection.backbone_utils import BackboneWithFPN
 
     levels = {f"layer{stage}": str(level) for level, stage in enumerate(stages)}
@@ -156,17 +155,18 @@ def _pyramid(body: ResNet, stages: Sequence[int], channels: int, coarser: ExtraF
 def _stages(returned_layers: Sequence[int]) -> list[int]:
     stages = sorted(returned_layers)
     if not stages or len(set(stages)) < len(stages) or stages[0] < 1 or stages[-1] > 4:
-        raise GossamerError(f"returned_layers: expected stages of ResNet from 1 to 4, found {list(returned_layers)}")
+        message = f"expected different stages of the ResNet from 1 to 4, found {list(returned_layers)}"
+        raise GossamerError(Problem(message, ("returned_layers",)))
     return stages
 
 
 def _channels(stage: int) -> int:
-    """Channels of a stage of ResNet-18."""
+    """The channels of a stage of a ResNet-18."""
     return 64 * 2 ** (stage - 1)
 
 
 def _stride(stage: int) -> int:
-    """Pixels of the image for one of a stage of ResNet."""
+    """The stride of a stage of a ResNet."""
     return 4 * 2 ** (stage - 1)
 
 
@@ -175,24 +175,23 @@ def _generator(sizes: Any, ratios: Any, levels: int, octaves: int) -> AnchorGene
 
     rows = [_octave(row[0], octaves) if single else row for row, single in _rows("anchor_sizes", sizes)]
     if len(rows) != levels:
-        raise GossamerError(
-            f"anchor_sizes: expected an entry for each of {levels} levels of features, found {len(rows)}"
-        )
+        message = f"expected an entry for each of {levels} feature levels, found {len(rows)}"
+        raise GossamerError(Problem(message, ("anchor_sizes",)))
     if len({len(row) for row in rows}) > 1:
-        raise GossamerError("anchor_sizes: all levels of features must have the same number of sizes")
+        raise GossamerError(Problem("all feature levels need the same number of sizes", ("anchor_sizes",)))
     shapes = _rows("aspect_ratios", ratios)
     if not all(single for _, single in shapes):
-        raise GossamerError("aspect_ratios: expected numbers, which all levels share")
+        raise GossamerError(Problem("expected a list of numbers, which all levels share", ("aspect_ratios",)))
     return AnchorGenerator(tuple(rows), (tuple(row[0] for row, _ in shapes),) * levels)
 
 
 def _octave(size: float, count: int) -> tuple[float, ...]:
-    """`count` sizes from `size` up to below its double."""
+    """`count` sizes, from `size` to less than twice that."""
     return tuple(float(int(size * 2 ** (step / count))) for step in range(count)) if count > 1 else (size,)
 
 
 def _rows(field: str, given: Any) -> list[tuple[tuple[float, ...], bool]]:
-    """Each entry as a row of positive numbers, and whether it was a single number."""
+    """Each entry as a row of positive numbers, and whether it is a single number."""
     rows: list[tuple[tuple[float, ...], bool]] = []
     for entry in cast(Sequence[Any], given) if isinstance(given, list | tuple) else ():
         row = tuple(cast(Sequence[Any], entry)) if isinstance(entry, list | tuple) else (entry,)
@@ -201,12 +200,12 @@ def _rows(field: str, given: Any) -> list[tuple[tuple[float, ...], bool]]:
             break
         rows.append((row, not isinstance(entry, list | tuple)))
     if not rows:
-        raise GossamerError(f"{field}: expected a list of positive numbers, found {given!r}")
+        raise GossamerError(Problem(f"expected a list of positive numbers, found {given!r}", (field,)))
     return rows
 
 
 def _resize_heads(head: nn.Module, before: int, after: int) -> None:
-    """New last convolutions for another number of anchors, begun as torchvision begins them."""
+    """Replace the last convolutions for another number of anchors, initialized like in torchvision."""
     owners: list[Any] = list(head.modules())
     for owner in owners:
         for name, layer in list(owner.named_children()):
@@ -223,9 +222,10 @@ def _resize_heads(head: nn.Module, before: int, after: int) -> None:
 
 
 def _freeze(body: nn.Module, trainable: int) -> None:
-    """Leave the last `trainable` of five parts of a ResNet to training."""
+    """Freeze a ResNet except for the last `trainable` of its five parts."""
     if not 0 <= trainable <= 5:
-        raise GossamerError(f"trainable_backbone_layers: expected a number from 0 to 5, found {trainable}")
+        message = f"expected a number from 0 to 5, found {trainable}"
+        raise GossamerError(Problem(message, ("trainable_backbone_layers",)))
     parts = ["layer4", "layer3", "layer2", "layer1", "conv1"][:trainable] + (["bn1"] if trainable == 5 else [])
     for name, parameter in body.named_parameters():
         if name.split(".")[0] not in parts:

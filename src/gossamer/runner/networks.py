@@ -1,11 +1,9 @@
-"""Which part of a model is the network, tensors in and tensors out, and which is post-processing.
+"""The networks of a model: its parts with tensors as inputs and outputs, without post-processing.
 
-torch.fx follows a network and export writes it; anchors, suppression of
-overlaps and other post-processing are not part of it. A network is made of the
-model's own layers, under the names that they have in the model. Knows nothing
-of configs, pruning or files.
+torch.fx traces a network and export writes it; anchors, non-maximum suppression and other post-processing are not part
+of it. A network consists of the model's own layers, under their names in the model.
 
-A detector of the user's own says what its network is by one method:
+A custom detector defines its network by one method:
 
     class Detector(nn.Module):
         def forward(self, images, targets=None):
@@ -15,7 +13,7 @@ A detector of the user's own says what its network is by one method:
             ...
 
         def network(self, images):
-            # `images`: (N, C, H, W). By name: a module, and what it is called with, tensors only.
+            # `images`: (N, C, H, W). By name: a module and its inputs, which are tensors.
             return {"network": (self.layers, (images - self.mean,))}
 """
 
@@ -35,38 +33,38 @@ from gossamer.model import named_parameters, unwrap
 
 @dataclass(frozen=True)
 class Network:
-    """A part of a model that torch.fx can follow."""
+    """A part of a model that torch.fx can trace."""
 
     module: nn.Module
     inputs: tuple[Tensor, ...]
-    """What `module` can be called with."""
+    """Example inputs of `module`."""
     names: tuple[str, ...]
-    """The parameters that it uses, by their names in the whole model."""
+    """Its parameters, by their names in the whole model."""
     outputs: tuple[str, ...] | None = None
-    """Names of what it returns, where they are known."""
+    """The names of its outputs, if known."""
 
 
 @runtime_checkable
 class Detector(Protocol):
-    """A detector that says what its network is."""
+    """A custom detector that defines its network."""
 
     def network(self, images: Tensor) -> Mapping[str, tuple[nn.Module, Any]]: ...
 
 
 def detector_networks(model: nn.Module, images: Tensor) -> dict[str, Network]:
-    """The networks of a detector; `images` (N, C, H, W) are as those that the detector takes, in [0, 1].
+    """The networks of a detector; `images` (N, C, H, W) are example inputs of the detector, in [0, 1].
 
-    The inputs of a torchvision detector's network are the images as its own transform makes them. RetinaNet, SSD and
-    FCOS have one network, Faster R-CNN two: `proposals`, up to the outputs of the region proposal head, and `boxes`,
-    on pooled features.
+    The inputs of a torchvision detector's network are the images after its own transform. RetinaNet, SSD and FCOS have
+    one network, Faster R-CNN two: `proposals`, up to the outputs of the region proposal head, and `boxes`, on pooled
+    features.
     """
     model = unwrap(model)
     if isinstance(model, Detector):
-        return _own(model, images)
+        return _custom_networks(model, images)
     kind = _torchvision_kind(model)
     if kind is None:
         raise GossamerError(
-            f"{type(model).__name__} does not say what its network is; "
+            f"{type(model).__name__}: the network of this detector is unknown; "
             "give it a method network(images) that returns {name: (module, inputs)}"
         )
     whole: Any = model
@@ -80,18 +78,18 @@ def detector_networks(model: nn.Module, images: Tensor) -> dict[str, Network]:
 
 
 def is_detector(model: nn.Module) -> bool:
-    """Whether a model is one of torchvision's detectors, or says what its network is."""
+    """Whether a model is a detector of torchvision, or a custom one with a method `network`."""
     model = unwrap(model)
     return isinstance(model, Detector) or _torchvision_kind(model) is not None
 
 
 def as_example(model: nn.Module, image: Tensor) -> Any:
-    """An image (1, C, H, W) as a model takes it: detectors take lists."""
+    """An image (1, C, H, W) as input of a model: detectors take lists of images."""
     return ([image[0]],) if is_detector(model) else image
 
 
 class _OneStage(nn.Module):
-    """Backbone and head; returns what the head returns, as a tuple."""
+    """Backbone and head; returns the outputs of the head as a tuple."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -102,7 +100,7 @@ class _OneStage(nn.Module):
 
 
 class _Proposals(nn.Module):
-    """Backbone and region proposal head; returns features, objectness and box deltas, each for all levels."""
+    """Backbone and region proposal head; returns features, objectness and box deltas of all levels."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -117,7 +115,7 @@ class _Proposals(nn.Module):
 
 
 class _Boxes(nn.Module):
-    """Box head and predictor, on features that were pooled for each proposal."""
+    """Box head and predictor, on the pooled features of each proposal."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -133,13 +131,13 @@ class _Boxes(nn.Module):
         features = head(pooled)
         if not isinstance(predictor, FastRCNNPredictor):
             return predictor(features)
-        # Its forward asks for the number of axes, which torch.fx cannot follow.
+        # Its forward depends on the number of dimensions, which torch.fx cannot trace.
         features = features.flatten(start_dim=1)
         return predictor.cls_score(features), predictor.bbox_pred(features)
 
 
 def _backbone(backbone: nn.Module) -> nn.Module:
-    """A backbone that torch.fx can follow."""
+    """A backbone that torch.fx can trace."""
     from torchvision.models.detection.backbone_utils import BackboneWithFPN
 
     return _WithPyramid(backbone) if type(backbone) is BackboneWithFPN else backbone
@@ -157,10 +155,10 @@ class _WithPyramid(nn.Module):
 
 
 class _Pyramid(nn.Module):
-    """torchvision's feature pyramid (Lin et al. 2017), with its layers in the order of their use.
+    """torchvision's feature pyramid (Lin et al. 2017), with its layers in the order of execution.
 
-    So that a graph of it has its parameters in this order too; and torchvision's last level without parameters returns
-    a pair, which torch.fx cannot follow.
+    A traced graph then has its parameters in this order too. Also avoids torchvision's LastLevelMaxPool, which returns
+    a pair that torch.fx cannot trace.
     """
 
     def __init__(self, fpn: Any) -> None:
@@ -192,12 +190,12 @@ class _Pyramid(nn.Module):
 
 
 def _levels(features: Any) -> list[Tensor]:
-    """The features of a backbone, which returns one tensor or a dict of several."""
+    """The features of a backbone that returns one tensor or a dict of several."""
     return list(cast(dict[str, Tensor], features).values()) if isinstance(features, dict) else [features]
 
 
 def _torchvision_kind(model: nn.Module) -> str | None:
-    """How a detector of torchvision is taken apart; None for other models."""
+    """Whether a torchvision detector has one stage or two; None for other models."""
     if not any(base.__module__.startswith("torchvision.models.detection.") for base in type(model).__mro__):
         return None
     if isinstance(getattr(model, "roi_heads", None), nn.Module):
@@ -206,7 +204,7 @@ def _torchvision_kind(model: nn.Module) -> str | None:
 
 
 def _outputs(model: Any) -> tuple[str, ...]:
-    """The names of what a one-stage head returns, in its order."""
+    """The names of the outputs of a one-stage head, in order."""
     from torchvision.models.detection import FCOS, RetinaNet
 
     if isinstance(model, FCOS):
@@ -215,7 +213,7 @@ def _outputs(model: Any) -> tuple[str, ...]:
 
 
 def _transformed(model: Any, images: Tensor) -> Tensor:
-    """Images as the detector's own transform makes them in evaluation, where it draws no random numbers."""
+    """Images after the detector's own transform in evaluation mode, which is not random."""
     transform: nn.Module = model.transform
     training = transform.training
     transform.training = False
@@ -227,15 +225,14 @@ def _transformed(model: Any, images: Tensor) -> Tensor:
 
 
 def _pooled(model: Any, count: int) -> Tensor:
-    """Numbers of the shape of pooled features, always the same."""
+    """Fixed random numbers in the shape of pooled features."""
     like = next(model.parameters())
     shape = (count, model.backbone.out_channels, *model.roi_heads.box_roi_pool.output_size)
     drawn = torch.rand(shape, generator=torch.Generator().manual_seed(0))
     return drawn.to(like.device, like.dtype)
 
 
-def _own(model: Any, images: Tensor) -> dict[str, Network]:
-    """What a detector says of itself."""
+def _custom_networks(model: Any, images: Tensor) -> dict[str, Network]:
     name = type(model).__name__
     given: Any = model.network(images)
     if not isinstance(given, Mapping) or not given:
@@ -263,12 +260,12 @@ def _network(
     names = {id(parameter): name for name, parameter in named_parameters(model)}
     owned = {id(module) for module in model.modules()}
     for part in module.modules():
-        if id(part) not in owned:  # what we put around the model's layers
+        if id(part) not in owned:  # the modules above, around the model's layers
             part.training = model.training
     used = [parameter for _, parameter in named_parameters(module)]
     if not used or any(id(parameter) not in names for parameter in used):
         raise GossamerError(
-            f"{type(model).__name__}: its network must be made of the model's own layers, and has "
-            + ("parameters that the model does not have" if used else "no parameters")
+            f"{type(model).__name__}: its network must consist of the model's own layers, but has "
+            + ("parameters that the model lacks" if used else "no parameters")
         )
     return Network(module, inputs, tuple(names[id(parameter)] for parameter in used), outputs)

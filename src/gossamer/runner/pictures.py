@@ -1,6 +1,6 @@
-"""Pictures of what a detector found: the truth thin and green, what was found in the colour of its class.
+"""Pictures of detections: ground truth with a thin green outline, detections in the colour of their class.
 
-Takes tensors and writes one PNG; it neither trains nor measures.
+Drawn with Pillow: torchvision's draw_bounding_boxes lets labels overlap, and its make_grid needs images of one size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gossamer.runner.data.images import ImageFileError
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
 
-MOST = 6
+MAX_IMAGES = 6
 """Images in one picture."""
 
 _SIDE, _GAP, _LEGEND, _TEXT = 384, 10, 34, 13
@@ -62,7 +62,7 @@ def draw_tests(
     *,
     score: float = 0.3,
 ) -> Path | None:
-    """Draw what a model finds on the first images of some data that can be read; None when none can."""
+    """Draw the detections of a model on the first readable images; None if no image is readable."""
     images: list[Tensor] = []
     truths: list[Mapping[str, Tensor]] = []
     for index in range(len(data)):
@@ -70,7 +70,7 @@ def draw_tests(
             image, truth = data[index]
             images.append(image)
             truths.append(truth)
-        if len(images) == MOST:
+        if len(images) == MAX_IMAGES:
             break
     if not images:
         return None
@@ -78,10 +78,10 @@ def draw_tests(
     model.eval()
     try:
         with torch.inference_mode():
-            found = task.predict(model, [image.to(device) for image in images])
+            detections = task.predict(model, [image.to(device) for image in images])
     finally:
         model.train(was_training)
-    draw_detections(images, found, truths, classes, path, score=score)
+    draw_detections(images, detections, truths, classes, path, score=score)
     return path
 
 
@@ -94,15 +94,15 @@ def draw_detections(
     *,
     score: float = 0.3,
 ) -> None:
-    """Write a PNG grid of up to six images (C, H, W), bytes or numbers from 0 to 1.
+    """Write a PNG grid of up to six images (C, H, W), bytes or floats from 0 to 1.
 
     `predictions` have boxes (n, 4) as x1, y1, x2, y2, labels (n,) from 1 and scores (n,); `truths` boxes and labels.
-    Predictions below `score` are left out.
+    Predictions below `score` are not drawn.
     """
     from PIL import Image, ImageDraw
 
-    shown = list(zip(images, predictions, truths, strict=True))[:MOST]
-    cells = [_cell(image, found, truth, classes, score) for image, found, truth in shown]
+    shown = list(zip(images, predictions, truths, strict=True))[:MAX_IMAGES]
+    cells = [_cell(image, detection, truth, classes, score) for image, detection, truth in shown]
     columns = min(3, len(cells))
     rows = math.ceil(len(cells) / columns) if columns else 0
     width = max((cell.width for cell in cells), default=_SIDE)
@@ -113,18 +113,18 @@ def draw_detections(
         row, column = divmod(index, columns)
         top = _GAP + sum(heights[:row]) + row * _GAP
         grid.paste(cell, (_GAP + column * (width + _GAP), top))
-    labels = sorted({label for _, found, _ in shown for label, _, _ in _chosen(found, score)})
+    labels = sorted({label for _, detection, _ in shown for label, _, _ in _above(detection, score)})
     _draw_legend(ImageDraw.Draw(grid), (_GAP, grid.height - _LEGEND), grid_width - _GAP, labels, classes, score)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as part:
             grid.save(part, format="PNG")
     except OSError as error:
-        raise GossamerError(f"{path}: the picture cannot be written: {error.strerror or error}") from None
+        raise GossamerError(f"{path}: cannot write the picture ({error.strerror or error})") from None
 
 
 def _cell(
-    image: Tensor, found: Mapping[str, Tensor], truth: Mapping[str, Tensor], classes: Sequence[str], score: float
+    image: Tensor, detection: Mapping[str, Tensor], truth: Mapping[str, Tensor], classes: Sequence[str], score: float
 ) -> Image.Image:
     from PIL import Image, ImageDraw
 
@@ -138,7 +138,7 @@ def _cell(
     draw = ImageDraw.Draw(cell)
     entries = [
         (label, certainty, _scaled(box, scale, cell.size))
-        for label, certainty, box in reversed(_chosen(found, score))  # the surest on top
+        for label, certainty, box in reversed(_above(detection, score))  # the highest score on top
     ]
     for label, _, box in entries:
         draw.rectangle(box, outline=_colour(label), width=3)
@@ -151,7 +151,7 @@ def _cell(
 
 
 def _pixels(image: Tensor) -> Tensor:
-    """An image as bytes (3, H, W); numbers beyond 0 to 1, as from a normalized image, are stretched into it."""
+    """An image as bytes (3, H, W); floats outside [0, 1], as of a normalized image, are rescaled to it."""
     pixels = image.detach().cpu()
     if pixels.dtype != torch.uint8:
         pixels = pixels.float().nan_to_num()
@@ -162,15 +162,15 @@ def _pixels(image: Tensor) -> Tensor:
     return pixels[:3] if pixels.shape[0] >= 3 else pixels[:1].expand(3, -1, -1)
 
 
-def _chosen(found: Mapping[str, Tensor], score: float) -> list[tuple[int, float, list[float]]]:
-    """Label, certainty and box of what is sure enough, the surest first."""
-    columns: list[list[Any]] = [found[name].tolist() for name in ("labels", "scores", "boxes")]
+def _above(detection: Mapping[str, Tensor], score: float) -> list[tuple[int, float, list[float]]]:
+    """Label, score and box of the detections with at least `score`, the highest first."""
+    columns: list[list[Any]] = [detection[name].tolist() for name in ("labels", "scores", "boxes")]
     entries: list[tuple[int, float, list[float]]] = list(zip(*columns, strict=True))
     return sorted((entry for entry in entries if entry[1] >= score), key=lambda entry: -entry[1])
 
 
 def _scaled(box: Sequence[float], scale: float, size: tuple[int, int]) -> Box:
-    """A box in pixels of the picture, inside it, its corners in order."""
+    """A box in pixels of the picture, clamped to it, with its corners in order."""
     last_x, last_y = size[0] - 1, size[1] - 1
     x1, x2 = sorted(min(max(value * scale, 0), last_x) if math.isfinite(value) else 0 for value in box[0::2])
     y1, y2 = sorted(min(max(value * scale, 0), last_y) if math.isfinite(value) else 0 for value in box[1::2])
@@ -185,16 +185,16 @@ def _draw_name(
     colour: tuple[int, int, int],
     taken: list[Box],
 ) -> None:
-    """The name on a plate of its colour: above the box, below it or inside, where no other name is."""
+    """The name on a background of its colour: above, below or inside the box, where it overlaps no other name."""
     width, height = draw.textlength(text, font=_font()) + 6, _TEXT + 5
     x = max(min(box[0], size[0] - width), 0)
     tops = (box[1] - height, box[3] + 1, box[1], box[3] - height)
-    places = [(x, top, x + width, top + height) for top in tops if 0 <= top <= size[1] - height]
-    free = [place for place in places if not any(_overlap(place, other) for other in taken)]
-    place = next(iter([*free, *places]), (x, 0.0, x + width, float(height)))
-    taken.append(place)
-    draw.rectangle(place, fill=colour)
-    draw.text((place[0] + 3, place[1] + 1), text, fill="white", font=_font())
+    plates = [(x, top, x + width, top + height) for top in tops if 0 <= top <= size[1] - height]
+    free = [plate for plate in plates if not any(_overlap(plate, other) for other in taken)]
+    plate = next(iter([*free, *plates]), (x, 0.0, x + width, float(height)))
+    taken.append(plate)
+    draw.rectangle(plate, fill=colour)
+    draw.text((plate[0] + 3, plate[1] + 1), text, fill="white", font=_font())
 
 
 def _draw_legend(
@@ -205,12 +205,12 @@ def _draw_legend(
     classes: Sequence[str],
     score: float,
 ) -> None:
-    """What the colours mean, on one line; classes that find no room are counted."""
+    """The meaning of the colours on one line; classes that do not fit are counted."""
     x, y = float(at[0]), at[1] + 8
     draw.rectangle((x, y + 2, x + 16, y + 14), outline=_TRUTH, width=2)
-    x = _write(draw, x + 22, y, "truth") + 18
-    words = "found" if labels else "nothing found"
-    x = _write(draw, x, y, f"{words} with a score of {score:g} or more{':' if labels else ''}") + 10
+    x = _write(draw, x + 22, y, "ground truth") + 18
+    noun = "detections" if labels else "no detections"
+    x = _write(draw, x, y, f"{noun} with a score of {score:g} or more{':' if labels else ''}") + 10
     for index, label in enumerate(labels):
         rest = f"and {len(labels) - index} more"
         name = _name(label, classes)
@@ -223,7 +223,7 @@ def _draw_legend(
 
 
 def _write(draw: ImageDraw.ImageDraw, x: float, y: float, text: str) -> float:
-    """Write a text; where it ends."""
+    """Write a text; returns the x coordinate of its end."""
     draw.text((x, y), text, fill=_INK, font=_font())
     return x + draw.textlength(text, font=_font())
 

@@ -61,10 +61,10 @@ LABELS = idx_bytes(np.array([2, 0, 1], np.uint8))
     [
         (b"", LABELS, "images: the IDX file ends within its header"),
         (idx_bytes(GREYS)[:10], LABELS, "images: the IDX file ends within its header"),
-        (b"PNG" + idx_bytes(GREYS), LABELS, "images: this is not an IDX file"),
-        (idx_bytes(GREYS, 0x55), LABELS, "images: this is not an IDX file"),
-        (idx_bytes(GREYS)[:-1], LABELS, r"announces 24 bytes of \(3, 2, 4\), but only 23 follow"),
-        (idx_bytes(GREYS) + b"x", LABELS, "announces 24 bytes .* but more follow"),
+        (b"PNG" + idx_bytes(GREYS), LABELS, "images: not an IDX file"),
+        (idx_bytes(GREYS, 0x55), LABELS, "images: not an IDX file"),
+        (idx_bytes(GREYS)[:-1], LABELS, r"declares 24 bytes of \(3, 2, 4\), but only 23 follow"),
+        (idx_bytes(GREYS) + b"x", LABELS, "declares 24 bytes .* but more follow"),
         (gzip.compress(idx_bytes(GREYS), mtime=0)[:-9], LABELS, "images: cannot read the file"),
         (idx_bytes(GREYS[:2]), LABELS, "labels: 3 labels for 2 images"),
         (LABELS, LABELS, r"expected images of shape .* found \(3, 1\)|expected images of shape .* found \(3,\)"),
@@ -72,8 +72,8 @@ LABELS = idx_bytes(np.array([2, 0, 1], np.uint8))
         (idx_bytes(GREYS[:, :0]), LABELS, "have no pixels"),
         (idx_header(*[1] * 255), LABELS, "expected an IDX file of at most 4 dimensions, found 255"),
         (idx_header(*[2**32 - 1] * 3), LABELS, "but the file holds at most 16"),
-        (idx_header(2**20, 2**20), LABELS, "announces 1099511627776 bytes .* but the file holds at most 12"),
-        (gzip.compress(idx_header(2**20, 2**20), mtime=0), LABELS, "announces 1099511627776 bytes .* but the file"),
+        (idx_header(2**20, 2**20), LABELS, "declares 1099511627776 bytes .* but the file holds at most 12"),
+        (gzip.compress(idx_header(2**20, 2**20), mtime=0), LABELS, "declares 1099511627776 bytes .* but the file"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
@@ -130,11 +130,11 @@ def test_a_bad_label_is_skipped_and_counted_or_refused_by_its_number(tmp_path, l
 @pytest.mark.parametrize(
     ("arrays", "sentence"),
     [
-        ({"images": GREYS}, r"there is no array 'labels' \(it has 'images'\); set 'label_key'"),
-        ({"image": GREYS, "labels": [0, 1, 2]}, "there is no array 'images' .* nearest: 'image'"),
-        ({"images": GREYS / 255, "labels": [0, 1, 2]}, "expected whole numbers from 0 to 255, found float64"),
-        ({"images": GREYS.astype(int) + 250, "labels": [0, 1, 2]}, "expected whole numbers from 0 to 255"),
-        ({"images": np.array([None] * 3), "labels": [0, 1, 2]}, "this is not an NPZ file of plain arrays"),
+        ({"images": GREYS}, r"no array 'labels' \(it has 'images'\); set 'label_key'"),
+        ({"image": GREYS, "labels": [0, 1, 2]}, "no array 'images' .* nearest: 'image'"),
+        ({"images": GREYS / 255, "labels": [0, 1, 2]}, "expected integers from 0 to 255, found float64"),
+        ({"images": GREYS.astype(int) + 250, "labels": [0, 1, 2]}, "expected integers from 0 to 255"),
+        ({"images": np.array([None] * 3), "labels": [0, 1, 2]}, "not an NPZ file of plain arrays"),
         ({"images": GREYS, "labels": ["a", "b", "c"]}, r"expected numbers of shape \(n,\)"),
         ({"images": GREYS[..., None].repeat(2, -1), "labels": [0, 1, 2]}, "with 1 or 3 channels, found"),
     ],
@@ -149,7 +149,7 @@ def test_a_file_that_is_no_npz_is_refused(tmp_path):
     with pytest.raises(GossamerError, match="cannot read the file"):
         build_dataset(source, task="classification")
     source.path.write_bytes(b"PK\x03\x04 no zip")
-    with pytest.raises(GossamerError, match=r"a\.npz: this is not an NPZ file"):
+    with pytest.raises(GossamerError, match=r"a\.npz: not an NPZ file"):
         build_dataset(source, task="classification")
     with source.path.open("wb") as file:
         np.save(file, GREYS)
@@ -176,12 +176,12 @@ def encrypted(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("images", "change", "sentence"),
     [
-        (shaped("(1, 99999999, 99999999)"), bytes, "this is not an NPZ file of plain arrays"),
-        (shaped("(1, 1180591620717411303424)"), bytes, "this is not an NPZ file of plain arrays"),
-        (npy("{'descr': '|u1', 'fortran_order': False, 'shape': (1,\n"), bytes, "this is not an NPZ file"),
-        (npy("{[]: 1}\n"), bytes, "this is not an NPZ file of plain arrays"),
-        (npy("(" * 3000), bytes, "this is not an NPZ file of plain arrays"),
-        (b"abc", encrypted, "this is not an NPZ file of plain arrays .*encrypted"),
+        (shaped("(1, 99999999, 99999999)"), bytes, "not an NPZ file of plain arrays"),
+        (shaped("(1, 1180591620717411303424)"), bytes, "not an NPZ file of plain arrays"),
+        (npy("{'descr': '|u1', 'fortran_order': False, 'shape': (1,\n"), bytes, "not an NPZ file"),
+        (npy("{[]: 1}\n"), bytes, "not an NPZ file of plain arrays"),
+        (npy("(" * 3000), bytes, "not an NPZ file of plain arrays"),
+        (b"abc", encrypted, "not an NPZ file of plain arrays .*encrypted"),
         (b"abc", bytes, "'images' is not an array"),
     ],
     ids=["huge shape", "shape beyond 64 bits", "cut header", "unhashable key", "deep header", "encrypted", "no array"],

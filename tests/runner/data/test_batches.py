@@ -95,9 +95,9 @@ def test_workers_tell_what_they_skip_and_refuse_in_one_sentence(tmp_path):
     source = ImageFolder(type="image_folder", path=tmp_path, num_workers=1, batch_size=2)
     (batch,) = Batches(build_dataset(source, task="classification"), source, train=False, seed=0).epoch(0)
     assert len(batch) == 1
-    assert "b.png: the image cannot be read" in batch.skipped[0]
+    assert "b.png: cannot read the image" in batch.skipped[0]
     source = source.model_copy(update={"on_error": "refuse"})
-    with pytest.raises(GossamerError, match=r"^\S*b\.png: the image cannot be read .*correct it") as caught:
+    with pytest.raises(GossamerError, match=r"^\S*b\.png: cannot read the image .*correct it") as caught:
         list(Batches(build_dataset(source, task="classification"), source, train=False, seed=0).epoch(0))
     assert "\n" not in str(caught.value)
 

@@ -4,20 +4,25 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gossamer.errors import Problem
 from gossamer.runner.data.boxes import BoxRows
-from gossamer.runner.data.readers import Problems
+from gossamer.runner.data.readers import DataProblems
 
 numbers = st.floats(-50, 50, width=32)
 rows = st.lists(st.tuples(st.integers(0, 4), st.tuples(numbers, numbers, numbers, numbers)), max_size=30)
 
 
+def problem_at(record, message):
+    return Problem(f"box {record}: {message}")
+
+
 @given(rows, st.integers(1, 30), st.integers(1, 30))
 def test_boxes_are_kept_exactly_if_they_meet_their_image_and_lie_inside_it_then(added, height, width):
-    problems = Problems(refuse=False)
-    builder = BoxRows(problems)
+    problems = DataProblems(refuse=False)
+    builder = BoxRows(problems, problem_at)
     for place, (image, box) in enumerate(added):
-        builder.add(image, list(box), place + 1, False, place, str)
-    table = builder.table(np.tile([[height, width]], (5, 1)), str)
+        builder.add(image, list(box), place + 1, False, place)
+    table = builder.table(np.tile([[height, width]], (5, 1)))
     kept: dict[int, tuple[int, list[float]]] = {}
     for image in range(5):
         found, outside = table.at(image, height, width)
@@ -34,6 +39,6 @@ def test_boxes_are_kept_exactly_if_they_meet_their_image_and_lie_inside_it_then(
 
 
 def test_a_table_of_no_boxes_knows_its_images():
-    table = BoxRows(Problems(refuse=True)).table(np.full((3, 2), -1), str)
+    table = BoxRows(DataProblems(refuse=True), problem_at).table(np.full((3, 2), -1))
     assert len(table) == 3
     assert table.at(2, 5, 5)[0].corners.shape == (0, 4)

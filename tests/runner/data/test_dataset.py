@@ -54,9 +54,7 @@ def test_reading_leaves_the_global_random_states_alone(transforms):
 def test_the_random_state_is_restored_when_a_transform_fails():
     _, data = digits([{"RandomCrop": {"size": 9}}])
     state = torch.get_rng_state()
-    with pytest.raises(
-        GossamerError, match=r"digits, test: image 3: the transforms do not take this image: .*crop size"
-    ):
+    with pytest.raises(GossamerError, match=r"digits, test: image 3: the transforms fail on this image: .*crop size"):
         data[3]
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -92,11 +90,9 @@ def test_a_truncated_image_is_left_out_of_its_batch_and_told_or_refused(tmp_path
     assert len(batch) == 2
     assert batch.targets.tolist() == [0, 1]
     assert len(batch.skipped) == 1
-    assert "b.png: the image cannot be read" in batch.skipped[0]
+    assert "b.png: cannot read the image" in batch.skipped[0]
     source, data = folder(tmp_path, on_error="refuse")
-    with pytest.raises(
-        GossamerError, match=r"b\.png: the image cannot be read .*; correct it, or set 'on_error: skip'"
-    ):
+    with pytest.raises(GossamerError, match=r"b\.png: cannot read the image .*; correct it, or set 'on_error: skip'"):
         list(Batches(data, source, train=False, seed=0).epoch(0))
 
 
@@ -106,7 +102,7 @@ def test_an_image_that_goes_away_during_a_run_is_told(tmp_path):
     source, data = folder(tmp_path)
     gone.unlink()
     (batch,) = Batches(data, source, train=False, seed=0).epoch(0)
-    assert batch.skipped == [f"{gone}: there is no such image"]
+    assert batch.skipped == [f"{gone}: no such image"]
 
 
 def test_in_training_the_next_image_stands_in_for_a_batch_that_cannot_be_read(tmp_path):
@@ -138,7 +134,7 @@ def test_images_of_several_sizes_need_a_transform_that_ends_in_one(tmp_path):
     picture(tmp_path / "cat" / "a.png", width=20)
     picture(tmp_path / "cat" / "b.png", width=30)
     source, data = folder(tmp_path)
-    with pytest.raises(GossamerError, match=r"differ in shape, as \(3, 10, 20\) and \(3, 10, 30\); let the transforms"):
+    with pytest.raises(GossamerError, match=r"differ in shape: \(3, 10, 20\) and \(3, 10, 30\); add a transform"):
         list(Batches(data, source, train=True, seed=0).epoch(0))
     source, data = folder(tmp_path, transforms=["RandomVerticalFlip", {"Resize": {"size": [5, 5]}}])
     (batch,) = Batches(data, source, train=True, seed=0).epoch(0)
@@ -147,10 +143,10 @@ def test_images_of_several_sizes_need_a_transform_that_ends_in_one(tmp_path):
 
 def test_a_source_of_the_other_task_is_an_error():
     with pytest.raises(
-        GossamerError, match=r"'digits' has one class for each image, .* use one of coco, json_lines, scenes"
+        GossamerError, match=r"'digits' data has one class for each image .* use one of coco, json_lines, scenes"
     ):
         build_dataset(Digits(type="digits", split="test"), task="detection")
-    with pytest.raises(GossamerError, match="'scenes' has boxes, which is not for classification"):
+    with pytest.raises(GossamerError, match="'scenes' data has boxes and is not for classification"):
         build_dataset(Scenes(type="scenes", split="test"), task="classification")
 
 

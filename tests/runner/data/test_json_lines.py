@@ -64,7 +64,7 @@ BAD_INSTANCES = [
     (instance(label="cat"), "labels that are not integers, left out", "the label 'cat' is not an integer"),
     (instance(label=1.5), "labels that are not integers, left out", "the label 1.5 is not an integer"),
     (instance(label=None), "labels that are not integers, left out", "the label None is not an integer"),
-    (5, "instances that are no objects, left out", "expected an instance, found 5"),
+    (5, "instances that are not objects, left out", "expected an instance, found 5"),
 ]
 
 
@@ -79,8 +79,8 @@ def test_a_bad_instance_is_skipped_and_counted_or_refused_with_its_line(folder, 
 
 
 BAD_LINES = [
-    (record(filename="gone.png"), "missing images, left out", "there is no image .*gone.png"),
-    (record(), "images that come twice, left out", "stands there a second time"),
+    (record(filename="gone.png"), "missing images, left out", "no such image: .*gone.png"),
+    (record(), "repeated images, left out", "is listed twice"),
     ({"instances": []}, "lines without filename or instances, left out", "expected an object with 'filename'"),
     ({"filename": "b.png", "instances": 3}, "lines without filename or instances, left out", "a list 'instances'"),
     ([], "lines without filename or instances, left out", "expected an object with 'filename'"),
@@ -109,14 +109,14 @@ def test_a_box_partly_outside_is_clamped_and_counted_or_refused(folder):
 def test_a_size_that_is_none_is_counted_and_boxes_are_clamped_to_the_file(folder):
     path = json_lines(folder, record(instance((2, 3, 70, 7)), height=-1))
     data = read(path)
-    assert data.notes[0].startswith("sizes that are no sizes, not used: 1")
+    assert data.notes[0].startswith("invalid sizes, ignored: 1")
     assert boxes(data)[0] == [[2, 3, 20, 7]]
 
 
 def test_a_line_that_is_not_json_is_refused_in_both_modes(folder):
     path = json_lines(folder, record(), '{"filename": "b.png", }')
     for mode in ("skip", "refuse"):
-        with pytest.raises(GossamerError, match=r"boxes\.jsonl:2:\d+: this is not JSON"):
+        with pytest.raises(GossamerError, match=r"boxes\.jsonl:2:\d+: not valid JSON"):
             read(path, on_error=mode)
 
 

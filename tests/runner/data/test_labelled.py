@@ -40,7 +40,7 @@ def test_test_folders_take_the_classes_of_training_by_name(tmp_path):
 def test_a_class_that_training_lacks_is_refused(mode, tmp_path):
     picture(tmp_path / "dog" / "a.png")
     picture(tmp_path / "catt" / "a.png")
-    told = r"catt: the training set has no class 'catt'; nearest: 'cat'; rename the folder, or take it out of"
+    told = r"catt: the training set has no class 'catt'; nearest: 'cat'; rename the folder, or remove it from"
     with pytest.raises(GossamerError, match=told):
         build_dataset(folder(tmp_path, on_error=mode), task="classification", classes=["cat", "dog"])
 
@@ -50,14 +50,14 @@ def test_an_empty_class_is_noted_or_refused(tmp_path):
     (tmp_path / "cat").mkdir()
     data = build_dataset(folder(tmp_path), task="classification")
     assert data.classes == ["cat", "dog"]
-    assert "there is no image in this folder" in data.notes[0]
-    with pytest.raises(GossamerError, match=r"cat: there is no image in this folder"):
+    assert "no images in this folder" in data.notes[0]
+    with pytest.raises(GossamerError, match=r"cat: no images in this folder"):
         build_dataset(folder(tmp_path, on_error="refuse"), task="classification")
 
 
 def test_a_folder_without_classes_or_without_existence_is_an_error(tmp_path):
     picture(tmp_path / "a.png")
-    with pytest.raises(GossamerError, match="no folders of classes; images are looked for in"):
+    with pytest.raises(GossamerError, match="no class folders; expected images in"):
         build_dataset(folder(tmp_path), task="classification")
     with pytest.raises(GossamerError, match=r"nowhere: cannot list the folder of images \(No such file"):
         build_dataset(folder(tmp_path / "nowhere"), task="classification")
@@ -87,7 +87,7 @@ def test_a_list_starts_from_its_own_folder_and_takes_what_the_config_counts(tmp_
         ("a.png 1.5", "labels that are not integers", r"train\.txt:2: the label '1\.5' is not an integer"),
         ("a.png -1", "labels out of range", r"train\.txt:2: the label -1 is not between 0 and 2"),
         ("a.png 3", "labels out of range", r"train\.txt:2: the label 3 is not between 0 and 2"),
-        ("b.png 1", "missing images", r"train\.txt:2: there is no image .*b\.png"),
+        ("b.png 1", "missing images", r"train\.txt:2: no such image: .*b\.png"),
     ],
 )
 def test_a_bad_line_is_skipped_and_counted_or_refused_with_its_line(tmp_path, line, note, sentence):

@@ -1,250 +1,263 @@
-"""Objects of JSON and their fields, with the place of what is wrong. Knows no annotation format."""
+"""Annotation files of boxes: COCO JSON, and the JSON lines of United Perception.
+
+COCO is read with the standard parser instead of pycocotools, whose index keeps every annotation as an object and which
+does not check its input.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 import numpy as np
 
-from gossamer.errors import GossamerError, nearest
+from gossamer.errors import Location, Problem, nearest
 from gossamer.io import read_regular
 from gossamer.runner.config.schema import Coco, JsonLines
 from gossamer.runner.data.boxes import BoxRows
 from gossamer.runner.data.examples import BoxedFiles, Names
-from gossamer.runner.data.readers import Expected, Presence, Problems, whole_number
+from gossamer.runner.data.readers import DataProblems, ExistingFiles, KnownClasses, file_error, integer
+
+# COCO
 
 
-def read_text(path: Path) -> str:
-    try:
-        return read_regular(path).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
-    except OSError as problem:
-        raise GossamerError(f"{path}: cannot read the annotations ({problem.strerror})") from None
-    except UnicodeDecodeError as problem:
-        raise GossamerError(f"{path}: the text is not UTF-8 at byte {problem.start}") from None
+def read_coco(source: Coco, known: KnownClasses, problems: DataProblems) -> tuple[BoxedFiles, list[str]]:
+    """All images that exist, with their usable boxes; labels count from 1 in the order of the category ids."""
+    content = _parse(_read_text(source.path), source.path)
+    images, annotations, categories = (_records(content, key, source.path) for key in _COCO_KEYS)
+    labels, faults, classes = _read_categories(categories, known, source.path)
+    names, sizes, positions, missing = _read_images(images, source, problems)
 
+    def problem_at(index: int, message: str) -> Problem:
+        label = f"annotation {_id_of(annotations[index], index)}"
+        return Problem(f"{label}: {message}", location=Location(str(source.path)))
 
-def parsed(text: str, path: Path, line: int = 1) -> Any:
-    """The value that JSON text holds; `line` is where the text starts in its file."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as problem:
-        place = f"{path}:{line + problem.lineno - 1}:{problem.colno}"
-        raise GossamerError(f"{place}: this is not JSON: {problem.msg[:1].lower()}{problem.msg[1:]}") from None
-    except (RecursionError, ValueError) as problem:  # too deep, or an integer of too many digits
-        raise GossamerError(f"{path}:{line}: this JSON cannot be read: {problem}") from None
-
-
-def is_object(value: Any) -> TypeGuard[dict[str, Any]]:
-    return isinstance(value, dict)
-
-
-def declared_size(record: dict[str, Any], height: str, width: str) -> tuple[int, int] | None:
-    """Height and width if both stand there as positive integers, (−1, −1) if neither does; None if they are wrong."""
-    sides = record.get(height), record.get(width)
-    if sides == (None, None):
-        return -1, -1
-    if all(isinstance(side, int) and not isinstance(side, bool) and 0 < side < 2**31 for side in sides):
-        return int(sides[0] or 0), int(sides[1] or 0)
-    return None
-
-
-def read_coco(source: Coco, expected: Expected, problems: Problems) -> tuple[BoxedFiles, list[str]]:
-    """All images that exist, with their usable boxes; labels count from 1 in the order of the categories' ids."""
-    content = parsed(read_text(source.path), source.path)
-    images, annotations, categories = (_records(content, key, source.path) for key in _KEYS)
-    labels, refused, classes = _categories(categories, expected, source.path)
-    names, sizes, positions, missing = _images(images, source, problems)
-    rows = BoxRows(problems)
-
-    def where(place: int) -> str:
-        return f"{source.path}: annotation {_identity(annotations[place], place)}"
-
-    seen: set[Any] = set()
-    for place, record in enumerate(annotations):
-        if not is_object(record):
-            problems.found("annotations that are no objects, left out", f"{where(place)}: expected an object")
+    rows = BoxRows(problems, problem_at)
+    ids: set[Any] = set()
+    for index, record in enumerate(annotations):
+        if not _is_object(record):
+            problems.add("annotations that are not objects, left out", problem_at(index, "expected an object"))
             continue
-        if not _new(record.get("id"), seen, "annotation", lambda place=place: where(place), problems):
+        if not _is_new(record.get("id"), ids):
+            problems.add("annotations with a repeated id, left out", problem_at(index, "the id is used twice"))
             continue
         image = _hashable(record.get("image_id"))
         if image in missing:
             continue
         position = positions.get(image)
         if position is None:
-            problems.found("annotations of unknown images, left out", f"{where(place)}: there is no image {image!r}")
+            problems.add("annotations of unknown images, left out", problem_at(index, f"unknown image {image!r}"))
             continue
         category = _hashable(record.get("category_id"))
         label = labels.get(category)
         if label is None:
-            why = refused.get(category, f"there is no category {category!r}")
-            problems.found("annotations of unknown categories, left out", f"{where(place)}: {why}")
+            fault = faults.get(category, f"unknown category {category!r}")
+            problems.add("annotations of unknown categories, left out", problem_at(index, fault))
             continue
         crowd = bool(record.get("iscrowd")) or bool(record.get("ignore"))
-        rows.add(position, record.get("bbox"), label, crowd, place, where)
+        rows.add(position, record.get("bbox"), label, crowd, index)
     declared = np.array(sizes, np.int64).reshape(-1, 2)
-    return BoxedFiles(Names(names), rows.table(declared, where, widths=True), declared), classes
+    return BoxedFiles(Names(names), rows.table(declared, widths=True), declared), classes
 
 
-_KEYS = ("images", "annotations", "categories")
+_COCO_KEYS = ("images", "annotations", "categories")
 
 
 def _records(content: Any, key: str, path: Path) -> list[Any]:
-    if not is_object(content):
-        raise GossamerError(f"{path}: expected a COCO object with images, annotations and categories")
+    if not _is_object(content):
+        raise file_error(path, "expected a COCO object with images, annotations and categories")
     records = content.get(key)
     if not isinstance(records, list):
-        near = nearest(key, set(content) - set(_KEYS))
-        raise GossamerError(f"{path}: expected a list '{key}' as COCO files have{near}")
+        raise file_error(path, f"expected a list '{key}'{nearest(key, set(content) - set(_COCO_KEYS))}")
     return records  # pyright: ignore[reportUnknownVariableType]
 
 
-def _categories(
-    categories: list[Any], expected: Expected, path: Path
+def _read_categories(
+    categories: list[Any], known: KnownClasses, path: Path
 ) -> tuple[dict[int, int], dict[Any, str], list[str]]:
-    """Labels by category, reasons for those that cannot be used, and the names of all classes."""
+    """Labels by category id, faults of the categories that cannot be used, and the names of all classes."""
     names: dict[int, str] = {}
     for record in categories:
-        identity = whole_number(record.get("id")) if is_object(record) else None
+        identity = integer(record.get("id")) if _is_object(record) else None
         if identity is None:
-            raise GossamerError(f"{path}: a category has no integer as id: {record!r}")
+            raise file_error(path, f"the id of a category is not an integer: {record!r}")
         if identity in names:
-            raise GossamerError(f"{path}: two categories have the id {identity}")
+            raise file_error(path, f"two categories have the id {identity}")
         names[identity] = str(record.get("name") or identity)
     own = list(names.values())
     names = {
         identity: name if own.count(name) == 1 else f"{name} ({identity})" for identity, name in sorted(names.items())
     }
-    classes = expected.names or list(names.values())
-    reasons = {identity: expected.unknown(name) for identity, name in names.items()}
-    refused = {identity: why for identity, why in reasons.items() if why is not None}
-    labels = {identity: classes.index(name) + 1 for identity, name in names.items() if identity not in refused}
-    return labels, refused, classes
+    classes = known.names or list(names.values())
+    checked = {identity: known.fault(name) for identity, name in names.items()}
+    faults = {identity: fault for identity, fault in checked.items() if fault is not None}
+    labels = {identity: classes.index(name) + 1 for identity, name in names.items() if identity not in faults}
+    return labels, faults, classes
 
 
-def _images(
-    images: list[Any], source: Coco, problems: Problems
+def _read_images(
+    images: list[Any], source: Coco, problems: DataProblems
 ) -> tuple[list[str], list[tuple[int, int]], dict[Any, int], set[Any]]:
-    """Paths and declared sizes of images that exist, positions by id, and the ids of the others."""
+    """Paths and declared sizes of images that exist, their positions by id, and the ids of missing images."""
     root = source.images or source.path.parent
-    presence = Presence()
+    existing = ExistingFiles()
     names: list[str] = []
     sizes: list[tuple[int, int]] = []
     positions: dict[Any, int] = {}
     missing: set[Any] = set()
-    seen: set[Any] = set()
-    for place, record in enumerate(images):
-        where = f"{source.path}: image {_identity(record, place)}"
-        name = record.get("file_name") if is_object(record) else None
-        if not isinstance(name, str) or not is_object(record) or record.get("id") is None:
-            problems.found("images without id or file_name, left out", f"{where}: 'id' or 'file_name' is missing")
+    ids: set[Any] = set()
+
+    def problem_at(index: int, message: str) -> Problem:
+        return Problem(f"image {_id_of(images[index], index)}: {message}", location=Location(str(source.path)))
+
+    for index, record in enumerate(images):
+        name = record.get("file_name") if _is_object(record) else None
+        if not isinstance(name, str) or not _is_object(record) or record.get("id") is None:
+            problems.add(
+                "images without id or file_name, left out", problem_at(index, "'id' or 'file_name' is missing")
+            )
             continue
-        if not _new(record["id"], seen, "image", lambda where=where: where, problems):
+        if not _is_new(record["id"], ids):
+            problems.add("images with a repeated id, left out", problem_at(index, "the id is used twice"))
             continue
         identity = _hashable(record["id"])
         path = os.path.join(root, name)
-        if not presence.has(path):
+        if path not in existing:
             missing.add(identity)
-            problems.found("missing images, left out", f"{where}: there is no image {path}")
+            problems.add("missing images, left out", problem_at(index, f"no such image: {path}"))
             continue
-        size = declared_size(record, "height", "width")
+        size = _declared_size(record, "height", "width")
         if size is None:
             sides = f"{record.get('width')!r} × {record.get('height')!r}"
-            problems.found("sizes that are no sizes, not used", f"{where}: the size {sides} is not two integers")
+            problems.add("invalid sizes, ignored", problem_at(index, f"the size {sides} is not two positive integers"))
         positions[identity] = len(names)
         names.append(path)
         sizes.append(size or (-1, -1))
     return names, sizes, positions, missing
 
 
-def _new(identity: Any, seen: set[Any], noun: str, where: Callable[[], str], problems: Problems) -> bool:
-    """Whether the id comes for the first time; annotations may have none."""
-    if identity is None:
-        return True
+def _is_new(identity: Any, ids: set[Any]) -> bool:
+    """Whether an id occurs for the first time; annotations may have none."""
     identity = _hashable(identity)
-    if identity in seen:
-        problems.found(f"{noun}s with the id of another, left out", f"{where()}: the id stands there twice")
+    if identity in ids:
         return False
-    seen.add(identity)
+    if identity is not None:
+        ids.add(identity)
     return True
 
 
-def _identity(record: Any, place: int) -> Any:
+def _id_of(record: Any, index: int) -> Any:
     """The id of a record, or its position in the list."""
-    identity = record.get("id") if is_object(record) else None
-    return f"number {place + 1}" if identity is None else identity
+    identity = record.get("id") if _is_object(record) else None
+    return f"number {index + 1}" if identity is None else identity
 
 
 def _hashable(value: Any) -> Any:
-    return value if isinstance(value, int | str | float) else repr(value)
+    return value if value is None or isinstance(value, int | str | float) else repr(value)
 
 
-def read_json_lines(source: JsonLines, expected: Expected, problems: Problems) -> tuple[BoxedFiles, list[str]]:
+# JSON lines
+
+
+def read_json_lines(source: JsonLines, known: KnownClasses, problems: DataProblems) -> tuple[BoxedFiles, list[str]]:
     """All images that exist, with their usable boxes; classes are numbers from `first_label`."""
     root = source.images or source.path.parent
-    presence = Presence()
+    existing = ExistingFiles()
     names: list[str] = []
     sizes: list[tuple[int, int]] = []
-    seen: set[str] = set()
-    rows = BoxRows(problems)
+    listed: set[str] = set()
     highest = 0
 
-    def where(place: int) -> str:
-        return f"{source.path}:{place}"
+    def problem_at(line: int, message: str) -> Problem:
+        return Problem(message, location=Location(str(source.path), line))
 
-    for number, line in enumerate(read_text(source.path).split("\n"), 1):
+    rows = BoxRows(problems, problem_at)
+    for number, line in enumerate(_read_text(source.path).split("\n"), 1):
         if not line.strip():
             continue
-        record = parsed(line, source.path, number)
-        name = record.get("filename") if is_object(record) else None
-        instances = record.get("instances", []) if is_object(record) else None
-        if not isinstance(name, str) or not isinstance(instances, list) or not is_object(record):
-            sentence = f"{where(number)}: expected an object with 'filename' and a list 'instances'"
-            problems.found("lines without filename or instances, left out", sentence)
+        record = _parse(line, source.path, number)
+        name = record.get("filename") if _is_object(record) else None
+        instances = record.get("instances", []) if _is_object(record) else None
+        if not isinstance(name, str) or not isinstance(instances, list) or not _is_object(record):
+            problem = problem_at(number, "expected an object with 'filename' and a list 'instances'")
+            problems.add("lines without filename or instances, left out", problem)
             continue
         path = os.path.join(root, name)
-        if not presence.has(path):
-            problems.found("missing images, left out", f"{where(number)}: there is no image {path}")
+        if path not in existing:
+            problems.add("missing images, left out", problem_at(number, f"no such image: {path}"))
             continue
-        if path in seen:
-            problems.found("images that come twice, left out", f"{where(number)}: {path} stands there a second time")
+        if path in listed:
+            problems.add("repeated images, left out", problem_at(number, f"{path} is listed twice"))
             continue
-        seen.add(path)
-        size = declared_size(record, "image_height", "image_width")
+        listed.add(path)
+        size = _declared_size(record, "image_height", "image_width")
         if size is None:
             sides = f"{record.get('image_width')!r} × {record.get('image_height')!r}"
-            problems.found(
-                "sizes that are no sizes, not used", f"{where(number)}: the size {sides} is not two integers"
-            )
+            problem = problem_at(number, f"the size {sides} is not two positive integers")
+            problems.add("invalid sizes, ignored", problem)
         for instance in cast("list[Any]", instances):
-            label = _label(instance, source.first_label, expected, where(number), problems)
-            if label is None:
-                continue
-            highest = max(highest, label)
-            crowd = bool(instance.get("is_ignored"))
-            rows.add(len(names), instance.get("bbox"), label, crowd, number, where)
+            label = _label(instance, source.first_label, known)
+            if isinstance(label, int):
+                highest = max(highest, label)
+                rows.add(len(names), instance.get("bbox"), label, bool(instance.get("is_ignored")), number)
+            else:
+                reason, message = label
+                problems.add(reason, problem_at(number, message))
         names.append(path)
         sizes.append(size or (-1, -1))
     declared = np.array(sizes, np.int64).reshape(-1, 2)
-    classes = expected.numbered(highest - 1, source.first_label)
-    return BoxedFiles(Names(names), rows.table(declared, where), declared), classes
+    classes = known.numbered(highest - 1, source.first_label)
+    return BoxedFiles(Names(names), rows.table(declared), declared), classes
 
 
-def _label(instance: Any, first: int, expected: Expected, where: str, problems: Problems) -> int | None:
-    """The class of an instance, counted from 1."""
-    if not is_object(instance):
-        problems.found("instances that are no objects, left out", f"{where}: expected an instance, found {instance!r}")
-        return None
-    label = whole_number(instance.get("label"))
+def _label(instance: Any, first: int, known: KnownClasses) -> int | tuple[str, str]:
+    """The class of an instance, counted from 1; else the reason and the message why it has none."""
+    if not _is_object(instance):
+        return "instances that are not objects, left out", f"expected an instance, found {instance!r}"
+    label = integer(instance.get("label"))
     if label is None:
-        sentence = f"{where}: the label {instance.get('label')!r} is not an integer"
-        problems.found("labels that are not integers, left out", sentence)
-        return None
-    if not first <= label < first + expected.limit:
-        sentence = f"{where}: the label {label} is not between {first} and {first + expected.limit - 1}"
-        problems.found("labels out of range, left out", sentence)
-        return None
+        message = f"the label {instance.get('label')!r} is not an integer"
+        return "labels that are not integers, left out", message
+    if not first <= label < first + known.limit:
+        message = f"the label {label} is not between {first} and {first + known.limit - 1}"
+        return "labels out of range, left out", message
     return label - first + 1
+
+
+# JSON
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return read_regular(path).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except OSError as error:
+        raise file_error(path, f"cannot read the annotations ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise file_error(path, f"the text is not UTF-8 at byte {error.start}") from None
+
+
+def _parse(text: str, path: Path, line: int = 1) -> Any:
+    """The value of a JSON text; `line` is where the text starts in its file."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        message = f"not valid JSON: {error.msg[:1].lower()}{error.msg[1:]}"
+        raise file_error(path, message, line + error.lineno - 1, error.colno) from None
+    except (RecursionError, ValueError) as error:  # nested too deeply, or an integer of too many digits
+        raise file_error(path, f"cannot parse the JSON: {error}", line) from None
+
+
+def _is_object(value: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
+
+
+def _declared_size(record: dict[str, Any], height: str, width: str) -> tuple[int, int] | None:
+    """Height and width if both are positive integers, (−1, −1) if both are missing; else None."""
+    sides = record.get(height), record.get(width)
+    if sides == (None, None):
+        return -1, -1
+    if all(isinstance(side, int) and not isinstance(side, bool) and 0 < side < 2**31 for side in sides):
+        return int(sides[0] or 0), int(sides[1] or 0)
+    return None

@@ -6,15 +6,15 @@ a process may open only a limited number of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
 Target = dict[str, Tensor]
-"""Of one image: boxes (n, 4) as x1, y1, x2, y2; labels (n,) from 1; iscrowd (n,); image_id, its index."""
+"""Ground truth of one image: boxes (n, 4) as x1, y1, x2, y2; labels (n,) from 1; iscrowd (n,); image_id, its index."""
 
 
 @dataclass
@@ -24,40 +24,34 @@ class Batch:
     images: Tensor | list[Tensor]
     targets: Tensor | list[Target]
     skipped: list[str] = field(default_factory=list[str])
-    """One sentence for each image that could not be used."""
+    """A message for each image that could not be read."""
     notes: list[str] = field(default_factory=list[str])
-    """One sentence for each image that is used though something is wrong with it."""
+    """A message for each image that is used although something is wrong with it."""
 
     def __len__(self) -> int:
         return len(self.images)
 
     def to(self, device: torch.device | str, channels_last: bool = False) -> Batch:
-        """The same batch there; a stack of images in the memory format asked for."""
-        if isinstance(self.images, Tensor):
-            layout = torch.channels_last if channels_last else torch.preserve_format
-            images = self.images.to(device, non_blocking=True, memory_format=layout)
-        else:
-            images = [image.to(device, non_blocking=True) for image in self.images]
-        if isinstance(self.targets, Tensor):
-            targets = self.targets.to(device, non_blocking=True)
-        else:
-            targets = [
-                {key: value.to(device, non_blocking=True) for key, value in each.items()} for each in self.targets
-            ]
-        return Batch(images, targets, self.skipped, self.notes)
+        """The same batch on a device; with `channels_last`, a stack of images gets that memory format."""
+        batch = self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        if channels_last and isinstance(batch.images, Tensor):
+            batch.images = batch.images.to(memory_format=torch.channels_last)
+        return batch
 
     def pin_memory(self) -> Batch:
-        images = self.images.pin_memory() if isinstance(self.images, Tensor) else [i.pin_memory() for i in self.images]
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        images = change(self.images) if isinstance(self.images, Tensor) else [change(image) for image in self.images]
         if isinstance(self.targets, Tensor):
-            targets = self.targets.pin_memory()
-        else:
-            targets = [{key: value.pin_memory() for key, value in each.items()} for each in self.targets]
+            return Batch(images, change(self.targets), self.skipped, self.notes)
+        targets = [{key: change(value) for key, value in target.items()} for target in self.targets]
         return Batch(images, targets, self.skipped, self.notes)
 
 
 @dataclass
 class Packed:
-    """A batch of a detector in a few tensors."""
+    """A detection batch in a few tensors."""
 
     pixels: Tensor
     shapes: list[tuple[int, int, int]]
@@ -70,21 +64,12 @@ class Packed:
     notes: list[str]
 
     def pin_memory(self) -> Packed:
-        return Packed(
-            self.pixels.pin_memory(),
-            self.shapes,
-            self.boxes.pin_memory(),
-            self.labels.pin_memory(),
-            self.crowd.pin_memory(),
-            self.image_ids.pin_memory(),
-            self.counts,
-            self.skipped,
-            self.notes,
-        )
+        tensors = {key: value.pin_memory() for key, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **tensors)
 
 
 def packed(batch: Batch) -> Batch | Packed:
-    """For the way between processes."""
+    """The batch as it is sent between processes."""
     if isinstance(batch.images, Tensor) or isinstance(batch.targets, Tensor) or not batch.images:
         return batch
     return Packed(
@@ -101,7 +86,7 @@ def packed(batch: Batch) -> Batch | Packed:
 
 
 def unpacked(batch: Batch | Packed) -> Batch:
-    """What `packed` was given; images share the memory of the parcel."""
+    """The inverse of `packed`; images share the memory of the packed tensor."""
     if isinstance(batch, Batch):
         return batch
     sizes = [channels * height * width for channels, height, width in batch.shapes]

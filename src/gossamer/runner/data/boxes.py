@@ -1,7 +1,6 @@
-"""Boxes of many images in a few arrays, and the checks that every box passes on its way there.
+"""Boxes of many images in a few arrays, and the checks that every box passes.
 
-Arrays and not objects, because a worker process that touches a million small objects copies all of them. Knows no
-file format: readers add rows and say where each came from.
+Arrays instead of objects, because a worker process that touches a million small objects copies all of them.
 """
 
 from __future__ import annotations
@@ -16,25 +15,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gossamer.runner.data.readers import Problems
+from gossamer.errors import Problem, format_value
+from gossamer.runner.data.readers import DataProblems
 
 ROUNDING = 1.0
-"""Pixels that a box may reach outside without being refused: annotators round."""
+"""Pixels that a box may reach outside its image without being refused: annotation tools round."""
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """The boxes of one image: (n, 4) corners x1, y1, x2, y2, labels from 1, and which ones only excuse detections."""
+    """The boxes of one image: corners (n, 4) as x1, y1, x2, y2; labels (n,) from 1; which ones are crowds."""
 
     corners: Tensor
     labels: Tensor
     crowd: Tensor
 
-    def kept(self, keep: Tensor) -> Boxes:
+    def __getitem__(self, keep: Tensor) -> Boxes:
         return Boxes(self.corners[keep], self.labels[keep], self.crowd[keep])
 
     def target(self, image_id: int) -> dict[str, Tensor]:
-        """As torchvision's detectors and the COCO metric take them."""
+        """The target of torchvision's detectors and of the COCO metrics."""
         return {
             "boxes": self.corners,
             "labels": self.labels,
@@ -73,36 +73,40 @@ class BoxTable:
 
 
 class BoxRows:
-    """Boxes as a reader finds them; `table` checks them all and sorts them by image."""
+    """Boxes in the order of a file; `table` checks all of them and sorts them by image.
 
-    def __init__(self, problems: Problems) -> None:
+    `problem_at(record, message)` is a problem with the record of that number in the file.
+    """
+
+    def __init__(self, problems: DataProblems, problem_at: Callable[[int, str], Problem]) -> None:
         self._problems = problems
+        self._problem_at = problem_at
         self._images = array("q")
         self._numbers = array("d")
         self._labels = array("q")
         self._crowd = array("b")
-        self._places = array("q")
+        self._records = array("q")
 
-    def add(self, image: int, box: Any, label: int, crowd: bool, place: int, where: Callable[[int], str]) -> None:
-        """Take the corners x1, y1, x2, y2 of a box; `where(place)` is said of it when it is wrong."""
+    def add(self, image: int, box: Any, label: int, crowd: bool, record: int) -> None:
+        """Add a box, four numbers, of the image with this index."""
         try:
             numbers = array("d", cast("list[float]", box)) if isinstance(box, list) else array("d")
         except (TypeError, OverflowError, ValueError):
             numbers = array("d")
         if len(numbers) != 4:
-            sentence = f"{where(place)}: the box {_short(box)} is not four numbers"
-            self._problems.found("boxes that are not four numbers, left out", sentence)
+            problem = self._problem_at(record, f"the box {format_value(cast(object, box))} is not four numbers")
+            self._problems.add("boxes that are not four numbers, left out", problem)
             return
         self._images.append(image)
         self._numbers.extend(numbers)
         self._labels.append(label)
         self._crowd.append(crowd)
-        self._places.append(place)
+        self._records.append(record)
 
-    def table(self, sizes: NDArray[np.int64], where: Callable[[int], str], *, widths: bool = False) -> BoxTable:
-        """All usable boxes of images of these sizes (images, 2), height and width, −1 where unknown.
+    def table(self, sizes: NDArray[np.int64], *, widths: bool = False) -> BoxTable:
+        """All usable boxes of images of these sizes (images, 2): height and width, −1 where unknown.
 
-        With `widths`, boxes were added as x, y, width, height.
+        The four numbers are x1, y1, x2, y2, or with `widths` x, y, width, height.
         """
         images = np.frombuffer(self._images, np.int64) if self._images else np.zeros(0, np.int64)
         corners = np.array(self._numbers, np.float64).reshape(-1, 4)
@@ -110,8 +114,8 @@ class BoxRows:
             corners[:, 2:] += corners[:, :2]
         order = np.argsort(images, kind="stable")
         images, corners = images[order], corners[order]
-        places = np.array(self._places, np.int64)[order]
-        keep, clamped = self._checked(corners, sizes[images], places, where)
+        records = np.array(self._records, np.int64)[order]
+        keep, clamped = self._checked(corners, sizes[images], records)
         starts = np.zeros(len(sizes) + 1, np.int64)
         np.cumsum(np.bincount(images[keep], minlength=len(sizes)), out=starts[1:])
         labels = np.array(self._labels, np.int32)[order][keep]
@@ -119,35 +123,33 @@ class BoxRows:
         return BoxTable(starts, clamped[keep].astype(np.float32), labels, crowd)
 
     def _checked(
-        self,
-        corners: NDArray[np.float64],
-        sizes: NDArray[np.int64],
-        places: NDArray[np.int64],
-        where: Callable[[int], str],
+        self, corners: NDArray[np.float64], sizes: NDArray[np.int64], records: NDArray[np.int64]
     ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+        """Which boxes are usable, and all of them clamped to their images."""
         finite = cast("NDArray[np.bool_]", np.isfinite(corners).all(axis=1))
         solid = finite & (_area(corners) > 0)
-        bounds = np.where(sizes < 0, np.inf, sizes)
-        clamped = _clamped(corners, bounds)
+        clamped = _clamped(corners, np.where(sizes < 0, np.inf, sizes))
         inside = _area(clamped) > 0
         with np.errstate(invalid="ignore"):
             reach = np.nan_to_num(np.abs(clamped - corners)).max(axis=1, initial=0)
 
-        def each(rows: NDArray[np.bool_], reason: str, words: str, tell: Callable[[str, str], None]) -> None:
+        def report(
+            rows: NDArray[np.bool_], reason: str, fault: str, add: Callable[[str, Problem], None] = self._problems.add
+        ) -> None:
             for row in np.flatnonzero(rows):
                 height, width = sizes[row]
                 size = f"{width} × {height}" if width >= 0 else "any size"
                 box = "[" + ", ".join(f"{number:g}" for number in corners[row]) + "]"
-                tell(reason, f"{where(int(places[row]))}: the box {box} (x1, y1, x2, y2) {words.format(size=size)}")
+                message = f"the box {box} (x1, y1, x2, y2) {fault.format(size=size)}"
+                add(reason, self._problem_at(int(records[row]), message))
 
-        found, count = self._problems.found, self._problems.count
-        each(~finite, "boxes with NaN or infinity, left out", "is not finite", found)
-        each(finite & ~solid, "boxes without area, left out", "has no area", found)
-        each(solid & ~inside, "boxes outside their image, left out", "lies outside its image of {size}", found)
+        report(~finite, "boxes with NaN or infinity, left out", "is not finite")
+        report(finite & ~solid, "boxes without area, left out", "has no area")
+        report(solid & ~inside, "boxes outside their image, left out", "lies outside its image of {size}")
         partly, far = solid & inside & (reach > 0), reach > ROUNDING
-        reason = "boxes partly outside their image, clamped"
-        each(partly & far, reason, "reaches outside its image of {size}", found)
-        each(partly & ~far, reason, "reaches outside its image of {size} by rounding", count)
+        reason, fault = "boxes partly outside their image, clamped", "reaches outside its image of {size}"
+        report(partly & far, reason, fault)
+        report(partly & ~far, reason, f"{fault} by rounding", self._problems.count)
         return solid & inside, clamped
 
 
@@ -157,17 +159,8 @@ def _clamped(corners: NDArray[Any], sizes: NDArray[Any]) -> NDArray[Any]:
 
 
 def _area(corners: NDArray[Any]) -> NDArray[Any]:
-    """In the precision of the table, so that what is solid here is solid there."""
+    """In float32 like the table, so that an area above 0 here is above 0 there."""
     with np.errstate(invalid="ignore", over="ignore"):
         single = corners.astype(np.float32, copy=False)
         sides = np.maximum(single[:, 2:] - single[:, :2], 0)
         return sides[:, 0] * sides[:, 1]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"
-
-
-def no_sizes(count: int) -> NDArray[np.int64]:
-    return np.full((count, 2), -1, np.int64)

@@ -1,50 +1,51 @@
-"""A dataset as training sees it: transformed samples that depend on (seed, epoch, index) and on nothing else.
+"""A dataset for training and tests: transformed samples that depend on (seed, epoch, index) only.
 
-Reads from any kind of examples; knows no file format and no order of images. The global random states are left as
-they were found.
+The global random states are left unchanged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, Location, Problem
 from gossamer.runner.data.batch import Batch, Target
 from gossamer.runner.data.boxes import Boxes
-from gossamer.runner.data.examples import Examples, LabelledArrays
+from gossamer.runner.data.examples import Example, Examples, LabelledArrays
 from gossamer.runner.data.images import ImageFileError
+from gossamer.runner.data.readers import ON_ERROR
 from gossamer.runner.data.transforms import Pipeline
 
-Task = Literal["classification", "detection"]
+TaskName = Literal["classification", "detection"]
 Key = int | tuple[int, int]
 Sample = tuple[Tensor, int | Target]
 """A float image (3, height, width), and its class or its boxes."""
 
 
 class ImageData(Dataset[Sample]):
-    """Images of one split, by (epoch, index), or by index as in epoch 0."""
+    """Images of one split, by (epoch, index); an index alone means epoch 0."""
 
     def __init__(
         self,
         examples: Examples,
         pipeline: Pipeline,
         *,
-        task: Task,
+        task: TaskName,
         classes: list[str],
         notes: list[str],
         seed: int = 0,
         refuse: bool = False,
     ) -> None:
-        self.task: Task = task
+        self.task: TaskName = task
         self.classes = classes
         self.notes = notes
-        """What was left out when the annotations were read, one counted sentence for each reason."""
+        """What was skipped when the annotations were read: one message with a count for each reason."""
         self._examples = examples
         self._pipeline = pipeline
         self._seed = seed % 2**64
@@ -54,104 +55,110 @@ class ImageData(Dataset[Sample]):
         return len(self._examples)
 
     def __getitem__(self, key: Key) -> Sample:
-        with self._random_states_kept():
-            image, truth, _ = self._sample(key, settled=True)
+        with self._keep_random_state():
+            image, truth, _ = self._sample(key, whole_pipeline=True)
         return image, truth
 
     def original(self, index: int) -> Sample:
-        """The image as bytes and its truth, before transforms."""
+        """The image as bytes and its ground truth, before transforms."""
         example = self._examples.read(index)
         truth = example.truth
         return example.image.contiguous(), truth.target(index) if isinstance(truth, Boxes) else truth
 
     def read_batch(self, keys: Sequence[Key], *, train: bool) -> Batch:
-        """Samples together; images that cannot be read are left out and told in `skipped`."""
-        if isinstance(self._examples, LabelledArrays) and self._pipeline.fixed:
+        """Several samples; images that cannot be read are left out and reported in `skipped`."""
+        if isinstance(self._examples, LabelledArrays) and self._pipeline.is_fixed:
             stack, labels = self._examples.stack([_epoch_and_index(key)[1] for key in keys])
-            with self._worded(keys[0]):
-                return Batch(self._pipeline.settle(stack), labels)
+            with self._naming_image(keys[0]):
+                return Batch(self._pipeline.apply_fixed(stack), labels)
         batch = Batch([], [])
         images: list[Tensor] = []
         truths: list[int | Target] = []
-        with self._random_states_kept():
+        with self._keep_random_state():
             for key in keys:
                 try:
-                    image, truth, note = self._sample(key, settled=self.task == "detection")
-                except ImageFileError as problem:
+                    image, truth, problem = self._sample(key, whole_pipeline=self.task == "detection")
+                except ImageFileError as error:
                     if self._refuse:
                         raise
-                    batch.skipped.append(str(problem))
+                    batch.skipped.append(str(error))
                     continue
                 images.append(image)
                 truths.append(truth)
-                batch.notes.extend([] if note is None else [note])
+                batch.notes.extend([] if problem is None else [str(problem)])
         if not images:
-            return self._stand_in(keys[-1], batch) if train else batch
+            return self._replacement(keys[-1], batch) if train else batch
         if self.task == "detection":
             targets = cast("list[Target]", truths)
-            batch.images, batch.targets = images, [_trainable(each) for each in targets] if train else targets
+            batch.images, batch.targets = images, [_without_crowds(each) for each in targets] if train else targets
         else:
-            with self._worded(keys[0]):
+            with self._naming_image(keys[0]):
                 batch.images, batch.targets = self._stacked(images), torch.tensor(truths)
         return batch
 
-    def _stand_in(self, key: Key, batch: Batch) -> Batch:
-        """In training a batch has an image: the next one that can be read, the same for the same batch each time."""
+    def _replacement(self, key: Key, batch: Batch) -> Batch:
+        """A training batch is never empty: this one has the next readable image, the same in every run."""
         epoch, index = _epoch_and_index(key)
         for step in range(1, len(self)):
-            found = self.read_batch([(epoch, (index + step) % len(self))], train=False)
-            if len(found):
-                found.skipped[:0] = batch.skipped
+            other = self.read_batch([(epoch, (index + step) % len(self))], train=False)
+            if len(other):
+                other.skipped[:0] = batch.skipped
                 if self.task == "detection":
-                    found.targets = [_trainable(target) for target in cast("list[Target]", found.targets)]
-                return found
+                    other.targets = [_without_crowds(target) for target in cast("list[Target]", other.targets)]
+                return other
         raise GossamerError(f"none of the {len(self)} images can be read; the first: {batch.skipped[0]}")
 
     def _stacked(self, images: list[Tensor]) -> Tensor:
-        """Varied images, settled: all at once when their shapes allow it."""
+        """A stack of images after the fixed transforms, which run once if all shapes are equal."""
         if len({image.shape for image in images}) == 1:
-            return self._pipeline.settle(torch.stack(images))
-        images = [self._pipeline.settle(image) for image in images]
+            return self._pipeline.apply_fixed(torch.stack(images))
+        images = [self._pipeline.apply_fixed(image) for image in images]
         shapes = sorted({tuple(image.shape) for image in images})
         if len(shapes) > 1:
             some = f"{shapes[0]} and {shapes[-1]}"
-            raise GossamerError(f"images of one batch differ in shape, as {some}; let the transforms end in one size")
+            raise GossamerError(f"images of one batch differ in shape: {some}; add a transform that resizes them")
         return torch.stack(images)
 
-    def _sample(self, key: Key, *, settled: bool) -> tuple[Tensor, int | Target, str | None]:
+    def _sample(self, key: Key, *, whole_pipeline: bool) -> tuple[Tensor, int | Target, Problem | None]:
+        """An image, its ground truth and its problem; of a classifier's image, maybe without the fixed transforms."""
         epoch, index = _epoch_and_index(key)
         if not 0 <= index < len(self):
-            raise IndexError(f"there is no image {index} among {len(self)}")
+            raise IndexError(f"index {index} is out of range for {len(self)} images")
+        example = self._read(index)
+        if not self._pipeline.is_fixed:
+            torch.default_generator.manual_seed(_mixed(_mixed(_mixed(self._seed) + epoch) + index))
+        with self._naming_image(key):
+            if isinstance(example.truth, Boxes):
+                image, boxes = self._pipeline.apply_with_boxes(example.image, example.truth)
+                return image, boxes.target(index), example.problem
+            image = self._pipeline.apply_random(example.image)
+            return self._pipeline.apply_fixed(image) if whole_pipeline else image, example.truth, example.problem
+
+    def _read(self, index: int) -> Example:
         try:
             example = self._examples.read(index)
-        except ImageFileError as problem:
+        except ImageFileError as error:
             if self._refuse:
-                raise ImageFileError(f"{problem}; correct it, or set 'on_error: skip'") from None
+                raise ImageFileError(replace(problem, fix=ON_ERROR) for problem in error.problems) from None
             raise
-        if example.note is not None and self._refuse:
-            raise GossamerError(f"{example.note}; correct it, or set 'on_error: skip'")
-        if not self._pipeline.fixed:
-            torch.default_generator.manual_seed(_mixed(_mixed(_mixed(self._seed) + epoch) + index))
-        with self._worded(key):
-            if isinstance(example.truth, Boxes):
-                image, boxes = self._pipeline.with_boxes(example.image, example.truth)
-                return image, boxes.target(index), example.note
-            image = self._pipeline.vary(example.image)
-            return self._pipeline.settle(image) if settled else image, example.truth, example.note
+        if example.problem is not None and self._refuse:
+            raise GossamerError(replace(example.problem, fix=ON_ERROR))
+        return example
 
     @contextmanager
-    def _worded(self, key: Key) -> Generator[None]:
-        """Say of which image transforms fail; that is the config's fault, in either mode."""
+    def _naming_image(self, key: Key) -> Generator[None]:
+        """Errors of transforms name the image; they are errors of the config, in both modes of `on_error`."""
         try:
             yield
-        except (RuntimeError, ValueError, TypeError, IndexError) as problem:
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
             name = self._examples.name(_epoch_and_index(key)[1])
-            raise GossamerError(f"{name}: the transforms do not take this image: {problem}") from None
+            problem = Problem(f"the transforms fail on this image: {error}", location=Location(name))
+            raise GossamerError(problem) from None
 
     @contextmanager
-    def _random_states_kept(self) -> Generator[None]:
-        """torchvision's transforms draw from torch's generator of the CPU alone."""
-        if self._pipeline.fixed:
+    def _keep_random_state(self) -> Generator[None]:
+        """Restores the CPU generator, from which torchvision's transforms draw."""
+        if self._pipeline.is_fixed:
             yield
             return
         state = torch.get_rng_state()
@@ -162,7 +169,7 @@ class ImageData(Dataset[Sample]):
 
 
 def _mixed(number: int) -> int:
-    """One of 2^64 numbers for each of them, without a pattern (Steele et al. 2014, splitmix64)."""
+    """A hash of a 64-bit number (Steele et al. 2014, splitmix64)."""
     number = (number + 0x9E3779B97F4A7C15) % 2**64
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) % 2**64
@@ -173,8 +180,7 @@ def _epoch_and_index(key: Key) -> tuple[int, int]:
     return key if isinstance(key, tuple) else (0, int(key))
 
 
-def _trainable(target: Target) -> Target:
-    """Without the boxes that only excuse detections."""
+def _without_crowds(target: Target) -> Target:
     crowd = target["iscrowd"] != 0
     if not crowd.any():
         return target

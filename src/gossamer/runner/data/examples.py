@@ -14,18 +14,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gossamer.errors import Location, Problem
 from gossamer.runner.data.boxes import Boxes, BoxTable
 from gossamer.runner.data.images import read_image
 
 
 @dataclass(frozen=True)
 class Example:
-    """One image (3, height, width) of bytes, and its class from 0 or its boxes."""
+    """One image (3, height, width) of bytes, and its class (from 0) or its boxes."""
 
     image: Tensor
     truth: int | Boxes
-    note: str | None = None
-    """What is wrong with it though it can be used."""
+    problem: Problem | None = None
+    """What is wrong with it, although it can be used."""
 
 
 class Examples(Protocol):
@@ -34,14 +35,14 @@ class Examples(Protocol):
     def read(self, index: int) -> Example: ...
 
     def name(self, index: int) -> str:
-        """What to call the image in a sentence."""
+        """The name of the image in messages."""
         ...
 
     def first(self, count: int) -> Examples: ...
 
 
 class Names:
-    """Many texts as one block of bytes.
+    """Many file names in one block of bytes, which worker processes share without copying.
 
     >>> Names(["a.png", "b.png"])[1]
     'b.png'
@@ -65,7 +66,7 @@ class Names:
 
 @dataclass(frozen=True)
 class LabelledFiles:
-    """Image files, each of one class."""
+    """Image files with one class each."""
 
     names: Names
     labels: NDArray[np.int64]
@@ -85,7 +86,7 @@ class LabelledFiles:
 
 @dataclass(frozen=True)
 class BoxedFiles:
-    """Image files with boxes, and the sizes (images, 2) that their annotations declare, −1 where they do not."""
+    """Image files with boxes, and the declared sizes (images, 2): height and width, −1 where not declared."""
 
     names: Names
     boxes: BoxTable
@@ -99,15 +100,14 @@ class BoxedFiles:
         height, width, _ = pixels.shape
         boxes, outside = self.boxes.at(index, height, width)
         declared_height, declared_width = self.sizes[index]
-        note = None
+        message = ""
         if declared_height >= 0 and (declared_height, declared_width) != (height, width):
-            note = (
-                f"{self.names[index]}: the image is {width} × {height} pixels, "
-                f"but its annotation says {declared_width} × {declared_height}"
-            )
+            declared = f"{declared_width} × {declared_height}"
+            message = f"the image is {width} × {height} pixels, but its annotation says {declared}"
         elif outside:
-            note = f"{self.names[index]}: {outside} of its boxes reach outside the image of {width} × {height} pixels"
-        return Example(_channels_first(pixels), boxes, note)
+            message = f"{outside} of its boxes reach outside the image of {width} × {height} pixels"
+        problem = Problem(message, location=Location(self.names[index])) if message else None
+        return Example(_channels_first(pixels), boxes, problem)
 
     def name(self, index: int) -> str:
         return self.names[index]
@@ -118,11 +118,12 @@ class BoxedFiles:
 
 @dataclass(frozen=True)
 class LabelledArrays:
-    """Images in memory, (images, channels, height, width) with 1 or 3 channels, and the numbers that they had."""
+    """Images in memory: pixels (n, channels, height, width) with 1 or 3 channels, labels and numbers (n,)."""
 
     pixels: Tensor
     labels: Tensor
     numbers: NDArray[np.int64]
+    """The number of each image in its file."""
     origin: str
 
     def __len__(self) -> int:
@@ -132,7 +133,7 @@ class LabelledArrays:
         return Example(self.pixels[index].expand(3, -1, -1), int(self.labels[index]))
 
     def stack(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Several images (n, 3, height, width) at once, and their classes."""
+        """Several images (n, 3, height, width) and their classes."""
         chosen = torch.as_tensor(indices)
         return self.pixels[chosen].expand(-1, 3, -1, -1), self.labels[chosen]
 

@@ -1,8 +1,4 @@
-"""Image files to arrays of RGB bytes, upright.
-
-Takes whatever Pillow opens: grey, palette, CMYK, transparent and 16-bit images come out alike. Knows nothing of
-datasets; a file that cannot be read is one exception with one sentence.
-"""
+"""Decodes image files to RGB bytes: whatever Pillow opens, with 8 or 16 bits, a palette, CMYK or transparency."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, Location, Problem
 from gossamer.io import open_regular
 
 if TYPE_CHECKING:
@@ -42,37 +38,41 @@ class ImageFileError(GossamerError):
 
 
 def read_image(path: str) -> NDArray[np.uint8]:
-    """The image of a file, (height, width, 3), turned as its EXIF orientation says."""
+    """The pixels (height, width, 3) of an image file, rotated by its EXIF orientation."""
     Image, ImageOps = _pillow()  # noqa: N806
     try:
-        # Warnings of damaged metadata and of large images are no reason to end a run.
+        # Warnings about damaged metadata and large images must not end a run that turns warnings into errors.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with open_regular(path) as file, Image.open(file) as image:
                 image.load()
                 pixels = np.array(_rgb(ImageOps.exif_transpose(image)), dtype=np.uint8)
     except FileNotFoundError:
-        raise ImageFileError(f"{path}: there is no such image") from None
-    except Image.DecompressionBombError as problem:
-        raise ImageFileError(f"{path}: the image is too large ({problem})") from None
-    except _DAMAGE as problem:
-        why = "it is of no known image format" if isinstance(problem, Image.UnidentifiedImageError) else problem
-        raise ImageFileError(f"{path}: the image cannot be read ({why})") from None
+        raise _error(path, "no such image") from None
+    except Image.DecompressionBombError as error:
+        raise _error(path, f"the image is too large ({error})") from None
+    except _DAMAGE as error:
+        reason = "unknown image format" if isinstance(error, Image.UnidentifiedImageError) else error
+        raise _error(path, f"cannot read the image ({reason})") from None
     if pixels.ndim != 3 or not pixels.size:
-        raise ImageFileError(f"{path}: the image has no pixels")
+        raise _error(path, "the image has no pixels")
     return pixels
+
+
+def _error(path: str, message: str) -> ImageFileError:
+    return ImageFileError(Problem(message, location=Location(path)))
 
 
 def _rgb(image: Image) -> Image:
     if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # the direct way to RGB warns
+        image = image.convert("RGBA")  # converting directly to RGB warns
     if image.mode == "F" or image.mode.startswith("I"):
         image = _eight_bits(image)
     return image.convert("RGB")
 
 
 def _eight_bits(image: Image) -> Image:
-    """Greys of 16 bits by their upper byte; floats as shares of white if none exceeds 1."""
+    """16-bit grey values by their upper byte; floats scaled from [0, 1] to bytes if none exceeds 1."""
     Image, _ = _pillow()  # noqa: N806
     pixels = np.asarray(image).astype(np.float64)
     if image.mode == "F":

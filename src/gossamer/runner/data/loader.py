@@ -18,7 +18,7 @@ import torch
 import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, Problem
 from gossamer.runner.config.schema import Source
 from gossamer.runner.data.batch import Batch, Packed, packed, unpacked
 from gossamer.runner.data.dataset import ImageData
@@ -27,7 +27,7 @@ Keys = list[tuple[int, int]]
 
 
 class Batches:
-    """Batches of one rank; one epoch is read at a time."""
+    """The batches of one rank; one epoch is read at a time."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Batches:
         self._rank = rank
         self._world = world
         self._pin = pin_memory and torch.cuda.is_available()
-        self._plan = _Plan()
+        self._sampler = _BatchSampler()
         self._loader: DataLoader[Any] | None = None
         self.batches_per_epoch: int = (
             full_batches(len(data), self._batch_size, world)
@@ -57,14 +57,14 @@ class Batches:
         )
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch from number `start` on; in training each epoch has an order of its own."""
+        """The batches of an epoch, from number `start` on; training shuffles each epoch differently."""
         keys = [[(epoch, index) for index in indices] for indices in self._order(epoch)[start:]]
-        with closing(self._read_by_workers(keys) if self._workers else self._read_here(keys)) as answers:
-            for answer in answers:
-                if isinstance(answer, Refusal):
-                    self.close()  # or a traceback that is kept would keep the workers
-                    raise GossamerError(answer.sentence)
-                yield unpacked(answer)
+        with closing(self._read_by_workers(keys) if self._workers else self._read_here(keys)) as batches:
+            for batch in batches:
+                if isinstance(batch, Failure):
+                    self.close()  # otherwise a traceback that the caller keeps would keep the workers alive
+                    raise GossamerError(batch.problems)
+                yield unpacked(batch)
 
     def close(self) -> None:
         """End the worker processes; the next epoch starts new ones."""
@@ -81,43 +81,44 @@ class Batches:
             batch = self._data.read_batch(each, train=self._train)
             yield batch.pin_memory() if self._pin else batch
 
-    def _read_by_workers(self, keys: list[Keys]) -> Generator[Batch | Packed | Refusal]:
+    def _read_by_workers(self, keys: list[Keys]) -> Generator[Batch | Packed | Failure]:
         if self._loader is None:
             self._loader = DataLoader(
-                _Reading(self._data, self._train),
-                batch_sampler=self._plan,
+                _BatchReader(self._data, self._train),
+                batch_sampler=self._sampler,
                 num_workers=self._workers,
-                collate_fn=_as_it_is,
+                collate_fn=_identity,
                 pin_memory=self._pin,
                 worker_init_fn=_start_worker,
                 multiprocessing_context=_context(),
-                generator=torch.Generator().manual_seed(0),  # or DataLoader would draw from the global one
+                generator=torch.Generator().manual_seed(0),  # otherwise DataLoader draws from the global one
                 persistent_workers=True,
             )
-        self._plan.keys = keys
+        self._sampler.keys = keys
         try:
             yield from self._loader
-        except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as problem:
-            # A worker was killed or could not start: DataLoader's words for it, or a tensor that it took along.
-            if isinstance(problem, RuntimeError) and "DataLoader worker" not in str(problem):
+        except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
+            # A worker was killed or could not start. DataLoader raises a bare RuntimeError then, known by its text
+            # alone; the other types come from a tensor whose memory is gone with the worker.
+            if isinstance(error, RuntimeError) and "DataLoader worker" not in str(error):
                 raise
             self.close()
-            hint = "memory may be short; lower 'num_workers', or set it to 0"
-            raise GossamerError(f"a worker process that reads images ended ({problem}); {hint}") from None
+            fix = "memory may be short; lower 'num_workers', or set it to 0"
+            raise GossamerError(Problem(f"a worker process that reads images ended ({error})", fix=fix)) from None
 
 
 @dataclass
-class Refusal:
-    """Why a batch cannot be read; raised in the main process, where it stays one sentence."""
+class Failure:
+    """The problems of a batch that a worker cannot read; the main process raises them."""
 
-    sentence: str
+    problems: tuple[Problem, ...]
 
-    def pin_memory(self) -> Refusal:
+    def pin_memory(self) -> Failure:
         return self
 
 
-class _Plan(Sampler[Keys]):
-    """The batches that DataLoader shall ask for next."""
+class _BatchSampler(Sampler[Keys]):
+    """The batches of the next epoch."""
 
     def __init__(self) -> None:
         self.keys: list[Keys] = []
@@ -129,45 +130,45 @@ class _Plan(Sampler[Keys]):
         return len(self.keys)
 
 
-class _Reading(Dataset[Any]):
-    """Reads whole batches in a worker."""
+class _BatchReader(Dataset[Any]):
+    """Reads one batch at a time in a worker."""
 
     def __init__(self, data: ImageData, train: bool) -> None:
         self._data = data
         self._train = train
 
-    def __getitems__(self, keys: Keys) -> Batch | Packed | Refusal:
+    def __getitems__(self, keys: Keys) -> Batch | Packed | Failure:
         try:
             return packed(self._data.read_batch(keys, train=self._train))
-        except GossamerError as problem:
-            return Refusal(str(problem))
+        except GossamerError as error:
+            return Failure(error.problems)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
 def _start_worker(worker: int) -> None:
-    """Ctrl-C and a cluster's signal are for the main process, which still wants the batches under way.
+    """Ignore Ctrl-C and SIGTERM: the main process handles them, and still uses the batches being read.
 
-    DataLoader ends its workers by a message, and by SIGKILL where they do not listen.
+    DataLoader stops its workers with a message, or with SIGKILL if they do not react.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _context() -> BaseContext:
-    """Workers from a process without threads: a fork of this one may inherit a lock that nobody will release."""
+    """Start workers from a process without threads: a fork of this one could inherit a lock that is never released."""
     methods: Iterable[str] = torch.multiprocessing.get_all_start_methods()
     context = torch.multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
     if "forkserver" in methods:
-        # What every worker needs is imported once, in the process that they are forked from.
+        # Imported once, in the process from which all workers are forked.
         context.set_forkserver_preload(["__main__", "torchvision.transforms.v2", "PIL.Image", __name__])
     return context
 
 
 def full_batches(count: int, batch_size: int, world: int) -> int:
-    """Full global batches in an epoch, at least 1.
+    """The number of full global batches in an epoch, at least 1.
 
     >>> full_batches(100, 8, 2), full_batches(3, 8, 2)
     (6, 1)
@@ -176,9 +177,9 @@ def full_batches(count: int, batch_size: int, world: int) -> int:
 
 
 def shuffled(count: int, batch_size: int, *, seed: int, epoch: int, rank: int = 0, world: int = 1) -> list[list[int]]:
-    """The batches of one rank: its shares of consecutive pieces of a permutation that (seed, epoch) draw.
+    """The training batches of one rank: its parts of consecutive global batches of a permutation by (seed, epoch).
 
-    With fewer images than one global batch has, the ranks share what there is, and no rank is left without an image.
+    If there are fewer images than a global batch has, the ranks share them, and every rank gets at least one image.
     """
     state = np.random.SeedSequence([seed % 2**64, epoch]).generate_state(1, np.uint64)
     generator = torch.Generator().manual_seed(int(state[0]))
@@ -191,7 +192,7 @@ def shuffled(count: int, batch_size: int, *, seed: int, epoch: int, rank: int = 
 
 
 def in_order(count: int, batch_size: int, *, rank: int = 0, world: int = 1) -> list[list[int]]:
-    """The batches of one rank: every image is on one rank, once, in order.
+    """The test batches of one rank: every image is on one rank, once, in order.
 
     >>> in_order(5, 2, rank=0, world=2), in_order(5, 2, rank=1, world=2)
     ([[0, 2], [4]], [[1, 3]])

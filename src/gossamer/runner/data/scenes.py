@@ -1,7 +1,7 @@
-"""Scenes for detection: digits of many sizes and colours on a busy ground, with boxes that are exact.
+"""Scenes for detection: digits of many sizes and colours on a textured background, with exact boxes.
 
-Each scene follows from (seed, split, index) alone and is composed when it is read; none is stored. Train scenes are
-made of train digits, test scenes of test digits.
+A scene is a function of (seed, split, index) and is composed when it is read. Train scenes are made of train digits,
+test scenes of test digits. `write_coco` writes scenes as files for other tools.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from gossamer.runner.config.schema import Scenes
 from gossamer.runner.data.boxes import Boxes
 from gossamer.runner.data.digits import CLASSES, digit_classes, digits
 from gossamer.runner.data.examples import Example
-from gossamer.runner.data.readers import Expected, Problems
+from gossamer.runner.data.readers import DataProblems, KnownClasses
 
 Pool = tuple[NDArray[np.uint8], NDArray[np.int64]]
-"""Images (n, 8, 8) of digits, and which digits they are."""
+"""Images (n, 8, 8) of digits, and their labels (n,)."""
 
 SMALLEST, LARGEST = 36 / 128, 72 / 128
-"""Heights of digits, as shares of the scene's side."""
+"""Heights of digits, relative to the side of the scene."""
 FEWEST, MOST = 2, 5
-_INK = 0.3  # coverage from which a pixel counts as ink; what is fainter is not drawn at all
+_INK = 0.3  # fainter pixels of a digit are not drawn
 _TRIES = 30
 
 
 @dataclass(frozen=True)
 class Scene:
-    """An image (size, size, 3); boxes (n, 4) as x1, y1, x2, y2 around the inked pixels of n digits; and which pixel
-    is inked by which digit, −1 for none."""
+    """An image (size, size, 3), boxes (n, 4) as x1, y1, x2, y2 around the ink of n digits, and their labels (n,).
+
+    `ink` (size, size) is the index of the digit that covers each pixel, −1 for none.
+    """
 
     image: NDArray[np.uint8]
     corners: NDArray[np.int64]
@@ -45,9 +47,9 @@ class Scene:
     ink: NDArray[np.int64]
 
 
-def read_scenes(source: Scenes, expected: Expected, problems: Problems) -> tuple[SceneExamples, list[str]]:
-    """As many scenes as the config says."""
-    positions, classes = digit_classes(expected)
+def read_scenes(source: Scenes, known: KnownClasses, problems: DataProblems) -> tuple[SceneExamples, list[str]]:
+    """The scenes of one split."""
+    positions, classes = digit_classes(known)
     examples = SceneExamples(
         digits(source.split), source.split, source.count, source.size, source.seed, tuple(positions)
     )
@@ -56,7 +58,7 @@ def read_scenes(source: Scenes, expected: Expected, problems: Problems) -> tuple
 
 @dataclass(frozen=True)
 class SceneExamples:
-    """Scenes to come, and the digits that they are made of, so that workers need not ask scikit-learn again."""
+    """Scenes that are composed on demand, with their digits, so that workers need not load scikit-learn."""
 
     pool: Pool
     split: str
@@ -82,10 +84,10 @@ class SceneExamples:
 
 
 def compose(pool: Pool, seed: int, split: str, index: int, size: int) -> Scene:
-    """The scene of this number, made of the digits in the pool."""
+    """The scene with this index, made of the digits in the pool."""
     random = np.random.default_rng([seed % 2**64, {"train": 0, "test": 1}[split], index])
     glyphs, labels = pool
-    canvas = _ground(random, size)
+    canvas = _background(random, size)
     dark = canvas.mean() > 127
     for _ in range(random.integers(2, 6)):
         _stroke(random, canvas)
@@ -96,10 +98,10 @@ def compose(pool: Pool, seed: int, split: str, index: int, size: int) -> Scene:
         pick = int(random.integers(len(glyphs)))
         height = size * SMALLEST * (LARGEST / SMALLEST) ** random.random()
         cover = _enlarged(glyphs[pick], max(8, round(height)), max(8, round(height * random.uniform(0.75, 1.05))))
-        place = _free_place(random, cover.shape, size, corners)
-        if place is None:
+        corner = _free_corner(random, cover.shape, size, corners)
+        if corner is None:
             continue
-        top, left = place
+        top, left = corner
         area = np.s_[top : top + cover.shape[0], left : left + cover.shape[1]]
         colour = (random.uniform(0, 70, 3) if dark else random.uniform(185, 255, 3)).astype(np.float32)
         canvas[area] += cover[..., None].astype(np.float32) * (colour - canvas[area])
@@ -112,12 +114,12 @@ def compose(pool: Pool, seed: int, split: str, index: int, size: int) -> Scene:
     return Scene(image, np.array(corners, np.int64).reshape(-1, 4), np.array(chosen, np.int64), ink)
 
 
-def _ground(random: np.random.Generator, size: int) -> NDArray[np.float32]:
-    """A colour, light or dark, with a slope, stripes or clouds on it."""
+def _background(random: np.random.Generator, size: int) -> NDArray[np.float32]:
+    """A light or dark colour with a gradient, stripes or clouds."""
     base = random.uniform(150, 235, 3) if random.random() < 0.5 else random.uniform(20, 105, 3)
     angle = random.uniform(0, np.pi)
-    places = np.arange(size) / size - 0.5
-    along = np.cos(angle) * places[None] + np.sin(angle) * places[:, None]
+    steps = np.arange(size) / size - 0.5
+    along = np.cos(angle) * steps[None] + np.sin(angle) * steps[:, None]
     pattern = random.integers(4)
     texture = np.zeros((size, size))
     if pattern == 1:
@@ -131,7 +133,7 @@ def _ground(random: np.random.Generator, size: int) -> NDArray[np.float32]:
 
 
 def _stroke(random: np.random.Generator, canvas: NDArray[np.float32]) -> None:
-    """A straight line that is no digit, drawn over the canvas."""
+    """Draw a straight line, a distractor, over the canvas."""
     size = len(canvas)
     row, column, end_row, end_column = (size * random.random() for _ in range(4))
     radius = random.uniform(0.6, 1.4) * size / 128
@@ -150,17 +152,17 @@ def _stroke(random: np.random.Generator, canvas: NDArray[np.float32]) -> None:
 
 
 def _enlarged(glyph: NDArray[np.uint8], height: int, width: int) -> NDArray[np.float64]:
-    """How much ink covers each pixel, cut to the inked pixels, so that its edges are the box."""
+    """The ink of each pixel from 0 to 1, cropped to the inked pixels, so that its edges are the box."""
     cover = _stretched(glyph / 255, height, width)
     cover[cover < _INK] = 0
     rows, columns = np.flatnonzero(cover.any(axis=1)), np.flatnonzero(cover.any(axis=0))
     return cover[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
 
 
-def _free_place(
+def _free_corner(
     random: np.random.Generator, shape: tuple[int, ...], size: int, taken: list[tuple[int, int, int, int]]
 ) -> tuple[int, int] | None:
-    """Top and left of a place where a box of this shape meets none of those taken, if one is found."""
+    """Top and left of a box of this shape that overlaps no other; None if none is found in a few tries."""
     height, width = shape
     for _ in range(_TRIES):
         top, left = int(random.integers(size - height + 1)), int(random.integers(size - width + 1))
@@ -175,13 +177,13 @@ def _stretched(values: NDArray[np.float64], height: int, width: int) -> NDArray[
 
 
 def _weights(count: int, length: int) -> NDArray[np.float64]:
-    """(length, count): how much each of `count` values gives to each of `length` pixels."""
+    """(length, count): the weight of each of `count` values for each of `length` pixels."""
     centres = np.clip((np.arange(length) + 0.5) * count / length - 0.5, 0, count - 1)
     return np.clip(1 - np.abs(centres[:, None] - np.arange(count)), 0, None)
 
 
 def write_coco(source: Scenes, folder: Path) -> Path:
-    """Write `annotations.json` and `images/`; the path of the JSON, whose `images` folder is beside it."""
+    """Write `annotations.json` and `images/` to a folder; returns the path of the JSON file."""
     count = source.count if source.limit is None else min(source.count, source.limit)
     path = folder / "annotations.json"
     images: list[dict[str, Any]] = []
@@ -208,8 +210,8 @@ def write_coco(source: Scenes, folder: Path) -> Path:
         content = {"images": images, "annotations": annotations, "categories": categories}
         with atomic_write(path) as scratch:
             scratch.write_text(json.dumps(content), encoding="utf-8")
-    except OSError as problem:
-        raise GossamerError(f"{folder}: cannot write the scenes ({problem.strerror})") from None
+    except OSError as error:
+        raise GossamerError(f"{folder}: cannot write the scenes ({error.strerror})") from None
     return path
 
 
