@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import gossamer
-from gossamer import GossamerError, Manager, Modifier, register
+from gossamer import GossamerError, Manager, Modifier, Recipe, register
 from gossamer.modifiers import GMPruningModifier
 from tests.loops import loss_at, network, sgd, train
 
@@ -156,11 +157,11 @@ def test_a_users_own_modifier_is_used_by_its_name_and_gets_the_same_errors() -> 
         factor: float = 0.5
 
         def bind(self, run):
-            run.parameter(self.name_of_bias)
+            run.weights.parameter(self.name_of_bias)
             return [self.name_of_bias]
 
         def start(self, run):
-            run.write(self.name_of_bias, run.parameter(self.name_of_bias).detach() * self.factor)
+            run.weights.write(self.name_of_bias, run.weights.parameter(self.name_of_bias).detach() * self.factor)
 
     model = network()
     bias = model[0].bias.detach().clone()
@@ -220,3 +221,17 @@ def test_a_weight_that_stays_dense_because_the_pattern_does_not_fit_is_said(capl
     attach(recipe, network())
     assert "leaves '0.weight' alone: mask_type 3:8 does not fit: 4 input channels do not divide by 8" in caplog.text
     assert "bias" not in caplog.text
+
+
+def test_the_earlier_names_of_a_run_still_work_and_warn() -> None:
+    model = nn.Linear(4, 2)
+
+    @register
+    class EarlierModifier(Modifier):
+        def start(self, run: Any) -> None:
+            run.write("weight", torch.ones_like(run.parameter("weight")))
+            run.set_mask("weight", torch.arange(8).reshape(2, 4) > run.step)
+
+    with pytest.deprecated_call(match=r"run\.\w+ is deprecated; use run\.\w+\.\w+"):
+        Manager(Recipe.of([EarlierModifier()])).apply(model)
+    assert model.weight.flatten().tolist() == [0.0] + [1.0] * 7

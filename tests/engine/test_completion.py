@@ -312,7 +312,7 @@ def test_a_finalized_run_keeps_no_masks() -> None:
     model, optimizer, manager = attached()
     train(model, optimizer, range(ALL))
     assert manager._run is not None
-    masks = weakref.ref(manager._run.shared.masks)
+    masks = weakref.ref(manager._run.masks)
     manager.finalize()
     gc.collect()
     assert masks() is None

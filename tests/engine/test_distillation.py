@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from gossamer import GossamerError, Manager
-from gossamer.engine.processes import average
+from gossamer.engine.distributed import average
 from gossamer.sparseml import ScheduledModifierManager
 from tests.loops import STEPS_PER_EPOCH, batch, loss_at, network, sgd, through_disk, train, zeros
 from tests.ranks import in_ranks
@@ -600,7 +600,7 @@ def test_a_second_manager_copies_a_model_without_the_hooks_of_the_first() -> Non
     _optimizer = Manager(RECIPE).modify(model, sgd(model), 4, distillation_teacher=teacher)
     second = Manager(RECIPE)
     second.modify(model, sgd(model), 4)
-    copy = second._run.shared.lessons.teacher.module
+    copy = second._run.distillation.teacher.module
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in copy.modules())
 
 
@@ -737,7 +737,7 @@ def test_the_teacher_of_a_quantized_model_computes_in_floats(first: str, start: 
     assert all(torch.equal(plain(inputs), output) for inputs, output in given)
     second = Manager(RECIPE)
     second.modify(model, sgd(model), 4)
-    copy = second._run.shared.lessons.teacher.module
+    copy = second._run.distillation.teacher.module
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in copy.modules())
 
 

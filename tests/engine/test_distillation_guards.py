@@ -268,7 +268,7 @@ def test_the_copy_that_taught_is_freed_when_nobody_learns_any_more(ended: str) -
     optimizer = sgd(model)
     # What comes back knows the run, and outlives it.
     scaler = manager.modify(model, optimizer, 2, scaler=torch.amp.GradScaler("cpu", enabled=False))
-    copy = weakref.ref(manager._run.shared.lessons.teacher.module)
+    copy = weakref.ref(manager._run.distillation.teacher.module)
     train(model, optimizer, range(3))
     gc.collect()
     assert copy() is not None

@@ -126,7 +126,7 @@ class FailingModifier(Modifier):
     """Cannot start."""
 
     def start(self, run: Run) -> None:
-        run.write("0.weight", torch.zeros_like(run.parameter("0.weight")))
+        run.weights.write("0.weight", torch.zeros_like(run.weights.parameter("0.weight")))
         run.state["tries"] = 1
         raise RuntimeError("no start")
 

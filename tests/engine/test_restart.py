@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
-from gossamer.engine.restart import Restart
+from gossamer.engine.learning_rate import Restart
 from gossamer.errors import GossamerError
 from tests.loops import through_disk
 from tests.msbench.rates import RATES, rates, step_rate

@@ -99,7 +99,7 @@ def test_after_an_edit_of_the_recipe_what_matches_is_restored_and_the_rest_is_na
     )
     model, optimizer, second = started(edited, steps=0)
     assert second.load_state_dict(manager.state_dict()) == [
-        "ConstantPruningModifier.0 is not in the state and starts anew"
+        "ConstantPruningModifier.0 is not in the state and starts from the beginning"
     ]
     assert torch.equal(second.masks()["3.weight"], manager.masks()["3.weight"])
     train(model, optimizer, range(5, 9))
@@ -201,7 +201,9 @@ def test_a_modifier_put_in_front_of_another_does_not_take_its_state() -> None:
     _, _, manager = started(alone)
     both = GMP.format(params="['7.weight']", final=0.9) + alone.split("modifiers:\n")[1]
     _, _, second = started(both, steps=0)
-    assert second.load_state_dict(manager.state_dict()) == ["GMPruningModifier.0 is not in the state and starts anew"]
+    assert second.load_state_dict(manager.state_dict()) == [
+        "GMPruningModifier.0 is not in the state and starts from the beginning"
+    ]
     assert torch.equal(second.masks()["0.weight"], manager.masks()["0.weight"])
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import gossamer
+from gossamer.engine.learning_rate import RecipeRates
 from gossamer.errors import GossamerError
 from gossamer.integrations.adapter import Adapter
-from gossamer.integrations.rates import RecipeRates
 from gossamer.integrations.state_file import NAME, read_state, write_state
 from tests.integrations.digits import RECIPE, network
 

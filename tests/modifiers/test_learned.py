@@ -311,7 +311,7 @@ def test_probabilities_move_as_torch_optim_adam_moves_them_to_the_bit() -> None:
     model, optimizer, manager = begin(PROB.replace("final", "score_lr: 0.01, final"))
     p = {name: nn.Parameter(value.clone()) for name, value in state(manager)["probabilities"].items()}
     twin = torch.optim.Adam(p.values(), lr=0.01)
-    run, [modifier] = manager._run.attachments[0], manager.modifiers
+    run, [modifier] = manager._run.modifiers[0], manager.modifiers
     for step in range(10):
         optimizer.zero_grad()
         loss_at(model, step).backward()
@@ -387,7 +387,7 @@ def test_in_one_shot_the_weights_stay_that_are_largest_beside_their_layers_large
 def test_by_default_probabilities_learn_at_five_over_the_steps_within_bounds(epochs: int, rate: float) -> None:
     _, _, manager = begin(PROB.replace("end_epoch: 4", f"end_epoch: {epochs}"))
     [modifier] = manager.modifiers
-    assert modifier._rate(manager._run.attachments[0]) == pytest.approx(rate)
+    assert modifier._rate(manager._run.modifiers[0]) == pytest.approx(rate)
 
 
 def test_a_recipe_behind_another_moves_the_end_of_the_ramp_too() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gossamer.engine.restart import Restart
+from gossamer.engine.learning_rate import Restart
 from gossamer.errors import GossamerError
 from gossamer.runner.config.schema import LRScheduler, Optimizer
 from gossamer.runner.optimizer import LENGTHS, WarmUp, build_lr_scheduler, build_optimizer

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from gossamer.engine.attachment import Attachment, Shared
-from gossamer.engine.binding import attachments, located
-from gossamer.engine.sampling import Sampler
-from gossamer.errors import ModifierError, Problem, RecipeError, within
+from gossamer.engine import BoundModifier, TrainingRun
+from gossamer.engine.binding import no_losses
+from gossamer.errors import RecipeError, within
 from gossamer.model import get_parameter, prunable, unwrap
 from gossamer.modifiers import Modifier, Outlook
 from gossamer.recipe import Recipe
@@ -66,11 +65,9 @@ def project(recipe: Recipe, model: nn.Module) -> Projection:
     Outlook(zeros=360, pattern='unstructured', certainty='exact', modifier='GMPruningModifier')
     """
     module = unwrap(model)
-    sampler: Sampler = lambda _: ()  # noqa: E731  (second-order methods need one, but nothing calls it here)
-    shared = Shared(model, module, None, float(STEPS), grad_sampler=sampler)
-    runs = [run for run in attachments(recipe, shared) if run.modifier.family == "pruning"]
-    runs = [run for run in runs if run.modifier.unavailable is None]
-    if problems := [problem for run in runs for problem in _bound(recipe, run)]:
+    bound = TrainingRun(recipe, model, None, float(STEPS), grad_sampler=no_losses).modifiers
+    runs = [run for run in bound if run.modifier.family == "pruning" and run.modifier.unavailable is None]
+    if problems := [problem for run in runs for problem in run.bind()]:
         raise RecipeError(problems)
     horizon = float(max(recipe.max_epochs, 0))
     layers: dict[str, Outlook] = {}
@@ -97,15 +94,6 @@ def project(recipe: Recipe, model: nn.Module) -> Projection:
     )
 
 
-def _bound(recipe: Recipe, run: Attachment) -> tuple[Problem, ...]:
-    """Bind a modifier without logging, and return its problems."""
-    try:
-        run.bound = run.modifier.bind(run)
-    except ModifierError as error:
-        return located(recipe, run, error).problems
-    return ()
-
-
 def _released(modifier: Modifier, horizon: float) -> str | None:
     """Why the zeros of a modifier do not last until the end; None if they do."""
     end = modifier.released_epoch
@@ -124,7 +112,7 @@ def _joined(before: Mapping[str, Outlook], found: Mapping[str, Outlook]) -> dict
     return joined
 
 
-def _budget(run: Attachment, found: Mapping[str, Outlook]) -> Budget | None:
+def _budget(run: BoundModifier, found: Mapping[str, Outlook]) -> Budget | None:
     """The total of zeros in layers with learned sparsity, if the method has a target."""
     names = tuple(name for name, outlook in found.items() if outlook.zeros is None)
     if not names or run.modifier.goal is None:
@@ -133,7 +121,7 @@ def _budget(run: Attachment, found: Mapping[str, Outlook]) -> Budget | None:
 
 
 def _notes(
-    recipe: Recipe, module: nn.Module, layers: Mapping[str, Outlook], runs: Sequence[Attachment]
+    recipe: Recipe, module: nn.Module, layers: Mapping[str, Outlook], runs: Sequence[BoundModifier]
 ) -> Iterable[str]:
     """Limitations of the numbers."""
     if any(outlook.certainty == "estimated" for outlook in layers.values()):
@@ -156,8 +144,8 @@ def _notes(
         yield "LayerThinningModifier removes filters that are all zero; they count as zeros here"
 
 
-def _size(run: Attachment, name: str) -> int:
-    return run.parameter(name).numel()
+def _size(run: BoundModifier, name: str) -> int:
+    return run.weights.parameter(name).numel()
 
 
 def _count(module: nn.Module, name: str) -> int:

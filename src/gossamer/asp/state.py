@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.asp.graphs import Options, logger, make_folder, save_graph, search
 from gossamer.asp.selection import Calculate, MaskCalculator, buffer_home, outputs_first
-from gossamer.engine.closures import with_gradients
 from gossamer.engine.masks import Masks
+from gossamer.engine.optimizer import with_gradients
 from gossamer.errors import GossamerError, SparsityError
 from gossamer.model import first_names, get_parameter, has_parameter, weight_of
 from gossamer.model.additions import MASK, PRUNED, buffer_name

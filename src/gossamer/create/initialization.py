@@ -19,7 +19,7 @@ from gossamer.create.choices import DATA_IDLE, Choices, choose
 from gossamer.create.generator import design
 from gossamer.create.schemas import RecipeVariables
 from gossamer.engine import Manager
-from gossamer.engine.arguments import check_arguments
+from gossamer.engine.manager import check_arguments
 from gossamer.errors import GossamerError
 from gossamer.recipe import Recipe, load
 

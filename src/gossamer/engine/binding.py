@@ -1,28 +1,386 @@
-"""A recipe held against a model: which modifier acts on what, and what stands in its way.
-
-Nothing is touched here; a run starts from what is found.
-"""
+"""One modifier in one run: its status, schedule and state, and the `Run` that its hooks see."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from gossamer.engine.attachment import Attachment, Shared, logger
-from gossamer.engine.sampling import Sampler
+from gossamer.engine import distributed
+from gossamer.engine.clock import Timing
+from gossamer.engine.state import Status
 from gossamer.errors import GossamerError, ModifierError, Problem
-from gossamer.model import left_dense, prunable, unwrap
+from gossamer.model import get_parameter, has_parameter, left_dense, prunable
+from gossamer.model.additions import Substitution
+from gossamer.model.parameters import empties_a_norm
 from gossamer.modifiers import Modifier
 from gossamer.modifiers.pruning import EXCLUDED
 from gossamer.recipe import Recipe
 
+if TYPE_CHECKING:
+    from gossamer.engine.run import TrainingRun
+    from gossamer.model.tracing.filter_groups import FilterGraph
+    from gossamer.modifiers.distillation.lessons import Lessons
+    from gossamer.modifiers.filters import FilterPlan
+
+logger = logging.getLogger("gossamer")
+
+Sampler = Callable[[nn.Module], Iterable[Tensor]]
+
+_FIRST_MOMENTS = ("momentum_buffer", "exp_avg")
+"""Adam's second moment stays: without it, the step after a reset would be too large."""
+
+_MOVED = {
+    "step": "clock.step",
+    "parameter": "weights.parameter",
+    "gradient": "weights.gradient",
+    "write": "weights.write",
+    "mask": "masks.get",
+    "set_mask": "masks.set",
+    "release_mask": "masks.release",
+    "skip": "log.skip",
+}
+"""Members that modifiers outside Gossamer may use under an earlier name."""
+
+
+class BoundModifier:
+    """A modifier with its status, schedule and state in a run; implements `modifiers.Run`."""
+
+    def __init__(self, index: int, key: str, modifier: Modifier, run: TrainingRun) -> None:
+        self.index = index
+        self.key = key
+        self.modifier = modifier
+        self.timing = Timing.of(modifier, run.steps_per_epoch)
+        self.status: Status = "pending"
+        self.bound: Sequence[str] = ()
+        self.state: dict[str, Any] = {}
+        self.plan: dict[str, Any] = {}
+        self.scratch: dict[str, Any] = {}
+        self.skipped: dict[str, str] = {}
+        self.clock = _Clock(run, self)
+        self.weights = _Weights(run, self)
+        self.masks = _Masks(run, self)
+        self.optimizer = _Optimizer(run, self)
+        self.distributed = _Distributed(run, self)
+        self.data = _Data(run, self)
+        self.log = _Log(run, self)
+        self._run = run
+
+    def bind(self) -> tuple[Problem, ...]:
+        """Find the modifier's targets; changes nothing, and returns what is wrong, with its location in the recipe."""
+        if self.modifier.unavailable is not None:
+            location = self._run.recipe.location(self.index)
+            return (Problem(f"cannot run yet: {self.modifier.unavailable}", (self.modifier.name,), location),)
+        try:
+            self.bound = self.modifier.bind(self)
+        except ModifierError as error:
+            return self.log.locate(error).problems
+        return ()
+
+    @property
+    def module(self) -> nn.Module:
+        return self._run.module
+
+    @property
+    def targets(self) -> list[str]:
+        """The bound names, without parameters of layers that are not in the model now."""
+        if self.modifier.structural:
+            return list(self.bound)
+        names = [name for name in self.bound if has_parameter(self.module, name)]
+        stepping = self._run.stepping
+        return names if stepping is None else [n for n in names if id(self.weights.parameter(n)) in stepping]
+
+    @property
+    def distillation(self) -> Lessons | None:
+        return self._run.distillation
+
+    @property
+    def held_with_filters(self) -> Collection[str]:
+        """Parameters beside the targets that may be held at zero with filters."""
+        filters: FilterPlan | None = self.plan.get("filters")
+        return () if filters is None else filters.vectors.keys()
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _MOVED:
+            raise AttributeError(f"a run has no attribute '{name}'")
+        path = _MOVED[name]
+        warnings.warn(f"run.{name} is deprecated; use run.{path}", DeprecationWarning, stacklevel=2)
+        view, _, member = path.partition(".")
+        return getattr(getattr(self, view), member)
+
+
+class _View:
+    """A part of a run as one modifier sees it."""
+
+    def __init__(self, run: TrainingRun, own: BoundModifier) -> None:
+        self._run = run
+        self._own = own
+
+
+class _Clock(_View):
+    @property
+    def step(self) -> int:
+        return self._run.step
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self._run.steps_per_epoch
+
+    @property
+    def start(self) -> int:
+        return self._own.timing.start
+
+    @property
+    def end(self) -> int | None:
+        return self._own.timing.end
+
+    @property
+    def updates_done(self) -> int:
+        return self._own.timing.updates_until(self.step)
+
+    @property
+    def next_update(self) -> int | None:
+        return self._own.timing.next_after(self.step)
+
+
+class _Weights(_View):
+    def __init__(self, run: TrainingRun, own: BoundModifier) -> None:
+        super().__init__(run, own)
+        self._substitutions: dict[str, Substitution] = {}
+
+    def parameter(self, name: str) -> nn.Parameter:
+        return get_parameter(self._run.module, name)
+
+    def gradient(self, name: str) -> Tensor | None:
+        gradient, scale = self.parameter(name).grad, self._run.loss_scale
+        if gradient is None or scale.overflowed:
+            return None
+        return gradient if scale.of_gradients == 1.0 else gradient / scale.of_gradients
+
+    def zeros(self, name: str) -> tuple[int, int]:
+        weight = self.parameter(name)
+        return weight.numel() - int(weight.detach().count_nonzero()), weight.numel()
+
+    def write(self, name: str, values: Tensor) -> None:
+        parameter = self.parameter(name)
+        self._run.journal.before_write(name)
+        with torch.no_grad():
+            parameter.copy_(values)
+        self._run.masks.touched(name)
+
+    def substitute(self, name: str, value: Callable[[Tensor, bool], Tensor]) -> None:
+        self.withdraw(name)
+        self._substitutions[name] = Substitution(
+            self._run.module, name, lambda layer, weight: value(weight, layer.training)
+        )
+
+    def withdraw(self, name: str) -> None:
+        if name in self._substitutions:
+            self._substitutions.pop(name).remove()
+
+    def substitutes(self, name: str) -> bool:
+        """Whether layers compute with something else than this weight."""
+        return name in self._substitutions
+
+    def permute(self, names: Sequence[str], n: int, m: int) -> None:
+        self._run.permute(self._own.modifier.name, names, n, m)
+
+    def filter_graph(self) -> FilterGraph | str:
+        return self._run.filter_graph()
+
+    def thin(self, names: Sequence[str]) -> None:
+        from gossamer.engine.thinning import thin_run
+
+        thin_run(self._run, self._own, names)
+
+
+class _Masks(_View):
+    def get(self, name: str) -> Tensor | None:
+        return self._run.masks.kept_by(self._own.index, name)
+
+    def set(self, name: str, keep: Tensor) -> None:
+        run = self._run
+        if empties_a_norm(run.module, name, keep):
+            raise ModifierError(
+                f"'{name}' cannot be pruned at step {run.step}: the layer divides by a norm, and the mask leaves "
+                "nothing of a row of the weight; lower the sparsity, or remove the norm from the layer first"
+            )
+        ended = [other.index for other in self._ended()]
+        run.masks.hold(self._own.index, name, keep, get_parameter(run.module, name), ended)
+
+    def release(self, name: str) -> None:
+        self._run.masks.apply_changes(self._run.module)
+        self._run.masks.release(self._own.index, name)
+
+    def inherited(self, name: str, key: str) -> tuple[Tensor, Tensor] | None:
+        for other in self._ended():
+            keep, values = other.masks.get(name), other.state.get(key, {}).get(name)
+            if keep is not None and values is not None:
+                return keep, values
+        return None
+
+    def names(self) -> list[str]:
+        return [name for name in self._run.pruned() if has_parameter(self._run.module, name)]
+
+    def _ended(self) -> list[BoundModifier]:
+        return [own for own in self._run.modifiers if own.status == "ended" and own is not self._own]
+
+
+class _Optimizer(_View):
+    @property
+    def instance(self) -> torch.optim.Optimizer | None:
+        return self._run.optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [] if self._run.optimizer is None else self._run.optimizer.param_groups
+
+    @property
+    def accumulation_steps(self) -> int:
+        return self._run.accumulation_steps
+
+    @property
+    def loss_scale(self) -> float:
+        return self._run.loss_scale.of_gradients
+
+    @property
+    def backward_scale(self) -> float:
+        return self._run.loss_scale.of_losses
+
+    @property
+    def uses_scaler(self) -> bool:
+        return self._run.loss_scale.uses_scaler
+
+    def reset_moments(self, name: str, where: Tensor | None = None) -> None:
+        if self._run.optimizer is None:
+            return
+        parameter = get_parameter(self._run.module, name)
+        state: Mapping[str, Any] = self._run.optimizer.state.get(parameter, {})
+        for value in (state.get(key) for key in _FIRST_MOMENTS):
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                value.zero_() if where is None else value.masked_fill_(where, 0)
+
+    def restart_learning_rate(self) -> None:
+        if self._run.restart is not None:
+            self._run.restart.due = True
+
+
+class _Distributed(_View):
+    @property
+    def module(self) -> nn.Module:
+        return self._run.wrapped_module
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        distributed.average(self.module, tensors)
+
+    def average_named(self, values: dict[str, Tensor]) -> None:
+        distributed.average_named(self.module, values)
+
+
+class _Data(_View):
+    @property
+    def grad_sampler(self) -> Sampler | None:
+        kwargs: Mapping[str, Any] = getattr(self._own.modifier, "grad_sampler_kwargs", {})
+        sampler = _as_sampler(self._run.grad_sampler, kwargs)
+        distillation = self._run.distillation
+        return sampler if sampler is None or distillation is None else _undistilled(sampler, distillation.pause)
+
+    @property
+    def calibration(self) -> Iterable[Any] | None:
+        return self._run.calibration_data
+
+
+class _Log(_View):
+    def value(self, tag: str, value: float) -> None:
+        logger.info("%s at step %d: %.6g", tag, self._run.step, value)
+        for log in self._run.loggers:
+            log(tag, value, self._run.step)
+
+    def skip(self, name: str, reason: str) -> None:
+        self._own.skipped[name] = reason
+
+    def locate(self, error: ModifierError) -> GossamerError:
+        name, location = self._own.modifier.name, partial(self._run.recipe.location, self._own.index)
+        return GossamerError(problem.within(name, location=location(*problem.key)) for problem in error.problems)
+
+    def skipped(self) -> None:
+        """Log what the modifier leaves alone; as a warning where that is a weight and the recipe did not ask for it."""
+        own = self._own
+        weights = {*prunable(own.module), *left_dense(own.module)}
+        skipped: dict[tuple[int, str], list[str]] = {}
+        for name, reason in own.skipped.items():
+            level = logging.WARNING if name in weights and reason != EXCLUDED else logging.INFO
+            skipped.setdefault((level, reason), []).append(f"'{name}'")
+        for (level, reason), names in skipped.items():
+            logger.log(level, "%s leaves %s alone: %s", own.modifier.name, ", ".join(names), reason)
+
+
+# Gradient samplers, for second-order pruning
+
+
+def _as_sampler(given: object, kwargs: Mapping[str, Any]) -> Sampler | None:
+    """What the user gave to `modify`: a function that takes the model and yields losses, or SparseML's mapping.
+
+    `kwargs` are the modifier's `grad_sampler_kwargs`, for the builder of batches in the mapping.
+    """
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        return _from_mapping(cast(Mapping[str, Any], given), kwargs)
+    if callable(given):
+        return cast(Sampler, given)
+    raise GossamerError(
+        f"grad_sampler: expected a function of the model that yields losses, or a mapping with "
+        f"'data_loader_builder' and 'loss_function', found {type(given).__name__}"
+    )
+
+
+def _from_mapping(given: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Sampler:
+    builder: Any = given.get("data_loader_builder")
+    loss_function: Any = given.get("loss_function", given.get("loss_fn"))
+    if builder is None or loss_function is None:
+        raise GossamerError(
+            "grad_sampler: the mapping needs 'data_loader_builder' (yields forward arguments, "
+            "forward keywords and targets) and 'loss_function' (outputs, targets)"
+        )
+
+    def sample(model: nn.Module) -> Iterator[Tensor]:
+        batches: Any = builder(dict(kwargs))
+        for args, keywords, target in batches:
+            loss: Tensor = loss_function(model(*args, **keywords), target)
+            yield loss
+
+    return sample
+
+
+def _undistilled(sampler: Sampler, pause: Callable[[], AbstractContextManager[None]]) -> Sampler:
+    """The same sampler without distillation: its gradients are those of the user's loss."""
+
+    def sample(model: nn.Module) -> Iterator[Tensor]:
+        losses = iter(sampler(model))
+        while True:
+            with pause():
+                loss = next(losses, None)
+            if loss is None:
+                return
+            yield loss
+
+    return sample
+
+
+# Binding a recipe without a run
+
 
 @dataclass(frozen=True)
 class Binding:
-    """What one modifier comes to on one model."""
+    """What one modifier does on one model."""
 
     modifier: Modifier
     targets: list[str]
@@ -31,51 +389,18 @@ class Binding:
 
 
 def bindings(recipe: Recipe, module: nn.Module) -> list[Binding]:
-    """Hold every modifier against a model without touching it; problems are collected, not raised."""
-    sampler: Sampler = lambda _: ()  # noqa: E731  (never called: nothing starts)
-    shared = Shared(module, unwrap(module), None, 1.0, grad_sampler=sampler)
+    """Bind every modifier to a model without changing it; problems are collected, not raised."""
+    from gossamer.engine.run import TrainingRun
+
     found: list[Binding] = []
-    for attachment in attachments(recipe, shared):
-        problems = () if attachment.modifier.unavailable else bind(recipe, attachment)
-        found.append(Binding(attachment.modifier, list(attachment.bound), dict(attachment.skipped), problems))
+    for own in TrainingRun(recipe, module, grad_sampler=no_losses).modifiers:
+        problems = () if own.modifier.unavailable else own.bind()
+        if not problems:
+            own.log.skipped()
+        found.append(Binding(own.modifier, list(own.bound), dict(own.skipped), problems))
     return found
 
 
-def attachments(recipe: Recipe, shared: Shared) -> list[Attachment]:
-    """One per modifier, keyed by class name and number within the class."""
-    seen: Counter[str] = Counter()
-    result: list[Attachment] = []
-    for index, modifier in enumerate(recipe.modifiers):
-        result.append(Attachment(index, f"{modifier.name}.{seen[modifier.name]}", modifier, shared))
-        seen[modifier.name] += 1
-    shared.attachments = result
-    return result
-
-
-def bind(recipe: Recipe, attachment: Attachment) -> tuple[Problem, ...]:
-    """Find the modifier's parameters; returns what is wrong, with its location in the recipe."""
-    modifier = attachment.modifier
-    if modifier.unavailable is not None:
-        return (
-            Problem(f"cannot run yet: {modifier.unavailable}", (modifier.name,), recipe.location(attachment.index)),
-        )
-    try:
-        attachment.bound = modifier.bind(attachment)
-    except ModifierError as error:
-        return located(recipe, attachment, error).problems
-    weights = {*prunable(attachment.module), *left_dense(attachment.module)}
-    skipped: dict[tuple[int, str], list[str]] = {}
-    for name, reason in attachment.skipped.items():
-        level = logging.WARNING if name in weights and reason != EXCLUDED else logging.INFO
-        skipped.setdefault((level, reason), []).append(f"'{name}'")
-    for (level, reason), names in skipped.items():
-        logger.log(level, "%s leaves %s alone: %s", modifier.name, ", ".join(names), reason)
+def no_losses(_: nn.Module) -> Iterable[Tensor]:
+    """A gradient sampler for second-order methods, which need one to be bound and do not call it before they start."""
     return ()
-
-
-def located(recipe: Recipe, attachment: Attachment, error: ModifierError) -> GossamerError:
-    """The error with the modifier's name, and the file and line of the field at fault."""
-    return GossamerError(
-        problem.within(attachment.modifier.name, location=recipe.location(attachment.index, *problem.key))
-        for problem in error.problems
-    )

@@ -1,7 +1,7 @@
 """When a modifier acts, in whole optimizer steps.
 
-Epochs become steps once, by rounding; nothing is accumulated. Pure functions
-of the step, so that a run can be entered at any point.
+Epochs are rounded to steps once and nothing is accumulated: everything is a function of the step, so that a run can
+start at any point.
 """
 
 from __future__ import annotations
@@ -27,6 +27,11 @@ class Timing:
         start_epoch = max(modifier.start_epoch, 0.0)
         end = None if modifier.end_epoch == -1 else to_step(modifier.end_epoch, steps_per_epoch)
         return cls(to_step(start_epoch, steps_per_epoch), end, start_epoch, modifier.updates_every, steps_per_epoch)
+
+    @property
+    def last(self) -> int:
+        """The step at which the modifier is complete."""
+        return self.start if self.end is None else self.end
 
     def updates_at(self, step: int) -> bool:
         """Whether an update falls on this step, between start and end, both excluded.

@@ -1,22 +1,23 @@
-"""Whether a run carried out its recipe, and the warning when it did not.
+"""Warnings about a run: one that does not complete its recipe, and one that regrows the zeros of a sparse model.
 
-Holds the schedule, the counters and the masks, but neither the model nor the
-optimizer, so that a manager that was dropped can still be reported without
-keeping them alive.
+`Completion` holds the schedule, the counters and the masks, but neither the model nor the optimizer, so that a dropped
+manager can be reported without keeping them alive.
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
 import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
-from gossamer.engine.attachment import Attachment, logger
+from gossamer.engine.binding import BoundModifier
 from gossamer.engine.clock import Timing
 from gossamer.engine.masks import Masks
 from gossamer.engine.targets import final_shares, kept_shares
@@ -24,6 +25,11 @@ from gossamer.errors import MAX_SUGGESTED
 from gossamer.model import get_parameter, has_parameter
 from gossamer.modifiers import Modifier
 from gossamer.sparse import Channel, Filter
+
+if TYPE_CHECKING:
+    from gossamer.engine.run import TrainingRun
+
+logger = logging.getLogger("gossamer")
 
 TOLERANCE = 0.05
 """The share of a recipe's steps that may be missing when they would no longer change the sparsity of the model.
@@ -62,11 +68,6 @@ class _Part:
     timing: Timing
 
     @property
-    def last(self) -> int:
-        """The step at which the modifier is complete."""
-        return self.timing.start if self.timing.end is None else self.timing.end
-
-    @property
     def unit(self) -> str | None:
         """What its sparsity is a share of; None when it sets none."""
         if self._final is None:
@@ -96,7 +97,7 @@ class Completion:
 
     def __init__(
         self,
-        attachments: Sequence[Attachment],
+        modifiers: Sequence[BoundModifier],
         progress: Progress,
         module: nn.Module,
         masks: Masks,
@@ -107,11 +108,11 @@ class Completion:
         self._steps_per_epoch = steps_per_epoch
         self._module = weakref.ref(module)
         self._masks = masks
-        self._targets: Mapping[str, float] = final_shares(attachments)
+        self._targets: Mapping[str, float] = final_shares(modifiers)
         self._sizes = {n: get_parameter(module, n).numel() for n in self._targets if has_parameter(module, n)}
-        self._kept = [(names, share) for names, share in kept_shares(attachments) if self._sizes.keys() >= set(names)]
-        self._thins = any(a.modifier.removal_epochs for a in attachments)
-        self._parts = [_Part(a.modifier, a.timing) for a in attachments if a.modifier.family != "logging"]
+        self._kept = [(names, share) for names, share in kept_shares(modifiers) if self._sizes.keys() >= set(names)]
+        self._thins = any(own.modifier.removal_epochs for own in modifiers)
+        self._parts = [_Part(own.modifier, own.timing) for own in modifiers if own.modifier.family != "logging"]
 
     @property
     def untrained(self) -> bool:
@@ -194,12 +195,12 @@ class Completion:
 
     @property
     def _end(self) -> int:
-        return max((part.last for part in self._parts), default=0)
+        return max((part.timing.last for part in self._parts), default=0)
 
     def _unfinished(self) -> list[str]:
         """The names of modifiers that are not complete."""
         step = self.progress.step
-        late = [part for part in self._parts if part.last > step]
+        late = [part for part in self._parts if part.timing.last > step]
         if self.progress.furthest >= self._end * (1 - TOLERANCE):
             late = [part for part in late if part.changes_the_model_after(step)]
         return [part.modifier.name for part in late]
@@ -283,3 +284,41 @@ def _report_at_exit() -> None:
         return  # the exception that ends the program is reported already
     for completion in list(_open.values()):
         _log(completion)  # no thread can be started at exit
+
+
+_REGROWN = 0.05
+"""The share of unmasked zeros up to which there is no warning: dense models have a few after training."""
+
+
+def warn_of_regrowth(run: TrainingRun) -> None:
+    """Warn when the recipe holds fewer zeros than the model has, so that training regrows the others.
+
+    That happens when sparse weights are loaded without the manager's state. Called before the first optimizer step.
+    """
+    module, masks = run.module, run.masks
+    names = [name for name in final_shares(run.modifiers) if has_parameter(module, name)]
+    # What layers compute with a learned threshold or probability stays zero without a mask.
+    names = [name for name in names if not any(own.weights.substitutes(name) for own in run.modifiers)]
+    weights = {name: get_parameter(module, name).detach() for name in names}
+    zeros = {name: weight.numel() - int(weight.count_nonzero()) for name, weight in weights.items()}
+    # A parameter that is all zeros was initialized to zero and is not sparse.
+    weights = {name: weight for name, weight in weights.items() if zeros[name] < weight.numel()}
+    held = {name: masks.zeros(name) if name in masks.names() else None for name in weights}
+    total = sum(weight.numel() for weight in weights.values())
+    if sum(_free(weight, held[name]) for name, weight in weights.items()) <= _REGROWN * total:
+        return
+    kept = sum(int(mask.count_nonzero()) for mask in held.values() if mask is not None)
+    logger.warning(
+        "%.1f%% of the weights that the recipe prunes are zero already, and at epoch %.4g it holds %.1f%%: training "
+        "will regrow the others. To resume a run, call manager.load_state_dict(state), best before modify(), or pass "
+        "epoch=; to keep the zeros, use init_sparsity: __FROM_PARAM__, or a ConstantPruningModifier in front",
+        100 * sum(zeros[name] for name in weights) / total,
+        run.step / run.steps_per_epoch,
+        100 * kept / total,
+    )
+
+
+def _free(weight: Tensor, held: Tensor | None) -> int:
+    """Zeros that no mask holds."""
+    zeros = weight == 0
+    return int((zeros if held is None else zeros & ~held.to(weight.device)).count_nonzero())

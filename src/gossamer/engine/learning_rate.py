@@ -1,52 +1,77 @@
-"""Detecting a learning-rate scheduler beside a recipe that sets the learning rate.
+"""Learning rates: those that a recipe sets beside a scheduler of the user, and restarting that scheduler.
 
-After each step the rates that the recipe set are recorded; before the next step
-they must be unchanged. Costs one comparison per parameter group and step,
-and nothing when the recipe has no learning-rate modifier.
+`RateCheck` warns when something else changes a rate that the recipe set; `RecipeRates` restores such rates where a
+library steps a scheduler of its own; `Restart` puts a scheduler back to its beginning, for pruning in levels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import logging
+import math
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from enum import Enum
+from numbers import Number
+from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from gossamer.engine.attachment import Attachment, logger
+from gossamer.engine.binding import BoundModifier
+from gossamer.errors import GossamerError
+from gossamer.modifiers import Modifier
+from gossamer.modifiers.base import to_step
+from gossamer.modifiers.state import LARGEST_SETTING, LARGEST_STEP, Item, Spec
+
+logger = logging.getLogger("gossamer")
 
 
-class LearningRates:
-    """The learning rates as the recipe set them, by parameter group; warns once when something else changes one."""
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the learning rate of a parameter group, in place where it is a tensor."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
-    def __init__(self, attachments: Sequence[Attachment], optimizer: torch.optim.Optimizer | None) -> None:
-        self._attachments = [a for a in attachments if a.modifier.family == "learning_rate" and optimizer is not None]
+
+class RateCheck:
+    """The learning rates that the recipe set, by parameter group; warns once when something else changes one.
+
+    Costs a comparison per parameter group and step, and nothing when the recipe has no learning-rate modifier.
+    """
+
+    def __init__(self, modifiers: Sequence[BoundModifier], optimizer: torch.optim.Optimizer | None) -> None:
+        self._modifiers = [m for m in modifiers if m.modifier.family == "learning_rate" and optimizer is not None]
         self._optimizer = optimizer
-        self._noted: dict[int, float] = {}
+        self._recorded: dict[int, float] = {}
 
     @property
-    def watched(self) -> bool:
-        return bool(self._attachments)
+    def active(self) -> bool:
+        return bool(self._modifiers)
 
-    def note(self, *_: Any) -> None:
-        """Remember the rates of all groups that a learning-rate modifier sets now."""
-        self._noted.clear()
+    def record(self, *_: Any) -> None:
+        """Record the rates of all groups that a learning-rate modifier sets now."""
+        self._recorded.clear()
         if self._optimizer is None:
             return
         groups: list[dict[str, Any]] = self._optimizer.param_groups
-        for attachment in self._attachments:
-            if attachment.status == "active":
-                chosen = attachment.modifier.learning_rate_groups
+        for own in self._modifiers:
+            if own.status == "active":
+                chosen = own.modifier.learning_rate_groups
                 for index in range(len(groups)) if chosen is None else chosen:
                     # Reading a rate from a GPU would make each step wait for it.
                     if index < len(groups) and _on_cpu(groups[index]["lr"]):
-                        self._noted[index] = float(groups[index]["lr"])
+                        self._recorded[index] = float(groups[index]["lr"])
 
     def check(self, step: int) -> None:
         """Warn when a rate is not what the recipe set."""
-        if self._optimizer is None or not self._noted:
+        if self._optimizer is None:
             return
         groups: list[dict[str, Any]] = self._optimizer.param_groups
-        for index, rate in self._noted.items():
+        for index, rate in self._recorded.items():
             if index < len(groups) and float(groups[index]["lr"]) != rate:
                 logger.warning(
                     "the learning rate of parameter group %d is %.6g at step %d and the recipe set %.6g: something "
@@ -57,9 +82,379 @@ class LearningRates:
                     step,
                     rate,
                 )
-                self._attachments, self._noted = [], {}  # once per run
+                self._modifiers, self._recorded = [], {}  # once per run
                 return
 
 
 def _on_cpu(rate: object) -> bool:
-    return not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"
+    return not isinstance(rate, Tensor) or rate.device.type == "cpu"
+
+
+class RateSource(Protocol):
+    """What `RecipeRates` needs of a manager."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def learning_rate_modifiers(self) -> Sequence[Modifier]: ...
+
+
+class RecipeRates:
+    """Restores the rates that the recipe set, from the start of its first learning-rate modifier on.
+
+    Create it before the manager is attached, so that its hook comes first in each step; call `begin` after `modify`.
+    Does nothing without learning-rate modifiers.
+    """
+
+    def __init__(self, manager: RateSource, optimizer: torch.optim.Optimizer, steps_per_epoch: float) -> None:
+        self._manager = manager
+        self._optimizer = optimizer
+        self._starts = [
+            (to_step(modifier.start_epoch, steps_per_epoch), modifier.learning_rate_groups)
+            for modifier in manager.learning_rate_modifiers
+        ]
+        self._rates: dict[int, float] = {}
+        self._handles: list[RemovableHandle] = []
+        self.used: float | None = None
+        """The rate of the first group in the last step, when the recipe set it."""
+        if self._starts:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+
+    def begin(self) -> None:
+        """Record the rates that the manager set, now and after each step."""
+        self.take()
+        if self._starts:
+            # After the manager's own hooks, which are registered by now: it writes, then this reads.
+            self._handles.append(self._optimizer.register_step_post_hook(self._after_step))
+
+    def take(self) -> None:
+        """Record the present rates of the groups that the recipe controls by now."""
+        step = self._manager.step if self._starts else 0
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        controlled: set[int] = set()
+        for start, chosen in self._starts:
+            if start <= step:
+                controlled |= set(range(len(groups))) if chosen is None else set(chosen)
+        self._rates = {index: float(groups[index]["lr"]) for index in controlled if index < len(groups)}
+
+    def put_back(self) -> None:
+        """Undo what a scheduler has written since."""
+        for index, rate in self._rates.items():
+            set_rate(self._optimizer.param_groups[index], rate)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._rates.clear()
+
+    def _before_step(self, *_: Any) -> None:
+        self.put_back()
+        self.used = self._rates.get(0)
+
+    def _after_step(self, *_: Any) -> None:
+        self.take()
+
+
+# Restarting a scheduler
+#
+# Every torch scheduler, wrappers around others included, keeps its position in plain attributes. They are copied when
+# the scheduler is given and restored in place, so that no scheduler needs to know how to restart. Functions,
+# optimizers and other objects that it holds are left alone.
+
+_PLAIN = (int, float, str, bool, type(None), Tensor)
+"""What a state may hold."""
+_VALUES = (Number, str, type(None), Enum)
+_DICTS = (dict, Counter, OrderedDict, defaultdict)
+_LISTS = (list, tuple, deque, set)
+_LEFT = object()
+"""Stands for an attribute that is neither noted nor put back."""
+_CYCLED = ("momentum", "betas")
+"""What a scheduler that cycles momentum sets besides the learning rate."""
+
+# Of torch's schedulers, where a state decides less than any number would:
+_COUNTS = ("last_epoch", "_step_count")
+"""Whole numbers from −1 on."""
+_DIVISORS = ("T_max", "T_0", "T_i", "T_mult", "step_size", "total_iters", "total_size", "step_ratio")
+"""More than 0, because schedulers divide by them."""
+_ENDLESS = ("best", "mode_worse")
+"""Infinite until there is a first metric."""
+_PER_GROUP = ("rates", "base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "_milestones")
+"""One for each parameter group, or for each scheduler inside but one; of another length they are not taken."""
+_DEPTH = 4
+"""Levels of containers that a scheduler of one's own may hold."""
+_OWN = ("total_steps", "_schedule_phases")
+"""Phases of one cycle, which belong together; they stay those of the scheduler that was given."""
+
+
+class Restart:
+    """A scheduler together with its state at iteration 0; `rates` overrides the learning rates to go back to."""
+
+    def __init__(self, scheduler: Any, rates: float | list[float] | None = None) -> None:
+        optimizer = getattr(scheduler, "optimizer", None)
+        if not isinstance(optimizer, torch.optim.Optimizer) or not callable(getattr(scheduler, "step", None)):
+            raise GossamerError(
+                "lr_scheduler: expected a learning-rate scheduler of torch, such as CosineAnnealingLR(optimizer, …), "
+                f"found {type(scheduler).__name__}"
+            )
+        self.scheduler = scheduler
+        self.optimizer = optimizer
+        self.due = False
+        """Whether it starts over before the next optimizer step."""
+        self._beginning = _snapshot(scheduler)
+        keys = ("lr", *_CYCLED) if _cycles_momentum(scheduler) else ("lr",)
+        self._groups = [{key: deepcopy(g[key]) for key in keys if key in g} for g in optimizer.param_groups]
+        if rates is not None:
+            given: Sequence[float] = rates if isinstance(rates, list) else [rates] * len(self._groups)
+            if len(given) != len(self._groups):
+                count = len(self._groups)
+                raise GossamerError(f"init_lr: expected one rate, or one for each of {count} groups, found {rates}")
+            self._scale(given)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the scheduler had made steps already when it was given."""
+        return int(self._beginning.get("last_epoch") or 0) > 0
+
+    def _scale(self, rates: Sequence[float]) -> None:
+        """Begin as if the scheduler had been built on these rates: it scales from them, a warm-up from its share."""
+        groups = self.optimizer.param_groups
+        found: list[Any] = [group["lr"] for group in groups]
+        bases = found
+        if _has_bases(self._beginning):
+            bases = _bases(self._beginning, [group.get("initial_lr", group["lr"]) for group in groups])
+        _rebase(self._beginning, bases, rates)
+        for own, group, lr, rate in zip(self._groups, groups, _scaled(found, bases, rates), rates, strict=True):
+            own["lr"] = lr
+            if "initial_lr" in group:
+                own["initial_lr"] = rate
+
+    def __call__(self) -> None:
+        """Put the scheduler and its optimizer's learning rates back to iteration 0."""
+        self.due = False
+        _put_back(self.scheduler, self._beginning)
+        for group, values in zip(self.optimizer.param_groups, self._groups, strict=False):
+            for key, value in values.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(float(value))
+                else:
+                    group[key] = deepcopy(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The beginning as plain values."""
+        return {"scheduler": _plain(self._beginning), "groups": _plain(self._groups), "due": self.due}
+
+    def parse_state(self, item: Item) -> RestartState:
+        """A beginning that fits the scheduler; what the state could not hold, or has more, stays as it was noted."""
+        fields = item.fields(["scheduler", "groups", "due"])
+        due = fields["due"].flag()
+        beginning = _parsed(fields["scheduler"], self._beginning)
+        groups = fields["groups"].items()
+        if len(groups) != len(self._groups):
+            groups = []  # Of an optimizer with other groups.
+        return RestartState(
+            due, beginning, [_parsed(group, own) for group, own in zip(groups, self._groups, strict=False)]
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to a saved beginning from now on."""
+        self.take(self.parse_state(Item(state, "state.restart")))
+
+    def take(self, state: RestartState) -> RestartState:
+        """Go back to this beginning from now on; returns the one that held before."""
+        before = RestartState(self.due, self._beginning, self._groups)
+        self.due, self._beginning, self._groups = state.due, state.beginning, state.groups or self._groups
+        return before
+
+
+@dataclass(frozen=True)
+class RestartState:
+    """A beginning to go back to, and whether the scheduler starts over before the next step."""
+
+    due: bool
+    beginning: dict[str, Any]
+    groups: list[dict[str, Any]]
+
+
+def _attributes(scheduler: Any) -> dict[str, Any]:
+    return cast(dict[str, Any], vars(scheduler))
+
+
+def _is_scheduler(value: object) -> bool:
+    if isinstance(value, torch.optim.Optimizer):  # one that wraps another has an `optimizer` and steps, too
+        return False
+    return callable(getattr(value, "step", None)) and isinstance(
+        getattr(value, "optimizer", None), torch.optim.Optimizer
+    )
+
+
+def _cycles_momentum(scheduler: Any) -> bool:
+    parts = [scheduler, *(part for value in _attributes(scheduler).values() for part in _parts(value))]
+    return any(getattr(part, "cycle_momentum", False) for part in parts)
+
+
+def _parts(value: Any) -> list[Any]:
+    """The schedulers that an attribute holds."""
+    items = cast(list[Any], value) if isinstance(value, list | tuple) else [value]
+    return [item for item in items if _is_scheduler(item)]
+
+
+def _snapshot(scheduler: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in _attributes(scheduler).items():
+        if parts := _parts(value):
+            found[key] = [_snapshot(part) for part in parts]
+        else:
+            found[key] = _copied(value) if _is_noted(value) else _LEFT
+    return found
+
+
+def _is_noted(value: Any) -> bool:
+    """Plain values, and containers of them. Parameters are what is trained, and no place in a schedule."""
+    if type(value) in _DICTS:
+        return all(_is_noted(item) for item in cast(dict[Any, Any], value).values())
+    if type(value) in _LISTS:
+        return all(_is_noted(item) for item in cast(list[Any], value))
+    return not value.requires_grad if isinstance(value, Tensor) else isinstance(value, _VALUES)
+
+
+def _copied(value: Any) -> Any:
+    if type(value) in _DICTS:
+        return _like(value, {key: _copied(item) for key, item in cast(dict[Any, Any], value).items()})
+    if type(value) in _LISTS:
+        return _like(value, [_copied(item) for item in cast(list[Any], value)])
+    return deepcopy(value)
+
+
+def _like(held: Any, items: Iterable[Any]) -> Any:
+    """These items in a container of the same kind; a defaultdict keeps its factory, a deque its length."""
+    if isinstance(held, dict):
+        emptied = copy(cast(dict[Any, Any], held))
+        emptied.clear()
+        emptied.update(cast(dict[Any, Any], items))
+        return emptied
+    if isinstance(held, deque):
+        return deque(items, cast("deque[Any]", held).maxlen)
+    return type(held)(items)
+
+
+def _nested(beginning: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What was noted of the schedulers within."""
+    for value in beginning.values():
+        for part in cast(list[Any], value) if isinstance(value, list) else ():
+            if isinstance(part, dict):
+                yield cast(dict[str, Any], part)
+
+
+def _has_bases(beginning: Mapping[str, Any]) -> bool:
+    return isinstance(beginning.get("base_lrs"), list) or any(_has_bases(part) for part in _nested(beginning))
+
+
+def _bases(beginning: Mapping[str, Any], otherwise: Sequence[Any]) -> Sequence[Any]:
+    own = beginning.get("base_lrs")
+    return cast(list[Any], own) if isinstance(own, list) else otherwise
+
+
+def _rebase(beginning: dict[str, Any], bases: Sequence[Any], rates: Sequence[float]) -> None:
+    """Let a scheduler and its parts scale from these rates; a part for an optimizer of other groups stays."""
+    bases = _bases(beginning, bases)
+    for key in ("_last_lr", "base_lrs"):
+        held = beginning.get(key)
+        if isinstance(held, list) and len(cast(list[Any], held)) == len(bases) == len(rates):
+            beginning[key] = _scaled(cast(list[Any], held), bases, rates)
+    for part in _nested(beginning):
+        _rebase(part, bases, rates)
+
+
+def _scaled(values: Sequence[Any], bases: Sequence[Any], rates: Sequence[float]) -> list[float]:
+    """Rates that stand to the new bases as the values stand to the old ones."""
+    return [
+        rate if value == base or not base else rate * float(value) / float(base)
+        for value, base, rate in zip(values, bases, rates, strict=True)
+    ]
+
+
+def _put_back(scheduler: Any, beginning: Mapping[str, Any]) -> None:
+    for key in [
+        key for key, value in _attributes(scheduler).items() if key not in beginning and isinstance(value, _PLAIN)
+    ]:
+        delattr(scheduler, key)
+    for key, value in beginning.items():
+        parts = _parts(getattr(scheduler, key, None))
+        if parts and isinstance(value, list):
+            for part, held in zip(parts, cast(list[Any], value), strict=True):
+                _put_back(part, held)
+        elif value is not _LEFT:
+            setattr(scheduler, key, _copied(value))
+
+
+def _plain(value: Any) -> Any:
+    """What a state may hold; entries of other kinds are left out."""
+    if isinstance(value, Mapping):
+        entries = cast(Mapping[Any, Any], value)
+        return {key: _plain(item) for key, item in entries.items() if _is_plain(item)}
+    if isinstance(value, _LISTS):
+        return [_plain(item) for item in cast(list[Any], value)]
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, int | float | str) for key in cast(Mapping[Any, Any], value))
+    if isinstance(value, _LISTS):
+        return all(_is_plain(item) for item in cast(list[Any], value))
+    return isinstance(value, _PLAIN)
+
+
+def _parsed(item: Item, own: Any, key: str = "") -> Any:
+    """A saved value in the type of our own, which decides what is allowed; raises for any other."""
+    if own is _LEFT or own is None or item.value is None or isinstance(own, str) or key in _OWN:
+        return own
+    if type(own) is dict:
+        held, given = cast(dict[str, Any], own), item.entries()
+        return {name: _parsed(given[name], value, name) if name in given else value for name, value in held.items()}
+    if isinstance(own, Mapping):  # a Counter of milestones, for one
+        found = cast(dict[Any, Any], _plain_item(item, dict).value)
+        if isinstance(own, Counter):
+            found = {name: Item(count, item.where).integer() for name, count in found.items()}
+        return _like(own, found)
+    if isinstance(own, _LISTS):
+        mine, items = list(cast(list[Any], own)), item.items()
+        if len(mine) == len(items):
+            pairs = zip(items, mine, strict=True)
+            return _like(own, [one.text() if isinstance(held, str) else _parsed(one, held, key) for one, held in pairs])
+        depth = _DEPTH - 1 if isinstance(own, set) else 0
+        belongs = key in _PER_GROUP or any(isinstance(held, dict) for held in mine)  # Schedulers inside, for one.
+        return cast(Any, own) if belongs else _like(own, _plain_item(item, list, depth).value)
+    return _scalar(item, own, key)
+
+
+def _plain_item(item: Item, kind: type, depth: int = 0) -> Item:
+    """The item, when it is a container of this kind that holds numbers, text and containers, some levels deep."""
+    if not isinstance(item.value, kind) or depth == _DEPTH:
+        raise item.error(f"a {kind.__name__} of plain values")
+    held = cast(dict[Any, Any] | list[Any], item.value)
+    for value in [*held.keys(), *held.values()] if isinstance(held, dict) else held:
+        if isinstance(value, dict | list):
+            _plain_item(Item(value, item.where), dict if isinstance(value, dict) else list, depth + 1)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            Item(value, item.where).number(-LARGEST_STEP, LARGEST_STEP)
+        elif not isinstance(value, str | bool | None):
+            raise Item(value, item.where).error("a plain value")
+    return item
+
+
+def _scalar(item: Item, own: Any, key: str) -> Any:
+    if isinstance(own, Tensor):
+        return item.tensor(Spec(tuple(own.shape), own.dtype, own.device))
+    if isinstance(own, bool):
+        return item.flag()
+    if key in _COUNTS:
+        return item.integer(-1)
+    if isinstance(own, int | float):
+        if isinstance(item.value, float) and math.isinf(item.value) and (key in _ENDLESS or item.value == own):
+            return item.value
+        least = 1e-6 if key in _DIVISORS else 0.0 if "lr" in key else -LARGEST_STEP
+        found = item.number(least, LARGEST_SETTING if "lr" in key else LARGEST_STEP)
+        return item.value if isinstance(item.value, int) else found
+    return own

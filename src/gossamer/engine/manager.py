@@ -17,22 +17,19 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from gossamer.engine.arguments import check_arguments, check_model
-from gossamer.engine.attachment import Logger, logger
-from gossamer.engine.completion import Completion, watch
-from gossamer.engine.regrowth import warn_of_regrowth
-from gossamer.engine.restart import Restart
-from gossamer.engine.run import TrainingRun, is_driven
-from gossamer.engine.scaler import check_of_use, clocked
+from gossamer.engine.completion import Completion, warn_of_regrowth, watch
+from gossamer.engine.learning_rate import Restart
+from gossamer.engine.optimizer import check_scaler, counting_scaler
+from gossamer.engine.run import Logger, TrainingRun, is_driven, logger
 from gossamer.engine.state import RunState
 from gossamer.engine.targets import final_shares, planned_shares, targets
-from gossamer.engine.teachers import lessons_for
+from gossamer.engine.teacher import distillation_for
 from gossamer.engine.thinning import cut_as
 from gossamer.errors import GossamerError
-from gossamer.model import has_parameter, unwrap, weight_of
+from gossamer.model import expect_model, has_parameter, unwrap, weight_of
 from gossamer.model.recalibration import checked_batches, has_running_statistics, recalibrate
 from gossamer.modifiers import Modifier
-from gossamer.quantities import MAX_EPOCHS
+from gossamer.quantities import MAX_EPOCHS, MAX_STEPS_PER_EPOCH, MIN_STEPS_PER_EPOCH
 from gossamer.quantization import is_emulated
 from gossamer.recipe import Recipe, load
 from gossamer.sparse import share_of_zeros
@@ -158,7 +155,7 @@ class Manager:
             raise GossamerError("wrap_optim and scaler mean the same, and two were given; give the one that you use")
         scaler = wrap_optim if wrap_optim is not None else scaler
         self._check(module, optimizer, steps_per_epoch, allow_parallel_module, scaler)
-        check_of_use(scaler, self.recipe_object, float(steps_per_epoch))
+        check_scaler(scaler, self.recipe_object, float(steps_per_epoch))
         batches: Any = accumulation_steps
         if isinstance(batches, bool) or not isinstance(batches, Integral) or batches < 1:
             raise GossamerError(f"accumulation_steps: expected the number of batches in a step, found {batches!r}")
@@ -172,21 +169,21 @@ class Manager:
             logger.warning("calibration_data has no effect: the recipe holds no modifier that uses it")
         steps = float(steps_per_epoch)
         restart = None if lr_scheduler is None else Restart(lr_scheduler)
-        lessons = lessons_for(module, distillation_teacher, wanted=bool(self.distillation_modifiers))
         run = TrainingRun(
             self.recipe_object,
             module,
             optimizer,
             steps,
-            grad_sampler,
-            loggers,
-            example_inputs,
-            restart,
-            lessons,
-            scaler,
-            int(accumulation_steps),
-            calibration_data,
+            grad_sampler=grad_sampler,
+            loggers=loggers,
+            example_inputs=example_inputs,
+            restart=restart,
+            distillation=distillation_for(module, distillation_teacher, used=bool(self.distillation_modifiers)),
+            scaler=scaler,
+            accumulation_steps=int(accumulation_steps),
+            calibration_data=calibration_data,
         )
+        run.bind()
         if restart is not None and restart.begun and self._pending is None:
             logger.warning(
                 "lr_scheduler had made steps when it was given: levels will start over from there; "
@@ -207,7 +204,7 @@ class Manager:
             self._pending = None
         run.hook()
         self._run = run
-        self._completion = Completion(run.attachments, run.progress, run.shared.module, run.shared.masks, steps)
+        self._completion = Completion(run.modifiers, run.progress, run.module, run.masks, steps)
         if self.report_when_dropped:
             watch(self, run, self._completion)
         if scaler is None:
@@ -215,7 +212,7 @@ class Manager:
                 "time is counted in performed optimizer steps; with a GradScaler, pass scaler= to count skipped ones"
             )
             return optimizer
-        return clocked(scaler, run)
+        return counting_scaler(scaler, run)
 
     def finalize(self, module: nn.Module | None = None, *, warn: bool = True) -> None:
         """End the run: the optimizer is free again, the zeros stay in the weights.
@@ -255,7 +252,7 @@ class Manager:
         changes. Warns when a model with batch norm is pruned without data.
         """
         self._check_free()
-        check_model(module)
+        expect_model(module, "model")
         data = None
         if calibration_data is not None:
             data = checked_batches(module, calibration_data, "apply: calibration_data")
@@ -264,13 +261,14 @@ class Manager:
             module,
             None,
             _ONE_SHOT_STEPS,
-            grad_sampler,
-            loggers,
-            example_inputs,
+            grad_sampler=grad_sampler,
+            loggers=loggers,
+            example_inputs=example_inputs,
             calibration_data=data,
         )
+        run.bind()
         end = round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS)
-        starts = [a.start_step for a in run.attachments if a.modifier.family == "quantization"]
+        starts = [own.timing.start for own in run.modifiers if own.modifier.family == "quantization"]
         stop = min((start - 1 for start in starts if data is not None and 0 < start <= end), default=end)
         zeros = _count_zeros(module)
         run.begin(stop)
@@ -306,6 +304,7 @@ class Manager:
         if structural:
             recipe = Recipe.of(structural, name=self.recipe_object.name)
             run = TrainingRun(recipe, module, None, _ONE_SHOT_STEPS)
+            run.bind()
         if state is not None:
             cut_as(unwrap(module), state)
         if run is not None:
@@ -345,27 +344,27 @@ class Manager:
     @property
     def epoch(self) -> float:
         run = self._attached()
-        return run.step / run.shared.steps_per_epoch
+        return run.step / run.steps_per_epoch
 
     @property
     def skipped(self) -> dict[str, dict[str, str]]:
         """By modifier: the parameters it leaves alone, with the reason."""
-        return {a.key: dict(a.skipped) for a in self._attached().attachments if a.skipped}
+        return {a.key: dict(a.skipped) for a in self._attached().modifiers if a.skipped}
 
     def masks(self) -> dict[str, torch.Tensor]:
         """By pruned parameter: True where the weight is kept."""
-        shared = self._attached().shared
-        return {name: ~shared.masks.zeros(name) for name in shared.pruned()}
+        run = self._attached()
+        return {name: ~run.masks.zeros(name) for name in run.pruned()}
 
     @property
     def mask_changes(self) -> int:
         """Increases whenever a mask changes; equal values mean equal masks."""
-        return self._attached().shared.masks.changes
+        return self._attached().masks.changes
 
     def apply_masks(self, module: nn.Module) -> None:
         """Zero the masked weights of another copy of the model, such as an average of it."""
-        missing = self._attached().shared.masks.apply_to_copy(module)
-        if missing == set(self._attached().shared.masks.names()) and missing:
+        missing = self._attached().masks.apply_to_copy(module)
+        if missing == set(self._attached().masks.names()) and missing:
             raise GossamerError(f"apply_masks: this is no copy of the model: it has no parameter '{min(missing)}'")
 
     def sparsity(self) -> dict[str, float]:
@@ -375,8 +374,8 @@ class Manager:
         one that it computes it from, and the share that of the weight.
         """
         run = self._attached()
-        names = [name for name in run.shared.pruned() if has_parameter(run.shared.module, name)]
-        return {name: share_of_zeros(weight_of(run.shared.module, name)) for name in names}
+        names = [name for name in run.pruned() if has_parameter(run.module, name)]
+        return {name: share_of_zeros(weight_of(run.module, name)) for name in names}
 
     def targets(self) -> dict[str, float]:
         """By parameter: the sparsity at the end of its pruning, where the recipe sets one for this parameter alone.
@@ -384,7 +383,7 @@ class Manager:
         Parameters that share one threshold (`global_sparsity: true` and the like) are left out: their weights decide
         how they divide it. `planned()` has the sparsity of all of them together.
         """
-        return targets(self._attached().attachments)
+        return targets(self._attached().modifiers)
 
     def planned(self, step: int | None = None) -> dict[str, float]:
         """By pruned parameter: the sparsity that the recipe's schedules ask for at a step, by default at the end.
@@ -394,8 +393,8 @@ class Manager:
         """
         run = self._attached()
         if step is None:
-            return final_shares(run.attachments)
-        return planned_shares(run.attachments, step)
+            return final_shares(run.modifiers)
+        return planned_shares(run.modifiers, step)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the run needs to go on elsewhere; masks are packed to bits."""
@@ -444,6 +443,25 @@ class Manager:
             raise GossamerError("modify: the optimizer holds none of the model's parameters; pass the model's own")
         if not allow_parallel and unwrap(module) is not module:
             raise GossamerError(f"modify: {type(module).__name__} wraps the model, and allow_parallel_module is False")
+
+
+def check_arguments(model: object, optimizer: object, steps_per_epoch: Any, scaler: object) -> None:
+    """Raise unless a recipe can be attached to these."""
+    expect_model(model, "model")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise GossamerError(f"optimizer: expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
+    if hasattr(steps_per_epoch, "__iter__") and not isinstance(steps_per_epoch, str | torch.Tensor):
+        kind = type(steps_per_epoch).__name__
+        raise GossamerError(
+            f"steps_per_epoch: expected the number of optimizer steps in an epoch, found a {kind}; pass len(loader), "
+            "divided by the number of batches in a step when gradients are accumulated"
+        )
+    number: Any = steps_per_epoch if isinstance(steps_per_epoch, Real) and steps_per_epoch is not True else 0
+    if not MIN_STEPS_PER_EPOCH <= number <= MAX_STEPS_PER_EPOCH:
+        expected = f"the number of optimizer steps in an epoch, more than 0 and at most {MAX_STEPS_PER_EPOCH:g}"
+        raise GossamerError(f"steps_per_epoch: expected {expected}, found {steps_per_epoch!r}")
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise GossamerError(f"scaler: expected a torch.amp.GradScaler, found {type(scaler).__name__}")
 
 
 def _count_zeros(module: nn.Module) -> int:

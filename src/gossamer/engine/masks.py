@@ -1,7 +1,7 @@
-"""The masks of a run: who holds which, and zeroing the weights they name.
+"""The masks of a run: which modifier holds which, and zeroing the masked weights.
 
-A weight is zero where any holder's mask says so. A holder that has ended and
-left its mask behind hands it over to the next modifier that prunes there.
+A weight is zero where any holder's mask is. The mask of a modifier that has ended is replaced by that of the next one
+that prunes there.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Masks:
         self._zeros: dict[str, Tensor] = {}
         self._stale: set[str] = set()
         self.before_zeroing: Callable[[str, Tensor], None] | None = None
-        """Told of each weight, and where, just before it is zeroed."""
+        """Called with the name of a weight and its mask just before it is zeroed."""
         self.changes = 0
-        """Goes up whenever a mask changes."""
+        """Increases whenever a mask changes."""
 
     def hold(self, holder: int, name: str, keep: Tensor, weight: Tensor, ended: Collection[int] = ()) -> None:
         """Let `holder` keep only these weights; the masks of `ended` holders on that weight go."""
@@ -43,14 +43,14 @@ class Masks:
             self._combine(name)
 
     def forget(self, name: str) -> None:
-        """Drop all masks of a weight that is gone."""
+        """Drop all masks of a weight that was removed."""
         self._held.pop(name, None)
         self._zeros.pop(name, None)
         self._stale.discard(name)
         self.changes += 1
 
     def touched(self, name: str) -> None:
-        """Say that a weight was written and its zeros may be gone."""
+        """Note that a weight was written, so that it is masked again."""
         if name in self._zeros:
             self._stale.add(name)
 
@@ -60,18 +60,18 @@ class Masks:
         self._stale.clear()
         self.changes += 1
 
-    def kept(self) -> Callable[[], None]:
-        """A function that brings back the masks of now."""
+    def snapshot(self) -> Callable[[], None]:
+        """A function that restores the present masks."""
         held = {name: {holder: zeros.clone() for holder, zeros in own.items()} for name, own in self._held.items()}
 
-        def bring_back() -> None:
+        def restore() -> None:
             self.clear()
             self._held = held
             for name in held:
                 self._combine(name)
             self._stale.clear()
 
-        return bring_back
+        return restore
 
     def kept_by(self, holder: int, name: str) -> Tensor | None:
         """The mask of one holder, True where it keeps."""
@@ -83,7 +83,7 @@ class Masks:
         return {name: ~holders[holder] for name, holders in self._held.items() if holder in holders}
 
     def by_name(self) -> dict[str, list[Tensor]]:
-        """Every mask in use, for whoever reorders them in place."""
+        """Every mask in use, to be reordered in place."""
         return {
             name: [*holders.values(), *([self._zeros[name]] if len(holders) > 1 else [])]
             for name, holders in self._held.items()
@@ -120,7 +120,7 @@ class Masks:
         return missing
 
     def _apply(self, module: nn.Module, names: Iterable[str]) -> set[str]:
-        """Zero the named weights; returns those whose layer is taken out at the moment."""
+        """Zero the named weights; returns those whose layer is not in the model now."""
         out: set[str] = set()
         for name in reversed(list(names)):  # the optimizer wrote the last ones last, and they are still in the cache
             try:

@@ -1,16 +1,14 @@
-"""A recipe attached to a model: the clock, the hooks on the optimizer, the masks.
+"""A recipe attached to a model: the clock, the hooks on the optimizer, and what is due when.
 
-Time moves after each optimizer step: what is due at step k is done as soon
-as step k − 1 is over, and what is due at step 0 when the run begins, so that
-a run of exactly `end_epoch` epochs ends at its final sparsity. The user's
-optimizer is hooked, never wrapped.
+Time moves after each optimizer step: what is due at step k happens as soon as step k − 1 is over, and what is due at
+step 0 when the run begins, so that a run of exactly `end_epoch` epochs ends at its final sparsity.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -20,19 +18,15 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
-from gossamer.engine.attachment import Attachment, Logger, Shared, due, logger
-from gossamer.engine.binding import attachments, bind, located
-from gossamer.engine.closures import with_gradients
+from gossamer.engine.binding import BoundModifier
 from gossamer.engine.completion import Progress
-from gossamer.engine.journal import Journal
-from gossamer.engine.learning_rate import LearningRates
-from gossamer.engine.restart import Restart
-from gossamer.engine.resume import Resume, Snapshot, plan_resume
-from gossamer.engine.scaler import scales
-from gossamer.engine.settings import restore_settings, settings
+from gossamer.engine.learning_rate import RateCheck, Restart
+from gossamer.engine.masks import Masks
+from gossamer.engine.optimizer import Arguments, LossScale, restore_settings, settings, with_gradients
+from gossamer.engine.resume import Journal, Resume, Snapshot, plan_resume
 from gossamer.engine.state import STATE_FORMAT, RunState, frozen, reordered
-from gossamer.engine.teachers import load_teacher_state, teacher_state
-from gossamer.engine.thinning import CUTS, apply_removals, cut_along, misplaced
+from gossamer.engine.teacher import load_teacher_state, teacher_state
+from gossamer.engine.thinning import CUTS, apply_removals, misplaced
 from gossamer.errors import MAX_SUGGESTED, GossamerError, Problem, RecipeError, SparsityError
 from gossamer.model import get_parameter, torch_mask, unwrap, weight_of
 from gossamer.model.parameters import named_state
@@ -40,113 +34,135 @@ from gossamer.modifiers.base import placed
 from gossamer.recipe import Recipe
 
 if TYPE_CHECKING:
-    from gossamer.model.permute import Permutation
-    from gossamer.model.thin.cuts import Cuts
+    from gossamer.model.tracing.filter_groups import FilterGraph
     from gossamer.modifiers.distillation.lessons import Lessons
     from gossamer.modifiers.distillation.teaching import Teacher
 
+logger = logging.getLogger("gossamer")
+
+Logger = Callable[[str, float, int], None]
+
 
 class TrainingRun:
-    """The run itself; `Manager` is its public face."""
+    """One recipe on one model: moves time, calls the modifiers and applies their masks.
+
+    `bind` comes first, then `begin` or `load_state_dict`, and `hook` to let the optimizer's steps drive the run.
+    """
 
     def __init__(
         self,
         recipe: Recipe,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        steps_per_epoch: float,
+        optimizer: torch.optim.Optimizer | None = None,
+        steps_per_epoch: float = 1.0,
+        *,
         grad_sampler: object = None,
         loggers: Sequence[Logger] = (),
         example_inputs: Any = None,
         restart: Restart | None = None,
-        lessons: Lessons | None = None,
+        distillation: Lessons | None = None,
         scaler: GradScaler | None = None,
         accumulation_steps: int = 1,
         calibration_data: Iterable[Any] | None = None,
     ) -> None:
         self.recipe = recipe
-        self.shared = Shared(
-            module,
-            unwrap(module),
-            optimizer,
-            steps_per_epoch,
-            grad_sampler=grad_sampler,
-            loggers=loggers,
-            example_inputs=example_inputs,
-            calibration_data=calibration_data,
-            lessons=lessons,
-            scaler=scaler,
-            accumulation_steps=accumulation_steps,
-            restart=restart,
-            reorder=self._reorder,
-            cut=self._cut,
-            located=partial(located, recipe),
-        )
-        self.told_the_time = False
-        """True when someone else moves the clock, by `advance`; then an optimizer step only applies the masks."""
+        self.module = unwrap(module)
+        self.wrapped_module = module
+        """The model as the user calls it, with DDP or torch.compile around it."""
+        self.optimizer = optimizer
+        self.steps_per_epoch = steps_per_epoch
+        self.grad_sampler = grad_sampler
+        self.loggers = loggers
+        self.example_inputs = example_inputs
+        self.restart = restart
+        """The user's learning-rate scheduler, if it was given."""
+        self.distillation = distillation
+        """The teacher, if there is one."""
+        self.accumulation_steps = accumulation_steps
+        self.calibration_data = calibration_data
+        self.step = 0
+        self.skipped_steps = 0
+        self.masks = Masks()
+        self.journal = Journal(self)
+        self.progress = Progress()
+        self.loss_scale = LossScale(scaler)
+        self.stepping: set[int] | None = None
+        """The ids of the parameters that are about to step, while one of several optimizers does."""
+        self.held_with_filters: set[str] = set()
+        """Parameters that no pruning modifier is bound to and that may be held at zero with filters."""
+        self.external_clock = False
+        """True when the caller moves time, with `advance`; then an optimizer step only applies the masks."""
         self.before_first_step: Callable[[], None] | None = None
         """Called once before the first step of the optimizer, unless a state is loaded."""
-        self.attachments = attachments(recipe, self.shared)
-        self.fired = 0
-        self.progress = Progress()
-        self.skipped_steps: int = 0
-        self.rates = LearningRates(self.attachments, optimizer)
+        self.hook_calls = 0
+        self.modifiers = self._modifiers()
+        self.rates = RateCheck(self.modifiers, optimizer)
         self._handles: list[RemovableHandle] = []
-        self.journal = Journal()
-        found = (problem for attachment in self.attachments for problem in bind(recipe, attachment))
+        self._filter_graph: tuple[Any, FilterGraph | str] | None = None
+        """The shapes that the model had when it was last traced, and the result."""
+
+    def _modifiers(self) -> list[BoundModifier]:
+        """The key of a modifier is its class name with its number within the class."""
+        seen: Counter[str] = Counter()
+        bound: list[BoundModifier] = []
+        for index, modifier in enumerate(self.recipe.modifiers):
+            bound.append(BoundModifier(index, f"{modifier.name}.{seen[modifier.name]}", modifier, self))
+            seen[modifier.name] += 1
+        return bound
+
+    # Beginning and end
+
+    def bind(self) -> None:
+        """Find the targets of all modifiers; raises `RecipeError` before anything changes."""
+        found = (problem for own in self.modifiers for problem in self._bind(own))
         problems = list(islice(found, MAX_SUGGESTED))
-        problems += [problem for found in misplaced(self.attachments) for problem in located(recipe, *found).problems]
+        problems += [problem for own, error in misplaced(self.modifiers) for problem in own.log.locate(error).problems]
         if problems:
             raise RecipeError(problems)
-        pruning = [attachment for attachment in self.attachments if attachment.modifier.prunes]
-        bound = {name for attachment in pruning for name in attachment.bound}
-        self.shared.held_with_filters = {
-            name for attachment in pruning for name in attachment.held_with_filters if name not in bound
-        }
+        pruning = [own for own in self.modifiers if own.modifier.prunes]
+        bound = {name for own in pruning for name in own.bound}
+        self.held_with_filters = {name for own in pruning for name in own.held_with_filters if name not in bound}
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        return self.shared.optimizer
-
-    @property
-    def step(self) -> int:
-        return self.shared.step
+    def _bind(self, own: BoundModifier) -> tuple[Problem, ...]:
+        problems = own.bind()
+        if not problems:
+            own.log.skipped()
+        return problems
 
     def begin(self, step: int) -> None:
         """Do what is due up to `step`; a failure leaves model and optimizer as they were."""
         groups = settings(self.optimizer)
-        self.journal.open(self.shared)
+        self.journal.open()
         try:
             self.take_over_masks()
             self.advance(step)
         except Exception:
-            self._undo_modifiers()
-            self.journal.undo(self.shared.module)
+            self.undo_modifiers()
+            self.journal.undo()
             restore_settings(self.optimizer, groups)
-            self.shared.masks.clear()
-            for attachment in self.attachments:
-                attachment.status, attachment.state = "pending", {}
-            self.shared.ended.clear()
+            self.masks.clear()
+            for own in self.modifiers:
+                own.status, own.state = "pending", {}
             raise
         finally:
-            self.journal.close(self.shared)
+            self.journal.close()
 
     def take_over_masks(self) -> None:
-        """Write the zeros of `torch.nn.utils.prune` into what it masks: its layers compute the same."""
-        for attachment in self.attachments:
-            for name in attachment.bound if attachment.modifier.prunes else ():
-                if (mask := torch_mask(self.shared.module, name)) is not None:
-                    attachment.write(name, weight_of(self.shared.module, name))
+        """Write the zeros of `torch.nn.utils.prune` into the weights that it masks; the model computes the same."""
+        for own in self.modifiers:
+            for name in own.bound if own.modifier.prunes else ():
+                if (mask := torch_mask(self.module, name)) is not None:
+                    own.weights.write(name, weight_of(self.module, name))
                     zeros = mask.numel() - int(mask.count_nonzero())
                     logger.info("'%s' has %d zeros of torch.nn.utils.prune, which stay zero", name, zeros)
 
     def hook(self) -> None:
-        """Register on the optimizer."""
+        """Let the optimizer's steps drive the run."""
         if self.optimizer is not None:
             self._handles.append(self.optimizer.register_step_pre_hook(self.before_step))
             self._handles.append(self.optimizer.register_step_post_hook(self.after_step))
-            if self.rates.watched:
-                self._handles.append(self.optimizer.register_load_state_dict_post_hook(self.rates.note))
+            if self.rates.active:
+                self._handles.append(self.optimizer.register_load_state_dict_post_hook(self.rates.record))
 
     def unhook(self) -> None:
         for handle in self._handles:
@@ -154,265 +170,299 @@ class TrainingRun:
         self._handles.clear()
 
     def finish(self, *, keep_weights: bool = False) -> None:
-        """Leave the weights as the model computes with them, or as they are, and the optimizer alone."""
-        for attachment in self.attachments:
-            if attachment.status == "active":
-                (attachment.modifier.discard if keep_weights else attachment.modifier.finish)(attachment)
+        """Leave in the weights what the model computes with, unless `keep_weights`, and release the optimizer."""
+        for own in self.modifiers:
+            if own.status == "active":
+                (own.modifier.discard if keep_weights else own.modifier.finish)(own)
         if not keep_weights:
             self.apply_masks()
-        for attachment in self.attachments:
-            if attachment.status != "pending":
-                attachment.modifier.finalized(attachment)
+        for own in self.modifiers:
+            if own.status != "pending":
+                own.modifier.finalized(own)
         self.unhook()
-        self._dismiss_copy(over=True)
+        if self._copied_teacher is not None:
+            self._copied_teacher.dismiss()
 
-    def apply_masks(self) -> None:
-        """Zero the masked weights of the model."""
-        self.shared.masks.apply(self.shared.module)
+    def undo_modifiers(self) -> None:
+        for own in reversed(self.modifiers):
+            if own.status == "active":
+                own.modifier.undo(own)
+
+    # Time
 
     def advance(self, step: int) -> None:
         """Move the clock to `step` and do what is due: ends first, then updates and starts by their start."""
-        self.shared.step = step
+        self.step = step
         self.progress.move(step)
-        for attachment, action in due(self.attachments, step):
-            self._perform(attachment, action)
+        for own, action in self._due(step):
+            self._perform(own, action)
         self._log()
-        if self.rates.watched:
-            self.rates.note()
-        if self.told_the_time:
+        if self.rates.active:
+            self.rates.record()
+        if self.external_clock:
             self._restart_learning_rate()
 
+    def _due(self, step: int) -> list[tuple[BoundModifier, str]]:
+        """What is due at or before `step`, in order; a modifier of no length starts and ends at once."""
+        events: list[tuple[tuple[int, int, int, int, int], BoundModifier, str]] = []
+        for own in self.modifiers:
+            if own.modifier.family == "logging":
+                continue
+            index, timing = own.index, own.timing
+            brief = int(timing.end != timing.start)
+            ends = own.status != "ended" and timing.end is not None and timing.end <= step
+            if own.status == "pending" and timing.start <= step:
+                events.append(((timing.start, brief, timing.start, index, 0), own, "start"))
+            elif own.status == "active" and not ends and timing.updates_at(step):
+                events.append(((step, 1, timing.start, index, 0), own, "update"))
+            if ends and timing.end is not None:
+                events.append(((timing.end, 0, timing.start, index, 1), own, "end"))
+        return [(own, action) for _, own, action in sorted(events, key=lambda event: event[0])]
+
+    def _perform(self, own: BoundModifier, action: str) -> None:
+        try:
+            with placed(own):
+                match action:
+                    case "start":
+                        own.status = "active"
+                        own.modifier.start(own)
+                    case "update":
+                        own.modifier.update(own)
+                    case _:
+                        own.modifier.end(own)
+                        own.status = "ended"
+                        if self._copied_teacher is not None and not self._distills():
+                            self._copied_teacher.dismiss()
+        except SparsityError as error:
+            location = self.recipe.location(own.index)
+            message = f"cannot prune at step {self.step}: {error}"
+            raise GossamerError(Problem(message, (own.modifier.name,), location)) from error
+        finally:
+            self.masks.apply_changes(self.module)
+
+    def _log(self) -> None:
+        """Logging modifiers run last, when the masks are applied."""
+        for own in self.modifiers:
+            if own.modifier.family != "logging":
+                continue
+            if own.status == "pending" and own.timing.start <= self.step:
+                self._perform(own, "start")
+            elif own.status == "active" and own.timing.updates_at(self.step):
+                self._perform(own, "update")
+            if own.status == "active" and own.timing.end is not None and own.timing.end <= self.step:
+                self._perform(own, "end")
+
     def _restart_learning_rate(self) -> None:
-        """Not as soon as it is asked for: between two steps of the optimizer, the user's scheduler makes its own."""
-        if self.shared.restart is not None and self.shared.restart.due:
-            self.shared.restart()
+        """Not when a modifier requests it: the user's scheduler makes its own step after the optimizer's."""
+        if self.restart is not None and self.restart.due:
+            self.restart()
+
+    # Optimizer steps
+
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments | None:
+        """The optimizer's pre-step hook: modifiers see the gradients of what this optimizer trains."""
+        if self.before_first_step is not None:
+            check, self.before_first_step = self.before_first_step, None
+            check()
+        return with_gradients(args, kwargs, lambda: self._before_step(optimizer))
+
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is not self.optimizer or self.external_clock:
+            self.stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.loss_scale.before_step(optimizer)
+        if self.rates.active:
+            self.rates.check(self.step)
+        self._restart_learning_rate()
+        try:
+            for own in self.modifiers:
+                if own.status == "active":
+                    with placed(own):
+                        own.modifier.before_step(own)
+        finally:
+            self.stepping = None
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The optimizer's post-step hook: masks are applied and time moves."""
+        self.hook_calls += 1
+        self.progress.stepped = True
+        self.journal.clear()
+        for own in self.modifiers:
+            if own.status == "active":
+                own.modifier.after_step(own)
+        self.loss_scale.after_step()
+        self.apply_masks()
+        if not self.external_clock:
+            self.advance(self.step + 1)
 
     def count_skipped(self) -> None:
-        """A GradScaler skipped the optimizer's step: time passes all the same, until the run is over."""
+        """A GradScaler skipped the optimizer's step: time moves nevertheless, until the run is over."""
         if self._handles:
             self.skipped_steps += 1
             self.progress.stepped = True
-            self._forget_scaling()
+            self.loss_scale.after_skipped_step()
             self.advance(self.step + 1)
 
-    def note_scaled(self) -> None:
-        self.shared.loss_scaled = True
+    def loss(self, loss: Tensor, outputs: Any, inputs: Any) -> Tensor:
+        """The loss to train on, after all active modifiers."""
+        for own in self.modifiers:
+            if own.status == "active":
+                with placed(own):
+                    loss = own.modifier.loss(own, loss, outputs, inputs)
+        return loss
 
-    def _forget_scaling(self) -> None:
-        self.shared.loss_scaled = None if self.shared.loss_scaled is None else False
+    # The model
 
-    def _reorder(self, permutation: Permutation) -> None:
-        """Put channels into another order: weights, masks, and what the optimizer and the modifiers remember."""
-        self.journal.before_reordering(permutation, self.shared)
-        permutation.apply(self.shared.module, self.optimizer, self.shared.masks.by_name())
-        if self._copy is not None and not self._copy.dismissed:
-            permutation.apply(self._copy.module)
-        for attachment in self.attachments:
-            attachment.state = reordered(attachment.state, permutation, self.shared.module)
+    def pruned(self) -> list[str]:
+        """Masked parameters, without those that are held at zero with filters."""
+        return [name for name in self.masks.names() if name not in self.held_with_filters]
 
-    def _cut(self, cuts: Cuts, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        cut_along(cuts, shapes, self.shared, self.attachments, self.journal)
+    def apply_masks(self) -> None:
+        """Zero the masked weights of the model."""
+        self.masks.apply(self.module)
+
+    def permute(self, modifier: str, names: Sequence[str], n: int, m: int) -> None:
+        """Reorder channels so that n:m keeps more weights; masks and the state of optimizer and modifiers follow."""
+        from gossamer.model.permute import find
+
+        permutation = find(self.module, names, n, m, example_inputs=self.example_inputs, optimizer=self.optimizer)
+        if message := permutation.untraceable or permutation.note:
+            share = "permutes in part" if permutation.moves else "continues without permutation"
+            logger.warning("%s %s: %s", modifier, share, message)
+        for layer in permutation.layers:
+            kept = layer.reason or f"{layer.kept_before:.1%} of the magnitude kept, {layer.kept:.1%} after permutation"
+            logger.info("%s: '%s': %s", modifier, layer.name, kept)
+        if permutation.moves and self.step > 0:
+            logger.warning(
+                "%s reorders channels at step %d: copies of the model that were made before, such as an average, "
+                "keep the old order; make them again",
+                modifier,
+                self.step,
+            )
+        self.journal.before_reordering(permutation)
+        permutation.apply(self.module, self.optimizer, self.masks.by_name())
+        if self._copied_teacher is not None and not self._copied_teacher.dismissed:
+            permutation.apply(self._copied_teacher.module)
+        for own in self.modifiers:
+            own.state = reordered(own.state, permutation, self.module)
+
+    def filter_graph(self) -> FilterGraph | str:
+        """Which filters depend on each other, or why that is unknown; traced again when shapes have changed."""
+        from gossamer.model.tracing.coupling import Untraceable, couple
+        from gossamer.model.tracing.filter_groups import FilterGraph
+
+        shapes = tuple((name, tuple(tensor.shape)) for name, tensor in self._named_state())
+        if self._filter_graph is None or self._filter_graph[0] != shapes:
+            try:
+                graph = FilterGraph(self.module, couple(self.module, self.example_inputs, parts=True))
+            except Untraceable as error:
+                graph = str(error)
+            self._filter_graph = (shapes, graph)
+        return self._filter_graph[1]
+
+    def _named_state(self) -> list[tuple[str, Tensor]]:
+        return [(name, tensor) for name, tensor in named_state(self.module) if not is_lazy(tensor)]
+
+    @property
+    def _copied_teacher(self) -> Teacher | None:
+        """The teacher, when it is a copy of the model."""
+        return self.distillation.teacher if self.distillation is not None and self.distillation.teacher.own else None
+
+    def _distills(self) -> bool:
+        """Whether a modifier uses the teacher, now or later."""
+        return any(own.modifier.family == "distillation" and own.status != "ended" for own in self.modifiers)
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        for attachment in self.attachments:
-            _check_declared(attachment)
+        for own in self.modifiers:
+            _check_declared(own)
         self.progress.saved_step = self.step
-        shapes = {name: list(tensor.shape) for name, tensor in named_state(self.shared.module) if not is_lazy(tensor)}
+        shapes = {name: list(tensor.shape) for name, tensor in self._named_state()}
         modifiers = {
-            attachment.key: {
-                "status": attachment.status,
-                "targets": list(attachment.bound),
-                "state": frozen(attachment.state),
+            own.key: {
+                "status": own.status,
+                "targets": list(own.bound),
+                "state": frozen(own.state),
                 "masks": frozen(masks),
                 "parameters": {
-                    **{name: {"shape": shapes[name]} for name in attachment.bound if name in shapes},
+                    **{name: {"shape": shapes[name]} for name in own.bound if name in shapes},
                     **{name: {"shape": list(keep.shape), "zeros": int((~keep).sum())} for name, keep in masks.items()},
                 },
             }
-            for attachment, masks in ((own, self.shared.masks.of(own.index)) for own in self.attachments)
+            for own, masks in ((own, self.masks.of(own.index)) for own in self.modifiers)
         }
-        driven = {attachment.modifier.family for attachment in self.attachments}
+        families = {own.modifier.family for own in self.modifiers}
+        teacher = self._copied_teacher
         return {
             "format": STATE_FORMAT,
             "step": self.step,
-            "steps_per_epoch": self.shared.steps_per_epoch,
+            "steps_per_epoch": self.steps_per_epoch,
             "skipped_steps": self.skipped_steps,
-            "groups": settings(self.optimizer, driven),
+            "groups": settings(self.optimizer, families),
             "modifiers": modifiers,
-            **({"restart": self.shared.restart.state_dict()} if self.shared.restart is not None else {}),
-            **({"teacher": frozen(teacher_state(self._copy))} if self._copy is not None and self._learns() else {}),
+            **({"restart": self.restart.state_dict()} if self.restart is not None else {}),
+            **({"teacher": frozen(teacher_state(teacher))} if teacher is not None and self._distills() else {}),
         }
 
-    @property
-    def _copy(self) -> Teacher | None:
-        """The teacher, when it is a copy of the model."""
-        lessons = self.shared.lessons
-        return lessons.teacher if lessons is not None and lessons.teacher.own else None
-
-    def _dismiss_copy(self, over: bool = False) -> None:
-        """Free the memory of a copy when nobody will learn from it any more."""
-        if self._copy is not None and (over or not self._learns()):
-            self._copy.dismiss()
-
-    def _learns(self) -> bool:
-        """Whether somebody learns from a teacher, now or later."""
-        return any(a.modifier.family == "distillation" and a.status != "ended" for a in self.attachments)
-
     def load_state_dict(self, state: RunState | Mapping[str, Any]) -> list[str]:
-        """Continue from `state`; returns what did not match this recipe and model, a sentence each.
+        """Resume from `state`; returns a message for each part that does not match this recipe and model.
 
         The state is parsed before anything changes. When this raises, run, model and optimizer are as they were.
         """
         parsed = state if isinstance(state, RunState) else RunState.parse(state)
-        resume = plan_resume(self.shared, self.attachments, self.journal, parsed)
-        if not resume.may_fail(self.attachments):
+        resume = plan_resume(self, parsed)
+        if not resume.may_fail(self.modifiers):
             return self._resume(resume)
-        snapshot = Snapshot(self.shared, self.attachments, self.journal)
-        progress, skipped, check = copy(self.progress), self.skipped_steps, self.before_first_step
+        snapshot = Snapshot(self)
         try:
             return self._resume(resume)
         except BaseException:
-            snapshot.restore(self._undo_modifiers)
-            vars(self.progress).update(vars(progress))
-            self.skipped_steps, self.before_first_step = skipped, check
-            self.rates.note()
+            snapshot.restore()
+            self.rates.record()
             raise
 
     def _resume(self, resume: Resume) -> list[str]:
         """Become what was parsed; only a modifier that starts here, or one of the user's, can fail."""
-        module = self.shared.module
-        self._undo_modifiers()
-        self.journal.undo(module)
-        apply_removals(module, resume.removals, self.optimizer)
-        self.shared.step = resume.step
+        self.undo_modifiers()
+        self.journal.undo()
+        apply_removals(self.module, resume.removals, self.optimizer)
+        self.step = resume.step
         self.progress.move(resume.step)
         self.progress.restored, self.before_first_step = True, None
         self.skipped_steps = resume.skipped_steps
-        self.shared.masks.clear()
-        for attachment, new in zip(self.attachments, resume.modifiers, strict=True):
-            attachment.scratch.clear()
-            attachment.status, attachment.state = new.status, new.state
+        self.masks.clear()
+        for own, new in zip(self.modifiers, resume.modifiers, strict=True):
+            own.scratch.clear()
+            own.status, own.state = new.status, new.state
             for name, keep in new.masks.items():
-                self.shared.masks.hold(attachment.index, name, keep, get_parameter(module, name))
-        self.shared.ended = {a.index for a in self.attachments if a.status == "ended"}
+                self.masks.hold(own.index, name, keep, get_parameter(self.module, name))
         restore_settings(self.optimizer, resume.groups)
-        if self.shared.restart is not None and resume.restart is not None:
-            self.shared.restart.take(resume.restart)
+        if self.restart is not None and resume.restart is not None:
+            self.restart.take(resume.restart)
         problems = list(resume.problems)
-        if self.shared.lessons is not None:
-            found = load_teacher_state(self.shared.lessons.teacher, resume.teacher, self._learns(), module)
-            problems += found if resume.teacher_problem is None else [resume.teacher_problem]
-        for attachment in self.attachments:
-            if attachment.status == "active":
-                attachment.modifier.restore(attachment)
-        for attachment, action in due(self.attachments, resume.step):
+        if self.distillation is not None:
+            messages = load_teacher_state(self.distillation.teacher, resume.teacher, self._distills(), self.module)
+            problems += messages if resume.teacher_problem is None else [resume.teacher_problem]
+        for own in self.modifiers:
+            if own.status == "active":
+                own.modifier.restore(own)
+        for own, action in self._due(resume.step):
             if action == "start":
-                self._perform(attachment, action)
+                self._perform(own, action)
         self.apply_masks()
-        self.rates.note()
+        self.rates.record()
         return problems
 
-    def _undo_modifiers(self) -> None:
-        for attachment in reversed(self.attachments):
-            if attachment.status == "active":
-                attachment.modifier.undo(attachment)
 
-    # Steps
-
-    def before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """What an optimizer calls before its step: modifiers see the gradients, of what this optimizer trains."""
-        if self.before_first_step is not None:
-            check, self.before_first_step = self.before_first_step, None
-            check()
-        return with_gradients(args, kwargs, lambda: self._observe(optimizer))
-
-    def _observe(self, optimizer: torch.optim.Optimizer) -> None:
-        scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
-        if optimizer is not self.optimizer or self.told_the_time:
-            self.shared.stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self.shared.loss_scale = 1.0 if scale is None else float(scale)
-        self.shared.scaled = scales(self.shared.scaler, optimizer)
-        self.shared.overflowed = found_inf is not None and float(found_inf) > 0
-        if self.rates.watched:
-            self.rates.check(self.step)
-        self._restart_learning_rate()
-        try:
-            for attachment in self.attachments:
-                if attachment.status == "active":
-                    with placed(attachment):
-                        attachment.modifier.before_step(attachment)
-        finally:
-            self.shared.stepping = None
-
-    def loss(self, loss: Tensor, outputs: Any, inputs: Any) -> Tensor:
-        """What to train on, after all modifiers that are active."""
-        for attachment in self.attachments:
-            if attachment.status == "active":
-                with placed(attachment):
-                    loss = attachment.modifier.loss(attachment, loss, outputs, inputs)
-        return loss
-
-    def after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What an optimizer calls after its step: masks are applied and the clock moves."""
-        self.fired += 1
-        self.progress.stepped = True
-        self.journal.clear()
-        for attachment in self.attachments:
-            if attachment.status == "active":
-                attachment.modifier.after_step(attachment)
-        self.shared.loss_scale, self.shared.overflowed = 1.0, False
-        self._forget_scaling()
-        self.apply_masks()
-        if not self.told_the_time:
-            self.advance(self.step + 1)
-
-    def _perform(self, attachment: Attachment, action: str) -> None:
-        try:
-            with placed(attachment):
-                match action:
-                    case "start":
-                        attachment.status = "active"
-                        attachment.modifier.start(attachment)
-                    case "update":
-                        attachment.modifier.update(attachment)
-                    case _:
-                        attachment.modifier.end(attachment)
-                        attachment.status = "ended"
-                        self.shared.ended.add(attachment.index)
-                        self._dismiss_copy()
-        except SparsityError as error:
-            location = self.recipe.location(attachment.index)
-            raise GossamerError(
-                Problem(f"cannot prune at step {self.step}: {error}", (attachment.modifier.name,), location)
-            ) from error
-        finally:
-            self.shared.masks.apply_changes(self.shared.module)
-
-    def _log(self) -> None:
-        """Logging modifiers run last, when the masks are on."""
-        for attachment in self.attachments:
-            if attachment.modifier.family != "logging":
-                continue
-            timing = attachment.timing
-            if attachment.status == "pending" and timing.start <= self.step:
-                self._perform(attachment, "start")
-            elif attachment.status == "active" and timing.updates_at(self.step):
-                self._perform(attachment, "update")
-            if attachment.status == "active" and timing.end is not None and timing.end <= self.step:
-                self._perform(attachment, "end")
-
-
-def _check_declared(attachment: Attachment) -> None:
-    """Raise for what could be saved and not be loaded again."""
-    known = attachment.modifier.state_fields(attachment)
-    for key in attachment.state:
+def _check_declared(own: BoundModifier) -> None:
+    """Raise for what could be saved but not loaded again."""
+    known = own.modifier.state_fields(own)
+    for key in own.state:
         if key not in known and key != CUTS:
             raise GossamerError(
-                f"{attachment.modifier.name}: run.state holds '{key}', which its state_fields() does not declare; "
+                f"{own.modifier.name}: run.state holds '{key}', which its state_fields() does not declare; "
                 f"declare it there, for instance {{'{key}': gossamer.modifiers.state.integer()}}, so that a "
                 "checkpoint can be loaded"
             )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from gossamer.engine.settings import DRIVEN
+from gossamer.engine.optimizer import SETTINGS
 from gossamer.errors import GossamerError
 from gossamer.model import get_parameter
 from gossamer.modifiers.state import BITS, LARGEST_SETTING, LARGEST_STEP, Item, short
@@ -131,7 +131,7 @@ class RunState:
 
 
 def _group(item: Item) -> dict[str, float]:
-    return {key: value.number(0, LARGEST_SETTING) for key, value in item.fields([], DRIVEN.values()).items()}
+    return {key: value.number(0, LARGEST_SETTING) for key, value in item.fields([], SETTINGS.values()).items()}
 
 
 def matched(modifiers: Sequence[tuple[str, Sequence[str]]], saved: Mapping[str, Sequence[str]]) -> list[str | None]:

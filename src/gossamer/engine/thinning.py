@@ -1,13 +1,14 @@
-"""Removing filters from a model that trains: the optimizer's state, masks and what modifiers remember go along.
+"""Removing filters from a model that trains, with the optimizer's state, the masks and the modifiers' state.
 
-What was removed is kept in the modifier's state, so that a model that was built again can be cut alike before weights
-are loaded into it. What can be removed is found by `graph`.
+What was removed is kept in the modifier's state, so that a newly built model can be cut in the same way before weights
+are loaded into it. `model.thin` determines what can be removed.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gossamer.engine.attachment import Attachment, Shared, logger
+from gossamer.engine.binding import BoundModifier
 from gossamer.engine.state import RunState
 from gossamer.errors import GossamerError, ModifierError
 from gossamer.model.parameters import get_tensor, named_state
@@ -25,66 +26,58 @@ from gossamer.modifiers.base import to_step
 from gossamer.modifiers.state import Item
 
 if TYPE_CHECKING:
-    from gossamer.engine.journal import Journal
+    from gossamer.engine.run import TrainingRun
+
+logger = logging.getLogger("gossamer")
 
 CUTS = "cuts"
 """The key of what was removed, in the state of the modifier that did."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def thin_run(
-    attachment: Attachment, names: Collection[str], shared: Shared, cut: Callable[[Cuts, Shapes], None]
-) -> None:
-    """Remove what is zero as a whole and comes from these weights; `cut` takes the rest of the run along."""
+def thin_run(run: TrainingRun, own: BoundModifier, names: Collection[str]) -> None:
+    """Remove filters of these weights that are entirely zero, from the model and all that belongs to it."""
     from gossamer.model.permute import odd_state
     from gossamer.model.thin import thin
 
-    module, who = shared.module, attachment.modifier.name
+    module, modifier = run.module, own.modifier.name
     before = {name: tensor.detach() for name, tensor in named_state(module)}
-    odd = odd_state(shared.optimizer, {name: get_tensor(module, name) for name in before})
+    odd = odd_state(run.optimizer, {name: get_tensor(module, name) for name in before})
     if odd:
         key = next(iter(odd.values()))
-        logger.warning("%s removes nothing: the optimizer's '%s' cannot be cut with its weight", who, key)
+        logger.warning("%s removes nothing: the optimizer's '%s' cannot be cut with its weight", modifier, key)
         return
     try:
-        found = thin(module, shared.example_inputs, names=names)
+        thinned = thin(module, run.example_inputs, names=names)
     except GossamerError as error:
-        logger.warning("%s removes nothing: %s", who, error)
+        logger.warning("%s removes nothing: %s", modifier, error)
         return
-    if found.note:
-        logger.warning("%s: %s", who, found.note)
-    for name, reason in found.kept.items():
-        attachment.skip(name, reason)
-        logger.info("%s: '%s' keeps filters of zeros: %s", who, name, reason)
-    if not found.cuts:
-        logger.warning("%s removes nothing: no filter or channel is zero as a whole and can go", who)
+    if thinned.note:
+        logger.warning("%s: %s", modifier, thinned.note)
+    for name, reason in thinned.kept.items():
+        own.log.skip(name, reason)
+        logger.info("%s: '%s' keeps filters of zeros: %s", modifier, name, reason)
+    if not thinned.cuts:
+        logger.warning("%s removes nothing: no filter or channel is entirely zero and removable", modifier)
         return
-    logger.info("%s: %d parameters before, %d after", who, *found.parameters)
-    if shared.step > 0:
+    logger.info("%s: %d parameters before, %d after", modifier, *thinned.parameters)
+    if run.step > 0:
         logger.warning(
             "%s removes filters at step %d: copies of the model that were made before, such as an average, "
-            "keep them; make them anew",
-            who,
-            shared.step,
+            "keep them; make them again",
+            modifier,
+            run.step,
         )
-    shapes = {name: tuple(before[name].shape) for name in found.cuts.kept}
-    attachment.state.setdefault(CUTS, []).append(Removal(found.cuts, shapes).state())
-    shared.removed = {name: before[name] for name in shapes}
-    cut(found.cuts, shapes)
-
-
-def cut_along(
-    cuts: Cuts, shapes: Shapes, shared: Shared, attachments: Sequence[Attachment], journal: Journal | None = None
-) -> None:
-    """Cut what belongs to a model's weights after the weights themselves."""
-    if journal is not None:
-        journal.after_cutting(shared, shared.removed)
+    cuts, whole = thinned.cuts, {name: before[name] for name in thinned.cuts.kept}
+    shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+    own.state.setdefault(CUTS, []).append(Removal(cuts, shapes).state())
+    run.journal.after_cutting(whole)
     for name, shape in shapes.items():
-        cuts.followed(shared.optimizer, name, get_tensor(shared.module, name), torch.Size(shape))
-    shared.masks.cut(cuts, shared.module)
-    for attachment in attachments:
-        if CUTS not in attachment.state:
-            attachment.state = _cut_state(attachment.state, cuts, shapes)
+        cuts.followed(run.optimizer, name, get_tensor(module, name), torch.Size(shape))
+    run.masks.cut(cuts, module)
+    for other in run.modifiers:
+        if CUTS not in other.state:
+            other.state = _cut_state(other.state, cuts, shapes)
 
 
 def _cut_state(value: Any, cuts: Cuts, shapes: Shapes) -> Any:
@@ -204,14 +197,14 @@ def due_removals(module: nn.Module, state: RunState, sizes: Shapes, example_inpu
     return found
 
 
-def check_not_thinner(state: RunState, attachments: Sequence[Attachment], sizes: Shapes) -> None:
+def check_not_thinner(state: RunState, modifiers: Sequence[BoundModifier], sizes: Shapes) -> None:
     """Raise when a model lacks filters that the run of the state still had."""
-    own = [entry for attachment in attachments for entry in attachment.state.get(CUTS, ())]
+    own = [entry for bound in modifiers for entry in bound.state.get(CUTS, ())]
     lost = [entry for entry in own if any(sizes.get(name) != tuple(shape) for name, shape in entry["shapes"].items())]
     if len(lost) > len(removals(state)):
         raise GossamerError(
             "state: it is from before filters were removed from this model, and they cannot come back; "
-            "load it into a model that is built anew"
+            "load it into a newly built model"
         )
 
 
@@ -240,16 +233,16 @@ def _together(found: Iterable[Removal]) -> Cuts:
     return Cuts(kept)
 
 
-def misplaced(attachments: Sequence[Attachment]) -> list[tuple[Attachment, ModifierError]]:
+def misplaced(modifiers: Sequence[BoundModifier]) -> list[tuple[BoundModifier, ModifierError]]:
     """Removals that fall into a gradual pruning, whose shares would then count from what is left."""
-    found: list[tuple[Attachment, ModifierError]] = []
-    for own in attachments:
-        for other in attachments if own.modifier.removal_epochs else ():
+    found: list[tuple[BoundModifier, ModifierError]] = []
+    for own in modifiers:
+        for other in modifiers if own.modifier.removal_epochs else ():
             pruning, timing = other.modifier, other.timing
             if not pruning.prunes or pruning.updates_every is None or timing.end is None:
                 continue
             for epoch in own.modifier.removal_epochs:
-                if timing.start <= to_step(epoch, own.steps_per_epoch) < timing.end:
+                if timing.start <= to_step(epoch, own.clock.steps_per_epoch) < timing.end:
                     when = f"removes filters at epoch {max(epoch, 0.0):g}, while {pruning.name} prunes until epoch"
                     why = f"{when} {pruning.end_epoch:g} and its shares would count from what is left; start later"
                     found.append((own, ModifierError(why, "start_epoch")))

@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.engine import Manager
-from gossamer.engine.attachment import Logger
+from gossamer.engine.learning_rate import RecipeRates
+from gossamer.engine.run import Logger
 from gossamer.engine.state import RunState
 from gossamer.engine.thinning import cut_as, thinned_shapes
 from gossamer.errors import GossamerError
-from gossamer.integrations.rates import RecipeRates
 from gossamer.modifiers.base import to_step
 from gossamer.recipe import Recipe, load
 

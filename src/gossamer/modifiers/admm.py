@@ -67,7 +67,7 @@ class ADMMPruningModifier(DynamicPruningModifier):
         """
         sums, kept = run.state["sums"], run.state["kept"]
         for name in run.targets:
-            weight = _wide(run.parameter(name))
+            weight = _wide(run.weights.parameter(name))
             sums[name] = weight + sums[name].masked_fill(kept[name], 0).to(weight) if name in sums else weight.clone()
         scores = {name: magnitude(sums[name]) for name in run.targets}
         kept.update(self.magnitude_masks(run, self.final_sparsity, scores))
@@ -76,11 +76,11 @@ class ADMMPruningModifier(DynamicPruningModifier):
     def before_step(self, run: Run) -> None:
         sums, kept = run.state["sums"], run.state["kept"]
         for name in run.targets:
-            parameter = run.parameter(name)
+            parameter = run.weights.parameter(name)
             if parameter.grad is not None and name in sums:
                 near = torch.where(kept[name], sums[name], -sums[name]).to(parameter.device)  # Z − U
                 pull = (_wide(parameter) - near).to(parameter.grad.dtype)
-                parameter.grad.add_(pull, alpha=self.rho * run.loss_scale)
+                parameter.grad.add_(pull, alpha=self.rho * run.optimizer.loss_scale)
 
     def end(self, run: Run) -> None:
         run.state.clear()

@@ -1,19 +1,16 @@
-"""What a modifier is, and the little it may ask of a training run.
+"""The base class of modifiers, and their registry.
 
-A modifier is a frozen description (pydantic) with behaviour and no memory:
-whatever it has to remember between steps lives in `run.state`, so that one
-recipe can drive two models and a checkpoint is the run's state alone. `Run`
-is declared here and implemented by `training/`; nothing here knows the
-manager or recipe text.
+A modifier is a frozen pydantic model with behaviour and no memory: what it keeps between steps is in `run.state`, so
+that one recipe can drive two models and a checkpoint holds the run's state alone. `run.py` declares `Run`, which the
+engine implements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Self, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
 
-import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
@@ -21,12 +18,10 @@ from gossamer.errors import FieldError, GossamerError, ModifierError, Problem, n
 from gossamer.model import ALL_PRUNABLE, expects_every_gradient
 from gossamer.model.parameters import KEYWORDS, KEYWORDS_TO_EXCLUDE, problem_of_name
 from gossamer.modifiers.outlook import Outlook
+from gossamer.modifiers.run import Run
 from gossamer.modifiers.state import Item, Layout, StateField
 from gossamer.quantities import Epoch
 from gossamer.sparse import Pattern
-
-if TYPE_CHECKING:
-    from gossamer.model.tracing.filter_groups import FilterGraph
 
 _NEWER = {"start": "start_epoch", "end": "end_epoch", "targets": "params"}
 
@@ -56,170 +51,6 @@ ExcludedNames = Annotated[str | list[Annotated[str, _OF_EXCLUDED]], _LEFT_TO_RIG
 """The same, and `__DEPTHWISE__`."""
 LayerNames = Annotated[str | list[Annotated[str, _OF_LAYERS]], _LEFT_TO_RIGHT, _OF_LAYERS]
 """`__ALL_PRUNABLE__`, the name of a module, or a list of names and `re:` patterns."""
-
-
-class Run(Protocol):
-    """A training run as one modifier sees it."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def steps_per_epoch(self) -> float: ...
-    @property
-    def start_step(self) -> int: ...
-    @property
-    def end_step(self) -> int | None: ...
-    @property
-    def targets(self) -> Sequence[str]:
-        """What `bind` returned: the names this modifier acts on."""
-        ...
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """What must survive a restart: tensors, numbers, strings, lists and dicts of them, as `state_fields` says."""
-        ...
-
-    @property
-    def plan(self) -> dict[str, Any]:
-        """What `bind` found out; not saved, for it can be found out again."""
-        ...
-
-    @property
-    def scratch(self) -> dict[str, Any]:
-        """What one step leaves for the next moment; not saved, and gone when a state is loaded."""
-        ...
-
-    @property
-    def module(self) -> nn.Module:
-        """The user's model without DDP or torch.compile around it."""
-        ...
-
-    @property
-    def forward(self) -> nn.Module:
-        """The model as the user calls it, wrappers included."""
-        ...
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None: ...
-    @property
-    def grad_sampler(self) -> Callable[[nn.Module], Iterable[torch.Tensor]] | None: ...
-    @property
-    def calibration_data(self) -> Iterable[Any] | None:
-        """Batches that the user gave to find activation ranges with, and to recalibrate batch norm."""
-        ...
-
-    @property
-    def lessons(self) -> Any:
-        """What a teacher says to each training batch, as the modifiers that learn know it; None: nobody teaches."""
-        ...
-
-    @property
-    def accumulation_steps(self) -> int:
-        """By how much the user divides each loss, for its gradient is one of several that are added up."""
-        ...
-
-    @property
-    def updates_done(self) -> int:
-        """How many of this modifier's updates fall at or before this step, the start not counted."""
-        ...
-
-    @property
-    def next_update(self) -> int | None:
-        """The step of this modifier's next update, or None when there is none."""
-        ...
-
-    def parameter(self, name: str) -> nn.Parameter: ...
-    def gradient(self, name: str) -> torch.Tensor | None:
-        """The gradient of this step, without a loss scale; None when there is none or it overflowed."""
-        ...
-
-    @property
-    def loss_scale(self) -> float:
-        """By how much the gradients in the model are scaled at this moment (1 almost always)."""
-        ...
-
-    @property
-    def backward_scale(self) -> float:
-        """By how much a loss is scaled whose backward pass runs at this moment."""
-        ...
-
-    @property
-    def scaled(self) -> bool:
-        """Before a step: False when a GradScaler was given and the step goes past it."""
-        ...
-
-    def average(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Put the mean over all processes that train this model into each tensor, in one exchange."""
-        ...
-
-    def average_named(self, values: dict[str, torch.Tensor]) -> None:
-        """The same for tensors of one shape by name, which not all of the processes need to have."""
-        ...
-
-    def mask(self, name: str) -> torch.Tensor | None:
-        """Where this modifier keeps weights (True), or None when it holds no mask there."""
-        ...
-
-    def set_mask(self, name: str, keep: torch.Tensor) -> None:
-        """Hold `keep`; the weights outside it are zero from now on."""
-        ...
-
-    def inherited(self, name: str, key: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The mask that a modifier which has ended still holds on a parameter, and its values under a key of its state.
-
-        The next `set_mask` on that parameter replaces this mask.
-        """
-        ...
-
-    def release_mask(self, name: str) -> None: ...
-    def write(self, name: str, values: torch.Tensor) -> None:
-        """Overwrite a weight."""
-        ...
-
-    def substitute(self, name: str, value: Callable[[Tensor, bool], Tensor]) -> None:
-        """Let layers compute with `value(weight, training)` in place of a weight; once more replaces the function."""
-        ...
-
-    def withdraw(self, name: str) -> None:
-        """Let layers compute with the weight itself again."""
-        ...
-
-    def restart_learning_rate(self) -> None:
-        """Let the learning-rate scheduler that the user named start over, if there is one."""
-        ...
-
-    def permute(self, names: Sequence[str], n: int, m: int) -> None:
-        """Reorder channels of the model, its function unchanged, so that n:m keeps more of these weights."""
-        ...
-
-    def filter_graph(self) -> FilterGraph | str:
-        """Which filters of the model belong together; the reason when the model cannot be followed."""
-        ...
-
-    def thin(self, names: Sequence[str]) -> None:
-        """Take filters of these weights that are zero as a whole out of the model, its function unchanged."""
-        ...
-
-    def reset_moments(self, name: str, where: torch.Tensor | None = None) -> None:
-        """Zero the optimizer's momentum of a weight (at `where`, or all)."""
-        ...
-
-    def zeros(self, name: str) -> tuple[int, int]:
-        """How many weights of a parameter are zero now, and how many there are."""
-        ...
-
-    def masked_names(self) -> list[str]:
-        """Every parameter that any modifier holds a mask on."""
-        ...
-
-    def skip(self, name: str, reason: str) -> None:
-        """Say that a parameter is left alone, and why."""
-        ...
-
-    def log(self, tag: str, value: float) -> None: ...
-    def located(self, error: ModifierError) -> GossamerError:
-        """The error with its place in the recipe, for what runs outside the hooks of a modifier."""
-        ...
 
 
 class Modifier(BaseModel):
@@ -416,12 +247,12 @@ def placed(run: Run) -> Generator[None]:
     try:
         yield
     except ModifierError as error:
-        raise run.located(error) from error
+        raise run.log.locate(error) from error
 
 
 def check_gradients_may_vanish(run: Run) -> None:
     """Raise when parameters cannot drop out of the backward pass, because of how DDP was set up."""
-    if expects_every_gradient(run.forward):
+    if expects_every_gradient(run.distributed.module):
         raise ModifierError("needs DistributedDataParallel(model, find_unused_parameters=True) around the model")
 
 

@@ -104,13 +104,13 @@ class ACDCPruningModifier(DynamicPruningModifier):
         self.update(run)
 
     def update(self, run: Run) -> None:
-        sparse = self.is_sparse(run.updates_done)
+        sparse = self.is_sparse(run.clock.updates_done)
         if sparse and not run.state.get("sparse", False):
             self.hold(run, self.magnitude_masks(run, self.compression_sparsity))
         elif not sparse and run.state.get("sparse", False):
             self.release(run)
             for name in run.targets if self.momentum_buffer_reset else ():
-                run.reset_moments(name)
+                run.optimizer.reset_moments(name)
         run.state["sparse"] = sparse
 
     def end(self, run: Run) -> None:
@@ -159,18 +159,18 @@ class RigLPruningModifier(DynamicPruningModifier):
 
     def start(self, run: Run) -> None:
         for name, keep in self.masks(run, self.rank(run), self._shares(run)).items():
-            run.set_mask(name, keep)
+            run.masks.set(name, keep)
 
     def _shares(self, run: Run) -> dict[str, float]:
         """The sparsity of each layer, which its shape decides."""
-        shapes = {name: tuple(run.parameter(name).shape) for name in run.targets}
+        shapes = {name: tuple(run.weights.parameter(name).shape) for name in run.targets}
         if self.sparsity_strategy == "uniform":
             return uniform(shapes, self.final_sparsity)
         return erdos_renyi(shapes, self.final_sparsity, kernel=self.sparsity_strategy == "erdos_renyi_kernel")
 
     def before_step(self, run: Run) -> None:
-        if run.next_update == run.step + 1:
-            gradients = {name: run.gradient(name) for name in run.targets}
+        if run.clock.next_update == run.clock.step + 1:
+            gradients = {name: run.weights.gradient(name) for name in run.targets}
             run.scratch["gradients"] = {n: g.detach().abs() for n, g in gradients.items() if g is not None}
 
     def end(self, run: Run) -> None:
@@ -178,20 +178,20 @@ class RigLPruningModifier(DynamicPruningModifier):
         super().end(run)
 
     def update(self, run: Run) -> None:
-        assert run.end_step is not None
-        exchanged = cosine(self.init_update_fraction, 0.0, fraction(run.step, run.start_step, run.end_step))
+        assert run.clock.end is not None
+        exchanged = cosine(self.init_update_fraction, 0.0, fraction(run.clock.step, run.clock.start, run.clock.end))
         gradients: dict[str, Tensor] = run.scratch.pop("gradients", {})
         for name, gradient in gradients.items():
-            old = run.mask(name)
+            old = run.masks.get(name)
             if old is None:
                 continue
             try:
-                keep = self.exchange(run.parameter(name).detach(), gradient, old, exchanged)
+                keep = self.exchange(run.weights.parameter(name).detach(), gradient, old, exchanged)
             except SparsityError as error:
-                raise ModifierError(f"'{name}' cannot be pruned at step {run.step}: {error}") from None
-            run.set_mask(name, keep)
+                raise ModifierError(f"'{name}' cannot be pruned at step {run.clock.step}: {error}") from None
+            run.masks.set(name, keep)
             if self.momentum_buffer_reset:
-                run.reset_moments(name, keep & ~old)
+                run.optimizer.reset_moments(name, keep & ~old)
 
     @staticmethod
     def exchange(weight: Tensor, gradient: Tensor, keep: Tensor, share: float) -> Tensor:
@@ -252,28 +252,31 @@ class TopKASTPruningModifier(DynamicPruningModifier):
 
     def update(self, run: Run) -> None:
         aside: dict[str, Tensor] = run.state["aside"]
-        whole = {n: run.parameter(n).detach() + aside[n] if n in aside else run.parameter(n) for n in run.targets}
+        whole = {
+            n: run.weights.parameter(n).detach() + aside[n] if n in aside else run.weights.parameter(n)
+            for n in run.targets
+        }
         scores = {name: magnitude(weight) for name, weight in whole.items()}
         forward = self.magnitude_masks(run, self.forward_sparsity, scores)
         run.state["backward"] = self.magnitude_masks(run, self.backward_sparsity, scores)
         for name, keep in forward.items():
             values = whole[name].detach()
             aside[name] = values.masked_fill(keep, 0)
-            run.write(name, values.masked_fill(~keep, 0))
-            run.set_mask(name, keep)
+            run.weights.write(name, values.masked_fill(~keep, 0))
+            run.masks.set(name, keep)
 
     def before_step(self, run: Run) -> None:
         """Bring the weights outside A back, and let only B learn; A decays by λ, B∖A by λ / density of A."""
         run.scratch["whole"] = []
         backward: dict[str, Tensor] = run.state.get("backward", {})
         for name in [name for name in run.targets if name in backward]:
-            parameter, forward, inside = run.parameter(name), run.mask(name), backward[name]
+            parameter, forward, inside = run.weights.parameter(name), run.masks.get(name), backward[name]
             if parameter.grad is None or forward is None:
                 continue
             aside: Tensor = run.state["aside"][name]
             with torch.no_grad():
                 decay = torch.where(forward, parameter, aside / max(1 - self.forward_sparsity, 1e-9))
-                rate = self.active_weight_decay * run.loss_scale
+                rate = self.active_weight_decay * run.optimizer.loss_scale
                 parameter.grad.add_(decay.to(parameter.grad.dtype), alpha=rate)
                 parameter.grad.masked_fill_(~inside, 0)
                 parameter.add_(aside)
@@ -282,7 +285,11 @@ class TopKASTPruningModifier(DynamicPruningModifier):
     def after_step(self, run: Run) -> None:
         """Take the weights outside A out again; those outside B keep the value they had."""
         for name in run.scratch.pop("whole", []):
-            values, inside, forward = run.parameter(name).detach(), run.state["backward"][name], run.mask(name)
+            values, inside, forward = (
+                run.weights.parameter(name).detach(),
+                run.state["backward"][name],
+                run.masks.get(name),
+            )
             assert forward is not None
             run.state["aside"][name] = torch.where(inside, values, run.state["aside"][name]).masked_fill_(forward, 0)
 

@@ -59,7 +59,7 @@ def plan_filters(
 ) -> FilterPlan:
     """Find what goes together, by following the model; of one that cannot be followed, each weight is on its own."""
     units = "channels" if channels else "filters"
-    found = run.filter_graph()
+    found = run.weights.filter_graph()
     graph = None if isinstance(found, str) else found
     sizes = {name: shape[int(channels)] for name, shape in shapes.items()}
     pools = pools_of(sizes, graph, channels=channels, by_hand=by_hand, apart=apart)
@@ -337,15 +337,15 @@ def hold_vectors(run: Run, vectors: Mapping[str, Vector], graph: FilterGraph | N
     for name, vector in vectors.items():
         if not has_parameter(run.module, name):
             continue
-        values = run.parameter(name).detach()
+        values = run.weights.parameter(name).detach()
         dead = torch.zeros(values.shape, dtype=torch.bool)
         if vector.weight in rows and len(rows[vector.weight]) == len(dead):
             dead |= rows[vector.weight]
         if gone is not None and vector.classes is not None and len(vector.classes) == len(dead):
             dead |= torch.from_numpy(gone[vector.classes])
         dead = dead.to(values.device)
-        held = run.mask(name)
-        if held is None and bool(dead.any()) and (left := run.inherited(name, SAVED)) is not None:
+        held = run.masks.get(name)
+        if held is None and bool(dead.any()) and (left := run.masks.inherited(name, SAVED)) is not None:
             held, saved[name] = left[0].to(values.device), left[1].to(values).clone()
         before = torch.zeros_like(dead) if held is None else ~held
         if zeros_only:
@@ -353,18 +353,18 @@ def hold_vectors(run: Run, vectors: Mapping[str, Vector], graph: FilterGraph | N
         if bool((dead & ~before).any()):
             saved[name] = torch.where(dead & ~before, values, saved.get(name, values).to(values))
         if bool(dead.any()):
-            run.set_mask(name, ~dead)
+            run.masks.set(name, ~dead)
         elif held is not None:
-            run.release_mask(name)
+            run.masks.release(name)
         if bool((before & ~dead).any()) and name in saved:
-            run.write(name, torch.where(before & ~dead, saved[name].to(values), values))
+            run.weights.write(name, torch.where(before & ~dead, saved[name].to(values), values))
     if not saved:
         del run.state[SAVED]
 
 
 def _dead_rows(run: Run, name: str) -> Tensor | None:
     """True for each filter of a weight that this modifier removes as a whole."""
-    keep = run.mask(name)
+    keep = run.masks.get(name)
     if keep is None or keep.dim() < 2:
         return None
     return ~outputs_first(run, name, keep).flatten(1).any(1).cpu()

@@ -96,9 +96,10 @@ class LearnedPruningModifier(PruningModifier):
     def bind(self, run: Run) -> list[str]:
         targets = super().bind(run)
         # Without an optimizer nothing is learned, and a frozen weight is like any other.
-        frozen = [name for name in targets if run.optimizer is not None and not run.parameter(name).requires_grad]
+        trains = run.optimizer.instance is not None
+        frozen = [name for name in targets if trains and not run.weights.parameter(name).requires_grad]
         for name in frozen:
-            run.skip(name, "frozen: what there is to learn about a weight comes with its gradient")
+            run.log.skip(name, "frozen: what there is to learn about a weight comes with its gradient")
         if len(frozen) == len(targets):
             raise ModifierError("all that match are frozen; let them train, or name others", "params")
         return [name for name in targets if name not in frozen]
@@ -109,11 +110,11 @@ class LearnedPruningModifier(PruningModifier):
 
     def restore(self, run: Run) -> None:
         for name in self.names(run):
-            run.substitute(name, self.value(run, name))
+            run.weights.substitute(name, self.value(run, name))
 
     def undo(self, run: Run) -> None:
         for name in run.state.get(self.learned, {}):
-            run.withdraw(name)
+            run.weights.withdraw(name)
 
     def finish(self, run: Run) -> None:
         self.settle(run)
@@ -189,14 +190,14 @@ class STRPruningModifier(LearnedPruningModifier):
         return {**super().state_fields(run), "thresholds": one, "momenta": one}
 
     def start(self, run: Run) -> None:
-        devices = {name: run.parameter(name).device for name in run.targets}
+        devices = {name: run.weights.parameter(name).device for name in run.targets}
         run.state["thresholds"] = {name: torch.full((), self.s_init, device=at) for name, at in devices.items()}
         run.state["momenta"] = {}
         self.restore(run)
 
     def update(self, run: Run) -> None:
         """Say how sparse the model has become: no mask tells it yet."""
-        run.log("effective_sparsity", effective_sparsity(run))
+        run.log.value("effective_sparsity", effective_sparsity(run))
 
     def value(self, run: Run, name: str) -> Callable[[Tensor, bool], Tensor]:
         def thresholded(weight: Tensor, training: bool) -> Tensor:
@@ -213,7 +214,7 @@ class STRPruningModifier(LearnedPruningModifier):
         momenta: dict[str, Tensor] = run.state["momenta"]
         settings = _settings(run)
         for name in self.names(run):
-            gradient, weight = run.gradient(name), run.parameter(name)
+            gradient, weight = run.weights.gradient(name), run.weights.parameter(name)
             rate, momentum = settings.get(weight, (None, 0.0))
             rate = rate if self.st_lr is None else self.st_lr
             if gradient is None or rate is None:
@@ -236,26 +237,26 @@ class STRPruningModifier(LearnedPruningModifier):
 
     def after_step(self, run: Run) -> None:
         if self.final_sparsity is not None:
-            self._control(run, run.step + 1, CONTROLLED)
+            self._control(run, run.clock.step + 1, CONTROLLED)
 
     @torch.no_grad()
     def _control(self, run: Run, step: int, tolerance: float) -> None:
         """Pull all s to where the sparsity of all layers together is the scheduled one."""
         assert self.final_sparsity is not None
         thresholds: dict[str, Tensor] = run.state["thresholds"]
-        weights = {name: run.parameter(name).detach() for name in self.names(run)}
+        weights = {name: run.weights.parameter(name).detach() for name in self.names(run)}
         found = {name: thresholds[name].to(weight.device) for name, weight in weights.items()}
-        x = fraction(step, run.start_step, to_step(self.ramp_end, run.steps_per_epoch))
+        x = fraction(step, run.clock.start, to_step(self.ramp_end, run.clock.steps_per_epoch))
         strength = controlled_pull(weights, found, self.final_sparsity, x, tolerance)
         thresholds.update(pulled(weights, found, strength))
 
     def settle(self, run: Run) -> None:
-        ended = run.step >= (run.end_step or 0)
+        ended = run.clock.step >= (run.clock.end or 0)
         if self.final_sparsity is not None:
             # Exact at the end only: a run that is over before it keeps the thresholds that it was evaluated with.
-            self._control(run, run.step, tolerance=0.0 if ended else CONTROLLED)
+            self._control(run, run.clock.step, tolerance=0.0 if ended else CONTROLLED)
         reached = effective_sparsity(run)
-        run.log("effective_sparsity", reached)
+        run.log.value("effective_sparsity", reached)
         if self.final_sparsity is not None and ended and reached < self.final_sparsity - MISSED:
             logger.warning(
                 "%s reached a sparsity of %.1f %% and not %.1f %%: "
@@ -265,12 +266,12 @@ class STRPruningModifier(LearnedPruningModifier):
                 100 * self.final_sparsity,
             )
         for name in self.names(run):
-            effective = soft_threshold(run.parameter(name).detach(), run.state["thresholds"][name])
+            effective = soft_threshold(run.weights.parameter(name).detach(), run.state["thresholds"][name])
             if not bool(effective.any()):
                 turned = "st_decay" if self.final_sparsity is None else "final_sparsity"
                 logger.warning("%s left nothing of '%s'; a smaller %s or st_lr keeps more", self.name, name, turned)
-            run.write(name, effective)
-            run.set_mask(name, effective != 0)
+            run.weights.write(name, effective)
+            run.masks.set(name, effective != 0)
         run.state.pop("momenta", None)
 
 
@@ -286,7 +287,7 @@ def controlled_pull(
 def effective_sparsity(run: Run) -> float:
     """The share of zeros in what the layers of an `STRPruningModifier` compute with now."""
     thresholds: Mapping[str, Tensor] = run.state["thresholds"]
-    weights = {name: run.parameter(name).detach() for name in run.targets if name in thresholds}
+    weights = {name: run.weights.parameter(name).detach() for name in run.targets if name in thresholds}
     kept = sum(int(soft_threshold(weight, thresholds[name]).count_nonzero()) for name, weight in weights.items())
     return 1 - kept / max(sum(weight.numel() for weight in weights.values()), 1)
 
@@ -294,7 +295,7 @@ def effective_sparsity(run: Run) -> float:
 def _settings(run: Run) -> dict[Tensor, tuple[float, float]]:
     """The optimizer's learning rate and momentum of each parameter; Adam's relatives have their first beta for it."""
     found: dict[Tensor, tuple[float, float]] = {}
-    for group in run.optimizer.param_groups if run.optimizer is not None else []:
+    for group in run.optimizer.param_groups:
         setting = float(group["lr"]), float(group.get("momentum", group.get("betas", (0.0,))[0]))
         found.update(dict.fromkeys(group["params"], setting))
     return found
@@ -370,7 +371,7 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         same_names(item, state, *ADAM, "steps")
 
     def start(self, run: Run) -> None:
-        first = initial_probabilities({name: run.parameter(name).detach() for name in run.targets})
+        first = initial_probabilities({name: run.weights.parameter(name).detach() for name in run.targets})
         run.state["probabilities"] = first
         for moment in ADAM[1:]:
             run.state[moment] = {name: torch.zeros_like(p) for name, p in first.items()}
@@ -394,7 +395,7 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
 
         def masked(weight: Tensor, training: bool) -> Tensor:
             if "probabilities" not in run.state:  # a copy of the model, such as an average, after the end
-                keep = run.mask(name)
+                keep = run.masks.get(name)
                 return weight if keep is None else _only(weight, keep)
             if training:
                 return weight * run.scratch["drawn"][name].to(weight)
@@ -405,9 +406,9 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
     @torch.no_grad()
     def before_step(self, run: Run) -> None:
         """One step of `torch.optim.Adam` on the probabilities; `update` projects them when the clock has moved."""
-        found = {name: gradient for name in self.names(run) if (gradient := run.gradient(name)) is not None}
+        found = {name: gradient for name in self.names(run) if (gradient := run.weights.gradient(name)) is not None}
         for name, gradient in found.items():
-            weight = run.parameter(name)
+            weight = run.weights.parameter(name)
             for part in ADAM:
                 run.state[part][name] = run.state[part][name].to(weight.device)
             p, drawn = run.state["probabilities"][name], run.scratch["drawn"][name].to(weight.device)
@@ -434,12 +435,12 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
     def settle(self, run: Run) -> None:
         masks = hard_masks(run.state["probabilities"], self._sparsity(run))
         for name in self.names(run):
-            run.set_mask(name, masks[name])
+            run.masks.set(name, masks[name])
 
     def finish(self, run: Run) -> None:
         """Recalibrate batch norm, which has seen masks drawn by chance, where the user gave data for that."""
-        if run.calibration_data is not None:
-            self._recalibrate(run, islice(run.calibration_data, BATCHES))
+        if run.data.calibration is not None:
+            self._recalibrate(run, islice(run.data.calibration, BATCHES))
         super().finish(run)
 
     def end(self, run: Run) -> None:
@@ -457,21 +458,23 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         for first in batches:
             names = recalibrate(run.module, chain([first], batches))
             layers = [get_module(run.module, name) for name in names]
-            run.average([getattr(layer, key) for layer in layers for key in ("running_mean", "running_var")])
+            run.distributed.average(
+                [getattr(layer, key) for layer in layers for key in ("running_mean", "running_var")]
+            )
             return
         logger.warning("%s: calibration_data holds no batch, and batch norm is not recalibrated", self.name)
 
     def _sparsity(self, run: Run) -> float:
-        x = fraction(run.step, run.start_step, to_step(self.ramp[1], run.steps_per_epoch))
+        x = fraction(run.clock.step, run.clock.start, to_step(self.ramp[1], run.clock.steps_per_epoch))
         return interpolate(self.init_sparsity, self.final_sparsity, x)
 
     def _temperature(self, run: Run) -> float:
-        assert run.end_step is not None
-        return interpolate(1.0, self.tau_end, fraction(run.step, run.start_step, run.end_step), "linear")
+        assert run.clock.end is not None
+        return interpolate(1.0, self.tau_end, fraction(run.clock.step, run.clock.start, run.clock.end), "linear")
 
     def _rate(self, run: Run) -> float:
-        assert run.end_step is not None
-        needed = TRAVEL / max(run.end_step - run.start_step, 1)  # 6e-3, Zhou et al.'s, leads nowhere in a short run
+        assert run.clock.end is not None
+        needed = TRAVEL / max(run.clock.end - run.clock.start, 1)  # 6e-3, Zhou et al.'s, leads nowhere in a short run
         return min(max(needed, SLOWEST), FASTEST) if self.score_lr is None else self.score_lr
 
     def _draw(self, run: Run) -> None:
@@ -479,7 +482,7 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         probabilities: dict[str, Tensor] = run.state["probabilities"]
         tau = self._temperature(run)
         run.scratch["drawn"] = {
-            name: relaxed_mask(p, logistic_noise(p.shape, self.seed, run.step, index, p.device), tau)
+            name: relaxed_mask(p, logistic_noise(p.shape, self.seed, run.clock.step, index, p.device), tau)
             for index, (name, p) in enumerate(probabilities.items())
         }
         run.scratch.pop("kept", None)

@@ -23,10 +23,8 @@ from gossamer.sparse import cosine, fraction, interpolate
 
 def chosen_groups(run: Run, param_groups: Sequence[int] | None) -> list[dict[str, Any]]:
     """The optimizer's parameter groups that a modifier acts on; none without an optimizer."""
-    if run.optimizer is None:
-        return []
     groups = run.optimizer.param_groups
-    if param_groups is None:
+    if param_groups is None or not groups:
         return groups
     for index in param_groups:
         if not 0 <= index < len(groups):
@@ -72,7 +70,7 @@ class RateModifier(Modifier):
 
     def update(self, run: Run) -> None:
         for group, initial in zip(chosen_groups(run, self.param_groups), run.state["initial"], strict=False):
-            value = self.rate(run.step, run.start_step, run.end_step, run.steps_per_epoch, initial)
+            value = self.rate(run.clock.step, run.clock.start, run.clock.end, run.clock.steps_per_epoch, initial)
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(value)
             else:

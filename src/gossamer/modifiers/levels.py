@@ -106,14 +106,14 @@ class LevelPruningModifier(PruningModifier):
             return None
         shares: dict[float, dict[str, float]] = run.plan.setdefault("shares", {})
         if level not in shares:
-            shares[level] = erdos_renyi({other: run.parameter(other).shape for other in run.targets}, level)
+            shares[level] = erdos_renyi({other: run.weights.parameter(other).shape for other in run.targets}, level)
         return shares[level].get(name)
 
     def outlook(self, run: Run) -> dict[str, Outlook]:
         even = isinstance(self.pattern, NM) or self.allocation in ("uniform", "erk")
         certainty = "exact" if even else "estimated"
         return {
-            name: self._outlook(round(share * run.parameter(name).numel()), certainty)
+            name: self._outlook(round(share * run.weights.parameter(name).numel()), certainty)
             for name, share in self.shares(run, self.levels[-1]).items()
         }
 
@@ -122,8 +122,8 @@ class LevelPruningModifier(PruningModifier):
         return [start + n * (end - start) // len(self.levels) for n in range(len(self.levels))]
 
     def bind(self, run: Run) -> list[str]:
-        assert run.end_step is not None
-        if (steps := run.end_step - run.start_step) < len(self.levels):
+        assert run.clock.end is not None
+        if (steps := run.clock.end - run.clock.start) < len(self.levels):
             raise ModifierError(
                 f"{len(self.levels)} levels do not fit into {steps} steps; let it end later", "end_epoch"
             )
@@ -132,9 +132,9 @@ class LevelPruningModifier(PruningModifier):
 
     def start(self, run: Run) -> None:
         level = self._level(run)
-        if run.step > self._starts(run)[level] and self._is_at(run, self.levels[level]):
+        if run.clock.step > self._starts(run)[level] and self._is_at(run, self.levels[level]):
             # Entered within a level, with its weights but without its state: the zeros are the mask.
-            masks = {name: run.parameter(name).detach() != 0 for name in run.targets}
+            masks = {name: run.weights.parameter(name).detach() != 0 for name in run.targets}
             self.hold(run, masks, as_they_are=True)
             run.state.update(level=level, target=self.levels[level])
         else:
@@ -145,7 +145,7 @@ class LevelPruningModifier(PruningModifier):
         if self.levels[level] != run.state["target"]:
             self._enter(run, level)
             if self.restart_lr:
-                run.restart_learning_rate()
+                run.optimizer.restart_learning_rate()
 
     def end(self, run: Run) -> None:
         if run.state.get("target") != self.levels[-1]:  # the clock leapt over the last level's start
@@ -177,7 +177,7 @@ class LevelPruningModifier(PruningModifier):
         return {name: 1 - int(keep.count_nonzero()) / max(keep.numel(), 1) for name, keep in masks.items()}
 
     def _masks_at(self, run: Run, sparsity: float) -> dict[str, Tensor]:
-        shared = self.allocated({name: run.parameter(name) for name in run.targets}, sparsity)
+        shared = self.allocated({name: run.weights.parameter(name) for name in run.targets}, sparsity)
         return self.masks(run, self.scorer.scores(run, run.targets), shared)
 
     def _enter(self, run: Run, level: int) -> None:
@@ -187,19 +187,19 @@ class LevelPruningModifier(PruningModifier):
             raise ModifierError(f"level {level + 1} of {len(self.levels)}: {error}", "levels") from None
         self.hold(run, masks)
         run.state.update(level=level, target=self.levels[level])
-        run.log(f"{self.name}/level", self.levels[level])
+        run.log.value(f"{self.name}/level", self.levels[level])
 
     def _starts(self, run: Run) -> list[int]:
-        assert run.end_step is not None
-        return self.starts(run.start_step, run.end_step)
+        assert run.clock.end is not None
+        return self.starts(run.clock.start, run.clock.end)
 
     def _level(self, run: Run) -> int:
         """The last level that has started."""
-        return max(n for n, start in enumerate(self._starts(run)) if start <= max(run.step, run.start_step))
+        return max(n for n, start in enumerate(self._starts(run)) if start <= max(run.clock.step, run.clock.start))
 
     def _is_at(self, run: Run, sparsity: float) -> bool:
         """Whether the weights have exactly the zeros of this sparsity."""
-        counts = [run.zeros(name) for name in run.targets]
+        counts = [run.weights.zeros(name) for name in run.targets]
         if self.allocation == "uniform":
             return all(zeros == zero_count(total, sparsity) for zeros, total in counts)
         return sum(zeros for zeros, _ in counts) == zero_count(sum(total for _, total in counts), sparsity)

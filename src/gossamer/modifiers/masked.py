@@ -97,7 +97,7 @@ class PruningModifier(Modifier):
         self, run: Run, sparsity: Mapping[str, float], certainty: Certainty = "exact"
     ) -> dict[str, Outlook]:
         """The zeros of weights that are pruned to a sparsity each."""
-        shapes = {name: self._rows(run, name, run.parameter(name)).shape for name in sparsity}
+        shapes = {name: self._rows(run, name, run.weights.parameter(name)).shape for name in sparsity}
         return {
             name: self._outlook(pattern_zeros(self.pattern, shapes[name], share), certainty)
             for name, share in sparsity.items()
@@ -130,7 +130,7 @@ class PruningModifier(Modifier):
         """The weights to prune; what the pattern does not fit is skipped, or refused when named exactly."""
         matches = match_prunable(run.module, wanted, field=field, strict=self.params_strict)
         for name, reason in matches.skipped.items():
-            run.skip(name, reason)
+            run.log.skip(name, reason)
         targets: list[str] = []
         excluded, idle = match_excluded(run.module, self.exclude, field="exclude")
         for pattern in idle:
@@ -140,9 +140,9 @@ class PruningModifier(Modifier):
         last, spared = next(reversed(prunable(run.module)), None), ""
         for name in matches.names:
             if name in excluded:
-                run.skip(name, EXCLUDED)
+                run.log.skip(name, EXCLUDED)
                 continue
-            parameter = run.parameter(name)
+            parameter = run.weights.parameter(name)
             if parameter.numel() and bool(parameter.detach().isnan().any()):
                 raise ModifierError(f"'{name}' holds NaN and cannot be pruned; repair the weights first", field)
             reason = self._divides_by_zero(run, name)
@@ -153,13 +153,13 @@ class PruningModifier(Modifier):
                 reason = reason and f"{reason}; name it exactly to prune it"
             if reason:
                 spared = reason
-                run.skip(name, reason)
+                run.log.skip(name, reason)
                 continue
             reason = self.pattern.fits(self._rows(run, name, parameter).shape)
             if reason and name in matches.exact:
                 raise ModifierError(f"{self.mask_type} does not fit '{name}': {reason}", "mask_type")
             if reason:
-                run.skip(name, f"mask_type {self.mask_type} does not fit: {reason}")
+                run.log.skip(name, f"mask_type {self.mask_type} does not fit: {reason}")
             else:
                 targets.append(name)
         if not targets and set(matches.names) <= set(excluded):
@@ -177,13 +177,13 @@ class PruningModifier(Modifier):
     def hold(self, run: Run, masks: Mapping[str, Tensor], *, as_they_are: bool = False) -> None:
         """Hold masks of weights, and with whole filters what belongs to them; `as_they_are` changes no value."""
         for name, keep in masks.items():
-            run.set_mask(name, keep)
+            run.masks.set(name, keep)
         self._hold_vectors(run, as_they_are)
 
     def release(self, run: Run) -> None:
         """Let go of all masks; what was held at zero with filters gets its values back."""
         for name in run.targets:
-            run.release_mask(name)
+            run.masks.release(name)
         self._hold_vectors(run)
 
     def _hold_vectors(self, run: Run, as_they_are: bool = False) -> None:
@@ -196,7 +196,7 @@ class PruningModifier(Modifier):
         if not isinstance(self.pattern, Filter | Channel):
             return None
         names = [name for name in run.plan.get("targets", run.targets) if has_parameter(run.module, name)]
-        shapes = {name: tuple(self._rows(run, name, run.parameter(name)).shape) for name in names}
+        shapes = {name: tuple(self._rows(run, name, run.weights.parameter(name)).shape) for name in names}
         found: FilterPlan | None = run.plan.get("filters")
         if found is None or found.shapes != shapes:
             groups = [[name for name in group if name in shapes] for group in run.plan.get("groups", ())]
@@ -215,7 +215,7 @@ class PruningModifier(Modifier):
             return "a depthwise convolution, which reads each channel on its own"
         if not isinstance(self.pattern, Filter | Channel):
             return None
-        graph = run.filter_graph()
+        graph = run.weights.filter_graph()
         if isinstance(self.pattern, Channel):
             first = not isinstance(graph, str) and graph.reads_input(name)
             return "it reads the model's input, whose channels would be ignored" if first else None
@@ -235,7 +235,7 @@ class PruningModifier(Modifier):
             return f"under weight norm a row of zeros is divided by zero, and {self.name} may leave one; {remedy}"
         if isinstance(self.pattern, Filter | Channel):
             return f"under weight norm a row of zeros is divided by zero; {remedy}, or choose another mask_type"
-        values = run.parameter(name)
+        values = run.weights.parameter(name)
         share, rows = self.sparsity_of(run, name, self.last_epoch), int(values.shape[weight.norm])
         if (
             isinstance(self.pattern, Unstructured)
@@ -253,7 +253,7 @@ class PruningModifier(Modifier):
             try:
                 refuse_nan(score)
             except SparsityError as error:
-                raise ModifierError(f"'{name}' cannot be pruned at step {run.step}: {error}") from None
+                raise ModifierError(f"'{name}' cannot be pruned at step {run.clock.step}: {error}") from None
             rows[name] = self._rows(run, name, with_norms_kept(run.module, name, score))
         if (filters := self.filters(run)) is not None:
             units = {name: self.pattern.unit_scores(score) for name, score in rows.items()}
@@ -321,7 +321,7 @@ class RankedPruningModifier(PruningModifier):
 
     def rank(self, run: Run) -> dict[str, Tensor]:
         """The scores of all targets, by the weights as they are now."""
-        return {name: magnitude(run.parameter(name)) for name in run.targets}
+        return {name: magnitude(run.weights.parameter(name)) for name in run.targets}
 
     def outlook(self, run: Run) -> dict[str, Outlook]:
         if self.goal is None:
@@ -343,7 +343,7 @@ class RankedPruningModifier(PruningModifier):
             if (filters := self.filters(run)) is not None:
                 units, bounds = filters.pools.sizes(), filters.pools.bounds(caps)
             else:
-                rows = {name: self._rows(run, name, run.parameter(name).detach()) for name in targets}
+                rows = {name: self._rows(run, name, run.weights.parameter(name).detach()) for name in targets}
                 units = {name: self.pattern.unit_scores(weight).numel() for name, weight in rows.items()}
                 bounds = caps
             try:

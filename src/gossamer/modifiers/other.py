@@ -36,9 +36,9 @@ class SparsificationLoggingModifier(Modifier):
         self.update(run)
 
     def update(self, run: Run) -> None:
-        counts = {name: run.zeros(name) for name in run.masked_names()}
+        counts = {name: run.weights.zeros(name) for name in run.masks.names()}
         for name, (zeros, total) in counts.items():
-            run.log(f"sparsity/{name}", zeros / max(total, 1))
+            run.log.value(f"sparsity/{name}", zeros / max(total, 1))
         if counts:
             zeros, total = (sum(column) for column in zip(*counts.values(), strict=True))
-            run.log("sparsity", zeros / max(total, 1))
+            run.log.value("sparsity", zeros / max(total, 1))

@@ -52,18 +52,18 @@ class TrainableParamsModifier(ParameterModifier):
         return {"before": by_target(_trained)}
 
     def start(self, run: Run) -> None:
-        run.state["before"] = {name: run.parameter(name).requires_grad for name in run.targets}
+        run.state["before"] = {name: run.weights.parameter(name).requires_grad for name in run.targets}
         self.restore(run)
 
     def restore(self, run: Run) -> None:
         for name in run.state.get("before", {}):
-            run.parameter(name).requires_grad_(self.trainable)
+            run.weights.parameter(name).requires_grad_(self.trainable)
             if not self.trainable:
-                run.parameter(name).grad = None
+                run.weights.parameter(name).grad = None
 
     def undo(self, run: Run) -> None:
         for name, trained in run.state.get("before", {}).items():
-            run.parameter(name).requires_grad_(trained)
+            run.weights.parameter(name).requires_grad_(trained)
 
     def end(self, run: Run) -> None:
         self.undo(run)
@@ -84,7 +84,7 @@ class SetParamModifier(ParameterModifier):
 
     def start(self, run: Run) -> None:
         for name in run.targets:
-            run.write(name, filled(run, name, self.val, "val"))
+            run.weights.write(name, filled(run, name, self.val, "val"))
 
 
 @register
@@ -119,11 +119,11 @@ class GradualParamModifier(ParameterModifier):
         self.update(run)
 
     def update(self, run: Run) -> None:
-        assert run.end_step is not None
-        x = interpolate(0.0, 1.0, fraction(run.step, run.start_step, run.end_step), self.inter_func)
+        assert run.clock.end is not None
+        x = interpolate(0.0, 1.0, fraction(run.clock.step, run.clock.start, run.clock.end), self.inter_func)
         for name in run.targets:
             first, last = filled(run, name, self.init_val, "init_val"), filled(run, name, self.final_val, "final_val")
-            run.write(name, last if x == 1.0 else first + (last - first) * x)
+            run.weights.write(name, last if x == 1.0 else first + (last - first) * x)
 
     def end(self, run: Run) -> None:
         self.update(run)
@@ -141,7 +141,7 @@ class SetWeightDecayModifier(Modifier):
     def bind(self, run: Run) -> list[str]:
         for group in chosen_groups(run, self.param_groups):
             if "weight_decay" not in group:
-                kind = type(run.optimizer).__name__
+                kind = type(run.optimizer.instance).__name__
                 raise ModifierError(f"{kind} has no weight decay to set", "weight_decay")
         return []
 
@@ -160,7 +160,7 @@ def _trained(item: Item, parameter: Spec) -> bool:
 
 def filled(run: Run, name: str, value: float | list[Any], field: str) -> Tensor:
     """A tensor like the parameter that holds `value`, broadcast."""
-    parameter = run.parameter(name).detach()
+    parameter = run.weights.parameter(name).detach()
     try:
         return torch.as_tensor(value, dtype=parameter.dtype, device=parameter.device).expand_as(parameter).clone()
     except (RuntimeError, TypeError, ValueError):

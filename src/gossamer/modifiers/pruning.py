@@ -206,11 +206,11 @@ class GMPruningModifier(RankedPruningModifier):
     def start(self, run: Run) -> None:
         initial: dict[str, float] = {}
         for name in run.targets:
-            zeros, total = run.zeros(name)
+            zeros, total = run.weights.zeros(name)
             initial[name] = zeros / max(total, 1) if self.init_sparsity == FROM_PARAM else float(self.init_sparsity)
         run.state["init_sparsity"] = initial
         if self.permute and isinstance(self.pattern, NM) and self.pattern.permutable:
-            run.permute(run.targets, self.pattern.n, self.pattern.m)
+            run.weights.permute(run.targets, self.pattern.n, self.pattern.m)
         self.update(run)
 
     def update(self, run: Run) -> None:
@@ -244,7 +244,7 @@ class GMPruningModifier(RankedPruningModifier):
                     "take it out of params, or set global_sparsity: false",
                     "global_sparsity",
                 )
-            sizes = {name: run.parameter(name).numel() for name in run.targets}
+            sizes = {name: run.weights.parameter(name).numel() for name in run.targets}
             total = sum(sizes.values())
             shared = sum(sparsity[name] * size for name, size in sizes.items()) / max(total, 1)
             values = set(sparsity.values())
@@ -259,15 +259,15 @@ class GMPruningModifier(RankedPruningModifier):
     def _rank_masked_last(run: Run, scores: dict[str, Tensor], sparsity: Mapping[str, float]) -> None:
         """A masked weight scores 0, above what training moves towards zero; it must not come back for that."""
         for name, score in scores.items():
-            keep = run.mask(name)
+            keep = run.masks.get(name)
             before: dict[str, float] = run.state.get("sparsity", {})
             if keep is not None and sparsity[name] >= before.get(name, 0.0):
                 scores[name] = score.masked_fill(~keep, -float("inf"))
 
     def _sparsity(self, run: Run) -> dict[str, float]:
         """Each target's scheduled sparsity at the run's step."""
-        assert run.end_step is not None
-        x = fraction(run.step, run.start_step, run.end_step)
+        assert run.clock.end is not None
+        x = fraction(run.clock.step, run.clock.start, run.clock.end)
         finals: dict[str, float] = run.plan.get("final", {})
         final = self.final_sparsity
         single = 0.0 if isinstance(final, dict) else final
@@ -315,19 +315,19 @@ class ConstantPruningModifier(PruningModifier):
         return None if self.end_epoch == -1 else self.end_epoch
 
     def outlook(self, run: Run) -> dict[str, Outlook]:
-        zeros = {name: run.zeros(name)[0] for name in run.targets}
+        zeros = {name: run.weights.zeros(name)[0] for name in run.targets}
         return {name: self._outlook(count, "held") for name, count in zeros.items() if count}
 
     def start(self, run: Run) -> None:
         masks: dict[str, Tensor] = {}
         for name in run.targets:
-            keep = run.parameter(name).detach() != 0
+            keep = run.weights.parameter(name).detach() != 0
             if bool(keep.all()):
-                run.skip(name, "dense: it has no zeros to hold")
+                run.log.skip(name, "dense: it has no zeros to hold")
             else:
                 masks[name] = keep
         self.hold(run, masks, as_they_are=True)
-        if not any(run.mask(name) is not None for name in run.targets):
+        if not any(run.masks.get(name) is not None for name in run.targets):
             logger.warning("%s holds nothing: no weight it names has a zero; load the sparse weights first", self.name)
 
     def end(self, run: Run) -> None:

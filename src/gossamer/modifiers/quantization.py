@@ -159,9 +159,9 @@ class QuantizationModifier(Modifier):
             raise ModifierError(error.problems) from None
         for path, layer in named_modules(run.module):
             if isinstance(layer, torch.jit.ScriptModule):
-                run.skip(path, "it is compiled by TorchScript, so that nothing can be rounded inside it")
+                run.log.skip(path, "it is compiled by TorchScript, so that nothing can be rounded inside it")
             if isinstance(layer, _FLOATS):
-                run.skip(path, f"{type(layer).__name__} computes in floats: it has no integer form here")
+                run.log.skip(path, f"{type(layer).__name__} computes in floats: it has no integer form here")
         run.plan["schemes"] = rules.schemes(run.module)
         for field, name in rules.idle(run.module):
             # A class of torch that this model does not use is no mistake.
@@ -183,7 +183,7 @@ class QuantizationModifier(Modifier):
         run.state["ranges"] = {} if before is None else dict(before.ranges)
         self.restore(run)
         self._calibrate(run)
-        logger.info("%s: the model computes as in %s from step %d on", self.name, self._told(), run.step)
+        logger.info("%s: the model computes as in %s from step %d on", self.name, self._told(), run.clock.step)
 
     def restore(self, run: Run) -> None:
         from gossamer.quantization import Emulation, emulation_of
@@ -211,7 +211,7 @@ class QuantizationModifier(Modifier):
         """Processes see different batches and must round alike."""
         emulation = self._emulation(run)
         if not emulation.frozen:
-            run.average_named(emulation.ranges)
+            run.distributed.average_named(emulation.ranges)
 
     def undo(self, run: Run) -> None:
         from gossamer.quantization import withdraw
@@ -230,7 +230,7 @@ class QuantizationModifier(Modifier):
 
     def _calibrate(self, run: Run) -> None:
         """Take ranges from given batches, in evaluation mode, before training goes on."""
-        batches = run.calibration_data
+        batches = run.data.calibration
         if batches is None or self.num_calibration_steps == 0:
             if self.num_calibration_steps:
                 logger.warning(
@@ -251,13 +251,13 @@ class QuantizationModifier(Modifier):
         finally:
             for layer, training in modes:
                 layer.training = training
-        run.average_named(emulation.ranges)
+        run.distributed.average_named(emulation.ranges)
 
     def _warn_of_loose_zeros(self, run: Run) -> None:
-        held = set(run.masked_names())
+        held = set(run.masks.names())
         loose: list[tuple[str, float]] = []
         for name in prunable(run.module):
-            zeros, total = run.zeros(name)
+            zeros, total = run.weights.zeros(name)
             if name not in held and total and zeros / total >= _NOT_HELD:
                 loose.append((name, zeros / total))
         if loose:
@@ -296,7 +296,7 @@ def _has_weights(layer: nn.Module) -> bool:
 
 
 def _reached(epoch: float | None, run: Run) -> bool:
-    return epoch is not None and epoch != -1 and run.step >= to_step(epoch, run.steps_per_epoch)
+    return epoch is not None and epoch != -1 and run.clock.step >= to_step(epoch, run.clock.steps_per_epoch)
 
 
 def _call(module: nn.Module, batch: Any) -> None:

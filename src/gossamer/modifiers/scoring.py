@@ -75,7 +75,7 @@ class MagnitudeScorer:
     def observe(self, run: Run) -> None: ...
 
     def scores(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: magnitude(run.parameter(name)) for name in names}
+        return {name: magnitude(run.weights.parameter(name)) for name in names}
 
     def settle(self, run: Run, masks: Mapping[str, Tensor]) -> None: ...
 
@@ -91,7 +91,7 @@ class FilterScorer(MagnitudeScorer):
 
     def _spread(self, run: Run, name: str) -> Tensor:
         """Rounded to float32, filters that differ by round-off are equals; as float64, their mean is exact."""
-        weight = outputs_first(run, name, run.parameter(name).detach())
+        weight = outputs_first(run, name, run.weights.parameter(name).detach())
         numbers = filter_scores(weight, self.kind).float().double()
         return outputs_first(run, name, numbers.reshape(-1, *[1] * (weight.dim() - 1)).expand_as(weight))
 
@@ -107,10 +107,10 @@ class MovementScorer(MagnitudeScorer):
     def observe(self, run: Run) -> None:
         sums: dict[str, Tensor] = run.state.setdefault("movement", {})
         for name in run.targets:
-            gradient = run.gradient(name)
+            gradient = run.weights.gradient(name)
             if gradient is None:
                 continue
-            moved = movement(run.parameter(name), gradient)
+            moved = movement(run.weights.parameter(name), gradient)
             moved = moved if moved.dtype == torch.float64 else moved.float()
             sums[name] = sums[name].to(moved.device).add_(moved) if name in sums else moved
 
@@ -139,7 +139,7 @@ class FisherScorer(MagnitudeScorer):
     needs_sampler: bool
 
     def check(self, run: Run) -> None:
-        if self.needs_sampler and run.grad_sampler is None:
+        if self.needs_sampler and run.data.grad_sampler is None:
             raise ModifierError(
                 "needs gradients of single batches: pass grad_sampler= to modify(), a mapping with "
                 "'data_loader_builder' and 'loss_function', or a function that takes the model and yields losses"
@@ -147,31 +147,33 @@ class FisherScorer(MagnitudeScorer):
 
     def observe(self, run: Run) -> None:
         """Keep the gradients of the last steps before the next update."""
-        due, count = run.next_update, self.num_grads(_reached(run))
-        if run.grad_sampler is not None or due is None or due - run.step > count:
+        due, count = run.clock.next_update, self.num_grads(_reached(run))
+        if run.data.grad_sampler is not None or due is None or due - run.clock.step > count:
             return
         rows: dict[str, list[Tensor]] = run.state.setdefault("gradients", {})
         for name in run.targets:
-            gradient = run.gradient(name)
+            gradient = run.weights.gradient(name)
             if gradient is not None:
                 kept = rows.setdefault(name, [])
                 kept.append(gradient.detach().reshape(-1).clone())
                 del kept[:-count]
 
     def scores(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]:
-        fisher = self._sampled(run, names) if run.grad_sampler is not None else self._kept(run, names)
+        fisher = self._sampled(run, names) if run.data.grad_sampler is not None else self._kept(run, names)
         damp = self._damp(fisher)
         if self.compensate:
             run.scratch["fisher"] = {name: (matrix, damp[name]) for name, matrix in fisher.items()}
         return _or_magnitude(
-            run, names, {name: matrix.saliency(run.parameter(name), damp[name]) for name, matrix in fisher.items()}
+            run,
+            names,
+            {name: matrix.saliency(run.weights.parameter(name), damp[name]) for name, matrix in fisher.items()},
         )
 
     def settle(self, run: Run, masks: Mapping[str, Tensor]) -> None:
         fisher: dict[str, tuple[BlockFisher, float]] = run.scratch.pop("fisher", {})
         for name in fisher.keys() & masks.keys():
             matrix, damp = fisher[name]
-            run.write(name, matrix.compensated(run.parameter(name), masks[name], damp))
+            run.weights.write(name, matrix.compensated(run.weights.parameter(name), masks[name], damp))
 
     def _damp(self, fisher: Mapping[str, BlockFisher]) -> dict[str, float]:
         """The damp by name: the recipe's, or a fraction of the mean diagonal.
@@ -197,7 +199,7 @@ class FisherScorer(MagnitudeScorer):
         fisher: dict[str, BlockFisher] = {}
         for name, kept in rows.items():
             if kept and name in names:
-                fisher[name] = BlockFisher(run.parameter(name), self.block_size, len(kept))
+                fisher[name] = BlockFisher(run.weights.parameter(name), self.block_size, len(kept))
                 for gradient in kept:
                     fisher[name].add(gradient)
         return fisher
@@ -208,7 +210,7 @@ class FisherScorer(MagnitudeScorer):
         Batch norm uses its running statistics meanwhile: the Fisher matrix is made of gradients of independent
         samples, and statistics of a batch would hide what a change of a filter's scale does to the model.
         """
-        parameters = {name: run.parameter(name) for name in names}
+        parameters = {name: run.weights.parameter(name) for name in names}
         count = self.num_grads(_reached(run))
         fisher = {name: BlockFisher(weight, self.block_size, count) for name, weight in parameters.items()}
         before = {name: parameter.grad for name, parameter in run.module.named_parameters()}
@@ -245,9 +247,9 @@ class FisherScorer(MagnitudeScorer):
         return fisher
 
     def _losses(self, run: Run) -> Iterator[Tensor]:
-        assert run.grad_sampler is not None
+        assert run.data.grad_sampler is not None
         with torch.enable_grad():
-            yield from run.grad_sampler(run.forward)
+            yield from run.data.grad_sampler(run.distributed.module)
 
 
 def _evaluate(layer: nn.Module, _: object) -> None:
@@ -264,8 +266,8 @@ def _or_magnitude(run: Run, names: Sequence[str], found: Mapping[str, Tensor]) -
     unseen = [name for name in names if name not in found]
     run.scratch["unseen"] = unseen if found else []
     for name in run.scratch["unseen"]:
-        run.skip(name, "no gradient was seen: ranked by magnitude")
-    return {name: found[name] if name in found else magnitude(run.parameter(name)) for name in names}
+        run.log.skip(name, "no gradient was seen: ranked by magnitude")
+    return {name: found[name] if name in found else magnitude(run.weights.parameter(name)) for name in names}
 
 
 def _reached(run: Run) -> float:

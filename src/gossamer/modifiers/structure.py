@@ -71,7 +71,7 @@ class StructuredPruningModifier(GMPruningModifier):
         super().bind_filters(run, targets)
 
     def _units(self, run: Run, name: str) -> int:
-        return self.pattern.unit_scores(self._rows(run, name, run.parameter(name).detach())).numel()
+        return self.pattern.unit_scores(self._rows(run, name, run.weights.parameter(name).detach())).numel()
 
 
 @register
@@ -109,7 +109,7 @@ class LayerPruningModifier(Modifier):
         saved, out, found = item.entries(), self.taken_out(run), dict[str, dict[str, Tensor]]()
         for name in run.targets:
             layer = out[name] if name in out else get_module(run.module, name)
-            own: dict[str, Tensor] = layer.state_dict(keep_vars=True) if run.end_step is not None else {}
+            own: dict[str, Tensor] = layer.state_dict(keep_vars=True) if run.clock.end is not None else {}
             given = saved[name].entries() if name in saved else {}
             specs = {key: layout.tensors.get(f"{name}.{key}", Spec.of(key, value)) for key, value in own.items()}
             fits = given.keys() == own.keys() and all(given[key].shape() == specs[key].shape for key in given)
@@ -122,7 +122,7 @@ class LayerPruningModifier(Modifier):
 
     def outlook(self, run: Run) -> dict[str, Outlook]:
         inside = [n for n in prunable(run.module) if any(n.startswith(f"{layer}.") for layer in run.targets)]
-        return {name: Outlook(run.parameter(name).numel(), "layer", "removed", self.name) for name in inside}
+        return {name: Outlook(run.weights.parameter(name).numel(), "layer", "removed", self.name) for name in inside}
 
     def taken_out(self, run: Run) -> Mapping[str, nn.Module]:
         return run.plan.get("originals", {})
@@ -130,7 +130,7 @@ class LayerPruningModifier(Modifier):
     def start(self, run: Run) -> None:
         run.state["layers"] = {
             name: {key: value.detach().clone() for key, value in get_module(run.module, name).state_dict().items()}
-            if run.end_step is not None
+            if run.clock.end is not None
             else {}
             for name in run.targets
         }
@@ -213,16 +213,16 @@ class LayerThinningModifier(Modifier):
         return type(self).model_validate(given | ({"update_epochs": later} if later else {}))
 
     def bind(self, run: Run) -> list[str]:
-        if reason := spread_over_processes(run.forward):
+        if reason := spread_over_processes(run.distributed.module):
             raise ModifierError(f"filters cannot be removed: {reason}; thin the model after the run")
         return match(run.module, self.params)
 
     def start(self, run: Run) -> None:
-        run.thin(run.targets)
+        run.weights.thin(run.targets)
 
     def update(self, run: Run) -> None:
-        if run.step in [to_step(epoch, run.steps_per_epoch) for epoch in self.update_epochs]:
-            run.thin(run.targets)
+        if run.clock.step in [to_step(epoch, run.clock.steps_per_epoch) for epoch in self.update_epochs]:
+            run.weights.thin(run.targets)
 
 
 def _replace(module: nn.Module, name: str, layer: nn.Module) -> None:

@@ -137,7 +137,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
     @property
     def level(self) -> int | None:
         """The level that holds, from 0; None before the first."""
-        return self._attachment.state.get("level") if self._begun and self._attachment is not None else None
+        return self._bound.state.get("level") if self._begun and self._bound is not None else None
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         super()._after_step(optimizer)
@@ -156,19 +156,19 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         from gossamer.analysis.layers import layer_report
 
         owner = self._expect_names(model, "sparse_analysis")
-        attachment = self._attachment
-        if attachment is None or not isinstance(attachment.modifier, LevelPruningModifier):
+        bound = self._bound
+        if bound is None or not isinstance(bound.modifier, LevelPruningModifier):
             raise GossamerError("sparse_analysis: the model was exported; prepare it again")
-        shares = [attachment.modifier.shares(attachment, sparsity) for sparsity in self.table]
+        shares = [bound.modifier.shares(bound, sparsity) for sparsity in self.table]
         by_name = {name: [share[name] for share in shares] for name in self.names}
         return layer_report(owner, by_name, self.table, self.example, self.skipped)
 
     def final_shares(self) -> dict[str, float]:
         """The sparsity of each weight at the last level, by the weights as they are now; none after the export."""
-        attachment = self._attachment
-        if attachment is None or type(attachment.modifier) is not LevelPruningModifier:
+        bound = self._bound
+        if bound is None or type(bound.modifier) is not LevelPruningModifier:
             return {}
-        return attachment.modifier.shares(attachment, self.table[-1])
+        return bound.modifier.shares(bound, self.table[-1])
 
     def _write_analysis(self, report: LayerReport) -> None:
         if not _is_first_process():

@@ -173,7 +173,7 @@ class GeneratedLevels(LevelPruningModifier):
     def masks(self, run: Any, scores: Mapping[str, Tensor], sparsity: Mapping[str, float] | float) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for name, score in scores.items():
-            weight = run.parameter(name).detach()
+            weight = run.weights.parameter(name).detach()
             self._generator.sparsity = sparsity[name] if isinstance(sparsity, Mapping) else sparsity
             mask = cast(object, self._generator.generate_mask(weight))
             if not isinstance(mask, Tensor) or mask.shape != score.shape:

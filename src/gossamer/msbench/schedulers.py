@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gossamer.engine.attachment import Attachment
+from gossamer.engine.binding import BoundModifier
 from gossamer.engine.completion import TOLERANCE
+from gossamer.engine.learning_rate import Restart
 from gossamer.engine.masks import Masks
-from gossamer.engine.restart import Restart
+from gossamer.engine.optimizer import Arguments, StepWatch
 from gossamer.engine.run import TrainingRun
 from gossamer.engine.state import RunState, frozen
-from gossamer.engine.watching import Arguments, Watch
 from gossamer.errors import GossamerError
 from gossamer.model import expect_model, get_parameter, has_parameter, left_dense, prunable, unwrap
 from gossamer.modifiers import LevelPruningModifier
@@ -65,7 +65,7 @@ class BaseScheduler(Lowered):
         self._run: TrainingRun | None = None
         self._begun = False
         self._restart: Restart | None = None
-        self._watch: Watch | None = None
+        self._watch: StepWatch | None = None
         self._steps = 0
         self._untrained: set[int] = set()
         """What is learned and was in no optimizer that stepped so far, by id."""
@@ -113,7 +113,7 @@ class BaseScheduler(Lowered):
         self._untrained = {id(p) for node in sparsers.nodes(unwrap(prepared)).values() for p in node.parameters()}
         self._reference = weakref.ref(unwrap(prepared))
         _living.add(self)
-        self._watch = Watch(unwrap(prepared), self._before_step, self._after_step)
+        self._watch = StepWatch(unwrap(prepared), self._before_step, self._after_step)
         return prepared
 
     def prune_model(self, model: nn.Module, iteration: int) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ class BaseScheduler(Lowered):
         if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise GossamerError(f"init_optimizer: expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
         if self._run is not None:
-            self._run.shared.optimizer = optimizer
+            self._run.optimizer = optimizer
 
     def set_lr_scheduler(self, lr_scheduler: Any) -> None:
         """Name the learning-rate scheduler, which levels start over."""
@@ -147,7 +147,7 @@ class BaseScheduler(Lowered):
                 "name it before its state is loaded, or load the sparse scheduler's state behind this call"
             )
         if self._run is not None:
-            self._run.shared.restart = self._restart
+            self._run.restart = self._restart
         self.init_optimizer(self._restart.optimizer)
 
     def export_sparse_model(self, model: nn.Module) -> nn.Module:
@@ -161,13 +161,13 @@ class BaseScheduler(Lowered):
         if self.iteration is None and not self._holds_masks and not self.learns:
             logger.warning("export_sparse_model: nothing is pruned; prune_model was never called")
         if self._run is not None:
-            self._run.shared.masks.apply_to_copy(owner)
+            self._run.masks.apply_to_copy(owner)
         self._exported.apply_to_copy(owner)
         sparsers.fold(owner, self.names)
         if self._reference is not None and owner is self._reference():
             held = list(self.names)
             if self._run is not None:
-                held += [name for name in self._run.shared.masks.names() if name not in held]
+                held += [name for name in self._run.masks.names() if name not in held]
                 if self._begun:
                     self._run.finish()
             self._run = None
@@ -194,10 +194,10 @@ class BaseScheduler(Lowered):
     def update_sparsity_per_layer(self, model: nn.Module, sparsity_rate: float | Mapping[str, float]) -> None:
         """Prune now, to one sparsity or to one for each layer by its name."""
         self._check_prepared(model, "update_sparsity_per_layer")
-        attachment = self._attachment
-        if attachment is None or not isinstance(attachment.modifier, LevelPruningModifier):
+        bound = self._bound
+        if bound is None or not isinstance(bound.modifier, LevelPruningModifier):
             raise GossamerError(f"update_sparsity_per_layer: {type(self).__name__} decides the sparsity itself here")
-        attachment.modifier.prune(attachment, selection.by_weight(sparsity_rate, self.names))
+        bound.modifier.prune(bound, selection.by_weight(sparsity_rate, self.names))
         assert self._run is not None
         self._run.apply_masks()
 
@@ -227,7 +227,7 @@ class BaseScheduler(Lowered):
             "config": self.settings,
             "iteration": self.iteration,
             "run": self._run.state_dict() if self._run is not None and self._begun else None,
-            "by_hand": frozen(self._run.shared.masks.of(0)) if self._run is not None and not self._begun else {},
+            "by_hand": frozen(self._run.masks.of(0)) if self._run is not None and not self._begun else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -262,7 +262,7 @@ class BaseScheduler(Lowered):
             masks = self._by_hand(model, fields["by_hand"].entries() if "by_hand" in fields else {}, problems)
             self._run = self._new_run(model)
             for name, keep in masks.items():
-                self._run.attachments[0].set_mask(name, keep)
+                self._run.modifiers[0].masks.set(name, keep)
             self._run.apply_masks()
         self.iteration, self._begun = iteration, run is not None
         for problem in problems:
@@ -282,7 +282,7 @@ class BaseScheduler(Lowered):
 
     @property
     def _holds_masks(self) -> bool:
-        return self._run is not None and bool(self._run.shared.masks.names())
+        return self._run is not None and bool(self._run.masks.names())
 
     # What is pruned
 
@@ -304,10 +304,10 @@ class BaseScheduler(Lowered):
     def install(self, model: nn.Module) -> None:
         """Bind the recipe to the model, so that what is wrong is told now; put the sparsers in."""
         run = self._new_run(model)
-        self.names = [name for attachment in run.attachments for name in attachment.bound]
-        self.skipped = {name: why for attachment in run.attachments for name, why in attachment.skipped.items()}
+        self.names = [name for own in run.modifiers for name in own.bound]
+        self.skipped = {name: why for own in run.modifiers for name, why in own.skipped.items()}
         self._run, self._begun, self.iteration = None if self.learns else run, False, None
-        if type(self) is BaseScheduler and not self.learns and run.attachments[0].modifier.sparsity_at(0.0) == 0:  # pyright: ignore[reportAttributeAccessIssue]
+        if type(self) is BaseScheduler and not self.learns and run.modifiers[0].modifier.sparsity_at(0.0) == 0:
             logger.warning("no sparsity is given: nothing is pruned until update_sparsity_per_layer")
         if self.learns:
             run.take_over_masks()
@@ -333,8 +333,9 @@ class BaseScheduler(Lowered):
         with told_of_config():
             recipe, example = Recipe.of(self.modifiers(), name=NAME), self.followed[0]
             run = TrainingRun(recipe, model, None, 1.0, example_inputs=example, restart=self._restart)
-        run.told_the_time = True
-        first = run.attachments[0]
+            run.bind()
+        run.external_clock = True
+        first = run.modifiers[0]
         if self.generator.mask_type is None and isinstance(first.modifier, LevelPruningModifier):
             first.modifier = GeneratedLevels.of(first.modifier, self.generator)
         return run
@@ -365,8 +366,8 @@ class BaseScheduler(Lowered):
     # Behind the scenes
 
     @property
-    def _attachment(self) -> Attachment | None:
-        return self._run.attachments[0] if self._run is not None else None
+    def _bound(self) -> BoundModifier | None:
+        return self._run.modifiers[0] if self._run is not None else None
 
     def _enter(self, iteration: int) -> None:
         if self._run is not None:
@@ -382,8 +383,8 @@ class BaseScheduler(Lowered):
         self.before_step()
         if self._run is None or not self._begun:
             return None
-        if self._run.shared.optimizer is None:
-            self._run.shared.optimizer = optimizer
+        if self._run.optimizer is None:
+            self._run.optimizer = optimizer
         return self._run.before_step(optimizer, args, kwargs)
 
     def _warn_of_untrained(self) -> None:
@@ -418,7 +419,7 @@ class BaseScheduler(Lowered):
         if model is None:
             return
         self._steps += 1
-        if self._run is not None and self._begun and optimizer is self._run.shared.optimizer:
+        if self._run is not None and self._begun and optimizer is self._run.optimizer:
             self._run.after_step(optimizer, (), {})
         elif self._run is not None:
             self._run.apply_masks()

@@ -54,21 +54,21 @@ class TaughtModifier(Modifier):
         """What learns in this run."""
 
     def bind(self, run: Run) -> list[str]:
-        if run.lessons is not None:
-            run.plan["place"] = run.lessons.next_place()
+        if run.distillation is not None:
+            run.plan["place"] = run.distillation.next_place()
         return []
 
     def start(self, run: Run) -> None:
         self.restore(run)
 
     def restore(self, run: Run) -> None:
-        if run.lessons is not None and self.learns:
-            run.scratch["learner"] = self.learner(run, run.lessons, run.plan["place"])
-            run.lessons.join(run.scratch["learner"])
+        if run.distillation is not None and self.learns:
+            run.scratch["learner"] = self.learner(run, run.distillation, run.plan["place"])
+            run.distillation.join(run.scratch["learner"])
 
     def undo(self, run: Run) -> None:
-        if run.lessons is not None:
-            run.lessons.leave(run.plan["place"])
+        if run.distillation is not None:
+            run.distillation.leave(run.plan["place"])
         run.scratch.pop("learner", None)
 
     def finish(self, run: Run) -> None:
@@ -140,7 +140,7 @@ class PerLayerDistillationModifier(TaughtModifier):
         return super().warnings() + [Problem("has no effect on features of layers", ("distill_output_keys",))] * idle
 
     def bind(self, run: Run) -> list[str]:
-        teacher = None if run.lessons is None else run.lessons.teacher.module
+        teacher = None if run.distillation is None else run.distillation.teacher.module
         run.plan["layers"] = self._layers(run.module, teacher)
         return super().bind(run)
 

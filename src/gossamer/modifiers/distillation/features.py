@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -156,7 +156,7 @@ class FeatureLearner(Learner):
         lesson.explicit = True
         self.reached += 1
         self._terms = []
-        learned = torch.stack([term.to(loss.device) for term in terms]).sum() / self.run.accumulation_steps
+        learned = torch.stack([term.to(loss.device) for term in terms]).sum() / self.run.optimizer.accumulation_steps
         return loss + learned.to(loss.dtype)
 
     def forget(self, lesson: Lesson) -> None:
@@ -210,7 +210,7 @@ class FeatureLearner(Learner):
         momenta: dict[str, Tensor] = self.run.state.setdefault("momenta", {})
         pulled, self._pulled = self._pulled, {}
         gradients = [pulled[key] if key in pulled else torch.zeros_like(held[key]) for key in held]
-        self.run.average(gradients)
+        self.run.distributed.average(gradients)
         rates = {pair.key: self._settings(pair.student) for pair in self.layers}
         for (key, matrix), gradient in zip(held.items(), gradients, strict=True):
             if key not in rates or not bool(gradient.isfinite().all()):
@@ -233,11 +233,10 @@ class FeatureLearner(Learner):
 
     def _settings(self, name: str) -> tuple[float, float]:
         """The optimizer's learning rate and momentum for a layer; Adam's relatives have their first beta for it."""
-        optimizer = self.run.optimizer
-        if optimizer is None:
+        groups = self.run.optimizer.param_groups
+        if not groups:
             return 0.0, 0.0
         own = {id(parameter) for parameter in get_module(self.run.module, name).parameters()}
-        groups: Sequence[Mapping[str, Any]] = optimizer.param_groups
         group = next((g for g in groups if any(id(parameter) in own for parameter in g["params"])), groups[0])
         return float(group["lr"]), float(group.get("momentum", group.get("betas", (0.0,))[0]))
 
@@ -268,7 +267,7 @@ class _Pull:
         learner.reached += 1
         learner.mixed += 1
         learner.forget(self.lesson)
-        accumulated = self.factor / learner.run.accumulation_steps
+        accumulated = self.factor / learner.run.optimizer.accumulation_steps
         if self.term.projection is not None:
             learner.pull(self.lesson, self.key, self.term.projection * accumulated)
         return (gradient + self.term.gradient * (self.lesson.scale * self.factor)).to(gradient.dtype)
@@ -291,7 +290,7 @@ class _Asked(torch.autograd.Function):
         learner, weight = pull.learner(), gradients[0]
         if learner is not None and pull.term.projection is not None:
             learner.mixed += 1  # The projection's gradient is freed of the loss scale.
-            learner.pull(pull.lesson, pull.key, pull.term.projection * (weight / learner.run.backward_scale))
+            learner.pull(pull.lesson, pull.key, pull.term.projection * (weight / learner.run.optimizer.backward_scale))
         return (pull.term.gradient * weight).to(ctx.dtype), None
 
 

@@ -68,7 +68,7 @@ class OutputLearner(Learner):
                 (wide(theirs).softmax(classes(theirs)) for _, theirs in found.values()),
                 [theirs for _, theirs in found.values()],
             )
-        weight = self.hardness * self.temperature**2 / self.run.accumulation_steps
+        weight = self.hardness * self.temperature**2 / self.run.optimizer.accumulation_steps
         return self.keep * loss + weight * distance
 
 

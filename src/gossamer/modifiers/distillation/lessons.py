@@ -41,7 +41,7 @@ class Lesson:
 
     def __init__(self, run: Run) -> None:
         self.answers: dict[tuple[str, ...], Answer] = {}
-        self.step = run.step
+        self.step = run.clock.step
         self.explicit = False
         """Whether the user has asked for the loss, so that gradients come with it."""
         self._run = weakref.ref(run)
@@ -57,7 +57,7 @@ class Lesson:
         if run is None:
             return 0.0
         if backward == -1 or self._scale[0] != backward:
-            self._scale = (backward, run.backward_scale / run.accumulation_steps)
+            self._scale = (backward, run.optimizer.backward_scale / run.optimizer.accumulation_steps)
         return self._scale[1]
 
 
@@ -110,7 +110,7 @@ class Learner(ABC):
                 f"learned nothing in this step: no gradient came back through {where}, as when the loss is computed "
                 "inside forward; train on loss = manager.loss(loss, outputs)"
             )
-        if mixed and not self.run.scaled and self.run.backward_scale != 1:
+        if mixed and not self.run.optimizer.uses_scaler and self.run.optimizer.backward_scale != 1:
             raise ModifierError(
                 "learned at the loss scale of the GradScaler that modify was given, and this step goes past it; use "
                 "that one, scaler.scale(loss).backward() and scaler.step(optimizer), or give modify no scaler"

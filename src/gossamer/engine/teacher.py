@@ -29,10 +29,10 @@ _WORDS = ("self", "disable")
 logger = logging.getLogger("gossamer")
 
 
-def lessons_for(module: nn.Module, given: object, wanted: bool) -> Lessons | None:
+def distillation_for(module: nn.Module, given: object, used: bool) -> Lessons | None:
     """The lessons of a run on `module`, by what the user gave as teacher; None when nothing is to be learned."""
     _check(module, given)
-    if not wanted:
+    if not used:
         if given is not None and given is not False:
             logger.warning("distillation_teacher has no effect: the recipe holds no distillation modifier")
         return None

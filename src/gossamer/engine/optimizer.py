@@ -1,0 +1,243 @@
+"""The user's optimizer and GradScaler: hooks on their steps, the loss scale, and the settings that modifiers change.
+
+Nothing wraps the optimizer. The GradScaler alone is replaced by a subclass that shares its state, because the hooks of
+an optimizer do not run on a step that the scaler skips.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from gossamer.errors import GossamerError, Problem
+from gossamer.modifiers.base import to_step
+from gossamer.recipe import Recipe
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+SETTINGS = {"learning_rate": "lr", "optimizer": "weight_decay"}
+"""What the modifiers of a family set in the optimizer's parameter groups."""
+
+
+def settings(
+    optimizer: torch.optim.Optimizer | None, families: Collection[str] = tuple(SETTINGS)
+) -> list[dict[str, float]]:
+    """By parameter group: what modifiers of these families set."""
+    keys = [key for family, key in SETTINGS.items() if family in families]
+    groups = optimizer.param_groups if optimizer is not None else []
+    return [{key: float(group[key]) for key in keys if key in group} for group in groups]
+
+
+def restore_settings(optimizer: torch.optim.Optimizer | None, saved: Sequence[Mapping[str, float]]) -> None:
+    """Restore what `settings` returned, in place where the optimizer holds tensors."""
+    groups = optimizer.param_groups if optimizer is not None else []
+    for group, values in zip(groups, saved, strict=False):
+        for key, value in values.items():
+            if key not in group:  # The values are of an optimizer that had this setting.
+                continue
+            if isinstance(group[key], Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def with_gradients(
+    args: tuple[Any, ...], kwargs: dict[str, Any], callback: Callable[[], None], *, every: bool = False
+) -> Arguments | None:
+    """For a pre-step hook: call `callback` when the gradients are computed.
+
+    That is now, or, with a closure, after its first call (after each one with `every`); then this returns the arguments
+    to step with, the closure wrapped. `args` begin with the optimizer itself, as torch passes them.
+    """
+    closure: Callable[[], Any] | None = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        callback()
+        return None
+    called = False
+
+    def observed() -> Any:
+        nonlocal called
+        loss = closure()
+        if every or not called:
+            called = True
+            callback()
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": observed}
+    return (*args[:1], observed, *args[2:]), kwargs
+
+
+class StepWatch:
+    """Calls `before` and `after`, bound methods of one owner, around the steps of every optimizer that trains a model.
+
+    For front ends that are not given the optimizer. Keeps neither the model nor the owner alive.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        before: Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Arguments | None],
+        after: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
+        self._module = weakref.ref(module)
+        self._before = weakref.WeakMethod(before)
+        self._after = weakref.WeakMethod(after)
+        self._trains: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        # torch keeps hooks for ever, so they refer to this object weakly.
+        pre, post = weakref.WeakMethod(self._pre), weakref.WeakMethod(self._post)
+
+        def before_any(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Arguments | None:
+            call = pre()
+            return call(optimizer, args, kwargs) if call is not None else None
+
+        def after_any(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            call = post()
+            if call is not None:
+                call(optimizer)
+
+        handles = [register_optimizer_step_pre_hook(before_any), register_optimizer_step_post_hook(after_any)]
+        self.remove = weakref.finalize(self, _remove, handles)
+
+    def _pre(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        before = self._before()
+        return before(optimizer, args, kwargs) if before is not None and self._trains_model(optimizer) else None
+
+    def _post(self, optimizer: torch.optim.Optimizer) -> None:
+        after = self._after()
+        if after is not None and self._trains_model(optimizer):
+            after(optimizer)
+
+    def _trains_model(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer holds a parameter of the model; cached until its number of parameters changes."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._trains.get(optimizer)
+        if known is None or known[0] != count:
+            module = self._module()
+            own = {id(parameter) for parameter in module.parameters()} if module is not None else set[int]()
+            shared = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+            known = self._trains[optimizer] = (count, shared)
+        return known[1]
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+# GradScaler
+
+
+class LossScale:
+    """The loss scale of a run, and whether the current step uses it."""
+
+    def __init__(self, scaler: GradScaler | None) -> None:
+        self.scaler = scaler
+        self.of_gradients = 1.0
+        """The scale of the gradients that the parameters hold now."""
+        self.overflowed = False
+        self.uses_scaler = True
+        """Whether the step that is about to be made goes through the scaler, if there is one."""
+        self._loss_scaled: bool | None = None
+        """Whether the scaler that `modify` returned has scaled a loss since the last step; None if never."""
+
+    @property
+    def of_losses(self) -> float:
+        """The scale of a loss whose backward pass runs now."""
+        # A user who stops using the scaler, as when quantization begins, trains on plain losses.
+        return 1.0 if self.scaler is None or self._loss_scaled is False else self.scaler.get_scale()
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        scale, found_inf = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+        self.of_gradients = 1.0 if scale is None else float(scale)
+        self.overflowed = found_inf is not None and float(found_inf) > 0
+        self.uses_scaler = _goes_through(self.scaler, optimizer)
+
+    def after_step(self) -> None:
+        self.of_gradients, self.overflowed = 1.0, False
+        self.after_skipped_step()
+
+    def after_skipped_step(self) -> None:
+        self._loss_scaled = None if self._loss_scaled is None else False
+
+    def loss_scaled(self) -> None:
+        self._loss_scaled = True
+
+
+def _goes_through(scaler: GradScaler | None, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the step that the optimizer is about to make goes through the scaler; True without one in use.
+
+    torch has no public way to ask. The scaler keeps an entry for each optimizer since the last `update`, which
+    `unscale_` and `step` create.
+    """
+    if scaler is None or not scaler.is_enabled() or not hasattr(scaler, "_per_optimizer_states"):
+        return True
+    stages: dict[int, dict[str, Any]] = scaler._per_optimizer_states  # pyright: ignore[reportPrivateUsage]
+    return id(optimizer) in stages and stages[id(optimizer)]["stage"] is not OptState.STEPPED
+
+
+def check_scaler(scaler: GradScaler | None, recipe: Recipe, steps_per_epoch: float) -> None:
+    """Raise when quantization starts with the run, which mixed precision excludes."""
+    if scaler is None or not scaler.is_enabled():
+        return
+    for index, modifier in enumerate(recipe.modifiers):
+        if modifier.family == "quantization" and to_step(modifier.start_epoch, steps_per_epoch) == 0:
+            message = "starts with the run, so that mixed precision would never be in use"
+            fix = "drop the scaler, or start quantization later"
+            raise GossamerError(Problem(message, (modifier.name,), recipe.location(index, "start_epoch"), fix))
+
+
+class StepCounter(Protocol):
+    """What the scaler reports to."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None: ...
+    @property
+    def hook_calls(self) -> int:
+        """How often the hooks on the optimizer's steps were called."""
+        ...
+
+    @property
+    def loss_scale(self) -> LossScale: ...
+    def count_skipped(self) -> None: ...
+
+
+def counting_scaler(scaler: GradScaler, counter: StepCounter) -> GradScaler:
+    """The user's scaler, which also reports the steps that it skips; a copy of it is a plain scaler."""
+    kind = type(scaler)
+    plain: type[GradScaler] = getattr(kind, "plain_class", kind)
+
+    class Counting(kind):
+        plain_class = plain
+
+        def scale(self, outputs: Any) -> Any:
+            counter.loss_scale.loss_scaled()
+            return cast(Any, super()).scale(outputs)
+
+        def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+            calls = counter.hook_calls
+            result = super().step(optimizer, *args, **kwargs)
+            if optimizer is counter.optimizer and counter.hook_calls == calls:
+                counter.count_skipped()
+            return result
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return _plain, (plain, self.__getstate__())
+
+    Counting.__name__ = Counting.__qualname__ = kind.__name__
+    result = Counting.__new__(Counting)
+    result.__dict__ = scaler.__dict__
+    return result
+
+
+def _plain(kind: type[GradScaler], state: dict[str, Any]) -> GradScaler:
+    scaler = kind.__new__(kind)
+    scaler.__setstate__(state)
+    return scaler
