@@ -95,7 +95,7 @@ def test_a_file_never_makes_us_import_a_module(tmp_path: Path, monkeypatch: pyte
         ("model.onnx", "an exported program is not a PyTorch model; name the run"),
         ("weights.safetensors", "does not describe its model; name the model"),
         ("nothing.safetensors", "no such file"),
-        ("broken.safetensors", "is no safetensors file, or is cut short or damaged"),
+        ("broken.safetensors", "is not a safetensors file, or is cut short or damaged"),
         ("odd.safetensors", "what it says of its model cannot be read"),
         ("weights.pt", "does not describe its model"),
         ("empty", "a folder without config.yaml"),

@@ -73,7 +73,7 @@ def test_weights_in_another_file_count_in_size_and_zeros(tmp_path: Path) -> None
     assert found.bytes == path.stat().st_size + (tmp_path / "weights.bin").stat().st_size
     assert (found.weights, found.zeros) == (288, ZEROS)
     (tmp_path / "weights.bin").unlink()
-    with pytest.raises(GossamerError, match=r"its weights are in 'weights\.bin', which is not beside it"):
+    with pytest.raises(GossamerError, match=r"its weights are in 'weights\.bin', which is missing"):
         contents_of_onnx(path)
 
 

@@ -139,7 +139,7 @@ def test_a_model_by_its_name_is_timed_in_torch(run: Run) -> None:
         ),
         ([DENSE, "--input", "y=1,8,9,9"], f"{DENSE}: it has no input 'y'"),
         ([DENSE, "--batch", str(10**12)], "--batch, --input: an input 'x' of float32 (1000000000000, 8, 9, 9)"),
-        (["text.onnx"], "text.onnx: not an ONNX model, or only a part of one; export it again"),
+        (["text.onnx"], "text.onnx: not an ONNX model, or incomplete; export it again"),
         (
             ["notes.txt"],
             "notes.txt: expected a file that ends in .onnx, .pt2, .safetensors; gossamer export writes them",

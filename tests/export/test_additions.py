@@ -142,7 +142,7 @@ def test_a_plain_file_of_a_state_dict_is_for_every_tool(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
 def test_a_program_needs_the_model(format: str, tmp_path: Path) -> None:
     path = tmp_path / f"model.{format}"
-    with pytest.raises(GossamerError, match=rf"the format {format} needs the model, not its state dict; tensors go"):
+    with pytest.raises(GossamerError, match=rf"the format {format} needs the model, not its state dict; safetensors"):
         save(network().state_dict(), path, format, example_inputs=torch.zeros(1, 1, 8, 8))
     assert not path.exists()
 

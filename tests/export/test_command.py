@@ -61,7 +61,7 @@ def test_json_has_the_same_and_nothing_else_is_printed() -> None:
 def test_an_error_is_one_sentence_and_exit_code_1() -> None:
     result = run("none.onnx")
     assert result.exit_code == 1
-    assert result.stderr == "error: none.onnx: there is no such file; give an ONNX model\n"
+    assert result.stderr == "error: none.onnx: file not found; give an ONNX model\n"
     assert result.stdout == ""
 
 
@@ -79,7 +79,7 @@ def _missing_weights(model: onnx.ModelProto) -> None:
     ("change", "message"),
     [
         (_unknown_type, "not a valid ONNX model (99 is not a valid DataType); export it again"),
-        (_missing_weights, "its weights are in 'weights.bin', which is not beside it; put it there"),
+        (_missing_weights, "its weights are in 'weights.bin', which is missing; put it into the same folder"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused(change: Callable[[onnx.ModelProto], None], message: str) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 import gossamer
 from gossamer.errors import GossamerError
 from gossamer.export import load_into, read_about, read_state, save
-from gossamer.export.weights.packing import words
+from gossamer.export.weights.packing import bits
 from gossamer.io import bytes_of, header_of, write_sealed
 
 KINDS = ("safetensors", "bitmask", "sparse24")
@@ -47,7 +47,7 @@ def other() -> nn.Sequential:
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return set(first) == set(second) and all(
-        tensor.dtype == second[name].dtype and torch.equal(words(tensor), words(second[name]))
+        tensor.dtype == second[name].dtype and torch.equal(bits(tensor), bits(second[name]))
         for name, tensor in first.items()
     )
 
@@ -113,7 +113,7 @@ def test_a_file_that_is_cut_short_is_refused(content: bytes, tmp_path: Path, eve
         with pytest.raises(GossamerError):
             read_state(path)
     path.write_bytes(content + b"\0")
-    assert "the file is damaged: it has 1 extra bytes; take another copy of it" in refused(path)
+    assert "the file is damaged: it has 1 extra bytes; use another copy of it" in refused(path)
 
 
 # Files that are whole, and wrong
@@ -181,23 +181,23 @@ def test_a_version_that_is_no_number_is_refused(packed: Path, version: str) -> N
 
 def test_an_unknown_encoding_is_refused(packed: Path) -> None:
     forged(packed, lambda metadata, _: metadata.update(encoding="zip"))
-    assert "its encoding 'zip' is not one of dense, bitmask, sparse24; read it by a newer version" in refused(packed)
+    assert "its encoding 'zip' is not one of dense, bitmask, sparse24; use a newer version" in refused(packed)
 
 
 @pytest.mark.parametrize(
     ("entry", "told"),
     [
         (["rle", [24, 8]], "'1.weight' has the unknown encoding 'rle'"),
-        (["bitmask", [24, 9]], "the parts of '1.weight' are not what they should be"),
+        (["bitmask", [24, 9]], "the parts of '1.weight' do not match its entry"),
         (["bitmask", [2**40, 2**40]], "the shape of '1.weight' is larger than any memory"),
         (["bitmask", [2**62]], "the shape of '1.weight' is larger than any memory"),
         (["bitmask", [0, 2**64]], "'1.weight' has an invalid shape"),
         (["bitmask", [-24, -8]], "'1.weight' has an invalid shape"),
         (["bitmask", [24.0, 8]], "'1.weight' has an invalid shape"),
         (["bitmask", 192], "'1.weight' has an invalid shape"),
-        (["bitmask"], "what it says of '1.weight' is illegible"),
-        (7, "what it says of '1.weight' is illegible"),
-        (["sparse24", [24, 8], 1], "the parts of '1.weight' are not what they should be"),
+        (["bitmask"], "its entry for '1.weight' is invalid"),
+        (7, "its entry for '1.weight' is invalid"),
+        (["sparse24", [24, 8], 1], "the parts of '1.weight' do not match its entry"),
     ],
 )
 def test_a_tensor_that_does_not_fit_its_parts_is_refused(packed: Path, entry: Any, told: str) -> None:
@@ -207,7 +207,7 @@ def test_a_tensor_that_does_not_fit_its_parts_is_refused(packed: Path, entry: An
 @pytest.mark.parametrize("axis", [0, 2, -1, "1", None, True, 1.0])
 def test_groups_along_another_axis_than_there_is_are_refused(packed: Path, axis: Any) -> None:
     entry = ["sparse24", [6, 16] if axis == 0 else [8, 16], axis]
-    assert "the parts of '0.weight' are not what they should be" in refused(
+    assert "the parts of '0.weight' do not match its entry" in refused(
         forged(packed, set_packed(**{"0_weight": entry}))
     )
 
@@ -216,28 +216,30 @@ def test_a_mask_that_does_not_fit_its_values_is_refused(packed: Path) -> None:
     def change(_: dict[str, str], parts: dict[str, Any]) -> None:
         parts["1.weight@mask"][2][0] ^= 1
 
-    assert "places for" in refused(forged(packed, change))
+    assert "positions for" in refused(forged(packed, change))
 
 
 def test_places_that_are_none_are_refused(packed: Path) -> None:
     def change(_: dict[str, str], parts: dict[str, Any]) -> None:
         parts["0.weight@positions"][2][3] = 0
 
-    assert "'0.weight@positions' names places that are none" in refused(forged(packed, change))
+    assert "'0.weight@positions' holds invalid positions" in refused(forged(packed, change))
 
 
 def test_a_name_that_stands_twice_is_refused(packed: Path) -> None:
     def both(_: dict[str, str], parts: dict[str, Any]) -> None:
         parts["1.weight"] = [torch.uint8, [1], bytearray(1)]
 
-    assert "the parts of '1.weight' are not what they should be" in refused(forged(packed, both))
+    assert "the parts of '1.weight' do not match its entry" in refused(forged(packed, both))
     forged(packed, lambda metadata, parts: (parts.pop("1.weight"), metadata.update(tied='{"0.bias": "1.bias"}')))
-    assert "'0.bias' is another name of what is not there" in refused(packed)
+    assert "'0.bias' is tied to a tensor that is missing" in refused(packed)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "7", "[" * 100_000])
 def test_a_list_that_is_illegible_is_refused(packed: Path, text: str) -> None:
-    assert "its list 'packed' is illegible" in refused(forged(packed, lambda metadata, _: metadata.update(packed=text)))
+    assert "its metadata 'packed' is invalid" in refused(
+        forged(packed, lambda metadata, _: metadata.update(packed=text))
+    )
 
 
 def test_two_entries_of_one_name_are_refused(packed: Path) -> None:
@@ -253,7 +255,7 @@ def test_a_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
 
     path = tmp_path / "model.safetensors"
     torch.save({"0.weight": torch.ones(3)}, path)
-    told = "is a file of PyTorch's own format and not safetensors; read it by torch.load(…, weights_only=True)"
+    told = "is in PyTorch's format, not safetensors; read it with torch.load(…, weights_only=True)"
     assert refused(path) == f"{path}: {told}"
     path.write_bytes(pickle.dumps(Runs()))
     assert refused(path) == f"{path}: {told}"
@@ -265,8 +267,8 @@ def test_a_checkpoint_and_a_missing_file_are_told(tmp_path: Path) -> None:
 
     path = tmp_path / "best.safetensors"
     write_checkpoint(path, {"model": network().state_dict()}, iteration=1, epoch=1, metrics={})
-    assert "is a checkpoint of a run; write its model by `gossamer export` and load that" in refused(path)
-    assert "there is no such file" in refused(tmp_path / "none.safetensors")
+    assert "is a checkpoint of a run; export its model with `gossamer export` and load that" in refused(path)
+    assert "file not found" in refused(tmp_path / "none.safetensors")
 
 
 # Sound files
@@ -276,7 +278,7 @@ def test_a_checkpoint_and_a_missing_file_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_a_model_comes_back_to_the_bit(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     model = network(dtype)
-    odd = words(model[1].weight)
+    odd = bits(model[1].weight)
     odd[1, :3] = torch.tensor([1, -1, 1 << (8 * dtype.itemsize - 2)], dtype=odd.dtype)  # tiny, NaN, anything
     with torch.no_grad():
         model[1].weight[1, 3] = -0.0
@@ -368,17 +370,17 @@ def test_weights_of_another_model_are_told(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save(network(), path, "bitmask")
     with pytest.raises(
-        GossamerError, match=r"weights of another model: it has no '3.weight'.*\(2 names missing, 0 unk"
+        GossamerError, match=r"weights are of another model: the file has no '3.weight'.*\(2 names missing, 0 unk"
     ):
         load_into(nn.Sequential(*network(), nn.Linear(24, 2)), path)
-    with pytest.raises(GossamerError, match=r"has the shape \(8, 16\) in the file and \(8, 12\) in the model"):
+    with pytest.raises(GossamerError, match=r"has shape \(8, 16\) in the file and \(8, 12\) in the model"):
         load_into(nn.Sequential(nn.Linear(12, 8), *network()[1:]), path)
     with pytest.raises(GossamerError, match=r"has no memory to load into; call model.to_empty"):
         load_into(network().to("meta"), path)
 
 
 def test_nothing_but_files_of_weights_is_loaded_into_a_model(tmp_path: Path) -> None:
-    with pytest.raises(GossamerError, match=r"load: a model takes weights from a .safetensors file, and not from"):
+    with pytest.raises(GossamerError, match=r"load: expected a .safetensors file with the weights of the model"):
         gossamer.load("modifiers: []", network())
     with pytest.raises(GossamerError, match="an open file"):
         gossamer.load(io.StringIO("modifiers: []"), network())

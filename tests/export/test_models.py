@@ -76,16 +76,18 @@ def test_a_missing_file_of_weights_is_told_by_name(tmp_path: Path) -> None:
     onnx.save(emulated(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
     content = (tmp_path / "weights.bin").read_bytes()
     (tmp_path / "weights.bin").unlink()
-    assert one_sentence(path) == f"{path}: its weights are in 'weights.bin', which is not beside it; put it there"
-    with pytest.raises(GossamerError, match=r"its weights are in 'weights\.bin'; give the model's path instead"):
+    assert (
+        one_sentence(path) == f"{path}: its weights are in 'weights.bin', which is missing; put it into the same folder"
+    )
+    with pytest.raises(GossamerError, match=r"its weights are in 'weights\.bin'; pass the model's path instead"):
         quantize_qat_export(onnx.load(path, load_external_data=False))
     (tmp_path / "weights.bin").write_bytes(content[:100])
-    assert one_sentence(path).startswith(f"{path}: weights beside it cannot be read: ")
+    assert one_sentence(path).startswith(f"{path}: its external data cannot be read: ")
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     path = tmp_path / "none.onnx"
-    assert one_sentence(path) == f"{path}: there is no such file; give an ONNX model"
+    assert one_sentence(path) == f"{path}: file not found; give an ONNX model"
     assert one_sentence(tmp_path).startswith(f"{tmp_path}: cannot be read: ")
 
 
@@ -93,7 +95,7 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
 def test_a_file_that_is_no_model_is_told(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(content)
-    assert one_sentence(path) == f"{path}: not an ONNX model, or only a part of one; export it again"
+    assert one_sentence(path) == f"{path}: not an ONNX model, or incomplete; export it again"
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
@@ -101,14 +103,14 @@ def test_a_part_of_a_model_is_told(tmp_path: Path, share: float) -> None:
     path = tmp_path / "model.onnx"
     content = emulated().SerializeToString()
     path.write_bytes(content[: int(len(content) * share)])
-    assert one_sentence(path) == f"{path}: not an ONNX model, or only a part of one; export it again"
+    assert one_sentence(path) == f"{path}: not an ONNX model, or incomplete; export it again"
 
 
 def test_a_model_without_emulated_quantization_is_told(tmp_path: Path) -> None:
     graph = Graph()
     path = tmp_path / "model.onnx"
     onnx.save(graph.build(graph.add("Conv", "x", graph.constant("w", WEIGHT)), (1, 4, 7, 7)), path)
-    assert one_sentence(path).startswith(f"{path}: no QuantizeLinear is in it, so there is nothing to quantize")
+    assert one_sentence(path).startswith(f"{path}: it has no QuantizeLinear, so there is nothing to quantize")
 
 
 def test_a_model_that_is_quantized_already_comes_back_as_it_was(tmp_path: Path) -> None:

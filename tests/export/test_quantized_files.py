@@ -117,7 +117,7 @@ def test_integers_take_less_than_floats_and_than_dense(tmp_path: Path) -> None:
     tensors = [path.stat().st_size - header(path) for path in (small.path, floats.path)]
     assert tensors[0] < 0.55 * tensors[1]
     assert any("integers with scales" in note for note in small.notes)
-    assert any("its float weights are in the file" in note for note in floats.notes)
+    assert any("holds its float weights" in note for note in floats.notes)
     assert small.zeros >= floats.zeros
 
 
@@ -149,7 +149,7 @@ def test_layers_that_compute_in_floats_keep_their_floats(tmp_path: Path) -> None
     model, images = network(), torch.randn(4, 3, 8, 8)
     calibrated(model, images, ignore=["8"])
     found = save(model, tmp_path / "model.safetensors", "bitmask", example_inputs=images)
-    assert "in floats, as in the model: 8.weight" in found.notes
+    assert "stored as floats, as in the model: 8.weight" in found.notes
     assert torch.equal(gossamer.load(found.path)["8.weight"], model[8].weight)
     with torch.no_grad():
         assert torch.equal(gossamer.load(found.path, network()).eval()(images), model(images))
@@ -200,7 +200,7 @@ def test_a_weight_that_is_used_in_floats_elsewhere_is_found_by_the_example(tmp_p
     model, values = Leaking(), torch.randn(2, 8)
     calibrated(model, values)
     with pytest.raises(
-        GossamerError, match=r"not written: .* in floats too; write floats by save\(…, integers=False\)"
+        GossamerError, match=r"not written: .* as a float, .*; write floats with save\(…, integers=False\)"
     ):
         save(model, tmp_path / "model.safetensors", "bitmask", example_inputs=values)
     assert not list(tmp_path.iterdir())
@@ -212,7 +212,7 @@ def test_a_file_of_another_network_is_refused_before_the_model_changes(tmp_path:
     other = network()
     other[8] = nn.Linear(64, 12)
     before = copy.deepcopy(other.state_dict())
-    with pytest.raises(GossamerError, match=r"'8\.weight' has the shape"):
+    with pytest.raises(GossamerError, match=r"'8\.weight' has shape"):
         gossamer.load(path, other)
     assert not is_emulated(other)
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
@@ -228,7 +228,7 @@ def test_text_that_does_not_fit_is_a_damaged_file(change: str, tmp_path: Path) -
     path = tmp_path / "model.safetensors"
     found = module.as_integers(model, state_of(model, path), path)
     assert found is not None
-    text = json.loads(found.text)
+    text = json.loads(found.metadata)
     text[change] = {"weights": {"0.weight": [{}, 7, "F32"]}, "ranges": ["a"], "schemes": [3], "modules": {"0": 9}}[
         change
     ]

@@ -114,7 +114,7 @@ def test_weights_that_are_not_2_of_4_are_told_and_still_come_back(tmp_path: Path
     assert found.notes == (
         "not 2:4: 0.weight: they hold groups with more than two of four weights, written as dense",
         "not 2:4: 2.weight: 6 input channels do not divide by 4, written as dense",
-        "0.weight: hold −0.0, which takes room in the file; adding 0.0 to the weights makes it 0",
+        "0.weight: −0.0 takes space in the file; add 0.0 to the weights to make it 0",
     )
     assert found.zeros == 256
 
@@ -123,8 +123,8 @@ def test_a_model_that_emulates_quantization_leaves_its_weights_and_says_what_is_
     model, _ = emulated(network().train())
     model(batch(0)[0])
     found = save(model.eval(), tmp_path / "model.safetensors", "safetensors")
-    assert found.notes == ("the model emulates quantization: its float weights are in the file, its ranges are not",)
-    with pytest.raises(GossamerError, match="a model that emulates quantization is not written as pt2; use the format"):
+    assert found.notes == ("the model emulates quantization: the file holds its float weights, but not its ranges",)
+    with pytest.raises(GossamerError, match="pt2 does not support a model that emulates quantization; use the format"):
         save(model, tmp_path / "model.pt2", "pt2", example_inputs=batch(0)[0])
 
 
@@ -174,7 +174,7 @@ def test_a_model_for_one_batch_gives_a_pt2_file_for_that_batch_and_a_note(tmp_pa
             return self.fc(x.reshape(3, 8))
 
     found = save(One(), tmp_path / "model.pt2", "pt2", example_inputs=torch.randn(3, 8))
-    assert found.notes[0].startswith("it takes batches of 3 only: ")
+    assert found.notes[0].startswith("it accepts only batches of 3: ")
 
 
 @pytest.mark.slow
@@ -272,7 +272,7 @@ def test_a_lost_zero_is_found_in_an_onnx_file(tmp_path: Path) -> None:
     file = onnx.helper.make_model(onnx.helper.make_graph([], "graph", [], [], [weight]))
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
     model[0].weight.data = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
-    with pytest.raises(GossamerError, match=r"model.onnx: not written: 1 zeros of '0.weight' are none in the file"):
+    with pytest.raises(GossamerError, match=r"model.onnx: not written: 1 zeros of '0.weight' are not zero in the file"):
         count_zeros(model, file, Path("model.onnx"))
     model[0].weight.data = torch.tensor([[1.0, 3.0], [0.0, 2.0]])
     assert count_zeros(model, file, Path("model.onnx")) == (4, 1, ())
@@ -282,10 +282,10 @@ def test_a_lost_zero_is_found_in_an_onnx_file(tmp_path: Path) -> None:
     ("path", "format", "more", "told"),
     [
         ("a.onnx", "onx", {}, "format: there is no 'onx'; nearest: 'onnx'; there are onnx, pt2, safetensors"),
-        ("a.bin", "bitmask", {}, "a.bin: a file of the format bitmask ends in .safetensors; name it so"),
-        ("a.onnx", "onnx", {}, "a.onnx: the format onnx needs example_inputs, an example of what the model takes"),
-        ("a.safetensors", "bitmask", {"about": {"kind": "x"}}, "about: the name 'kind' is one that such files use"),
-        ("a.safetensors", "bitmask", {"about": {"classes": 10}}, "about: 'classes': names and values are text"),
+        ("a.bin", "bitmask", {}, "a.bin: expected a name that ends in .safetensors for the format bitmask"),
+        ("a.onnx", "onnx", {}, "a.onnx: the format onnx needs example_inputs, an example of the model's inputs"),
+        ("a.safetensors", "bitmask", {"about": {"kind": "x"}}, "about: the name 'kind' is reserved"),
+        ("a.safetensors", "bitmask", {"about": {"classes": 10}}, "about: 'classes': names and values must be strings"),
         ("a.pt2", "pt2", {"example_inputs": torch.randn(2, 3)}, "a.pt2: torch.export cannot export the model: "),
     ],
 )
@@ -312,9 +312,9 @@ def test_names_and_values_that_a_file_cannot_hold_are_told(tmp_path: Path) -> No
 
     path = tmp_path / "model.safetensors"
     for model, told in (
-        (Odd(), "'_extra_state' is a dict and no tensor"),
-        (Plain(**{"a@mask": torch.ones(2)}), "the name 'a@mask' has a meaning of its own in such files"),
-        (Plain(a=torch.ones(2, dtype=torch.complex128)), "safetensors has no name for complex128"),
+        (Odd(), "'_extra_state' is a dict, not a tensor"),
+        (Plain(**{"a@mask": torch.ones(2)}), "the name 'a@mask' is reserved in such files"),
+        (Plain(a=torch.ones(2, dtype=torch.complex128)), "safetensors does not support complex128"),
         (Plain(a=torch.ones(2, 2).to_sparse()), "it is a Tensor of the layout sparse_coo"),
         (Plain(a=torch.ones(2, device="meta")), "it is on the meta device"),
     ):

@@ -36,13 +36,13 @@ def test_a_dry_run_lists_every_layer_with_its_reason_and_changes_nothing() -> No
     assert [(entry.name, entry.shape, entry.eligible, entry.reason) for entry in found] == [
         ("0.weight", (64, 128), True, None),
         ("1.weight", (64, 64), False, "1024 of 1024 groups hold more than two of four weights; prune it to 2:4 first"),
-        ("2.weight", (40, 64), False, "40 output features are no multiple of 16"),
-        ("3.weight", (64, 40), False, "40 input features are no multiple of 16"),
+        ("2.weight", (40, 64), False, "40 output features are not a multiple of 16"),
+        ("3.weight", (64, 40), False, "40 input features are not a multiple of 16"),
         (
             "4.weight",
             (64, 64, 1),
             False,
-            "a convolution; torch runs only linear layers from semi-structured tensors",
+            "a convolution; torch supports semi-structured tensors only in linear layers",
         ),
     ]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -52,7 +52,7 @@ def test_a_dry_run_lists_every_layer_with_its_reason_and_changes_nothing() -> No
 def test_a_type_that_torch_does_not_take_is_told() -> None:
     (found,) = semi_structured(network()[:1], dry_run=True, dtype=torch.float64)
     assert found.reason is not None
-    assert found.reason.startswith("its weight is float64; torch takes bfloat16, float16, ")
+    assert found.reason.startswith("its weight is float64; torch supports bfloat16, float16, ")
 
 
 def test_weights_that_two_layers_share_are_left_alone() -> None:
@@ -77,7 +77,7 @@ def test_attention_and_convolutions_of_a_real_model_are_left_out() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_cuda_the_dry_run_is_named() -> None:
-    with pytest.raises(GossamerError, match="no CUDA device is here; dry_run=True tells which layers would be turned"):
+    with pytest.raises(GossamerError, match="no CUDA device found; dry_run=True lists which layers would be converted"):
         semi_structured(network())
 
 

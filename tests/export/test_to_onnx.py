@@ -124,7 +124,7 @@ def refused(model: nn.Module, inputs: Any, path: Path, **options: Any) -> str:
 
 def test_inputs_that_the_model_does_not_take_are_told(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
-    start = f"{path}: the model does not take example_inputs: "
+    start = f"{path}: the model does not accept example_inputs: "
     found = refused(Plain(), torch.randn(2, 7), path)
     assert found.startswith(start)
     assert "mat1 and mat2 shapes cannot be multiplied (2x7 and 8x4)" in found
@@ -140,7 +140,7 @@ def test_a_model_for_one_image_at_a_time_needs_a_fixed_batch(tmp_path: Path) -> 
             return x.reshape(1, 8) * 2
 
     found = refused(One(), torch.randn(1, 8), tmp_path / "model.onnx")
-    assert "the model takes a batch of 1 only (use dynamic_batch=False): shape '[1, 8]' is invalid" in found
+    assert "the model accepts only a batch of 1 (use dynamic_batch=False): shape '[1, 8]' is invalid" in found
 
 
 @pytest.mark.slow

@@ -1,8 +1,7 @@
-"""Models as files that other programs take, each read back and checked after writing.
+"""Export of models to files for other programs, each read back and verified.
 
-`save` writes ONNX, pt2 and three kinds of safetensors files; `load_into` and `read_state` read the latter. `to_onnx`
-and `quantize_qat_export` are for ONNX alone, `semi_structured` for a model on CUDA;
-`thin` makes a smaller copy of a model.
+`save` writes ONNX, pt2 and three kinds of safetensors files, which `load_into` and `read_state` read. `to_onnx` and
+`quantize_qat_export` write ONNX only. `semi_structured` converts a model on CUDA, `thin` returns a smaller copy.
 """
 
 from gossamer.export.onnx.qat import integer_operators, integer_weights, quantize_qat_export

@@ -1,8 +1,4 @@
-"""`gossamer.load`: a recipe, or the weights of a model, from whatever holds them.
-
-What a source is, is told by its name or its first bytes; nothing in a file is ever run. Nothing here knows what is
-in a recipe or a file.
-"""
+"""`gossamer.load`: a recipe, or the weights in a file. No code in a file runs."""
 
 from __future__ import annotations
 
@@ -19,11 +15,11 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound="nn.Module")
 Source = str | os.PathLike[str] | IO[str] | IO[bytes]
 
-_OTHERS = {
+_OTHER_FORMATS = {
     ".onnx": "is an ONNX model; run it in onnxruntime",
-    ".pt2": "is a program of torch.export; torch.export.load reads it, from people whom you trust",
-    ".pt": "is in PyTorch's own format; torch.load(…, weights_only=True) reads it",
-    ".pth": "is in PyTorch's own format; torch.load(…, weights_only=True) reads it",
+    ".pt2": "is a program of torch.export; if you trust it, read it with torch.export.load",
+    ".pt": "is in PyTorch's format; read it with torch.load(…, weights_only=True)",
+    ".pth": "is in PyTorch's format; read it with torch.load(…, weights_only=True)",
 }
 
 
@@ -36,11 +32,11 @@ def load(source: str | os.PathLike[str], model: Model) -> Model: ...
 
 
 def load(source: Source, model: nn.Module | None = None, *, variables: Mapping[str, Any] | str | None = None) -> Any:
-    """A recipe, or the weights in a `.safetensors` file, of ours in any encoding or of others.
+    """Load a recipe, or the weights of a `.safetensors` file of Gossamer or of another tool.
 
-    A recipe comes from a path, an open file, a string that holds it, or `builtin:NAME`; `variables` replace those of
-    the recipe. Weights come as a state dict, name to tensor. With a `model`, weights are loaded into it, one tensor
-    after another, and the model is returned.
+    A recipe comes from a path, an open file, a string with its text, or `builtin:NAME`; `variables` override those of
+    the recipe. Weights are returned as a state dict. With a `model`, they are loaded into it, one tensor at a time, and
+    the model is returned.
 
     >>> load("modifiers: [!EpochRangeModifier {start_epoch: 0, end_epoch: 3}]").max_epochs
     3
@@ -51,7 +47,8 @@ def load(source: Source, model: nn.Module | None = None, *, variables: Mapping[s
 
         return load_recipe(source, variables=variables)
     if path is None:
-        raise GossamerError(f"load: a model takes weights from a .safetensors file, and not from {_shown(source)}")
+        shown = repr(os.fspath(source))[:80] if isinstance(source, str | os.PathLike) else "an open file"
+        raise GossamerError(f"load: expected a .safetensors file with the weights of the model, found {shown}")
     if variables is not None:
         raise GossamerError(f"{path}: weights have no variables; leave them out")
     from gossamer.export.weights.reading import load_into, read_state
@@ -63,17 +60,17 @@ def load(source: Source, model: nn.Module | None = None, *, variables: Mapping[s
 
 
 def _weights_path(source: Source) -> Path | None:
-    """The file, if it is one of weights: by its ending, or by its first bytes."""
+    """The path of a file of weights, recognized by its suffix or its first bytes; otherwise None."""
     if not isinstance(source, str | os.PathLike) or (isinstance(source, str) and "\n" in source):
         return None
     path = Path(source)
-    ending = path.suffix.lower()
-    if ending == ".safetensors":
+    suffix = path.suffix.lower()
+    if suffix == ".safetensors":
         return path
     if not _is_file(path):
         return None
-    if ending in _OTHERS:
-        raise GossamerError(f"{path}: {_OTHERS[ending]}")
+    if suffix in _OTHER_FORMATS:
+        raise GossamerError(f"{path}: {_OTHER_FORMATS[suffix]}")
     from gossamer.io import sealed_kind
 
     return path if sealed_kind(path) is not None else None
@@ -82,9 +79,5 @@ def _weights_path(source: Source) -> Path | None:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # a recipe's own text is no name of a file
+    except (OSError, ValueError):  # the text of a recipe may not be a valid path
         return False
-
-
-def _shown(source: Source) -> str:
-    return repr(os.fspath(source))[:80] if isinstance(source, str | os.PathLike) else "an open file"

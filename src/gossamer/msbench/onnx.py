@@ -26,19 +26,19 @@ def write(scheduler: BaseScheduler, model: nn.Module, dummy_input: Any, onnx_nam
     The batch dimension is left open. For a model that takes one batch size only, the file does too, with a warning.
     """
     from gossamer.export.examples import ExampleInputs
-    from gossamer.export.onnx.model_files import check_place, require, write_model
+    from gossamer.export.onnx.model_files import make_parent, require, write_model
     from gossamer.export.onnx.writer import export
 
     require("export_sparse_onnx", "onnx", "onnxscript")
     copy = scheduler.export_sparse_model(duplicate(unwrap(model))).eval()
     inputs = _inputs(copy, dummy_input)
     target = Path(f"{os.fspath(onnx_name).removesuffix('.onnx')}.onnx")
-    check_place(target)
+    make_parent(target)
     example = ExampleInputs.of(inputs)
     if example.batch is not None:
         several = example.doubled() if example.batch == 1 else example
         try:
-            shapes = several.shapes(copy)
+            shapes = several.dynamic_shapes(copy)
             return str(write_model(export(copy, several.positional, target, dynamic_shapes=shapes), target))
         except (GossamerError, TypeError) as error:
             fixed = export(copy, inputs, target)  # raises if the batch dimension is not the cause

@@ -1,1 +1,1 @@
-"""ONNX files: tracing a model, folding its quantization to integers, and checking the result."""
+"""ONNX files: export from torch, and integer weights in place of emulated quantization."""

@@ -1,7 +1,7 @@
-"""What an ONNX graph computes without its inputs: values of constants, and the two quantization operators exactly.
+"""Constants and edits of an ONNX graph.
 
-A value is computed when asked for and never kept, so that the graph may change in between. Nothing here changes a
-graph, and nothing knows what a constant is for.
+Constant values are computed on demand and never cached, so that the graph may change in between: the two quantization
+operators here, exactly as ONNX defines them, and all others by onnx's reference evaluator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Array = NDArray[Any]
 
 EIGHT_BITS = (np.dtype(np.uint8), np.dtype(np.int8))
 
-_DRAWS = (
+_RANDOM = (
     "Bernoulli",
     "Dropout",
     "Multinomial",
@@ -25,61 +25,63 @@ _DRAWS = (
     "RandomUniform",
     "RandomUniformLike",
 )
-"""Operators that give something else each time."""
-_GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-_DEPTH = 24
-"""How far back a constant is followed; what is longer is no weight behind its quantizer."""
+_SUBGRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+_MAX_DEPTH = 24
+"""Operators between a constant and its source; a weight and its quantizer need far fewer."""
+_NAMES = "gossamer.names"
 
 
-def constant(value: ir.Value | None, depth: int = _DEPTH) -> Array | None:
-    """The array that a value always is, or None when it depends on the model's inputs or cannot be told."""
+# Constants
+
+
+def constant(value: ir.Value | None, depth: int = _MAX_DEPTH) -> Array | None:
+    """The array that a value always has, or None if it depends on inputs or cannot be computed."""
     if value is None or depth == 0:
         return None
     if value.const_value is not None:
         return value.const_value.numpy()
     node = value.producer()
-    if node is None or value.index() != 0 or node.domain not in ("", "ai.onnx"):
+    if node is None or value.index() != 0 or not is_standard(node):
         return None
     if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
         return _quantization(node, depth)
-    if node.op_type in _DRAWS or any(attribute.type in _GRAPHS for attribute in node.attributes.values()):
+    if node.op_type in _RANDOM or any(attribute.type in _SUBGRAPHS for attribute in node.attributes.values()):
         return None
     inputs: list[Array | None] = []
     for given in node.inputs:
-        found = constant(given, depth - 1)
-        if given is not None and found is None:
+        array = constant(given, depth - 1)
+        if given is not None and array is None:
             return None
-        inputs.append(found)
-    return _evaluated(node, inputs)
+        inputs.append(array)
+    return _evaluate(node, inputs)
 
 
-def quantized(x: Array, scale: Array, zero_point: Array, axis: int) -> Array:
+def quantize(x: Array, scale: Array, zero_point: Array, axis: int) -> Array:
     """QuantizeLinear: divide in float32, round half to even, add the zero point, saturate.
 
-    Where the scale is 0, nothing but zero can come back, so it is the zero point that is kept.
+    Where the scale is 0 the result is the zero point, because only zero can be dequantized from it.
 
-    >>> quantized(np.float32([0.25, -0.75, 9.0]), np.float32(0.5), np.int8(0), 0)
+    >>> quantize(np.float32([0.25, -0.75, 9.0]), np.float32(0.5), np.int8(0), 0)
     array([ 0, -2, 18], dtype=int8)
     """
     bounds = np.iinfo(zero_point.dtype)
-    step, offset = along(scale, x.ndim, axis), along(zero_point, x.ndim, axis).astype(np.int64)
+    step, offset = along_axis(scale, x.ndim, axis), along_axis(zero_point, x.ndim, axis).astype(np.int64)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         steps = np.rint(x.astype(np.float32) / step.astype(np.float32))
     steps = np.where(step == 0, np.float32(0), steps).astype(np.float64)
     return np.clip(steps + offset, bounds.min, bounds.max).astype(zero_point.dtype)
 
 
-def dequantized(integers: Array, scale: Array, zero_point: Array, axis: int) -> Array:
-    """DequantizeLinear: `(integers − zero_point) · scale`, in the type of the scale."""
+def dequantize(integers: Array, scale: Array, zero_point: Array, axis: int) -> Array:
+    """DequantizeLinear: `(integers − zero_point) · scale`, in the dtype of the scale."""
     wide = np.int64 if integers.dtype.itemsize > 2 else np.int32
-    offset = along(zero_point, integers.ndim, axis).astype(wide)
-    return ((integers.astype(wide) - offset).astype(scale.dtype) * along(scale, integers.ndim, axis)).astype(
-        scale.dtype
-    )
+    offset = along_axis(zero_point, integers.ndim, axis).astype(wide)
+    floats = (integers.astype(wide) - offset).astype(scale.dtype)
+    return (floats * along_axis(scale, integers.ndim, axis)).astype(scale.dtype)
 
 
-def along(per_channel: Array, rank: int, axis: int) -> Array:
-    """A vector set up to be broadcast along one axis of an array of this rank; a single number stays one."""
+def along_axis(per_channel: Array, rank: int, axis: int) -> Array:
+    """A vector shaped to broadcast along one axis of an array of this rank; a single number stays a scalar."""
     if per_channel.size == 1:
         return per_channel.reshape(())
     return per_channel.reshape([-1 if dimension == axis % rank else 1 for dimension in range(rank)])
@@ -90,12 +92,17 @@ def quantization_axis(node: ir.Node) -> int:
 
 
 def is_blocked(node: ir.Node) -> bool:
-    """Whether a scale holds for a block of weights only (opset 21), which is no scale per channel."""
+    """Whether a scale applies to a block of weights (opset 21) instead of a channel."""
     return node.attributes.get_int("block_size", 0) != 0
 
 
+def is_standard(node: ir.Node) -> bool:
+    """Whether an operator is one of ONNX's own domain."""
+    return node.domain in ("", "ai.onnx")
+
+
 def _quantization(node: ir.Node, depth: int) -> Array | None:
-    """The output of QuantizeLinear or DequantizeLinear on constants; None for types that this module does not know."""
+    """The output of QuantizeLinear or DequantizeLinear on constants; None for dtypes other than 8-bit integers."""
     x = constant(node.inputs[0], depth - 1)
     scale = None if x is None else constant(node.inputs[1], depth - 1)
     if x is None or scale is None or is_blocked(node):
@@ -107,25 +114,18 @@ def _quantization(node: ir.Node, depth: int) -> Array | None:
         return None
     else:
         zero_point = np.zeros(scale.shape, np.uint8 if quantizes else x.dtype)
-    if zero_point is None or scale.ndim > 1 or scale.dtype.kind != "f":
+    if zero_point is None or scale.ndim > 1 or scale.dtype.kind != "f" or zero_point.size not in (1, scale.size):
         return None
     axis = quantization_axis(node)
-    if not _fits(x, scale, zero_point, axis):
+    if scale.size != 1 and not (-x.ndim <= axis < x.ndim and x.shape[axis] == scale.size):
         return None
     if not quantizes:
-        return dequantized(x, scale, zero_point, axis) if x.dtype.kind in "iu" else None
-    return quantized(x, scale, zero_point, axis) if zero_point.dtype in EIGHT_BITS and x.dtype.kind == "f" else None
+        return dequantize(x, scale, zero_point, axis) if x.dtype.kind in "iu" else None
+    return quantize(x, scale, zero_point, axis) if zero_point.dtype in EIGHT_BITS and x.dtype.kind == "f" else None
 
 
-def _fits(x: Array, scale: Array, zero_point: Array, axis: int) -> bool:
-    """Whether scale and zero point are single numbers, or one for each channel along the axis."""
-    if zero_point.size not in (1, scale.size):
-        return False
-    return scale.size == 1 or (-x.ndim <= axis < x.ndim and x.shape[axis] == scale.size)
-
-
-def _evaluated(node: ir.Node, inputs: list[Array | None]) -> Array | None:
-    """One operator on arrays, by ONNX's own reference; None when that cannot do it."""
+def _evaluate(node: ir.Node, inputs: list[Array | None]) -> Array | None:
+    """One operator on arrays by onnx's reference evaluator; None if that does not support it."""
     from onnx.reference import ReferenceEvaluator
 
     graph = node.graph
@@ -135,49 +135,56 @@ def _evaluated(node: ir.Node, inputs: list[Array | None]) -> Array | None:
         evaluator = ReferenceEvaluator(ir.to_proto(node), opsets=opsets or {"": 18})
         feeds = {name: array for name, array in zip(names, inputs, strict=True) if name and array is not None}
         with np.errstate(all="ignore"):
-            found = cast(Any, evaluator).run(None, feeds)[0]
+            output = cast(Any, evaluator).run(None, feeds)[0]
     except (RuntimeError, ValueError, TypeError, NotImplementedError, LookupError, AttributeError, ArithmeticError):
         return None
-    return cast(Array, found) if isinstance(found, np.ndarray) else np.asarray(found)
+    return cast(Array, output) if isinstance(output, np.ndarray) else np.asarray(output)
 
 
-_TAKEN = "gossamer.names"
+# Edits
 
 
 def operators(model: ir.Model, *types: str) -> list[ir.Node]:
-    """The operators of ONNX's own domain of these types, in order, those inside If and Loop too."""
-    return [node for node in model.graph.all_nodes() if node.op_type in types and node.domain in ("", "ai.onnx")]
+    """The standard operators of these types in order, including those inside If and Loop."""
+    return [node for node in model.graph.all_nodes() if node.op_type in types and is_standard(node)]
+
+
+def sole_user(value: ir.Value) -> ir.Node | None:
+    """The operator that uses a value, if it is the only one and the value is not an output of the model."""
+    uses = list(value.uses())
+    return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
 
 
 def set_constant(model: ir.Model, node: ir.Node, index: int, array: Array, name: str) -> None:
-    """Make an input of an operator a constant; one that nothing else uses is changed where it is."""
-    known = node.inputs[index] if index < len(node.inputs) else None
-    if known is not None and known.is_initializer() and len(known.uses()) == 1 and not known.is_graph_output():
-        known.const_value = ir.tensor(array, name=known.name)
-        known.type, known.shape = ir.TensorType(known.const_value.dtype), ir.Shape(array.shape)
+    """Make an input of an operator a constant; changes an initializer in place if nothing else uses it."""
+    current = node.inputs[index] if index < len(node.inputs) else None
+    if current is not None and current.is_initializer() and sole_user(current) is not None:
+        current.const_value = ir.tensor(array, name=current.name)
+        current.type, current.shape = ir.TensorType(current.const_value.dtype), ir.Shape(array.shape)
         return
-    set_input(node, index, new_constant(model, array, name))
+    set_input(node, index, add_constant(model, array, name))
 
 
 def set_input(node: ir.Node, index: int, value: ir.Value) -> None:
-    """Give an operator an input, behind its last one if need be."""
+    """Set an input of an operator, which may be beyond its last one."""
     if index >= len(node.inputs):
         node.resize_inputs(index + 1)
     node.replace_input_with(index, value)
 
 
-def new_constant(model: ir.Model, array: Array, name: str) -> ir.Value:
-    """A constant of the model under this name, or under the next one that is free."""
+def add_constant(model: ir.Model, array: Array, name: str) -> ir.Value:
+    """Add an initializer to the model, under `free_name(name)`."""
     tensor = ir.tensor(np.ascontiguousarray(array).reshape(array.shape))
-    free = free_name(model, name)
-    tensor.name = free
-    value = ir.Value(name=free, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
+    tensor.name = free_name(model, name)
+    value = ir.Value(
+        name=tensor.name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
+    )
     model.graph.register_initializer(value)
     return value
 
 
 def insert_before(model: ir.Model, node: ir.Node, new: ir.Node, name: str) -> ir.Value:
-    """Put an operator with one output before another, in the same graph, and return the output."""
+    """Insert an operator with one output before another, in the same graph, and return its output."""
     assert node.graph is not None
     (output,) = new.outputs
     output.name = free_name(model, name)
@@ -186,7 +193,7 @@ def insert_before(model: ir.Model, node: ir.Node, new: ir.Node, name: str) -> ir
 
 
 def bypass(node: ir.Node, value: ir.Value) -> None:
-    """Take an operator out: what used its output uses `value`, and an output of the model keeps its name."""
+    """Remove an operator and use `value` for its output; an output of the model keeps its name."""
     assert node.graph is not None
     output = node.outputs[0]
     name, was_output = output.name, output.is_graph_output()
@@ -198,22 +205,16 @@ def bypass(node: ir.Node, value: ir.Value) -> None:
         value.name = name
 
 
-def sole_user(value: ir.Value) -> ir.Node | None:
-    """The only operator that uses a value, if there is just one and the value is no output of the model."""
-    uses = list(value.uses())
-    return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
-
-
 def free_name(model: ir.Model, name: str) -> str:
-    """The name, or the next that is free; all that are taken are looked up once and remembered."""
-    if _TAKEN not in model.meta:
+    """`name`, or `name_1`, `name_2`, … if it is in use. The names in use are collected once per model."""
+    if _NAMES not in model.meta:
         values = [value for node in model.graph.all_nodes() for value in (*node.inputs, *node.outputs) if value]
         values += [*model.graph.inputs, *model.graph.outputs]
-        model.meta[_TAKEN] = {value.name for value in values} | set(model.graph.initializers)
-    taken = cast(set[str], model.meta[_TAKEN])
+        model.meta[_NAMES] = {value.name for value in values} | set(model.graph.initializers)
+    names = cast(set[str], model.meta[_NAMES])
     free, number = name, 0
-    while free in taken:
+    while free in names:
         number += 1
         free = f"{name}_{number}"
-    taken.add(free)
+    names.add(free)
     return free

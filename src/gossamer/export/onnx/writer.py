@@ -1,8 +1,7 @@
-"""torch's fake-quantize operators as QuantizeLinear and DequantizeLinear, while a model is traced for ONNX.
+"""`to_onnx`: a torch model as one ONNX file, with integer weights if it emulates quantization.
 
-torch.export has no way to trace these operators, so each call is answered with one operator of our own, which
-torch.onnx is told to write as those two. It works for every model that calls them, whoever wrote it. Nothing here
-knows how scales are found.
+torch.onnx traces a copy of the model. torch.export cannot trace torch's fake-quantize operators, so a function mode
+replaces their calls, in any model, by custom operators that are translated to QuantizeLinear and DequantizeLinear.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from gossamer.errors import GossamerError
 from gossamer.export.examples import ExampleInputs
-from gossamer.export.onnx.model_files import check_place, require, write_model
+from gossamer.export.onnx.model_files import make_parent, require, write_model
 from gossamer.export.onnx.qat import quantize_qat_export
 from gossamer.export.weights import states
 from gossamer.io import dtype_name
@@ -36,118 +35,9 @@ if TYPE_CHECKING:
 
     from gossamer.quantization import Emulation
 
-
-class AsOnnx(TorchFunctionMode):
-    """Entered around torch.onnx.export, which also gets the `translations`."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.fake_quantize_per_tensor_affine:
-            return _per_tensor(*args, **kwargs)
-        if func is torch.fake_quantize_per_channel_affine:
-            return _per_channel(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    @property
-    def translations(self) -> dict[Any, Callable[..., Any]]:
-        """How torch.onnx writes our operators."""
-        by_numbers, by_tensors = _operators()
-        return {by_numbers: _written_by_numbers, by_tensors: _written_by_tensors}
-
-
-def _per_tensor(
-    input: Tensor, scale: float | Tensor, zero_point: int | Tensor, quant_min: int, quant_max: int
-) -> Tensor:
-    _check(quant_min, quant_max)
-    if not isinstance(scale, Tensor) and not isinstance(zero_point, Tensor):
-        found = _operators()[0](input.float(), float(scale), int(zero_point), quant_min, quant_max)
-    else:
-        step, zero = (torch.as_tensor(given, device=input.device) for given in (scale, zero_point))
-        found = _operators()[1](input.float(), step.float(), zero, 0, quant_min, quant_max)
-    return found.to(input.dtype)
-
-
-def _per_channel(input: Tensor, scale: Tensor, zero_point: Tensor, axis: int, quant_min: int, quant_max: int) -> Tensor:
-    _check(quant_min, quant_max)
-    return _operators()[1](input.float(), scale, zero_point, axis, quant_min, quant_max).to(input.dtype)
-
-
-def _check(low: int, high: int) -> None:
-    bounds = torch.iinfo(_kind(low))
-    if low < bounds.min or high > bounds.max:
-        raise GossamerError(
-            f"an ONNX file holds integers of at most 8 bits, and the model uses {(high - low).bit_length()} (from "
-            f"{low} to {high}); train with 8 bits or fewer"
-        )
-
-
-def _kind(low: int) -> torch.dtype:
-    return torch.int8 if low < 0 else torch.uint8
-
-
-@cache
-def _operators() -> tuple[Any, Any]:
-    """The two operators, known to torch from the first export on."""
-
-    def by_numbers(x: Tensor, scale: float, zero_point: int, low: int, high: int) -> Tensor:
-        raise NotImplementedError("this operator is traced, never computed")
-
-    def by_tensors(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, low: int, high: int) -> Tensor:
-        raise NotImplementedError("this operator is traced, never computed")
-
-    def traced(x: Tensor, *_: object) -> Tensor:
-        return torch.empty_like(x)
-
-    for name, body in {"emulated_by_numbers": by_numbers, "emulated_by_tensors": by_tensors}.items():
-        operator = torch.library.custom_op(f"gossamer::{name}", body, mutates_args=())
-        operator.register_fake(traced)
-    ours: Any = cast(Any, torch.ops).gossamer
-    return ours.emulated_by_numbers.default, ours.emulated_by_tensors.default
-
-
-def _written_by_numbers(x: Any, scale: float, zero_point: int, low: int, high: int) -> Any:
-    import numpy as np
-
-    return _written(x, _constant(np.float32(scale)), _constant(_numpy(low)(zero_point)), {}, low, high)
-
-
-def _written_by_tensors(x: Any, scale: Any, zero_point: Any, axis: int, low: int, high: int) -> Any:
-    import onnx_ir as ir
-    from onnxscript import opset18
-
-    zero = cast(Any, opset18).Cast(zero_point, to=int(ir.DataType.INT8 if low < 0 else ir.DataType.UINT8))
-    return _written(x, scale, zero, {"axis": axis}, low, high)
-
-
-def _written(x: Any, scale: Any, zero_point: Any, attributes: dict[str, int], low: int, high: int) -> Any:
-    from onnxscript import opset18
-
-    write = cast(Any, opset18)
-    integers, bounds = write.QuantizeLinear(x, scale, zero_point, **attributes), torch.iinfo(_kind(low))
-    if (low, high) != (bounds.min, bounds.max):
-        integers = write.Clip(integers, _constant(_numpy(low)(low)), _constant(_numpy(low)(high)))
-    return write.DequantizeLinear(integers, scale, zero_point, **attributes)
-
-
-def _constant(number: Any) -> Any:
-    import numpy as np
-    import onnx_ir as ir
-    from onnxscript import opset18
-
-    return cast(Any, opset18).Constant(value=ir.tensor(np.asarray(number)))
-
-
-def _numpy(low: int) -> Any:
-    import numpy as np
-
-    return np.int8 if low < 0 else np.uint8
-
-
 logger = logging.getLogger("gossamer")
 
-NEWEST_QUANTIZED = 20
+MAX_QUANTIZED_OPSET = 20
 """From opset 21 on, onnxruntime does not run every quantized model."""
 
 
@@ -162,11 +52,11 @@ def to_onnx(
     output_names: Sequence[str] | None = None,
     integers: bool = True,
 ) -> Path:
-    """Write a model in evaluation mode to one ONNX file, whole or not at all; the model itself is not touched.
+    """Write a model in evaluation mode to one ONNX file, atomically; the model itself is not changed.
 
-    `example_inputs` is a tensor, the arguments of `forward` in a list or tuple, or by name in a dict. With
-    `dynamic_batch` the first axis of the inputs may have any size in the file. A model that emulates quantization is
-    written with integer weights; `integers=False` leaves the emulation, with float weights, in the file.
+    `example_inputs` is a tensor, a list or tuple of positional arguments of `forward`, or a dict of keyword arguments.
+    With `dynamic_batch`, the first axis of the inputs has any size in the file. A model that emulates quantization is
+    written with integer weights; `integers=False` keeps the emulation, with float weights.
     """
     names = {"input_names": input_names, "output_names": output_names}
     exported = as_onnx(model, Path(path), example_inputs, opset, dynamic_batch, names, integers)
@@ -182,24 +72,24 @@ def as_onnx(
     names: Mapping[str, Sequence[str] | None],
     integers: bool = True,
 ) -> ModelProto:
-    """What `to_onnx` writes to `target`; see there."""
+    """What `to_onnx` writes to `target`."""
     require("to_onnx", "onnx", "onnxscript", "onnx_ir")
-    check_place(target)
-    copy = copied(model, target)
+    make_parent(target)
+    copy = stripped_copy(model, target)
     inputs = ExampleInputs.of(example_inputs).on_cpu().ordered(copy)
     emulations = emulations_in(copy)
-    _check_floats(copy, bool(emulations), target)
+    _check_dtypes(copy, bool(emulations), target)
     with contextlib.ExitStack() as stack:
         for emulation in emulations:
             stack.enter_context(emulation.exporting())
-        _try(copy, inputs, f"{target}: the model does not take example_inputs")
+        _forward(copy, inputs, f"{target}: the model does not accept example_inputs")
         _warn_of_floats(emulations, target)
         shapes = None
         if dynamic_batch:
             if inputs.batch == 1:
                 inputs = inputs.doubled()
-                _try(copy, inputs, f"{target}: the model takes a batch of 1 only (use dynamic_batch=False)")
-            shapes = inputs.shapes(copy)
+                _forward(copy, inputs, f"{target}: the model accepts only a batch of 1 (use dynamic_batch=False)")
+            shapes = inputs.dynamic_shapes(copy)
         exported = export(
             copy,
             inputs.positional,
@@ -210,64 +100,65 @@ def as_onnx(
             **{key: list(given) for key, given in names.items() if given is not None},
         )
     _check_opset(exported, opset, target)
-    if integers and _is_emulated(exported):
+    if integers and is_quantized(exported):
         exported = quantize_qat_export(exported)
     return exported
 
 
 def export(model: nn.Module, inputs: tuple[Any, ...], target: Path, **options: Any) -> ModelProto:
-    """What torch.onnx makes of a model, quietly; `target` is where it will be written, for the words of an error."""
-
+    """`torch.onnx.export` without its output; `target` appears in errors."""
     try:
-        with quiet(), AsOnnx() as mode:
-            table = mode.translations
-            # torch.onnx takes a dict at the end for arguments by name, unless another dict follows.
+        with quiet(), _FakeQuantizeTranslation(target) as mode:
+            # torch.onnx takes a last dict for keyword arguments, unless another dict follows.
             arguments: tuple[Any, ...] = (*inputs, {}) if inputs and isinstance(inputs[-1], dict) else inputs
             program: Any = torch.onnx.export(
-                model, arguments, dynamo=True, verbose=False, custom_translation_table=table, **options
+                model, arguments, dynamo=True, verbose=False, custom_translation_table=mode.translations, **options
             )
-            return _bare(program.model_proto)
+            return _without_traces(program.model_proto)
     except Exception as error:
-        own = own_error(error)
-        if own is not None:
-            raise GossamerError(f"{target}: {own}") from None
-        hint = "; if it takes one batch size only, use dynamic_batch=False" if options.get("dynamic_shapes") else ""
+        if (own := own_error(error)) is not None:
+            raise own from None
+        hint = "; if it accepts only one batch size, use dynamic_batch=False" if options.get("dynamic_shapes") else ""
         raise GossamerError(f"{target}: torch.onnx cannot export the model: {reason_of(error)}{hint}") from error
 
 
-def copied(model: nn.Module, target: Path) -> nn.Module:
-    """A copy to trace, in evaluation mode on the CPU, without wrappers and without what training added."""
+def stripped_copy(model: nn.Module, target: Path) -> nn.Module:
+    """A copy in evaluation mode on the CPU, without wrappers and without what training methods added."""
     return strip(states.copied(model, target))
 
 
-def _check_floats(model: nn.Module, emulated: bool, target: Path) -> None:
-    kinds = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    if emulated and kinds - {torch.float32}:
-        found = ", ".join(sorted(dtype_name(kind) for kind in kinds))
-        raise GossamerError(f"{target}: a quantized model is written from float32, not {found}; pass model.float()")
+def is_quantized(model: ModelProto) -> bool:
+    return any(node.op_type == "QuantizeLinear" for node in model.graph.node)
+
+
+def _check_dtypes(model: nn.Module, emulated: bool, target: Path) -> None:
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if emulated and dtypes - {torch.float32}:
+        names = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes))
+        raise GossamerError(f"{target}: a quantized model is exported from float32, not {names}; pass model.float()")
 
 
 def _warn_of_floats(emulations: Sequence[Emulation], target: Path) -> None:
-    """Say what stays in floats because training never reached it."""
+    """Warn about layers that stay in floats because no training batch has passed through them."""
     if unknown := sorted({site for emulation in emulations for site in emulation.unknown}):
         more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         logger.warning(
-            "%s: %s%s stay in floats: no training batch has passed there since quantization began",
+            "%s: %s%s stay in floats: no training batch has passed through them since quantization started",
             *(target, ", ".join(unknown[:3]), more),
         )
 
 
-def _try(model: nn.Module, inputs: ExampleInputs, otherwise: str) -> None:
-    """One pass: it says whether the inputs fit, and an emulation notes its scales in it."""
+def _forward(model: nn.Module, inputs: ExampleInputs, message: str) -> None:
+    """Check that the inputs fit, by a forward pass, in which an emulation also records its scales."""
     try:
         with torch.no_grad(), quiet():
             model(*inputs.positional, **inputs.named)
     except Exception as error:
-        raise GossamerError(f"{otherwise}: {reason_of(error)}") from error
+        raise GossamerError(f"{message}: {reason_of(error)}") from error
 
 
-def _bare(model: ModelProto) -> ModelProto:
-    """Without the traces of source lines that torch.onnx notes for each operator: they are long, and name paths."""
+def _without_traces(model: ModelProto) -> ModelProto:
+    """Remove the stack traces that torch.onnx adds to each operator: they are long, and contain local paths."""
     graph = model.graph
     for part in (model, graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
         part.ClearField("metadata_props")
@@ -276,20 +167,21 @@ def _bare(model: ModelProto) -> ModelProto:
 
 
 def _check_opset(model: ModelProto, opset: int, target: Path) -> None:
-    found = next((entry.version for entry in model.opset_import if entry.domain == ""), opset)
-    if found != opset:
-        raise GossamerError(f"{target}: torch.onnx writes this model in opset {found} and not in {opset}; use {found}")
-    if _is_emulated(model) and opset > NEWEST_QUANTIZED:
-        raise GossamerError(f"{target}: a quantized model is written in opset {NEWEST_QUANTIZED} at most, not {opset}")
+    written = next((entry.version for entry in model.opset_import if entry.domain == ""), opset)
+    if written != opset:
+        raise GossamerError(
+            f"{target}: torch.onnx exports this model in opset {written}, not {opset}; use opset={written}"
+        )
+    if is_quantized(model) and opset > MAX_QUANTIZED_OPSET:
+        raise GossamerError(f"{target}: opset {opset} is above {MAX_QUANTIZED_OPSET}, the limit for a quantized model")
 
 
-def _is_emulated(model: ModelProto) -> bool:
-    return any(node.op_type == "QuantizeLinear" for node in model.graph.node)
+# Output and errors of torch
 
 
 @contextlib.contextmanager
 def quiet() -> Generator[None]:
-    """torch.onnx tells its progress on stdout and by warnings that nobody can act on."""
+    """Silence torch.onnx, which prints its progress and warns of what users cannot change."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -304,13 +196,128 @@ def quiet() -> Generator[None]:
 
 
 def own_error(error: BaseException | None) -> GossamerError | None:
-    """Our own error, if that is what torch reports."""
+    """Our own error, if that caused the one that torch raised."""
     while error is not None and not isinstance(error, GossamerError):
         error = error.__cause__ or error.__context__
     return error
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of what went wrong: torch's own error is advice, and behind the first line stands a trace."""
+    """The first line of the cause: torch's own error gives general advice, and further lines hold a trace."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error.__cause__ or error)).splitlines()
     return next((line.strip() for line in lines if line.strip()), type(error.__cause__ or error).__name__)
+
+
+# Fake quantization
+
+
+class _FakeQuantizeTranslation(TorchFunctionMode):
+    """Replaces fake-quantize calls by custom operators that torch.onnx writes with `translations`."""
+
+    def __init__(self, target: Path) -> None:
+        super().__init__()
+        self._target = target
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.fake_quantize_per_tensor_affine:
+            return self._per_tensor(*args, **kwargs)
+        if func is torch.fake_quantize_per_channel_affine:
+            return self._per_channel(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    @property
+    def translations(self) -> dict[Any, Callable[..., Any]]:
+        with_scalars, with_tensors = _custom_operators()
+        return {with_scalars: _translate_scalars, with_tensors: _translate_tensors}
+
+    def _per_tensor(
+        self, input: Tensor, scale: float | Tensor, zero_point: int | Tensor, quant_min: int, quant_max: int
+    ) -> Tensor:
+        self._check_bits(quant_min, quant_max)
+        with_scalars, with_tensors = _custom_operators()
+        if not isinstance(scale, Tensor) and not isinstance(zero_point, Tensor):
+            output = with_scalars(input.float(), float(scale), int(zero_point), quant_min, quant_max)
+        else:
+            step, zero = (torch.as_tensor(given, device=input.device) for given in (scale, zero_point))
+            output = with_tensors(input.float(), step.float(), zero, 0, quant_min, quant_max)
+        return output.to(input.dtype)
+
+    def _per_channel(
+        self, input: Tensor, scale: Tensor, zero_point: Tensor, axis: int, quant_min: int, quant_max: int
+    ) -> Tensor:
+        self._check_bits(quant_min, quant_max)
+        output = _custom_operators()[1](input.float(), scale, zero_point, axis, quant_min, quant_max)
+        return output.to(input.dtype)
+
+    def _check_bits(self, low: int, high: int) -> None:
+        bounds = torch.iinfo(_torch_dtype(low))
+        if low < bounds.min or high > bounds.max:
+            raise GossamerError(
+                f"{self._target}: an ONNX file holds integers of at most 8 bits, and the model uses "
+                f"{(high - low).bit_length()} (from {low} to {high}); train with 8 bits or fewer"
+            )
+
+
+@cache
+def _custom_operators() -> tuple[Any, Any]:
+    """The two operators, registered with torch on the first export."""
+
+    def with_scalars(x: Tensor, scale: float, zero_point: int, low: int, high: int) -> Tensor:
+        raise NotImplementedError("this operator is traced, never computed")
+
+    def with_tensors(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, low: int, high: int) -> Tensor:
+        raise NotImplementedError("this operator is traced, never computed")
+
+    def fake(x: Tensor, *_: object) -> Tensor:
+        return torch.empty_like(x)
+
+    for name, body in {"fake_quantize_scalars": with_scalars, "fake_quantize_tensors": with_tensors}.items():
+        operator = torch.library.custom_op(f"gossamer::{name}", body, mutates_args=())
+        operator.register_fake(fake)
+    namespace: Any = cast(Any, torch.ops).gossamer
+    return namespace.fake_quantize_scalars.default, namespace.fake_quantize_tensors.default
+
+
+def _translate_scalars(x: Any, scale: float, zero_point: int, low: int, high: int) -> Any:
+    import numpy as np
+
+    return _translate(x, _constant(np.float32(scale)), _constant(_numpy_dtype(low)(zero_point)), {}, low, high)
+
+
+def _translate_tensors(x: Any, scale: Any, zero_point: Any, axis: int, low: int, high: int) -> Any:
+    import onnx_ir as ir
+    from onnxscript import opset18
+
+    zero = cast(Any, opset18).Cast(zero_point, to=int(ir.DataType.INT8 if low < 0 else ir.DataType.UINT8))
+    return _translate(x, scale, zero, {"axis": axis}, low, high)
+
+
+def _translate(x: Any, scale: Any, zero_point: Any, attributes: dict[str, int], low: int, high: int) -> Any:
+    from onnxscript import opset18
+
+    opset = cast(Any, opset18)
+    integers, bounds = opset.QuantizeLinear(x, scale, zero_point, **attributes), torch.iinfo(_torch_dtype(low))
+    if (low, high) != (bounds.min, bounds.max):
+        integers = opset.Clip(integers, _constant(_numpy_dtype(low)(low)), _constant(_numpy_dtype(low)(high)))
+    return opset.DequantizeLinear(integers, scale, zero_point, **attributes)
+
+
+def _constant(number: Any) -> Any:
+    import numpy as np
+    import onnx_ir as ir
+    from onnxscript import opset18
+
+    return cast(Any, opset18).Constant(value=ir.tensor(np.asarray(number)))
+
+
+def _torch_dtype(low: int) -> torch.dtype:
+    return torch.int8 if low < 0 else torch.uint8
+
+
+def _numpy_dtype(low: int) -> Any:
+    import numpy as np
+
+    return np.int8 if low < 0 else np.uint8

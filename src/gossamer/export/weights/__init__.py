@@ -1,1 +1,1 @@
-"""Files of weights: dense, bit mask, 2:4 and quantized tensors in one safetensors file."""
+"""Files of weights: safetensors with dense, bit-mask, 2:4 and quantized tensors."""

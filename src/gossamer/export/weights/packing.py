@@ -1,8 +1,7 @@
-"""Tensors as a mask and the numbers that are not zero, to the bit: one bit a weight, or two indices of two bits for
-each group of four.
+"""Bit-exact packing of sparse tensors: a bit mask and values, or two 2-bit indices per group of four and values.
 
-A number is zero when all of its bits are: −0.0 is kept, as are NaNs with their bits. Everything goes in pieces, so
-that little memory is used however large a tensor is. Nothing here knows files or models.
+A value is zero if all of its bits are: −0.0 and NaN payloads are kept. Tensors are processed in chunks, to use little
+memory. numpy packs the bits, because torch has no operation for it.
 """
 
 from __future__ import annotations
@@ -16,125 +15,124 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Array = NDArray[Any]
-Take = Callable[[int], Array]
-"""The next so many bytes of a part of a file."""
+Read = Callable[[int], Array]
+"""Reads the next bytes of a part of a file."""
 
-PIECE = 2**18
-"""Weights that are worked on at a time; a multiple of 8."""
+CHUNK = 2**18
+"""Elements per chunk; a multiple of 8."""
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def words(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor as integers of the same bits, on the CPU, in its shape and without a copy if it can."""
+def bits(tensor: Tensor) -> Tensor:
+    """The elements of a tensor as integers with the same bits, on the CPU, without a copy if possible."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu()
-    if plain.element_size() == 16:  # two numbers of 64 bits, which no integer holds at once
+    if plain.element_size() == 16:  # two 64-bit numbers
         plain = torch.view_as_real(plain)
-    return plain.view(_WORDS[plain.element_size()])
+    return plain.view(_INTEGERS[plain.element_size()])
 
 
-def nonzero(numbers: Tensor) -> int:
-    """How many of these words are not zero."""
-    return int(torch.count_nonzero(numbers))
+# Bit masks
 
 
-def mask_pieces(numbers: Tensor) -> Iterator[Array]:
-    """The mask, a bit for each word, the lowest bit first."""
-    for piece in _pieces(numbers):
-        yield np.packbits(piece != 0, bitorder="little")
+def mask_chunks(words: Tensor) -> Iterator[Array]:
+    """The mask, one bit per element of `bits`, the lowest bit first."""
+    for chunk in _chunks(words):
+        yield np.packbits(chunk != 0, bitorder="little")
 
 
-def kept_pieces(numbers: Tensor) -> Iterator[Array]:
-    """The words that are not zero, in order."""
-    for piece in _pieces(numbers):
-        yield piece[np.flatnonzero(piece)]
+def nonzero_chunks(words: Tensor) -> Iterator[Array]:
+    """The nonzero elements, in order."""
+    for chunk in _chunks(words):
+        yield chunk[np.flatnonzero(chunk)]
 
 
-def fill_masked(out: Array, mask: Take, values: Take) -> None:
-    """Write the words that `mask_pieces` and `kept_pieces` came from into a flat array."""
-    for start in range(0, out.size, PIECE):
-        piece = out[start : start + PIECE]
-        _scatter(piece, mask(-(-piece.size // 8)), values)
+def unpack_masked(out: Array, mask: Read, values: Read) -> None:
+    """Restore the elements that `mask_chunks` and `nonzero_chunks` packed, into a flat array."""
+    for start in range(0, out.size, CHUNK):
+        chunk = out[start : start + CHUNK]
+        _scatter(chunk, mask(-(-chunk.size // 8)), values)
 
 
-def count_masked(mask: Array) -> int:
-    """How many bits of a part of a mask are set."""
+def count_set_bits(mask: Array) -> int:
     return int(_POPULATION[mask].sum(dtype=np.int64))
 
 
 # Two of four
 
 
-def in_fours(numbers: Tensor, axis: int) -> Tensor:
-    """The words with the axis of the groups last, as `(rows, 4 · groups)`; a view where it can be."""
-    moved = numbers.movedim(axis, -1)
+def grouped(words: Tensor, axis: int) -> Tensor:
+    """The elements with the axis of the groups last, as `(rows, 4 · groups)`; a view if possible."""
+    moved = words.movedim(axis, -1)
     return moved.reshape(-1, moved.shape[-1])
 
 
-def is_two_of_four(numbers: Tensor, axis: int) -> bool:
-    """Whether no group of four along an axis has more than two words that are not zero."""
-    if numbers.dim() <= axis or not numbers.numel() or numbers.shape[axis] % 4:
+def is_two_of_four(words: Tensor, axis: int) -> bool:
+    """Whether every group of four along an axis has at most two nonzero elements."""
+    if words.dim() <= axis or not words.numel() or words.shape[axis] % 4:
         return False
-    return all(bool(_FITS[codes].all()) for codes in mask_pieces(in_fours(numbers, axis)))
+    return all(bool(_FITS[codes].all()) for codes in mask_chunks(grouped(words, axis)))
 
 
-def position_pieces(numbers: Tensor, axis: int) -> Iterator[Array]:
-    """The places of two of each four, the lower first: four bits a group, the first group in the lower half."""
-    for codes in mask_pieces(in_fours(numbers, axis)):
+def position_chunks(words: Tensor, axis: int) -> Iterator[Array]:
+    """The positions of two elements per group, the lower first: four bits per group, the first group lowest."""
+    for codes in mask_chunks(grouped(words, axis)):
         yield _POSITIONS[codes]
 
 
-def half_pieces(numbers: Tensor, axis: int) -> Iterator[Array]:
-    """The words at these places: half as many; where fewer than two are not zero, a zero is among them."""
-    for piece in _pieces(in_fours(numbers, axis)):
-        codes = np.packbits(piece != 0, bitorder="little")
-        yield piece[_places(_MASKS[_POSITIONS[codes]], piece.size)]
+def half_chunks(words: Tensor, axis: int) -> Iterator[Array]:
+    """The elements at these positions; a group with fewer than two nonzero elements contributes zeros."""
+    for chunk in _chunks(grouped(words, axis)):
+        codes = np.packbits(chunk != 0, bitorder="little")
+        yield chunk[_indices(_MASKS[_POSITIONS[codes]], chunk.size)]
 
 
-def fill_halves(out: Array, positions: Take, values: Take) -> None:
-    """Write the words that `position_pieces` and `half_pieces` came from into a flat array, axis of the groups last."""
-    for start in range(0, out.size, PIECE):
-        piece = out[start : start + PIECE]
-        _scatter(piece, _MASKS[positions(-(-piece.size // 8))], values)
+def unpack_halves(out: Array, positions: Read, values: Read) -> None:
+    """Restore what `position_chunks` and `half_chunks` packed, into a flat array with the axis of the groups last."""
+    for start in range(0, out.size, CHUNK):
+        chunk = out[start : start + CHUNK]
+        _scatter(chunk, _MASKS[positions(-(-chunk.size // 8))], values)
 
 
 def are_positions(positions: Array) -> bool:
-    """Whether each half of these bytes names two places in order."""
+    """Whether each half byte is two ascending positions."""
     return bool(_ARE_POSITIONS[positions].all())
 
 
-def _pieces(numbers: Tensor) -> Iterator[Array]:
-    flat: Array = numbers.reshape(-1).numpy()
-    for start in range(0, flat.size, PIECE):
-        yield flat[start : start + PIECE]
+def _chunks(words: Tensor) -> Iterator[Array]:
+    flat: Array = words.reshape(-1).numpy()
+    for start in range(0, flat.size, CHUNK):
+        yield flat[start : start + CHUNK]
 
 
-def _places(mask: Array, count: int) -> Array:
-    """The numbers of the bits that are set: four times as fast to index by as the bits themselves."""
+def _indices(mask: Array, count: int) -> Array:
+    """The indices of the set bits: four times as fast to index with as a boolean array."""
     return np.flatnonzero(np.unpackbits(mask, count=count, bitorder="little").view(np.bool_))
 
 
-def _scatter(piece: Array, mask: Array, values: Take) -> None:
-    places = _places(mask, piece.size)
-    piece[:] = 0
-    piece[places] = values(len(places) * piece.itemsize).view(piece.dtype)
+def _scatter(chunk: Array, mask: Array, values: Read) -> None:
+    indices = _indices(mask, chunk.size)
+    chunk[:] = 0
+    chunk[indices] = values(len(indices) * chunk.itemsize).view(chunk.dtype)
+
+
+# Lookup tables for a byte, which holds two groups of four bits
 
 
 def _positions_of(mask: int) -> int:
-    """Four bits for two places of four: those in the mask, and the lowest others where it has fewer than two."""
-    chosen = [place for place in range(4) if mask >> place & 1]
-    chosen = sorted((chosen + [place for place in range(4) if place not in chosen])[:2])
+    """Four bits for two positions: those in the mask, and the lowest others if it has fewer than two."""
+    chosen = [position for position in range(4) if mask >> position & 1]
+    chosen = sorted((chosen + [position for position in range(4) if position not in chosen])[:2])
     return chosen[0] | chosen[1] << 2
 
 
-def _both(one: list[int]) -> Array:
-    """A table for two groups in a byte from one for a group in four bits."""
-    return np.array([one[byte & 15] | one[byte >> 4] << 4 for byte in range(256)], np.uint8)
+def _per_byte(table: list[int]) -> Array:
+    return np.array([table[byte & 15] | table[byte >> 4] << 4 for byte in range(256)], np.uint8)
 
 
 _POPULATION = np.array([byte.bit_count() for byte in range(256)], np.uint8)
 _FITS = np.array([max((byte & 15).bit_count(), (byte >> 4).bit_count()) <= 2 for byte in range(256)])
-_ORDERED = [places & 3 < places >> 2 for places in range(16)]
+_ORDERED = [positions & 3 < positions >> 2 for positions in range(16)]
 _ARE_POSITIONS = np.array([_ORDERED[byte & 15] and _ORDERED[byte >> 4] for byte in range(256)])
-_POSITIONS = _both([_positions_of(mask) for mask in range(16)])
-_MASKS = _both([1 << (places & 3) | 1 << (places >> 2) for places in range(16)])
+_POSITIONS = _per_byte([_positions_of(mask) for mask in range(16)])
+_MASKS = _per_byte([1 << (positions & 3) | 1 << (positions >> 2) for positions in range(16)])
