@@ -79,7 +79,7 @@ def test_a_model_that_cannot_be_followed_says_why_for_each_layer() -> None:
 
     support = found(Undecided(), torch.ones(2, 5))["thin"]  # five numbers where four are wanted
     assert support.able == ()
-    assert all("could not be followed" in reason for reason in support.unable.values())
+    assert all("could not be traced" in reason for reason in support.unable.values())
 
 
 def test_block4_wants_four_input_channels_and_pointwise_kernels_one_position() -> None:

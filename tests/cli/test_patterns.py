@@ -94,8 +94,8 @@ def test_permute_reads_trained_weights_and_draws_what_it_gained(run: Run, tmp_pa
 def test_permute_says_why_nothing_could_move(run: Run, tmp_path: Path) -> None:
     done = run("permute", "networks:undecided", "-o", "same.pt")
     assert done.exit_code == 1
-    assert "nothing is permuted: the model could not be followed: its path depends on values" in words(done.output)
-    assert "--parts follows what it can" in words(done.output)
+    assert "the model could not be traced: its control flow depends on values" in words(done.output)
+    assert "--parts traces what it can" in words(done.output)
     assert not (tmp_path / "same.pt").exists()
 
 
@@ -121,7 +121,7 @@ def test_what_the_users_code_prints_stays_out_of_the_json(run: Run, tmp_path: Pa
         (["networks.py:small"], "networks.py:small: expected a module, not a file: write networks:small"),
         (["networks:small", "--plot", "gains.xyz"], "gains.xyz: expected a picture that ends in .png, .svg, .pdf"),
         (["networks:small", "--effort", "0.01", "-o", "/proc/none/a.pt"], "/proc/none/a.pt: cannot be written"),
-        (["networks:small", "--input", "2,33"], "nothing is permuted: the model could not be followed"),
+        (["networks:small", "--input", "2,33"], "nothing is permuted: the model could not be traced"),
         (["networks:large"], "networks:large: 'networks' has no 'large'"),
     ],
 )

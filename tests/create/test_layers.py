@@ -135,7 +135,7 @@ def test_a_model_that_cannot_be_followed_is_told_with_the_remedy() -> None:
             return super().forward(x + y)
 
     made = design(TwoInputs(), choose(quantization=False))
-    assert "could not be followed" in made.warnings[0]
+    assert "could not be traced" in made.warnings[0]
     assert "pass example_inputs=" in made.warnings[0]
     assert "taken for the first convolution: it is defined first" in made.recipe.text
     images = torch.zeros(1, 3, 16, 16)
@@ -206,6 +206,10 @@ def test_looking_leaves_no_trace() -> None:
             return self.norm(self.layer(x)) + positions(4)
 
     model = Caches()
+    model.layer.requires_grad_(False)
+    assert "stores tensors outside the model" in (ends(model).reason or "")
+    positions.cache_clear()
+    positions(4)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.random.get_rng_state()
     ends(model)

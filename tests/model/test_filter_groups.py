@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torchvision.models import mobilenet_v2, resnet18, resnext50_32x4d
 
-from gossamer.model.tracing.coupling import Untraceable
 from gossamer.model.tracing.filter_groups import FilterGroup, filter_groups
+from gossamer.model.tracing.tracer import Untraceable
 
 IMAGE = torch.zeros(1, 3, 32, 32)
 

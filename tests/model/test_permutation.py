@@ -239,7 +239,7 @@ def test_a_model_whose_forward_raises_is_left_alone_and_says_why():
     model = Written(lambda self, x: self.missing(x), a=conv(8))
     found = find(model, ["a.weight"], example_inputs=image())
     assert not found.moves
-    assert "the model could not be followed: AttributeError" in (found.untraceable or "")
+    assert "the model could not be traced: AttributeError" in (found.untraceable or "")
     assert found.layers[0].reason == found.untraceable
 
 
@@ -279,14 +279,14 @@ def test_a_model_with_data_dependent_control_flow_is_followed_in_parts_if_asked_
     before = outputs_of_both_ways(model)
     found = find(model, prunable(model), example_inputs=image(), parts=True)
     assert found.untraceable is None
-    assert "could not be followed as a whole" in (found.note or "")
+    assert "could not be traced as a whole" in (found.note or "")
     assert "held in place: body" in (found.note or "")
     found.apply(model)
     for a, b in zip(before, outputs_of_both_ways(model), strict=True):
         assert (a - b).abs().max() / a.abs().max() < 1e-9
     assert reason(found, "body.3.weight") is None
     assert reason(found, "body.5.weight") is None
-    assert reason(found, "body.0.weight") == "its input is the input of 'body', which was followed on its own"
+    assert reason(found, "body.0.weight") == "its input is the input of 'body', which was traced on its own"
 
 
 def test_a_weight_that_code_around_a_part_uses_stays_in_place():
@@ -308,7 +308,7 @@ def test_a_model_with_data_dependent_control_flow_is_left_alone_unless_asked():
     """Its code may reach for layers inside a part on a path that the example does not take."""
     found = find(randomised(Branching()), ["body.3.weight"], example_inputs=image())
     assert not found.moves
-    assert "its path depends on values" in (reason(found, "body.3.weight") or "")
+    assert "its control flow depends on values" in (reason(found, "body.3.weight") or "")
 
 
 def test_a_part_that_is_called_in_too_many_ways_is_not_followed():
@@ -324,7 +324,7 @@ def test_a_part_that_is_called_in_too_many_ways_is_not_followed():
 
 def test_wrong_guesses_leave_no_report_of_torch(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]):
     model = nn.Sequential(nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(16 * 9 * 7, 16))
-    assert "could not be followed" in (find(model, ["2.weight"]).untraceable or "")
+    assert "could not be traced" in (find(model, ["2.weight"]).untraceable or "")
     assert not caplog.text
     assert "".join(capfd.readouterr()) == ""
 
@@ -372,15 +372,27 @@ def made(size: int) -> dict[str, Tensor]:
     return {"one": torch.ones(1, size, 1, 1, dtype=torch.float64)}
 
 
-def test_caches_outside_the_model_keep_nothing_of_it():
+def clear_caches() -> None:
     Caching.shared.clear()
     KEPT.clear()
     made.cache_clear()
+
+
+def test_a_model_that_keeps_fake_tensors_outside_itself_is_reported_with_the_modules_name():
+    clear_caches()
+    model = randomised(nn.Sequential(Caching(), conv()))
+    found = find(model, ["0.b.weight", "1.weight"], example_inputs=image())
+    clear_caches()
+    assert (found.untraceable or "").startswith("'0' stores tensors outside the model, such as in the cache of a")
+    assert not found.moves
+
+
+def test_a_cache_that_holds_real_tensors_does_no_harm():
+    clear_caches()
     model = randomised(Caching())
-    find(model, ["b.weight"], example_inputs=image())
-    output = model(image())
-    assert not isinstance(output, FakeTensor)
-    assert output.detach().numpy().size == output.numel()
+    model(image())
+    assert find(model, ["b.weight"], example_inputs=image()).untraceable is None
+    assert not isinstance(model(image()), FakeTensor)
 
 
 def test_an_object_with_slots_is_put_back():

@@ -278,7 +278,7 @@ def test_a_thinned_model_has_nothing_more_to_lose() -> None:
 
 
 def test_a_model_that_does_not_run_on_its_example_says_so() -> None:
-    with pytest.raises(GossamerError, match="could not be followed"):
+    with pytest.raises(GossamerError, match="could not be traced"):
         thin(chain(nn.Linear(4, 8), nn.Linear(8, 2)), torch.zeros(3, 5))
 
 

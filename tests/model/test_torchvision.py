@@ -193,7 +193,7 @@ def check_detector(model: nn.Module, parts: list[str], least: float) -> None:
     """What its parts compute on the way is the same; boxes are too, up to the order of equal scores."""
     found, share = permuted(model, (images(),), parts=True)
     assert found.untraceable is None
-    assert "could not be followed as a whole" in (found.note or "")
+    assert "could not be traced as a whole" in (found.note or "")
     assert share > least, found.note
     seen: list[Tensor] = []
     for part in parts:

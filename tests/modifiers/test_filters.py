@@ -295,7 +295,7 @@ def test_a_model_that_cannot_be_followed_is_pruned_layer_by_layer_with_a_warning
     model = made(Deciding)
     with caplog.at_level(logging.WARNING, "gossamer"):
         Manager(FILTERS).apply(model)
-    assert "each layer is pruned on its own: the model could not be followed (give example_inputs)" in caplog.text
+    assert "each layer is pruned on its own: the model could not be traced" in caplog.text
     assert [len(removed(model, name)) for name in ("stem.0.weight", "a.3.weight", "head.weight")] == [4, 4, 0]
     assert removed(model, "stem.0.weight") != removed(model, "a.3.weight")
     assert removed(model, "stem.0.bias") == removed(model, "stem.0.weight")

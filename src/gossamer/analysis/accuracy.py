@@ -14,7 +14,7 @@ from torch.nn import functional
 from gossamer.errors import GossamerError
 from gossamer.model import unwrap
 from gossamer.model.inputs import batch_arguments
-from gossamer.model.tracing.undisturbed import undisturbed
+from gossamer.model.tracing.tracer import preserved
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def classifier_score(model: nn.Module, batches: Iterable[Any]) -> Score:
     """
     module = unwrap(model)
     data = labelled(module, batches)
-    with undisturbed(module), torch.no_grad():
+    with preserved(module), torch.no_grad():
         module.eval()
         return score_now(module, data)
 

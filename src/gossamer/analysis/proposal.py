@@ -24,7 +24,7 @@ from gossamer.analysis.sensitivity import LABELLED_SAMPLES, Progress, restore, r
 from gossamer.errors import GossamerError, SparsityError
 from gossamer.model import get_parameter, named_parameters, unwrap
 from gossamer.model.recalibration import recalibrate
-from gossamer.model.tracing.undisturbed import undisturbed
+from gossamer.model.tracing.tracer import preserved
 from gossamer.modifiers import EpochRangeModifier, GMPruningModifier
 from gossamer.recipe import Recipe
 from gossamer.sparse import Unstructured, erdos_renyi, global_masks, magnitude, zero_count
@@ -244,7 +244,7 @@ def propose(
         raise GossamerError(f"propose: evaluations must be at least 1, got {evaluations}")
     data = labelled(module, batches, samples)
     weights = select_weights(module, names, Unstructured())
-    with undisturbed(module), torch.no_grad():
+    with preserved(module), torch.no_grad():
         module.eval()
         trial = Trial(module, weights, data)
         search = _Search(trial, target, evaluations, progress)

@@ -22,9 +22,9 @@ from gossamer.errors import GossamerError, SparsityError, nearest
 from gossamer.model import first_names, get_parameter, is_transposed, prunable, unwrap, weight_of
 from gossamer.model.inputs import batch_arguments
 from gossamer.model.parameters import with_norms_kept
-from gossamer.model.tracing.coupling import Untraceable, couple
+from gossamer.model.tracing.coupling import couple
 from gossamer.model.tracing.filter_groups import FilterGraph, FilterGroup
-from gossamer.model.tracing.undisturbed import undisturbed
+from gossamer.model.tracing.tracer import Untraceable, preserved
 from gossamer.sparse import NM, Channel, Filter, Pattern, Unstructured, magnitude, parse_pattern, zero_count
 
 MAX_BATCHES = 2
@@ -101,7 +101,7 @@ def sensitivity(
     inputs = [batch_arguments(batch, module) for batch in islice(data, batches)]
     if not inputs:
         raise GossamerError("data: no batches; give a data loader that yields at least one")
-    with undisturbed(module), torch.no_grad():
+    with preserved(module), torch.no_grad():
         module.eval()
         inputs = [_truncate(module, batch) for batch in inputs]
         dense = [_first_outputs(module, batch) for batch in inputs]
@@ -343,7 +343,7 @@ def one_shot(
         raise SparsityError(f"one_shot: sparsities must be between 0 and 1, got {list(sparsities)}")
     data = labelled(module, batches, samples)
     weights = select_weights(module, names, pattern)
-    with undisturbed(module), torch.no_grad():
+    with preserved(module), torch.no_grad():
         module.eval()
         inputs = example_inputs if example_inputs is not None else data[0].kwargs or data[0].args
         groups, note = coupled(module, weights, pattern, inputs)

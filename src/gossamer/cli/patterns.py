@@ -16,7 +16,7 @@ from rich.table import Table
 from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json, show_warnings
 from gossamer.cli.models import Classes, Imports, Input, ModelArgument, Weights, load_model
 from gossamer.cli.weights import check_format, save_weights
-from gossamer.errors import GossamerError, SparsityError
+from gossamer.errors import GossamerError, Problem, SparsityError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,10 +84,12 @@ def permute(
             parts=parts,
             progress=show,
         )
-    if found.untraceable:
-        told = found.untraceable.replace("(give example_inputs)", "(give --input)")
-        more = "; --parts follows what it can" if "depends on values" in told and not parts else ""
-        raise GossamerError(f"{model}: nothing is permuted: {told}{more}")
+    if found.failure is not None:
+        problem = found.failure.problems[0]
+        fix = "give --input" if problem.fix else ""
+        if found.failure.data_dependent and not parts:
+            fix = "--parts traces what it can"
+        raise GossamerError(Problem(f"{model}: nothing is permuted: {problem.message}", fix=fix))
     if output is not None:
         found.apply(network)
         save_weights(network, output)

@@ -181,8 +181,8 @@ def _followed(found: Ends) -> list[str]:
     """What to say of a model that could not be followed as it is."""
     if found.followed == "not":
         return [
-            "the model could not be followed from its input to its output, so the layers that are defined first and "
-            "last count as its ends; pass example_inputs= with what it takes"
+            "the model could not be traced from its input to its output, so the layers that are defined first and "
+            f"last count as its ends; {found.reason or 'pass example_inputs= with what it takes'}"
         ]
     if found.followed == "whole":
         return []

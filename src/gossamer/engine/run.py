@@ -349,8 +349,9 @@ class TrainingRun:
 
     def filter_graph(self) -> FilterGraph | str:
         """Which filters depend on each other, or why that is unknown; traced again when shapes have changed."""
-        from gossamer.model.tracing.coupling import Untraceable, couple
+        from gossamer.model.tracing.coupling import couple
         from gossamer.model.tracing.filter_groups import FilterGraph
+        from gossamer.model.tracing.tracer import Untraceable
 
         shapes = tuple((name, tuple(tensor.shape)) for name, tensor in self._named_state())
         if self._filter_graph is None or self._filter_graph[0] != shapes:

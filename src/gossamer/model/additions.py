@@ -7,6 +7,7 @@ computes; the parameter itself stays registered under its name, for the optimize
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gossamer.model.compiling import compile_anew
+from gossamer.model.compiling import recompile
 from gossamer.model.parameters import first_names, get_module, unwrap
 
 Substitute = Callable[[nn.Module, Tensor], Tensor]
@@ -26,19 +27,24 @@ class Substitution:
 
     def __init__(self, module: nn.Module, name: str, substitute: Substitute) -> None:
         self._handles: list[RemovableHandle] = []
+        self._callers: list[weakref.ref[nn.Module]] = []
         for caller, path, leaf in _users(module, name):
             hooks = _Hooks(path, leaf, substitute)
             # Before the hooks that compute a layer's weight from the one that is replaced.
             self._handles.append(caller.register_forward_pre_hook(hooks.enter, prepend=True))
             self._handles.append(caller.register_forward_hook(hooks.leave, always_call=True))
-        compile_anew()
+            self._callers += [weakref.ref(caller), weakref.ref(get_module(caller, path))]
+        self._recompile()
 
     def remove(self) -> None:
         """Let everything compute with the weight itself again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        compile_anew()
+        self._recompile()
+
+    def _recompile(self) -> None:
+        recompile(caller for reference in self._callers if (caller := reference()) is not None)
 
 
 def withdraw_all(module: nn.Module) -> None:
@@ -49,7 +55,7 @@ def withdraw_all(module: nn.Module) -> None:
             for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Hooks)]:
                 del hooks[key]
                 layer._forward_hooks_always_called.pop(key, None)  # pyright: ignore[reportPrivateUsage]
-    compile_anew()
+    recompile(module.modules())
 
 
 def is_substituted(module: nn.Module) -> bool:

@@ -51,6 +51,17 @@ def guesses(module: nn.Module) -> Iterator[Any]:
             yield guess
 
 
+def with_values(inputs: Any) -> Any:
+    """One sample of guessed inputs, filled with random values; the same every time."""
+    generator = torch.Generator().manual_seed(0)
+
+    def filled(tensor: Tensor) -> Tensor:
+        one = tensor[:1]
+        return torch.rand(one.shape, generator=generator).to(one) if one.is_floating_point() else torch.zeros_like(one)
+
+    return pytree.tree_map_only(Tensor, filled, inputs)
+
+
 def unguessable(module: nn.Module) -> str:
     """Why no input is guessed, if none is."""
     needed = _needed(module)

@@ -20,8 +20,8 @@ from torch.nn.parameter import is_lazy
 
 from gossamer.model.parameters import first_names, get_tensor, is_transposed
 from gossamer.model.tracing.channels import Factor, Ints, Labels
-from gossamer.model.tracing.coupling import Untraceable, couple
-from gossamer.model.tracing.tracer import Coupling
+from gossamer.model.tracing.coupling import Coupling, couple
+from gossamer.model.tracing.tracer import Untraceable
 from gossamer.sparse.permutation import Matrix, kept_magnitude, search_each
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -73,12 +73,17 @@ class Permutation:
     moves: Mapping[str, Sequence[Move]] = field(repr=False)
     """By clean name of a parameter or buffer; applied one after the other."""
     layers: Sequence[Layer]
-    untraceable: str | None = None
+    failure: Untraceable | None = None
     """Why nothing could move at all."""
     groups: Sequence[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]], repr=False)
     """Which layers share channels, for whoever wants to look at it."""
     note: str | None = None
     """What was done when the model could be followed only in parts."""
+
+    @property
+    def untraceable(self) -> str | None:
+        """Why nothing could move at all, as text."""
+        return None if self.failure is None else str(self.failure)
 
     def of(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor shaped like the named one, in the new order."""
@@ -191,7 +196,7 @@ def find(
     try:
         coupling = couple(model, example_inputs, parts=parts)
     except Untraceable as error:
-        return Permutation({}, [weight.measured(n, m, (), str(error)) for weight in weights.values()], str(error))
+        return Permutation({}, [weight.measured(n, m, (), str(error)) for weight in weights.values()], error)
     odd = odd_state(optimizer, {name: get_tensor(model, name) for name in coupling.layouts})
     aliases = first_names(model)
     layouts = {name: aliases.get(name, name) for name in names}

@@ -21,7 +21,7 @@ from torch import fx, nn
 
 from gossamer.errors import GossamerError, nearest
 from gossamer.model import first_names, named_modules, prunable
-from gossamer.model.tracing.undisturbed import undisturbed
+from gossamer.model.tracing.tracer import preserved
 
 Leaf = type[nn.Module] | str
 logger = logging.getLogger("gossamer.msbench")
@@ -36,7 +36,7 @@ def traced(model: nn.Module, leaves: Sequence[Leaf]) -> nn.Module:
     if reason is None:
         graphs: list[fx.Graph] = []
         try:
-            with undisturbed(model):
+            with preserved(model):
                 drawn = _random_states()
                 for training in (not model.training, model.training):
                     graphs.append(_graph(model, training, leaves))

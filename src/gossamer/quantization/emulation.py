@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import GossamerError
 from gossamer.model import named_modules, unwrap
-from gossamer.model.compiling import compile_anew, uncompiled
+from gossamer.model.compiling import recompile, uncompiled
 from gossamer.quantization.forward import Forward
 from gossamer.quantization.schemes import Scheme
 
@@ -60,7 +60,7 @@ class Emulation:
                 layer.register_forward_hook(place.leave, prepend=True, always_call=True),
             )
             _guard(layer)
-        compile_anew()
+        recompile(module.modules())
 
     @contextmanager
     def exporting(self) -> Generator[None]:
@@ -122,7 +122,7 @@ def withdraw(module: nn.Module) -> None:
         if isinstance(layer.__dict__.get("_replicate_for_data_parallel"), _Replicate):
             del layer.__dict__["_replicate_for_data_parallel"]
     if removed:
-        compile_anew()
+        recompile(module.modules())
 
 
 def _place(hook: object) -> _Place | None:

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.model.compiling import compile_anew
 from gossamer.model.parameters import named_parameters, prunable, unwrap
 from gossamer.model.thin.cuts import Cuts, resize, spread_over_processes
 from gossamer.model.thin.plan import Group, Plan, plan
 from gossamer.model.thin.runs import Runner
-from gossamer.model.tracing.coupling import Untraceable, couple
+from gossamer.model.tracing.coupling import couple
 from gossamer.model.tracing.filter_groups import FilterGraph
-from gossamer.model.tracing.undisturbed import quietly
+from gossamer.model.tracing.tracer import Untraceable
 
 State = Mapping[str, Tensor]
 Progress = Callable[[str, float], None]
@@ -74,19 +73,17 @@ def thin(
     coupling = couple(module, example_inputs, parts=True)
     graph = FilterGraph(module, coupling)
     before = {name: parameter.numel() for name, parameter in named_parameters(module)}
-    with quietly():
-        told("running it", 0.2)
-        runner = _runner(module, example_inputs)
-        state = runner.state()
-        observed = runner.observed()
-        found = plan(graph, state, observed, names)
-        told("trying without", 0.4)
-        accepted = _Trial(module, runner, found, state, told).accepted()
+    told("running it", 0.2)
+    runner = _runner(module, example_inputs)
+    state = runner.state()
+    observed = runner.observed()
+    found = plan(graph, state, observed, names)
+    told("trying without", 0.4)
+    accepted = _Trial(module, runner, found, state, told).accepted()
     cuts = found.cuts(accepted)
     if cuts:
         changed = found.carried(accepted, state)
         cuts.apply(module, {name: cuts.of(name, weight) for name, weight in changed.items()})
-        compile_anew()
     told("", 1.0)
     after = {name: parameter.numel() for name, parameter in named_parameters(module)}
     return Thinned(

@@ -6,8 +6,6 @@ and once more in the model's own dtype. The model is left as it was.
 
 from __future__ import annotations
 
-import copy
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,13 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer.model.inputs import as_arguments, guesses
-from gossamer.model.parameters import named_state, own_tensors, prunable
-from gossamer.model.tracing.tensors import tensors_in
-from gossamer.model.tracing.tracer import Arguments, storage_of
-from gossamer.model.tracing.undisturbed import undisturbed
+from gossamer.model.parameters import named_state, prunable
+from gossamer.model.tracing.tracer import Arguments, Observer, Tracer, storage_of, tensors_in
 
 Noise = Callable[[Tensor], Tensor]
 """From normal noise to the numbers of an input."""
@@ -158,9 +153,6 @@ _LOOKUPS: dict[Any, Callable[[Sequence[Any]], list[int]]] = {
 }
 """The dimensions that are looked up in."""
 
-Known = Mapping[int, tuple[str, Tensor]]
-"""A model's tensors and their names, by their memory."""
-
 
 @dataclass(frozen=True)
 class Product:
@@ -189,28 +181,25 @@ class Observed:
     """Tensors that take part."""
 
 
-class Watch(TorchDispatchMode):
-    """Notes what is done with the model's tensors, which are recognised by their memory."""
+class _Products(Observer):
+    """Records what is computed with the model's tensors, which are recognised by their memory."""
 
-    def __init__(self, known: Known) -> None:
-        super().__init__()
-        self.known = known
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[str, Tensor]] = {}
+        """The model's tensors and their names, by their memory."""
         self.observed = Observed()
 
-    def begin(self, inputs: Sequence[Tensor]) -> None:
-        """Told with which tensors the model is called."""
+    def begin(self, tensors: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
+        self.known = {storage_of(tensor): (name, tensor) for name, tensor in tensors.items()}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        named: dict[str, Any] = kwargs or {}
+    def is_atomic(self, func: Any) -> bool:
+        return func.overloadpacket in _CONVOLUTIONS or func.overloadpacket in _MATRIX_PRODUCTS
+
+    def operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         kind = func.overloadpacket
-        if kind not in _CONVOLUTIONS and kind not in _MATRIX_PRODUCTS and func.namespace != "prim":
-            with self:  # an operation that is made of others arrives whole inside an inference mode of the model's own
-                result = func.decompose(*args, **named)
-            if result is not NotImplemented:
-                return result
-        given = tensors_in([*args, *named.values()])
+        given = tensors_in([*args, *kwargs.values()])
         self.observed.used |= self._names(given)
-        result = self._computed(func, args, named)
+        result = self._compute(func, args, kwargs)
         if kind in _CONVOLUTIONS:
             self._note(args[1], args[0], result, 1, 1 - int(args[6]))
             self.observed.otherwise |= self._names([args[0]])
@@ -222,7 +211,7 @@ class Watch(TorchDispatchMode):
             self.observed.otherwise |= self._names(given)
         return result
 
-    def _computed(self, func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def _compute(self, func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
         return func(*args, **named)
 
     def _note(self, weight: Tensor, entering: Tensor, leaving: Tensor, dim: int, input_dim: int | None) -> None:
@@ -240,24 +229,26 @@ class Watch(TorchDispatchMode):
         return {self.known[key][0] for tensor in tensors if (key := storage_of(tensor)) in self.known}
 
 
-class Trace(Watch):
-    """The same for inputs that are not-a-number: what stays a number does not depend on them.
+class _Dependence(_Products):
+    """The same for inputs that are NaN: what stays a number does not depend on them.
 
-    Of whole numbers it notes which come from the input; what they look up stays a number when all that could be found
-    is the same. Comparisons come out as `truth` says: where that makes a difference, they depend on the input too.
-    Raises where a model would decide something, or leave torch, with numbers that are none.
+    NaN spreads to all that depends on the input; filters of zeros and factors of zero stop it. For integers, `_whole`
+    records which come from the input; what they look up stays a number when all that could be found is the same.
+    Comparisons with NaN return `truth`: where that makes a difference, they depend on the input too. Raises where a
+    model would decide something with NaN, or leave torch.
     """
 
-    def __init__(self, known: Known, truth: bool = False) -> None:
-        super().__init__(known)
+    def __init__(self, truth: bool) -> None:
+        super().__init__()
         self.truth = truth
-        self.whole: dict[int, Tensor] = {}
-        """Whole numbers that depend on the input, by their memory, which stays taken."""
+        self._whole: dict[int, Tensor] = {}
+        """Integers that depend on the input, by their memory, which stays taken."""
 
-    def begin(self, inputs: Sequence[Tensor]) -> None:
-        self.whole = {storage_of(tensor): tensor for tensor in inputs if not tensor.is_floating_point()}
+    def begin(self, tensors: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
+        super().begin(tensors, inputs)
+        self._whole = {storage_of(tensor): tensor for tensor in inputs if not tensor.is_floating_point()}
 
-    def _computed(self, func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def _compute(self, func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
         kind = func.overloadpacket
         if kind in _DECISIONS or func.namespace not in ("aten", "prim", "prims"):
             raise _UndecidedError(str(func))
@@ -267,7 +258,7 @@ class Trace(Watch):
         result = func(*args, **named)
         # How far a count goes, and how much of a table is taken, come from the size of an input.
         part = kind is _aten.slice and bool(self._names(given)) and result.shape != args[0].shape
-        chosen = part or kind in _COUNTS or any(storage_of(tensor) in self.whole for tensor in given)
+        chosen = part or kind in _COUNTS or any(storage_of(tensor) in self._whole for tensor in given)
         unknown = unknown or chosen
         if not unknown:
             return result
@@ -276,7 +267,7 @@ class Trace(Watch):
                 result.masked_fill_(tensor.isnan(), self.truth)
         for tensor in tensors_in(result):
             if not tensor.is_floating_point() and (chosen or tensor.dtype != torch.bool):
-                self.whole[storage_of(tensor)] = tensor
+                self._whole[storage_of(tensor)] = tensor
         if not isinstance(result, Tensor) or not result.is_floating_point():
             return result
         if chosen and kind in _LOOKUPS:
@@ -361,7 +352,6 @@ class Runner:
 
     def __init__(self, module: nn.Module, example_inputs: Any) -> None:
         self.module = module
-        self.names = {id(tensor): name for name, tensor in named_state(module)}
         self.own = {name: tensor.dtype for name, tensor in named_state(module)}
         self.dtype, self.tolerance = torch.float64, _EXACT
         self.trains = False
@@ -486,8 +476,8 @@ class Runner:
         nothing, found = cast(Arguments, pytree.tree_map_only(Tensor, unknown, arguments)), list[Observed]()
         for truth in (False, True):
             try:
-                kind = functools.partial(Trace, truth=truth)
-                found.append(self._once(self.state(), nothing, lambda: None, training=False, kind=kind))
+                observer = _Dependence(truth)
+                found.append(self._once(self.state(), nothing, lambda: None, training=False, observer=observer))
             except Exception:  # noqa: BLE001  (any model, any reason)
                 continue
         return found
@@ -517,26 +507,19 @@ class Runner:
         arguments: Arguments,
         prepare: Prepare,
         training: bool,
-        kind: Callable[[Known], Watch] = Watch,
+        observer: _Products | None = None,
     ) -> Observed:
-        module = self.module
-        own = own_tensors(module)
+        observer = observer or _Products()
         # Not written to: batch norm keeps still, but a model may count.
-        tensors = {id(tensor): state[self.names[id(tensor)]] for _, tensor in own}
+        tensors = {id(tensor): state[name] for name, tensor in named_state(self.module)}
         tensors = {key: t if t.is_floating_point() and t.dim() else t.clone() for key, t in tensors.items()}
-        watch = kind({storage_of(tensor): (self.names[key], tensor) for key, tensor in tensors.items()})
-        with undisturbed(module), torch.inference_mode(False), torch.no_grad():
+        with Tracer(self.module, observer, None, arguments) as tracer:
             prepare()
-            for child in module.modules():
-                child.training = training and not isinstance(child, _BatchNorm | _DropoutNd)
-            args, kwargs = copy.deepcopy(arguments)
-            watch.begin([leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
-            with torch.random.fork_rng(devices=[]), watch:
-                torch.manual_seed(_SEED)
-                substitutes = {name: tensors[id(tensor)] for name, tensor in own}
-                output = torch.func.functional_call(module, substitutes, args, kwargs, tie_weights=False)
-        watch.observed.outputs += [leaf.detach().clone() for leaf in _leaves(output)]
-        return watch.observed
+            torch.manual_seed(_SEED)
+            mode = _without_noise if training else _never
+            output = tracer.run(arguments, tensors=tensors, training=mode)
+        observer.observed.outputs += [leaf.detach().clone() for leaf in _leaves(output)]
+        return observer.observed
 
     def _compared(self, mine: Observed, other: Observed, kept: Mapping[str, Tensor]) -> str | None:
         """In what another version differs on one input."""
@@ -564,6 +547,14 @@ class Runner:
         return torch.allclose(
             a.double(), b.double(), rtol=self.tolerance, atol=self.tolerance * largest, equal_nan=True
         )
+
+
+def _never(_: nn.Module) -> bool:
+    return False
+
+
+def _without_noise(module: nn.Module) -> bool:
+    return not isinstance(module, _BatchNorm | _DropoutNd)
 
 
 def _leaves(output: Any) -> list[Tensor]:

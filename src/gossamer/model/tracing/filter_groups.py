@@ -25,8 +25,7 @@ from gossamer.model.parameters import (
     prunable,
 )
 from gossamer.model.tracing.channels import Ints
-from gossamer.model.tracing.coupling import READS_INPUT, couple
-from gossamer.model.tracing.tracer import Coupling
+from gossamer.model.tracing.coupling import READS_INPUT, Coupling, couple
 from gossamer.model.weights import layer_path
 
 

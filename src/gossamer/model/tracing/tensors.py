@@ -8,14 +8,17 @@ compares tensors by identity without keeping them alive.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gossamer.model.tracing.channels import Channels, Layout, Layouts, Operand, Shape
+from gossamer.model.tracing.tracer import storage_of, tensors_in
 
 T = TypeVar("T")
 UNREGISTERED = "a tensor that is neither parameter nor buffer"
@@ -66,7 +69,7 @@ class Tensors:
     def add_leaf(self, name: str, tensor: Tensor) -> None:
         """A tensor that stands for a parameter or buffer, whose channels are named when it is first used."""
         self._leaf_names[tensor] = name
-        self._memory[tensor] = _storage_key(tensor)
+        self._memory[tensor] = storage_of(tensor)
 
     def add_input(self, tensor: Tensor, origin: str) -> None:
         """A tensor that comes from outside."""
@@ -81,17 +84,12 @@ class Tensors:
         for name, why in self._held.items():
             self.channels.fix_all(self.leaves.get(name, ()), why)
 
-    def remaining(self) -> list[Tensor]:
-        """The tensors that still exist, of those that have channels or tell where they lie."""
-        return [tensor for kind in (self._known, self._leaf_names, self._revealing) for tensor in kind.tensors()]
-
-    def without_channels(self) -> list[Tensor]:
-        """The others that still exist."""
-        return [tensor for kind in (self._origins, self._neutral) for tensor in kind.tensors()]
-
-    def hold_remaining(self, why: str) -> None:
-        """Whatever still exists stays in place: it leaves the network."""
-        remaining = self.remaining()
+    def hold_remaining(self, why: str, output: Any) -> None:
+        """Whatever still exists after a run is held in place: it is in the output, or the model keeps it."""
+        returned = {id(tensor) for tensor in pytree.tree_leaves(output)}
+        if any(id(tensor) not in returned for tensor in self._remaining()):
+            gc.collect()  # reference cycles
+        remaining = self._remaining()
         for tensor in remaining:
             name = self._leaf_names.get(tensor)
             if name is not None:
@@ -99,10 +97,14 @@ class Tensors:
         self.hold([tensor for tensor in remaining if tensor in self._known], why)
         self.reveal(remaining)
 
+    def _remaining(self) -> list[Tensor]:
+        """The tensors that still exist, of those that have channels or reveal positions."""
+        return [tensor for kind in (self._known, self._leaf_names, self._revealing) for tensor in kind.tensors()]
+
     # Channels
 
     def layout(self, tensor: Tensor) -> Layout:
-        if self._memory.get(tensor) not in (None, _storage_key(tensor)):
+        if self._memory.get(tensor) not in (None, storage_of(tensor)):
             raise RuntimeError("it puts other memory under a tensor (.data =), which cannot be followed")
         name = self._leaf_names.get(tensor)
         if name is None:
@@ -153,7 +155,7 @@ class Tensors:
 
     def set(self, tensor: Tensor, layout: Layout) -> None:
         self._known[tensor] = layout
-        self._memory[tensor] = _storage_key(tensor)
+        self._memory[tensor] = storage_of(tensor)
 
     def hold(self, tensors: Iterable[Tensor], why: str) -> None:
         for tensor in tensors:
@@ -188,12 +190,12 @@ class Tensors:
         self._storages.append(tensor.untyped_storage())
 
     def is_neutral(self, tensor: Tensor) -> bool:
-        return tensor in self._neutral and _storage_key(tensor) not in self._written
+        return tensor in self._neutral and storage_of(tensor) not in self._written
 
     def spoil(self, tensor: Tensor) -> None:
         """Something was written into a tensor: no view of its memory is the same everywhere any more."""
         self._storages.append(tensor.untyped_storage())
-        self._written.add(_storage_key(tensor))
+        self._written.add(storage_of(tensor))
 
 
 @dataclass(frozen=True)
@@ -263,16 +265,3 @@ class Call:
 
 Rule = Callable[[Call], Layout | list[Layout] | None]
 """The layout of every result, or a list of one for each; None when the rule does not cover the case."""
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """All tensors in a value, lists and tuples opened."""
-    if isinstance(values, Tensor):
-        return [values]
-    if isinstance(values, list | tuple):
-        return [tensor for value in cast(Sequence[Any], values) for tensor in tensors_in(value)]
-    return []
-
-
-def _storage_key(tensor: Tensor) -> int:
-    return int(cast(Any, tensor.untyped_storage())._cdata)

@@ -1,208 +1,371 @@
-"""Run a network on tensors without values, and see which of its channels belong together.
+"""Run a model and report every operation and module call to an observer.
 
-Shapes are enough: parameters, buffers and inputs become fake tensors, and the
-operations are watched as torch performs them, below all Python code of the
-model. Both modes are watched, for some layers work only in training. Whatever
-the model keeps, returns or stores is held in place. Uses torch's
-FakeTensorMode and TorchDispatchMode, which are not public but have no public
-equal.
+This is the only place that follows a model. Parameters, buffers and inputs are replaced by stand-ins, by default fake
+tensors, which have shapes but no values; operations are seen as torch dispatches them, below all Python code of the
+model. Afterwards the model is as it was. Uses torch's FakeTensorMode and TorchDispatchMode, which are not public but
+have no public equivalent.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+import logging
+import random
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Self, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gossamer.errors import GossamerError, Problem
 from gossamer.model.parameters import named_state, own_tensors, unwrap
-from gossamer.model.tracing.channels import Channels, Classes, Layout
-from gossamer.model.tracing.rules import observe
-from gossamer.model.tracing.tensors import Tensors, tensors_in
-from gossamer.model.tracing.undisturbed import forget, undisturbed
-from gossamer.model.weights import hooks_that_compute
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a `forward`."""
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+"""What a model raises on fake tensors when its control flow or its shapes depend on values."""
 
 
-@dataclass(frozen=True)
-class Coupling:
-    """Which channels of a model's parameters and buffers are the same, by clean name."""
+class Untraceable(GossamerError):  # noqa: N818  (a result that callers handle, as they do StopIteration)
+    """The model cannot be traced; the message says why.
 
-    layouts: Mapping[str, Layout]
-    classes: Classes
-    channels: Channels
-    note: str | None = None
-    """What was done when the model could not be followed as a whole."""
-    leaving: frozenset[int] = frozenset()
-    """Classes of channels that the model, or a part that was followed on its own, returns or keeps."""
-
-
-class Follower:
-    """Follows a model, or parts of it, and gathers what couples its channels."""
-
-    def __init__(self, model: nn.Module, fake: FakeTensorMode | None = None) -> None:
-        self.module = unwrap(model)
-        self.fake = fake or FakeTensorMode(allow_non_fake_inputs=True)
-        self.tensors = Tensors(Channels())
-        self._leaving: set[str] = set()
-        self.state = dict(named_state(self.module))
-        self.names = {id(tensor): name for name, tensor in self.state.items()}
-        self.leaves: dict[int, Tensor] = {id(tensor): self.faked(tensor) for tensor in self.state.values()}
-
-    def follow(self, part: nn.Module, inputs: Sequence[Arguments], entering: str, leaving: str) -> None:
-        """Run a part of the model in both modes; raises whatever the part raises.
-
-        `entering` names its input, `leaving` is the reason to give for what it returns or keeps.
-        """
-        self._leaving.add(leaving)
-        computed = [
-            (layer, leaf, vars(layer)[leaf])
-            for layer in part.modules()
-            for leaf in hooks_that_compute(layer)
-            if leaf in vars(layer)
-        ]
-        with undisturbed(self.module):
-            for training in (False, True):
-                _set_mode(self.module, training)
-                for args, kwargs in inputs:
-                    output = self._run(part, args, kwargs, entering)
-                    for layer, leaf, value in computed:  # weights that a hook computed are the layer's own
-                        vars(layer)[leaf] = value
-                    returned = {id(tensor) for tensor in pytree.tree_leaves(output)}
-                    if any(id(tensor) not in returned for tensor in self.tensors.remaining()):
-                        gc.collect()
-                    self.tensors.hold_remaining(leaving)
-                    del output
-        own = {id(tensor) for tensor in pytree.tree_leaves(inputs)}
-        if left := [t for t in (*self.tensors.remaining(), *self.tensors.without_channels()) if id(t) not in own]:
-            forget(left)
-
-    def hold(self, name: str, why: str) -> None:
-        self.tensors.hold_leaf(name, why)
-
-    def coupling(self, note: str | None = None) -> Coupling:
-        """What has been found; what cannot be reordered on its own stays in place."""
-        for name, why in (*self._unsaved(), *_overlapping(self.state)):
-            self.hold(name, why)
-        self.tensors.hold_leaves()
-        layouts = {name: self.tensors.leaves.get(name, ()) for name in self.state}
-        channels = self.tensors.channels
-        classes = channels.resolve(list(layouts.values()))
-        return Coupling(layouts, classes, channels, note, frozenset(channels.fixed_because(self._leaving).tolist()))
-
-    def faked(self, value: Any) -> Any:
-        """Every tensor in a value without its numbers."""
-        return pytree.tree_map_only(
-            Tensor, lambda t: t if isinstance(t, FakeTensor) else self.fake.from_tensor(t.detach()), value
-        )
-
-    def _unsaved(self) -> Iterator[tuple[str, str]]:
-        """A buffer that a checkpoint leaves out is made anew by the model's code, in its own order."""
-        for owner in self.module.modules():
-            unsaved: set[str] = vars(owner).get("_non_persistent_buffers_set", set())
-            for leaf, buffer in owner.named_buffers(recurse=False):
-                if leaf in unsaved:
-                    yield self.names[id(buffer)], "it meets a buffer that checkpoints leave out and code makes anew"
-
-    def _run(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], entering: str) -> Any:
-        with self.fake:  # new ones in each run, so that those which the model keeps can be told
-            leaves = {key: leaf.detach() for key, leaf in self.leaves.items()}
-        for key, leaf in leaves.items():
-            self.tensors.add_leaf(self.names[key], leaf)
-        fake_args, fake_kwargs = self.faked((args, kwargs))
-        for tensor in pytree.tree_leaves((fake_args, fake_kwargs)):
-            if isinstance(tensor, Tensor):
-                self.tensors.add_input(tensor, entering)
-        substitutes = {name: leaves[id(tensor)] for name, tensor in own_tensors(part)}
-        # In inference mode operations would arrive in one piece.
-        seed = torch.initial_seed()
-        with torch.inference_mode(False), torch.no_grad(), self.fake, _Watch(self, leaves):
-            output = torch.func.functional_call(part, substitutes, fake_args, fake_kwargs, tie_weights=False)
-        if torch.initial_seed() != seed:
-            raise RuntimeError("it seeds the random numbers that it draws, which makes them weights in disguise")
-        return output
-
-
-class _Watch(TorchDispatchMode):
-    """Tells the rules of every operation.
-
-    A parameter that the model reaches by another way than its name (a list, a view made earlier) is recognised by
-    itself or by its memory. What the model writes into a tensor of its own is not written.
+    `data_dependent`: because its control flow depends on values.
     """
 
-    def __init__(self, follower: Follower, leaves: Mapping[int, Tensor]) -> None:
+    def __init__(self, message: str, *, fix: str = "", data_dependent: bool = False) -> None:
+        super().__init__(Problem(message, fix=fix))
+        self.data_dependent = data_dependent
+
+
+class Observer:
+    """Receives what a model does while it is traced. Override what is of interest."""
+
+    def begin(self, tensors: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
+        """A run starts, with these stand-ins for parameters and buffers (by clean name) and for input tensors."""
+
+    def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module is called."""
+
+    def leave(self, name: str, module: nn.Module, output: Any) -> None:
+        """A module returns; `output` is None if it raises."""
+
+    def is_atomic(self, func: Any) -> bool:
+        """Whether an operation is reported as it is; otherwise a composite one is reported as its parts."""
+        return True
+
+    def operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Compute an operation; returns its result."""
+        return func(*args, **kwargs)
+
+
+def fake_mode() -> FakeTensorMode:
+    """A new mode for fake tensors; tensors of different modes do not mix."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class Tracer:
+    """Context manager in which a model can be run under observation.
+
+    Pass a `fake_mode()` to run on fake tensors, or None to run on values. `inputs` are the arguments of all runs;
+    objects in them that the model changes are restored too. On exit the model is as it was. Raises `Untraceable` when
+    fake tensors are then still stored where they cannot be taken out again, such as in the cache of a function.
+    """
+
+    def __init__(self, model: nn.Module, observer: Observer, fake: FakeTensorMode | None, inputs: Any = ()) -> None:
+        self.module, self.observer, self.fake = unwrap(model), observer, fake
+        self._inputs = inputs
+        self._names = {id(tensor): name for name, tensor in named_state(self.module)}
+        self._calls: list[str] = []
+        self._made: list[tuple[weakref.ref[Tensor], str]] = []
+        self._failed = False
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            stack.enter_context(preserved(self.module, self._inputs))
+            if self.fake is not None:
+                stack.enter_context(_failures_not_logged())
+            for name, child in cast(Iterator[tuple[str, nn.Module]], self.module.named_modules()):
+                if not isinstance(child, torch.jit.ScriptModule):
+                    self._observe_calls(stack, name, child)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._stack.close()
+        if self.fake is not None and (error is None or self._failed):
+            self._check_released(error)
+
+    def run(
+        self,
+        arguments: Arguments,
+        *,
+        part: nn.Module | None = None,
+        tensors: Mapping[int, Tensor] | None = None,
+        training: Callable[[nn.Module], bool] = lambda _: False,
+    ) -> Any:
+        """Call the model, or a part of it, and return its output.
+
+        `tensors`: stand-ins to use for parameters and buffers, by the id of the original; `training`: the mode of each
+        module.
+        """
+        # In inference mode operations would arrive in one piece.
+        with torch.inference_mode(False), torch.no_grad():
+            stand_ins = dict(tensors or {})
+            if tensors is None:
+                stand_ins = {id(tensor): self._copy(tensor) for _, tensor in named_state(self.module)}
+            args, kwargs = pytree.tree_map_only(Tensor, self._input, arguments)
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.observer.begin({self._names[key]: tensor for key, tensor in stand_ins.items()}, leaves)
+        for child in self.module.modules():
+            child.training = training(child)
+        target = self.module if part is None else part
+        substitutes = {name: stand_ins[id(tensor)] for name, tensor in own_tensors(target)}
+        self._made += [(weakref.ref(tensor), "") for tensor in (*stand_ins.values(), *leaves) if self.fake is not None]
+        with torch.inference_mode(False), torch.no_grad(), self.fake or nullcontext(), _Dispatch(self, stand_ins):
+            try:
+                return torch.func.functional_call(target, substitutes, args, kwargs, tie_weights=False)
+            except Exception as error:
+                self._failed = True
+                _drop_frames(error)
+                raise
+
+    def note(self, result: Any) -> None:
+        """Remember which fake tensors an operation made, and in which module."""
+        if self.fake is not None:
+            name = self._calls[-1] if self._calls else ""
+            self._made += [(weakref.ref(tensor), name) for tensor in tensors_in(result)]
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """A stand-in for a parameter or buffer, with a storage of its own."""
+        if self.fake is None:
+            return tensor.detach().clone()
+        fake = self.fake.from_tensor(tensor.detach())
+        with self.fake:
+            return fake.clone()
+
+    def _input(self, tensor: Tensor) -> Tensor:
+        if self.fake is None:
+            return tensor.detach().clone()
+        fake = tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(tensor.detach())
+        with self.fake:
+            return fake.detach()
+
+    def _observe_calls(self, stack: ExitStack, name: str, module: nn.Module) -> None:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._calls.append(name)
+            self.observer.enter(name, module, args, kwargs)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.observer.leave(name, module, output)
+            self._calls.pop()
+
+        stack.callback(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove)
+        stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+
+    def _check_released(self, error: BaseException | None) -> None:
+        if any(reference() is not None for reference, _ in self._made):
+            gc.collect()  # reference cycles
+        kept = [name for reference, name in self._made if reference() is not None]
+        if kept:
+            module = next((f"'{name}'" for name in kept if name), "the model")
+            raise Untraceable(
+                f"{module} stores tensors outside the model, such as in the cache of a function or in a global "
+                "variable, and now keeps fake ones there",
+                fix="clear it, and run the model once before it is traced",
+            ) from error
+
+
+class _Dispatch(TorchDispatchMode):
+    """Reports operations to the observer of a tracer.
+
+    A parameter that the model reaches by another way than its name, such as from a list, becomes its stand-in.
+    """
+
+    def __init__(self, tracer: Tracer, stand_ins: Mapping[int, Tensor]) -> None:
         super().__init__()
-        self.follower, self.tensors, self.leaves = follower, follower.tensors, leaves
-        self.storages: dict[int, list[str]] = {}
-        for name, tensor in follower.state.items():
-            self.storages.setdefault(storage_of(tensor), []).append(name)
+        self.tracer, self.observer, self.stand_ins = tracer, tracer.observer, stand_ins
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not all(isinstance(tensor, FakeTensor) for tensor in tensors_in([args, list(kwargs.values())])):
-            args, kwargs = pytree.tree_map_only(Tensor, self._leaf, (args, kwargs))
-            if func._schema.is_mutable:
-                args, kwargs = self.follower.faked((args, kwargs))
-        still = func is torch.ops.aten.as_strided_.default and _only_spelled_anew(*args)
-        result = func(*args, **kwargs)
-        if not still:
-            observe(self.tensors, func, args, kwargs, result)
+        named: dict[str, Any] = kwargs or {}
+        if not self.observer.is_atomic(func) and func.namespace != "prim":
+            with self:  # inside an inference mode of the model's own, a composite operation arrives in one piece
+                result = func.decompose(*args, **named)
+            if result is not NotImplemented:
+                return result
+        if self.tracer.fake is not None:
+            given = tensors_in([args, list(named.values())])
+            if not all(isinstance(tensor, FakeTensor) for tensor in given):
+                args, named = pytree.tree_map_only(Tensor, lambda t: self.stand_ins.get(id(t), t), (args, named))
+        result = self.observer.operation(func, args, named)
+        self.tracer.note(result)
         return result
 
-    def _leaf(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        leaf = self.leaves.get(id(tensor))
-        if leaf is None:
-            for name in self.storages.get(storage_of(tensor), ()):
-                self.tensors.hold_leaf(name, "the model also reaches its memory by another name")
-        return tensor if leaf is None else leaf
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Take the tracebacks off an exception and its causes: their frames hold the tensors of the run."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
-def _only_spelled_anew(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> bool:
-    """Whether an `as_strided_` changes nothing but strides of dimensions of size 1, as pooling does."""
-    moved = offset is not None and offset != tensor.storage_offset()
-    strides = zip(tensor.shape, tensor.stride(), stride, strict=False)
-    return not moved and list(size) == list(tensor.shape) and all(n == 1 or old == new for n, old, new in strides)
-
-
-def _set_mode(module: nn.Module, training: bool) -> None:
-    """Train or evaluate; torch's batch norm evaluates, which treats channels alike and asks for no second sample."""
-    usual = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-    for child in module.modules():
-        child.training = training and not (isinstance(child, _BatchNorm) and type(child).forward in usual)
-
-
-def _overlapping(state: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Parameters and buffers that cannot be reordered without changing others, with the reason."""
-    spans = sorted((*_span(tensor), name) for name, tensor in state.items() if tensor.numel())
-    reach, holder = (-1, -1), ""
-    for storage, first, last, name in spans:
-        if (storage, first) < reach:
-            yield name, "it shares memory with another parameter or buffer"
-            yield holder, "it shares memory with another parameter or buffer"
-        if last - first < state[name].numel():
-            yield name, "its memory holds some of its numbers more than once"
-        if (storage, last) > reach:
-            reach, holder = (storage, last), name
-
-
-def _span(tensor: Tensor) -> tuple[int, int, int]:
-    """The storage of a tensor, and its first and one after its last element there."""
-    first = int(tensor.storage_offset())
-    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return storage_of(tensor), first, int(last) + 1
+def tensors_in(values: Any) -> list[Tensor]:
+    """All tensors in a value, lists and tuples opened."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, list | tuple):
+        return [tensor for value in cast(Sequence[Any], values) for tensor in tensors_in(value)]
+    return []
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The memory of a tensor, which its views share."""
+    """A key for the memory of a tensor, which its views share."""
     return int(cast(Any, tensor.untyped_storage())._cdata)
+
+
+@contextmanager
+def _failures_not_logged() -> Generator[None]:
+    """Without torch's own log of each operation that fails on fake tensors."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+# Leaving a model as it was
+
+_MAX_OBJECTS = 100_000
+_MAX_LENGTH = 10_000
+"""Longer containers hold data, not what a forward pass changes."""
+_lock = threading.RLock()
+"""Random states and the compiler's stance belong to the process."""
+_OPAQUE = (Tensor, str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, np.ndarray)
+
+
+@contextmanager
+def preserved(module: nn.Module, *others: Any) -> Generator[None]:
+    """Restore, on exit, what running the model changes: modes, attributes, containers, buffers, random states.
+
+    Covers all that attributes, containers and closures of the model (and of `others`) lead to. Within, compiled parts
+    run uncompiled, and attention without its fused fast path.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_lock)
+        restore = list(_restorers(module, *others))
+        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        fast = torch.backends.mha.get_fastpath_enabled()
+        python, numpy = random.getstate(), np.random.get_state()
+        stack.enter_context(cast(AbstractContextManager[None], torch.random.fork_rng()))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            random.setstate(python)
+            np.random.set_state(numpy)
+            for undo in restore:
+                undo()
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    if buffer.layout == torch.strided and not torch.equal(buffer, before):
+                        buffer.copy_(before)
+
+
+def _restorers(*roots: Any) -> Iterator[Callable[[], None]]:
+    """One for each mutable object that the roots lead to."""
+    queue: deque[Any] = deque(roots)
+    seen: dict[int, Any] = {}
+    while queue and len(seen) < _MAX_OBJECTS:
+        thing = queue.popleft()
+        if isinstance(thing, _OPAQUE) or id(thing) in seen:
+            continue
+        seen[id(thing)] = thing
+        content, undo = _opened(thing)
+        queue.extend(content)
+        if undo is not None:
+            yield undo
+
+
+def _opened(thing: Any) -> tuple[Iterable[Any], Callable[[], None] | None]:
+    """What an object holds, and how to restore that."""
+    match thing:
+        case dict() | list() | set() | deque() if len(cast(Any, thing)) > _MAX_LENGTH:
+            return (), None
+        case dict():
+            mapping = cast(dict[Any, Any], thing)
+            before = dict(mapping)
+            return before.values(), lambda: _refill(mapping, before, mapping.update)
+        case list() | deque():
+            sequence = cast(list[Any], thing)
+            items = list(sequence)
+            return items, lambda: _refill(sequence, items, sequence.extend)
+        case set():
+            members = cast(set[Any], thing)
+            kept = set(members)
+            return kept, lambda: _refill(members, kept, members.update)
+        case tuple() | frozenset():
+            return cast(Iterable[Any], thing), None
+        case types.MethodType():
+            return (thing.__self__, thing.__func__), None
+        case functools.partial():
+            partial = cast(functools.partial[Any], thing)
+            return (partial.func, partial.args, partial.keywords), None
+        case types.FunctionType():
+            return (thing.__closure__ or (), thing.__defaults__, thing.__dict__), None
+        case types.CellType():
+            return _cell(thing)
+        case _:
+            return _object(thing)
+
+
+def _object(thing: Any) -> tuple[Iterable[Any], Callable[[], None] | None]:
+    """An object's attributes, slots included."""
+    slots = [name for kind in type(thing).__mro__ for name in _slots(vars(kind).get("__slots__", ()))]
+    before = {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
+
+    def undo() -> None:
+        for name, value in before.items():
+            object.__setattr__(thing, name, value)
+
+    return (getattr(thing, "__dict__", None), *before.values()), undo if before else None
+
+
+def _slots(declared: Any) -> list[str]:
+    names = [declared] if isinstance(declared, str) else list(declared)
+    return [name for name in names if not name.startswith("__")]
+
+
+def _cell(cell: types.CellType) -> tuple[Iterable[Any], Callable[[], None] | None]:
+    try:
+        content = cell.cell_contents
+    except ValueError:  # not filled yet
+        return (), None
+
+    def undo() -> None:
+        cell.cell_contents = content
+
+    return (content,), undo
+
+
+def _refill(container: Any, before: Any, fill: Callable[[Any], object]) -> None:
+    container.clear()
+    fill(before)

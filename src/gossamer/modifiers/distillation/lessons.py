@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import ModifierError
-from gossamer.model.compiling import compile_anew, uncompiled
+from gossamer.model.compiling import recompile, uncompiled
 from gossamer.modifiers.base import Run, placed
 from gossamer.modifiers.distillation.outputs import Path, replaced, tensors
 from gossamer.modifiers.distillation.teaching import Answer, Hook, Teacher
@@ -160,7 +160,7 @@ class Lessons:
             ]
         self._handles[learner.place] = list(learner.join(self.teacher))
         self._learners = dict(sorted({**self._learners, learner.place: learner}.items()))
-        compile_anew()
+        recompile(student.modules())
 
     def leave(self, place: int) -> None:
         """Stop teaching a learner; the last one takes the hooks along."""
@@ -168,8 +168,9 @@ class Lessons:
         removed = self._handles.pop(place, []) + ([] if self._learners else self._handles.pop(0, []))
         for handle in removed:
             handle.remove()
-        if removed:
-            compile_anew()
+        student = self._student()
+        if removed and student is not None:
+            recompile(student.modules())
 
     @contextmanager
     def pause(self) -> Generator[None]:
