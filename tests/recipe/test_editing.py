@@ -233,15 +233,34 @@ def test_a_recipe_of_objects_has_a_text_that_loads_to_it() -> None:
     assert (recipe.modifiers, recipe.name, recipe.version) == (modifiers, "made", "1.0")
     assert dict(recipe.variables) == {"a": 1, "odd": "eval(b)"}
     assert load(recipe.text) == recipe
-    assert recipe.where(0) == "made:7"
+    assert (recipe.location(0), recipe.where(0)) == (None, "made")
+    assert load(recipe.with_variables(a=2).text).variables["a"] == 2
+    assert recipe.with_field(1, "end_epoch", "eval(a + 5)").modifiers[1].end_epoch == 6
 
 
-def test_objects_that_no_text_can_hold_are_refused() -> None:
-    class Unregistered(Modifier):
-        pass
+class Custom(Modifier):
+    """A modifier that is not registered and holds what no text can express."""
 
-    with pytest.raises(RecipeError, match="unknown modifier 'Unregistered'"):
-        Recipe.of([Unregistered()])
+    part: Any = None
+    log_types: Any = "none"
+    _hidden: object = None
+
+
+def test_python_parts_of_modifiers_survive_in_recipes_of_objects() -> None:
+    custom = Custom(part=object(), start_epoch=1, log_types="x")
+    custom._hidden = custom.part
+    read = load(TEXT)
+    recipes = [Recipe.of([custom]), read.with_modifiers([custom]), Recipe.of([custom]).with_metadata({"a": 1})]
+    assert all(recipe.modifiers[-1] is custom for recipe in recipes)
+    later = compose(read, Recipe.of([custom])).modifiers[-1]
+    assert isinstance(later, Custom)
+    assert (later.part, later._hidden, later.start_epoch) == (custom.part, custom.part, 5)
+    assert [str(warning) for warning in recipes[0].warnings] == ["Custom.log_types: has no effect in Gossamer"]
+    with pytest.raises(RecipeError, match=r"^Custom\.part: expected text, .* found a value of type object$"):
+        _ = recipes[1].text
+
+
+def test_values_that_no_recipe_can_hold_are_refused() -> None:
     with pytest.raises(RecipeError, match="found a value of type object"):
         Recipe.of(load(TEXT).modifiers, metadata=object())
     with pytest.raises(RecipeError, match="a variable cannot be called 'version'"):

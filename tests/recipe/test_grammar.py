@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gossamer.errors import RecipeError
+from gossamer.errors import Location, RecipeError
 from gossamer.recipe import Recipe, load
 
 RANGE = "modifiers: [!EpochRangeModifier {start_epoch: 0, end_epoch: 3}]\n"
@@ -179,11 +179,11 @@ def test_epochs_range_from_the_first_start_to_the_last_start_or_end(modifiers: s
     assert (recipe.min_epochs, recipe.max_epochs) == (lowest, highest)
 
 
-def test_where_gives_the_line_of_a_field_then_of_the_modifier_then_the_file() -> None:
+def test_the_location_of_a_field_is_its_line_or_that_of_the_modifier() -> None:
     recipe = load("a: 1\nmodifiers:\n  - !EpochRangeModifier\n    start_epoch: 0\n    end_epoch: 1\n")
     assert recipe.where(0, "end_epoch") == "<recipe>:5"
     assert recipe.where(0, "strict") == recipe.where(0) == "<recipe>:3"
-    assert recipe.where(4) == "<recipe>"
+    assert recipe.location(0, "end_epoch") == Location("<recipe>", 5)
 
 
 def test_recipes_are_values() -> None:

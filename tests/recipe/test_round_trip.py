@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gossamer.modifiers.base import Modifier, register
 from gossamer.recipe import Recipe, compose, load
-from gossamer.recipe.scalars import inline
+from gossamer.recipe.writer import inline
 
 RANGE = load("- !EpochRangeModifier {start_epoch: 0, end_epoch: 3}").modifiers
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from gossamer.recipe.scalars import inline
+from gossamer.recipe.writer import inline
 
 WIDTH = 112
 

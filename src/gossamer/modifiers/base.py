@@ -176,7 +176,14 @@ class Modifier(BaseModel):
                 moved[field] = max(value, 0.0) + epochs
             elif value is not None and value != -1:
                 moved[field] = value + epochs
-        return type(self).model_validate({**self.model_dump(exclude_unset=True), **moved})
+        return self.with_fields(**moved)
+
+    def with_fields(self, **fields: Any) -> Self:
+        """A copy with other values for some fields, which are validated; private attributes are kept."""
+        changed = type(self).model_validate({**self.model_dump(exclude_unset=True), **fields})
+        for name, value in (self.__pydantic_private__ or {}).items():
+            setattr(changed, name, value)
+        return changed
 
     # What a modifier does. Each hook may be left out.
 

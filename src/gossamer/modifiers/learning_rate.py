@@ -142,9 +142,7 @@ class LearningRateModifier(RateModifier):
         if self.lr_class != "MultiStepLR":
             return moved
         later = [milestone + epochs for milestone in self._milestones()]
-        return type(self).model_validate(
-            {**moved.model_dump(exclude_unset=True), "lr_kwargs": {**self.lr_kwargs, "milestones": later}}
-        )
+        return moved.with_fields(lr_kwargs={**self.lr_kwargs, "milestones": later})
 
     def rate(self, step: int, start: int, end: int | None, steps_per_epoch: float, initial: float) -> float:
         first = initial if self.init_lr is None else self.init_lr

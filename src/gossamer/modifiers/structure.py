@@ -209,8 +209,7 @@ class LayerThinningModifier(Modifier):
     def shifted(self, epochs: float) -> Self:
         later = [epoch + epochs for epoch in self.update_epochs]
         start = max(self.start_epoch, 0.0) + epochs
-        given = {**self.model_dump(exclude_unset=True), "start_epoch": start}
-        return type(self).model_validate(given | ({"update_epochs": later} if later else {}))
+        return self.with_fields(start_epoch=start, **({"update_epochs": later} if later else {}))
 
     def bind(self, run: Run) -> list[str]:
         if reason := spread_over_processes(run.distributed.module):

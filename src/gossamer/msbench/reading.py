@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from gossamer.errors import GossamerError
-from gossamer.recipe.nodes import MAX_DEPTH, MAX_NODES, check_tags, compose
+from gossamer.recipe.nodes import MAX_DEPTH, MAX_NODES, check_tags, parse, plain_value
 from gossamer.recipe.source import SourceProblems, open_source
-from gossamer.recipe.values import unevaluated
 
 _PYTHON = (".py",)
 _DATA = (".yaml", ".yml", ".json")
@@ -26,9 +25,9 @@ def read_config(path: Path) -> dict[str, Any]:
     if path.suffix not in _DATA:
         raise GossamerError(f"{path}: expected a file that ends in {', '.join((*_DATA, *_PYTHON))}")
     problems = SourceProblems(source)
-    root = compose(source, problems, what="config")
+    root = parse(source, problems, what="config")
     check_tags(root, problems, known=frozenset())
-    found = unevaluated(root, problems)
+    found = plain_value(root, problems)
     problems.raise_if_any()
     if not isinstance(found, Mapping):
         raise GossamerError(f"{path}: expected a mapping with the key 'scheduler', found {type(found).__name__}")

@@ -1,14 +1,17 @@
-"""YAML text to a tree of nodes in which everything knows its place in the file.
+"""YAML text as a tree of nodes in which every node knows its position, and what its scalars mean.
 
-The tree is built from the library's events, because its own composer forgets
-where an alias stood, warns through Python's warnings and cannot be bounded.
-Nodes hold text only; no object is ever constructed from a tag.
+The tree is built from ruamel's events. ruamel's own composer loses the position of an alias, reports repeated anchors
+through Python's warnings, and expands aliases and nesting without a limit; the limits on hostile text are here. Nodes
+hold text only: no object is ever constructed from a tag.
+
+Scalars follow YAML 1.2 with the numbers that recipe authors write: `1e-5` and `1.e-3` are floats, `2:4` is text
+whatever the `%YAML` line says. No resolver of ruamel reads them like that.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
 
@@ -25,8 +28,7 @@ from ruamel.yaml.events import (
 )
 
 from gossamer.errors import Location, RecipeError, nearest
-from gossamer.recipe.scalars import scalar_value
-from gossamer.recipe.source import Source, SourceProblems
+from gossamer.recipe.source import MAX_BYTES, Source, SourceProblems, source_of_text
 
 MAX_NODES = 50_000
 """A recipe is refused when it has more values than this, aliases written out."""
@@ -44,6 +46,20 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _COLON = re.compile(r"\s*:")
 _PARSER_FAULTS = (ValueError, TypeError, AttributeError, LookupError, AssertionError, ArithmeticError, RecursionError)
 """What the YAML library raises by mistake on broken input, besides its own errors."""
+_INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
+_BASED = re.compile(r"[-+]?0(?:o[0-7]+|x[0-9a-fA-F]+|b[01]+)")
+_FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+_WORDS: Mapping[str, bool | float | None] = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+    **dict.fromkeys((".inf", ".Inf", ".INF", "+.inf", "+.Inf", "+.INF"), float("inf")),
+    **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf")),
+    **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
+}
+_EXPRESSION = re.compile(r"\s*eval\((.*)\)\s*", re.DOTALL)
+_MAX_DIGITS = 1000
+"""Python takes quadratic time over the decimal digits of a whole number, and stops at 4,300 of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,14 +127,14 @@ class Pair:
     merged: bool = False
 
 
-def target(node: Node) -> ScalarNode | ListNode | MapNode:
+def unaliased(node: Node) -> ScalarNode | ListNode | MapNode:
     """The node itself, or what its alias refers to."""
     return node.target if isinstance(node, AliasNode) else node
 
 
 def modifier_tag(node: Node) -> str | None:
     """`GMPruningModifier` for a node tagged `!GMPruningModifier`, else None."""
-    tag = target(node).tag
+    tag = unaliased(node).tag
     return tag[1:] if tag and tag.startswith("!") and len(tag) > 1 else None
 
 
@@ -128,7 +144,7 @@ def content_start(text: str, node: Node) -> int:
     return properties.end() if properties and not isinstance(node, AliasNode) else node.start
 
 
-def compose(source: Source, problems: SourceProblems, *, what: str = "recipe") -> Node:
+def parse(source: Source, problems: SourceProblems, *, what: str = "recipe") -> Node:
     """The tree of the source's only YAML document; `what` it is called in messages."""
     composer = _Composer(source, problems, what)
     if long_tag := _LONG_TAG.search(source.text, source.start, source.end):
@@ -150,7 +166,58 @@ def compose(source: Source, problems: SourceProblems, *, what: str = "recipe") -
     return composer.root
 
 
-def constructed(node: ScalarNode, problems: SourceProblems) -> object:
+def read_values(text: str, name: str, *, what: str) -> Any:
+    """The values of a YAML text as dicts, lists and scalars, within the same limits; a tag has no meaning.
+
+    Whatever reads YAML for its values alone calls this: the library itself expands aliases without bound.
+    """
+    if len(text) > MAX_BYTES:
+        raise RecipeError(f"{name}: the {what} is larger than {MAX_BYTES // 2**20} MB")
+    source = source_of_text(text, name)
+    problems = SourceProblems(source)
+    found = plain_value(parse(source, problems, what=what), problems)
+    problems.raise_if_any()
+    return found
+
+
+def plain_value(node: Node, problems: SourceProblems) -> object:
+    """The value of a node as written, `eval(...)` being text."""
+    found = unaliased(node)
+    if isinstance(found, ScalarNode):
+        return scalar_of(found, problems)
+    if isinstance(found, ListNode):
+        return [plain_value(item, problems) for item in found.items]
+    return {pair.key: plain_value(pair.value, problems) for pair in pairs(found, problems)}
+
+
+def scalar_value(text: str) -> str | int | float | bool | None:
+    """The value of an unquoted scalar; raises ValueError for a whole number of more than a thousand digits.
+
+    >>> [scalar_value(text) for text in ("1.e-3", "2:4", "True", "yes", "~")]
+    [0.001, '2:4', True, 'yes', None]
+    """
+    if text in _WORDS:
+        return _WORDS[text]
+    if (decimal := _INTEGER.fullmatch(text)) or _BASED.fullmatch(text):
+        if len(text) > _MAX_DIGITS:
+            raise ValueError(f"more than {_MAX_DIGITS} digits")
+        return int(text.replace("_", "")) if decimal else int(text, 0)
+    if _FLOAT.fullmatch(text):
+        return float(text.replace("_", ""))
+    return text
+
+
+def expression_in(text: str) -> str | None:
+    """What stands inside `eval(...)` when that is the whole text.
+
+    >>> expression_in("eval(a + 1)")
+    'a + 1'
+    """
+    match = _EXPRESSION.fullmatch(text)
+    return match[1] if match else None
+
+
+def scalar_of(node: ScalarNode, problems: SourceProblems) -> object:
     """The value of a scalar, after its quotes and its core tag; other tags are reported elsewhere."""
     if node.tag is None:
         return _number_checked(node, problems) if node.plain else node.text
@@ -183,7 +250,7 @@ def pairs(node: MapNode, problems: SourceProblems) -> list[Pair]:
     own: dict[object, Pair] = {}
     merges: list[Node] = []
     for key_node, value in node.entries:
-        key = target(key_node)
+        key = unaliased(key_node)
         if not isinstance(key, ScalarNode):
             problems.at(key_node.start, "expected a name as key, found a list or mapping")
         elif (key.plain and key.text == "<<") or key.tag == _CORE + "merge":
@@ -193,7 +260,7 @@ def pairs(node: MapNode, problems: SourceProblems) -> list[Pair]:
         elif modifier_tag(key):
             problems.at(key_node.start, f"expected a name as key, found the tag '{key.tag}'")
         else:
-            name = constructed(key, problems)
+            name = scalar_of(key, problems)
             if name in own:
                 _repeated(name, own[name], key_node, problems)
             own[name] = Pair(name, _placed(key, key_node), value)
@@ -237,9 +304,9 @@ def walk(node: Node) -> Iterator[ScalarNode | ListNode | MapNode]:
 
 
 def _merged(value: Node, problems: SourceProblems) -> Iterator[Pair]:
-    found = target(value)
+    found = unaliased(value)
     for part in found.items if isinstance(found, ListNode) else [value]:
-        mapping = target(part)
+        mapping = unaliased(part)
         if isinstance(mapping, MapNode):
             yield from (Pair(pair.key, pair.key_node, pair.value, True) for pair in pairs(mapping, problems))
         else:

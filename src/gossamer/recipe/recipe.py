@@ -1,7 +1,8 @@
-"""A recipe: modifiers together with the text they came from.
+"""A recipe: modifier objects, and the text they were read from.
 
-Recipes are values. Every change gives a new recipe whose text has the change
-in it; comments and layout stay where the text allows it.
+Recipes are values: every change gives a new recipe. A recipe that was read keeps its text, and a change edits that
+text, so that comments and layout stay. A recipe that was made of objects has no text until someone asks for it; its
+modifiers may hold Python objects that no text can express.
 """
 
 from __future__ import annotations
@@ -9,21 +10,21 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from gossamer.errors import Location, Problem, RecipeError
 from gossamer.io import atomic_write
 from gossamer.modifiers.base import Modifier
-from gossamer.recipe.editing import add_modifiers, override_variables, set_field, set_metadata
-from gossamer.recipe.loading import Content, Stages, distinct_name, read
-from gossamer.recipe.overrides import parse_overrides
-from gossamer.recipe.scalars import plain_data
+from gossamer.recipe.edits import add_modifiers, override_variables, set_field, set_metadata
+from gossamer.recipe.reader import Content, Stages, distinct_name, read
 from gossamer.recipe.source import UNNAMED, Source, open_source, source_of_text
-from gossamer.recipe.writing import recipe_text
+from gossamer.recipe.variables import parse_overrides
+from gossamer.recipe.writer import plain_data, recipe_text
 
 
 def load(
@@ -38,14 +39,13 @@ def load(
     >>> recipe.max_epochs
     3
     """
-    found = open_source(source)
-    return _recipe(override_variables(found, parse_overrides(variables)))
+    return _from_source(override_variables(open_source(source), parse_overrides(variables)))
 
 
 def compose(first: Recipe, second: Recipe) -> Recipe:
-    """Both recipes one behind the other, as stages; the second starts where the first ends.
+    """Both recipes one after the other, as stages; the second starts where the first ends.
 
-    The values are written out: variables of the two could have the same names.
+    The variables are not kept, because the two recipes may use one name for different values.
     """
     shift = max(first.max_epochs, 0)
     stages: list[tuple[str, tuple[Modifier, ...]]] = []
@@ -56,17 +56,20 @@ def compose(first: Recipe, second: Recipe) -> Recipe:
             moved = tuple(modifier.shifted(epochs) if epochs else modifier for modifier in modifiers)
             stages.append((distinct_name(name, [taken for taken, _ in stages]), moved))
         starts.append(stages[-len(parts)][0])
-    metadata = _both(first.metadata, second.metadata, starts)
+    metadata = _joined_metadata(first.metadata, second.metadata, starts)
     version = first.version if first.version is not None else second.version
-    return _written(stages=tuple(stages), metadata=metadata, version=version)
+    modifiers = tuple(modifier for _, members in stages for modifier in members)
+    return _from_objects(Content(modifiers, {}, metadata, version, tuple(stages)), UNNAMED)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Recipe:
     """What `load` returns; see there. Make one from objects with `Recipe.of`."""
 
-    _source: Source
+    name: str
+    """The file's name as it was given."""
     _content: Content
+    _source: Source | None = None
 
     @classmethod
     def of(
@@ -77,8 +80,23 @@ class Recipe:
         version: Any = None,
         name: str = UNNAMED,
     ) -> Recipe:
-        """A recipe made of objects; its text is generated."""
-        return _written(tuple(modifiers), variables or {}, metadata, version, name=name)
+        """A recipe of modifier objects, which need not be registered or writable as text.
+
+        >>> from gossamer.modifiers import EpochRangeModifier
+        >>> print(Recipe.of([EpochRangeModifier(start_epoch=0, end_epoch=3)]).text)
+        modifiers:
+          - !EpochRangeModifier
+            start_epoch: 0.0
+            end_epoch: 3.0
+        <BLANKLINE>
+        """
+        given = tuple(modifiers)
+        if not given:
+            raise RecipeError(Problem("the recipe holds no modifiers", location=Location(name)))
+        if reserved := [key for key in variables or {} if key in ("version", "metadata") or "modifiers" in key]:
+            raise RecipeError(Problem(f"a variable cannot be called '{reserved[0]}'", location=Location(name)))
+        values = cast("dict[str, Any]", plain_data(variables or {}))
+        return _from_objects(Content(given, values, plain_data(metadata), plain_data(version)), name)
 
     @property
     def modifiers(self) -> tuple[Modifier, ...]:
@@ -86,8 +104,8 @@ class Recipe:
 
     @property
     def variables(self) -> Mapping[str, Any]:
-        """The variables of the whole recipe, computed; those of stages are not among them."""
-        return MappingProxyType(self._content.variables)
+        """The variables of the whole recipe, computed; those of stages are not included."""
+        return MappingProxyType(dict(self._content.variables))
 
     @property
     def metadata(self) -> Any:
@@ -98,24 +116,25 @@ class Recipe:
         return self._content.version
 
     @property
-    def name(self) -> str:
-        """The file's name as it was given."""
-        return self._source.name
-
-    @property
     def stages(self) -> Stages:
         """Name and modifiers of each stage; empty when the recipe has none."""
         return self._content.stages
 
     @property
-    def text(self) -> str:
-        """The recipe's YAML, overrides and edits included; it loads to an equal recipe."""
-        return self._source.yaml
-
-    @property
     def warnings(self) -> tuple[Problem, ...]:
         """What is accepted without effect; `str(warning)` has the file and line."""
         return self._content.warnings
+
+    @cached_property
+    def text(self) -> str:
+        """The recipe's YAML, overrides and edits included; it loads to an equal recipe.
+
+        Raises `RecipeError` when a modifier holds an object that no text can express.
+        """
+        if self._source is not None:
+            return self._source.yaml
+        content = self._content
+        return recipe_text(content.modifiers, content.variables, content.metadata, content.version, content.stages)
 
     @property
     def max_epochs(self) -> int:
@@ -129,74 +148,68 @@ class Recipe:
         starts = [modifier.start_epoch for modifier in self.modifiers if modifier.start_epoch >= 0]
         return math.floor(min(starts)) if starts else -1
 
-    def where(self, index: int, field: str | None = None) -> str:
-        """`recipe.yaml:12`: the line of a modifier's field, or else of the modifier."""
-        if not -len(self._content.locations) <= index < len(self._content.locations):
-            return self.name
-        locations = self._content.locations[index]
-        return str(locations.get(field, locations[None]))
-
     def location(self, index: int, *key: str | int) -> Location | None:
-        """Where a modifier's field stands in the file, or else the modifier."""
+        """Where a modifier's field is in the file, or else the modifier; None for a recipe of objects."""
+        if not self._content.locations:
+            return None
         locations = self._content.locations[index]
         return locations.get(str(key[0]) if key else None, locations[None])
 
+    def where(self, index: int, field: str | None = None) -> str:
+        """`recipe.yaml:12`: the same as text; the name alone for a recipe of objects."""
+        return str(self.location(index, *([] if field is None else [field])) or self.name)
+
     def with_variables(self, **variables: Any) -> Recipe:
         """The recipe with other values for its variables."""
-        return _recipe(override_variables(self._source, parse_overrides(variables)))
+        return _from_source(override_variables(self._editable(), parse_overrides(variables)))
 
     def with_field(self, index: int, field: str, value: Any) -> Recipe:
         """The recipe with one field of one modifier changed; `eval(...)` as a value is computed."""
         position = range(len(self.modifiers))[index]
-        edited = _recipe(set_field(self._source, position, field, value))
+        edited = _from_source(set_field(self._editable(), position, field, value))
         others = [i for i in range(len(self.modifiers)) if i != position]
         if any(self.modifiers[i] != edited.modifiers[i] for i in others):
-            raise RecipeError(
-                f"{self.where(position)}: the fields of {self.modifiers[position].name} are shared by an alias"
-            )
+            name = self.modifiers[position].name
+            raise RecipeError(Problem("its fields are shared by an alias", (name,), self.location(position)))
         return edited
 
     def with_modifiers(self, modifiers: Iterable[Modifier]) -> Recipe:
-        """The recipe with more modifiers behind its own; a stage of their own when it is staged."""
+        """The recipe with more modifiers after its own; as a stage when it is staged."""
         added = tuple(modifiers)
         if not added:
             return self
-        with contextlib.suppress(RecipeError):
-            edited = _recipe(add_modifiers(self._source, added))
-            if edited.modifiers == (*self.modifiers, *added) and edited.variables == self.variables:
-                return edited
-        stages = (*self.stages, (distinct_name("added_stage", [name for name, _ in self.stages]), added))
-        return self._rewritten(modifiers=(*self.modifiers, *added), stages=stages if self.stages else ())
+        stages = self.stages
+        if stages:
+            stages = (*stages, (distinct_name("added_stage", [name for name, _ in stages]), added))
+        content = replace(self._content, modifiers=(*self.modifiers, *added), stages=stages)
+        return self._with(content, lambda source: add_modifiers(source, added))
 
     def with_metadata(self, metadata: Any) -> Recipe:
         """The recipe with other metadata."""
-        metadata = plain_data(metadata)
-        with contextlib.suppress(RecipeError):
-            edited = _recipe(set_metadata(self._source, metadata))
-            if (edited.modifiers, edited.variables, edited.metadata) == (self.modifiers, self.variables, metadata):
-                return edited
-        return self._rewritten(metadata=metadata)
+        content = replace(self._content, metadata=plain_data(metadata))
+        return self._with(content, lambda source: set_metadata(source, content.metadata))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the recipe; a `.md` file keeps the Markdown around the recipe."""
-        target = Path(path)
+        target, text = Path(path), self.text
         if target.suffix.lower() in (".md", ".markdown"):
-            text = self._source.text if self._source.is_markdown else f"---\n{self.text.rstrip()}\n---\n"
-        else:
-            text = self.text
-        _write(target, text.replace("\n", self._source.newline))
+            is_markdown = self._source is not None and self._source.is_markdown
+            text = self._source.text if self._source and is_markdown else f"---\n{text.rstrip()}\n---\n"
+        newline = self._source.newline if self._source else "\n"
+        _write(target, text.replace("\n", newline))
 
-    def _rewritten(self, **changed: Any) -> Recipe:
-        """The recipe written anew from its objects, for layouts that cannot be edited."""
-        parts: dict[str, Any] = {
-            "modifiers": self.modifiers,
-            "variables": self.variables,
-            "metadata": self.metadata,
-            "version": self.version,
-            "stages": self.stages,
-            "name": self.name,
-        }
-        return _written(**(parts | changed))
+    def _editable(self) -> Source:
+        """The text to edit; that of a recipe of objects is generated."""
+        return self._source or source_of_text(self.text, self.name)
+
+    def _with(self, content: Content, edit: Callable[[Source], Source]) -> Recipe:
+        """The recipe with this content. Its text is edited where the layout allows, and generated otherwise."""
+        if self._source is not None:
+            with contextlib.suppress(RecipeError):
+                edited = _from_source(edit(self._source))
+                if edited._compared()[:4] == Recipe(self.name, content)._compared()[:4]:  # the stage may be renamed
+                    return edited
+        return _from_objects(content, self.name)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Recipe) and self._compared() == other._compared()
@@ -204,7 +217,8 @@ class Recipe:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def _compared(self) -> tuple[object, ...]:
-        return (self.modifiers, self._content.variables, self.metadata, self.version, self.stages)
+        content = self._content
+        return (content.modifiers, content.variables, content.metadata, content.version, content.stages)
 
     def __str__(self) -> str:
         return self.text
@@ -213,23 +227,17 @@ class Recipe:
         return f"<Recipe {self.name}: {len(self.modifiers)} modifiers, epochs {self.min_epochs} to {self.max_epochs}>"
 
 
-def _recipe(source: Source) -> Recipe:
-    return Recipe(source, read(source))
+def _from_source(source: Source) -> Recipe:
+    return Recipe(source.name, read(source), source)
 
 
-def _written(
-    modifiers: tuple[Modifier, ...] = (),
-    variables: Mapping[str, Any] = MappingProxyType({}),
-    metadata: Any = None,
-    version: Any = None,
-    stages: Stages = (),
-    name: str = UNNAMED,
-) -> Recipe:
-    return _recipe(source_of_text(recipe_text(modifiers, variables, metadata, version, stages), name))
+def _from_objects(content: Content, name: str) -> Recipe:
+    idle = (problem.within(modifier.name) for modifier in content.modifiers for problem in modifier.warnings())
+    return Recipe(name, replace(content, locations=(), warnings=tuple(idle)))
 
 
-def _both(first: Any, second: Any, stages: list[str]) -> Any:
-    """The metadata of two recipes: the one there is, or each under the name of its stage."""
+def _joined_metadata(first: Any, second: Any, stages: list[str]) -> Any:
+    """The metadata of two recipes: that of the one that has any, or each under the name of its stage."""
     if first is None or second is None or first == second:
         return second if first is None else first
     return dict(zip(stages, (first, second), strict=True))
@@ -240,4 +248,4 @@ def _write(path: Path, text: str) -> None:
         with atomic_write(path, follow=True) as scratch:
             scratch.write_text(text, encoding="utf-8", newline="")
     except (OSError, ValueError) as error:
-        raise RecipeError(f"{path}: cannot be written: {error}") from None
+        raise RecipeError(Problem(f"cannot be written: {error}", location=Location(str(path)))) from None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, RecipeError
-from gossamer.recipe.values import read_values
+from gossamer.recipe.nodes import read_values
 from gossamer.runner.checkpoint import Checkpoint, CheckpointError
 
 _LENGTH = 624

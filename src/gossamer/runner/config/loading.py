@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from gossamer.recipe.scalars import entry, plain_data
+from gossamer.recipe.writer import entry, plain_data
 from gossamer.runner.config.checking import checked
 from gossamer.runner.config.overlays import retyped, with_data, without_missing_weights
 from gossamer.runner.config.schema import Config, Part

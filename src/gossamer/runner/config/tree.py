@@ -14,9 +14,18 @@ from typing import NamedTuple, cast
 
 from gossamer.errors import GossamerError, RecipeError
 from gossamer.recipe import source as sources
-from gossamer.recipe.nodes import MAX_DEPTH, MAX_NODES, AliasNode, ListNode, MapNode, Node, ScalarNode, compose
-from gossamer.recipe.nodes import constructed as scalar_of
-from gossamer.recipe.nodes import target as aliased
+from gossamer.recipe.nodes import (
+    MAX_DEPTH,
+    MAX_NODES,
+    AliasNode,
+    ListNode,
+    MapNode,
+    Node,
+    ScalarNode,
+    parse,
+    scalar_of,
+    unaliased,
+)
 from gossamer.recipe.source import Source, open_source, source_of_text
 from gossamer.recipe.wording import found_words
 
@@ -193,8 +202,8 @@ class _Reading:
             source = open_source(path)
         except RecipeError as error:
             raise GossamerError(str(error) if is_top else f"{wanted_at}: {INCLUDE} {error}") from None
-        root = compose(source, sources.SourceProblems(source), what="config")
-        if not isinstance(aliased(root), MapNode) and is_top:
+        root = parse(source, sources.SourceProblems(source), what="config")
+        if not isinstance(unaliased(root), MapNode) and is_top:
             raise GossamerError(f"{path}:1: expected a mapping such as 'net: {{type: resnet18}}', found a list")
         tree = _FileReader(self, source, path.parent, (*including, real)).tree(root, depth)
         if isinstance(tree.content, dict):
@@ -205,7 +214,7 @@ class _Reading:
     def value(self, text: str, shown: str) -> Tree:
         source = source_of_text(f"- {text}", "--set")
         try:
-            root = compose(source, sources.SourceProblems(source), what="value")
+            root = parse(source, sources.SourceProblems(source), what="value")
         except RecipeError as error:
             raise GossamerError(f"{shown}: {error.problems[0].message}") from None
         if not isinstance(root, ListNode) or len(root.items) != 1:
@@ -232,7 +241,7 @@ class _FileReader:
         if depth > MAX_DEPTH or self.reading.values > MAX_NODES:
             what = f"{MAX_DEPTH} levels" if depth > MAX_DEPTH else f"{MAX_NODES:,} values"
             raise GossamerError(f"{self.place(node)}: the config comes to more than {what}, aliases and files put in")
-        found = aliased(node)
+        found = unaliased(node)
         place = self.place(found)
         key = key or place
         if found.tag == INCLUDE:
@@ -249,7 +258,7 @@ class _FileReader:
         own: dict[str, Tree] = {}
         below: list[Node] = []
         for key_node, value in node.entries:
-            name = aliased(key_node)
+            name = unaliased(key_node)
             if not isinstance(name, ScalarNode) or not isinstance(text := self.scalar(name), str):
                 self.problem(key_node, "expected a name as key; put it in quotes if it is one")
             elif name.plain and text == "<<":
@@ -262,11 +271,11 @@ class _FileReader:
                 own[text] = self.tree(value, depth + 1, self.place(key_node))
         tree = Tree(own, place, key)
         for value in below:
-            parts = aliased(value)
+            parts = unaliased(value)
             for part in parts.items if isinstance(parts, ListNode) else [value]:
                 base = self.tree(part, depth + 1)
                 if isinstance(base.content, dict):
-                    tree = replace(merged(base, tree, deep=aliased(part).tag == INCLUDE), place=place, key=key)
+                    tree = replace(merged(base, tree, deep=unaliased(part).tag == INCLUDE), place=place, key=key)
                 else:
                     self.problem(part, f"expected a mapping behind '<<', as in '<<: {INCLUDE} base.yaml'")
         return tree

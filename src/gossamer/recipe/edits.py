@@ -1,8 +1,8 @@
-"""Changes to the text of a recipe that leave the rest of it as it was.
+"""Changes to the text of a recipe that leave the rest of it unchanged.
 
-An edit replaces the characters of one value or adds lines behind the last
-one, so comments, quotes and layout elsewhere survive to the letter. Every
-edited text is loaded again by the caller, which checks it.
+An edit replaces the characters of one value or adds lines after the last one, so comments, quotes and layout elsewhere
+stay as they are. ruamel's round-trip mode reformats what it writes, hence this module. The caller reads every edited
+text again, which checks it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from gossamer.errors import MAX_SUGGESTED, RecipeError, nearest
+from gossamer.errors import MAX_SUGGESTED, Location, Problem, RecipeError, nearest
 from gossamer.modifiers.base import Modifier
-from gossamer.recipe.loading import distinct_name, outline_of
-from gossamer.recipe.nodes import AliasNode, ListNode, MapNode, Node, Pair, ScalarNode, content_start, pairs, target
-from gossamer.recipe.outline import Written
-from gossamer.recipe.scalars import entry, inline, plain_data
+from gossamer.recipe.nodes import (
+    AliasNode,
+    ListNode,
+    MapNode,
+    Node,
+    Pair,
+    ScalarNode,
+    content_start,
+    pairs,
+    unaliased,
+)
+from gossamer.recipe.reader import Written, distinct_name, outline_of
 from gossamer.recipe.source import Source, SourceProblems
-from gossamer.recipe.values import mentioned
-from gossamer.recipe.writing import entry_head, item_lines, list_lines
+from gossamer.recipe.variables import names_in
+from gossamer.recipe.writer import entry, entry_head, inline, item_lines, list_lines, plain_data
 
 _REST_OF_LINE = re.compile(r"[ \t]*(?:#[^\n]*)?(?=\n|\Z)")
 _COLON = re.compile(r"\s*:")
@@ -33,25 +41,21 @@ class _Edit:
     text: str
 
 
-class NotEditableError(RecipeError):
-    """The layout has no place for the addition; the text has to be written anew."""
-
-
 def override_variables(source: Source, overrides: Mapping[str, object]) -> Source:
-    """The source with other values for its variables, in stages too, and for those it leaves to the caller."""
+    """The source with other values for its variables, also those of stages and those it uses but does not define."""
     if not overrides:
         return source
     parts = outline_of(source)
     scopes = [(parts.root, parts.variables), *((section.body, section.variables) for section in parts.sections)]
     known = {name for _, variables in scopes for name in variables}
-    used = mentioned(parts.root)
+    used = names_in(parts.root)
     missing = [name for name in overrides if name not in known]
     if unknown := [name for name in missing if name not in used]:
         known |= used
-        shown = unknown[:MAX_SUGGESTED]
-        raise RecipeError([f"{source.name}: unknown variable '{name}'{nearest(name, known)}" for name in shown])
+        messages = (f"unknown variable '{name}'{nearest(name, known)}" for name in unknown[:MAX_SUGGESTED])
+        raise RecipeError(Problem(message, location=Location(source.name)) for message in messages)
     if missing and isinstance(parts.root, ListNode):
-        raise RecipeError(f"{source.name}: no place for the variable '{missing[0]}'; put the list below 'modifiers:'")
+        raise _error(source, f"no place for the variable '{missing[0]}'; put the list below 'modifiers:'")
     edits = [
         _appended(source.text, parts.root, name, overrides[name]) for name in missing if isinstance(parts.root, MapNode)
     ]
@@ -66,8 +70,8 @@ def set_field(source: Source, index: int, field: str, value: object) -> Source:
     """The source with one field of one modifier changed or added."""
     written = outline_of(source).modifiers[index]
     if isinstance(written.item, AliasNode) or isinstance(written.fields, AliasNode):
-        raise RecipeError(f"{source.name}: {written.name} is used by an alias; write it out to change its '{field}'")
-    body = target(written.fields)
+        raise _error(source, f"{written.name} is used by an alias; write it out to change its '{field}'")
+    body = unaliased(written.fields)
     value = plain_data(value)
     if not isinstance(body, MapNode):
         return _applied(source, [_first_field(source.text, written, {field: value})])
@@ -85,7 +89,7 @@ def set_metadata(source: Source, metadata: object) -> Source:
     if isinstance(root, ListNode):
         line_start = source.text.rfind("\n", 0, root.start) + 1
         if root.flow or source.text[line_start : root.start].strip() or root.anchor:
-            raise NotEditableError(f"{source.name}: no place for 'metadata'")
+            raise _error(source, "no place for 'metadata'")
         end = _end_of_line(source.text, root.end)
         lines = entry("metadata", value, 0)
         return _applied(
@@ -98,11 +102,11 @@ def set_metadata(source: Source, metadata: object) -> Source:
 
 
 def add_modifiers(source: Source, modifiers: Sequence[Modifier]) -> Source:
-    """The source with modifiers behind those it has: a list of their own, or a stage in a staged recipe."""
+    """The source with modifiers after its own: a list of their own, or a stage in a staged recipe."""
     parts = outline_of(source)
     root, text = parts.root, source.text
     if root.flow:
-        raise NotEditableError(f"{source.name}: no place for more modifiers")
+        raise _error(source, "no place for more modifiers")
     end = _end_of_line(text, root.end)
     if isinstance(root, ListNode):
         lines = item_lines(modifiers, _column(text, content_start(text, root)))
@@ -118,14 +122,14 @@ def add_modifiers(source: Source, modifiers: Sequence[Modifier]) -> Source:
 
 
 def _set_entry(text: str, body: Node | None, pair: Pair, value: object) -> _Edit:
-    """Change an entry where it is written; one that was merged in gets a line of its own."""
+    """Change an entry where it is written; one that was merged in gets its own line."""
     if pair.merged and isinstance(body, MapNode):
         return _appended(text, body, pair.key, value)
     return _replaced(text, pair, value)
 
 
 def _replaced(text: str, pair: Pair, value: object) -> _Edit:
-    """Put another value behind a key; an anchor stays with the value."""
+    """Replace the value of a key; an anchor stays."""
     node = pair.value
     shown = inline(value, literal=False)
     if isinstance(node, AliasNode):
@@ -147,7 +151,7 @@ def _replaced(text: str, pair: Pair, value: object) -> _Edit:
 
 
 def _appended(text: str, body: MapNode, key: object, value: object) -> _Edit:
-    """Add an entry behind the last one of a mapping."""
+    """Add an entry at the end of a mapping."""
     if body.flow:
         at = text.index("{", content_start(text, body)) + 1
         return _Edit(at, at, f"{inline({key: value}, literal=False)[1:-1]}{', ' if body.entries else ''}")
@@ -157,9 +161,9 @@ def _appended(text: str, body: MapNode, key: object, value: object) -> _Edit:
 
 
 def _first_field(text: str, written: Written, fields: dict[str, object]) -> _Edit:
-    """Give fields to a modifier that stands without any."""
+    """Give fields to a modifier that is written without any."""
     node, shown = written.fields, inline(fields, literal=False)
-    if node is written.item and target(node).tag is None:
+    if node is written.item and unaliased(node).tag is None:
         return _Edit(node.end, node.end, f": {shown}")
     if isinstance(node, ScalarNode) and node.is_empty:
         return _Edit(node.end, node.end, f" {shown}")
@@ -170,8 +174,12 @@ def _end_of_line(text: str, index: int) -> int:
     """The end of the line that `index` is in, when only a comment follows on it."""
     rest = _REST_OF_LINE.match(text, index)
     if rest is None:
-        raise NotEditableError("the layout leaves no place to add to")
+        raise RecipeError("the layout leaves no place to add to")
     return rest.end()
+
+
+def _error(source: Source, message: str) -> RecipeError:
+    return RecipeError(Problem(message, location=Location(source.name)))
 
 
 def _column(text: str, index: int) -> int:

@@ -1,9 +1,7 @@
-"""What a YAML scalar means, and how to write a value so that it reads back the same.
+"""Values and modifiers as recipe text, in a layout that a person would write.
 
-The rules are those of YAML 1.2 with the numbers that recipe authors write:
-`1e-5` and `1.e-3` are floats, `2:4` is text whatever the `%YAML` line says.
-They differ from every resolver of the YAML library, hence this table and the
-writer that quotes by it.
+Text is quoted by the rules that `nodes` reads it by, which no emitter of ruamel knows. Only the fields that were given
+are written, and the text loads to equal objects.
 """
 
 from __future__ import annotations
@@ -12,55 +10,73 @@ import enum
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence, Set
-from typing import cast
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, cast
 
-from gossamer.errors import RecipeError
+from gossamer.errors import RecipeError, within
+from gossamer.modifiers.base import Modifier
+from gossamer.recipe.nodes import expression_in, scalar_value
 
-_INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
-_BASED = re.compile(r"[-+]?0(?:o[0-7]+|x[0-9a-fA-F]+|b[01]+)")
-_FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
-_WORDS: Mapping[str, bool | float | None] = {
-    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
-    **dict.fromkeys(("true", "True", "TRUE"), True),
-    **dict.fromkeys(("false", "False", "FALSE"), False),
-    **dict.fromkeys((".inf", ".Inf", ".INF", "+.inf", "+.Inf", "+.INF"), float("inf")),
-    **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf")),
-    **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
-}
-_EXPRESSION = re.compile(r"\s*eval\((.*)\)\s*", re.DOTALL)
 _SAFE_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _PLAIN_EXPRESSION = re.compile(r"eval\([\w ().+*/%-]*\)", re.ASCII)
 _WIDTH = 100
-_MAX_DIGITS = 1000
-"""Python takes quadratic time over the decimal digits of a whole number, and stops at 4,300 of them."""
+
+Named = Sequence[tuple[str, Sequence[Modifier]]]
 
 
-def scalar_value(text: str) -> str | int | float | bool | None:
-    """The value of an unquoted scalar; raises ValueError for a whole number of more than a thousand digits.
+def recipe_text(
+    modifiers: Sequence[Modifier], variables: Mapping[str, Any], metadata: Any, version: Any, stages: Named = ()
+) -> str:
+    """A whole recipe; with `stages`, these are written in place of the plain list."""
+    lines: list[str] = []
+    if version is not None:
+        lines += entry("version", plain_data(version), 0)
+    if metadata is not None:
+        lines += entry("metadata", plain_data(metadata), 0)
+    for name, value in variables.items():
+        lines += entry(name, plain_data(value), 0)
+    for name, members in stages:
+        lines += [*_gap(lines), *entry_head(name, 0), *list_lines("modifiers", members, 2)]
+    if not stages:
+        lines += _gap(lines) + list_lines("modifiers", modifiers, 0)
+    return "\n".join(lines) + "\n"
 
-    >>> [scalar_value(text) for text in ("1.e-3", "2:4", "True", "yes", "~")]
-    [0.001, '2:4', True, 'yes', None]
-    """
-    if text in _WORDS:
-        return _WORDS[text]
-    if (decimal := _INTEGER.fullmatch(text)) or _BASED.fullmatch(text):
-        if len(text) > _MAX_DIGITS:
-            raise ValueError(f"more than {_MAX_DIGITS} digits")
-        return int(text.replace("_", "")) if decimal else int(text, 0)
-    if _FLOAT.fullmatch(text):
-        return float(text.replace("_", ""))
-    return text
+
+def list_lines(key: str, modifiers: Sequence[Modifier], indent: int) -> list[str]:
+    """A list of modifiers below its key."""
+    head = entry_head(key, indent)
+    return [*head, *item_lines(modifiers, indent + 2)] if modifiers else [f"{head[0]} []"]
 
 
-def expression_in(text: str) -> str | None:
-    """What stands inside `eval(...)` when that is the whole text.
+def item_lines(modifiers: Iterable[Modifier], indent: int) -> list[str]:
+    """List items, one modifier each, indented by `indent` spaces."""
+    return [line for modifier in modifiers for line in _modifier_lines(modifier, indent)]
 
-    >>> expression_in("eval(a + 1)")
-    'a + 1'
-    """
-    match = _EXPRESSION.fullmatch(text)
-    return match[1] if match else None
+
+def entry_head(key: str, indent: int) -> list[str]:
+    """`key:` alone on its line."""
+    return [entry(key, None, indent)[0].removesuffix(" null")]
+
+
+def _fields(modifier: Modifier) -> dict[str, object]:
+    """The fields that were given to a modifier, as plain data."""
+    fields: dict[str, object] = {}
+    for name, value in modifier.model_dump(exclude_unset=True).items():
+        with within(modifier.name, name):
+            fields[name] = plain_data(value)
+    return fields
+
+
+def _modifier_lines(modifier: Modifier, indent: int) -> list[str]:
+    fields = _fields(modifier)
+    tagged = modifier.name.isascii()
+    head = f"{' ' * indent}- " + (f"!{modifier.name}" if tagged else f"{modifier.name}:")
+    body_indent = indent + 2 if tagged else indent + 4
+    return [head, *(line for name, value in fields.items() for line in entry(name, value, body_indent))]
+
+
+def _gap(lines: list[str]) -> list[str]:
+    return [""] if lines else []
 
 
 def plain_data(value: object) -> object:
@@ -158,5 +174,4 @@ def _escaped(character: str) -> str:
 
 
 def _unwritable(value: object) -> RecipeError:
-    found = f"a value of type {type(value).__name__}"
-    return RecipeError(f"<recipe>: expected text, numbers, lists and mappings, found {found}")
+    return RecipeError(f"expected text, numbers, lists or mappings, found a value of type {type(value).__name__}")

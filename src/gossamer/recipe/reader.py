@@ -1,0 +1,352 @@
+"""From the text of a recipe to its objects.
+
+`nodes` parses the text, `_outline` sorts its tree into modifiers, variables, stages and metadata by keys and shapes,
+and `read` computes the values and builds the modifiers. Everything that is wrong is reported together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+import gossamer.modifiers  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from gossamer.errors import GossamerError, Key, Location, Problem
+from gossamer.modifiers.base import NOT_OFFERED, Modifier, find, registered
+from gossamer.recipe.nodes import (
+    ListNode,
+    MapNode,
+    Node,
+    Pair,
+    ScalarNode,
+    check_tags,
+    modifier_tag,
+    pairs,
+    parse,
+    plain_value,
+    scalar_of,
+    unaliased,
+    walk,
+)
+from gossamer.recipe.source import Source, SourceProblems
+from gossamer.recipe.variables import BROKEN, Scope
+from gossamer.validation import problems_of
+
+MAX_MODIFIERS = 1000
+_NULLS = ("", "~", "null", "Null", "NULL")
+_EXPECTED_ITEM = "expected a modifier such as '- !EpochRangeModifier' with its fields indented below"
+
+Stages = tuple[tuple[str, tuple[Modifier, ...]], ...]
+"""Name and modifiers of each stage."""
+Locations = Mapping[str | None, Location]
+"""Where the fields of a modifier are in the file, by name, and the modifier itself under None."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a recipe consists of; those that were not read from a file have no locations."""
+
+    modifiers: tuple[Modifier, ...]
+    variables: Mapping[str, Any]
+    metadata: Any = None
+    version: Any = None
+    stages: Stages = ()
+    locations: tuple[Locations, ...] = ()
+    warnings: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A modifier as the file has it: its name, its list item and its fields."""
+
+    name: str
+    item: Node
+    fields: Node
+
+
+@dataclass(slots=True)
+class Section:
+    """A stage, or one list of modifiers outside of stages."""
+
+    name: str
+    is_stage: bool
+    variables: dict[str, Pair] = field(default_factory=dict[str, Pair])
+    modifiers: list[Written] = field(default_factory=list[Written])
+    body: MapNode | None = None
+
+
+@dataclass(slots=True)
+class Outline:
+    """The parts of a recipe file, before any value is computed."""
+
+    root: ListNode | MapNode
+    sections: list[Section] = field(default_factory=list[Section])
+    variables: dict[str, Pair] = field(default_factory=dict[str, Pair])
+    metadata: Node | None = None
+    version: Node | None = None
+    empty_lists: list[Pair] = field(default_factory=list[Pair])
+
+    @property
+    def is_staged(self) -> bool:
+        return any(section.is_stage for section in self.sections)
+
+    @property
+    def modifiers(self) -> list[Written]:
+        return [written for section in self.sections for written in section.modifiers]
+
+
+def read(source: Source) -> Content:
+    """Everything in a source; raises one `RecipeError` with all of its problems."""
+    problems = SourceProblems(source)
+    try:
+        return _read(problems)
+    except RecursionError:
+        problems.fail("the recipe is nested too deeply", location=Location(source.name))
+
+
+def outline_of(source: Source) -> Outline:
+    """The parts of a source, for edits of its text."""
+    problems = SourceProblems(source)
+    parts = _outline(parse(source, problems), problems)
+    problems.raise_if_any()
+    return parts
+
+
+def distinct_name(name: str, taken: Collection[str]) -> str:
+    """The name, or the name with the first free number appended."""
+    candidates = (name if count == 1 else f"{name}_{count}" for count in itertools.count(1))
+    return next(candidate for candidate in candidates if candidate not in taken)
+
+
+def _read(problems: SourceProblems) -> Content:
+    source = problems.source
+    parts = _outline(parse(source, problems), problems)
+    scope = Scope(parts.variables, problems)
+    variables = scope.variables()
+    if (count := len(parts.modifiers)) > MAX_MODIFIERS:
+        message = f"expected at most {MAX_MODIFIERS:,} modifiers, found {count:,}"
+        problems.fail(message, location=Location(source.name))
+    built: list[tuple[Modifier, Locations]] = []
+    stages: list[tuple[str, tuple[Modifier, ...]]] = []
+    for section in parts.sections:
+        inner = Scope(section.variables, problems, scope) if section.is_stage else scope
+        inner.variables()
+        own = [modifier for written in section.modifiers if (modifier := _build(written, inner, problems)) is not None]
+        name = distinct_name(section.name, [name for name, _ in stages])
+        stages.append((name, tuple(modifier for modifier, _ in own)))
+        built += own
+    metadata = plain_value(parts.metadata, problems) if parts.metadata else None
+    version = plain_value(parts.version, problems) if parts.version else None
+    problems.raise_if_any()
+    empty = [Problem("the list is empty", (str(p.key),), problems.line(p.key_node.start)) for p in parts.empty_lists]
+    idle = [
+        problem.within(modifier.name, location=locations.get(str(problem.key[0]), locations[None]))
+        for modifier, locations in built
+        for problem in modifier.warnings()
+    ]
+    return Content(
+        tuple(modifier for modifier, _ in built),
+        variables,
+        metadata,
+        version,
+        tuple(stages) if parts.is_staged else (),
+        tuple(locations for _, locations in built),
+        (*problems.notes, *empty, *idle),
+    )
+
+
+def _build(written: Written, scope: Scope, problems: SourceProblems) -> tuple[Modifier, Locations] | None:
+    """One modifier and the locations of its fields; None when a problem was reported."""
+    start = written.item.start
+    fields = _fields(written, problems)
+    if fields is None:
+        return None
+    values = {name: scope.value(pair.value) for name, pair in fields.items()}
+    broken = {name for name, value in values.items() if value is BROKEN}
+    given = {name: value for name, value in values.items() if name not in broken}
+    try:
+        modifier_class = find(written.name)
+    except GossamerError as error:
+        problems.extend(error.problems, location=problems.location(start))
+        return None
+    try:
+        modifier = modifier_class.model_validate(given)
+    except ValidationError as error:
+        for problem in problems_of(error, given, modifier_class, reported=broken):
+            problems.at(_position(problem.key, fields, start, problems), problem, written.name)
+        return None
+    except GossamerError as error:
+        problems.extend(error.problems, written.name, location=problems.location(start))
+        return None
+    locations = {name: problems.line(pair.key_node.start) for name, pair in fields.items()}
+    return modifier, {None: problems.line(start), **locations}
+
+
+def _position(key: Key, fields: Mapping[str, Pair], start: int, problems: SourceProblems) -> int:
+    """Where the field of a modifier is written, or the key or item inside it; else `start`."""
+    if not key or key[0] not in fields:
+        return start
+    first = fields[str(key[0])]
+    position, node = first.key_node.start, unaliased(first.value)
+    for step in key[1:]:
+        if isinstance(node, ListNode) and isinstance(step, int) and step < len(node.items):
+            position, node = node.items[step].start, unaliased(node.items[step])
+        elif isinstance(node, MapNode):
+            inner = next((pair for pair in pairs(node, problems) if str(pair.key) == str(step)), None)
+            if inner is not None:
+                position, node = inner.key_node.start, unaliased(inner.value)
+    return position
+
+
+def _fields(written: Written, problems: SourceProblems) -> dict[str, Pair] | None:
+    """The fields of a modifier as they are written, by name; None when there is something else."""
+    body = unaliased(written.fields)
+    if isinstance(body, MapNode):
+        entries = pairs(body, problems)
+        for pair in entries:
+            check_tags(pair.value, problems, known=_known())
+            if not isinstance(pair.key, str):
+                message = f"expected the name of a field, found {pair.key!r}"
+                problems.at(pair.key_node.start, message, written.name)
+        return {pair.key: pair for pair in entries if isinstance(pair.key, str)}
+    is_bare_name = written.fields is written.item and body.tag is None
+    is_empty = isinstance(body, ScalarNode) and body.plain and body.text in ("", "null", "~")
+    if is_bare_name or is_empty:
+        return {}
+    instead = repr(body.text) if isinstance(body, ScalarNode) else "a list"
+    problems.at(body.start, f"expected fields such as 'start_epoch: 0', found {instead}", written.name)
+    return None
+
+
+def _outline(root: Node, problems: SourceProblems) -> Outline:
+    """Sort everything at the top of the file, and everything inside each stage."""
+    body = unaliased(root)
+    if isinstance(body, ScalarNode):
+        problems.fail_at(body.start, "expected a list of modifiers, found a single value")
+    parts = Outline(body)
+    if name := modifier_tag(body):
+        message = f"the modifier '!{name}' stands alone; expected it in a list, '- !{name}', below 'modifiers:'"
+        problems.at(body.start, message)
+    elif isinstance(body, ListNode):
+        parts.sections.append(Section("modifiers", False, modifiers=list(_items(body, problems))))
+    else:
+        for pair in pairs(body, problems):
+            _sort_root(pair, parts, problems)
+    if not parts.modifiers and not problems:
+        message = "the recipe holds no modifiers; expected a list of them below a key such as 'modifiers:'"
+        problems.fail_at(body.start, message)
+    return parts
+
+
+def _sort_root(pair: Pair, parts: Outline, problems: SourceProblems) -> None:
+    value = unaliased(pair.value)
+    name = pair.key
+    if not isinstance(name, str):
+        problems.at(pair.key_node.start, f"expected a name, found {name!r}")
+    elif name == "metadata":
+        check_tags(pair.value, problems, known=_known())
+        parts.metadata = pair.value
+    elif name == "version":
+        check_tags(pair.value, problems, known=_known())
+        parts.version = pair.value
+    elif isinstance(value, MapNode) and _holds_lists(value, problems):
+        section = Section(name, True, body=value)
+        for inner in pairs(value, problems):
+            _sort_inside(inner, section, parts, problems)
+        parts.sections.append(section)
+    else:
+        section = Section(name.replace("modifiers", "stage"), False)
+        _sort_inside(pair, section, parts, problems)
+        parts.variables.update(section.variables)
+        if section.modifiers:
+            parts.sections.append(section)
+
+
+def _sort_inside(pair: Pair, section: Section, parts: Outline, problems: SourceProblems) -> None:
+    """Sort one entry of the root or of a stage."""
+    value = unaliased(pair.value)
+    name = pair.key
+    if not isinstance(name, str):
+        problems.at(pair.key_node.start, f"expected a name, found {name!r}")
+        return
+    if not _is_list_of_modifiers(name, value):
+        _check_misplaced(pair, problems)
+        section.variables[name] = pair
+        return
+    if isinstance(value, ListNode):
+        section.modifiers += _items(value, problems)
+    elif isinstance(value, MapNode):
+        section.modifiers += _grouped(value, problems)
+    if value.size == 1:
+        parts.empty_lists.append(pair)
+
+
+def _is_list_of_modifiers(name: str, value: ScalarNode | ListNode | MapNode) -> bool:
+    if "modifiers" not in name:
+        return False
+    return not isinstance(value, ScalarNode) or (value.plain and value.text in _NULLS)
+
+
+def _holds_lists(node: MapNode, problems: SourceProblems) -> bool:
+    """A mapping is a stage when it holds lists of modifiers itself."""
+    inner = pairs(node, problems)
+    return any(isinstance(pair.key, str) and _is_list_of_modifiers(pair.key, unaliased(pair.value)) for pair in inner)
+
+
+def _items(node: ListNode, problems: SourceProblems) -> Iterator[Written]:
+    """The modifiers of a list: tagged, as a mapping of one key, or as a bare name."""
+    if node.tag and modifier_tag(node):
+        problems.at(node.start, f"expected a list, found the tag '{node.tag}'")
+    for item in node.items:
+        value = unaliased(item)
+        if name := modifier_tag(value):
+            yield Written(name, item, item)
+        elif isinstance(value, MapNode):
+            yield from _untagged(item, value, problems)
+        elif isinstance(value, ListNode):
+            problems.at(item.start, f"{_EXPECTED_ITEM}, found a list")
+        elif isinstance(name := scalar_of(value, problems), str) and name in _known():
+            yield Written(name, item, item)
+        else:
+            problems.at(item.start, f"{_EXPECTED_ITEM}, found {repr(value.text) if value.text else 'an empty item'}")
+
+
+def _untagged(item: Node, node: MapNode, problems: SourceProblems) -> Iterator[Written]:
+    entries = pairs(node, problems)
+    if len(entries) != 1:
+        problems.at(item.start, f"{_EXPECTED_ITEM}, found a mapping of {len(entries)} keys")
+    elif isinstance(name := entries[0].key, str):
+        yield Written(name, item, entries[0].value)
+    else:
+        problems.at(item.start, f"{_EXPECTED_ITEM}, found {name!r}")
+
+
+def _grouped(node: MapNode, problems: SourceProblems) -> Iterator[Written]:
+    """The modifiers of a mapping by name, which newer recipes use in place of a list."""
+    if name := modifier_tag(node):
+        problems.at(node.start, f"expected a list, '- !{name}', found the modifier without its dash")
+        return
+    for pair in pairs(node, problems):
+        if isinstance(pair.key, str):
+            yield Written(pair.key, pair.key_node, pair.value)
+        else:
+            problems.at(pair.key_node.start, f"expected the name of a modifier, found {pair.key!r}")
+
+
+def _check_misplaced(pair: Pair, problems: SourceProblems) -> None:
+    """Report modifiers below a key that is not a list of modifiers."""
+    known = _known()
+    check_tags(pair.value, problems, known=known)
+    for node in walk(pair.value):
+        for key, value in node.entries if isinstance(node, MapNode) else ():
+            name = key.text if isinstance(key, ScalarNode) else ""
+            if name in known and isinstance(unaliased(value), MapNode):
+                message = f"the modifier '{name}' must stand in a list whose key contains 'modifiers'"
+                problems.at(key.start, message)
+
+
+def _known() -> frozenset[str]:
+    return frozenset(registered()) | frozenset(NOT_OFFERED)
