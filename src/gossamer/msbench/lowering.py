@@ -16,6 +16,7 @@ from torch import Tensor
 from gossamer.errors import GossamerError, Problem
 from gossamer.model import ALL_PRUNABLE
 from gossamer.modifiers import EpochRangeModifier, LevelPruningModifier, Modifier, STRPruningModifier
+from gossamer.modifiers.base import registered
 from gossamer.msbench import generators, selection, sparsers
 from gossamer.msbench.config import NAME, Config
 from gossamer.msbench.generators import MaskGenerator
@@ -139,7 +140,7 @@ def _of_config(problem: Problem) -> Problem:
     """A problem of a modifier as one of the config that it was made of."""
     if problem.message.startswith(f"{NAME}: "):
         return problem
-    field = problem.key[1:] if problem.location else problem.key
+    field = problem.key[1:] if problem.key and problem.key[0] in registered() else problem.key
     key = (_EXCLUDED_BY.get(str(field[0]), field[0]), *field[1:]) if field else ()
     return replace(problem, message=f"{NAME}: {replace(problem, key=key, location=None)}", key=(), location=None)
 
