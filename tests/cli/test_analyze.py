@@ -12,7 +12,6 @@ import pytest
 from safetensors.torch import save_file
 
 import gossamer
-from gossamer.cli import analyze_view as view
 
 NETWORK = """
 import torch
@@ -63,7 +62,7 @@ MODEL = "nets_for_analyze:small"
 def analyze(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "nets_for_analyze.py").write_text(NETWORK)
     monkeypatch.delitem(sys.modules, "nets_for_analyze", raising=False)
-    monkeypatch.setattr(view, "MOST_RANKED", 2)
+    monkeypatch.setattr("gossamer.cli.analyze.MAX_RANKED", 2)
     return lambda *words, model=MODEL: run("analyze", model, *words)
 
 
@@ -75,11 +74,11 @@ def test_the_answer_is_in_sentences_and_the_lines_fit_a_terminal(analyze: Any) -
     done = analyze("--recipe", "builtin:nm-2of4", model="squeezenet1_1")
     assert done.exit_code == 0, done.output
     told = words(done.stdout)
-    assert "squeezenet1_1: 26 layers with 1.23 M weights, 349 M MACs on an input of 1×3×224×224" in told
+    assert "squeezenet1_1: 26 layers with 1.23 M weights, 349 M MACs for an input of 1×3×224×224" in told
     assert "Of 26 layers 25 can be 2:4" in told
     assert "builtin:nm-2of4 makes it 49.9 % sparse" in told
     assert "features.0 stays dense: mask_type 2:4 does not fit: 3 input channels do not divide by 4" in told
-    assert "sensitivity: there are no data" in told
+    assert "sensitivity: no data" in told
     assert "squeezenet1_1 has its initial weights" in words(done.stderr)
     assert max(len(line) for line in done.stdout.splitlines()) <= 80
     assert "…" not in done.stdout, "a cell was cut"
@@ -106,8 +105,8 @@ def test_json_has_all_that_is_known_of_each_layer(analyze: Any) -> None:
 def test_labels_give_accuracy_and_only_the_layers_that_matter_most_are_shown(analyze: Any) -> None:
     told = words(analyze("--data", "nets_for_analyze:labelled").stdout)
     assert "Accuracy when one layer alone is pruned" in told
-    assert "and 1 more that matter less" in told
-    assert "--target 0.9 says how layers should share" in told
+    assert "and 1 less sensitive layers" in told
+    assert "--target 0.9 proposes how layers share" in told
 
 
 def test_layers_that_lose_the_same_filters_are_one_row_with_its_members(analyze: Any) -> None:
@@ -134,27 +133,27 @@ def test_a_test_part_alone_is_named_and_no_proposal_is_made_on_it(analyze: Any, 
     save_file(sys.modules["nets_for_analyze"].small().state_dict(), tmp_path / "small.safetensors")
     given = ("--samples", "32", "--weights", "small.safetensors")
     done = analyze(*given, model="only.yaml")
-    assert "On 32 samples of the test part" in words(done.stdout)
-    assert "measured on the test part" in words(done.stderr)
+    assert "On 32 samples of the test set" in words(done.stdout)
+    assert "measured on the test set" in words(done.stderr)
     refused = analyze(*given, "--target", "0.9", model="only.yaml")
     assert refused.exit_code == 1
-    assert "--target: there is a test part only" in words(refused.stderr)
+    assert "--target: there is only a test set" in words(refused.stderr)
 
 
 def test_a_model_that_is_hardly_better_than_chance_is_told(analyze: Any) -> None:
-    assert "says little before it is trained" in words(analyze("--data", "nets_for_analyze:labelled").stderr)
+    assert "mean little before it is trained" in words(analyze("--data", "nets_for_analyze:labelled").stderr)
 
 
 def test_without_labels_layers_are_compared_by_the_outputs(analyze: Any) -> None:
     told = words(analyze("--data", "nets_for_analyze:unlabelled").stdout)
-    assert "How far outputs move when one layer is pruned" in told
-    assert "accuracy: the data have no labels" in told
+    assert "Relative output change when one layer alone is pruned" in told
+    assert "accuracy: the data has no labels" in told
 
 
 def test_quick_leaves_out_what_takes_long_and_says_so(analyze: Any) -> None:
     told = words(analyze("--data", "nets_for_analyze:labelled", "--quick").stdout)
     assert "Accuracy when" not in told
-    assert "--quick leaves it out" in told
+    assert "skipped because of --quick" in told
 
 
 def test_a_folder_gets_data_pictures_and_a_recipe_that_runs_on_the_model(analyze: Any, tmp_path: Path) -> None:
@@ -200,23 +199,23 @@ def test_weights_from_a_file_are_what_is_analysed(analyze: Any, tmp_path: Path) 
     [
         (["--target", "90"], "--target: expected a share between 0 and 1, such as 0.9, found 90"),
         (["--target", "0.9"], "--target: a proposal needs labelled data; give --data, or a run, which has its own"),
-        (["--target", "0.9", "--quick"], "--quick leaves out what --target needs; drop one of the two"),
+        (["--target", "0.9", "--quick"], "--quick skips the measurement that --target needs; drop one of the two"),
         (
             ["--target", "0.9", "--data", "nets_for_analyze:unlabelled"],
             "--target: a proposal needs labels, and the batches of --data have none",
         ),
         (["--pattern", "filtr"], "--pattern: unknown pattern 'filtr'; nearest: 'filter'"),
-        (["--target", "0.9", "--pattern", "2:4"], "--target: a proposal shares single zeros, not 2:4"),
+        (["--target", "0.9", "--pattern", "2:4"], "--target: a proposal is for unstructured zeros, not 2:4"),
         (
             ["--pattern", "1:64", "--data", "nets_for_analyze:labelled"],
             "--pattern: the model has no layer that fits NM(n=1, m=64)",
         ),
         (["--samples", "0"], "--samples: expected a positive number, found 0"),
-        (["--input", "1,5,8,8"], "cannot count MACs: the model fails on an input of shape [1, 5, 8, 8]"),
+        (["--input", "1,5,8,8"], "--input: cannot count MACs: the model fails on an input of shape [1, 5, 8, 8]"),
         (["--input", "big"], "--input: expected a shape such as 1,3,224,224, found 'big'"),
         (["--recipe", "builtin:gmp-99"], "builtin:gmp-99"),
         (["--data", "nets_for_analyze:labeled"], "--data: 'nets_for_analyze' has no 'labeled'; nearest: 'labelled'"),
-        (["-o", "nets_for_analyze.py"], "--output: nets_for_analyze.py cannot be made a folder"),
+        (["-o", "nets_for_analyze.py"], "--output: cannot create the folder nets_for_analyze.py"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_one(analyze: Any, given: list[str], told: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gossamer.benchmark.timing import Ratio
-from gossamer.cli.benchmark import broken
+from gossamer.cli.benchmark import split_name
 from gossamer.cli.console import err, out
 from gossamer.export import to_onnx
 from tests.cli.conftest import Run
@@ -75,7 +75,7 @@ def test_the_table_has_a_row_for_each_file_and_fits_80_columns(run: Run) -> None
     ],
 )
 def test_long_names_are_broken_behind_separators_only(name: str, width: int, lines: list[str]) -> None:
-    assert broken(name, width) == lines
+    assert split_name(name, width) == lines
 
 
 def test_results_are_written_beside_the_table(run: Run) -> None:
@@ -87,7 +87,7 @@ def test_results_are_written_beside_the_table(run: Run) -> None:
     assert set(found) == {"threads", "timings", "sentences"}
     assert [timing["name"] for timing in found["timings"]] == [DENSE, SPARSE]
     refused = run(*words, "-o", SPARSE)
-    assert refused.stderr == f"error: --output: expected a file that ends in .json, found '{SPARSE}'\n"
+    assert refused.stderr == f"error: --output: expected a .json file, found '{SPARSE}'\n"
     assert Path(SPARSE).stat().st_size > 10_000
 
 
@@ -142,7 +142,7 @@ def test_a_model_by_its_name_is_timed_in_torch(run: Run) -> None:
         (["text.onnx"], "text.onnx: not an ONNX model, or incomplete; export it again"),
         (
             ["notes.txt"],
-            "notes.txt: expected a file that ends in .onnx, .pt2, .safetensors; gossamer export writes them",
+            "notes.txt: expected a file of gossamer export: .onnx, .pt2, .safetensors",
         ),
         (["my.pt2"], "my.pt2: loading a .pt2 can run code from the file; pass --trust if you trust it"),
     ],

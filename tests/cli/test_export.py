@@ -113,7 +113,7 @@ def test_a_fixed_batch_and_another_opset_can_be_asked_for(run: Run, two_of_four:
     assert done.exit_code == 0, done.output
     session = onnxruntime.InferenceSession("small.onnx")
     assert session.get_inputs()[0].shape == [1, 3, 224, 224]
-    assert "so it was taken to be 1×3×224×224; --input says it" in words(done.output)
+    assert "input shape not given; assuming 1×3×224×224; override with --input" in words(done.output)
 
 
 @pytest.mark.parametrize(

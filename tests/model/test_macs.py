@@ -323,7 +323,7 @@ def test_inputs_that_the_model_does_not_take_are_told_with_the_remedy(
 ) -> None:
     with pytest.raises(GossamerError) as caught:
         macs(model, inputs)
-    assert str(caught.value).startswith("cannot count MACs: ")
+    assert str(caught.value).startswith("example_inputs: cannot count MACs: ")
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("which is the shape of one tensor, batch first")

@@ -122,7 +122,9 @@ def test_without_a_terminal_a_run_prints_a_line_an_epoch_and_a_table(run: Run, t
     path = config(tmp_path, "gmp")
     stopped = run("train", path, "--set", STOP)
     assert stopped.exit_code == 130
-    assert stopped.stdout == "Stopped at iteration 3, and saved. Go on by:\n  gossamer resume " + f"{tmp_path}/run\n"
+    assert (
+        stopped.stdout == "Stopped at iteration 3 and saved. Continue with:\n  gossamer resume " + f"{tmp_path}/run\n"
+    )
     ended = run("resume", "run", "--set", "hooks=[]")
     assert ended.exit_code == 0
     assert "\x1b" not in ended.stdout

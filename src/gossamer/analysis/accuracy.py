@@ -62,8 +62,9 @@ def labelled(module: nn.Module, batches: Iterable[Any], samples: int | None = No
         pair = cast(Sequence[Any], batch) if isinstance(batch, list | tuple) else ()
         if len(pair) != 2:
             raise GossamerError(
-                f"data: expected batches that are pairs (inputs, labels), got {_kind(batch)} in batch "
-                f"{len(read) + 1}; without labels, use sensitivity(), which compares outputs"
+                f"expected batches that are pairs (inputs, labels), got {_kind(batch)} in batch "
+                f"{len(read) + 1}; without labels, use sensitivity(), which compares outputs",
+                "data",
             )
         args, kwargs = batch_arguments(pair, module)
         read.append(Labelled(args, kwargs, _labels(pair[1], module, len(read) + 1)))
@@ -71,7 +72,7 @@ def labelled(module: nn.Module, batches: Iterable[Any], samples: int | None = No
         if samples is not None and seen >= samples:
             break
     if not seen:
-        raise GossamerError("data: no labelled samples; give a data loader that yields some")
+        raise GossamerError("no labelled samples; give a data loader that yields some", "data")
     return read
 
 
@@ -93,19 +94,21 @@ def class_scores(module: nn.Module, batch: Labelled) -> Tensor:
     try:
         outputs = module(*batch.args, **batch.kwargs)
     except Exception as error:  # a model may raise anything
-        raise GossamerError(f"data: the model fails on a batch ({short_error(error)}); check the inputs") from error
+        raise GossamerError(f"the model fails on a batch ({short_error(error)}); check the inputs", "data") from error
     for scores in tensors_in(outputs):
         if scores.is_floating_point() and scores.dim() > 1 and (scores.shape[:1] + scores.shape[2:]) == shape:
             highest = int(batch.labels.max())
             if highest >= scores.shape[1] or int(batch.labels.min()) < 0:
                 raise GossamerError(
-                    f"data: a label is {highest if highest >= scores.shape[1] else int(batch.labels.min())}, but the "
-                    f"model has {scores.shape[1]} classes, 0 to {scores.shape[1] - 1}; check the labels"
+                    f"a label is {highest if highest >= scores.shape[1] else int(batch.labels.min())}, but the "
+                    f"model has {scores.shape[1]} classes, 0 to {scores.shape[1] - 1}; check the labels",
+                    "data",
                 )
             return scores
     raise GossamerError(
-        f"data: the model returns no class scores for labels of shape {tuple(shape)}; "
-        "only classifiers have an accuracy; for others use sensitivity(), which compares outputs"
+        f"the model returns no class scores for labels of shape {tuple(shape)}; "
+        "only classifiers have an accuracy; for others use sensitivity(), which compares outputs",
+        "data",
     )
 
 
@@ -134,8 +137,9 @@ def _labels(labels: Any, module: nn.Module, number: int) -> Tensor:
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex() or not labels.dim():
         kind = f"a tensor of {labels.dtype}" if isinstance(labels, Tensor) else type(labels).__name__
         raise GossamerError(
-            f"data: expected labels that are a tensor of integers, one for each sample, got {kind} in batch "
-            f"{number}; without such labels, use sensitivity(), which compares outputs"
+            f"expected labels that are a tensor of integers, one for each sample, got {kind} in batch "
+            f"{number}; without such labels, use sensitivity(), which compares outputs",
+            "data",
         )
     like = next(iter(module.parameters()), None)
     return labels.long() if like is None else labels.long().to(like.device)

@@ -131,8 +131,9 @@ def halves(batches: Sequence[Labelled]) -> tuple[list[Labelled], list[Labelled]]
     if min(sum(len(batch.labels) for batch in half) for half in (first, second)) < _MIN_SAMPLES:
         total = sum(len(batch.labels) for batch in batches)
         raise GossamerError(
-            f"data: a proposal trains on one half of the samples and tests on the other, at least {_MIN_SAMPLES} each; "
-            f"got {total} in {len(batches)} batch{'es' * (len(batches) != 1)}; give more"
+            f"a proposal trains on one half of the samples and tests on the other, at least {_MIN_SAMPLES} each; "
+            f"got {total} in {len(batches)} batch{'es' * (len(batches) != 1)}; give more",
+            "data",
         )
     return first, second
 

@@ -100,7 +100,7 @@ def sensitivity(
         raise SparsityError(f"sensitivity: sparsities must be above 0 and at most 1, got {list(sparsities)}")
     inputs = [batch_arguments(batch, module) for batch in islice(data, batches)]
     if not inputs:
-        raise GossamerError("data: no batches; give a data loader that yields at least one")
+        raise GossamerError("no batches; give a data loader that yields at least one", "data")
     with preserved(module), torch.no_grad():
         module.eval()
         inputs = [_truncate(module, batch) for batch in inputs]
@@ -183,8 +183,9 @@ def _check_changes(module: nn.Module, curves: Mapping[str, SensitivityCurve]) ->
         weight = get_parameter(module, name)
         if 1 - int(weight.count_nonzero()) / max(weight.numel(), 1) < curve.sparsities[-1]:
             raise GossamerError(
-                "data: pruning does not change the outputs, so layers cannot be compared; is the last layer all zero? "
-                "Load trained weights, or leave data out"
+                "pruning does not change the outputs, so layers cannot be compared; is the last layer all zero? "
+                "Load trained weights, or leave data out",
+                "data",
             )
 
 
@@ -227,13 +228,14 @@ def _first_outputs(module: nn.Module, batch: Arguments) -> list[Tensor]:
         outputs = [tensor.clone() for tensor in _outputs(module, batch)]
     except Exception as error:  # a model may raise anything
         raise GossamerError(
-            f"data: the model fails on a batch ({short_error(error)}); expected batches of inputs, or (inputs, labels)"
+            f"the model fails on a batch ({short_error(error)}); expected batches of inputs, or (inputs, labels)",
+            "data",
         ) from error
     if not outputs:
-        raise GossamerError("data: the model returns no floating-point tensor; layers cannot be compared")
+        raise GossamerError("the model returns no floating-point tensor; layers cannot be compared", "data")
     if not any(bool(tensor.isfinite().any()) for tensor in outputs):
         raise GossamerError(
-            "data: the model returns no finite number; layers cannot be compared; check its weights and the inputs"
+            "the model returns no finite number; layers cannot be compared; check its weights and the inputs", "data"
         )
     return outputs
 
@@ -368,16 +370,16 @@ def select_weights(module: nn.Module, names: Sequence[str] | None, pattern: Patt
     selected: list[str] = []
     for name in _candidates(module, pattern) if names is None else names:
         if name not in known:
-            raise GossamerError(f"names: the model has no weight '{name}'{nearest(name, known)}")
+            raise GossamerError(f"the model has no weight '{name}'{nearest(name, known)}", "names")
         if bool(get_parameter(module, known[name]).detach().isnan().any()):
-            raise GossamerError(f"names: '{name}' contains NaN and cannot be pruned; repair the weights first")
+            raise GossamerError(f"'{name}' contains NaN and cannot be pruned; repair the weights first", "names")
         reason = _unfit(module, known[name], pattern)
         if reason and names is not None:
-            raise GossamerError(f"names: {pattern} does not fit '{name}': {reason}; leave it out")
+            raise GossamerError(f"{pattern} does not fit '{name}': {reason}; leave it out", "names")
         if not reason:
             selected.append(known[name])
     if not selected:
-        raise GossamerError(f"names: the model has no layer that fits {pattern}; choose another pattern")
+        raise GossamerError(f"the model has no layer that fits {pattern}; choose another pattern", "pattern")
     return list(dict.fromkeys(selected))
 
 

@@ -1,7 +1,6 @@
-"""The command line, `gossamer`: the only place that prints, and that turns errors into exit codes.
+"""The command line `gossamer`, one module per command.
 
-Commands parse arguments, call the library and show what it returns. Whatever
-is worth computing lives below; heavy libraries load when a command needs them.
+Commands parse arguments, call the library and print the result; they load heavy libraries when they run.
 """
 
 from __future__ import annotations
@@ -10,8 +9,21 @@ from typing import Annotated
 
 import typer
 
-from gossamer.cli import analyze, benchmark, convert, create, export, patterns, quantize, recipe, report, training
-from gossamer.cli.console import out
+from gossamer.cli import (
+    analyze,
+    benchmark,
+    check,
+    compare,
+    convert,
+    create,
+    export,
+    permute,
+    quantize,
+    recipe,
+    report,
+    train,
+)
+from gossamer.cli.console import say
 
 __all__ = ["app", "main"]
 
@@ -26,15 +38,15 @@ app = typer.Typer(
 app.add_typer(recipe.app, name="recipe")
 app.command(epilog="Example: gossamer analyze resnet18 --recipe builtin:gmp-90")(analyze.analyze)
 app.command(epilog="Example: gossamer create resnet18 --target tensorrt > recipe.yaml")(create.create)
-app.command(epilog="Example: gossamer permute resnet18 --weights trained.pt -o permuted.safetensors")(patterns.permute)
-app.command(epilog="Example: gossamer check resnet18 --weights pruned.pt --pattern 2:4")(patterns.check)
+app.command(epilog="Example: gossamer permute resnet18 --weights trained.pt -o permuted.safetensors")(permute.permute)
+app.command(epilog="Example: gossamer check resnet18 --weights pruned.pt --pattern 2:4")(check.check)
 app.command(epilog="Example: gossamer convert msbench.yaml --steps-per-epoch 391 -o recipe.yaml")(convert.convert)
-app.command(epilog="Example: gossamer train configs/cls/resnet/res18.yaml --data tiny")(training.train)
-app.command(epilog="Example: gossamer resume runs/res18")(training.resume)
-app.command("eval", epilog="Example: gossamer eval runs/res18 --set dataset.test.batch_size=64")(training.evaluate)
+app.command(epilog="Example: gossamer train configs/cls/resnet/res18.yaml --data tiny")(train.train)
+app.command(epilog="Example: gossamer resume runs/res18")(train.resume)
+app.command("eval", epilog="Example: gossamer eval runs/res18 --set dataset.test.batch_size=64")(train.evaluate)
 app.command(epilog="Example: gossamer export runs/res18_ampere_sparse --format onnx")(export.export)
 app.command(epilog="Example: gossamer compare runs/res18 runs/res18_amba_sparse runs/res18_ampere_sparse")(
-    training.compare
+    compare.compare
 )
 app.command(epilog="Example: gossamer benchmark dense.onnx sparse.onnx --threads 2")(benchmark.benchmark)
 app.command(epilog="Example: gossamer report runs/res18")(report.report)
@@ -46,11 +58,11 @@ def main() -> None:
     app(prog_name="gossamer")
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         from gossamer.version import __version__
 
-        out.print(f"gossamer {__version__}", highlight=False)
+        say(f"gossamer {__version__}")
         raise typer.Exit
 
 

@@ -1,37 +1,61 @@
-"""`gossamer analyze`: what a network is, what a recipe makes of it, what hardware can use, which layers matter."""
+"""`gossamer analyze`: size of a model, effect of a recipe, hardware support and sensitivity of layers."""
 
 from __future__ import annotations
 
+import json
+import math
 import sys
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
+from rich.padding import Padding
 
-from gossamer.cli.console import AsJson, Show, out, progress, reports_errors, show_json, show_warnings
+from gossamer.cli.console import (
+    AsJson,
+    Show,
+    option_errors,
+    out,
+    progress,
+    reports_errors,
+    show_json,
+    show_warnings,
+    show_written,
+)
 from gossamer.cli.models import Classes, Imports, Input, ModelArgument, Weights, load_model
-from gossamer.errors import GossamerError
+from gossamer.cli.tables import amount, by_reason, list_names, percent, print_layers, shape
+from gossamer.errors import GossamerError, within
+from gossamer.io import atomic_write
+from gossamer.runner.figures import size
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from gossamer.analysis.hardware import Support
-    from gossamer.analysis.model_table import ModelTable
+    from gossamer.analysis.model_table import ModelRow, ModelTable, State
     from gossamer.analysis.proposal import Proposal
-    from gossamer.analysis.sensitivity import SensitivityMap
+    from gossamer.analysis.sensitivity import LayerCost, SensitivityMap
     from gossamer.models import LoadedModel
 
 EPOCHS = 20.0
-"""How long a proposed recipe trains, unless a recipe or a run says."""
-PARTS = {"train": "the training part", "test": "the test part"}
+"""Length of a proposed recipe if neither a recipe nor a run sets one."""
+PARTS = {"train": "the training set", "test": "the test set"}
+PLOTS = ("sensitivity.svg", "sensitivity.png")
+MAX_RANKED = 20
+"""Layers in the table of sensitivities; --json has all."""
+MIN_SPARSITY, MAX_RATIO = 0.001, 0.97
+"""The summary mentions zeros from this sparsity on, and files up to this size relative to dense."""
+SUMMARY = {"tensorrt": "be 2:4", "deepsparse": "be block4", "thin": "lose channels"}
+"""What the summary says about hardware, by runtime."""
+_OPTIONS = {"data": "--data", "pattern": "--pattern", "example_inputs": "--input"}
+_FIXES = {"example_inputs": "give its shape, such as --input 1,3,224,224"}
 
 
 @dataclass
 class Analysis:
-    """Everything that was found out."""
+    """The results of the command."""
 
     loaded: LoadedModel
     table: ModelTable
@@ -39,21 +63,19 @@ class Analysis:
     sensitivity: SensitivityMap | None = None
     proposal: Proposal | None = None
     part: str | None = None
-    """What layers were measured on: `train`, `test`, or the function that gave batches."""
+    """The data for the sensitivity: `train`, `test`, or the function that returns batches."""
     epochs: float = EPOCHS
-    """How long a recipe for the proposal trains."""
-    left_out: list[str] = field(default_factory=list[str])
+    """Length of the proposed recipe."""
+    omitted: list[str] = field(default_factory=list[str])
     """What is missing, and how to get it."""
     warnings: list[str] = field(default_factory=list[str])
 
     @property
     def samples(self) -> int:
-        """How many samples layers were measured on."""
         return 0 if self.sensitivity is None else self.sensitivity.samples
 
     @property
-    def measured_on(self) -> str:
-        """Those samples in words."""
+    def data(self) -> str:
         return f"{self.samples} samples of {PARTS.get(self.part or '', self.part)}"
 
 
@@ -65,22 +87,22 @@ def analyze(
         typer.Option(
             "--data",
             metavar="tiny|FOLDER|FUNCTION",
-            help="Data to measure layers by; package.module:function gives batches. A run has its own.",
+            help="Data for the sensitivity; package.module:function returns batches. A run has its own data.",
         ),
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option("--recipe", metavar="FILE", help="Show what this recipe would make of the model.")
+        str | None, typer.Option("--recipe", metavar="FILE", help="Show what this recipe does to the model.")
     ] = None,
     weights: Weights = None,
-    shape: Input = None,
+    input_shape: Input = None,
     classes: Classes = None,
     target: Annotated[
         float | None,
         typer.Option(
             "--target",
             metavar="SHARE",
-            help="Propose how layers share this sparsity, as 0.9; needs labelled data. Takes minutes: 4 for a "
-            "ResNet-18 on one thread.",
+            help="Propose a sparsity for each layer that adds up to this one, such as 0.9. Needs labelled data and "
+            "takes minutes: 4 for a ResNet-18 on one thread.",
         ),
     ] = None,
     pattern: Annotated[
@@ -88,131 +110,128 @@ def analyze(
         typer.Option(
             "--pattern",
             metavar="unstructured|filter|channel|block4|2:4",
-            help="How layers are pruned when they are measured; layers that share filters or channels go together.",
+            help="How layers are pruned for the sensitivity; those that share filters or channels are pruned together.",
         ),
     ] = "unstructured",
     samples: Annotated[
         int | None,
-        typer.Option("--samples", metavar="N", help="Samples to measure by, of the training part.", show_default="256"),
+        typer.Option("--samples", metavar="N", help="Samples of the training set to use.", show_default="256"),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Leave out sensitivity, for which the model runs many times.")
+        bool, typer.Option("--quick", help="Skip the sensitivity, which runs the model many times.")
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FOLDER", help="Write analysis.json, layers.csv, pictures, a recipe."),
+        typer.Option("--output", "-o", metavar="FOLDER", help="Write analysis.json, layers.csv, plots and a recipe."),
     ] = None,
     imports: Imports = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a network is, what a recipe makes of it, what hardware can use, and which layers matter.
+    """Show the layers of a model, the effect of a recipe, hardware support and the sensitivity of layers.
 
-    Parameters, MACs and zeros of each layer, now and at the end of --recipe; which layers can be 2:4, block4 or lose
-    channels, where, and why not; with data the accuracy when each layer alone is pruned, and with --target a proposal
-    how layers share a sparsity. The model is not changed.
+    Lists parameters, MACs and zeros of each layer, now and after --recipe, and which layers can be 2:4, block4 or lose
+    channels. With data it measures the accuracy when each layer alone is pruned, and with --target it proposes how
+    layers share a sparsity. The model does not change.
     """
-    from gossamer.cli import analyze_view as view
-    from gossamer.cli.analyze_files import folder_for, write
-
-    _check(target, samples, quick, pattern)
+    _check_options(target, samples, quick, pattern)
     if output is not None:
-        folder_for(output)
+        _make_folder(output)
     with progress("", as_json) as show:
-        show("opening the model", 0.0)
-        own = data is not None and ":" in data
-        found = load_model(model, weights, None if own else data, shape, classes=classes, imports=imports)
-        batches = _own_batches(data) if own and data is not None else None
-        show("following the model", 0.0)
-        analysis = Analysis(*_table_and_hardware(found, recipe), part=data if own else None)
-        analysis.warnings += found.warnings
+        show("loading the model", 0.0)
+        custom = data is not None and ":" in data
+        loaded = load_model(model, weights, None if custom else data, input_shape, classes=classes, imports=imports)
+        batches = _custom_batches(data) if custom and data is not None else None
+        show("tracing the model", 0.0)
+        analysis = Analysis(loaded, *_table_and_hardware(loaded, recipe), part=data if custom else None)
+        analysis.warnings += loaded.warnings
         analysis.epochs = _epochs(analysis)
-        if found.example is None:
-            analysis.left_out.append("MACs: nobody knows what the model's input is like; --input 1,3,224,224 says it")
+        if loaded.example is None:
+            analysis.omitted.append("MACs: the input shape is not known; give it with --input 1,3,224,224")
         if quick:
-            analysis.left_out.append("sensitivity: --quick leaves it out")
+            analysis.omitted.append("sensitivity: skipped because of --quick")
         else:
             _measure(analysis, batches, target, samples, pattern, show)
-    files = [] if output is None else write(analysis, output)
+    files = [] if output is None else _write(analysis, output)
     if as_json:
-        show_json(view.as_data(analysis) | {"files": [str(path) for path in files]})
+        show_json(_as_data(analysis) | {"files": [str(path) for path in files]})
         return
-    view.show(out, analysis)
+    _show(analysis)
     show_warnings(analysis.warnings)
-    for path in files:
-        out.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    show_written(files)
 
 
-def _check(target: float | None, samples: int | None, quick: bool, pattern: str) -> None:
+def _check_options(target: float | None, samples: int | None, quick: bool, pattern: str) -> None:
     from gossamer.sparse import Unstructured, parse_pattern
 
-    try:
-        shape = parse_pattern(pattern)
-    except GossamerError as error:
-        raise GossamerError(f"--pattern: {error}") from error
-    if target is not None and shape != Unstructured():
-        raise GossamerError(f"--target: a proposal shares single zeros, not {pattern}; drop --pattern or --target")
+    with within("--pattern"):
+        units = parse_pattern(pattern)
+    if target is not None and units != Unstructured():
+        raise GossamerError(f"a proposal is for unstructured zeros, not {pattern}; drop --pattern", "--target")
     if target is not None and not 0 < target < 1:
-        raise GossamerError(f"--target: expected a share between 0 and 1, such as 0.9, found {target:g}")
+        raise GossamerError(f"expected a share between 0 and 1, such as 0.9, found {target:g}", "--target")
     if samples is not None and samples < 1:
-        raise GossamerError(f"--samples: expected a positive number, found {samples}")
+        raise GossamerError(f"expected a positive number, found {samples}", "--samples")
     if quick and target is not None:
-        raise GossamerError("--quick leaves out what --target needs; drop one of the two")
+        raise GossamerError("--quick skips the measurement that --target needs; drop one of the two")
 
 
-def _table_and_hardware(found: LoadedModel, recipe: str | None) -> tuple[LoadedModel, ModelTable, list[Support]]:
+def _table_and_hardware(loaded: LoadedModel, recipe: str | None) -> tuple[ModelTable, list[Support]]:
     from gossamer.analysis.hardware import hardware_support
     from gossamer.analysis.model_table import model_table
     from gossamer.analysis.projection import project
     from gossamer.recipe import load
 
-    projection = None if recipe is None else project(load(recipe), found.model)
-    with redirect_stdout(sys.stderr), _in_options():
-        table = model_table(found.model, found.example, projection)
-        return found, table, hardware_support(found.model, found.example)
+    projection = None if recipe is None else project(load(recipe), loaded.model)
+    with redirect_stdout(sys.stderr), option_errors(_OPTIONS, _FIXES):
+        table = model_table(loaded.model, loaded.example, projection)
+        return table, hardware_support(loaded.model, loaded.example)
 
 
 def _measure(
     analysis: Analysis, batches: Any, target: float | None, samples: int | None, pattern: str, show: Show
 ) -> None:
-    """Fill in sensitivity and proposal as far as there are data; say what is left out."""
+    """Add the sensitivity and the proposal if there is data, and note what is omitted."""
+    from gossamer.analysis.proposal import propose
     from gossamer.analysis.sensitivity import MAP_SAMPLES, first_samples, has_labels, sensitivity_map
 
-    found = analysis.loaded
+    loaded = analysis.loaded
     show("reading data", 0.0)
-    known = _labelled_part(analysis, target) if batches is None else batches
-    if known is None:
-        analysis.left_out.append(
-            "sensitivity: detectors have no accuracy here; --data package.module:function with batches of their inputs "
-            "compares layers by the outputs"
-            if found.kind == "detection"
-            else "sensitivity: there are no data; --data tiny, a folder, or package.module:function gives some"
-        )
+    available = _labelled_batches(analysis, target) if batches is None else batches
+    if available is None:
         if target is not None:
-            raise GossamerError("--target: a proposal needs labelled data; give --data, or a run, which has its own")
+            raise GossamerError("a proposal needs labelled data; give --data, or a run, which has its own", "--target")
+        analysis.omitted.append(
+            "sensitivity: not supported for the data of detectors; give batches of inputs with "
+            "--data package.module:function to compare outputs"
+            if loaded.kind == "detection"
+            else "sensitivity: no data; give some with --data tiny, a folder, or package.module:function"
+        )
         return
-    with redirect_stdout(sys.stderr), _in_options():
-        few = first_samples(known, samples or MAP_SAMPLES)
-        if target is not None and not has_labels(few):
-            raise GossamerError("--target: a proposal needs labels, and the batches of --data have none")
+    with redirect_stdout(sys.stderr), option_errors(_OPTIONS, _FIXES):
+        read = first_samples(available, samples or MAP_SAMPLES)
+        if target is not None and not has_labels(read):
+            raise GossamerError("a proposal needs labels, and the batches of --data have none", "--target")
         analysis.sensitivity = sensitivity_map(
-            found.model,
-            few,
+            loaded.model,
+            read,
             pattern=pattern,
-            example_inputs=found.example,
+            example_inputs=loaded.example,
             samples=samples or MAP_SAMPLES,
             progress=lambda name, share: show(f"pruning {name}", share),
         )
-        analysis.warnings += _poor(analysis.sensitivity, few)
+        analysis.warnings += _accuracy_warnings(analysis.sensitivity, read)
         if target is not None:
-            analysis.proposal = _proposed(found.model, few, target, show)
-        elif has_labels(few):
-            analysis.left_out.append("a proposal: --target 0.9 says how layers should share that sparsity")
+            analysis.proposal = propose(
+                loaded.model, read, target, progress=lambda name, share: show(f"proposing: {name}", share)
+            )
+        elif has_labels(read):
+            analysis.omitted.append("proposal: --target 0.9 proposes how layers share that sparsity")
         else:
-            analysis.left_out.append("accuracy: the data have no labels; layers are compared by the model's outputs")
+            analysis.omitted.append("accuracy: the data has no labels; layers are compared by their effect on outputs")
 
 
-def _labelled_part(analysis: Analysis, target: float | None) -> Any:
-    """Labelled batches of the training part, else of the test part, on which nothing may be chosen."""
+def _labelled_batches(analysis: Analysis, target: float | None) -> Any:
+    """Batches of the training set, else of the test set, which must not be used to choose anything."""
     train = analysis.loaded.batches("train")
     if train is not None:
         analysis.part = "train"
@@ -222,35 +241,27 @@ def _labelled_part(analysis: Analysis, target: float | None) -> Any:
         return None
     if target is not None:
         raise GossamerError(
-            "--target: there is a test part only, and what is chosen on it cannot be judged by it any more; "
-            "give dataset.train in the config, or other images by --data"
+            "there is only a test set, and a proposal chosen on it cannot be tested on it; "
+            "set dataset.train in the config, or give other images with --data",
+            "--target",
         )
     analysis.part = "test"
     analysis.warnings.append(
-        "layers were measured on the test part because there is no other: choose nothing by these numbers that the "
-        "same images will judge"
+        "the sensitivity is measured on the test set, because there is no other; do not choose anything by it that the "
+        "same images will test"
     )
     return test
 
 
-def _poor(found: SensitivityMap, batches: Sequence[Any]) -> list[str]:
-    """A sentence when the model itself is hardly better than chance."""
-    if found.dense is None:
+def _accuracy_warnings(measured: SensitivityMap, batches: Sequence[Any]) -> list[str]:
+    """A warning if the dense model is hardly better than chance."""
+    if measured.dense is None:
         return []
     classes = len({int(label) for _, labels in batches for label in labels.unique()})
-    if found.dense.accuracy > 2 / classes:
+    if measured.dense.accuracy > 2 / classes:
         return []
-    return [
-        f"the model as it is has an accuracy of {100 * found.dense.accuracy:.1f} %: what pruning costs says little "
-        "before it is trained"
-    ]
-
-
-def _proposed(model: nn.Module, batches: Sequence[Any], target: float, show: Show) -> Proposal:
-    from gossamer.analysis.proposal import propose
-
-    doing = f"sharing {target:.4g}:"
-    return propose(model, batches, target, progress=lambda name, share: show(f"{doing} {name}", share))
+    accuracy = f"{100 * measured.dense.accuracy:.1f} %"
+    return [f"the dense model has an accuracy of {accuracy}; sensitivities mean little before it is trained"]
 
 
 def _epochs(analysis: Analysis) -> float:
@@ -260,24 +271,273 @@ def _epochs(analysis: Analysis) -> float:
     return EPOCHS if config is None else float(config.trainer.max_epoch or EPOCHS)
 
 
-def _own_batches(word: str) -> Any:
+def _custom_batches(name: str) -> Any:
     from gossamer.cli.create import batches_of
 
     with redirect_stdout(sys.stderr):
-        return batches_of(word)
+        return batches_of(name)
 
 
-@contextmanager
-def _in_options() -> Generator[None]:
-    """Errors in the words of the command line."""
+# Files
+
+
+def _make_folder(path: Path) -> None:
+    """Before anything takes long."""
     try:
-        yield
-    except GossamerError as error:
-        text = str(error)
-        if text.startswith("data:"):
-            text = f"--{text}"
-        if text.startswith("names: the model has no layer"):
-            text = f"--pattern{text.removeprefix('names')}"
-        if "example_inputs" in text:
-            text = f"{text.partition('; give example_inputs')[0]}; --input 1,3,224,224 says what it takes"
-        raise GossamerError(text) from error
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise GossamerError(f"cannot create the folder {path}: {error.strerror}", "--output") from error
+
+
+def _write(analysis: Analysis, folder: Path) -> list[Path]:
+    """Write `analysis.json`, `layers.csv`, plots of the sensitivity and the proposed recipe, each atomically."""
+    texts = {
+        "analysis.json": json.dumps(_as_data(analysis), indent=2, ensure_ascii=False, allow_nan=False) + "\n",
+        "layers.csv": analysis.table.to_csv(),
+    }
+    if analysis.proposal is not None:
+        texts["recipe.yaml"] = analysis.proposal.to_recipe(analysis.epochs)
+    written = [folder / name for name in texts]
+    for name, text in texts.items():
+        try:
+            with atomic_write(folder / name) as part:
+                part.write_text(text, encoding="utf-8", newline="")
+        except OSError as error:
+            raise GossamerError(f"{folder / name}: cannot be written: {error.strerror}") from error
+    if analysis.sensitivity is not None:
+        from gossamer.report.plots import plot_sensitivity
+
+        for name in PLOTS:
+            plot_sensitivity(analysis.sensitivity, folder / name, analysis.loaded.name)
+            written.append(folder / name)
+    return written
+
+
+def _as_data(analysis: Analysis) -> dict[str, Any]:
+    loaded, proposal = analysis.loaded, analysis.proposal
+    return {
+        "model": loaded.word,
+        "name": loaded.name,
+        "kind": loaded.kind,
+        "weights": None if loaded.source is None else str(loaded.source),
+        "checkpoint": loaded.checkpoint,
+        "input": _input_shapes(loaded.example) or None,
+        **analysis.table.to_json(),
+        "data": None if analysis.sensitivity is None else {"part": analysis.part, "samples": analysis.samples},
+        "hardware": [support.to_json() for support in analysis.hardware],
+        "sensitivity": None if analysis.sensitivity is None else analysis.sensitivity.to_json(),
+        "proposal": None
+        if proposal is None
+        else {
+            "target": proposal.target,
+            "judged_samples": proposal.judged,
+            "sparsity": dict(proposal.sparsity),
+            "calibration": {
+                name: {"loss": score.loss if math.isfinite(score.loss) else None, "accuracy": score.accuracy}
+                for name, score in proposal.calibration.items()
+            },
+        },
+        "left_out": list(analysis.omitted),
+        "warnings": list(analysis.warnings),
+    }
+
+
+def _input_shapes(example: Any) -> list[list[int]]:
+    from torch import Tensor
+    from torch.utils import _pytree as pytree
+
+    return [list(leaf.shape) for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
+
+
+# Terminal
+
+
+def _show(analysis: Analysis) -> None:
+    """Print a summary, and a table for each part."""
+    for line in _summary(analysis):
+        _print(line)
+    _show_layers(analysis.table)
+    _show_hardware(analysis.hardware, analysis.table)
+    if analysis.sensitivity is not None:
+        _show_sensitivity(analysis.sensitivity, analysis.data)
+    if analysis.proposal is not None:
+        _show_proposal(analysis.proposal, analysis.table, analysis.data)
+    if analysis.omitted:
+        out.print("[bold]Not included[/]")
+        for line in analysis.omitted:
+            out.print(Padding(escape(line), (0, 0, 0, 2)), highlight=False)
+
+
+def _print(text: str) -> None:
+    """Print wrapped text."""
+    out.print(text, highlight=False, markup=False)
+
+
+def _summary(analysis: Analysis) -> list[str]:
+    table, loaded = analysis.table, analysis.loaded
+    count = len(table.rows) + len(table.dense)
+    inputs = " and ".join(shape(dims) for dims in _input_shapes(loaded.example))
+    macs = "" if table.macs is None else f", {amount(table.macs)} MACs for an input of {inputs}"
+    lines = [
+        f"{loaded.name}: {count} layers with {amount(table.parameters)} weights{macs}; {size(table.now.sizes.dense)}."
+    ]
+    if loaded.checkpoint is not None:
+        lines.append(f"Weights: {loaded.checkpoint}.")
+    if now := _describe_state("Now it", "is", table, table.now):
+        lines.append(now)
+    by_key = {support.runtime.key: support for support in analysis.hardware}
+    supported = [
+        f"{len(by_key[key].able)} can {verb}{_satisfied(table, verb)}" for key, verb in SUMMARY.items() if key in by_key
+    ]
+    lines.append(f"Of {count} layers {', '.join(supported)}.")
+    if table.then is not None and table.projection is not None:
+        recipe = table.projection.recipe
+        dense = "leaves the model dense" if table.then.zeros == 0 else "learns its sparsity and has no target"
+        lines.append(_describe_state(recipe, "makes it", table, table.then) or f"{recipe} {dense}.")
+        lines += [f"Note: {note}." for note in table.projection.notes]
+    return lines
+
+
+def _satisfied(table: ModelTable, verb: str) -> str:
+    """` (3 are)`: the number of layers that satisfy a pattern, if any layer has zeros."""
+    pattern = verb.removeprefix("be ")
+    if not any(row.patterns or row.layer.current_zeros for row in table.rows) or pattern == verb:
+        return ""
+    count = sum(pattern in row.patterns for row in table.rows)
+    return f" ({count} {'is' if count == 1 else 'are'})"
+
+
+def _describe_state(subject: str, verb: str, table: ModelTable, state: State) -> str | None:
+    """Zeros, remaining weights and file sizes; None if there are hardly any zeros, or their number is not known."""
+    if state.zeros is None or state.zeros < MIN_SPARSITY * table.parameters:
+        return None
+    macs = "" if state.macs is None else f" and {amount(state.macs)} MACs"
+    files = [
+        f"{size(bytes_)} as a {name} file"
+        for name, bytes_ in (("bitmask", state.sizes.bitmask), ("sparse24", state.sizes.sparse24))
+        if bytes_ is not None and bytes_ < MAX_RATIO * state.sizes.dense
+    ]
+    instead = f"; {', '.join(files)} instead of {size(state.sizes.dense)}" if files else ""
+    left = f"{amount(table.parameters - state.zeros)} weights{macs} left{instead}"
+    return f"{subject} {verb} {percent(state.zeros / table.parameters)} sparse: {left}."
+
+
+def _show_layers(table: ModelTable) -> None:
+    recipe = table.projection is not None
+    now, then = table.now, table.then
+    sparse = (now.zeros or 0) >= MIN_SPARSITY * table.parameters
+    rows = [
+        [
+            row.weight,
+            shape(row.layer.shape),
+            amount(row.parameters),
+            "" if row.layer.macs is None else amount(row.layer.macs),
+            *([_zeros_now(row)] * sparse),
+            *([_zeros_then(row)] * recipe),
+        ]
+        for row in table.rows
+    ]
+    for name, count in table.dense.items():
+        zeros = percent(count.zeros / max(count.weights, 1)) if count.zeros else "–"
+        rows.append([name, shape(count.shape), amount(count.weights), "", *([zeros] * sparse), *(["dense"] * recipe)])
+    total = ["total", "", amount(table.parameters), "" if table.macs is None else amount(table.macs)]
+    total += [percent((now.zeros or 0) / table.parameters)] * sparse
+    if then is not None:
+        total.append("learned" if then.zeros is None else percent(then.zeros / table.parameters))
+    headings = ["layer", "shape", "weights", "MACs", *(["zeros now"] * sparse)]
+    headings += [f"zeros{' then' * sparse}"] * recipe
+    print_layers("Layers", headings, rows, total, left=2)
+    reasons = {row.weight: row.dense for row in table.rows if row.dense is not None} | dict(table.left_dense)
+    for reason, names in by_reason(reasons).items():
+        _print(f"{list_names(names)} stay{'s' * (len(names) == 1)} dense: {reason}")
+    if reasons:
+        out.print()
+
+
+def _zeros_now(row: ModelRow) -> str:
+    zeros = row.layer.current_zeros
+    if not zeros:
+        return "–"
+    if zeros == row.parameters:
+        return "all"
+    pattern = row.patterns[0] if row.patterns else "unstructured"
+    return percent(zeros / row.parameters) + (f" {pattern}" if pattern != "unstructured" else "")
+
+
+def _zeros_then(row: ModelRow) -> str:
+    outlook = row.outlook
+    if outlook is None:
+        return "dense"
+    if outlook.zeros is None:
+        return "learned"
+    if outlook.certainty == "removed":
+        return "removed"
+    about = "≈ " if outlook.certainty == "estimated" else ""
+    pattern = "" if outlook.pattern == "unstructured" else f" {outlook.pattern}"
+    return f"{about}{percent(outlook.zeros / row.parameters)}{pattern}"
+
+
+def _show_hardware(supports: Sequence[Support], table: ModelTable) -> None:
+    out.print("[bold]Hardware support[/], once the weights satisfy the pattern", highlight=False)
+    sizes = {row.weight: row.parameters for row in table.rows}
+    for support in supports:
+        runtime = support.runtime
+        share = sum(sizes[name] for name in support.able) / max(table.parameters, 1)
+        count = f"{len(support.able)} of {len(sizes) + len(table.dense)} layers, {percent(share)} of the weights"
+        colour = "green" if support.able else "dim"
+        verdict = count if support.able else "no layer"
+        out.print(f"  [{colour}]{escape(runtime.name)}[/] ({runtime.pattern}): {verdict}", highlight=False)
+        lines = [f"{runtime.needs}: {runtime.fact}"]
+        if support.able:
+            lines += [f"not {list_names(names)}: {reason}" for reason, names in by_reason(support.unable).items()]
+        for line in lines:
+            out.print(Padding(escape(line), (0, 0, 0, 6)), style="dim", highlight=False)
+    out.print()
+
+
+def _show_sensitivity(measured: SensitivityMap, data: str) -> None:
+    what = "Accuracy" if measured.dense is not None else "Relative output change"
+    pattern = "" if measured.pattern == "unstructured" else f" ({measured.pattern})"
+    ranked = measured.ranked()
+    rows = [
+        [_layer_label(layer), *(_cost(layer, level) for level in range(len(measured.sparsities)))]
+        for layer in ranked[:MAX_RANKED]
+    ]
+    headings = ["layer", *(f"{100 * level:.4g} %" for level in measured.sparsities)]
+    print_layers(f"{what} when one layer alone is pruned{pattern}, most sensitive first", headings, rows)
+    if len(ranked) > MAX_RANKED:
+        _print(f"and {len(ranked) - MAX_RANKED} less sensitive layers; --json lists them")
+    dense = measured.dense
+    score = "" if dense is None else f"; dense: {percent(dense.accuracy)}, loss {dense.loss:.3g}"
+    _print(f"On {data}, pruned by magnitude, without training{score}")
+    if any(len(layer.members) > 1 for layer in measured.layers):
+        _print(f"+1, +2 …: pruned with that many layers that share their {measured.pattern}s; --json names them")
+    for reason, names in by_reason(measured.skipped).items():
+        _print(f"Not {list_names(names)}: {reason}")
+    for note in measured.notes:
+        _print(f"Note: {note}")
+    out.print()
+
+
+def _layer_label(layer: LayerCost) -> str:
+    if len(layer.members) == 1:
+        return layer.name
+    return f"{layer.name.removesuffix('.weight')} +{len(layer.members) - 1}"
+
+
+def _cost(layer: LayerCost, level: int) -> str:
+    value = layer.harm[level] if layer.accuracy is None else layer.accuracy[level]
+    return "∞" if not math.isfinite(value) else percent(value)
+
+
+def _show_proposal(proposal: Proposal, table: ModelTable, data: str) -> None:
+    rows: list[list[str]] = []
+    for row in table.rows:
+        share = proposal.sparsity.get(row.weight, 0.0)
+        left = amount(round(row.parameters * (1 - share)))
+        rows.append([row.weight, amount(row.parameters), percent(share) if share else "dense", left])
+    headings = ["layer", "weights", "zeros", "weights left"]
+    print_layers(f"Proposed sparsities for {percent(proposal.target)} in total", headings, rows)
+    scores = [f"{name} {percent(score.accuracy)}" for name, score in proposal.calibration.items()]
+    out.print(f"Accuracy after pruning, without training: {', '.join(scores)}", highlight=False)
+    _print(f"Tested on {proposal.judged} of {data}; the others are used for a few training steps\n")

@@ -1,4 +1,4 @@
-"""`gossamer benchmark`: how fast exported files run, in a table that 80 columns hold, and what the figures mean."""
+"""`gossamer benchmark`: time exported files in the installed runtimes, in a table for 80 columns."""
 
 from __future__ import annotations
 
@@ -36,53 +36,49 @@ def benchmark(
         list[str],
         typer.Argument(
             metavar="FILE",
-            help="Exported files, .onnx, .pt2, .safetensors; the first is what the others are compared to. "
-            "A MODEL (a torchvision name, package.module:function, a run) is timed in torch.",
+            help="Exported files: .onnx, .pt2 or .safetensors; the first is the reference. "
+            "A MODEL (a torchvision name, package.module:function or a run) is timed in torch.",
         ),
     ],
-    batch: Annotated[
-        int | None, typer.Option("--batch", help="Samples in one run, where the file leaves it open.")
-    ] = None,
-    threads: Annotated[int, typer.Option("--threads", help="Threads of each runtime.")] = 1,
+    batch: Annotated[int | None, typer.Option("--batch", help="Batch size, if the file leaves it open.")] = None,
+    threads: Annotated[int, typer.Option("--threads", help="Number of threads.")] = 1,
     rounds: Annotated[
-        int | None, typer.Option("--rounds", help="So many rounds; each file has a turn in each.")
+        int | None, typer.Option("--rounds", help="Number of rounds; each file runs once per round.")
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option("--seconds", help="So many seconds in all, 10 when left out; ten rounds at least.")
+        float | None,
+        typer.Option("--seconds", help="Total time instead of rounds; 10 by default."),
     ] = None,
     runtime: Annotated[
         list[str] | None,
         typer.Option(
             "--runtime",
             metavar="NAME",
-            help="onnxruntime, openvino, torch, or load (read weights), several times for more; else all there are.",
+            help="onnxruntime, openvino, torch, or load (reading weights); repeatable; all by default.",
         ),
     ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option("--input", metavar="[NAME=]SHAPE", help="Sizes that a file leaves open, as in 1,3,224,224."),
+        typer.Option("--input", metavar="[NAME=]SHAPE", help="Sizes that a file leaves open, such as 1,3,224,224."),
     ] = None,
-    trust: Annotated[
-        bool, typer.Option("--trust", help="Load .pt2 files, which can run code that is in them.")
-    ] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Load .pt2 files, which can run code.")] = False,
     imports: Imports = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Also write the results as JSON, for gossamer report."),
+        typer.Option("--output", "-o", metavar="FILE", help="Write the results as JSON, for gossamer report."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time exported files against each other, and say what the difference is worth.
+    """Time exported files against each other, and say which differences are significant.
 
-    Files take turns in an order drawn anew for each round. The table has the median of all runs, the range in which
-    nine runs in ten lie, and how many times as fast as the first file it is, with an interval of 95 %. Files of weights
-    hold no program: reading them is timed.
+    Files run in a random order in each round. The table shows the median, the 5th and 95th percentile, and the speed
+    relative to the first file with its 95 % interval. For files of weights, which contain no program, reading is timed.
     """
     from gossamer.benchmark import explain, measure
     from gossamer.benchmark.explanation import labels
 
     if output is not None and output.suffix != ".json":
-        raise GossamerError(f"--output: expected a file that ends in .json, found '{output}'")
+        raise GossamerError(f"expected a .json file, found '{output}'", "--output")
     shapes = dict(_shape(word) for word in shape or ())
     with progress("", as_json) as show:
         show("loading", 0.0)
@@ -100,15 +96,15 @@ def benchmark(
         )
     sentences = explain(timings)
     names = labels(timings)
-    found = {
+    results = {
         "threads": threads,
         "timings": [{"name": names[timing.file], **_as_data(timing)} for timing in timings],
         "sentences": sentences,
     }
     if output is not None:
-        _write(output, found)
+        _write(output, results)
     if as_json:
-        show_json(found)
+        show_json(results)
         return
     for _, group in groupby(timings, key=lambda timing: timing.runtime):
         _show(list(group), threads)
@@ -117,21 +113,21 @@ def benchmark(
 
 
 def _candidate(word: str, shapes: Mapping[str, Sequence[int]], imports: Sequence[str]) -> Path | InMemory:
-    """A file as it is; any other word names a model, which is timed in torch."""
+    """An exported file, or a model to time in torch."""
     path = Path(word)
     if path.suffix.lower() in _FILES:
         return path
     if path.is_file() and path.suffix.lower() not in (".yaml", ".yml", ".pt", ".pth"):
-        raise GossamerError(f"{word}: expected a file that ends in {', '.join(_FILES)}; gossamer export writes them")
+        raise GossamerError(f"{word}: expected a file of gossamer export: {', '.join(_FILES)}")
     from gossamer.benchmark import InMemory
     from gossamer.models import load_model
 
     given = shapes.get("")
-    with redirect_stdout(sys.stderr):  # whatever the user's code prints is not our output
+    with redirect_stdout(sys.stderr):  # keep output of the user's code out of ours
         loaded = load_model(word, input_shape=None if given is None else ",".join(map(str, given)), imports=imports)
     networks = loaded.networks()
     if len(networks) != 1:
-        raise GossamerError(f"{word}: it has {len(networks)} networks; export it, and time the files")
+        raise GossamerError(f"{word}: it has {len(networks)} networks; export it and time the files")
     network = next(iter(networks.values()))
     return InMemory(loaded.name, network.module.eval(), network.inputs)
 
@@ -143,12 +139,12 @@ def _shape(word: str) -> tuple[str, list[int]]:
     except ValueError:
         shape = [0]
     if min(shape) < 1:
-        raise GossamerError(f"--input: expected a shape such as 1,3,224,224, or NAME=1,3,224,224, found '{word}'")
+        raise GossamerError(f"expected a shape such as 1,3,224,224, or NAME=1,3,224,224, found '{word}'", "--input")
     return name, shape
 
 
 def _show(timings: Sequence[Timing], threads: int) -> None:
-    """The rows of one runtime."""
+    """Print the results of one runtime."""
     from gossamer.benchmark.explanation import format_ratio, labels
 
     one, names = timings[0], labels(timings)
@@ -167,13 +163,13 @@ def _show(timings: Sequence[Timing], threads: int) -> None:
         for timing in timings
     ]
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    width = out.width - sum(widths) - 2 * len(widths) - 2  # two spaces between columns, and one on each side
+    width = out.width - sum(widths) - 2 * len(widths) - 2  # two spaces between columns, one on each side
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("file", overflow="fold")
     for name in heads:
         table.add_column(name, justify="right", no_wrap=True)
     for timing, (*cells, speed) in zip(timings, rows, strict=True):
-        name = "\n".join(broken(names[timing.file], width))
+        name = "\n".join(split_name(names[timing.file], width))
         table.add_row(escape(name), *cells, f"[{_STYLES[timing.verdict or 'same']}]{speed}[/]")
     what = "reading the file" if one.batch is None else f"batch {one.batch}, {_counted(threads, 'thread')}"
     version = "" if one.batch is None else f" {one.version}"
@@ -185,12 +181,10 @@ def _show(timings: Sequence[Timing], threads: int) -> None:
     out.print(table)
 
 
-def broken(name: str, width: int) -> list[str]:
-    """A file name in lines of up to `width` characters, each of which ends behind a separator.
+def split_name(name: str, width: int) -> list[str]:
+    """Split a file name after separators into lines of up to `width` characters.
 
-    A part without a separator is never divided, and may be longer.
-
-    >>> broken("filters/model-thin.onnx", 18)
+    >>> split_name("filters/model-thin.onnx", 18)
     ['filters/', 'model-thin.onnx']
     """
     lines = [name]
@@ -211,15 +205,17 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
         with atomic_write(path, follow=True) as part:
             part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
-        raise GossamerError(f"{path}: cannot be written: {error.strerror or error}; name another by -o") from None
+        raise GossamerError(
+            f"{path}: cannot be written: {error.strerror or error}; choose another file with -o"
+        ) from None
 
 
 def _as_data(timing: Timing) -> dict[str, object]:
-    found: dict[str, object] = {**asdict(timing), "throughput": timing.throughput, "sparsity": timing.contents.sparsity}
+    data: dict[str, object] = {**asdict(timing), "throughput": timing.throughput, "sparsity": timing.contents.sparsity}
     for name, ratio in (("speed", timing.speed), ("itself", timing.itself)):
-        if ratio is not None and not ratio.bounded:  # JSON has no word for infinity
-            found[name] = {"value": ratio.value, "low": None, "high": None}
-    return found
+        if ratio is not None and not ratio.bounded:  # JSON has no infinity
+            data[name] = {"value": ratio.value, "low": None, "high": None}
+    return data
 
 
 def _unit(seconds: float) -> tuple[str, float]:

@@ -1,60 +1,94 @@
-"""How commands speak: results on stdout, errors as one sentence each on stderr.
+"""Output of commands: results on stdout; errors, warnings and progress on stderr.
 
-A command wrapped in `reports_errors` ends with exit code 1 on an error that
-the user can mend; anything unexpected keeps its traceback.
+A command wrapped in `reports_errors` exits with code 1 on a `GossamerError`; unexpected errors keep their traceback.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, Key, Problem
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Show = Callable[[str, float], None]
-"""Told what is being done, and which share of the whole lies behind."""
+"""Receives the current task and the completed share."""
 
 out = Console(emoji=False)
 err = Console(stderr=True, emoji=False)
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable output only.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print only JSON.")]
 
 
 def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a command: a `GossamerError` becomes sentences on stderr and exit code 1."""
+    """Print the problems of a `GossamerError` to stderr, and exit with code 1."""
 
     @functools.wraps(command)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return command(*args, **kwargs)
         except GossamerError as error:
-            show_errors(problems(error))
+            show_errors(str(error).splitlines())
             raise typer.Exit(1) from None
 
     return guarded
 
 
-def problems(error: GossamerError) -> list[str]:
-    """The sentences of an error, one for each thing to mend."""
-    return str(error).splitlines()
+@contextmanager
+def option_errors(options: Mapping[str, str], fixes: Mapping[str, str] | None = None) -> Generator[None]:
+    """Errors raised inside name options of the command line instead of Python arguments.
+
+    `options` has the option for each argument or variable, and `fixes` a fix that suits the command line.
+    """
+    try:
+        yield
+    except GossamerError as error:
+        raise GossamerError(with_option(problem, options, fixes) for problem in error.problems) from error
 
 
-def show_errors(sentences: Iterable[str]) -> None:
-    for sentence in sentences:
-        _say("error", "bold red", sentence)
+def with_option(problem: Problem, options: Mapping[str, str], fixes: Mapping[str, str] | None = None) -> Problem:
+    """The problem with the option in place of the last key that has one, and of the keys before it.
+
+    >>> str(with_option(Problem("too large", ("recipe_variables", "num_epochs")), {"num_epochs": "--epochs"}))
+    '--epochs: too large'
+    """
+    names = [str(part) for part in problem.key]
+    position = max((index for index, name in enumerate(names) if name in options), default=None)
+    if position is None:
+        return problem
+    name = names[position]
+    key: Key = (options[name], *problem.key[position + 1 :])
+    return replace(problem, key=key, fix=(fixes or {}).get(name, problem.fix))
 
 
-def show_warnings(sentences: Iterable[str]) -> None:
-    for sentence in sentences:
-        _say("warning", "bold yellow", sentence)
+def say(text: str) -> None:
+    """Print one line of plain text, however long."""
+    out.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def show_written(paths: Iterable[Path | None]) -> None:
+    for path in paths:
+        if path is not None:
+            say(f"wrote {path}")
+
+
+def show_errors(messages: Iterable[str]) -> None:
+    for message in messages:
+        _log("error", "bold red", message)
+
+
+def show_warnings(messages: Iterable[str]) -> None:
+    for message in messages:
+        _log("warning", "bold yellow", message)
 
 
 def show_json(value: object) -> None:
@@ -63,13 +97,10 @@ def show_json(value: object) -> None:
 
 @contextmanager
 def progress(title: str, quiet: bool) -> Generator[Show]:
-    """A bar on stderr for as long as the block runs, on terminals only: the title, then it and what is being done.
-
-    Without a title, the bar comes with the first word of what is being done.
-    """
+    """Show a progress bar on stderr, on terminals only; without a title it appears with the first task."""
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    # Names of layers and files may hold brackets, which are no markup.
+    # Names of layers and files may contain brackets, which are not markup.
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
     with Progress(*columns, console=err, transient=True, disable=quiet or not err.is_terminal) as bar:
         task = bar.add_task(title, total=1.0, visible=bool(title))
@@ -80,8 +111,8 @@ def progress(title: str, quiet: bool) -> Generator[Show]:
         yield show
 
 
-def _say(kind: str, style: str, sentence: str) -> None:
-    """One line, however long: whoever reads it may be a program. Text of files in it controls no terminal."""
-    shown = "".join(character if character.isprintable() else "\ufffd" for character in sentence)
+def _log(kind: str, style: str, message: str) -> None:
+    """Print one line, however long, because programs may read it; control characters are replaced."""
+    printable = "".join(character if character.isprintable() else "\ufffd" for character in message)
     err.print(f"[{style}]{kind}:[/]", end=" ")
-    err.print(shown, markup=False, highlight=False, soft_wrap=True)
+    err.print(printable, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`gossamer export`: a model in files that other programs take, each verified after it is written."""
+"""`gossamer export`: write a model to files for other programs, each verified after writing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
-from gossamer.cli.console import AsJson, err, out, reports_errors, show_errors, show_json, show_warnings
+from gossamer.cli.console import AsJson, err, out, reports_errors, say, show_errors, show_json, show_warnings
 from gossamer.cli.models import Classes, Data, Imports, Input, ModelArgument, Sets, Weights, load_model
+from gossamer.cli.tables import by_reason, shape, simple_table
 from gossamer.runner.figures import size
 
 if TYPE_CHECKING:
@@ -22,7 +21,8 @@ if TYPE_CHECKING:
     from gossamer.export import Conversion, Written
     from gossamer.models import LoadedModel
 
-LISTED = "semi-structured"
+SEMI_STRUCTURED = "semi-structured"
+"""A format that lists layers and writes nothing."""
 
 
 @reports_errors
@@ -39,75 +39,78 @@ def export(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FOLDER", help="Where to write; by default the run folder, or here."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FOLDER",
+            help="The folder; by default the run or working folder.",
+        ),
     ] = None,
     weights: Weights = None,
-    shape: Input = None,
+    input_shape: Input = None,
     classes: Classes = None,
-    opset: Annotated[int, typer.Option(help="The opset of ONNX files.")] = 18,
-    half: Annotated[bool, typer.Option("--half", help="Write the weights as 16-bit floats.")] = False,
-    static: Annotated[bool, typer.Option("--static-batch", help="Programs take one batch size only.")] = False,
+    opset: Annotated[int, typer.Option(help="Opset of ONNX files.")] = 18,
+    half: Annotated[bool, typer.Option("--half", help="Write weights as 16-bit floats.")] = False,
+    static: Annotated[bool, typer.Option("--static-batch", help="Export programs for a fixed batch size.")] = False,
     sets: Sets = None,
     data: Data = None,
     imports: Imports = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a model, zeros and all, and check each file: read back, outputs compared, zeros counted.
+    """Export a model with its zeros, and verify each file: read it back, compare outputs, count zeros.
 
-    Of a detector, onnx and pt2 hold its network, without post-processing. thin removes filters that are zero as a
-    whole, and writes what is left as onnx, pt2 and safetensors; where there are none it writes nothing, and the exit
-    code is 1. bitmask and sparse24 are small files for gossamer.load().
+    For a detector, onnx and pt2 contain the network without post-processing. thin removes filters that are all zero and
+    writes the smaller model as onnx, pt2 and safetensors; without such filters it writes nothing and exits with code 1.
+    bitmask and sparse24 are small files for gossamer.load().
     """
     from gossamer.export import semi_structured
     from gossamer.runner.model_files import Export
 
-    wanted = formats or ["onnx"]
-    plan = Export([name for name in wanted if name != LISTED], opset, not static)
-    opened = load_model(model, weights, data, shape, sets or [], classes, imports)
+    names = formats or ["onnx"]
+    plan = Export([name for name in names if name != SEMI_STRUCTURED], opset, not static)
+    loaded = load_model(model, weights, data, input_shape, sets or [], classes, imports)
     if half:
-        opened = opened.half()
-    with err.status("writing, and reading back") if err.is_terminal and not as_json else nullcontext():
-        left_out: list[str] = []
-        written = opened.export(plan, output, left_out.append)
-    layers = semi_structured(opened.model, dry_run=True) if LISTED in wanted else None
+        loaded = loaded.half()
+    with err.status("writing and verifying") if err.is_terminal and not as_json else nullcontext():
+        omitted: list[str] = []
+        written = loaded.export(plan, output, omitted.append)
+    layers = semi_structured(loaded.model, dry_run=True) if SEMI_STRUCTURED in names else None
     if as_json:
-        found: dict[str, object] = {
+        result: dict[str, object] = {
             "model": model,
-            "source": None if opened.source is None else str(opened.source),
-            "checkpoint": opened.checkpoint,
+            "source": None if loaded.source is None else str(loaded.source),
+            "checkpoint": loaded.checkpoint,
             "files": [{**asdict(one), "path": str(one.path)} for one in written],
-            "left_out": left_out,
+            "left_out": omitted,
         }
-        show_json(found if layers is None else {**found, "semi_structured": [asdict(layer) for layer in layers]})
+        show_json(result if layers is None else {**result, "semi_structured": [asdict(layer) for layer in layers]})
     else:
-        _show(opened, written, layers)
-        show_errors(left_out)
-    if left_out:
+        _show(loaded, written, layers)
+        show_errors(omitted)
+    if omitted:
         raise typer.Exit(1)
 
 
-def _show(opened: LoadedModel, written: Sequence[Written], layers: Sequence[Conversion] | None) -> None:
-    if opened.source is not None:
-        _say(f"weights from {opened.origin}")
+def _show(loaded: LoadedModel, written: Sequence[Written], layers: Sequence[Conversion] | None) -> None:
+    if loaded.source is not None:
+        say(f"weights from {loaded.origin}")
     if written:
-        out.print(_table(written))
-        _say(f"in {written[0].path.parent.resolve()}")
+        _show_files(written)
+        say(f"in {written[0].path.parent.resolve()}")
     for path, notes in {one.path: one.notes for one in written}.items():
         for note in notes:
-            _say(f"{path.name}: {note}")
+            say(f"{path.name}: {note}")
     if layers is not None:
         _show_layers(layers)
-    if opened.given is None and any(one.largest_difference is not None for one in written):
-        shape = "×".join(map(str, opened.example.shape)) if hasattr(opened.example, "shape") else "of the usual size"
-        show_warnings([f"nobody said what the input is like, so it was taken to be {shape}; --input says it"])
-    show_warnings(opened.warnings)
+    if loaded.given is None and any(one.largest_difference is not None for one in written):
+        assumed = f"assuming {shape(loaded.example.shape)}" if hasattr(loaded.example, "shape") else "using the default"
+        show_warnings([f"input shape not given; {assumed}; override with --input"])
+    show_warnings(loaded.warnings)
 
 
-def _table(written: Sequence[Written]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("file", overflow="fold")
-    for column in ("size", "of dense", "zeros", "differs by"):
-        table.add_column(column, justify="right", no_wrap=True)
+def _show_files(written: Sequence[Written]) -> None:
+    table = simple_table("file", "size", "of dense", "zeros", "difference")
+    table.pad_edge = False
     for one in written:
         table.add_row(
             escape(one.path.name),
@@ -116,21 +119,14 @@ def _table(written: Sequence[Written]) -> Table:
             f"{one.zeros / max(one.weights, 1):.1%}",
             "–" if one.largest_difference is None else f"{one.largest_difference:.1e}",
         )
-    return table
+    out.print(table)
 
 
 def _show_layers(layers: Sequence[Conversion]) -> None:
-    """Which layers torch runs as semi-structured on CUDA, and the others by reason."""
+    """The layers that torch runs as semi-structured tensors on CUDA, and the others by reason."""
     able = [layer.name for layer in layers if layer.reason is None]
-    _say(f"{len(able)} of {len(layers)} layers become semi-structured tensors on CUDA, in half precision")
-    reasons: dict[str, list[str]] = {}
-    for layer in layers:
-        reasons.setdefault(layer.reason or "able", []).append(layer.name)
-    for reason, names in reasons.items():
-        _say(f"  {reason}: {', '.join(names)}")
+    say(f"{len(able)} of {len(layers)} layers become semi-structured tensors on CUDA, in half precision")
+    for reason, names in by_reason({layer.name: layer.reason or "able" for layer in layers}).items():
+        say(f"  {reason}: {', '.join(names)}")
     if able:
-        _say("On a CUDA device: gossamer.export.semi_structured(model.half().cuda())")
-
-
-def _say(sentence: str) -> None:
-    out.print(sentence, highlight=False, markup=False, soft_wrap=True)
+        say("On a CUDA device: gossamer.export.semi_structured(model.half().cuda())")

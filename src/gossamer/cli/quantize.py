@@ -1,4 +1,4 @@
-"""`gossamer quantize-qat-export`: an ONNX file with emulated quantization becomes one in integers."""
+"""`gossamer quantize-qat-export`: convert an ONNX file with emulated quantization to integers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gossamer.cli.console import AsJson, out, reports_errors, show_json, show_warnings
+from gossamer.cli.console import AsJson, reports_errors, say, show_json, show_warnings
 from gossamer.errors import GossamerError
 
 
@@ -16,25 +16,25 @@ def quantize_qat_export(
     model: Annotated[Path, typer.Argument(metavar="FILE", help="An ONNX model with emulated quantization.")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Where to write; FILE-quantized.onnx when left out."),
+        typer.Option("--output", "-o", metavar="FILE", help="The file to write; by default FILE-quantized.onnx."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make integers of the weights of a QAT export, so that a runtime computes in integers.
+    """Convert the weights of a QAT export to integers, so that a runtime computes with integers.
 
-    Weights behind QuantizeLinear become 8-bit integers, batch norm goes into their scales, and biases become 32-bit
-    integers. Any ONNX file with QuantizeLinear and DequantizeLinear will do, from whichever tool.
+    Weights with QuantizeLinear become 8-bit integers, batch norm is folded into their scales, and biases become 32-bit
+    integers. Works with any ONNX file that uses QuantizeLinear and DequantizeLinear.
     """
     from gossamer import export
     from gossamer.export.onnx.model_files import size_of
     from gossamer.export.onnx.qat import INTEGER
 
     target = output or model.with_name(f"{model.stem}-quantized{model.suffix or '.onnx'}")
-    before = size_of(model)  # It may be written over.
+    before = size_of(model)  # the file may be overwritten
     result = export.quantize_qat_export(model, target)
     weights = export.integer_weights(result)
     count, zeros = sum(array.size for array in weights.values()), sum(int((a == 0).sum()) for a in weights.values())
-    warnings = [] if weights else [f"{model}: no weight is behind QuantizeLinear, so none became an integer"]
+    warnings = [] if weights else [f"{model}: no weight uses QuantizeLinear, so none is converted"]
     operators: dict[str, int] | None = None
     try:
         operators = export.integer_operators(target)
@@ -44,19 +44,15 @@ def quantize_qat_export(
     if as_json:
         layers = [{"name": name, "weights": a.size, "zeros": int((a == 0).sum())} for name, a in weights.items()]
         sizes = {"bytes_before": before, "bytes_after": after}
-        found = {"operators": operators, "layers": layers, "warnings": warnings}
-        show_json({"input": str(model), "output": str(target), **sizes, **found})
+        results = {"operators": operators, "layers": layers, "warnings": warnings}
+        show_json({"input": str(model), "output": str(target), **sizes, **results})
         return
     show_warnings(warnings)
-    _say(f"{target}: {after / 1e3:,.1f} kB, where {model.name} has {before / 1e3:,.1f} kB")
+    say(f"{target}: {after / 1e3:,.1f} kB; {model.name}: {before / 1e3:,.1f} kB")
     if weights:
         layers = "1 layer" if len(weights) == 1 else f"{len(weights)} layers"
-        _say(f"integers: {count:,} weights of {layers}, {zeros / count:.1%} of them zero")
+        say(f"integers: {count:,} weights in {layers}, {zeros / count:.1%} zero")
     if operators:
-        whole = sum(number for name, number in operators.items() if name in INTEGER)
+        integer = sum(number for name, number in operators.items() if name in INTEGER)
         names = ", ".join(f"{number} {name}" for name, number in operators.items())
-        _say(f"onnxruntime computes {whole} of {sum(operators.values())} products in integers: {names}")
-
-
-def _say(sentence: str) -> None:
-    out.print(sentence, highlight=False, markup=False, soft_wrap=True)
+        say(f"onnxruntime computes {integer} of {sum(operators.values())} products in integers: {names}")

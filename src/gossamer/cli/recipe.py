@@ -1,66 +1,75 @@
-"""`gossamer recipe …`: check a recipe, show it, plot it, list those that ship with the package."""
+"""`gossamer recipe …`: check, show and plot recipes, and list the built-in ones."""
 
 from __future__ import annotations
 
 import importlib.resources
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
 
-from gossamer.cli import recipe_view as view
-from gossamer.cli.console import AsJson, out, problems, reports_errors, show_errors, show_json, show_warnings
+from gossamer.cli.console import AsJson, out, reports_errors, show_errors, show_json, show_warnings, show_written
 from gossamer.cli.models import load_model
-from gossamer.errors import RecipeError, format_problems
+from gossamer.cli.tables import by_reason, pairs_table
+from gossamer.errors import Problem, RecipeError, format_problems
 from gossamer.runner.trust import import_module
 
 if TYPE_CHECKING:
+    from gossamer.modifiers.base import Modifier
     from gossamer.recipe import Recipe
 
 app = typer.Typer(help="Check, show and plot recipes.", no_args_is_help=True)
 
 Source = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A recipe file, or builtin:NAME for one that ships with the package.")
+    str, typer.Argument(metavar="RECIPE", help="A recipe file, or builtin:NAME for a recipe of the package.")
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Give a variable of the recipe another value. May be repeated."),
+    typer.Option("--set", metavar="NAME=VALUE", help="Set a variable of the recipe; repeatable."),
 ]
 Imports = Annotated[
     list[str] | None,
-    typer.Option("--import", metavar="MODULE", help="Import a module with modifiers of your own. May be repeated."),
+    typer.Option("--import", metavar="MODULE", help="Import a module with custom modifiers; repeatable."),
 ]
-ModelWord = Annotated[
+ModelName = Annotated[
     str | None,
     typer.Option(
-        "--model", metavar="MODEL", help="package.module:function, or a torchvision model: match parameters against it."
+        "--model",
+        metavar="MODEL",
+        help="package.module:function or a torchvision model, whose parameters the recipe is matched against.",
     ),
 ]
+EPOCHS = ("start_epoch", "end_epoch")
+MAX_ITEMS = 4
+"""Items of a list that are shown."""
 
 
 @app.command(epilog="Example: gossamer recipe check recipe.yaml --model my_package.models:small_net")
 @reports_errors
 def check(
-    file: Source, model: ModelWord = None, imports: Imports = None, settings: Settings = None, as_json: AsJson = False
+    file: Source, model: ModelName = None, imports: Imports = None, settings: Settings = None, as_json: AsJson = False
 ) -> None:
-    """Say everything that is wrong with a recipe, or what it does. Exit code 1 when something is wrong."""
+    """List every problem of a recipe, or summarize it. Exits with code 1 if there are problems."""
     try:
         recipe = _load(file, settings, imports)
     except RecipeError as error:
         if not as_json:
             raise
-        show_json({"ok": False, "recipe": file, "errors": problems(error)})
+        show_json({"ok": False, "recipe": file, "errors": str(error).splitlines()})
         raise typer.Exit(1) from None
-    bound = _bind(recipe, model, imports)
-    errors = [line for binding in bound or () for line in (binding["error"] or "").splitlines()]
+    bindings = _bind(recipe, model, imports)
+    errors = [line for binding in bindings or () for line in (binding["error"] or "").splitlines()]
     if as_json:
-        summary = view.as_data(recipe)
-        show_json({"ok": not errors, **summary, "errors": errors, **({} if bound is None else {"bindings": bound})})
+        data = {"ok": not errors, **_as_data(recipe), "errors": errors}
+        show_json(data if bindings is None else {**data, "bindings": bindings})
     else:
-        view.summary(out, recipe, fits=not errors)
-        if bound is not None:
-            view.bindings(out, bound)
-        show_warnings(view.warnings(recipe))
+        _show_summary(recipe, fits=not errors)
+        _show_bindings(bindings or ())
+        show_warnings(_warnings(recipe))
         show_errors(errors)
     if errors:
         raise typer.Exit(1)
@@ -69,14 +78,14 @@ def check(
 @app.command(epilog="Example: gossamer recipe show builtin:gmp-90 --set num_epochs=10")
 @reports_errors
 def show(file: Source, imports: Imports = None, settings: Settings = None, as_json: AsJson = False) -> None:
-    """Show the modifiers of a recipe with every variable filled in."""
+    """Show the modifiers of a recipe with all variables resolved."""
     recipe = _load(file, settings, imports)
     if as_json:
-        show_json(view.as_data(recipe))
+        show_json(_as_data(recipe))
         return
-    view.modifiers(out, recipe)
-    view.variables(out, recipe)
-    show_warnings(view.warnings(recipe))
+    _show_modifiers(recipe)
+    _show_variables(recipe)
+    show_warnings(_warnings(recipe))
 
 
 @app.command(epilog="Example: gossamer recipe plot builtin:gmp-90 -o schedule.svg")
@@ -84,43 +93,50 @@ def show(file: Source, imports: Imports = None, settings: Settings = None, as_js
 def plot(
     file: Source,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write; .png, .svg or .html.")
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write: .png, .svg or .html.")
     ] = Path("schedule.png"),
-    steps_per_epoch: Annotated[int, typer.Option(min=1, help="Optimizer steps in one epoch.")] = 100,
+    steps_per_epoch: Annotated[int, typer.Option(min=1, help="Optimizer steps per epoch.")] = 100,
     init_lr: Annotated[
         float | None,
-        typer.Option(min=0, help="Learning rate of the optimizer, for a recipe that changes it relatively."),
+        typer.Option(min=0, help="Learning rate of the optimizer, for recipes that scale it."),
     ] = None,
     imports: Imports = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw sparsity, learning rate and the phases of a recipe over its epochs."""
+    """Plot sparsity, learning rate and modifiers of a recipe over epochs."""
     from gossamer.analysis.timeline import timeline
     from gossamer.report.plots import plot_timeline
 
     recipe = _load(file, settings, imports)
-    drawn = timeline(recipe, steps_per_epoch, init_lr)
-    plot_timeline(drawn, output, rows=view.rows(recipe))
+    schedules = timeline(recipe, steps_per_epoch, init_lr)
+    plot_timeline(schedules, output, rows=_rows(recipe))
     if as_json:
-        show_json({"recipe": recipe.name, "output": str(output), **drawn.as_data()})
+        show_json({"recipe": recipe.name, "output": str(output), **schedules.as_data()})
     else:
-        out.print(f"wrote {output}", highlight=False, soft_wrap=True)
+        show_written([output])
 
 
 @app.command("list", epilog="Example: gossamer recipe list --json")
 @reports_errors
 def list_(as_json: AsJson = False) -> None:
-    """List the recipes that ship with the package."""
-    found = built_in()
+    """List the built-in recipes."""
+    recipes = built_in()
     if as_json:
-        show_json([{"name": name, "recipe": f"builtin:{name}", "description": text} for name, text in found.items()])
-    else:
-        view.built_in(out, found)
+        show_json([{"name": name, "recipe": f"builtin:{name}", "description": text} for name, text in recipes.items()])
+        return
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("recipe", no_wrap=True)
+    table.add_column("description")
+    for name, description in recipes.items():
+        table.add_row(f"builtin:{name}", escape(description))
+    out.print(table)
+    example = next(iter(recipes), "NAME")
+    out.print(f"Use the name instead of a recipe file, for example:\n  gossamer recipe show builtin:{example}")
 
 
 def built_in() -> dict[str, str]:
-    """The name and description (its first comment line) of every recipe that ships with the package."""
+    """The name and description (the first comment line) of every built-in recipe."""
     folder = importlib.resources.files("gossamer") / "recipes"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".yaml")), key=lambda file: file.name)
     return {
@@ -138,7 +154,7 @@ def _load(file: str, settings: list[str] | None, imports: list[str] | None) -> R
 
 
 def _bind(recipe: Recipe, model: str | None, imports: list[str] | None) -> list[dict[str, Any]] | None:
-    """What each modifier finds in the model, or None when there is no model."""
+    """The parameters of the model that each modifier acts on; None without a model."""
     if model is None:
         return None
     from gossamer.engine import bindings
@@ -152,3 +168,127 @@ def _bind(recipe: Recipe, model: str | None, imports: list[str] | None) -> list[
         }
         for binding in bindings(recipe, load_model(model, imports=imports).model)
     ]
+
+
+def _as_data(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "recipe": recipe.name,
+        "epochs": {"min": recipe.min_epochs, "max": recipe.max_epochs},
+        "variables": dict(recipe.variables),
+        "modifiers": [
+            {
+                "name": modifier.name,
+                "family": modifier.family,
+                "where": recipe.where(index),
+                "start_epoch": modifier.start_epoch,
+                "end_epoch": modifier.end_epoch,
+                "fields": _fields(modifier),
+            }
+            for index, modifier in enumerate(recipe.modifiers)
+        ],
+        "stages": [{"name": name, "modifiers": len(members)} for name, members in recipe.stages],
+        "warnings": _warnings(recipe),
+    }
+
+
+def _warnings(recipe: Recipe) -> list[str]:
+    """Settings without effect, and modifiers that cannot run yet."""
+    unavailable = [
+        Problem(f"cannot run yet: {modifier.unavailable}", (modifier.name,), recipe.location(index))
+        for index, modifier in enumerate(recipe.modifiers)
+        if modifier.unavailable
+    ]
+    return [str(problem) for problem in (*recipe.warnings, *unavailable)]
+
+
+# Terminal
+
+
+def _show_summary(recipe: Recipe, fits: bool) -> None:
+    counts: dict[str, int] = {}
+    for modifier in recipe.modifiers:
+        counts[modifier.name] = counts.get(modifier.name, 0) + 1
+    modifiers = ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())
+    lines = {"modifiers": modifiers, "epochs": _epoch_range(recipe)}
+    if recipe.stages:
+        lines["stages"] = ", ".join(name for name, _ in recipe.stages)
+    if recipe.variables:
+        lines["variables"] = ", ".join(f"{name} = {_format(value)}" for name, value in recipe.variables.items())
+    table = pairs_table()
+    for name, text in lines.items():
+        table.add_row(f"[dim]{name}[/]", escape(text))
+    verdict = "is valid" if fits else "is valid, but does not fit the model"
+    out.print(f"[bold]{escape(recipe.name)}[/] {verdict}", highlight=False)
+    out.print(table)
+
+
+def _show_modifiers(recipe: Recipe) -> None:
+    title = f"{escape(recipe.name)}: epochs {_epoch_range(recipe)}"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for column in ("modifier", "epochs", "fields"):
+        table.add_column(column, overflow="fold", no_wrap=column == "epochs")
+    for name, epochs, fields in _rows(recipe):
+        table.add_row(escape(name), epochs, escape(fields))
+    out.print(table)
+
+
+def _show_variables(recipe: Recipe) -> None:
+    if not recipe.variables:
+        return
+    table = Table(box=box.SIMPLE_HEAD, title="variables", title_justify="left")
+    table.add_column("name")
+    table.add_column("value", overflow="fold")
+    for name, value in recipe.variables.items():
+        table.add_row(escape(name), escape(_format(value)))
+    out.print(table)
+
+
+def _show_bindings(bindings: Sequence[Mapping[str, Any]]) -> None:
+    """The parameters that each modifier acts on, and those that it skips."""
+    for binding in bindings:
+        targets: list[str] = binding["targets"]
+        skipped: dict[str, str] = binding["skipped"]
+        if not targets and not skipped:
+            continue
+        table = pairs_table()
+        table.add_row("[green]acts on[/]", escape(f"{len(targets)}: {', '.join(targets)}" if targets else "nothing"))
+        for reason, names in by_reason(skipped).items():
+            table.add_row("[yellow]skips[/]", escape(f"{len(names)} ({reason}): {', '.join(names)}"))
+        out.print(f"[bold]{escape(binding['modifier'])}[/]", highlight=False)
+        out.print(table)
+
+
+def _rows(recipe: Recipe) -> list[tuple[str, str, str]]:
+    """Name, epochs and fields of each modifier."""
+    rows: list[tuple[str, str, str]] = []
+    for modifier in recipe.modifiers:
+        fields = ", ".join(f"{name}: {_format(value)}" for name, value in _fields(modifier).items())
+        end = "end" if modifier.end_epoch == -1 else f"{modifier.end_epoch:g}"
+        rows.append((modifier.name, f"{max(modifier.start_epoch, 0):g} – {end}", fields))
+    return rows
+
+
+def _fields(modifier: Modifier) -> dict[str, Any]:
+    """The fields that the recipe sets, without the epochs."""
+    written: dict[str, Any] = modifier.model_dump(mode="json", exclude_unset=True)
+    return {name: value for name, value in written.items() if name not in EPOCHS}
+
+
+def _epoch_range(recipe: Recipe) -> str:
+    if recipe.max_epochs < 0:
+        return "not set"
+    return f"{max(recipe.min_epochs, 0)} to {recipe.max_epochs}"
+
+
+def _format(value: object) -> str:
+    """A value on one line; long lists are shortened."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list):
+        items: list[object] = value  # pyright: ignore[reportUnknownVariableType]
+        shown = ", ".join(_format(item) for item in items[:MAX_ITEMS])
+        return f"[{shown}, … {len(items) - MAX_ITEMS} more]" if len(items) > MAX_ITEMS else f"[{shown}]"
+    if isinstance(value, dict):
+        pairs: dict[object, object] = value  # pyright: ignore[reportUnknownVariableType]
+        return "{" + ", ".join(f"{key}: {_format(item)}" for key, item in pairs.items()) + "}"
+    return str(value)

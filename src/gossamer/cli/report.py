@@ -1,4 +1,4 @@
-"""`gossamer report`: one page of what came out of runs."""
+"""`gossamer report`: an HTML page about one or several runs."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from typing import Annotated
 
 import typer
 
-from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json
+from gossamer.cli.console import AsJson, progress, reports_errors, say, show_json
 from gossamer.cli.models import Imports
 from gossamer.runner.figures import size
 
 
 @reports_errors
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders; several are set side by side.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders; several are compared.")],
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="Where to write; by default report.html in the run folder."
+            "--output", "-o", metavar="FILE", help="The file to write; by default report.html in the run folder."
         ),
     ] = None,
     sensitivity: Annotated[
         bool,
-        typer.Option("--sensitivity", help="Measure the layers' sensitivity first: builds the model, takes longer."),
+        typer.Option("--sensitivity", help="First measure the sensitivity of layers, which takes longer."),
     ] = False,
     benchmark: Annotated[
         Path | None,
-        typer.Option("--benchmark", metavar="FILE", help="Show these results of gossamer benchmark --output."),
+        typer.Option("--benchmark", metavar="FILE", help="Include the results of gossamer benchmark --output."),
     ] = None,
     imports: Imports = None,
     as_json: AsJson = False,
 ) -> None:
-    """One page about runs, in one file: curves, layers, weights, masks. Several runs are compared, in ./report.html."""
+    """Write a self-contained HTML page about a run, or ./report.html that compares several."""
     from gossamer.runner.reporting import report as write
 
     if sensitivity:
@@ -45,4 +45,4 @@ def report(
     if as_json:
         show_json({"file": str(path), "bytes": path.stat().st_size, "runs": [str(folder) for folder in folders]})
         return
-    out.print(f"{path}: {size(path.stat().st_size)}", highlight=False, soft_wrap=True)
+    say(f"{path}: {size(path.stat().st_size)}")

@@ -20,6 +20,7 @@ from gossamer.model.parameters import get_parameter, prunable, unwrap
 from gossamer.model.tracing.tracer import Arguments, Observer, Tracer, Untraceable, fake_mode, storage_of, tensors_in
 from gossamer.model.weights import check_values
 
+_KEY = ("example_inputs",)
 _FIX = (
     "give example_inputs that its forward takes: a tensor, a tuple or dict of arguments, "
     "or a list of whole numbers, which is the shape of one tensor, batch first"
@@ -65,7 +66,7 @@ def macs(model: nn.Module, example_inputs: Any) -> dict[str, int]:
     except Exception as error:  # any model, any reason
         failure = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(".")
         shown = _shown(example_inputs)
-        problem = Problem(f"cannot count MACs: the model fails on {shown} ({failure})", fix=_FIX)
+        problem = Problem(f"cannot count MACs: the model fails on {shown} ({failure})", _KEY, fix=_FIX)
         raise GossamerError(problem) from error
 
 
@@ -82,7 +83,7 @@ def _is_shape(inputs: Any) -> bool:
 def _of_shape(module: nn.Module, shape: Sequence[int]) -> Tensor:
     """A tensor of the dtype and on the device of the first layer."""
     if min(shape) < 1:
-        raise GossamerError(Problem(f"cannot count MACs: {list(shape)} is not the shape of a tensor", fix=_FIX))
+        raise GossamerError(Problem(f"cannot count MACs: {list(shape)} is not the shape of a tensor", _KEY, fix=_FIX))
     like = next(iter((*_first(guesses(module)), *_first(module.parameters()))), torch.empty(0))
     return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
 

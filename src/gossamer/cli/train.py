@@ -1,4 +1,4 @@
-"""`gossamer train`, `resume`, `eval` and `compare`: runs from config files."""
+"""`gossamer train`, `resume` and `eval`: runs of the trainer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from gossamer.cli.console import AsJson, out, reports_errors, show_json
+from gossamer.cli.console import AsJson, out, reports_errors, say, show_json
 from gossamer.cli.models import Data, Imports, Sets
 
 if TYPE_CHECKING:
@@ -19,29 +19,30 @@ if TYPE_CHECKING:
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A config file.")]
 ConfigOrRun = Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="A config file, or a run folder.")]
 Weights = Annotated[
-    Path | None, typer.Option("--weights", metavar="FILE|RUN", help="What to take, in place of the run's best.")
+    Path | None,
+    typer.Option("--weights", metavar="FILE|RUN", help="Weights instead of the run's best checkpoint."),
 ]
-Processes = Annotated[int, typer.Option("--nproc", metavar="N", help="Processes on this machine.")]
+Processes = Annotated[int, typer.Option("--nproc", metavar="N", help="Number of processes on this machine.")]
 
 
 @reports_errors
 def train(
     config: Config,
-    evaluate_only: Annotated[bool, typer.Option("-e", "--evaluate", help="Evaluate, and do not train.")] = False,
+    evaluate_only: Annotated[bool, typer.Option("-e", "--evaluate", help="Evaluate without training.")] = False,
     sets: Sets = None,
     data: Data = None,
     processes: Processes = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Train what a config describes, dense or sparse; Ctrl-C saves, and `resume` goes on."""
+    """Train the model of a config, dense or sparse. Ctrl-C saves a checkpoint, and `gossamer resume` continues."""
     if processes != 1:
-        _launched(processes)
+        _launch(processes)
     if evaluate_only:
         evaluate(config, None, sets, data, None, processes, as_json)
         return
     from gossamer.runner.runs import run
 
-    _ended(run(config, sets or [], data, display=_display(as_json)), as_json)
+    _show_result(run(config, sets or [], data, display=_display(as_json)), as_json)
 
 
 @reports_errors
@@ -52,12 +53,12 @@ def resume(
     processes: Processes = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Go on with a run from its latest checkpoint: to the same weights as if it had never stopped."""
+    """Continue a run from its latest checkpoint, with the same result as without interruption."""
     if processes != 1:
-        _launched(processes)
-    from gossamer.runner.runs import resume as go_on
+        _launch(processes)
+    from gossamer.runner.runs import resume as resume_run
 
-    _ended(go_on(folder, sets or [], imports=imports or (), display=_display(as_json)), as_json)
+    _show_result(resume_run(folder, sets or [], imports=imports or (), display=_display(as_json)), as_json)
 
 
 @reports_errors
@@ -70,39 +71,25 @@ def evaluate(
     processes: Processes = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Test a run: what --weights or saver.resume_model names, else its best checkpoint, else its last."""
+    """Test the weights of --weights or saver.resume_model, else the best checkpoint of a run, else its last."""
     if processes != 1:
-        _launched(processes)
+        _launch(processes)
     from gossamer.runner.runs import evaluate as test
     from gossamer.runner.runs import origin
 
     result = test(config, sets or [], data, weights=weights, imports=imports or (), display=_display(as_json))
     if result.first and as_json:
-        show_json(_plain(result))
+        show_json(_as_data(result))
     elif result.first:
         from gossamer.runner.summary import metrics_table
 
         if result.source is not None:
-            out.print(origin(result.model, result.source), highlight=False, markup=False, soft_wrap=True)
+            say(origin(result.model, result.source))
         out.print(metrics_table(result.metrics, result.sparsity))
 
 
-@reports_errors
-def compare(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN…", help="Run folders; differences are to the first.")],
-    as_json: AsJson = False,
-) -> None:
-    """Runs side by side: accuracy, sparsity, weights that are not zero."""
-    from gossamer.runner.summary import comparison, comparison_table
-
-    if as_json:
-        show_json(comparison(folders))
-        return
-    out.print(comparison_table(folders))
-
-
-def _launched(processes: int) -> NoReturn:
-    """The same command in each of several processes."""
+def _launch(processes: int) -> NoReturn:
+    """Run this command in several processes."""
     from gossamer.runner.distributed import launch
 
     arguments = [word for word in sys.argv[1:] if not word.startswith("--nproc=")]
@@ -112,24 +99,24 @@ def _launched(processes: int) -> NoReturn:
     raise typer.Exit(launch(processes, arguments))
 
 
-def _ended(result: Result, as_json: bool) -> None:
+def _show_result(result: Result, as_json: bool) -> None:
     if not result.first:
         return
     if as_json:
-        show_json(_plain(result))
+        show_json(_as_data(result))
     elif result.complete:
         from gossamer.runner.summary import run_table
 
         out.print(run_table(result.folder))
     else:
-        out.print(f"Stopped at iteration {result.iteration}, and saved. Go on by:", highlight=False)
-        out.print(f"  gossamer resume {shlex.quote(str(result.folder))}", highlight=False, soft_wrap=True)
+        say(f"Stopped at iteration {result.iteration} and saved. Continue with:")
+        say(f"  gossamer resume {shlex.quote(str(result.folder))}")
     if not result.complete:
         raise typer.Exit(130)
 
 
 def _display(as_json: bool) -> Display | None:
-    """None is the usual one."""
+    """None means the default display."""
     if not as_json:
         return None
     from gossamer.runner.display import Display
@@ -137,7 +124,7 @@ def _display(as_json: bool) -> Display | None:
     return Display(shown=False)
 
 
-def _plain(result: Result) -> dict[str, object]:
+def _as_data(result: Result) -> dict[str, object]:
     return {
         "folder": str(result.folder),
         "complete": result.complete,

@@ -63,7 +63,7 @@ def test_permute_writes_weights_that_compute_the_same_and_keep_more(run: Run, tm
     done = run("permute", "networks:small", "-o", "permuted.safetensors")
     assert done.exit_code == 0, done.output
     assert "2 of 2 layers could be permuted, 100% of the weights that can be 2:4" in words(done.output)
-    assert "not permuted, for 3 input channels do not divide by 16: 0.weight" in words(done.output)
+    assert "not permuted, because 3 input channels do not divide by 16: 0.weight" in words(done.output)
     before, after = model().eval(), model().eval()
     after.load_state_dict(load_file(tmp_path / "permuted.safetensors"))
     x = torch.randn(2, 3, 8, 8)
@@ -110,16 +110,19 @@ def test_what_the_users_code_prints_stays_out_of_the_json(run: Run, tmp_path: Pa
     [
         (
             ["networks:small", "-o", "weights.onnx"],
-            "weights.onnx: expected a file that ends in .safetensors, .pt or .pth",
+            "weights.onnx: unknown format '.onnx'; use .safetensors, .pt, .pth",
         ),
         (["networks:small", "--pattern", "5:4"], "--pattern: 5:4 is no pattern"),
-        (["networks:small", "--pattern", "m4n2_2d_best"], "--pattern: channels are permuted for patterns such as 2:4"),
+        (
+            ["networks:small", "--pattern", "m4n2_2d_best"],
+            "--pattern: expected a pattern along one dimension",
+        ),
         (["networks:small", "--input", "3,x"], "--input: expected a shape such as 1,3,224,224, found '3,x'"),
-        (["networks:small", "--effort", "0"], "--effort: expected a number above 0"),
+        (["networks:small", "--effort", "0"], "--effort: expected a positive number"),
         (["networks:small", "--weights", "none.pt"], "none.pt: no such file of weights"),
-        (["networks:narrow"], "networks:narrow: no layer can be 2:4; 5 output channels do not divide by 8"),
+        (["networks:narrow"], "networks:narrow: no layer can be 2:4: 5 output channels do not divide by 8"),
         (["networks.py:small"], "networks.py:small: expected a module, not a file: write networks:small"),
-        (["networks:small", "--plot", "gains.xyz"], "gains.xyz: expected a picture that ends in .png, .svg, .pdf"),
+        (["networks:small", "--plot", "gains.xyz"], "gains.xyz: unknown format '.xyz'; use .png, .svg, .pdf"),
         (["networks:small", "--effort", "0.01", "-o", "/proc/none/a.pt"], "/proc/none/a.pt: cannot be written"),
         (["networks:small", "--input", "2,33"], "nothing is permuted: the model could not be traced"),
         (["networks:large"], "networks:large: 'networks' has no 'large'"),
@@ -162,8 +165,8 @@ def test_check_says_which_layers_hold_and_where_the_first_violation_lies(run: Ru
     assert layers["3.weight"]["first"] == [5, 8, 1, 2]
     assert layers["0.weight"]["reason"] == "3 input channels do not divide by 16"
     shown = run("check", "networks:small", "--weights", "pruned.pth")
-    assert "1 of 4,608 groups keep too much, first [5, 8:12, 1, 2]" in words(shown.output)
-    assert "1 of 2 layers that can be 2:4 are; 1 cannot" in words(shown.output)
+    assert "1 of 4,608 groups violate it, first [5, 8:12, 1, 2]" in words(shown.output)
+    assert "1 of 2 eligible layers are 2:4; 1 cannot be" in words(shown.output)
     assert run("check", "networks:small", "--weights", "pruned.pth", "--require").exit_code == 1
     assert shown.exit_code == 0
 
