@@ -315,7 +315,7 @@ def test_names_and_values_that_a_file_cannot_hold_are_told(tmp_path: Path) -> No
         (Odd(), "'_extra_state' is a dict, not a tensor"),
         (Plain(**{"a@mask": torch.ones(2)}), "the name 'a@mask' is reserved in such files"),
         (Plain(a=torch.ones(2, dtype=torch.complex128)), "safetensors does not support complex128"),
-        (Plain(a=torch.ones(2, 2).to_sparse()), "it is a Tensor of the layout sparse_coo"),
+        (Plain(a=torch.ones(2, 2).to_sparse()), "it is a Tensor of layout sparse_coo"),
         (Plain(a=torch.ones(2, device="meta")), "it is on the meta device"),
     ):
         with pytest.raises(GossamerError, match=told):
