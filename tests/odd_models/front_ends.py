@@ -175,7 +175,7 @@ def _asp(model: Any, example: Any, permute: bool) -> Mapping[str, str]:
         step(model, optimizer, example)
     layers = ASP.layers(model)
     names = [name for name, reason in layers.items() if reason is None]
-    masks = {name: ASP._states[unwrap(model)].mask(name) for name in names}
+    masks = {name: ASP._pruners[unwrap(model)].mask(name) for name in names}
     check_zeros(model, masks, half(model, names))
     ASP.forget(model)
     return {name: reason for name, reason in layers.items() if reason is not None}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.asp import ASP
-from gossamer.asp.selection import calculator
+from gossamer.asp.layers import parse_calculator
 from gossamer.errors import GossamerError
 from gossamer.model import get_parameter, unwrap
 from gossamer.modifiers import ADMMPruningModifier, Modifier, ProbMaskPruningModifier, STRPruningModifier
@@ -49,7 +49,7 @@ class AmpereScheduler(BaseScheduler):
         verbosity: CountOrZero = 2,
     ) -> None:
         super().__init__(config)
-        self._pattern = calculator(mask_calculator)  # which says what is wrong with it
+        self._pattern = parse_calculator(mask_calculator)  # which says what is wrong with it
         types = [layer_type(entry) for entry in (["Linear", "Conv2d"] if whitelist is None else whitelist)]
         self.arguments: dict[str, Any] = {
             "mask_calculator": mask_calculator,

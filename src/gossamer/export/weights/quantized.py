@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor, nn
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, Location, within
 from gossamer.export.weights.file import RANGES, SCALE, ModelFile, damaged
 from gossamer.export.weights.states import State
 from gossamer.io import DTYPES, DTYPES_BY_NAME
@@ -51,10 +51,8 @@ def as_integers(model: nn.Module, state: State, path: Path) -> IntegerState | No
     weights: dict[str, Any] = {}
     for name, how in rounded.items():
         weight = state.tensors[name]
-        try:
+        with within(name, location=Location(str(path))):
             integers, scale = how.integers(weight)
-        except GossamerError as error:
-            raise GossamerError(f"{path}: '{name}' cannot be written: {error}") from None
         _check_rounding(name, weight, how, integers, scale, path)
         tensors[name], tensors[f"{name}{SCALE}"] = integers.cpu(), scale.cpu()
         weights[name] = [asdict(how.numbers), how.axis, DTYPES[weight.dtype]]

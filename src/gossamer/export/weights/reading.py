@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from gossamer.errors import GossamerError, nearest
+from gossamer.errors import GossamerError, Location, nearest, within
 from gossamer.export.weights.file import KIND, damaged, open_model_file
 from gossamer.export.weights.quantized import QuantizedFile
 from gossamer.export.weights.states import clean_state
@@ -91,7 +91,8 @@ def load_into(model: nn.Module, path: str | os.PathLike[str], *, progress: Progr
         own = {name: tensor for name, tensor in own.items() if name in names or not is_added(name)}
         shapes = {name: weights.tensors[first].shape for name, first in names.items()}
         thinned = THINNED.items() <= weights.about.items()
-        expected = _shrink(own, shapes, Path(path)) if thinned else own
+        with within(location=Location(str(path))):
+            expected = shrunk(own, shapes) if thinned else own
         _check_fit(expected, {name: weights.tensors[first] for name, first in names.items()}, Path(path))
         if isinstance(weights, QuantizedFile):
             weights.check_modules(model)
@@ -222,13 +223,6 @@ def _match_prefix(own: Mapping[str, Tensor], names: dict[str, str]) -> dict[str,
     if all(name.startswith("module.") for name in names):
         return {name.removeprefix("module."): first for name, first in names.items()}
     return names
-
-
-def _shrink(own: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], path: Path) -> dict[str, Tensor]:
-    try:
-        return shrunk(own, shapes)
-    except GossamerError as error:
-        raise GossamerError(f"{path}: {error}; build the model that was saved") from None
 
 
 def _check_fit(own: Mapping[str, Any], entries: Mapping[str, Entry], path: Path) -> None:

@@ -1,0 +1,414 @@
+"""ASP's state of one model: mask buffers, optimizer hooks and the channel permutation.
+
+The layers' buffers are the masks, because checkpoints hold them. The engine's `Masks` follow the buffers and zero the
+weights.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gossamer.asp.layers import Calculator, MaskCalculator, layer_and_leaf, outputs_first
+from gossamer.engine.masks import Masks
+from gossamer.engine.optimizer import with_gradients
+from gossamer.errors import GossamerError, within
+from gossamer.model import first_names, get_parameter, has_parameter, weight_of
+from gossamer.model.additions import MASK, PRUNED, buffer_name
+from gossamer.model.parameters import empties_a_norm
+from gossamer.model.permute import Permutation, find, state_of
+from gossamer.sparse import NM, share_of_zeros, zero_where
+
+if TYPE_CHECKING:
+    from gossamer.recipe import Recipe
+
+GRAPH_FILE = "model_offline_permutation_graph.json"
+_HOLDER = 0
+"""The key under which the engine's masks are held."""
+
+logger = logging.getLogger("gossamer.asp")
+
+
+@dataclass(frozen=True)
+class Search:
+    """Options of the search for a permutation."""
+
+    example_inputs: Any = None
+    effort: float = 1.0
+    parts: bool = False
+    """Whether to trace a model with data-dependent control flow in parts."""
+
+    def run(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        pattern: NM,
+        optimizers: Sequence[torch.optim.Optimizer],
+        verbosity: int,
+    ) -> Permutation:
+        """Search, with a progress bar on a terminal, and log the result."""
+        from rich.console import Console
+        from rich.progress import Progress
+
+        visible = verbosity >= 2 and sys.stderr is not None and sys.stderr.isatty()
+        with Progress(console=Console(stderr=True), transient=True, disable=not visible) as bar:
+            task = bar.add_task("permuting channels", total=1.0)
+            permutation = find(
+                model,
+                names,
+                pattern.n,
+                pattern.m,
+                example_inputs=self.example_inputs,
+                optimizer=optimizers,
+                effort=self.effort,
+                parts=self.parts,
+                progress=lambda _, share: bar.update(task, completed=share),
+            )
+        if (reason := permutation.untraceable or permutation.note) and verbosity >= 1:
+            logger.warning("channels are %s: %s", "permuted in part" if permutation.moves else "not permuted", reason)
+        for layer in permutation.layers if verbosity >= 2 else ():
+            kept = f"{layer.kept_before:.2%} of the magnitude kept, {layer.kept:.2%} after permutation"
+            logger.info("'%s': %s", layer.name, f"not permuted: {layer.reason}" if layer.reason else kept)
+        return permutation
+
+
+@dataclass
+class Pruner:
+    """Prunes one model and keeps its zeros."""
+
+    reference: weakref.ref[nn.Module]
+    calculator: Calculator
+    mask_calculator: MaskCalculator
+    """As the user gave it."""
+    verbosity: int
+    recompute: bool = False
+    permute: bool = True
+    graph_folder: Path | None = None
+    weights: dict[str, str] = field(default_factory=dict[str, str])
+    """Clean names, each with the weight's name in the layer that holds its buffers."""
+    skipped: dict[str, str] = field(default_factory=dict[str, str])
+    """Weights that stay dense, with the reason."""
+    permutation: Permutation | None = None
+    optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = field(
+        default_factory=weakref.WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]]
+    )
+    _masks: Masks = field(default_factory=Masks)
+    _versions: dict[str, tuple[weakref.ref[Tensor], int]] = field(
+        default_factory=dict[str, tuple[weakref.ref[Tensor], int]]
+    )
+    """The buffers, and their versions, that `_masks` follow."""
+
+    def model(self) -> nn.Module:
+        model = self.reference()
+        if model is None:
+            raise GossamerError("the model that ASP was initialised with no longer exists")
+        return model
+
+    # Buffers
+
+    def replace(self, before: Pruner | None) -> None:
+        """Add buffers to the layers. Existing masks stay in force, also those of an earlier pruner of the model."""
+        for name in self.weights:
+            self.mask(name)
+            self.pruned(name)
+        if before is None:
+            return
+        for name in before.weights.keys() - self.weights.keys():
+            before.drop(name)
+        for name, home in before.weights.items():
+            if name in self.weights and not self.recompute:
+                layer, leaf = layer_and_leaf(self.model(), home)
+                layer._buffers.pop(buffer_name(leaf, PRUNED), None)  # pyright: ignore[reportPrivateUsage]
+        for optimizer in list(before.optimizers):
+            before.unhook(optimizer)
+            self.hook(optimizer)
+        self.permutation = before.permutation
+
+    @torch.no_grad()
+    def drop(self, name: str) -> None:
+        """Stop pruning a layer: remove its buffers, and restore its dense weight if that was kept."""
+        if self.recompute and has_parameter(self.model(), name):
+            get_parameter(self.model(), name).copy_(self._dense(name))
+        layer, leaf = layer_and_leaf(self.model(), self.weights[name])
+        for kind in (MASK, PRUNED):
+            layer._buffers.pop(buffer_name(leaf, kind), None)  # pyright: ignore[reportPrivateUsage]
+
+    def mask(self, name: str) -> Tensor:
+        """True where the weight is kept. A layer that was replaced, as by quantization, gets its mask again."""
+
+        def default(weight: Tensor) -> Tensor:
+            held = self._masks.kept_by(_HOLDER, name)
+            same = held is not None and held.shape == weight.shape
+            return cast(Tensor, held) if same else torch.ones_like(weight, dtype=torch.bool)
+
+        return self._buffer(name, MASK, default)
+
+    def pruned(self, name: str) -> Tensor | None:
+        """The masked values, if they are kept."""
+        return self._buffer(name, PRUNED, lambda w: torch.zeros_like(w, device="cpu")) if self.recompute else None
+
+    def _buffer(self, name: str, kind: str, default: Callable[[Tensor], Tensor]) -> Tensor:
+        layer, leaf = layer_and_leaf(self.model(), self.weights[name])
+        buffer = layer._buffers.get(buffer_name(leaf, kind))  # pyright: ignore[reportPrivateUsage]
+        weight = get_parameter(self.model(), name).detach()
+        if buffer is None or buffer.shape != weight.shape:
+            buffer = default(weight)
+            layer.register_buffer(buffer_name(leaf, kind), buffer)
+        return buffer
+
+    def _drop_missing(self) -> None:
+        for name in [name for name in self.weights if not has_parameter(self.model(), name)]:
+            del self.weights[name]
+            self._masks.forget(name)
+            self.skipped[name] = "it is no longer in the model"
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any weight is masked."""
+        self._drop_missing()
+        return any(not bool(self.mask(name).all()) for name in self.weights)
+
+    # Masks
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def compute(self, search: Search) -> None:
+        """Permute, compute the masks and zero the weights; on an error the model is unchanged."""
+        if not self.weights:
+            raise GossamerError(f"no layer can be pruned: {self._reasons() or 'the whitelist matches none'}")
+        if self.enabled and not self.recompute:
+            raise GossamerError(
+                "the masks were computed already, and the pruned values are lost; to compute them again later, "
+                "call init_model_for_pruning with allow_recompute_mask=True"
+            )
+        for name in self.weights:
+            if bool(get_parameter(self.model(), name).detach().isnan().any()):
+                raise GossamerError(f"'{name}' cannot be pruned: it holds NaN; repair the weights first")
+        if self.graph_folder is not None:
+            _make_folder(self.graph_folder)
+        again = self.enabled
+        sparse = {name: get_parameter(self.model(), name).detach().clone() for name in self.weights if again}
+        for name in sparse:
+            get_parameter(self.model(), name).copy_(self._dense(name))
+        applied: Permutation | None = None
+        try:
+            if self.permute and not again and self.permutation is None:
+                permutation = self._permutation(search)
+                if permutation is not None:
+                    permutation.apply(self.model(), list(self.optimizers))
+                applied = permutation
+            masks = {name: self._compute_mask(name) for name in self.weights}
+        except BaseException:
+            if applied is not None:
+                applied.inverse.apply(self.model(), list(self.optimizers))
+            for name, values in sparse.items():
+                get_parameter(self.model(), name).copy_(values)
+            raise
+        self.permutation = applied or self.permutation
+        for name, keep in masks.items():
+            weight, pruned = get_parameter(self.model(), name), self.pruned(name)
+            if pruned is not None:
+                pruned.copy_(weight.masked_fill(keep, 0))
+            self.mask(name).copy_(keep)
+        self.apply_masks()
+        for name, keep in masks.items():
+            self._log(2, "'%s' is %.2f%% sparse", name, 100 * share_of_zeros(keep))
+        if applied is not None and self.graph_folder is not None:
+            save_graph(applied, self.graph_folder / GRAPH_FILE)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Make the weights dense again."""
+        if not self.enabled:
+            return
+        if not self.recompute:
+            raise GossamerError(
+                "the pruned values are lost; to restore them later, call init_model_for_pruning "
+                "with allow_recompute_mask=True"
+            )
+        for name in self.weights:
+            pruned = self.pruned(name)
+            get_parameter(self.model(), name).copy_(self._dense(name))
+            self.mask(name).fill_(True)
+            if pruned is not None:
+                pruned.zero_()
+        self._log(2, "sparsity is off: the weights of %d layers are dense again", len(self.weights))
+
+    def _dense(self, name: str) -> Tensor:
+        """The weight with its pruned values restored."""
+        weight, pruned = get_parameter(self.model(), name).detach(), self.pruned(name)
+        return weight if pruned is None else torch.where(self.mask(name), weight, pruned.to(weight.device))
+
+    def _compute_mask(self, name: str) -> Tensor:
+        weight = weight_of(self.model(), name)
+        with within(name):
+            if isinstance(self.calculator, NM):
+                keep = self.calculator.keep_largest(outputs_first(self.model(), name, weight))
+                return outputs_first(self.model(), name, keep)
+            keep = cast(object, self.calculator(weight))
+        if not isinstance(keep, Tensor) or keep.shape != weight.shape:
+            shown = f"shape {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
+            raise GossamerError(
+                f"mask_calculator: expected a mask of shape {tuple(weight.shape)} for '{name}', found {shown}"
+            )
+        if not bool(((keep == 0) | (keep == 1)).all()):
+            raise GossamerError(f"mask_calculator: expected a mask of zeros and ones for '{name}', found other values")
+        if empties_a_norm(self.model(), name, keep != 0):
+            raise GossamerError(
+                f"mask_calculator: the mask of '{name}' removes a whole row that the layer divides by its norm; "
+                "keep a weight in each row, or remove the norm from the layer first"
+            )
+        return keep.to(weight.device, torch.bool)
+
+    def _permutation(self, search: Search) -> Permutation | None:
+        if not (isinstance(self.calculator, NM) and self.calculator.permutable):
+            self._log(1, "channels are not permuted: only N:M patterns along input channels benefit")
+            return None
+        return search.run(self.model(), list(self.weights), self.calculator, list(self.optimizers), self.verbosity)
+
+    # Training
+
+    def hook(self, optimizer: torch.optim.Optimizer) -> None:
+        """Mask gradients before and weights after each step of the optimizer."""
+        if optimizer not in self.optimizers:
+            self._warn_of_old_moments(optimizer)
+        self.unhook(optimizer)
+
+        def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return with_gradients(args, kwargs, self._mask_gradients, every=True)
+
+        def after(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.apply_masks()
+
+        self.optimizers[optimizer] = [
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+        ]
+        self.apply_masks()
+
+    def unhook(self, optimizer: torch.optim.Optimizer) -> None:
+        for handle in self.optimizers.pop(optimizer, []):
+            handle.remove()
+
+    def apply_masks(self) -> None:
+        """Zero the masked weights; does nothing if the model no longer exists."""
+        if self.reference() is not None:
+            self._follow_buffers()
+            self._masks.apply(self.model())
+
+    def _mask_gradients(self) -> None:
+        if self.reference() is None:
+            return
+        self._follow_buffers()
+        for name in self._masks.names():
+            gradient = get_parameter(self.model(), name).grad
+            if gradient is not None:
+                zero_where(gradient, self._masks.zeros(name).to(gradient.device))
+
+    def _follow_buffers(self) -> None:
+        """Update the engine's masks from buffers that changed, for instance by loading a checkpoint."""
+        self._drop_missing()
+        for name in self.weights:
+            mask = self.mask(name)
+            version = -1 if mask.is_inference() else mask._version  # pyright: ignore[reportPrivateUsage]
+            known, seen = self._versions.get(name, (None, -1))
+            if known is not None and known() is mask and seen == version >= 0:
+                continue
+            self._versions[name] = (weakref.ref(mask), version)
+            if bool(mask.all()):
+                self._masks.release(_HOLDER, name)
+            else:
+                self._masks.hold(_HOLDER, name, mask, get_parameter(self.model(), name))
+
+    def _warn_of_old_moments(self, optimizer: torch.optim.Optimizer) -> None:
+        moves = [] if self.permutation is None else list(self.permutation.moves)
+        if any(state_of(optimizer, get_parameter(self.model(), name)) for name in moves):
+            self._log(
+                1,
+                "the optimizer was not known when the channels were permuted: its state is in the old order; "
+                "call init_optimizer_for_pruning before compute_sparse_masks",
+            )
+
+    # Reports
+
+    def recipe(self) -> Recipe:
+        """The pruning as a recipe."""
+        from gossamer.modifiers.pruning import GMPruningModifier
+        from gossamer.recipe import Recipe
+
+        if not isinstance(self.calculator, NM):
+            raise GossamerError("recipe: a recipe cannot hold a mask_calculator that is a function")
+        sparsity = self.calculator.sparsity
+        modifier = GMPruningModifier(
+            params=list(self.weights),
+            mask_type=cast(str, self.mask_calculator),
+            permute=self.permute and self.calculator.permutable,
+            init_sparsity=sparsity,
+            final_sparsity=sparsity,
+            start_epoch=0.0,
+            end_epoch=0.0,
+            update_frequency=1.0,
+        )
+        return Recipe.of([modifier], name="asp")
+
+    def log_layers(self) -> None:
+        for name in self.weights:
+            self._log(3, "'%s' is pruned", name)
+        if self.skipped:
+            total = len(self.weights) + len(self.skipped)
+            self._log(1, "%d of %d layers stay dense: %s", len(self.skipped), total, self._reasons())
+
+    def _reasons(self, limit: int = 4) -> str:
+        listed = [f"'{name}' ({reason})" for name, reason in list(self.skipped.items())[:limit]]
+        more = len(self.skipped) - limit
+        return ", ".join(listed) + (f" and {more} more; ASP.layers() lists all" if more > 0 else "")
+
+    def _log(self, level: int, message: str, *args: object) -> None:
+        if self.verbosity >= level:
+            logger.log({1: logging.WARNING, 2: logging.INFO}.get(level, logging.DEBUG), message, *args)
+
+
+def mask_buffers(model: nn.Module, names: Iterable[str]) -> dict[str, list[Tensor]]:
+    """ASP's masks and pruned values on a model, by the weights they belong to."""
+    buffers: dict[str, list[Tensor]] = {name: [] for name in names}
+    for alias, name in first_names(model).items():  # a tied weight has its buffers in one of its layers
+        if name in buffers:
+            layer, leaf = layer_and_leaf(model, alias)
+            own: Mapping[str, Tensor] = dict(layer.named_buffers(recurse=False))
+            buffers[name] += [own[key] for kind in (MASK, PRUNED) if (key := buffer_name(leaf, kind)) in own]
+    return buffers
+
+
+def save_graph(permutation: Permutation, path: Path) -> None:
+    """Write which layers share channels, and what each gains, as JSON and a plot beside it."""
+    _make_folder(path.parent)
+    content = {
+        "note": permutation.untraceable or permutation.note,
+        "groups": list(permutation.groups),
+        "layers": [asdict(layer) for layer in permutation.layers],
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    if find_spec("matplotlib") is None:
+        logger.warning("no plot beside %s: matplotlib is not installed (pip install 'gossamer[report]')", path)
+        return
+    from gossamer.report.plots import plot_permutation
+
+    plot_permutation(permutation, path.with_suffix(".png"))
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise GossamerError(f"{folder}: the folder for the graph cannot be created: {error.strerror}") from error
