@@ -167,7 +167,7 @@ def test_the_rates_of_the_recipe_win_and_the_user_is_told(pl: Any, caplog: pytes
     model = module(pl, scheduled=True)
     with caplog.at_level(logging.WARNING, "gossamer"):
         trainer(pl, callback(WITH_RATES), limit_train_batches=5).fit(model, loader())
-    assert "StepLR says has no effect" in caplog.text
+    assert "StepLR has no effect" in caplog.text
     assert len(caplog.messages) == 1
     assert model.rates == pytest.approx([0.01 - 0.009 * step / 20 for step in range(20)])
 

@@ -191,7 +191,7 @@ def test_a_dense_checkpoint_is_entered_in_the_middle(
         trainer(library, tmp_path, model, callback(FOUR_FIFTHS), num_train_epochs=2, **settings).train(
             resume_from_checkpoint=True
         )
-    assert "without a state of the recipe: it is entered at epoch 1" in caplog.text
+    assert "without the recipe's state: the recipe starts at epoch 1" in caplog.text
     assert share(model.state_dict()[FIRST]) == pytest.approx(0.8, abs=1e-3)
 
 
@@ -278,7 +278,7 @@ def test_the_rates_of_the_recipe_win_and_are_what_is_logged(
     train = trainer(library, tmp_path, bert(library), sparsity, Watch(), max_steps=6, logging_steps=1)
     with caplog.at_level(logging.WARNING, "gossamer"):
         train.train()
-    assert "LambdaLR says has no effect" in caplog.text
+    assert "LambdaLR has no effect" in caplog.text
     assert "parameter group" not in caplog.text
     assert f"6 of {4 * BATCHES} steps" in caplog.text
     expected = [0.002 - 0.0018 * step / (4 * BATCHES) for step in range(6)]

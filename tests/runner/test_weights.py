@@ -50,7 +50,7 @@ def test_a_malformed_pickle_is_refused(content: bytes, archive: bool, tmp_path: 
             file.writestr("a/byteorder", "little")
     with pytest.raises(GossamerError, match=r"gossamer\.pt: (cannot be read as weights|is no state dict)"):
         read_weights(path)
-    with pytest.raises(GossamerError, match=r"gossamer\.pt: not a state of a recipe"):
+    with pytest.raises(GossamerError, match=r"gossamer\.pt: not a recipe state"):
         read_state(tmp_path)
 
 
@@ -117,5 +117,5 @@ def test_weights_of_every_usual_form_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["format", "mark", "state"])
 def test_a_state_file_with_a_tensor_for_a_number_is_refused(key: str, tmp_path: Path) -> None:
     torch.save({"format": 1, "mark": "", "state": {}, key: torch.zeros(2)}, tmp_path / NAME)
-    with pytest.raises(GossamerError, match="not a state of a recipe"):
+    with pytest.raises(GossamerError, match="not a recipe state"):
         read_state(tmp_path)

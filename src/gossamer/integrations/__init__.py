@@ -1,5 +1,4 @@
-"""Recipes inside other people's training loops: Lightning, Transformers' Trainer and Accelerate.
+"""Recipes in training loops of other libraries: Lightning, Transformers' Trainer and Accelerate.
 
-Each library has one module here, imported by the user who has that library;
-this package itself imports none of them.
+Each library has its own module; this package imports none of them.
 """

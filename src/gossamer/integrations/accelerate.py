@@ -1,8 +1,4 @@
-"""Recipes in a loop that Hugging Face Accelerate prepares.
-
-Says how many optimizer steps an epoch has there, and makes `save_state` and
-`load_state` keep the recipe's state. The loop stays the user's own.
-"""
+"""Recipes in a training loop of the user with Hugging Face Accelerate, whose states hold the recipe's."""
 
 from __future__ import annotations
 
@@ -39,11 +35,11 @@ class Sparsity(Adapter):
         lr_scheduler: Any = None,
         epochs: float | None = None,
     ) -> Manager:
-        """From now on the optimizer's steps drive the recipe, and the accelerator's states hold the recipe's.
+        """Start the recipe, which the optimizer's steps drive, and save its state with the accelerator's.
 
-        Give what `accelerator.prepare` returned. The dataloader tells how many steps an epoch has; `steps_per_epoch`
-        does, when you count otherwise. Of `lr_scheduler` and `epochs`, the length of the training, the recipe is told
-        so that it can say what does not fit.
+        Pass what `accelerator.prepare` returned. The dataloader determines the steps per epoch, unless
+        `steps_per_epoch` is given. `lr_scheduler` and `epochs`, the length of the training, are used to warn about
+        conflicts.
         """
         _check(accelerator)
         steps = self._steps_of(accelerator, dataloader)
@@ -67,16 +63,16 @@ class Sparsity(Adapter):
         return manager
 
     def finalize(self) -> None:
-        """End: zeros are exact, the optimizer is free again; states that are saved later hold the recipe's last."""
+        """Finalize the recipe and detach from the optimizer; states saved later hold the recipe's last state."""
         self._finish()
 
     def _steps_of(self, accelerator: Accelerator, dataloader: Any) -> float:
         if self.steps_per_epoch is None and dataloader is None:
-            raise GossamerError("attach: give the dataloader that trains, or Sparsity(…, steps_per_epoch=…)")
+            raise GossamerError("attach: pass the training dataloader, or Sparsity(…, steps_per_epoch=…)")
         accumulated = accelerator.gradient_accumulation_steps
         batches = batches_in(dataloader)
         if self.steps_per_epoch is None and batches and not accelerator.gradient_state.sync_with_dataloader:
-            return batches / accumulated  # what is left at the end of an epoch goes into a step of the next
+            return batches / accumulated  # the last batches of an epoch count for a step of the next
         return self._steps(batches, accumulated)
 
     def _save(self, models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
@@ -94,6 +90,6 @@ def _check(accelerator: Any) -> None:
         raise GossamerError(f"attach: expected the accelerator first, found {type(accelerator).__name__}")
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise GossamerError(
-            f"attach: under {accelerator.distributed_type.value} the optimizer steps where torch's hooks do not see "
-            "it, so a recipe cannot drive it; use DDP or FSDP"
+            f"attach: {accelerator.distributed_type.value} does not run the step hooks of torch, which a recipe needs; "
+            "use DDP or FSDP"
         )

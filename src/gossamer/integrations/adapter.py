@@ -1,7 +1,6 @@
-"""What the adapters share: the constructor, and a manager that is attached, saved and let go with a training.
+"""Base class of the adapters: a manager that is attached, saved and finalized with the training of a library.
 
-Knows the manager and its arguments, and no library; each library's module
-says when these things happen there and what the numbers are.
+Each library's module determines when these things happen, and how many optimizer steps an epoch has.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ logger = logging.getLogger("gossamer")
 
 
 class MissingLibraryError(GossamerError, ImportError):
-    """The library that an adapter is for is not installed."""
+    """The library of an adapter is not installed."""
 
 
 def missing(library: str, extra: str) -> MissingLibraryError:
     """The error for a library that cannot be imported."""
-    where = f"gossamer.integrations.{extra}"
-    return MissingLibraryError(f"{where} needs {library}; install it with: pip install 'gossamer[{extra}]'")
+    module = f"gossamer.integrations.{extra}"
+    return MissingLibraryError(f"{module} needs {library}; install it with: pip install 'gossamer[{extra}]'")
 
 
 class Adapter:
-    """A recipe for trainings of a library.
+    """Runs a recipe in trainings of a library.
 
-    `recipe` is a path, the text, an open file, `builtin:NAME` or a `Recipe`; `variables` replace those of the recipe.
-    `steps_per_epoch` counts optimizer steps, and is needed only where the library cannot tell. The others are those of
-    `Manager.modify`.
+    `recipe` is a path, the text, an open file, `builtin:NAME` or a `Recipe`; `variables` override those of the recipe.
+    `steps_per_epoch` counts optimizer steps, and is needed only where the library does not know them. The other
+    arguments are those of `Manager.modify`.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Adapter:
         example_inputs: Any = None,
     ) -> None:
         if isinstance(recipe, Recipe) and variables is not None:
-            raise GossamerError("variables: a Recipe has its values; give them to gossamer.load(…, variables=…)")
+            raise GossamerError("variables: a Recipe is already evaluated; use gossamer.load(…, variables=…)")
         self.recipe = recipe if isinstance(recipe, Recipe) else load(recipe, variables=variables)
         self.steps_per_epoch = steps_per_epoch
         self._arguments: dict[str, Any] = {
@@ -69,19 +68,19 @@ class Adapter:
         }
         self._manager: Manager | None = None
         self._rates: RecipeRates | None = None
-        self._loading: RemovableHandle | None = None
+        self._load_hook: RemovableHandle | None = None
         self._final: dict[str, Any] | None = None
         """The state at the end of the last training."""
 
     @property
     def manager(self) -> Manager:
-        """The manager of the training that goes on; an error at any other time."""
+        """The manager, during training; raises at any other time."""
         if self._manager is None:
-            raise GossamerError("the recipe is attached only while a training goes on, and none does now")
+            raise GossamerError("the recipe is attached only during training")
         return self._manager
 
     def figures(self) -> dict[str, float]:
-        """What a logger may show now: `sparsity`, the share of zeros in all weights that the recipe has pruned."""
+        """Metrics to log: `sparsity`, the share of zeros in all weights that the recipe has pruned."""
         if self._manager is None:
             return {}
         sizes = {name: mask.numel() for name, mask in self._manager.masks().items()}
@@ -104,27 +103,27 @@ class Adapter:
         scheduler: Any = None,
         loggers: Sequence[Logger] = (),
     ) -> Manager:
-        """Begin, or go on from `state`; without one, a training that has made steps is entered in the middle."""
+        """Start the recipe, or resume it from `state`; without a state, it starts in the middle after `steps_done`."""
         if self._manager is not None and state is not None:
-            # A training was broken off, and its model has the weights of `state` already: letting go of it applies
-            # masks, and these have to be the ones that belong to the weights.
+            # A training was interrupted, and its model already has the weights of `state`. Releasing it applies masks,
+            # which must be those that belong to the weights.
             self._manager.load_state_dict(state)
         self._release()
-        inner = _plain(optimizer)
+        inner = _torch_optimizer(optimizer)
         manager = Manager(self.recipe)
         if state is not None:
             manager.load_state_dict(state)
         elif steps_done:
             logger.warning(
-                "the training goes on at step %d, without a state of the recipe: it is entered at epoch %.4g, "
-                "and masks are made anew",
+                "Training resumes at step %d without the recipe's state: the recipe starts at epoch %.4g, "
+                "with new masks",
                 steps_done,
                 steps_done / steps_per_epoch,
             )
-        # Before the manager's own hooks: a step begins with the recipe's rates, whatever a scheduler wrote.
+        # Before the manager's own hooks: a step uses the recipe's learning rates, whatever a scheduler has set.
         rates = RecipeRates(manager, inner, steps_per_epoch)
-        # The scaler that comes back would count the steps that it skips. It is not put in the library's place, so
-        # that the clock shows performed steps; the loss scale is read from the library's own.
+        # The scaler that `modify` returns would count the steps that it skips. The library keeps its own, so that the
+        # clock counts performed steps; the loss scale is read from the library's.
         try:
             manager.modify(
                 model,
@@ -141,67 +140,67 @@ class Adapter:
             raise
         rates.begin()
         self._manager, self._rates, self._final = manager, rates, None
-        self._tell(total_steps, steps_per_epoch, scheduler)
+        self._warn_of_conflicts(total_steps, steps_per_epoch, scheduler)
         return manager
 
-    def _cut_on_load(
+    def _thin_on_load(
         self, model: nn.Module, states: Callable[[], Iterable[Mapping[str, Any]]], optimizer: Any = None
     ) -> None:
-        """Have a model that is built anew cut before it gets weights of a run that had removed filters.
+        """Shrink a new model when it loads the weights of a run that has removed filters.
 
-        `states` are asked when weights are loaded: those of checkpoints that may be the one. That the shapes are the
-        right ones is enough: which filters went is in the weights, and the rest comes with the state itself.
+        `states` returns the states of the checkpoints that may be loaded; it is called when weights are loaded. The
+        shapes identify the right one: which filters were removed is in the weights, the rest is loaded with the state.
         """
-        self._loaded()
+        self._remove_load_hook()
         if not any(modifier.removal_epochs for modifier in self.recipe.modifiers):
             return
 
-        def cut(module: nn.Module, weights: Mapping[str, Any], *_: Any) -> None:
+        def shrink(module: nn.Module, weights: Mapping[str, Any], *_: Any) -> None:
             for state in map(RunState.parse, states()):
                 shapes = thinned_shapes(state)
                 if shapes and all(name in weights and weights[name].shape == size for name, size in shapes.items()):
                     cut_as(module, state, optimizer)
                     return
 
-        self._loading = model.register_load_state_dict_pre_hook(cut)
+        self._load_hook = model.register_load_state_dict_pre_hook(shrink)
 
-    def _loaded(self) -> None:
-        """Whatever was to be loaded has been."""
-        if self._loading is not None:
-            self._loading.remove()
-            self._loading = None
+    def _remove_load_hook(self) -> None:
+        if self._load_hook is not None:
+            self._load_hook.remove()
+            self._load_hook = None
 
-    def _tell(self, total_steps: float | None, steps_per_epoch: float, scheduler: Any) -> None:
+    def _warn_of_conflicts(self, total_steps: float | None, steps_per_epoch: float, scheduler: Any) -> None:
+        """Warn if training is shorter than the recipe, or if a scheduler competes with the recipe."""
         last_step = _last_step(self.recipe, steps_per_epoch)
         if total_steps is not None and total_steps < last_step:
             logger.warning(
-                "the training ends after %.4g epochs and the recipe after %.4g: it will not be carried out to its end",
+                "Training ends after %.4g epochs and the recipe after %.4g: the recipe will not complete",
                 total_steps / steps_per_epoch,
                 last_step / steps_per_epoch,
             )
         rates = self.manager.learning_rate_modifiers
         if rates and scheduler is not None:
             logger.warning(
-                "the recipe sets the learning rate from epoch %.4g on: what %s says has no effect from there",
+                "The recipe sets the learning rate from epoch %.4g on: %s has no effect from there",
                 max(min(modifier.start_epoch for modifier in rates), 0.0),
                 type(scheduler).__name__,
             )
 
     def _state(self) -> dict[str, Any] | None:
-        """What a checkpoint has to hold: of the training that goes on, or of the last one."""
+        """The state to save in a checkpoint: of the current training, or of the last one."""
         if self._manager is None or self._rates is None:
             return self._final
-        self._rates.put_back()  # the state holds rates, and the library's scheduler may have written since
+        self._rates.put_back()  # the state holds learning rates, which the library's scheduler may have changed
         return self._manager.state_dict()
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        """Bring the training that goes on to another state."""
+        """Load another state into the current training."""
         self.manager.load_state_dict(state)
         assert self._rates is not None
         self._rates.take()
 
     def _finish(self) -> None:
-        """The training is over: zeros are exact, the optimizer is free, and the state can still be saved."""
+        """End of training: finalize the manager, and keep the state to be saved."""
         if self._manager is None:
             return
         state = self._state()
@@ -209,43 +208,45 @@ class Adapter:
         self._final = state
 
     def _release(self, warn: bool = False) -> None:
-        """Off the model and the optimizer, at any time; `warn` when the recipe was not carried out to its end."""
+        """Detach from the model and the optimizer; `warn` if the recipe did not complete."""
         if self._rates is not None:
             self._rates.remove()
         if self._manager is not None:
             self._manager.finalize(warn=warn)
         self._manager = self._rates = None
 
-    def _steps(self, batches: float | None, accumulation_steps: int, source: str = "the training dataloader") -> float:
-        """Optimizer steps in an epoch: the user's number, or as many as these batches make."""
+    def _steps(self, batches: float | None, accumulation_steps: int) -> float:
+        """Optimizer steps per epoch: the user's number, or that of the batches."""
         if self.steps_per_epoch is not None:
             return self.steps_per_epoch
         if batches is None or not math.isfinite(batches):
-            raise GossamerError(f"{source} has no length: say how many optimizer steps an epoch has, steps_per_epoch=…")
+            raise GossamerError(
+                "the training dataloader has no length; pass the optimizer steps per epoch, steps_per_epoch=…"
+            )
         return max(math.ceil(batches / accumulation_steps), 1)
 
 
 def batches_in(loader: Any) -> int | None:
-    """How many batches a dataloader has, when it knows."""
+    """The number of batches of a dataloader, if it is known."""
     try:
         return len(loader) or None
-    except TypeError:  # its dataset can only be iterated
+    except TypeError:  # of an iterable dataset
         return None
 
 
-def _plain(optimizer: Any) -> Any:
-    """The optimizer whose step hooks fire: torch's own, inside Accelerate's wrapper."""
+def _torch_optimizer(optimizer: Any) -> Any:
+    """The torch optimizer, whose hooks run in each step, inside Accelerate's wrapper."""
     while "AcceleratedOptimizer" in {kind.__name__ for kind in type(optimizer).__mro__}:
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise GossamerError(
-            f"{type(optimizer).__name__} steps where torch's hooks do not see it, so a recipe cannot drive it; "
+            f"{type(optimizer).__name__} does not run the step hooks of torch, which a recipe needs; "
             "use an optimizer of torch, without DeepSpeed"
         )
     return optimizer
 
 
 def _last_step(recipe: Recipe, steps_per_epoch: float) -> int:
-    """The step at which the recipe has done all it does."""
+    """The step at which the recipe is complete."""
     ends = (max(modifier.start_epoch, modifier.end_epoch) for modifier in recipe.modifiers)
     return max((to_step(epoch, steps_per_epoch) for epoch in ends), default=0)

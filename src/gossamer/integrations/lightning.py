@@ -1,8 +1,4 @@
-"""A callback for Lightning's Trainer.
-
-Says when a recipe begins and ends there, how many optimizer steps an epoch
-has, and where its state and its figures go. What a recipe does is the manager's.
-"""
+"""A callback for Lightning's Trainer: when a recipe starts and ends, and where its state and metrics go."""
 
 from __future__ import annotations
 
@@ -24,32 +20,32 @@ except ImportError as error:
 class SparsityCallback(Adapter, Callback):
     """Trains with a recipe: `Trainer(callbacks=[SparsityCallback("recipe.yaml")])`.
 
-    Names in the recipe are those of the LightningModule's parameters. Checkpoints of Lightning hold the recipe's
-    state, and `fit(ckpt_path=…)` goes on from it. The share of zeros is logged as `sparsity` after each epoch.
+    Names in the recipe are those of the LightningModule's parameters. Lightning's checkpoints hold the recipe's
+    state, from which `fit(ckpt_path=…)` resumes. The share of zeros is logged as `sparsity` after each epoch.
     """
 
     _pending: dict[str, Any] | None = None
     _steps_at_end = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        # A checkpoint is loaded after this; one that was loaded for a test is nothing to go on from.
+        # A checkpoint is loaded after this. One that was loaded for a test is not one to resume from.
         self._pending = None
-        self._cut_on_load(pl_module, lambda: self._in_checkpoint(trainer))
+        self._thin_on_load(pl_module, lambda: self._states_in_checkpoint(trainer))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._loaded()
+        self._remove_load_hook()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._loaded()
+        self._remove_load_hook()
         optimizers = trainer.optimizers
         if len(optimizers) != 1:
             raise GossamerError(
                 f"{type(pl_module).__name__} has {len(optimizers)} optimizers, and a recipe drives one; "
-                "use a gossamer.Manager of your own in each of its training steps"
+                "use a gossamer.Manager for each of them instead"
             )
         state, self._pending = self._pending, None
         if state is None and self._final is not None and trainer.global_step == self._steps_at_end:
-            state = self._final  # the same training, with more epochs than before
+            state = self._final  # the same training with more epochs
         steps = self._steps_of(trainer, pl_module)
         automatic = pl_module.automatic_optimization
         self._attach(
@@ -66,7 +62,7 @@ class SparsityCallback(Adapter, Callback):
         )
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        # The scheduler's step is over: whoever shows the rate before the next optimizer step shows the recipe's.
+        # After the scheduler's step, so that monitors show the recipe's learning rate.
         if self._rates is not None:
             self._rates.put_back()
 
@@ -75,7 +71,7 @@ class SparsityCallback(Adapter, Callback):
             pl_module.log(name, value, sync_dist=True)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Not when the training ends: an averaging callback puts its weights into the model then.
+        # Not in on_train_end, where an averaging callback copies its weights into the model.
         self._steps_at_end = trainer.global_step
         self._finish()
 
@@ -95,8 +91,8 @@ class SparsityCallback(Adapter, Callback):
             RunState.parse(state)
         self._pending = state
 
-    def _in_checkpoint(self, trainer: Trainer) -> list[dict[str, Any]]:
-        """The recipe's state in the checkpoint that Lightning is loading; callbacks are handed it after the weights."""
+    def _states_in_checkpoint(self, trainer: Trainer) -> list[dict[str, Any]]:
+        """The recipe's state in the checkpoint that Lightning loads; callbacks receive it only after the weights."""
         connector = getattr(trainer, "_checkpoint_connector", None)
         checkpoint: dict[str, Any] = getattr(connector, "_loaded_checkpoint", {})
         state = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("state")
@@ -108,25 +104,25 @@ class SparsityCallback(Adapter, Callback):
             if not module.automatic_optimization:
                 raise GossamerError(
                     f"{name} steps its optimizer itself (automatic_optimization = False): "
-                    "say how many optimizer steps an epoch has, SparsityCallback(…, steps_per_epoch=…)"
+                    "pass the optimizer steps per epoch, SparsityCallback(…, steps_per_epoch=…)"
                 )
             for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
                 if isinstance(callback, GradientAccumulationScheduler) and len(set(callback.scheduling.values())) > 1:
                     raise GossamerError(
-                        "GradientAccumulationScheduler changes the number of optimizer steps in an epoch, and a recipe "
-                        "counts time in them: say how many an epoch has, SparsityCallback(…, steps_per_epoch=…)"
+                        "GradientAccumulationScheduler changes the number of optimizer steps per epoch, in which a "
+                        "recipe counts time; pass it, SparsityCallback(…, steps_per_epoch=…)"
                     )
         return self._steps(trainer.num_training_batches, trainer.accumulate_grad_batches)
 
 
 def _model(trainer: Trainer, module: LightningModule) -> nn.Module:
-    """The module inside what several processes share it with, such as DDP; or the module itself."""
+    """The module in its distributed wrapper, such as DDP; or the module itself."""
     wrapped = trainer.strategy.model
     return wrapped if isinstance(wrapped, nn.Module) else module
 
 
 def _total(trainer: Trainer, steps_per_epoch: float) -> float | None:
-    """Optimizer steps until the end; None when Lightning has none in sight."""
+    """Optimizer steps until the end; None if Lightning has no limit."""
     limits = [float(trainer.max_steps)] if trainer.max_steps != -1 else []
     if trainer.max_epochs is not None and trainer.max_epochs != -1:
         limits.append(trainer.max_epochs * steps_per_epoch)

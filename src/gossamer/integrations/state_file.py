@@ -1,7 +1,7 @@
-"""The recipe's state as a file in the folder of another library's checkpoint.
+"""The recipe's state as a file in the checkpoint folder of another library.
 
-Knows a folder and plain values; loading never executes code. Each file bears
-a mark, by which a checkpoint can say that the file is its own.
+It is a file of `torch.save`, like the other files there; loading never runs code. A mark in it ties the file to its
+checkpoint.
 """
 
 from __future__ import annotations
@@ -21,31 +21,29 @@ _FORMAT = 1
 
 
 def write_state(folder: Path, state: Mapping[str, Any], mark: str = "") -> Path:
-    """Write the file, whole or not at all."""
+    """Write the file atomically."""
     path = folder / NAME
     try:
         with atomic_write(path, follow=True) as scratch:
             torch.save({"format": _FORMAT, "mark": mark, "state": dict(state)}, scratch)
     except OSError as error:
-        raise GossamerError(f"{path}: the state of the recipe cannot be written: {error.strerror or error}") from error
+        raise GossamerError(f"{path}: the recipe's state cannot be written: {error.strerror or error}") from error
     return path
 
 
 def read_state(folder: Path) -> tuple[dict[str, Any], str]:
-    """State and mark."""
+    """The state and its mark."""
     path = folder / NAME
     try:
-        held = load_torch(path)
+        content = load_torch(path)
     except FileNotFoundError:
-        raise GossamerError(
-            f"{path}: there is no state of the recipe in this checkpoint; it was saved without the recipe"
-        ) from None
+        raise GossamerError(f"{path}: the checkpoint has no recipe state; it was saved without the recipe") from None
     except (OSError, ValueError, pickle.UnpicklingError) as error:
-        raise GossamerError(f"{path}: not a state of a recipe, or damaged; take another checkpoint") from error
-    found = cast(dict[str, Any], held) if isinstance(held, dict) else {}
-    version, mark, state = found.get("format"), found.get("mark"), found.get("state")
+        raise GossamerError(f"{path}: not a recipe state, or damaged; use another checkpoint") from error
+    entries = cast(dict[str, Any], content) if isinstance(content, dict) else {}
+    version, mark, state = entries.get("format"), entries.get("mark"), entries.get("state")
     if type(version) is int and version > _FORMAT:
-        raise GossamerError(f"{path}: has format {version}; this version of Gossamer reads {_FORMAT}")
+        raise GossamerError(f"{path}: has format {version}; this version of Gossamer reads up to {_FORMAT}")
     if type(version) is not int or version != _FORMAT or type(mark) is not str or type(state) is not dict:
-        raise GossamerError(f"{path}: not a state of a recipe; take another checkpoint")
+        raise GossamerError(f"{path}: not a recipe state; use another checkpoint")
     return cast(dict[str, Any], state), mark
