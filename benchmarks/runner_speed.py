@@ -23,9 +23,8 @@ from benchmarks.measuring import Row, Watch, medians
 from gossamer.runner import Runner, SparseRunner
 from gossamer.runner.config import read_config
 from gossamer.runner.display import Display
-from gossamer.runner.distributed import joined
+from gossamer.runner.distributed import Distributed, Stop, init_distributed
 from gossamer.runner.records import Records
-from gossamer.runner.trainer import Progress
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "cls" / "resnet"
 ROUNDS = 8
@@ -35,7 +34,7 @@ LOG = 10
 
 
 def runner_speed(watch: Watch) -> Iterator[Row]:
-    with tempfile.TemporaryDirectory() as folder, joined("cpu") as place:
+    with tempfile.TemporaryDirectory() as folder, init_distributed("cpu") as place:
         dense = _stretch(Runner(read_config(*_given("res18", folder)), place, display=Display()), Path(folder))
         sparse = SparseRunner(read_config(*_given("res18_amba_sparse", folder)), place, display=Display())
         contenders = {"dense": dense, "sparse": _stretch(sparse, Path(folder)), "bare": _bare(folder)}
@@ -56,20 +55,27 @@ def _given(name: str, folder: str) -> tuple[Path, list[str], str]:
     return CONFIGS / f"{name}.yaml", sets, "tiny"
 
 
+class _StopAt(Stop):
+    """Ends a stretch after a number of iterations."""
+
+    def __init__(self, place: Distributed, iteration: int) -> None:
+        super().__init__(place)
+        self._iteration = iteration
+
+    def agreed(self, iteration: int) -> bool:
+        return iteration == self._iteration
+
+
 def _stretch(runner: Runner, folder: Path) -> Callable[[], object]:
-    """Some iterations of a run that goes on and on."""
+    """Some iterations of a long run, without its tests and checkpoints."""
     runner.build()
-    loop = runner.loop()
     runner.records = Records(folder / type(runner).__name__, tensorboard=True)
+    runner._after_step = lambda: None  # pyright: ignore[reportPrivateUsage]
 
     def train() -> None:
-        end = loop.iteration + STRETCH
-
-        def told(progress: Progress) -> None:
-            runner._tell(progress)  # pyright: ignore[reportPrivateUsage]
-
-        with runner.display.training(10**9, runner.steps_per_epoch, loop.iteration):
-            loop.run(lambda: loop.iteration == end, told)
+        stop = _StopAt(runner.place, runner.iteration + STRETCH)
+        with runner.display.training(10**9, runner.steps_per_epoch, runner.iteration):
+            runner._run_epochs(stop)  # pyright: ignore[reportPrivateUsage]
 
     return train
 

@@ -20,25 +20,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gossamer.errors import GossamerError, nearest
-from gossamer.export.weights.reading import THINNED, emulate_as, is_thinned
+from gossamer.errors import GossamerError
+from gossamer.export.weights.reading import THINNED, is_thinned
 from gossamer.io import as_name
 from gossamer.model.inputs import guesses
-from gossamer.model.thin.cuts import shrink_to, shrunk
 from gossamer.runner.builders import build_net, builder, code_of
 from gossamer.runner.config import Config, config_of, task_of
 from gossamer.runner.config.schema import Net, Source
 from gossamer.runner.data import Batches, ImageData, build_dataset
 from gossamer.runner.data.sources import read_run_data
 from gossamer.runner.display import Display
-from gossamer.runner.distributed import joined
+from gossamer.runner.distributed import init_distributed
 from gossamer.runner.model_files import NAME, Export, ModelDescription, describe_model, read_description, write_model
 from gossamer.runner.networks import Network, as_example, is_detector
-from gossamer.runner.runs import built, from_command_line, loaded_of, named, origin
+from gossamer.runner.run_folder import from_command_line, load_config
+from gossamer.runner.runs import built, checkpoint_title, describe_source
 from gossamer.runner.start import file_of
 from gossamer.runner.tasks import Classification, ObjectDetection
 from gossamer.runner.trust import USER, Trust, reason, trust_of
-from gossamer.runner.weights import check_numbers, read_weights
+from gossamer.runner.weights import load_state, load_weights, read_weights
 
 if TYPE_CHECKING:
     from gossamer.export import Written
@@ -92,7 +92,7 @@ class LoadedModel:
     @property
     def origin(self) -> str | None:
         """Where its weights come from, for messages."""
-        return None if self.source is None else origin(self.checkpoint, self.source)
+        return None if self.source is None else describe_source(self.checkpoint, self.source)
 
     @property
     def image(self) -> Tensor | None:
@@ -221,10 +221,9 @@ def _of_run(
     word: str, weights: Path | None, data: str | None, sets: Sequence[str], imports: Sequence[str]
 ) -> LoadedModel:
     """The finished model of a run: its masks are applied to its weights."""
-    loaded = loaded_of(word, [*sets, "runtime.device=cpu"], data, weights, imports)
-    with joined("cpu") as place, built(loaded, place, "export", Display(shown=False)) as runner:
-        if runner.sparsifier is not None:
-            runner.sparsifier.finish(runner.model)
+    loaded = load_config(word, [*sets, "runtime.device=cpu"], data, weights, imports)
+    with init_distributed("cpu") as place, built(loaded, place, "export", Display(shown=False)) as runner:
+        runner.finalize()
         model, image, start = runner.outcome.eval(), runner.example(), runner.start
         is_folder = Path(word).is_dir()
         return LoadedModel(
@@ -236,7 +235,7 @@ def _of_run(
             num_classes=runner.num_classes,
             net=runner.config.net,
             source=start.source or start.weights,
-            checkpoint=named(runner),
+            checkpoint=checkpoint_title(runner),
             folder=runner.folder if is_folder else None,
             config=runner.config,
             thinned=runner.thinned,
@@ -318,8 +317,7 @@ def _of_function(word: str, weights: Path | None, num_classes: int | None = None
         if trained is not None:
             classes, assumed = trained, None
             model = _call(word, make, {"num_classes": classes})
-        _load_state(model, weights, state)
-        emulate_as(model, weights)
+        load_state(model, state, weights)
     return LoadedModel(
         word=word,
         name=_short_name(word),
@@ -361,35 +359,6 @@ def _short_name(word: str) -> str:
 
 
 # Weights
-
-
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a state dict whose names must match the model's exactly, in the dtype of the file.
-
-    The file of a thinned network gives the model its smaller layers; integers of a file are emulated.
-    """
-    _load_state(model, path, read_weights(path))
-    emulate_as(model, path)
-
-
-def _load_state(model: nn.Module, path: Path, state: Mapping[str, Tensor]) -> None:
-    shapes = {name: tensor.shape for name, tensor in state.items()} if is_thinned(path) else {}
-    own = shrunk(model.state_dict(), shapes)
-    for name, tensor in state.items():
-        if name not in own:
-            raise GossamerError(f"{path}: '{name}' is not in the model{nearest(name, own)}")
-        if tensor.shape != own[name].shape:
-            in_file, in_model = tuple(tensor.shape), tuple(own[name].shape)
-            raise GossamerError(f"{path}: '{name}' has shape {in_file} in the file and {in_model} in the model")
-    check_numbers(path, state, own)
-    missing = [name for name in own if name not in state]
-    if missing:
-        raise GossamerError(f"{path}: '{missing[0]}' is missing ({len(missing)} of {len(own)} names are)")
-    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-    shrink_to(model, shapes)
-    if len(dtypes) == 1:
-        model.to(dtypes.pop())
-    model.load_state_dict(state)
 
 
 def _classes_of_weights(model: nn.Module, state: Mapping[str, Tensor]) -> int | None:

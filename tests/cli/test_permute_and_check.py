@@ -138,10 +138,10 @@ def test_permute_explains_what_is_wrong_in_one_sentence(run: Run, arguments: lis
 @pytest.mark.parametrize(
     ("state", "sentence"),
     [
-        ({"0.weight": torch.zeros(2)}, "'0.weight' has shape (2,) in the file and (32, 3, 3, 3) in the model"),
-        ({"0.wight": torch.zeros(2)}, "'0.wight' is not in the model; nearest: '0.weight'"),
+        ({"0.weight": torch.zeros(2)}, "'0.weight' has the shape (2,), and the model's has (32, 3, 3, 3)"),
+        ({"0.wight": torch.zeros(2)}, "it has no '0.weight'; nearest: '0.wight'"),
         ({}, "cannot be read as weights: it holds no state dict"),
-        ({"model": nn.Linear(1, 1)}, "is no state dict of tensors alone; save model.state_dict()"),
+        ({"model": nn.Linear(1, 1)}, "is not a state dict of tensors; save model.state_dict()"),
     ],
 )
 def test_weights_of_another_model_are_refused_by_name(run: Run, tmp_path: Path, state: dict, sentence: str) -> None:

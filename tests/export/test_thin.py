@@ -11,10 +11,9 @@ import torch
 import torch.nn.utils.prune
 from torch import nn
 
-from gossamer import models
 from gossamer.errors import GossamerError
 from gossamer.export import THINNED, load_into, save, thin, to_onnx
-from gossamer.runner import start as starting
+from gossamer.runner.weights import load_pretrained, load_weights
 from tests.fuzz.harness import fingerprint
 from tests.model.thinned_networks import lively, prune
 
@@ -88,11 +87,7 @@ def thinned_file(folder: Path, **changed: torch.Tensor) -> Path:
     return save(state, folder / "model.safetensors", "safetensors", about=THINNED).path
 
 
-def load_as_a_pretrained_model(model: nn.Module, path: Path) -> None:
-    starting.load_weights(model, path)
-
-
-@pytest.mark.parametrize("load", [load_into, load_as_a_pretrained_model, models.load_weights])
+@pytest.mark.parametrize("load", [load_into, load_pretrained, load_weights])
 @pytest.mark.parametrize(
     ("changed", "shared", "message"),
     [

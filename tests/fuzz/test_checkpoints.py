@@ -29,7 +29,7 @@ from gossamer.runner.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from gossamer.runner.training_state import continuation_of, setting_of
+from gossamer.runner.training_state import read_training_state, run_setting
 from gossamer.runner.weights import read_weights
 from tests.fuzz.harness import attempt, fuzz
 from tests.fuzz.sealing import Sealed, seal, unseal
@@ -173,8 +173,8 @@ def used(path: Path) -> None:
     encode(checkpoint.state)
     for tensor in read_weights(path).values():
         tensor.sum() if tensor.is_complex() else tensor.float().sum()
-    setting_of(checkpoint)
-    for states in continuation_of(checkpoint).random:
+    run_setting(checkpoint)
+    for states in read_training_state(checkpoint).random:
         ours, numpys, torchs = random.Random(), np.random.RandomState(), torch.Generator()
         ours.setstate(states["python"])
         kind, keys, *rest = states["numpy"]
@@ -307,55 +307,59 @@ UNREADABLE: dict[str, tuple[Change, str]] = {
     ),
     "a state that is a number": (in_metadata("state", "1"), "nothing uses the tensor"),
     "a state that is nested deeply": (in_metadata("state", DEEP), "nested too deeply"),
-    "no state": (in_metadata("state", MISSING), "it says nothing of its 'state'"),
+    "no state": (in_metadata("state", MISSING), "it has no 'state'"),
     "metrics that are nested deeply": (in_metadata("metrics", DEEP), "nested too deeply"),
-    "metrics that are text": (in_metadata("metrics", '{"dict": {"top1": "x"}}'), "its 'metrics' are no numbers"),
+    "metrics that are text": (in_metadata("metrics", '{"dict": {"top1": "x"}}'), "its 'metrics' is not numbers"),
     "an epoch that is text": (in_metadata("epoch", "x"), "its 'epoch' is not a number of epochs"),
     "an epoch that is not a number": (in_metadata("epoch", "nan"), "its 'epoch' is not a number of epochs"),
     "a negative iteration": (in_metadata("iteration", "-4"), "its 'iteration' is not"),
     "an iteration of 5000 digits": (in_metadata("iteration", "9" * 5000), "its 'iteration' is not"),
-    "no iteration": (in_metadata("iteration", MISSING), "it says nothing of its 'iteration'"),
+    "no iteration": (in_metadata("iteration", MISSING), "it has no 'iteration'"),
     "more zeros than weights": (in_metadata("weights", '{"linear": [1, 2]}'), "its 'weights' is not counts"),
     "a time that a terminal obeys": (in_metadata("time", "\x1b[2J"), "its 'time' is not"),
 }
 """What reading refuses: the change, and what the message says."""
 
 USELESS: dict[str, tuple[tuple[Any, ...], Any, str]] = {
-    "no random states": (("random",), MISSING, "its 'random' is not there"),
+    "no random states": (("random",), MISSING, "it has no 'random'"),
     "random states that are a number": (
         ("random",),
         [1],
-        "its 'random' is not random states: expected those of python",
+        "its 'random' is not a list of random states",
     ),
     "python's position behind the end": (
         ("random", 0, "python"),
         (3, (*range(624), 10**6), None),
-        "that of python is none",
+        "its 'random' is not a list of random states",
     ),
-    "numpy's position behind the end": (("random", 0, "numpy", 2), 100_000, "that of numpy is none"),
+    "numpy's position behind the end": (
+        ("random", 0, "numpy", 2),
+        100_000,
+        "its 'random' is not a list of random states",
+    ),
     "torch's position behind the end": (
         ("random", 0, "torch"),
         lambda state: struct.pack_into("=iiQ", state.numpy(), 8, 500, 1, 624),
-        "that of torch is none",
+        "its 'random' is not a list of random states",
     ),
     "an optimizer that is none": (("optimizer",), {"x": 1}, "its 'optimizer' is not the state of an optimizer"),
     "an entry that is text": (("optimizer", "state", 0), "x", "its 'optimizer' is not the state of an optimizer"),
     "an entry of another shape": (
         ("optimizer", "state", 0, "momentum_buffer"),
         torch.zeros(3),
-        "something else for parameter 0 than its 'momentum_buffer'",
+        "a wrong 'momentum_buffer' for parameter 0",
     ),
     "an entry of another optimizer": (
         ("optimizer", "state", 0),
         {"exp_avg": torch.zeros(1)},
-        "not what it keeps for parameter 0: momentum_buffer",
+        "other entries for parameter 0 than momentum_buffer",
     ),
     "an entry for no parameter": (("optimizer", "state", 99), {}, "an entry for parameter 99 of 10"),
     "a group without parameters": (("optimizer", "param_groups", 0, "params"), [], "other parameters in group 0"),
     "a momentum that is text": (
         ("optimizer", "param_groups", 0, "momentum"),
         "x",
-        "something else than a setting in group 0 for 'momentum'",
+        "a wrong value in group 0 for 'momentum'",
     ),
     "no learning rate": (("optimizer", "param_groups", 0, "lr"), MISSING, "no 'lr' in group 0"),
     "a learning rate that no weight can hold": (("optimizer", "param_groups", 0, "lr"), 1e308, "for 'lr'"),
@@ -365,8 +369,8 @@ USELESS: dict[str, tuple[tuple[Any, ...], Any, str]] = {
         "a setting in group 0 that is not allowed: Invalid learning rate",
     ),
     "a schedule from the future": (("lr_scheduler", "last_epoch"), 10**9, "is not one of 4 steps"),
-    "rates that are text": (("lr_scheduler", "rates"), ["x"], "something else for its 'rates'"),
-    "a schedule with rates that are text": (("lr_scheduler", "inner", "base_lrs"), ["x"], "for its 'base_lrs'"),
+    "rates that are text": (("lr_scheduler", "rates"), ["x"], "has a wrong 'rates'"),
+    "a schedule with rates that are text": (("lr_scheduler", "inner", "base_lrs"), ["x"], "has a wrong 'base_lrs'"),
     "no model": (("model",), MISSING, "its 'model' is not a state dict of tensors"),
     "a model that is numbers": (("model", "0.weight"), 1.0, "its 'model' is not a state dict of tensors"),
     "a weight without a shape": (("model", "1.bias"), torch.tensor(1.0), "'1.bias' has the shape ()"),
@@ -460,12 +464,12 @@ def test_millions_of_values_are_refused_before_they_are_parsed(pristine: Path) -
     text = text.replace("@@@", "".join(f"\\u{ord(sign):04x}" for sign in many))
     with path.open("wb") as file:
         write_sealed(file, text.encode() + b" " * (-len(text) % 8), [memoryview(sealed.content)])
-    with pytest.raises(CheckpointError, match=r"its 'state' is no JSON, too large or nested too deeply"):
+    with pytest.raises(CheckpointError, match=r"its 'state' is not JSON, too large or nested too deeply"):
         read_checkpoint(path)
 
 
 def test_a_state_of_millions_of_values_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(GossamerError, match="too many values that are no tensors; make tensors of long lists"):
+    with pytest.raises(GossamerError, match="too many values outside of tensors; convert long lists to tensors"):
         write_checkpoint(tmp_path / LAST, {"seen": [0] * 2_000_001}, iteration=1, epoch=0.1, metrics={})
     assert not list(tmp_path.iterdir())
 
@@ -503,7 +507,7 @@ def test_without_a_good_checkpoint_the_reason_is_that_of_the_last_one(pristine: 
         path = folder / "checkpoints" / name
         state = put(read_checkpoint(path).state, ("random",), [1])
         write_checkpoint(path, state, iteration=4, epoch=0.16, metrics={})
-    with pytest.raises(CheckpointError, match=rf"none of 2 checkpoints can be read.*{LAST}: its 'random' is not"):
+    with pytest.raises(CheckpointError, match=rf"none of 2 checkpoints can be read.*{LAST}: .*its 'random' is not"):
         resumed(folder)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [BEFORE, LAST]
 

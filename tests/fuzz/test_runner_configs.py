@@ -221,7 +221,7 @@ def test_a_transform_that_leaves_one_channel_is_refused_before_training(tmp_path
             }
         )
     )
-    with pytest.raises(GossamerError, match="images have 1 channels in the end, and resnet18 takes 3"):
+    with pytest.raises(GossamerError, match="images have 1 channels after the transforms, and resnet18 takes 3"):
         runner.run(path)
 
 

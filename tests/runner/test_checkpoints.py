@@ -355,7 +355,7 @@ def test_a_disk_that_is_full_at_the_end_is_told_too(
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(GossamerError, match="file/checkpoints: cannot be made: Not a directory; give another"):
+    with pytest.raises(GossamerError, match="file/checkpoints: cannot be created: Not a directory; choose another"):
         save(Checkpoints(tmp_path / "file" / "checkpoints", keep=1), 1)
 
 
@@ -417,7 +417,7 @@ class Trap:
         (b"", "cannot be read as weights"),
         (b"half a file", "cannot be read as weights"),
         ({"epoch": 1}, "cannot be read as weights: it holds no state dict"),
-        ({"model": Trap()}, "is no state dict of tensors alone; save model.state_dict()"),
+        ({"model": Trap()}, "is not a state dict of tensors; save model.state_dict()"),
     ],
 )
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])
@@ -427,9 +427,10 @@ def test_files_without_weights_are_told_in_one_sentence(
     path = tmp_path / f"file.{suffix}"
     if isinstance(content, bytes):
         path.write_bytes(content)
+        words = words if suffix == "pth" else "safetensors file, or is cut short"
     elif content is not None:
         torch.save(content, path)
-        words = words if suffix == "pth" else "cannot be read as weights"
+        words = words if suffix == "pth" else "PyTorch"
     with pytest.raises(GossamerError) as caught:
         read_weights(path)
     assert words in str(caught.value)

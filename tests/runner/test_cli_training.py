@@ -79,7 +79,7 @@ def test_a_wrong_setting_is_one_sentence_and_leaves_nothing(run: Run, tmp_path: 
         (("train", "nope.yaml"), "nope.yaml"),
         (("train", "config.yaml", "--data", "nope"), "--data nope"),
         (("train", "config.yaml", "--nproc", "0"), "--nproc"),
-        (("resume", "nope"), "nope: no such run folder"),
+        (("resume", "nope"), "nope: there is no such run folder"),
         (("eval", "nope.yaml"), "nope.yaml"),
         (("eval", "config.yaml"), "there is no checkpoint to evaluate"),
         (("train", "config.yaml", "-e"), "there is no checkpoint to evaluate"),
@@ -133,7 +133,7 @@ def test_without_a_terminal_a_run_prints_a_line_an_epoch_and_a_table(run: Run, t
     assert "80.0 %" in lines[-1]
     assert ended.stdout.count("test at iteration") == 3
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert f"going on from iteration 3 of {tmp_path}/run" in log or "going on from iteration 3 of run/" in log
+    assert f"resuming from iteration 3 of {tmp_path}/run" in log or "resuming from iteration 3 of run/" in log
 
 
 def test_the_way_to_go_on_can_be_typed_though_the_folder_has_blanks(run: Run, tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_the_way_to_go_on_can_be_typed_though_the_folder_has_blanks(run: Run, tm
 def test_a_run_that_is_there_is_not_begun_again(run: Run, tmp_path: Path) -> None:
     path = config(tmp_path)
     assert run("train", path, "--set", "trainer.max_iter=1", "--json").exit_code == 0
-    refused(run("train", path), "holds a run already", "gossamer resume")
+    refused(run("train", path), "already has a run", "gossamer resume")
 
 
 def test_a_wrong_format_is_one_sentence(run: Run, tmp_path: Path) -> None:
@@ -181,22 +181,22 @@ def photo_config(folder: Path, *damaged: int, batch_size: int = 4) -> Path:
 def test_an_image_that_cannot_be_read_is_left_out_and_counted(run: Run, tmp_path: Path) -> None:
     result = run("train", photo_config(tmp_path, 4, 7), "--set", "trainer.max_epoch=1")
     assert result.exit_code == 0
-    told = [line for line in result.stdout.splitlines() if "left out" in line]
+    told = [line for line in result.stdout.splitlines() if "skipped" in line]
     assert [line.split(": ")[1] for line in told] == ["dataset.train", "dataset.test"]
-    assert "2 images are left out" in told[0]
+    assert "2 images are skipped" in told[0]
 
 
 def test_images_left_out_are_told_though_the_epoch_is_not_over(run: Run, tmp_path: Path) -> None:
     path = photo_config(tmp_path, *range(6), batch_size=6)
     result = run("train", path, "--set", "trainer.max_iter=1", "--set", "dataset.test=null")
     assert result.exit_code == 0
-    assert "left out" in result.stdout
+    assert "skipped" in result.stdout
 
 
 def test_one_damaged_image_does_not_end_a_run_with_small_batches(run: Run, tmp_path: Path) -> None:
     result = run("train", photo_config(tmp_path, 4, batch_size=1), "--set", "trainer.max_epoch=1")
     assert result.exit_code == 0, result.stderr
-    assert "left out" in result.stdout
+    assert "skipped" in result.stdout
 
 
 def test_one_damaged_image_in_the_last_batch_does_not_end_a_test(run: Run, tmp_path: Path) -> None:

@@ -121,14 +121,14 @@ def test_a_mistake_in_a_hook_is_not_hidden_and_the_run_can_go_on(turn: str, tmp_
 @pytest.mark.parametrize(
     ("hook", "told"),
     [
-        ("{type: auto_save_bst}", r"hooks\.0\.type: no 'auto_save_bst'; nearest: 'auto_save_best'"),
+        ("{type: auto_save_bst}", r"hooks\[0\]\.type: no 'auto_save_bst'; nearest: 'auto_save_best'"),
         (
             "{type: 'tests.runner.nets:Diry'}",
-            r"hooks\.0\.type: .*'tests\.runner\.nets' has no 'Diry'; nearest: 'Diary'",
+            r"hooks\[0\]\.type: .*'tests\.runner\.nets' has no 'Diry'; nearest: 'Diary'",
         ),
-        ("{type: 'tests.runner.nope:Diary'}", r"hooks\.0\.type: cannot import 'tests\.runner\.nope'"),
-        ("{type: 'tests.runner.nets:small'}", r"is no subclass of gossamer\.runner\.Hook"),
-        ("{type: 'tests.runner.nets:At', kwargs: {at: 1}}", r"hooks\.0\.kwargs: .*'at'"),
+        ("{type: 'tests.runner.nope:Diary'}", r"hooks\[0\]\.type: cannot import 'tests\.runner\.nope'"),
+        ("{type: 'tests.runner.nets:small'}", r"is not a subclass of gossamer\.runner\.Hook"),
+        ("{type: 'tests.runner.nets:At', kwargs: {at: 1}}", r"hooks\[0\]\.kwargs: .*'at'"),
     ],
 )
 def test_a_hook_that_cannot_be_made_is_told_before_anything_is_written(hook: str, told: str, tmp_path: Path) -> None:

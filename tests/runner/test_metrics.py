@@ -155,7 +155,7 @@ def test_the_order_of_images_in_processes_does_not_matter(monkeypatch):
         evaluator = ObjectDetection(3).evaluator()
         evaluator.update(Answers(answers[index]), Batch(images[:1], [truths[index]]))
         parts.append(evaluator._results)
-    monkeypatch.setattr(metrics, "gathered", lambda value: parts)
+    monkeypatch.setattr(metrics, "all_gather", lambda value: parts)
     assert evaluator.compute() == numbers
 
 

@@ -17,7 +17,7 @@ from gossamer.export import read_integers
 from gossamer.model.additions import evaluated as as_evaluated
 from gossamer.models import load_model
 from gossamer.quantization import is_emulated
-from gossamer.runner import trainer as testing
+from gossamer.runner import trainer
 from gossamer.runner.checkpoint import Checkpoints, read_checkpoint, title
 from gossamer.runner.reporting import report
 from gossamer.runner.reporting.content import run_content
@@ -116,13 +116,16 @@ def test_learned_thresholds_are_exported_as_they_were_tested(
 ) -> None:
     tests: list[dict[str, torch.Tensor]] = []
 
-    def recorded(model: nn.Module, *rest: Any) -> dict[str, float]:
+    evaluate = trainer.Trainer.evaluate
+
+    def recorded(tested: trainer.Trainer) -> dict[str, float]:
+        model = tested.outcome.eval()
         values = {id(weight): value for weight, value in as_evaluated(model)}
         layers = {name: layer.weight for name, layer in model.named_modules() if isinstance(layer, PRUNED)}
         tests.append({f"{n}.weight": values.get(id(w), w).detach().clone() for n, w in layers.items()})
-        return testing.tested(model, *rest)
+        return evaluate(tested)
 
-    monkeypatch.setattr("gossamer.runner.trainer.tested", recorded)
+    monkeypatch.setattr(trainer.Trainer, "evaluate", recorded)
     monkeypatch.setitem(SPARSITIES, sparsity, TO_A_TARGET[sparsity])
     path = config(tmp_path, sparsity, trainer={"max_epoch": 3, "test_freq": 1})
     result = trained(path)
@@ -149,7 +152,7 @@ def test_the_small_file_of_a_quantized_run_holds_integers_and_is_tested_as_the_r
     for command in (("eval", path), ("export", path, "-f", "bitmask", "-o", "floats")):
         for file, warned in ((plain, True), (small_file, False)):
             done = " ".join(run(*command, "--weights", file).output.split())
-            assert ("holds float weights, and the recipe quantizes" in done) == warned, done
+            assert ("has float weights, and the recipe quantizes" in done) == warned, done
     done = run("export", tmp_path / "run", "-f", "bitmask", "-o", "files")
     assert done.exit_code == 0, done.output
     assert "its weights are integers with scales" in " ".join(done.output.split())
@@ -221,7 +224,9 @@ def test_without_an_intact_checkpoint_the_message_says_to_start_again(tmp_path: 
     kept = Checkpoints(tmp_path, keep=1)
     path = kept.save({"model": {"w": torch.ones(3)}}, iteration=1, epoch=0.0, metrics={}, best=True)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(GossamerError, match=r"damaged: .*; it is the model of the run: none .* is intact; start again"):
+    with pytest.raises(
+        GossamerError, match=r"damaged: .*; it is the model of the run: no other .* is intact; start again"
+    ):
         kept.load_model()
 
 
@@ -281,7 +286,7 @@ def test_a_run_that_only_quantizes_is_not_described_as_a_sparse_one(
     assert "target sparsity" not in done
     (tmp_path / "qat.yaml").write_text("modifiers: [!QuantizationModifier {start_epoch: 5}]")
     done = " ".join(run("train", path, "--set", f"saver.save_dir={tmp_path}/late").output.split())
-    assert "the model is not quantized, as the recipe says; was the training long enough?" in done
+    assert "the recipe quantizes the model, and it is not quantized; was the training long enough?" in done
     assert "less sparse" not in done
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from gossamer.errors import GossamerError
 from gossamer.runner import trainer as building
 from gossamer.runner.checkpoint import read_checkpoint
-from gossamer.runner.distributed import joined, launch
+from gossamer.runner.distributed import init_distributed, launch
 from gossamer.runner.records import read_records
 from tests.runner.running_on_digits import config, final_state, same, trained
 
@@ -126,7 +126,7 @@ def test_the_best_checkpoint_is_written_where_only_the_first_process_sees_its_fo
 @pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "two"), ("RANK", "-1")])
 def test_a_wrong_environment_is_told(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(GossamerError, match=f"{name} is '{value}'.*--nproc"), joined("cpu"):
+    with pytest.raises(GossamerError, match=f"{name} is '{value}'.*--nproc"), init_distributed("cpu"):
         pass
 
 
@@ -134,7 +134,7 @@ def test_a_wrong_environment_is_told(name: str, value: str, monkeypatch: pytest.
 def test_a_device_that_is_not_there_is_told(device: str) -> None:
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("it is there")
-    with pytest.raises(GossamerError, match=r"runtime\.device: .*'" + device), joined(device):
+    with pytest.raises(GossamerError, match=r"runtime\.device: .*'" + device), init_distributed(device):
         pass
 
 
@@ -168,11 +168,11 @@ def test_the_command_starts_several_processes(tmp_path: Path) -> None:
 
 def test_processes_that_are_there_already_start_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(GossamerError, match="--nproc: torchrun has started several processes already; leave it out"):
+    with pytest.raises(GossamerError, match="--nproc: torchrun has already started several processes; remove --nproc"):
         launch(2, [])
 
 
 def test_processes_that_see_different_folders_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(building, "gathered", lambda own: [own, (12, False)])
-    with pytest.raises(GossamerError, match=r"start from different places \(nothing, iteration 12\)"):
+    monkeypatch.setattr(building, "all_gather", lambda own: [own, (12, False)])
+    with pytest.raises(GossamerError, match=r"start from different checkpoints \(nothing, iteration 12\)"):
         trained(config(tmp_path))

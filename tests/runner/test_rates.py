@@ -132,7 +132,7 @@ def test_a_wrong_scheduler_is_told(kind: str, kwargs: dict[str, object], words: 
         ("Optimizer", {}, ["no 'Optimizer'"]),
         ("SGD", {"lrr": 1.0}, ["takes no 'lrr'", "nearest: 'lr'"]),
         ("SGD", {"lr": -1.0}, ["kwargs.lr", "expected a number between 0 and"]),
-        ("SGD", {"params": []}, ["params", "leave it out"]),
+        ("SGD", {"params": []}, ["params", "remove it"]),
     ],
 )
 def test_a_wrong_optimizer_is_told(kind: str, kwargs: dict[str, object], words: list[str]) -> None:

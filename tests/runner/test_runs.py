@@ -15,7 +15,7 @@ from gossamer.runner import SparseRunner
 from gossamer.runner.config import read_config
 from gossamer.runner.data import Batches, build_dataset
 from gossamer.runner.display import Display
-from gossamer.runner.distributed import joined
+from gossamer.runner.distributed import init_distributed
 from gossamer.runner.records import read_records
 from tests.runner.nets import Diary, Frozen, small
 from tests.runner.running_on_digits import (
@@ -127,7 +127,7 @@ def test_a_run_from_an_average_starts_from_it(tmp_path: Path) -> None:
     averaged = load_file(first / "run" / "model.safetensors")
     assert not torch.equal(averaged["0.weight"], final_state(first / "run")["model"]["0.weight"])
     loaded = read_config(path, [f"saver.pretrain_model={first / 'run'}", "ema.enable=true"])
-    with joined("cpu") as place:
+    with init_distributed("cpu") as place:
         runner = SparseRunner(loaded, place, display=Display(shown=False))
         runner.build()
     assert torch.equal(runner.model.state_dict()["0.weight"], averaged["0.weight"])
@@ -159,7 +159,7 @@ def test_a_runner_of_ones_own_replaces_a_step(tmp_path: Path) -> None:
 def test_what_a_folder_holds_is_not_overwritten(tmp_path: Path) -> None:
     path = config(tmp_path)
     trained(path, "trainer.max_epoch=1")
-    with pytest.raises(GossamerError, match=r"holds a run already: go on with it by `gossamer resume .*run`"):
+    with pytest.raises(GossamerError, match=r"already has a run: continue it with `gossamer resume .*run`"):
         trained(path)
 
 

@@ -22,12 +22,12 @@ def first_settled(config: Sparsity, folder: Path) -> tuple[int | None, float]:
     """The iteration from which on the run is settled for good, and the sparsity there."""
     sparsifier = build_sparsifier(config, length=LENGTH, folder=folder)
     model = sparsifier.prepare(network(), None, None)
-    optimizer = torch.optim.SGD(sparsifier.groups(model, 1e-4), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(sparsifier.parameter_groups(model, 1e-4), lr=0.05, momentum=0.9)
     setting = {"scaler": None, "steps_per_epoch": STEPS_PER_EPOCH, "accumulation_steps": 1, "example_inputs": None}
     sparsifier.attach(model, optimizer, None, None, **setting)
     first, sparsity = None, 0.0
     for iteration in range(LENGTH):
-        sparsifier.begin(model, iteration)
+        sparsifier.before_step(model, iteration)
         optimizer.zero_grad()
         loss_at(model, iteration).backward()
         optimizer.step()
@@ -35,8 +35,8 @@ def first_settled(config: Sparsity, folder: Path) -> tuple[int | None, float]:
         if not sparsifier.settled(model, done, at_end=done == LENGTH):
             first = None
         elif first is None:
-            first, sparsity = done, sparsifier.now(model)
-    sparsifier.finish(model)
+            first, sparsity = done, sparsifier.sparsity(model)
+    sparsifier.finalize(model)
     return first, sparsity
 
 

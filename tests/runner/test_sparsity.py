@@ -114,7 +114,7 @@ def test_the_length_of_a_run_is_that_of_its_recipe_unless_the_config_says_one(tm
 
 
 def test_a_recipe_without_an_end_wants_one_from_the_config(tmp_path: Path) -> None:
-    with pytest.raises(GossamerError, match=r"says no end; give trainer.max_epoch or max_iter"):
+    with pytest.raises(GossamerError, match=r"has no end; give trainer.max_epoch or max_iter"):
         by_recipe(tmp_path, "!ConstantPruningModifier {params: __ALL__}", sets=("trainer.max_epoch=null",))
 
 

@@ -48,7 +48,7 @@ def names(folder: Path) -> list[str]:
 def starts_at(path: Path, *sets: str) -> int:
     """The iteration that a run goes on from, as its log has it."""
     trained(path, *sets)
-    told = re.findall(r"going on from iteration (\d+) of", (path.parent / "run" / "log.txt").read_text())
+    told = re.findall(r"resuming from iteration (\d+) of", (path.parent / "run" / "log.txt").read_text())
     return int(told[-1]) if told else 0
 
 
@@ -106,7 +106,7 @@ def test_a_run_that_has_not_saved_yet_is_not_resumed_but_begun_again(tmp_path: P
     path = config(tmp_path)
     interrupted(path, 2)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with pytest.raises(GossamerError, match="has no checkpoint to go on from; begin the run again by gossamer train"):
+    with pytest.raises(GossamerError, match="has no checkpoint to resume from; start the run again with"):
         resumed(tmp_path / "run")
     assert trained(path).complete
     assert [line["iteration"] for line in read_records(tmp_path / "run") if line["kind"] == "test"] == [6, 12, 18]
@@ -282,7 +282,7 @@ def test_going_on_with_another_run_does_not_remove_the_checkpoints_of_the_one_th
 ) -> None:
     copied_run(runs / "dense", tmp_path / "run")
     before = names(tmp_path / "run")
-    with pytest.raises(GossamerError, match="holds a run already"):
+    with pytest.raises(GossamerError, match="already has a run"):
         trained(config(tmp_path), f"saver.resume_model={runs / 'stopped'}", "trainer.max_epoch=2")
     assert names(tmp_path / "run") == before
 

@@ -16,12 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from gossamer import models
 from gossamer.errors import GossamerError
 from gossamer.export import save
 from gossamer.io import as_name, name_fault
 from gossamer.models import load_model
-from gossamer.runner import start as starting
 from gossamer.runner import trust
 from gossamer.runner.builders import build_net, builder
 from gossamer.runner.config.schema import Net
@@ -29,6 +27,7 @@ from gossamer.runner.lock import locked
 from gossamer.runner.reporting import report
 from gossamer.runner.runs import evaluate, export, resume
 from gossamer.runner.trust import USER, Trust, imported, is_own, remember, remembered, state_folder
+from gossamer.runner.weights import load_pretrained, load_weights
 from tests.cli.conftest import Run, run  # noqa: F401
 from tests.fuzz.harness import fingerprint
 from tests.runner.running_on_digits import config, interrupted, trained
@@ -441,7 +440,7 @@ def test_weights_that_are_no_floats_are_refused(tmp_path: Path, dtype: torch.dty
     path, model = tmp_path / "w.safetensors", nn.Linear(2, 2)
     save_file({"weight": torch.ones(2, 2).to(dtype), "bias": torch.zeros(2)}, path)
     word = str(dtype).removeprefix("torch.")
-    for load in (models.load_weights, starting.load_weights):
+    for load in (load_weights, load_pretrained):
         before = fingerprint(model)
         with pytest.raises(GossamerError, match=f"'weight' is {word} in the file and float32 in the model"):
             load(model, path)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 from gossamer.integrations.state_file import NAME, read_state
-from gossamer.runner.start import load_weights
-from gossamer.runner.weights import read_weights
+from gossamer.runner.weights import load_weights, read_weights
 from tests.fuzz.harness import attempt, fingerprint
 
 PICKLES = {
@@ -48,7 +47,7 @@ def test_a_malformed_pickle_is_refused(content: bytes, archive: bool, tmp_path: 
             file.writestr("a/data.pkl", content)
             file.writestr("a/version", "3\n")
             file.writestr("a/byteorder", "little")
-    with pytest.raises(GossamerError, match=r"gossamer\.pt: (cannot be read as weights|is no state dict)"):
+    with pytest.raises(GossamerError, match=r"gossamer\.pt: (cannot be read as weights|is not a state dict)"):
         read_weights(path)
     with pytest.raises(GossamerError, match=r"gossamer\.pt: not a recipe state"):
         read_state(tmp_path)

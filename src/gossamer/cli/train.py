@@ -74,8 +74,8 @@ def evaluate(
     """Test the weights of --weights or saver.resume_model, else the best checkpoint of a run, else its last."""
     if processes != 1:
         _launch(processes)
+    from gossamer.runner.runs import describe_source
     from gossamer.runner.runs import evaluate as test
-    from gossamer.runner.runs import origin
 
     result = test(config, sets or [], data, weights=weights, imports=imports or (), display=_display(as_json))
     if result.first and as_json:
@@ -84,7 +84,7 @@ def evaluate(
         from gossamer.runner.summary import metrics_table
 
         if result.source is not None:
-            say(origin(result.model, result.source))
+            say(describe_source(result.model, result.source))
         out.print(metrics_table(result.metrics, result.sparsity))
 
 

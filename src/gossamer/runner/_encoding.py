@@ -26,7 +26,7 @@ MODEL = "model"
 _DEEPEST = 100
 _SHORT = 256
 """Bytes up to this length stand in the text."""
-_SAFE = 2**53
+MAX_INT = 2**53
 """Integers below this are exact in every reader of JSON."""
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "size", set: "set", frozenset: "frozenset"}
@@ -86,7 +86,7 @@ def place(keys: tuple[Any, ...]) -> str:
     "state['optimizer']['state'][0]"
     """
     return "state" + "".join(
-        f"[{key!r}]" if type(key) is int and abs(key) < _SAFE else f"[{_shown(key)}]" for key in keys
+        f"[{key!r}]" if type(key) is int and abs(key) < MAX_INT else f"[{_shown(key)}]" for key in keys
     )
 
 
@@ -110,7 +110,7 @@ class _Encoder:
         if value is None or kind is bool or kind is str:
             return value
         if kind is int:
-            return value if -_SAFE < value < _SAFE else {"int": hex(value)}
+            return value if -MAX_INT < value < MAX_INT else {"int": hex(value)}
         if kind is float:
             return value if value - value == 0 else {"float": struct.pack(">d", value).hex()}
         if kind is list:
@@ -182,7 +182,7 @@ class _Encoder:
 
 def _part(key: Any) -> str:
     """A key as part of a tensor's name; Python writes no integers of thousands of digits."""
-    plain = type(key) in (str, bool, float) or key is None or (type(key) is int and abs(key) < _SAFE)
+    plain = type(key) in (str, bool, float) or key is None or (type(key) is int and abs(key) < MAX_INT)
     return str(key) if plain else cast(type[Any], type(key)).__name__
 
 
@@ -210,7 +210,7 @@ class _Decoder:
             raise _unreadable(at[:4], f"is nested more than {_DEEPEST} deep")
         if text is None or type(text) in (bool, str):
             return text
-        if type(text) is int and -_SAFE < text < _SAFE:
+        if type(text) is int and -MAX_INT < text < MAX_INT:
             return text
         if type(text) is float and math.isfinite(text):
             return text
@@ -253,7 +253,7 @@ class _Decoder:
 
     def _sequence(self, kind: type[Any], content: Any, at: tuple[Any, ...], depth: int) -> Any:
         items = self._items(content, at, depth)
-        if kind is torch.Size and not all(type(item) is int and 0 <= item < _SAFE for item in items):
+        if kind is torch.Size and not all(type(item) is int and 0 <= item < MAX_INT for item in items):
             raise _unreadable(at, "is no size of a tensor")
         if kind in (set, frozenset):
             self._check_keys(items, at, "in a set", "has a value twice in a set")
@@ -270,7 +270,7 @@ class _Decoder:
             raise _unreadable(at, twice)
 
     def read_int(self, content: Any, at: tuple[Any, ...]) -> int:
-        if type(content) is not str or not _INT.fullmatch(content) or -_SAFE < int(content, 16) < _SAFE:
+        if type(content) is not str or not _INT.fullmatch(content) or -MAX_INT < int(content, 16) < MAX_INT:
             raise _unreadable(at, "is no large integer")
         return int(content, 16)
 
@@ -307,9 +307,9 @@ class _Decoder:
             raise _unreadable(at, "is an array without a shape")
         sizes = cast(list[Any], shape)
         raw = self._content(name, at)
-        if not all(type(size) is int and 0 <= size < _SAFE for size in sizes):
+        if not all(type(size) is int and 0 <= size < MAX_INT for size in sizes):
             raise _unreadable(at, "is an array without a shape")
-        if math.prod(sizes) * dtype.itemsize != len(raw) or math.prod(max(size, 1) for size in sizes) > _SAFE:
+        if math.prod(sizes) * dtype.itemsize != len(raw) or math.prod(max(size, 1) for size in sizes) > MAX_INT:
             raise _unreadable(at, f"is an array of another size than its {len(raw)} bytes")
         return self._array(raw, dtype, at).reshape(sizes)
 

@@ -22,8 +22,9 @@ from gossamer.errors import GossamerError, Problem, nearest, within
 from gossamer.runner.config.schema import Net
 from gossamer.runner.detectors import set_anchors
 from gossamer.runner.networks import is_detector
-from gossamer.runner.start import load_backbone
+from gossamer.runner.start import file_of
 from gossamer.runner.trust import Trust, import_module, imported, reason
+from gossamer.runner.weights import load_backbone
 
 TaskName = Literal["classification", "detection"]
 
@@ -132,7 +133,7 @@ def _by_name(net: Net, num_classes: int, trust: Trust) -> nn.Module:
         if anchors:
             set_anchors(model, **anchors)
         if is_file:
-            load_backbone(model, Path(str(backbone)))
+            load_backbone(model, file_of(Path(str(backbone)), "weights_backbone"))
     return model
 
 

@@ -1,7 +1,8 @@
-"""One checkpoint in one file: written in one pass, checked while it is read, described without its tensors.
+"""Checkpoints: one file each, and the folder in which a run keeps the latest and the best.
 
-The file is a safetensors file with digests (`gossamer.io`), so that other tools read the weights. Nothing here
-knows which checkpoints a run keeps.
+A file is a sealed safetensors file (`gossamer.io`), so that other tools can read the weights. It is written atomically,
+and checked to the last byte when it is read. Only files with names of checkpoints are ever removed, and a new file is
+complete before an old one is removed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, Location, Problem
 from gossamer.io import (
     MAX_HEADER_BYTES,
     DamagedError,
@@ -44,39 +45,45 @@ from gossamer.io import (
     write_sealed,
 )
 from gossamer.io import bytes_of as _bytes_of
-from gossamer.runner._encoding import MODEL, DecodingError, decode, encode
+from gossamer.runner._encoding import MAX_INT, MODEL, DecodingError, decode, encode
 from gossamer.runner.figures import metric_words
 from gossamer.version import __version__
 
+logger = logging.getLogger(__name__)
 KIND = "gossamer checkpoint"
 VERSION = 1
-"""Goes up when an older reader would misread the file."""
+"""Increases when an older reader would misread the file."""
 
-_EMA = ("ema_state_dict", "state_dict", MODEL)
-_KINDS = ("linear", "convolution")
-_MOST = 2**53
-"""Larger numbers of iterations, epochs or weights mean nothing."""
-_LONGEST_LINE = 200
+_ANOTHER = "use another checkpoint"
+_EMA_KEYS = ("ema_state_dict", "state_dict", MODEL)
+_LAYER_KINDS = ("linear", "convolution")
+_MAX_LINE = 200
 _COUNT = re.compile(r"\d{1,15}", re.ASCII)
 _NUMBER = re.compile(r"\d{1,16}(\.\d{1,20})?(e[+-]\d{1,3})?", re.ASCII)
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", re.ASCII)
+_NAME = re.compile(r"iter_(\d{8,})\.safetensors")
+_BEST = "best.safetensors"
 
 
 class CheckpointError(GossamerError):
     """A file that cannot be used as a checkpoint."""
 
+    def __init__(self, path: Path, reason: str, fix: str = "") -> None:
+        self.path, self.reason = path, reason
+        super().__init__(Problem(reason, location=Location(str(path)), fix=fix))
+
 
 class NewerCheckpointError(CheckpointError):
-    """A sound checkpoint of a format that this version does not know."""
+    """An intact checkpoint in a format that this version does not read."""
 
 
 class MisfitError(CheckpointError):
-    """A sound checkpoint whose content does not fit the run that is to go on with it."""
+    """An intact checkpoint that does not fit the run that resumes it."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint says of itself."""
+    """The metadata of a checkpoint."""
 
     path: Path
     version: int
@@ -88,14 +95,14 @@ class Description:
     epoch: float
     metrics: dict[str, float]
     config: str
-    """The text of the run's config, or nothing."""
+    """The text of the run's config, or an empty string."""
     weights: dict[str, tuple[int, int]]
-    """For each kind of layer: its weights, and how many of them are not zero; empty where they were not counted."""
+    """By kind of layer: the number of weights, and how many are not zero; empty if they were not counted."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state, and what the file says of it."""
+    """A state and its metadata."""
 
     about: Description
     state: dict[str, Any]
@@ -122,28 +129,31 @@ class Checkpoint:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The model's weights as they were trained; raises `CheckpointError` if they are none."""
+        """The model's state dict, without averaging. Raises `CheckpointError` if it is not one."""
         return _checked_weights(self.state.get(MODEL), MODEL, self.path)
 
     @property
     def ema(self) -> dict[str, Tensor] | None:
         """The averaged weights: `state["ema"]`, or the state dict inside it."""
-        found: Any = self.state.get("ema")
-        for key in _EMA:
-            if isinstance(found, Mapping) and isinstance(cast(Mapping[str, Any], found).get(key), Mapping):
-                found = cast(Mapping[str, Any], found)[key]
-        if found is None or (isinstance(found, Mapping) and not found):
+        value: Any = self.state.get("ema")
+        for key in _EMA_KEYS:
+            if isinstance(value, Mapping) and isinstance(cast(Mapping[str, Any], value).get(key), Mapping):
+                value = cast(Mapping[str, Any], value)[key]
+        if value is None or (isinstance(value, Mapping) and not value):
             return None
-        return _checked_weights(found, "ema", self.path)
+        return _checked_weights(value, "ema", self.path)
 
 
 def _checked_weights(value: Any, key: str, path: Path) -> dict[str, Tensor]:
-    """A state dict: tensors by name, and whatever a module adds as its extra state."""
+    """A state dict: tensors by name, and the extra state of modules."""
     entries = cast(dict[Any, Any], value) if isinstance(value, dict) else {None: None}
     for name, tensor in entries.items():
         if type(name) is not str or not (isinstance(tensor, Tensor) or name.endswith("_extra_state")):
-            raise CheckpointError(f"{path}: its '{key}' is not a state dict of tensors; use another checkpoint")
+            raise CheckpointError(path, f"its '{key}' is not a state dict of tensors", _ANOTHER)
     return cast(dict[str, Tensor], entries)
+
+
+# One file
 
 
 def write_checkpoint(
@@ -155,13 +165,13 @@ def write_checkpoint(
     metrics: Mapping[str, float],
     weights: Mapping[str, tuple[int, int]] | None = None,
 ) -> None:
-    """Write a state; the file is there, whole and on the disk, when this ends, or the one before it still is.
+    """Write a state atomically and flush it to the disk.
 
-    `state["model"]` is the model's state dict, `state["config"]` the text of the config, if it is there. `weights` are
-    counted by `count_by_kind`: names in a state dict do not say which tensors are weights of layers.
+    `state["model"]` is the model's state dict, `state["config"]` the text of the config, if there is one. `weights` are
+    the counts of `count_by_kind`: a state dict does not tell which tensors are weights of layers.
     """
     text, tensors = encode(state)
-    about = {
+    metadata = {
         "format": "pt",
         "kind": KIND,
         "version": str(VERSION),
@@ -175,211 +185,196 @@ def write_checkpoint(
         "weights": json.dumps(dict(weights or {})),
         "state": json.dumps(text, separators=(",", ":")),
     }
-    # The widest first, as safetensors has it: each tensor then starts at a multiple of its numbers' size.
+    # The widest dtypes first, as in safetensors: then each tensor starts at a multiple of its item size.
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    header = header_of(about, [(name, tensors[name].dtype, tensors[name].shape) for name in order])
+    header = header_of(metadata, [(name, tensors[name].dtype, tensors[name].shape) for name in order])
     if len(header) > MAX_HEADER_BYTES or not is_bounded_json(header.decode("ascii")):
-        raise GossamerError(f"{path}: the state has too many values that are no tensors; make tensors of long lists")
+        raise GossamerError(f"{path}: the state has too many values outside of tensors; convert long lists to tensors")
     try:
         with atomic_write(path, durable=True) as scratch, scratch.open("wb") as file:
             _write(file, header, [tensors[name] for name in order])
     except OSError as error:
-        raise GossamerError(_cannot_write(path, error)) from None
-
-
-def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The whole checkpoint, checked to the last byte; raises `CheckpointError` with the reason."""
-    file_path = Path(path)
-    with _opened(file_path) as file:
-        metadata, parts = _read_header(file, file_path)
-        about = _description(metadata, file_path)
-        digest = hashlib.sha256()
-        tensors = {name: _read_tensor(file, part, digest, file_path) for name, part in parts.items()}
-        if digest.hexdigest() != metadata.get("content"):
-            raise _damaged(file_path, "its tensors are not what was written")
-    try:
-        state = decode(_Metadata(metadata, file_path).json("state"), tensors)
-    except DecodingError as error:
-        raise _damaged(file_path, str(error)) from None
-    if not isinstance(state, dict) or not all(type(key) is str for key in cast(dict[Any, Any], state)):
-        raise _damaged(file_path, "its state has no parts by name")
-    return Checkpoint(about, cast(dict[str, Any], state))
-
-
-def describe(path: str | os.PathLike[str]) -> Description:
-    """What a checkpoint says of itself; its tensors are not read, so not checked."""
-    file_path = Path(path)
-    with _opened(file_path) as file:
-        return _description(_read_header(file, file_path)[0], file_path)
-
-
-def is_checkpoint(path: Path) -> bool:
-    """Whether a file starts as a checkpoint does, sound or not."""
-    return sealed_kind(path) in (KIND, "")
-
-
-# Writing
+        fix = "choose another saver.save_dir"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            fix = "free some space or lower saver.keep, then resume"
+        reason = f"the checkpoint cannot be written: {error.strerror or error}; earlier checkpoints are intact"
+        raise GossamerError(f"{path}: {reason}; {fix}") from None
 
 
 def _write(file: BinaryIO, header: bytes, tensors: list[Tensor]) -> None:
     write_sealed(file, header, (_bytes_of(tensor) for tensor in tensors))
 
 
-def _cannot_write(path: Path, error: OSError) -> str:
-    remedy = "give another saver.save_dir, or mend that one"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        remedy = "free some space or lower saver.keep, then resume"
-    reason = error.strerror or str(error)
-    return f"{path}: the checkpoint cannot be written: {reason}; earlier checkpoints are intact; {remedy}"
-
-
-# Reading
-
-
-def _opened(path: Path) -> BinaryIO:
+def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read a checkpoint and check it to the last byte. Raises `CheckpointError` with the reason."""
+    file_path = Path(path)
+    with _open(file_path) as file:
+        metadata, parts = _read_header(file, file_path)
+        about = _description(metadata, file_path)
+        digest = hashlib.sha256()
+        tensors = {name: _read_tensor(file, part, digest, file_path) for name, part in parts.items()}
+        if digest.hexdigest() != metadata.get("content"):
+            raise damaged(file_path, "its tensors have changed since it was written")
     try:
-        return open_regular(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: there is no such file; give a checkpoint") from None
-    except IsADirectoryError:
-        raise CheckpointError(f"{path}: is a folder; give a checkpoint, which is a file") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+        state = decode(Fields(metadata, file_path).json("state"), tensors)
+    except DecodingError as error:
+        raise damaged(file_path, str(error)) from None
+    if not has_names(state):
+        raise damaged(file_path, "its state is not a dict with string keys")
+    return Checkpoint(about, cast(dict[str, Any], state))
 
 
-def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, str], dict[str, Part]]:
-    """Metadata and the place of each tensor, in the order of the file."""
-    try:
-        return read_header(file, KIND, VERSION)
-    except NewerFormatError as error:
-        raise NewerCheckpointError(f"{path}: the checkpoint is newer: {error.reason}") from None
-    except DamagedError as error:
-        raise _damaged(path, error.reason) from None
-    except SealedFileError as error:
-        raise _no_checkpoint(path, f"or is {error.reason}") from None
+def describe(path: str | os.PathLike[str]) -> Description:
+    """The metadata of a checkpoint. Its tensors are neither read nor checked."""
+    file_path = Path(path)
+    with _open(file_path) as file:
+        return _description(_read_header(file, file_path)[0], file_path)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a file starts like a checkpoint, damaged or not."""
+    return sealed_kind(path) in (KIND, "")
+
+
+def title(about: Description) -> str:
+    """The name of a checkpoint for messages, as `best checkpoint, iteration 40: top1 96.30`."""
+    path = about.path
+    last = Checkpoints(path.parent, keep=1).all()[-1:] == [path]
+    which = "best checkpoint" if path.name == _BEST else "last checkpoint" if last else "checkpoint"
+    metrics = f": {metric_words(about.metrics, 1)}" if about.metrics else ""
+    return f"{which}, iteration {about.iteration}{metrics}"
+
+
+def damaged(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(path, f"the checkpoint is damaged: {reason}", _ANOTHER)
+
+
+class Fields:
+    """Reads named values of a checkpoint's metadata or state. Raises `CheckpointError` for what is missing or wrong."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
+        self._values, self._path = values, path
+
+    def required(self, key: str, what: str, fits: Callable[[Any], bool]) -> Any:
+        """The value of a key, if `fits` accepts it; `what` is expected."""
+        if key not in self._values:
+            raise damaged(self._path, f"it has no '{key}'")
+        if not fits(self._values[key]):
+            raise damaged(self._path, f"its '{key}' is not {what}")
+        return self._values[key]
+
+    def optional(self, key: str, what: str, fits: Callable[[Any], bool]) -> Any:
+        """The same for a key that may be missing or None; then None."""
+        return None if self._values.get(key) is None else self.required(key, what, fits)
+
+    def matching(self, key: str, what: str, pattern: re.Pattern[str]) -> str:
+        """A text that matches a pattern as a whole."""
+        return self.required(key, what, lambda text: pattern.fullmatch(text) is not None)
+
+    def json(self, key: str, what: str = "", fits: Callable[[Any], bool] = lambda value: True) -> Any:
+        """The value of a JSON text."""
+        text = self.required(key, "text", lambda value: type(value) is str)
+        try:
+            value = parse_json(text, object_pairs_hook=unique_keys, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            raise damaged(self._path, f"its '{key}' is not JSON, too large or nested too deeply") from None
+        if not fits(value):
+            raise damaged(self._path, f"its '{key}' is not {what}")
+        return value
+
+
+def has_names(value: Any) -> bool:
+    """Whether a value is a dict with string keys."""
+    return isinstance(value, dict) and all(type(name) is str for name in cast(dict[Any, Any], value))
 
 
 def _description(metadata: Mapping[str, str], path: Path) -> Description:
-    """The metadata in their types; raises `CheckpointError` for the first that is missing or is something else."""
-    reader = _Metadata(metadata, path)
+    fields = Fields(metadata, path)
+    try:
+        metrics = decode(fields.json("metrics"), {})
+    except DecodingError as error:
+        raise damaged(path, f"its 'metrics': {error}") from None
+    if not has_names(metrics) or not all(_is_line(name) and type(value) is float for name, value in metrics.items()):
+        raise damaged(path, "its 'metrics' is not numbers by name")
+    epoch = float(fields.matching("epoch", "a number of epochs", _NUMBER))
+    if not 0 <= epoch <= MAX_INT:
+        raise damaged(path, "its 'epoch' is not a number of epochs")
+    counts = fields.json("weights", "counts of weights by kind of layer", _is_counts)
     return Description(
         path=path,
-        version=reader.integer("version"),
-        gossamer=reader.line("gossamer"),
-        torch=reader.line("torch"),
-        time=reader.time("time"),
-        iteration=reader.integer("iteration"),
-        epoch=reader.epoch("epoch"),
-        metrics=reader.metrics("metrics"),
-        config=reader.text("config"),
-        weights=reader.weights("weights"),
+        version=int(fields.matching("version", "a number", _COUNT)),
+        gossamer=fields.required("gossamer", "a short line", _is_line),
+        torch=fields.required("torch", "a short line", _is_line),
+        time=fields.matching("time", "a time in UTC", _TIME),
+        iteration=int(fields.matching("iteration", "a number of iterations", _COUNT)),
+        epoch=epoch,
+        metrics=metrics,
+        config=fields.required("config", "text", lambda value: type(value) is str),
+        weights={kind: (count[0], count[1]) for kind, count in counts.items()},
     )
 
 
-class _Metadata:
-    """Reads the texts that stand before the tensors."""
-
-    def __init__(self, metadata: Mapping[str, str], path: Path) -> None:
-        self._metadata, self._path = metadata, path
-
-    def text(self, key: str) -> str:
-        if key not in self._metadata:
-            raise _damaged(self._path, f"it says nothing of its '{key}'")
-        return self._metadata[key]
-
-    def line(self, key: str) -> str:
-        text = self.text(key)
-        self._expect(len(text) <= _LONGEST_LINE and text.isprintable(), key, "a short line")
-        return text
-
-    def integer(self, key: str) -> int:
-        text = self.text(key)
-        self._expect(_COUNT.fullmatch(text) is not None, key, "a number that counts something")
-        return int(text)
-
-    def epoch(self, key: str) -> float:
-        text = self.text(key)
-        self._expect(_NUMBER.fullmatch(text) is not None, key, "a number of epochs")
-        value = float(text)
-        self._expect(0 <= value <= _MOST, key, "a number of epochs")
-        return value
-
-    def time(self, key: str) -> str:
-        text = self.text(key)
-        self._expect(_TIME.fullmatch(text) is not None, key, "a time in UTC")
-        return text
-
-    def metrics(self, key: str) -> dict[str, float]:
-        try:
-            found = decode(self.json(key), {})
-        except DecodingError as error:
-            raise _damaged(self._path, f"its '{key}': {error}") from None
-        if not isinstance(found, dict) or not all(
-            type(name) is str and name.isprintable() and len(name) <= _LONGEST_LINE and type(value) is float
-            for name, value in cast(dict[Any, Any], found).items()
-        ):
-            raise _damaged(self._path, f"its '{key}' are no numbers by name")
-        return cast(dict[str, float], found)
-
-    def weights(self, key: str) -> dict[str, tuple[int, int]]:
-        found = self.json(key)
-        entries = cast(dict[str, Any], found) if isinstance(found, dict) else {"": None}
-        self._expect(set(entries) <= set(_KINDS), key, "counts of weights by the kind of layer")
-        counts: dict[str, tuple[int, int]] = {}
-        for kind, entry in entries.items():
-            pair = cast(list[Any], entry) if isinstance(entry, list) else []
-            fits = len(pair) == 2 and all(type(count) is int for count in pair) and 0 <= pair[1] <= pair[0] <= _MOST
-            self._expect(fits, key, "counts of weights by the kind of layer")
-            counts[kind] = (pair[0], pair[1])
-        return counts
-
-    def json(self, key: str) -> Any:
-        try:
-            return parse_json(self.text(key), object_pairs_hook=unique_keys, parse_constant=_no_constant)
-        except (ValueError, RecursionError):
-            raise _damaged(self._path, f"its '{key}' is no JSON, too large or nested too deeply") from None
-
-    def _expect(self, fits: bool, key: str, what: str) -> None:
-        if not fits:
-            raise _damaged(self._path, f"its '{key}' is not {what}")
+def _is_line(text: str) -> bool:
+    return len(text) <= _MAX_LINE and text.isprintable()
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+def _is_counts(value: Any) -> bool:
+    return has_names(value) and set(value) <= set(_LAYER_KINDS) and all(map(_is_count_pair, value.values()))
+
+
+def _is_count_pair(value: Any) -> bool:
+    pair = cast(list[Any], value) if isinstance(value, list) else []
+    return len(pair) == 2 and all(type(count) is int for count in pair) and 0 <= pair[1] <= pair[0] <= MAX_INT
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return open_regular(path)
+    except FileNotFoundError:
+        raise CheckpointError(path, "there is no such file", "give a checkpoint") from None
+    except IsADirectoryError:
+        raise CheckpointError(path, "is a folder", "give a checkpoint, which is a file") from None
+    except OSError as error:
+        raise CheckpointError(path, f"cannot be read: {error.strerror or error}") from None
+
+
+def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, str], dict[str, Part]]:
+    """Metadata and tensors, in the order of the file."""
+    try:
+        return read_header(file, KIND, VERSION)
+    except NewerFormatError as error:
+        raise NewerCheckpointError(path, f"the checkpoint is newer: {error.reason}") from None
+    except DamagedError as error:
+        raise damaged(path, error.reason) from None
+    except SealedFileError as error:
+        fix = "put weights without a training state into saver.pretrain_model"
+        raise CheckpointError(path, f"is not a Gossamer checkpoint, or is {error.reason}", fix) from None
 
 
 def _read_tensor(file: BinaryIO, part: Part, digest: Any, path: Path) -> Tensor:
     """The next tensor of the file, read into its own memory."""
     tensor = torch.empty(part.shape, dtype=part.dtype)
-    numbers = memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
+    content = memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
     try:
-        if file.readinto(numbers) != len(numbers):  # pyright: ignore[reportAttributeAccessIssue]
-            raise _damaged(path, "it ends in the middle of a tensor")
+        if file.readinto(content) != len(content):  # pyright: ignore[reportAttributeAccessIssue]
+            raise damaged(path, "it ends in the middle of a tensor")
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
-    digest.update(numbers)
-    if tensor.dtype == torch.bool and not holds_bools(numbers):
-        raise _damaged(path, f"'{part.name}' has truth values other than 0 and 1")
+        raise CheckpointError(path, f"cannot be read: {error.strerror or error}") from None
+    digest.update(content)
+    if tensor.dtype == torch.bool and not holds_bools(content):
+        raise damaged(path, f"'{part.name}' has booleans other than 0 and 1")
     return tensor
 
 
-def _damaged(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{path}: the checkpoint is damaged: {reason}; take another one")
-
-
-def _no_checkpoint(path: Path, otherwise: str) -> CheckpointError:
-    remedy = "weights alone go into saver.pretrain_model"
-    return CheckpointError(f"{path}: is not a Gossamer checkpoint, {otherwise}; {remedy}")
-
-
-logger = logging.getLogger(__name__)
-
-_NAME = re.compile(r"iter_(\d{8,})\.safetensors")
-_BEST = "best.safetensors"
+# The folder of a run
 
 
 class Checkpoints:
-    """The checkpoints in a folder, of which the last `keep` and the best stay.
+    """The checkpoints in a folder; the last `keep` and the best are kept.
 
     Reading changes nothing. One process at a time may write.
     """
@@ -398,15 +393,15 @@ class Checkpoints:
         best: bool,
         weights: Mapping[str, tuple[int, int]] | None = None,
     ) -> Path:
-        """Write a checkpoint, make it the best if it is, and remove what is too old.
+        """Write a checkpoint, make it the best if it is, and remove old ones.
 
-        Checkpoints of later iterations go too: they belong to a past from which this run has turned away.
+        Checkpoints of later iterations are removed too: the run was resumed before them and has taken another course.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            words = f"cannot be made: {error.strerror or error}; give another saver.save_dir"
-            raise GossamerError(f"{self.folder}: {words}") from None
+            reason = f"cannot be created: {error.strerror or error}"
+            raise GossamerError(f"{self.folder}: {reason}; choose another saver.save_dir") from None
         path = self.folder / f"iter_{iteration:08d}.safetensors"
         write_checkpoint(path, state, iteration=iteration, epoch=epoch, metrics=metrics, weights=weights)
         if best:
@@ -414,26 +409,26 @@ class Checkpoints:
         self._prune(path, iteration)
         return path
 
-    def complete(self, found: Checkpoint, metric: str) -> None:
-        """Do what is left of the save of the latest checkpoint, which a killed process may not have ended.
+    def complete(self, checkpoint: Checkpoint, metric: str) -> None:
+        """Finish the save of the latest checkpoint, which a killed process may have left unfinished.
 
-        A checkpoint whose metric is the best of the run so far, and better than that of the best checkpoint, is the
-        best checkpoint: a resumed run would not come back to it.
+        A checkpoint with the best metric of the run becomes the best checkpoint if it is not: the resumed run does not
+        test this iteration again.
         """
-        if found.path != self.latest():
+        if checkpoint.path != self.latest():
             return
-        value = found.metrics.get(metric)
-        if value is not None and value == found.state.get("best") and value != self._best_value(metric):
-            self._make_best(found.path)
-        self._prune(found.path, found.iteration)
+        value = checkpoint.metrics.get(metric)
+        if value is not None and value == checkpoint.state.get("best") and value != self._best_value(metric):
+            self._make_best(checkpoint.path)
+        self._prune(checkpoint.path, checkpoint.iteration)
 
     def all(self) -> list[Path]:
-        """The checkpoints by iteration, without the best; their content is not looked at."""
-        found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted((path for path in found if _NAME.fullmatch(path.name)), key=_iteration)
+        """The checkpoints by iteration, without the best. Their content is not read."""
+        entries = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted((path for path in entries if _NAME.fullmatch(path.name)), key=_iteration)
 
     def latest(self) -> Path | None:
-        """The checkpoint of the highest iteration, else the best."""
+        """The checkpoint of the highest iteration, or the best if there is no other."""
         return next(reversed(self.all()), self.best())
 
     def best(self) -> Path | None:
@@ -441,13 +436,13 @@ class Checkpoints:
         return path if path.exists() else None
 
     def model(self) -> Description | None:
-        """The checkpoint that is the model of the run: the best where there is one, else the last.
+        """The checkpoint that is the model of the run: the best if there is one, otherwise the last.
 
-        Whatever shows, tests or exports the model of a run asks here, or loads it by `load_model`. A best checkpoint
-        that is damaged raises `CheckpointError`: another one would be another model.
+        Everything that shows, tests or exports the model of a run uses this, or `load_model`. A damaged best checkpoint
+        raises `CheckpointError`, because another checkpoint would be another model.
         """
         if (best := self.best()) is not None:
-            with self._damage_of_the_model():
+            with self._reading_model():
                 return describe(best)
         for path in reversed(self.all()):
             with contextlib.suppress(CheckpointError):
@@ -455,79 +450,75 @@ class Checkpoints:
         return None
 
     def load_model(self) -> Checkpoint | None:
-        """The same, with its tensors; raises `CheckpointError` when they are damaged."""
+        """The same with its tensors. Raises `CheckpointError` if they are damaged."""
         if (about := self.model()) is None:
             return None
-        with self._damage_of_the_model():
+        with self._reading_model():
             return read_checkpoint(about.path)
 
     def load_latest(self, unusable: Mapping[Path, CheckpointError] | None = None) -> Checkpoint | None:
-        """The last checkpoint that can be read, to go on from; or None when there is none at all.
+        """The last checkpoint that can be read; None if there are no checkpoints.
 
-        A damaged one, or one that is `unusable` for the reason given, is reported, and the one before it is taken; the
-        best is the last resort.
+        Warns about each one that is damaged or in `unusable`, and continues with the one before; the best comes last.
         """
+        unusable = unusable or {}
         paths = [*reversed(self.all()), *([best] if (best := self.best()) else [])]
-        return self._first_readable(paths, unusable or {})
+        problems: list[CheckpointError] = []
+        for path in paths:
+            if path in unusable:
+                problems.append(unusable[path])
+                continue
+            try:
+                checkpoint = read_checkpoint(path)
+                _checked(checkpoint.about)
+            except NewerCheckpointError:
+                raise
+            except CheckpointError as error:
+                problems.append(error)
+                continue
+            for problem in problems:
+                logger.warning("%s", problem)
+            if problems:
+                logger.warning("%s: used instead, from iteration %d", path, checkpoint.iteration)
+            return checkpoint
+        if any(isinstance(error, MisfitError) for error in unusable.values()):
+            raise next(iter(unusable.values()))
+        if problems:
+            reason = f"none of {len(paths)} checkpoints can be read"
+            raise CheckpointError(self.folder, reason, f"remove them to start again; the last: {problems[0]}")
+        return None
 
     def set_aside(self, paths: Iterable[Path]) -> None:
-        """Rename checkpoints of this folder that the run did not go on with, so that it does not remove them."""
+        """Rename checkpoints of this folder that could not be resumed, so that the run does not remove them."""
         for path in paths:
             if path in self.all():
                 with contextlib.suppress(OSError):
                     os.replace(path, aside := path.with_name(f"{path.name}.unusable"))
                     logger.warning("%s: kept as %s", path, aside.name)
 
-    def _first_readable(self, paths: Sequence[Path], unusable: Mapping[Path, CheckpointError]) -> Checkpoint | None:
-        problems: list[str] = []
-        for path in paths:
-            if path in unusable:
-                problems.append(str(unusable[path]))
-                continue
-            try:
-                found = read_checkpoint(path)
-                _checked(found.about)
-            except NewerCheckpointError:
-                raise
-            except CheckpointError as error:
-                problems.append(str(error))
-                continue
-            for problem in problems:
-                logger.warning("%s", problem)
-            if problems:
-                logger.warning("%s: used instead, from iteration %d", path, found.iteration)
-            return found
-        if any(isinstance(error, MisfitError) for error in unusable.values()):
-            raise next(iter(unusable.values()))
-        if problems:
-            words = f"none of {len(paths)} checkpoints can be read; remove them to start again"
-            raise CheckpointError(f"{self.folder}: {words}; the last: {problems[0]}")
-        return None
-
     @contextlib.contextmanager
-    def _damage_of_the_model(self) -> Generator[None]:
-        """Add what to do when the model of a run cannot be read."""
+    def _reading_model(self) -> Generator[None]:
+        """Add what to do if the model of a run cannot be read."""
         try:
             yield
         except NewerCheckpointError:
             raise
         except CheckpointError as error:
-            reason = str(error).removesuffix("; take another one")
-            raise CheckpointError(f"{reason}; it is the model of the run: {self._remedy()}") from error
+            raise CheckpointError(error.path, error.reason, f"it is the model of the run: {self._remedy()}") from error
 
     def _remedy(self) -> str:
-        """What works depends on which files are intact: the best is often a hard link to one of the others."""
+        """The remedy depends on which files are intact: the best is often a hard link to one of the others."""
         paths = self.all()
         intact = next((path for path in reversed(paths) if _is_intact(path)), None)
         if intact is None:
-            return "none of the checkpoints by iteration is intact; start again by gossamer train"
+            return "no other checkpoint is intact; start again with gossamer train"
         if intact == paths[-1]:
-            return "remove it to use the last checkpoint instead, or name one by --weights"
+            return "remove it to use the last checkpoint instead, or name one with --weights"
         run, file = shlex.quote(str(self.folder.parent)), shlex.quote(str(intact))
-        return f"train again from the last one that is intact by gossamer resume {run}, or use that by --weights {file}"
+        return f"train again from the last intact one with gossamer resume {run}, or use it with --weights {file}"
 
     def _best_value(self, metric: str) -> float | None:
-        """What the best checkpoint reached; None if there is none that can be read."""
+        """The metric of the best checkpoint; None if there is none that can be read."""
         if (best := self.best()) is None:
             return None
         with contextlib.suppress(CheckpointError):
@@ -540,18 +531,15 @@ class Checkpoints:
             with atomic_write(target) as scratch:
                 try:
                     os.link(path, scratch)
-                except OSError:  # a file system without links
+                except OSError:  # a file system without hard links
                     shutil.copyfile(path, scratch)
         except OSError as error:
-            words = f"the best checkpoint cannot be written: {error.strerror or error}; {path} is intact"
-            raise GossamerError(f"{target}: {words}; free some space, then resume") from None
+            reason = f"the best checkpoint cannot be written: {error.strerror or error}; {path} is intact"
+            raise GossamerError(f"{target}: {reason}; free some space, then resume") from None
         flush_folder(self.folder)
 
     def _prune(self, written: Path, iteration: int) -> None:
-        """Remove all but the last `keep` up to the checkpoint that was written at this iteration.
-
-        What lies behind it is of a past that is given up.
-        """
+        """Remove all but the last `keep` up to this iteration, and everything after it."""
         best = self.best()
         if best is not None:
             with contextlib.suppress(CheckpointError, OSError):
@@ -561,25 +549,16 @@ class Checkpoints:
         kept = {written, *earlier[-self.keep :]}
         for path in self.all():
             if path not in kept:
-                with contextlib.suppress(OSError):  # a folder of that name, or one that another process removed
+                with contextlib.suppress(OSError):  # a folder of that name, or already removed
                     path.unlink()
 
 
 def _checked(about: Description) -> Description:
-    """Raise for a checkpoint that is of another iteration than its name says, by which others are removed."""
+    """Raise if name and content have different iterations: others are removed by the name."""
     if _NAME.fullmatch(about.path.name) and _iteration(about.path) != about.iteration:
         reason = f"its name says iteration {_iteration(about.path)}, its content iteration {about.iteration}"
-        raise CheckpointError(f"{about.path}: {reason}; take another one")
+        raise CheckpointError(about.path, reason, _ANOTHER)
     return about
-
-
-def title(about: Description) -> str:
-    """A checkpoint by name, as `best checkpoint, iteration 40: top1 96.30`."""
-    path = about.path
-    last = Checkpoints(path.parent, keep=1).all()[-1:] == [path]
-    which = "best checkpoint" if path.name == _BEST else "last checkpoint" if last else "checkpoint"
-    tested = f": {metric_words(about.metrics, 1)}" if about.metrics else ""
-    return f"{which}, iteration {about.iteration}{tested}"
 
 
 def _is_intact(path: Path) -> bool:
@@ -591,5 +570,5 @@ def _is_intact(path: Path) -> bool:
 
 
 def _iteration(path: Path) -> int:
-    found = _NAME.fullmatch(path.name)
-    return int(found[1]) if found else -1
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1

@@ -1,43 +1,44 @@
-"""What a person sees of a run while it goes: one live display on a terminal, plain lines elsewhere.
+"""The display of a run: progress bars on a terminal, plain lines elsewhere, and the log file.
 
-Draws from its own callers' calls, a few times a second at most, without a thread; a call between two drawings only
-notes its numbers. It knows nothing of models or files.
+The bars are `rich.progress`, refreshed by the caller's own calls instead of a thread: data loaders fork, and a fork
+must not copy a lock that a thread holds.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from io import TextIOWrapper
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.live import Live
+from rich.console import Console, RenderableType
+from rich.file_proxy import FileProxy
+from rich.padding import Padding
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 from rich.text import Text
 
 from gossamer.errors import GossamerError
 from gossamer.runner.figures import duration, figure, metric_words, rate
 
-_PAUSE = 0.25
-"""Seconds between two drawings."""
-
+LOG = "log.txt"
 QUIET = 20.0
-"""Seconds after which somebody who reads plain lines wants to see another."""
+"""Seconds after which another plain line is printed."""
+_REFRESH = 0.25
+"""Seconds between two refreshes of the bars."""
+_MAX_WIDTH = 100
 
 
 class Display:
-    """The one display of a run. Where `shown` is false, as in all processes but the first, nothing appears.
+    """The display of a run. If `shown` is false, as on all ranks but the first, nothing appears.
 
-    Plain lines come every `every` iterations, by default once an epoch, and never further apart than `QUIET` seconds.
+    Plain lines come every `every` iterations, by default once an epoch, and at least every `QUIET` seconds.
     """
 
     def __init__(
@@ -51,23 +52,24 @@ class Display:
         self.shown = shown
         self.console = console or Console(emoji=False, highlight=False)
         self._every, self._clock = every, clock
-        self._live: Live | None = None
-        self._drawn = -math.inf
-        self._lined = -1
-        self._said: float | None = None
-        self._now: _Progress | None = None
-        self._testing: tuple[int, int] | None = None
+        self._bars: _Bars | None = None
+        self._refreshed = -math.inf
+        self._line_iteration = -1
+        self._line_time: float | None = None
+        self._status: _Status | None = None
 
     @contextmanager
     def training(self, total: int, steps_per_epoch: int, start: int = 0) -> Generator[None]:
-        """Show a training of `total` iterations that goes on at `start`."""
-        self._now = _Progress(total, max(steps_per_epoch, 1), start, self._clock)
-        self._lined, self._said = start, None
+        """Show a training of `total` iterations that continues at `start`."""
+        self._status = _Status(total, max(steps_per_epoch, 1), start, self._clock)
+        self._line_iteration, self._line_time = start, None
         try:
-            with self._drawing():
+            with self._live():
+                if self._bars is not None:
+                    self._status.task = self._bars.add_task("training", total=total, completed=start)
                 yield
         finally:
-            self._now = None
+            self._status = None
 
     def update(
         self,
@@ -79,108 +81,127 @@ class Display:
         target: float | None = None,
         images_per_s: float | None = None,
     ) -> None:
-        """Where the training is; sparsity and its target are shares."""
-        if self._now is None or not self.shown:
+        """Show the numbers of an iteration; sparsity and its target are from 0 to 1."""
+        if self._status is None or not self.shown:
             return
-        self._now.update(iteration, loss, lr, sparsity, target, images_per_s)
-        if self._live is not None:
-            self._draw()
+        self._status.update(iteration, loss, lr, sparsity, target, images_per_s)
+        if self._bars is not None and self._status.task is not None:
+            self._bars.update(self._status.task, completed=iteration)
+            self._refresh()
         elif self._line_is_due(iteration):
-            self._lined = iteration
-            self._print("  ".join(self._now.words()))
+            self._line_iteration = iteration
+            self.message("  ".join(self._status.words()))
 
     @contextmanager
     def testing(self, total: int) -> Generator[Callable[[], None]]:
-        """Show a test of `total` batches; what this gives is called after each."""
-        self._testing = (0, total)
-        try:
-            with contextlib.nullcontext() if self._live is not None else self._drawing():
-                yield self._advance
-        finally:
-            self._testing = None
-            self._draw()
+        """Show a test of `total` batches. Yields a function to call after each of them."""
+        inside_training = self._bars is not None
+        with self._live():
+            bars = self._bars
+            task = None if bars is None else bars.add_task("testing", total=total)
+
+            def advance() -> None:
+                if bars is not None and task is not None:
+                    bars.advance(task)
+                    self._refresh()
+
+            try:
+                yield advance
+            finally:
+                if bars is not None and task is not None and inside_training:
+                    bars.remove_task(task)
+                    self._refresh()
 
     def tested(self, metrics: Mapping[str, float], iteration: int | None = None) -> None:
-        """What the last test gave; by default it was at the iteration of the last update."""
-        words = metric_words(metrics, most=3)
-        if self._now is None:
-            self._print(f"test: {words}")
+        """Show the metrics of a test, by default at the iteration of the last update."""
+        text = metric_words(metrics, most=3)
+        if self._status is None:
+            self.message(f"test: {text}")
             return
-        at = self._now.iteration if iteration is None else iteration
-        self._now.tested = (at, dict(metrics))
-        if self._live is None:
-            self._print(f"test at iteration {at}: {words}")
-        self._draw(at_once=True)
+        at = self._status.iteration if iteration is None else iteration
+        self._status.tested = f"{metric_words(metrics, most=2)} at {at}"
+        if self._bars is None:
+            self.message(f"test at iteration {at}: {text}")
+        self._refresh(at_once=True)
 
     def message(self, text: str) -> None:
-        """One message, above the live display."""
-        self._print(text)
-
-    def _advance(self) -> None:
-        if self._testing is not None:
-            self._testing = (self._testing[0] + 1, self._testing[1])
-            self._draw()
+        """Print one message, above the bars if there are any."""
+        if self.shown:
+            self.console.print(_spell(text, self.console), markup=False, highlight=False, soft_wrap=True)
 
     def _line_is_due(self, iteration: int) -> bool:
-        """Updates may come every few iterations only: the first behind a multiple counts."""
-        assert self._now is not None
-        every = self._every or self._now.steps_per_epoch
-        now = self._clock()
-        due = iteration // every > self._lined // every or iteration >= self._now.total > self._lined
-        due = due or (self._said is not None and now - self._said >= QUIET)
-        if due or self._said is None:
-            self._said = now
+        """Updates may come every few iterations only, so the first one after a multiple counts."""
+        assert self._status is not None
+        every, last, now = self._every or self._status.steps_per_epoch, self._line_iteration, self._clock()
+        due = iteration // every > last // every or iteration >= self._status.total > last
+        due = due or (self._line_time is not None and now - self._line_time >= QUIET)
+        if due or self._line_time is None:
+            self._line_time = now
         return due
 
     @contextmanager
-    def _drawing(self) -> Generator[None]:
-        """A live display as long as the block runs, on a terminal; messages of `logging` go above it."""
-        if not self.shown or not self.console.is_terminal or self.console.is_dumb_terminal:
+    def _live(self) -> Generator[None]:
+        """Show bars on a terminal, unless they are shown already."""
+        plain = not self.console.is_terminal or self.console.is_dumb_terminal
+        if not self.shown or plain or self._bars is not None:
             yield
             return
-        live = Live(
-            console=self.console,
-            auto_refresh=False,
-            get_renderable=self._renderable,
-            redirect_stdout=_is_terminal(sys.stdout),
-            redirect_stderr=_is_terminal(sys.stderr),
-        )
-        with live, _above(live):
-            self._live, self._drawn = live, -math.inf
+        bars = _Bars(self.console, lambda: [] if self._status is None else self._status.all_words())
+        with bars, _logging_above(self.console):
+            self._bars, self._refreshed = bars, -math.inf
             try:
                 yield
             finally:
-                self._draw(at_once=True)
-                self._live = None
+                self._refresh(at_once=True)
+                self._bars = None
 
-    def _renderable(self) -> _View:
-        return _View(self._now, self._testing)
-
-    def _draw(self, at_once: bool = False) -> None:
-        if self._live is None:
+    def _refresh(self, at_once: bool = False) -> None:
+        if self._bars is None:
             return
         now = self._clock()
-        if at_once or now - self._drawn >= _PAUSE:
-            self._drawn = now
-            self._live.refresh()
-
-    def _print(self, text: str) -> None:
-        if self.shown:
-            self.console.print(_spelled(text, self.console), markup=False, highlight=False, soft_wrap=True)
+        if at_once or now - self._refreshed >= _REFRESH:
+            self._refreshed = now
+            self._bars.refresh()
 
 
-class _Progress:
-    """The numbers of a training, and their words."""
+class _Bars(Progress):
+    """Progress bars, and below them the current numbers on as few lines as the width allows."""
+
+    def __init__(self, console: Console, words: Callable[[], Iterable[str]]) -> None:
+        self._words, self._console = words, console
+        super().__init__(
+            TextColumn("{task.description:<8}"),
+            BarColumn(bar_width=None),
+            TaskProgressColumn(),
+            console=console,
+            auto_refresh=False,
+            expand=True,
+            redirect_stdout=_is_terminal(sys.stdout),
+            redirect_stderr=_is_terminal(sys.stderr),
+        )
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        width = min(self._console.width, _MAX_WIDTH)
+        yield Padding(self.make_tasks_table(self.tasks), (0, self._console.width - width, 0, 0))
+        line, separator = "", _spell(" · ", self._console)
+        for word in (_spell(word, self._console) for word in self._words()):
+            if line and len(line) + len(separator) + len(word) > width:
+                yield Text(line, no_wrap=True, overflow="ellipsis")
+                line = ""
+            line = f"{line}{separator}{word}" if line else word
+        if line:
+            yield Text(line, no_wrap=True, overflow="ellipsis")
+
+
+class _Status:
+    """The numbers of a training."""
 
     def __init__(self, total: int, steps_per_epoch: int, start: int, clock: Callable[[], float]) -> None:
         self.total, self.steps_per_epoch, self.start, self.iteration = total, steps_per_epoch, start, start
-        self.tested: tuple[int, Mapping[str, float]] | None = None
-        self._clock, self._began = clock, clock()
-        self._loss: float | None = None
-        self._lr = 0.0
-        self._sparsity: float | None = None
-        self._target: float | None = None
-        self._images_per_s: float | None = None
+        self.task: TaskID | None = None
+        self.tested = ""
+        self._clock, self._start_time = clock, clock()
+        self._numbers: list[str] = []
 
     def update(
         self,
@@ -191,14 +212,15 @@ class _Progress:
         target: float | None,
         images_per_s: float | None,
     ) -> None:
-        self.iteration, self._lr, self._sparsity, self._target = iteration, lr, sparsity, target
-        self._images_per_s = images_per_s
-        self._loss = loss
-
-    def seconds_left(self) -> float | None:
-        """As long as the iterations so far took, with their tests and checkpoints."""
-        done = self.iteration - self.start
-        return (self._clock() - self._began) / done * (self.total - self.iteration) if done > 0 else None
+        self.iteration = iteration
+        self._numbers = [f"loss {figure(loss)}", f"lr {rate(lr)}"]
+        if sparsity is not None:
+            goal = f" → {100 * target:.1f}" if target is not None else ""
+            self._numbers.append(f"sparsity {100 * sparsity:.1f}{goal} %")
+        if images_per_s:
+            self._numbers.append(
+                f"{images_per_s:.0f} images/s" if images_per_s >= 10 else f"{images_per_s:.1f} images/s"
+            )
 
     def words(self) -> Iterator[str]:
         """Each number with its name, in the order of a line."""
@@ -206,105 +228,38 @@ class _Progress:
         epoch = min(max(math.ceil(self.iteration / self.steps_per_epoch), 1), epochs)
         yield f"epoch {epoch}/{epochs}"
         yield f"iteration {self.iteration}/{self.total}"
-        if self._loss is not None:
-            yield f"loss {figure(self._loss)}"
-            yield f"lr {rate(self._lr)}"
-        if self._sparsity is not None:
-            target = f" → {100 * self._target:.1f}" if self._target is not None else ""
-            yield f"sparsity {100 * self._sparsity:.1f}{target} %"
-        if self._images_per_s:
-            yield (
-                f"{self._images_per_s:.0f} images/s"
-                if self._images_per_s >= 10
-                else f"{self._images_per_s:.1f} images/s"
-            )
-        left = self.seconds_left()
-        if left is not None and self.iteration < self.total:
+        yield from self._numbers
+        done = self.iteration - self.start
+        if done > 0 and self.iteration < self.total:  # the time so far includes tests and checkpoints
+            left = (self._clock() - self._start_time) / done * (self.total - self.iteration)
             yield f"ETA {duration(left)}"
 
-
-@dataclass(frozen=True)
-class _View:
-    """The live display at one moment, for whatever width there is."""
-
-    now: _Progress | None
-    testing: tuple[int, int] | None
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = min(options.max_width, 100)
-        if self.now is not None:
-            share = self.now.iteration / self.now.total if self.now.total else 1.0
-            yield _bar(console, "training", share, width)
-            words = list(self.now.words())
-            if self.now.tested is not None:
-                at, metrics = self.now.tested
-                words.append(f"{metric_words(metrics, most=2)} at {at}")
-            yield from _lines([_spelled(word, console) for word in words], width, console)
-        if self.testing is not None:
-            done, total = self.testing
-            yield _bar(console, "testing", done / total if total else 1.0, width)
+    def all_words(self) -> list[str]:
+        return [*self.words(), *([self.tested] if self.tested else [])]
 
 
-def _bar(console: Console, name: str, share: float, width: int) -> Text:
-    """`training ━━━━━━━─────  58 %` on one line."""
-    share = min(max(share, 0.0), 1.0)
-    room = max(width - 15, 4)
-    done = math.floor(share * room)
-    full, rest = ("#", "-") if console.options.ascii_only else ("━", "─")
-    bar = [(full * done, "cyan"), (rest * (room - done), "dim")]
-    return Text.assemble(f"{name:<9}", *bar, f" {math.floor(100 * share):3d} %", no_wrap=True, overflow="crop")
-
-
-def _lines(words: list[str], width: int, console: Console) -> Iterator[Text]:
-    """Words on as few lines as hold them, none of them broken unless it alone is too long."""
-    line, between = "", _spelled(" · ", console)
-    for word in words:
-        longer = f"{line}{between}{word}" if line else word
-        if line and len(longer) > width:
-            yield Text(line, no_wrap=True, overflow="ellipsis")
-            longer = word
-        line = longer
-    if line:
-        yield Text(line, no_wrap=True, overflow="ellipsis")
-
-
-def _spelled(text: str, console: Console) -> str:
-    """A text in letters that the terminal has."""
+def _spell(text: str, console: Console) -> str:
+    """The text in characters that the terminal can show."""
     if not console.options.ascii_only:
         return text
     return text.replace("→", "->").replace("·", "|").encode("ascii", "replace").decode()
 
 
 @contextmanager
-def _above(live: Live) -> Generator[None]:
-    """Let handlers of `logging` that write to the terminal write above the live display."""
-    swapped: list[tuple[logging.StreamHandler[Any], Any]] = []
+def _logging_above(console: Console) -> Generator[None]:
+    """Let handlers of `logging` that write to the terminal print above the bars."""
+    replaced: list[tuple[logging.StreamHandler[Any], Any]] = []
     for entry in [*logging.getLogger().handlers, *logging.getLogger("gossamer").handlers]:
         if isinstance(entry, logging.StreamHandler) and not isinstance(entry, logging.FileHandler):
             handler = cast("logging.StreamHandler[Any]", entry)
             if _is_terminal(handler.stream):
-                swapped.append((handler, handler.stream))
-                handler.setStream(_Above(live.console))
+                replaced.append((handler, handler.stream))
+                handler.setStream(cast(TextIO, FileProxy(console, handler.stream)))
     try:
         yield
     finally:
-        for handler, stream in swapped:
+        for handler, stream in replaced:
             handler.setStream(stream)
-
-
-class _Above:
-    """A text stream that prints on a console."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def write(self, text: str) -> int:
-        if text.rstrip("\n"):
-            self._console.print(text.rstrip("\n"), markup=False, highlight=False, soft_wrap=True)
-        return len(text)
-
-    def flush(self) -> None:
-        """Nothing waits here."""
 
 
 def _is_terminal(stream: Any) -> bool:
@@ -314,40 +269,40 @@ def _is_terminal(stream: Any) -> bool:
         return False
 
 
-LOG = "log.txt"
+# The log file
 
 
 @contextmanager
 def logged(display: Display) -> Generator[Callable[[Path], None]]:
-    """Show warnings as long as the block runs. What this gives writes all messages to the log of a folder.
+    """Show warnings while the block runs. Yields a function that writes all messages to the log of a folder.
 
-    The messages before that call are written too; without it nothing is, so that a run that is refused leaves nothing.
+    Messages before that call are written too. Without the call nothing is, so that a refused run leaves no files.
     """
     logger = logging.getLogger("gossamer")
     level = logger.level
-    kept = MemoryHandler(10**6, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
-    handlers: list[logging.Handler] = [kept, _Shown(display)]
+    early = MemoryHandler(10**6, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
+    handlers: list[logging.Handler] = [early, _WarningHandler(display)]
     for handler in handlers:
         logger.addHandler(handler)
     if logger.getEffectiveLevel() > logging.INFO:
         logger.setLevel(logging.INFO)
 
-    def keep(folder: Path) -> None:
+    def open_log(folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            file = _File(folder / LOG, display)
+            file = _LogFile(folder / LOG, display)
         except OSError as error:
             reason = error.strerror or error
             raise GossamerError(f"{folder}: cannot be written: {reason}; choose another saver.save_dir") from error
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        kept.setTarget(file)
-        kept.flush()
-        logger.removeHandler(kept)
+        early.setTarget(file)
+        early.flush()
+        logger.removeHandler(early)
         logger.addHandler(file)
         handlers.append(file)
 
     try:
-        yield keep
+        yield open_log
     finally:
         logger.setLevel(level)
         for handler in handlers:
@@ -355,15 +310,15 @@ def logged(display: Display) -> Generator[Callable[[Path], None]]:
             handler.close()
 
 
-class _File(logging.FileHandler):
-    """The log of a run. A full disk is a warning: what ends the run is a checkpoint that cannot be written."""
+class _LogFile(logging.FileHandler):
+    """The log of a run. If it cannot be written, that is a warning: only a failing checkpoint ends a run."""
 
     def __init__(self, path: Path, display: Display) -> None:
         super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self._path, self._display, self._complete = path, display, True
 
     def _open(self) -> TextIOWrapper:
-        """Not through a link, which could lead to a file of the user's, and no pipe, which would wait for a reader."""
+        """Neither a link, which could lead to a file of the user's, nor a pipe, which would wait for a reader."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
         return open(os.open(self.baseFilename, flags, 0o666), "a", encoding="utf-8")
 
@@ -381,14 +336,13 @@ class _File(logging.FileHandler):
             super().close()
 
 
-class _Shown(logging.Handler):
-    """Warnings, above the live display."""
+class _WarningHandler(logging.Handler):
+    """Shows warnings. Errors end the run, and the caller shows them."""
 
     def __init__(self, display: Display) -> None:
         super().__init__(logging.WARNING)
         self._display = display
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno > logging.WARNING:
-            return  # an error ends the run, and is told by whoever started it
-        self._display.message(f"{record.levelname.lower()}: {record.getMessage()}")
+        if record.levelno <= logging.WARNING:
+            self._display.message(f"{record.levelname.lower()}: {record.getMessage()}")

@@ -1,8 +1,4 @@
-"""One process or several: who we are among them, and starting them.
-
-torchrun says by environment variables which process this is. Knows nothing of
-models or configs.
-"""
+"""Data-parallel processes: starting and joining them, exchanging values, and stopping all of them on a signal."""
 
 from __future__ import annotations
 
@@ -11,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -25,51 +23,55 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Place:
-    """This process among those that train together."""
+class Distributed:
+    """Rank, world size and device of this process."""
 
     rank: int
-    world: int
+    world_size: int
     device: torch.device
 
     @property
     def first(self) -> bool:
+        """Whether this is rank 0, which writes files and messages for all."""
         return self.rank == 0
 
 
 @contextmanager
-def joined(device: str) -> Generator[Place]:
-    """Join the processes that torchrun started, if it did, for as long as the block runs."""
-    world, rank, local = (_number(name, default) for name, default in _VARIABLES)
-    if distributed.is_available() and distributed.is_initialized():  # by whoever started us
-        world, rank = distributed.get_world_size(), distributed.get_rank()
-    chosen = _device(device, local, world)
-    if world == 1:
-        yield Place(0, 1, chosen)
+def init_distributed(device: str) -> Generator[Distributed]:
+    """Join the process group that torchrun describes in environment variables, if there is one, and leave it at exit.
+
+    `device` is `auto`, `cpu`, `cuda` or `cuda:N`.
+    """
+    world_size, rank, local_rank = (_from_environment(name, default) for name, default in _VARIABLES)
+    if distributed.is_available() and distributed.is_initialized():  # by the caller
+        world_size, rank = distributed.get_world_size(), distributed.get_rank()
+    chosen = _device(device, local_rank, world_size)
+    if world_size == 1:
+        yield Distributed(0, 1, chosen)
         return
     started = not distributed.is_initialized()
     if started:
         distributed.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     try:
-        yield Place(rank, world, chosen)
+        yield Distributed(rank, world_size, chosen)
         if started:
-            distributed.barrier()  # one that leaves early would cut the line to those that still listen
+            distributed.barrier()  # a process that leaves early closes connections that others still use
     finally:
         if started:
-            # A DDP module in a reference cycle would hold the group, whose threads then end with the interpreter.
+            # A DDP module in a reference cycle would keep the group alive until the interpreter shuts down.
             gc.collect()
             distributed.destroy_process_group()
 
 
 @contextmanager
-def reproducible(wanted: bool) -> Generator[None]:
-    """Only operations that give the same bits each time, for as long as the block runs."""
+def deterministic(enabled: bool) -> Generator[None]:
+    """Use deterministic algorithms only, if `enabled`; otherwise let cuDNN choose. Restores the settings at exit."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
-    if wanted:
+    if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = not wanted
+    torch.backends.cudnn.benchmark = not enabled
     try:
         yield
     finally:
@@ -77,37 +79,37 @@ def reproducible(wanted: bool) -> Generator[None]:
         torch.backends.cudnn.benchmark = benchmark
 
 
-def launch(count: int, arguments: Sequence[str]) -> int:
-    """Run `gossamer` with these arguments in several processes of this machine; the exit code."""
-    if count < 1:
-        raise GossamerError(f"--nproc: expected a number of processes from 1 on, found {count}")
+def launch(nproc: int, arguments: Sequence[str]) -> int:
+    """Run `gossamer` with these arguments in several processes on this machine. Returns the exit code."""
+    if nproc < 1:
+        raise GossamerError(f"--nproc: expected a number of processes from 1 on, found {nproc}")
     if "WORLD_SIZE" in os.environ:
-        raise GossamerError("--nproc: torchrun has started several processes already; leave it out")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-    environment = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // count, 1)), **os.environ}
+        raise GossamerError("--nproc: torchrun has already started several processes; remove --nproc")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    environment = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // nproc, 1)), **os.environ}
     process = subprocess.Popen([*command, "-m", "gossamer", *arguments], env=environment)
     before = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
     try:
         while True:
             try:
                 return process.wait()
-            except KeyboardInterrupt:  # the processes have the signal too, save, and end
+            except KeyboardInterrupt:  # the processes receive the signal too, save and exit
                 continue
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def same_everywhere(value: Any, place: Place) -> Any:
-    """The first process's value."""
-    if place.world == 1:
+def broadcast_object(value: T, place: Distributed) -> T:
+    """The value of rank 0, on all ranks."""
+    if place.world_size == 1:
         return value
     holder = [value]
     distributed.broadcast_object_list(holder, src=0)  # pyright: ignore[reportUnknownMemberType]
     return holder[0]
 
 
-def gathered(value: Any) -> list[Any]:
-    """The values of all processes, in the order of their ranks; of this one alone when there are no others."""
+def all_gather(value: T) -> list[T]:
+    """The values of all ranks in order, on all ranks."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return [value]
     values: list[Any] = [None] * distributed.get_world_size()
@@ -115,66 +117,107 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
-def done_by_first(act: Callable[[], T], place: Place) -> T | None:
-    """What the first process makes; where it cannot, all raise what it was told, and none waits for it."""
-    made: T | None = None
-    told: str | None = None
+def on_first_rank(function: Callable[[], T], place: Distributed) -> T | None:
+    """Call a function on rank 0 and return its result there. A `GossamerError` is raised on all ranks."""
+    if place.world_size == 1:
+        return function()
+    result: T | None = None
+    message: str | None = None
     if place.first:
         try:
-            made = act()
+            result = function()
         except GossamerError as error:
-            told = str(error)
-    told = same_everywhere(told, place)
-    if told is not None:
-        raise GossamerError(told)
-    return made
+            message = str(error)
+    message = broadcast_object(message, place)
+    if message is not None:
+        raise GossamerError(message)
+    return result
 
 
-def any_of(flag: bool, place: Place) -> bool:
-    """Whether the flag is raised in some process."""
-    if place.world == 1:
+def any_rank(flag: bool, place: Distributed) -> bool:
+    """Whether the flag is set on some rank."""
+    if place.world_size == 1:
         return flag
-    raised = torch.tensor([int(flag)], device=place.device)
-    distributed.all_reduce(raised, distributed.ReduceOp.MAX)
-    return bool(raised.item())
+    maximum = torch.tensor([int(flag)], device=place.device)
+    distributed.all_reduce(maximum, distributed.ReduceOp.MAX)
+    return bool(maximum.item())
 
 
-def send_state(module: torch.nn.Module, place: Place) -> None:
-    """Give all processes the first one's parameters and buffers."""
-    if place.world > 1:
+def broadcast_state(module: torch.nn.Module, place: Distributed) -> None:
+    """Copy parameters and buffers of rank 0 to all ranks."""
+    if place.world_size > 1:
         for tensor in module.state_dict().values():
             distributed.broadcast(tensor, src=0)
 
 
-def send_buffers(module: torch.nn.Module, place: Place) -> None:
-    """Give all processes the first one's statistics, as training does before each batch."""
-    if place.world > 1:
+def broadcast_buffers(module: torch.nn.Module, place: Distributed) -> None:
+    """Copy buffers of rank 0 to all ranks, as DDP does before each forward pass in training."""
+    if place.world_size > 1:
         for buffer in module.buffers():
             distributed.broadcast(buffer, src=0)
+
+
+class Stop:
+    """Whether SIGINT or SIGTERM asked the run to save and stop."""
+
+    def __init__(self, place: Distributed) -> None:
+        self.requested = False
+        self._place = place
+
+    def agreed(self, iteration: int) -> bool:
+        """Whether all ranks stop at this iteration, because one of them received a signal.
+
+        On GPUs the exchange waits for the device, so it happens every ten iterations only.
+        """
+        return (self._place.device.type != "cuda" or iteration % 10 == 0) and any_rank(self.requested, self._place)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        if self.requested and self._place.world_size == 1 and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+@contextmanager
+def stop_on_signals(place: Distributed) -> Generator[Stop]:
+    """The first SIGINT or SIGTERM requests a stop. A second Ctrl-C raises KeyboardInterrupt at once."""
+    stop = Stop(place)
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, stop.handle) for number in numbers]
+    try:
+        yield stop
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 _VARIABLES = (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
 
 
-def _number(name: str, default: int) -> int:
+def _from_environment(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.isdecimal():
-        raise GossamerError(f"the environment variable {name} is {text!r}, not a number; start by torchrun or --nproc")
+        raise GossamerError(
+            f"the environment variable {name} is {text!r}, not a number; start with torchrun or --nproc"
+        )
     return int(text)
 
 
-def _device(word: str, local: int, world: int) -> torch.device:
-    if word == "auto":
-        word = "cuda" if torch.cuda.is_available() else "cpu"
+def _device(name: str, local_rank: int, world_size: int) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(word)
+        device = torch.device(name)
     except RuntimeError:
-        raise GossamerError(f"runtime.device: torch knows no '{word}'; write auto, cpu or cuda") from None
+        raise GossamerError(f"runtime.device: unknown device '{name}'; use auto, cpu or cuda") from None
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise GossamerError(f"runtime.device: '{word}' is not there; write auto or cpu")
-        if ":" in word and world > 1:
-            raise GossamerError(f"runtime.device: '{word}' is one device for {world} processes; write cuda")
-        device = torch.device("cuda", local if ":" not in word else device.index)
+            raise GossamerError(f"runtime.device: '{name}' is not available; use auto or cpu")
+        if ":" in name and world_size > 1:
+            raise GossamerError(f"runtime.device: '{name}' is one device for {world_size} processes; use cuda")
+        device = torch.device("cuda", local_rank if ":" not in name else device.index)
         torch.cuda.set_device(device)
     return device

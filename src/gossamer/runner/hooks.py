@@ -1,4 +1,4 @@
-"""What users add to a run: classes of their own that are called at its turns."""
+"""Hooks: classes of users that the trainer calls during a run."""
 
 from __future__ import annotations
 
@@ -6,66 +6,63 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from gossamer.errors import GossamerError, nearest
+from gossamer.errors import GossamerError, nearest, within
 from gossamer.runner.config.schema import Named
 from gossamer.runner.trust import Trust, imported
 
 if TYPE_CHECKING:
-    from gossamer.runner.trainer import Runner
+    from gossamer.runner.trainer import Trainer
 
 T = TypeVar("T")
 
-ALWAYS_ON = {
-    "auto_save_best": "the best checkpoint is always kept",
-    "auto_checkpoint": "a run that is interrupted always saves",
-}
-"""Hooks of United Perception that need no naming here."""
+ALWAYS_ON = ("auto_save_best", "auto_checkpoint")
+"""Hooks of United Perception whose behaviour is built in: the best checkpoint is kept, an interrupted run saves."""
 
 
 class Hook:
-    """Called at the turns of a run, in each process; a hook overrides what it needs.
+    """Base class of hooks; override the methods that you need. Each process has its own hooks.
 
-    `runner.place.first` is the process that speaks for all; `saved` is called in that one alone.
+    `runner.place.first` is True on rank 0; `saved` is called there only.
     """
 
-    def train_begins(self, runner: Runner) -> None: ...
+    def train_begins(self, runner: Trainer) -> None: ...
 
-    def iteration_done(self, runner: Runner) -> None: ...
+    def iteration_done(self, runner: Trainer) -> None: ...
 
-    def tested(self, runner: Runner, metrics: Mapping[str, float]) -> None: ...
+    def tested(self, runner: Trainer, metrics: Mapping[str, float]) -> None: ...
 
-    def saved(self, runner: Runner, path: Path) -> None: ...
+    def saved(self, runner: Trainer, path: Path) -> None: ...
 
-    def train_ends(self, runner: Runner) -> None: ...
+    def train_ends(self, runner: Trainer) -> None: ...
 
 
 def build_hooks(named: Sequence[Named], trust: Trust) -> list[Hook]:
     """The hooks that a config names as `package.module:Class`."""
-    return [hook for index, entry in enumerate(named) if (hook := _built(entry, f"hooks.{index}", trust)) is not None]
+    hooks: list[Hook] = []
+    for index, entry in enumerate(named):
+        with within("hooks", index):
+            if entry.type not in ALWAYS_ON:
+                hooks.append(_build_hook(entry, f"hooks.{index}.type", trust))
+    return hooks
 
 
-def subclass(word: str, base: type[T], place: str, trust: Trust) -> type[T]:
-    """The class that `package.module:Class` names in a config."""
-    try:
-        found = imported(word, trust, key=place)
-    except GossamerError as error:
-        raise GossamerError(f"{place}: {error}") from error
+def import_subclass(path: str, base: type[T], key: str, trust: Trust, public_name: str) -> type[T]:
+    """Import the class `package.module:Class` that a config names, a subclass of `gossamer.runner.{public_name}`."""
+    found = imported(path, trust, key=key)
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise GossamerError(f"{place}: '{word}' is no subclass of gossamer.runner.{base.__name__}")
+        raise GossamerError(f"'{path}' is not a subclass of gossamer.runner.{public_name}")
     return found
 
 
-def _built(entry: Named, place: str, trust: Trust) -> Hook | None:
-    if entry.type in ALWAYS_ON:
-        return None
-    if ":" not in entry.type:
-        known = ", ".join(ALWAYS_ON)
-        raise GossamerError(
-            f"{place}.type: no '{entry.type}'{nearest(entry.type, ALWAYS_ON)}; "
-            f"there are {known}, and your own as package.module:Class"
-        )
-    kind = subclass(entry.type, Hook, f"{place}.type", trust)
+def _build_hook(entry: Named, key: str, trust: Trust) -> Hook:
+    with within("type"):
+        if ":" not in entry.type:
+            raise GossamerError(
+                f"no '{entry.type}'{nearest(entry.type, ALWAYS_ON)}; "
+                f"there are {', '.join(ALWAYS_ON)}, and your own as package.module:Class"
+            )
+        kind = import_subclass(entry.type, Hook, key, trust, "Hook")
     try:
         return kind(**entry.kwargs)
     except TypeError as error:
-        raise GossamerError(f"{place}.kwargs: {entry.type}: {error}") from error
+        raise GossamerError(f"{entry.type}: {error}", "kwargs") from error

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError
 from gossamer.model import unwrap
 from gossamer.runner.data import Batch
-from gossamer.runner.distributed import gathered
+from gossamer.runner.distributed import all_gather
 
 Detection = dict[str, Tensor]
 """Boxes (n, 4) as x1, y1, x2, y2; labels (n,) from 1; scores (n,)."""
@@ -71,7 +71,7 @@ class Accuracy(Evaluator):
 
     def compute(self) -> dict[str, float]:
         own: list[int] = [0, 0, 0] if self._counts is None else [int(count) for count in self._counts]
-        top1, top5, total = (sum(column) for column in zip(*gathered(own), strict=True))
+        top1, top5, total = (sum(column) for column in zip(*all_gather(own), strict=True))
         if not total:
             raise GossamerError("dataset.test: none of the images can be read")
         metrics = {"top1": 100.0 * top1 / total}
@@ -96,7 +96,7 @@ class BoxPrecision(Evaluator):
         from torchmetrics.detection import MeanAveragePrecision
 
         # Sorted by image, so that ties in scores rank the same for every world size.
-        results = sorted((entry for own in gathered(self._results) for entry in own), key=lambda entry: entry[0])
+        results = sorted((entry for own in all_gather(self._results) for entry in own), key=lambda entry: entry[0])
         if not results:
             raise GossamerError("dataset.test: none of the images can be read")
         metric = MeanAveragePrecision(backend="faster_coco_eval", sync_on_compute=False)

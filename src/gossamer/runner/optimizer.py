@@ -1,8 +1,8 @@
-"""Optimizers and learning-rate schedulers by name, the latter with a warm-up.
+"""Optimizers and learning-rate schedulers by name, with a warm-up.
 
-A scheduler of torch is stepped once in each iteration, so the lengths that a
-config gives in epochs are turned into iterations here. Knows no config file
-and no training loop.
+Schedulers of torch are stepped in each iteration, so lengths that a config gives in epochs become iterations here.
+The warm-up is our own: torch's SequentialLR delays the schedule by the warm-up, and ChainedScheduler is exact for
+some schedulers only. A recipe restarts both through `engine.restart`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any, cast
 import torch
 from torch.optim import lr_scheduler as torch_schedulers
 
-from gossamer.errors import GossamerError, nearest
+from gossamer.errors import GossamerError, format_value, nearest, within
 from gossamer.quantities import MAX_COUNT
-from gossamer.recipe.wording import found_words
 from gossamer.runner.config.schema import LRScheduler, Optimizer
 from gossamer.runner.training_state import same_kind
 
@@ -33,12 +32,12 @@ LENGTHS: dict[str, tuple[str, ...]] = {
     "ExponentialLR": (),
     "ReduceLROnPlateau": (),
 }
-"""The schedulers that a config may name, and which of their arguments are lengths."""
+"""The schedulers that a config can name, with those of their arguments that are lengths."""
 
-WHOLE = {"CosineAnnealingLR": "T_max", "OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
-"""Arguments that are the length of the training unless they are given."""
+DEFAULT_LENGTHS = {"CosineAnnealingLR": "T_max", "OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
+"""Arguments whose default is the length of the training."""
 
-TIMES = (
+CONFIGURED = (
     "T_max",
     "total_steps",
     "total_iters",
@@ -48,7 +47,7 @@ TIMES = (
     "total_size",
     "step_ratio",
 )
-"""Attributes of schedulers that a config decides, also for a run that is resumed."""
+"""Attributes of schedulers that the config decides, also in a resumed run."""
 
 PROGRESS = (
     "last_epoch",
@@ -61,27 +60,28 @@ PROGRESS = (
     "num_bad_epochs",
     "cooldown_counter",
 )
-"""Attributes of schedulers that training changes, or that depend on rates of the optimizer's state."""
-SEVERAL = ("milestones", "base_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
-"""Arguments that may be lists: of lengths, or of one value for each parameter group."""
+"""Attributes of schedulers that training changes, or that depend on the rates in the optimizer's state."""
+LISTS = ("milestones", "base_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
+"""Arguments that can be lists: of lengths, or of one value per parameter group."""
 
-UNFIT = ("LBFGS", "SparseAdam")
-"""Optimizers that need a closure, or gradients of another kind."""
+UNSUPPORTED = ("LBFGS", "SparseAdam")
+"""Optimizers that need a closure or sparse gradients."""
 
 
 def build_optimizer(config: Optimizer, parameters: Any) -> torch.optim.Optimizer:
     """The optimizer that a config names."""
-    known = {name: kind for name, kind in vars(torch.optim).items() if _is_optimizer(kind) and name not in UNFIT}
+    known = {name: kind for name, kind in vars(torch.optim).items() if _is_optimizer(kind) and name not in UNSUPPORTED}
     kind = known.get(config.type)
-    if kind is None:
-        raise GossamerError(f"trainer.optimizer.type: torch.optim has no '{config.type}'{nearest(config.type, known)}")
-    if "params" in config.kwargs:
-        raise GossamerError("trainer.optimizer.kwargs.params: the runner gives the model's parameters; leave it out")
-    _check_arguments(kind, config.kwargs, "trainer.optimizer")
-    try:
-        return kind(parameters, **config.kwargs)
-    except (TypeError, ValueError) as error:
-        raise GossamerError(f"trainer.optimizer.kwargs: {config.type}: {error}") from error
+    with within("trainer", "optimizer"):
+        if kind is None:
+            raise GossamerError(f"torch.optim has no '{config.type}'{nearest(config.type, known)}", "type")
+        if "params" in config.kwargs:
+            raise GossamerError("the runner passes the model's parameters; remove it", "kwargs", "params")
+        _check_arguments(kind, config.kwargs)
+        try:
+            return kind(parameters, **config.kwargs)
+        except (TypeError, ValueError) as error:
+            raise GossamerError(f"{config.type}: {error}", "kwargs") from error
 
 
 def build_lr_scheduler(
@@ -89,49 +89,48 @@ def build_lr_scheduler(
 ) -> WarmUp:
     """The scheduler that a config names, to be stepped in each iteration.
 
-    `per_unit` is the number of iterations in the config's unit of time: those of an epoch, or 1. `length` is how many
-    iterations one course of the schedule has: the whole training, or one level of sparsity. A warm-up in epochs counts
-    those of `steps_per_epoch`.
+    `per_unit` is the number of iterations in the config's unit of time: those of an epoch, or 1. `length` is the number
+    of iterations of one cycle: the whole training, or one level of sparsity. `warmup_epochs` counts `steps_per_epoch`.
     """
     name = config.type
-    if name not in LENGTHS:
-        known = ", ".join(LENGTHS)
-        raise GossamerError(f"trainer.lr_scheduler.type: no '{name}'{nearest(name, LENGTHS)}; there are {known}")
-    kind: Any = getattr(torch_schedulers, name)
-    _check_arguments(kind, config.kwargs, "trainer.lr_scheduler")
-    given = dict(config.kwargs)
-    if name == "ReduceLROnPlateau":
-        given.setdefault("mode", "max")  # as all of our metrics
-    try:
-        kwargs = {key: _iterations(value, per_unit) if key in LENGTHS[name] else value for key, value in given.items()}
-        if name in WHOLE and not (WHOLE[name] == "total_steps" and {"epochs", "steps_per_epoch"} <= set(kwargs)):
-            kwargs.setdefault(WHOLE[name], length)
-        if name == "ExponentialLR" and "gamma" in kwargs:
-            kwargs["gamma"] = float(kwargs["gamma"]) ** (1 / per_unit)
-        inner = kind(optimizer, **kwargs)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise GossamerError(f"trainer.lr_scheduler.kwargs: {name}: {error}") from error
+    with within("trainer", "lr_scheduler"):
+        if name not in LENGTHS:
+            raise GossamerError(f"no '{name}'{nearest(name, LENGTHS)}; there are {', '.join(LENGTHS)}", "type")
+        kind: Any = getattr(torch_schedulers, name)
+        _check_arguments(kind, config.kwargs)
+        given = dict(config.kwargs)
+        if name == "ReduceLROnPlateau":
+            given.setdefault("mode", "max")  # higher metrics are better
+        try:
+            kwargs = {
+                key: _iterations(value, per_unit) if key in LENGTHS[name] else value for key, value in given.items()
+            }
+            argument = DEFAULT_LENGTHS.get(name)
+            if argument and not (argument == "total_steps" and {"epochs", "steps_per_epoch"} <= set(kwargs)):
+                kwargs.setdefault(argument, length)
+            if name == "ExponentialLR" and "gamma" in kwargs:
+                kwargs["gamma"] = float(kwargs["gamma"]) ** (1 / per_unit)
+            inner = kind(optimizer, **kwargs)
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise GossamerError(f"{name}: {error}", "kwargs") from error
     warm_up = config.warmup_iter or round(config.warmup_epochs * steps_per_epoch)
     return WarmUp(optimizer, inner, warm_up, config.warmup_ratio, config.warmup_type)
 
 
 class WarmUp:
-    """A scheduler whose rates are lowered in the first iterations; it runs on below, from the first one.
-
-    torch's own ways either shift the schedule (SequentialLR) or are exact for some schedulers only (ChainedScheduler).
-    """
+    """A scheduler whose learning rates are multiplied by a factor below 1 in the first iterations."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, inner: Any, length: int, ratio: float, kind: str) -> None:
         self.optimizer, self.inner = optimizer, inner
         self.length, self.ratio, self.kind = length, ratio, kind
         self.last_epoch = 0
-        """Iterations so far; the name is torch's."""
+        """Iterations so far, under torch's name."""
         self.rates: list[float] = []
-        """What the scheduler below says."""
-        self._lower()
+        """The learning rates of the inner scheduler, without the factor."""
+        self._apply_factor()
 
     def factor(self, iteration: int) -> float:
-        """What the rates are multiplied by: from `ratio` to 1."""
+        """The factor of the learning rates: from `ratio` to 1."""
         if iteration >= self.length:
             return 1.0
         if self.kind == "constant":
@@ -140,19 +139,19 @@ class WarmUp:
         return self.ratio ** (1 - done) if self.kind == "exp" else self.ratio + (1 - self.ratio) * done
 
     def step(self) -> None:
-        """Behind the optimizer's step of an iteration."""
-        self._raise()
+        """Called after the optimizer's step in each iteration."""
+        self._remove_factor()
         if not isinstance(self.inner, torch_schedulers.ReduceLROnPlateau):
             self.inner.step()
         self.last_epoch += 1
-        self._lower()
+        self._apply_factor()
 
     def tested(self, metric: float) -> None:
-        """Tell the result of a test, which one scheduler goes by."""
+        """Called with the metric of each test, for ReduceLROnPlateau."""
         if isinstance(self.inner, torch_schedulers.ReduceLROnPlateau):
-            self._raise()
+            self._remove_factor()
             self.inner.step(metric)
-            self._lower()
+            self._apply_factor()
 
     def state_dict(self) -> dict[str, Any]:
         inner = {
@@ -162,45 +161,45 @@ class WarmUp:
         return {"last_epoch": self.last_epoch, "rates": list(self.rates), "inner": inner}
 
     def check(self, state: Mapping[str, Any], iteration: int) -> None:
-        """Raise `GossamerError` unless this is a state of such a scheduler after `iteration` steps or fewer."""
+        """Raise `GossamerError` unless this is a state of the scheduler after at most `iteration` steps."""
         if set(state) != {"last_epoch", "rates", "inner"} or not isinstance(state["inner"], dict):
-            raise GossamerError("the state of the learning-rate scheduler is none")
+            raise GossamerError("this is not a state of the learning-rate scheduler")
         held = {**self.state_dict()["inner"], "rates": self.rates}
         inner = {**cast(dict[str, Any], state["inner"]), "rates": state["rates"]}
         progress = [key for key in (*PROGRESS, "rates") if key in held and key in inner]
         wrong = [key for key in progress if not _is_progress(key, inner[key], held[key])]
-        wrong += [key for key in TIMES if not _is_plain(inner.get(key))]
+        wrong += [key for key in CONFIGURED if not _is_plain(inner.get(key))]
         if wrong:
-            raise GossamerError(f"the state of the learning-rate scheduler has something else for its '{wrong[0]}'")
+            raise GossamerError(f"the state of the learning-rate scheduler has a wrong '{wrong[0]}'")
         for steps in (state["last_epoch"], inner.get("last_epoch", 0)):
             if type(steps) is not int or not 0 <= steps <= iteration:
                 raise GossamerError(f"the state of the learning-rate scheduler is not one of {iteration} steps")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the optimizer's state before, which holds the rates of now. All else stays as the config has it."""
+        """Load the progress; settings stay as the config has them. The optimizer's state must be loaded before."""
         self.last_epoch, self.rates = int(state["last_epoch"]), list(state["rates"])
         held, before = self._inner_state(), self.state_dict()["inner"]
         loaded = {key: value for key, value in state["inner"].items() if key in PROGRESS and key in held}
         self.inner.load_state_dict({**held, **loaded})
-        if any(state["inner"].get(key) != before[key] for key in TIMES if key in held):
-            self._start_from_here()
+        if any(state["inner"].get(key) != before[key] for key in CONFIGURED if key in held):
+            self._apply_closed_form()
 
-    def _start_from_here(self) -> None:
-        """The rates that a schedule of another length has at this iteration, where it can say."""
+    def _apply_closed_form(self) -> None:
+        """Set the rates that a schedule of another length has at this iteration, if it has a closed form."""
         closed_form: Any = getattr(self.inner, "_get_closed_form_lr", None)
         if closed_form is not None:
             for group, rate in zip(self.optimizer.param_groups, closed_form(), strict=True):
                 group["lr"] = rate
-            self._lower()
+            self._apply_factor()
 
     def _inner_state(self) -> dict[str, Any]:
         return self.inner.state_dict()
 
-    def _raise(self) -> None:
+    def _remove_factor(self) -> None:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate
 
-    def _lower(self) -> None:
+    def _apply_factor(self) -> None:
         factor = self.factor(self.last_epoch)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         if factor != 1.0:
@@ -209,13 +208,13 @@ class WarmUp:
 
 
 def _is_progress(key: str, value: Any, like: Any) -> bool:
-    """Whether this may be an attribute that training changes; none is negative but the best metric."""
+    """Whether a value fits an attribute that training changes; only the best metric can be negative."""
     numbers = cast(list[Any], value) if isinstance(value, list) else [value]
     return same_kind(value, like) and (key == "best" or all(number >= (key == "T_i") for number in numbers))
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is of numbers and names alone, so that it can be compared."""
+    """Whether a value consists of numbers and text, so that it can be compared."""
     if isinstance(value, dict):
         return all(_is_plain(item) for item in cast(dict[Any, Any], value).values())
     if isinstance(value, list):
@@ -228,7 +227,7 @@ def _is_optimizer(kind: object) -> bool:
 
 
 def _iterations(value: Any, per_unit: int) -> Any:
-    """Lengths in iterations; a list of them is a list of milestones."""
+    """A length, or a list of milestones, in iterations."""
     if isinstance(value, list):
         return [_iterations(item, per_unit) for item in cast(list[Any], value)]
     if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
@@ -236,24 +235,24 @@ def _iterations(value: Any, per_unit: int) -> Any:
     return max(round(value * per_unit), 1)
 
 
-def _check_arguments(kind: type, given: Mapping[str, Any], place: str) -> None:
-    """Raise for an argument that the class does not take."""
+def _check_arguments(kind: type, given: Mapping[str, Any]) -> None:
+    """Raise for an argument that the class does not accept."""
     parameters = inspect.signature(kind).parameters
-    taken = [name for name in parameters if name not in ("optimizer", "params")]
+    accepted = [name for name in parameters if name not in ("optimizer", "params")]
     for key, value in given.items():
-        if key not in taken:
-            raise GossamerError(f"{place}.kwargs: {kind.__name__} takes no '{key}'{nearest(key, taken)}")
-        if (expected := _unfit(key, value, parameters[key].default)) is not None:
-            raise GossamerError(f"{place}.kwargs.{key}: expected {expected}, found {found_words(value)}")
+        if key not in accepted:
+            raise GossamerError(f"{kind.__name__} takes no '{key}'{nearest(key, accepted)}", "kwargs")
+        if (expected := _expected(key, value, parameters[key].default)) is not None:
+            raise GossamerError(f"expected {expected}, found {format_value(value)}", "kwargs", key)
 
 
-def _unfit(key: str, value: Any, default: Any) -> str | None:
-    """What is expected in place of a value, by the argument's default; None when it fits."""
+def _expected(key: str, value: Any, default: Any) -> str | None:
+    """What the argument expects, by its default, if the value does not fit; otherwise None."""
     if default is None and (value is None or isinstance(value, str)):
         return None  # the optimizer checks text itself
     if isinstance(default, bool | str):
-        words = "true or false" if isinstance(default, bool) else "text"
-        return None if type(value) is type(default) else words
+        expected = "true or false" if isinstance(default, bool) else "text"
+        return None if type(value) is type(default) else expected
     if isinstance(default, tuple):
         defaults = cast(tuple[Any, ...], default)
         numbers = cast(list[Any], value) if isinstance(value, list) else []
@@ -262,7 +261,7 @@ def _unfit(key: str, value: Any, default: Any) -> str | None:
             for number, default in zip(numbers, defaults, strict=True)
         )
         return None if fits else f"a list of {len(defaults)} numbers"
-    if key in SEVERAL and isinstance(value, list):
+    if key in LISTS and isinstance(value, list):
         numbers = cast(list[Any], value)
         return None if numbers and all(map(_is_number, numbers)) else "a list of numbers"
     least = -MAX_COUNT if isinstance(default, int | float) and default < 0 else 0

@@ -270,18 +270,18 @@ class ScheduleLog:
         values: dict[str, float] = {}
         if self._lr is None or abs(lr - self._lr) > LR_CHANGE * max(abs(lr), abs(self._lr)):
             self._lr = values["lr"] = lr
-        if sparsifier is not None and self._masks_changed(iteration, sparsifier, model):
-            values["sparsity"] = sparsifier.now(model)
+        if sparsifier is not None and self._masks_changed(iteration, sparsifier):
+            values["sparsity"] = sparsifier.sparsity(model)
         if values:
             self._records.set(iteration, iteration / self._steps_per_epoch, values)
 
-    def _masks_changed(self, iteration: int, sparsifier: Sparsifier, model: nn.Module) -> bool:
+    def _masks_changed(self, iteration: int, sparsifier: Sparsifier) -> bool:
         """Whether masks changed, and enough to matter. A method without a schedule is left to the train lines."""
         changes = sparsifier.mask_changes()
         if changes is not None and changes == self._masks:
             return False
         self._masks = changes
-        planned = sparsifier.planned_in(model, iteration)
+        planned = sparsifier.planned_in(iteration)
         if planned is None or (self._planned is not None and abs(planned - self._planned) < SPARSITY_CHANGE):
             return False
         self._planned = planned

@@ -1,22 +1,20 @@
-"""The training loop: iterations of batches, backward passes and optimizer steps, and what is due between them.
+"""The trainer: builds a run from its config, trains, tests and saves it, and exports the model.
 
-An iteration is one optimizer step, on `accumulate` batches. Knows the parts it
-is given, and not where they come from; `building.py` makes them.
+`build` calls the steps in order; a subclass may replace any of them. An iteration is one optimizer step, on
+`trainer.accumulate` batches.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -40,13 +38,14 @@ from gossamer.runner.data.images import ImageFileError
 from gossamer.runner.data.sources import Purpose, read_run_data
 from gossamer.runner.display import Display
 from gossamer.runner.distributed import (
-    Place,
-    any_of,
-    done_by_first,
-    gathered,
-    same_everywhere,
-    send_buffers,
-    send_state,
+    Distributed,
+    Stop,
+    all_gather,
+    broadcast_buffers,
+    broadcast_object,
+    broadcast_state,
+    on_first_rank,
+    stop_on_signals,
 )
 from gossamer.runner.hooks import build_hooks
 from gossamer.runner.model_files import Export, describe_model, write_model
@@ -55,299 +54,52 @@ from gossamer.runner.optimizer import WarmUp, build_lr_scheduler, build_optimize
 from gossamer.runner.pictures import draw_tests
 from gossamer.runner.records import Records, ScheduleLog
 from gossamer.runner.reporting.notes import Weights, weights_of
-from gossamer.runner.sparsity import ByRecipe, Sparsifier, build_sparsifier
-from gossamer.runner.start import (
-    Start,
-    changed_settings,
-    check_fits,
-    describes_another_run,
-    load_weights,
-    start_of_evaluation,
-    start_of_training,
-)
+from gossamer.runner.sparsity import Sparsifier, build_sparsifier
+from gossamer.runner.start import Start, changed_settings, describes_another_run, start_of_evaluation, start_of_training
 from gossamer.runner.tasks import Task, build_task
 from gossamer.runner.training_state import (
-    LONGEST_CONFIG,
-    Continuation,
-    continuation_of,
+    MAX_CONFIG,
+    TrainingState,
     random_states,
+    read_training_state,
     restore_average,
     restore_optimizer,
     restore_random_states,
     restore_scaler,
+    run_setting,
     seed_all,
-    setting_of,
     settings_of,
 )
+from gossamer.runner.weights import check_fits, load_pretrained
 
 if TYPE_CHECKING:
     from gossamer.export.saving import Written
 
-
-@dataclass
-class Progress:
-    """What is told of the last iterations."""
-
-    iteration: int
-    epoch: float
-    loss: float
-    parts: dict[str, float]
-    lr: float
-    images_per_s: float
-
-
-@dataclass
-class Loop:
-    """Everything that an iteration needs."""
-
-    model: nn.Module
-    task: Task
-    batches: Batches
-    optimizer: torch.optim.Optimizer
-    lr_scheduler: WarmUp | None
-    place: Place
-    steps_per_epoch: int
-    length: int
-    accumulate: int = 1
-    clip: float | None = None
-    scaler: Any = None
-    half: torch.dtype | None = None
-    channels_last: bool = False
-    sparsifier: Sparsifier | None = None
-    average: Any = None
-    """An exponential moving average of the model."""
-    log_freq: int = 10
-    iteration: int = 0
-    """Iterations that are done."""
-    skipped: list[str] = field(default_factory=list[str])
-    """Images that could not be used, one sentence each, in order."""
-    notes: list[str] = field(default_factory=list[str])
-    """Images that are used though something is wrong with them."""
-
-    def run(
-        self,
-        done: Callable[[], bool | None],
-        report: Callable[[Progress], None],
-        before_step: Callable[[float], None] | None = None,
-    ) -> bool:
-        """Train to the end. `done` is called after each iteration, and True ends the run early; returns whether.
-
-        `before_step` is called with the learning rate of each optimizer step, after everything that sets it.
-        """
-        if before_step is None:
-            return self._run(done, report)
-
-        def call(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-            before_step(self._lr())
-
-        # A recipe may set the learning rate in a hook of its own, which was registered before this one.
-        hook = self.optimizer.register_step_pre_hook(call)
-        try:
-            return self._run(done, report)
-        finally:
-            hook.remove()
-
-    def _run(self, done: Callable[[], bool | None], report: Callable[[Progress], None]) -> bool:
-        self.model.train()
-        clock = _Clock()
-        sums: dict[str, Tensor] = {}
-        count = 0
-        while self.iteration < self.length:
-            epoch, within = divmod(self.iteration, self.steps_per_epoch)
-            batches = self.batches.epoch(epoch, start=within * self.accumulate)
-            for _ in range(within, min(self.steps_per_epoch, self.length - epoch * self.steps_per_epoch)):
-                parts = self._step(batches, clock)
-                count += 1
-                for name, value in parts.items():
-                    sums[name] = sums[name] + value if name in sums else value
-                self.iteration += 1
-                if self.iteration % self.log_freq == 0 or self.iteration == self.length:
-                    report(self._progress({name: float(total) / count for name, total in sums.items()}, clock))
-                    sums, count = {}, 0
-                clock.stop()
-                if done():
-                    return True
-                clock.start()
-        return False
-
-    def _step(self, batches: Iterator[Batch], clock: _Clock) -> dict[str, Tensor]:
-        """One optimizer step; the mean losses of its batches."""
-        if self.sparsifier is not None:
-            self.sparsifier.begin(self.model, self.iteration)
-        total: dict[str, Tensor] = {}
-        for index in range(self.accumulate):
-            batch = next(batches)
-            self.skipped += batch.skipped
-            self.notes += batch.notes
-            clock.images += len(batch) * self.place.world
-            batch = batch.to(self.place.device, channels_last=self.channels_last)
-            with self._unsynchronized(last=index == self.accumulate - 1):
-                with self._autocast():
-                    losses = self.task.losses(self.model, batch)
-                    loss = torch.stack([value.float().sum() for value in losses.values()]).sum() / self.accumulate
-                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-            for name, value in losses.items():
-                part = value.detach().float() / self.accumulate
-                total[name] = total[name] + part if name in total else part
-        if self.clip is not None:
-            if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        if self.average is not None:
-            self.average.update_parameters(self.model)
-        return total
-
-    def _progress(self, parts: dict[str, float], clock: _Clock) -> Progress:
-        loss = sum(parts.values())
-        if not math.isfinite(loss):
-            worst = next(name for name, value in parts.items() if not math.isfinite(value))
-            raise GossamerError(
-                f"the loss '{worst}' is {parts[worst]} at iteration {self.iteration}: lower "
-                "trainer.optimizer.kwargs.lr, warm up longer, or set trainer.clip_grad_norm; "
-                "checkpoints from before are intact"
-            )
-        epoch = self.iteration / self.steps_per_epoch
-        return Progress(self.iteration, epoch, loss, parts, self._lr(), clock.rate())
-
-    def _lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.half is None else torch.autocast(self.place.device.type, self.half)
-
-    def _unsynchronized(self, last: bool) -> AbstractContextManager[Any]:
-        """Gradients are exchanged with the last batch of a step only."""
-        return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) and not last else nullcontext()
-
-
-class _Clock:
-    """Images per second of training alone, since it was last asked."""
-
-    def __init__(self) -> None:
-        self.images = 0
-        self._seconds = 0.0
-        self._since = time.perf_counter()
-
-    def start(self) -> None:
-        self._since = time.perf_counter()
-
-    def stop(self) -> None:
-        self._seconds += time.perf_counter() - self._since
-
-    def rate(self) -> float:
-        self.stop()
-        self.start()
-        rate = self.images / self._seconds if self._seconds else 0.0
-        self.images, self._seconds = 0, 0.0
-        return rate
-
-
-class Stop:
-    """Whether somebody asked the run to end: by Ctrl-C, or by the signal that a cluster sends."""
-
-    def __init__(self, place: Place) -> None:
-        self.asked = False
-        self._place = place
-
-    def agreed(self, iteration: int) -> bool:
-        """Whether all processes end at this iteration, as they do when one is asked to.
-
-        A GPU would wait for the answer, so there they compare notes once in ten iterations.
-        """
-        return (self._place.device.type != "cuda" or iteration % 10 == 0) and any_of(self.asked, self._place)
-
-    def ask(self, number: int, frame: FrameType | None) -> None:
-        """What a signal does."""
-        if self.asked and self._place.world == 1 and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.asked = True
-
-
-@contextmanager
-def stopped_by_signals(place: Place) -> Generator[Stop]:
-    """The first signal asks the run to save and end; a second Ctrl-C ends it at once."""
-    stop = Stop(place)
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    wanted = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, stop.ask) for number in wanted]
-    try:
-        yield stop
-    finally:
-        for number, handler in zip(wanted, before, strict=True):
-            signal.signal(number, handler)
-
-
 logger = logging.getLogger("gossamer")
+REMEDY = (
+    "lower trainer.optimizer.kwargs.lr, warm up longer, or set trainer.clip_grad_norm; earlier checkpoints are intact"
+)
 
 
-def tested(
-    model: nn.Module,
-    task: Task,
-    batches: Batches,
-    device: torch.device,
-    display: Display,
-    told: set[str],
-    channels_last: bool,
-) -> dict[str, float]:
-    """The task's numbers. The model stays in evaluation mode; it must not be wrapped: ranks may differ in batches."""
-    evaluator = task.evaluator()
-    model.eval()
-    skipped: list[str] = []
-    notes: list[str] = []
-    with torch.no_grad(), display.testing(batches.batches_per_epoch) as advance:
-        for batch in batches.epoch(0):
-            skipped += batch.skipped
-            notes += batch.notes
-            if len(batch):  # else none of its images can be read
-                evaluator.update(model, batch.to(device, channels_last=channels_last))
-            advance()
-        metrics = evaluator.compute()
-    tell_left_out(skipped, notes, "dataset.test", told)
-    return metrics
+class Trainer:
+    """Trains, tests and exports the model of a run. Call `build()` first, then `train()` or `evaluate()`.
 
-
-def tell_left_out(skipped: list[str], notes: list[str], place: str, told: set[str]) -> None:
-    """Say once how many images were not used, or used though something is wrong; all processes call this.
-
-    `told` holds what was said before.
+    `purpose` decides what is built: an evaluation has no optimizer state and needs no training data. `checkpoint` is
+    used in place of what the config names. `unusable` are checkpoints that could not be resumed, with the reason.
     """
-    skipped, notes = ([word for own in gathered(words) for word in own] for words in (skipped, notes))
-    for sentences, what in ((skipped, "left out"), (notes, "used as they are")):
-        new = [sentence for sentence in dict.fromkeys(sentences) if f"{place}: {sentence}" not in told]
-        told.update(f"{place}: {sentence}" for sentence in new)
-        if new:
-            images = "1 image is" if len(new) == 1 else f"{len(new)} images are"
-            more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
-            logger.warning("%s: %s %s: %s%s", place, images, what, new[0], more)
-
-
-class Built:
-    """The parts of a run, made by `build()`."""
 
     sparse: ClassVar[bool] = False
-    chosen: Checkpoint | None = None
-    """What to test or export, whatever the config names: the model of a run that has just ended."""
-
-    unusable: Mapping[Path, CheckpointError] = MappingProxyType({})
-    """Checkpoints that this run could not go on with, and why."""
-    float_weights: str | None = None
-    """A warning about a file of float weights that is tested or exported although the recipe quantizes."""
-    start: Start = Start()
-    start_shapes: dict[str, list[int]] | None = None
-    """Of all tensors of the model at the start of training, where it starts from a thinned file; else None."""
+    """Whether the run applies the config's `sparsity`."""
 
     def __init__(
-        self, loaded: Loaded, place: Place, *, purpose: Purpose = "train", display: Display | None = None
+        self,
+        loaded: Loaded,
+        place: Distributed,
+        *,
+        purpose: Purpose = "train",
+        display: Display | None = None,
+        checkpoint: Checkpoint | None = None,
+        unusable: Mapping[Path, CheckpointError] = MappingProxyType({}),
     ) -> None:
         self.loaded, self.config, self.place = loaded, loaded.config, place
         self.purpose: Purpose = purpose
@@ -358,7 +110,11 @@ class Built:
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep)
         self.hooks = build_hooks(self.config.hooks, loaded.trust)
         self.kind: Literal["classification", "detection"] = task_of(self.config)
+        self.start = Start()
+        self.iteration = 0
+        """Iterations that are done."""
         self.best: float | None = None
+        """The best metric of the model at its final sparsity."""
         self.metrics: dict[str, float] = {}
         """Of the last test."""
         self.tested_at: int | None = None
@@ -366,11 +122,20 @@ class Built:
         self.sparsifier: Sparsifier | None = None
         self.average: AveragedModel | None = None
         self.records: Records | None = None
-        self.told: set[str] = set()
-        """What is wrong with images and was told already."""
+        self.start_weights: Weights | None = None
+        """Histograms of the weights before the first iteration; None in a resumed run."""
+        self.start_shapes: dict[str, list[int]] | None = None
+        """The shapes of all tensors at the start, if the run starts from a thinned model."""
+        self.float_weights: str | None = None
+        """A warning about float weights that are evaluated although the recipe quantizes."""
+        self._checkpoint, self._unusable = checkpoint, unusable
+        self._reported: set[str] = set()
+        """Problems with images that were logged already."""
+
+    # Building
 
     def build(self) -> None:
-        """Everything that training or testing needs."""
+        """Build everything that training or testing needs."""
         self.build_env()
         self.build_data()
         self.build_model()
@@ -384,17 +149,31 @@ class Built:
         self.restore()
 
     def build_env(self) -> None:
-        runtime = self.config.runtime
-        # Data order is everybody's; what layers draw is each process's own.
-        self.seed = int(same_everywhere(runtime.seed, self.place))
-        seed_all(runtime.seed + self.place.rank)
-        self.start = self._start()
-        self._check_same_start()
+        """Seed the random generators, and find the checkpoint or the weights to start from."""
+        # All ranks use one data order. Random layers, as dropout, differ between ranks.
+        self.seed = int(broadcast_object(self.config.runtime.seed, self.place))
+        seed_all(self.config.runtime.seed + self.place.rank)
+        if self._checkpoint is not None:
+            self.start = Start(checkpoint=self._checkpoint, source=self._checkpoint.path)
+        elif self.training:
+            self.start = start_of_training(self.config.saver, self.loaded.given, self.checkpoints, self._unusable)
+        else:
+            self.start = start_of_evaluation(self.config.saver, self.loaded.given, self.checkpoints)
         checkpoint = self.start.checkpoint
-        self.setting = None if checkpoint is None else setting_of(checkpoint)
-        self.continuation = None if checkpoint is None or not self.training else continuation_of(checkpoint)
+        own = (None if checkpoint is None else checkpoint.iteration, self.start.weights is not None)
+        starts = all_gather(own)
+        if any(other != own for other in starts):
+            found = ", ".join("nothing" if at is None else f"iteration {at}" for at, _ in starts)
+            raise GossamerError(
+                f"the processes would start from different checkpoints ({found}); let all of them see the same "
+                "saver.save_dir and the same files"
+            )
+        self.setting = None if checkpoint is None else run_setting(checkpoint)
+        self.saved_state = None if checkpoint is None or not self.training else read_training_state(checkpoint)
+        self._recipe = self._build_sparsifier(0) if self.sparse and self._has_recipe() else None
 
     def build_data(self) -> None:
+        """Read the data sets and build their loaders."""
         saved = self.setting.classes if self.setting is not None else None
         data = read_run_data(self.config, self.kind, self.seed, self.purpose, saved)
         self.train_data, self.test_data = data.train, data.test
@@ -407,17 +186,19 @@ class Built:
             self.test_batches = self._batches(self.test_data, test, train=False)
 
     def build_model(self) -> None:
+        """Build the float model and its task."""
         self.model: nn.Module = build_net(self.config.net, self.num_classes, self.kind, trust=self.loaded.trust)
-        self.channels_last = self._wants_channels_last()
-        self._place_model()
+        channels_last = self.config.runtime.channels_last
+        self.channels_last = self.place.device.type == "cuda" if channels_last == "auto" else channels_last
+        self._move_model()
         self.task: Task = build_task(self.config, self.model, self.num_classes, self.classes)
         self._check_channels()
 
     def load_ckpt(self) -> None:
-        """Weights to begin with; a checkpoint that holds averaged weights gives those."""
+        """Load the weights to start from. Of a checkpoint that has averaged weights, load those."""
         if self.start.weights is not None:
-            left_out = self.config.saver.pretrain_except if self.training else []
-            load_weights(self.model, self.start.weights, tuple(left_out), num_classes=self.num_classes)
+            skipped = self.config.saver.pretrain_except if self.training else []
+            load_pretrained(self.model, self.start.weights, tuple(skipped), num_classes=self.num_classes)
             if is_thinned(self.start.weights):
                 self.start_shapes = {name: list(value.shape) for name, value in self.model.state_dict().items()}
             if not self.training:
@@ -426,164 +207,456 @@ class Built:
         if self.setting is not None and self.setting.start_shapes is not None:
             self.start_shapes = self.setting.start_shapes
             shrink_to(self.model, self.start_shapes)
-        send_state(self.model, self.place)
+        broadcast_state(self.model, self.place)
+        if self.training and self.start.checkpoint is None and self.place.first and self.config.runtime.report.enable:
+            self.start_weights = weights_of(self.model)
 
     def prepare_sparse_model(self) -> None:
-        """Nothing in a float run."""
+        """Build the sparsifier and add the parameters that it learns."""
+        if not self.sparse:
+            return
+        saved = None if self.setting is None else self.setting.sparsity
+        if not self.training and saved is None:
+            self._warn_of_float_weights()
+            return  # a file of weights, such as an exported model, needs nothing added
+        length = self.length if self.training or self.setting is None else self.setting.length
+        self.sparsifier = self._recipe or self._build_sparsifier(length)
+        image = self.example()
+        networks = None
+        if self.kind == "detection":  # torch.fx traces the networks, not the post-processing
+            networks = {name: network.module for name, network in self.task.networks(self.model, image).items()}
+        self.model.train()
+        self.model = self.sparsifier.prepare(self.model, networks, as_example(self.model, image))
+        if self.start.checkpoint is not None and saved is not None:
+            with self._applying_checkpoint():
+                self.sparsifier.restore_structure(self.model, saved, self.start.checkpoint.epoch)
+        self._move_model()  # moves the parameters that were added
 
     def load_resumed_model(self) -> None:
-        """The weights of a checkpoint; for an evaluation the averaged ones, where it has them."""
+        """Load the weights of a checkpoint. An evaluation uses the averaged weights, if there are any."""
         checkpoint = self.start.checkpoint
         if checkpoint is None:
             return
         averaged: Any = checkpoint.ema
         state = checkpoint.weights if averaged is None or self.training else averaged
-        check_fits(self.sparse, self.model, checkpoint, training=self.training)
+        check_fits(self.model, checkpoint, sparse=self.sparse if self.training else None)
         try:
             self.model.load_state_dict(state)
         except RuntimeError as error:
             reason = " ".join(str(error).split())
-            raise MisfitError(f"{checkpoint.path}: is of another model or method: {reason[:300]}") from error
+            raise MisfitError(checkpoint.path, f"is of another model or method: {reason[:300]}") from error
         if self.start_shapes is not None:
             self._check_layers(checkpoint)
 
-    @torch.no_grad()
-    def _check_layers(self, checkpoint: Checkpoint) -> None:
-        """Raise if layers do not fit together whose shapes come from a checkpoint."""
-        was_training = self.model.training
-        try:
-            example = as_example(self.model, self.example())
-            self.model.eval()(*example if isinstance(example, tuple) else (example,))
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())
-            raise MisfitError(f"{checkpoint.path}: its layers do not fit together: {reason[:200]}") from error
-        finally:
-            self.model.train(was_training)
-
     def distribute(self) -> None:
-        if self.place.world > 1:
+        """Wrap the model by DDP if there are several processes."""
+        if self.place.world_size > 1:
             devices = [self.place.device] if self.place.device.type == "cuda" else None
             self.model = DistributedDataParallel(self.model, device_ids=devices)
 
     def build_trainer(self) -> None:
-        """Optimizer and learning-rate scheduler."""
+        """Build optimizer, learning-rate scheduler and GradScaler."""
         trainer = self.config.trainer
         self.optimizer = build_optimizer(trainer.optimizer, self.parameter_groups())
         self.lr_scheduler: WarmUp | None = None
-        if trainer.lr_scheduler is not None and self.training and not self._rates_are_set():
-            per_unit = 1 if trainer.max_iter is not None else self.steps_per_epoch
-            courses = self.sparsifier.courses if self.sparsifier is not None else 1
-            self.lr_scheduler = build_lr_scheduler(
-                trainer.lr_scheduler,
-                self.optimizer,
-                per_unit=per_unit,
-                length=max(self.length // courses, 1),
-                steps_per_epoch=self.steps_per_epoch,
-            )
+        if trainer.lr_scheduler is not None and self.training:
+            if self.sparsifier is not None and self.sparsifier.sets_learning_rate:
+                logger.warning("trainer.lr_scheduler has no effect: the recipe sets the learning rate")
+            else:
+                self.lr_scheduler = build_lr_scheduler(
+                    trainer.lr_scheduler,
+                    self.optimizer,
+                    per_unit=1 if trainer.max_iter is not None else self.steps_per_epoch,
+                    length=max(self.length // (self.sparsifier.lr_cycles if self.sparsifier is not None else 1), 1),
+                    steps_per_epoch=self.steps_per_epoch,
+                )
         on_gpu = self.place.device.type == "cuda"
         self.half = (torch.float16 if on_gpu else torch.bfloat16) if trainer.fp16 else None
         self.scaler: Any = torch.amp.GradScaler("cuda") if self.half is torch.float16 else None  # pyright: ignore[reportPrivateImportUsage]
 
     def parameter_groups(self) -> Any:
-        """What the optimizer is built on."""
-        return self.model.parameters()
+        """The parameters or groups that the optimizer is built on."""
+        if self.sparsifier is None:
+            return self.model.parameters()
+        weight_decay = float(self.config.trainer.optimizer.kwargs.get("weight_decay", 0.0))
+        return self.sparsifier.parameter_groups(self.model, weight_decay)
 
     def build_ema(self) -> None:
-        if self.config.ema.enable and self.training:
+        """Build the moving average of the weights. A sparse run has none: an average over masks is not sparse."""
+        if self.config.ema.enable and self.training and not self.sparse:
             decay: Any = get_ema_multi_avg_fn(self.config.ema.decay)  # pyright: ignore[reportUnknownVariableType]
             self.average = AveragedModel(unwrap(self.model), multi_avg_fn=decay, use_buffers=True)
 
     def sparse_post_process(self) -> None:
-        """Nothing in a float run."""
+        """Attach the sparsifier to optimizer and learning-rate scheduler, in the state of a resumed run."""
+        if self.sparsifier is None:
+            return
+        if self.training and self.sparsifier.epochs > self.length / self.steps_per_epoch:
+            epochs = self.sparsifier.epochs
+            logger.warning(
+                "the recipe ends at epoch %d and the training at epoch %g, which skips the rest of the recipe; "
+                "set trainer.max_epoch=%d, or remove it",
+                epochs,
+                self.length / self.steps_per_epoch,
+                epochs,
+            )
+        steps = self.steps_per_epoch if self.training or self.setting is None else self.setting.steps_per_epoch
+        with self._applying_checkpoint():
+            self.scaler = self.sparsifier.attach(
+                self.model,
+                self.optimizer,
+                self.lr_scheduler,
+                None if self.setting is None else self.setting.sparsity,
+                scaler=self.scaler,
+                steps_per_epoch=steps,
+                accumulation_steps=self.config.trainer.accumulate,
+                example_inputs=as_example(self.model, self.example()),
+            )
+        if not self.training and self.start.checkpoint is not None:
+            self.sparsifier.before_step(self.model, max(self.start.checkpoint.iteration - 1, 0))
+        dense = self.sparsifier.left_dense()
+        logger.info("%s: %d weights stay dense", self.sparsifier.method, len(dense))
+        for name, reason in dense.items():
+            logger.info("'%s' stays dense: %s", name, reason)
 
     def restore(self) -> None:
-        """Everything of a resumed run besides the weights."""
-        checkpoint = self.start.checkpoint
-        self.iteration = 0
-        if checkpoint is None or not self.training:
+        """Restore the rest of a checkpoint: optimizer, schedulers, average and random states."""
+        checkpoint, saved = self.start.checkpoint, self.saved_state
+        if checkpoint is None or saved is None or self.setting is None:
             return
-        assert self.continuation is not None
-        assert self.setting is not None
-        with self.fitting():
-            self._restore(checkpoint, self.continuation)
-        random = self.continuation.random
-        if len(random) == self.place.world:
-            restore_random_states(random[self.place.rank])
+        with self._applying_checkpoint():
+            self._restore(checkpoint, saved)
+        if len(saved.random) == self.place.world_size:
+            restore_random_states(saved.random[self.place.rank])
         else:
             logger.warning(
-                "the run was saved by %d processes and goes on with %d: not to the bit", len(random), self.place.world
+                "the run was saved by %d processes and continues with %d: results are not identical to the bit",
+                len(saved.random),
+                self.place.world_size,
             )
-        logger.info("going on from iteration %d of %s", self.iteration, checkpoint.path)
-        if len(checkpoint.config) > LONGEST_CONFIG:
-            logger.warning("the config is too long to say what has changed in it since the checkpoint")
-        for change in changed_settings(self.continuation.config, settings_of(self.loaded.text, self.folder)):
+        logger.info("resuming from iteration %d of %s", self.iteration, checkpoint.path)
+        if len(checkpoint.config) > MAX_CONFIG:
+            logger.warning("the config is too long to compare it with that of the checkpoint")
+        for change in changed_settings(saved.config, settings_of(self.loaded.text, self.folder)):
             logger.warning("%s", change)
         before = self.setting.steps_per_epoch
         if before != self.steps_per_epoch:
             logger.warning(
-                "an epoch has %d iterations now and had %d: the run goes on at epoch %.2f, and was at epoch %.2f",
+                "an epoch has %d iterations now and had %d: the run continues at epoch %.2f, and was at epoch %.2f",
                 self.steps_per_epoch,
                 before,
                 self.iteration / self.steps_per_epoch,
                 self.iteration / before,
             )
 
-    @contextmanager
-    def fitting(self) -> Generator[None]:
-        """Where a checkpoint is applied: what does not fit is said with its file."""
-        checkpoint = self.start.checkpoint
-        try:
-            yield
-        except GossamerError as error:
-            if checkpoint is None or isinstance(error, MisfitError):
-                raise
-            raise MisfitError(f"{checkpoint.path}: does not fit this config: {error}") from error
-
     def describes_another_run(self) -> bool:
-        """Whether the config is of another run than the one that the checkpoint is from."""
-        before = None if self.continuation is None else self.continuation.config
+        """Whether the config describes another run than the one that wrote the checkpoint."""
+        before = None if self.saved_state is None else self.saved_state.config
         return describes_another_run(before, settings_of(self.loaded.text, self.folder))
 
-    # Behind the scenes
+    # Training
 
-    def epochs(self) -> int:
-        """How long to train, when that is counted in epochs."""
-        if self.config.trainer.max_epoch is None:
-            raise GossamerError("trainer: give max_epoch or max_iter")
-        return self.config.trainer.max_epoch
+    def train(self) -> bool:
+        """Train to the end. Returns False if a signal stopped the training early, after a checkpoint was saved."""
+        if self.iteration >= self.length:
+            more = "; make it longer with --set trainer.max_epoch=…" if self.iteration == self.length else ""
+            self.display.message(f"The run is complete: {self.iteration} of {self.length} iterations{more}.")
+            self.metrics = dict(self.start.checkpoint.metrics) if self.start.checkpoint is not None else {}
+            return True
+        with ExitStack() as stack:
+            if self.place.first:
+                self.records = stack.enter_context(
+                    Records(self.folder, resumed=self.iteration, tensorboard=self.config.runtime.tensorboard)
+                )
+            stop = stack.enter_context(stop_on_signals(self.place))
+            stack.enter_context(self.display.training(self.length, self.steps_per_epoch, self.iteration))
+            for hook in self.hooks:
+                hook.train_begins(self)
+            with self._recording_schedule():
+                stopped = self._run_epochs(stop)
+            self._report_images()
+            if not stopped and self.sparsifier is not None and not self.counts_for_best():
+                logger.warning("%s; was the training long enough?", self.sparsifier.shortfall(self.model))
+            if stopped:
+                logger.info("stopped by a signal at iteration %d", self.iteration)
+                if self.saved_at != self.iteration:
+                    self.save()
+            for hook in self.hooks:
+                hook.train_ends(self)
+        return not stopped
 
-    def example(self) -> torch.Tensor:
-        """One image (1, C, H, W) of the data, as the model gets it."""
+    def _run_epochs(self, stop: Stop) -> bool:
+        """Iterate to the end. Returns whether the run was stopped early."""
+        trainer = self.config.trainer
+        self.model.train()
+        timer = _Timer()
+        sums: dict[str, Tensor] = {}
+        count = 0
+        self._skipped: list[str] = []
+        self._notes: list[str] = []
+        while self.iteration < self.length:
+            epoch, done = divmod(self.iteration, self.steps_per_epoch)
+            batches = self.train_batches.epoch(epoch, start=done * trainer.accumulate)
+            for _ in range(done, min(self.steps_per_epoch, self.length - epoch * self.steps_per_epoch)):
+                for name, value in self.train_step(batches, timer).items():
+                    sums[name] = sums[name] + value if name in sums else value
+                count += 1
+                self.iteration += 1
+                if self.iteration % trainer.log_freq == 0 or self.iteration == self.length:
+                    self._log({name: float(total) / count for name, total in sums.items()}, timer.images_per_s())
+                    sums, count = {}, 0
+                with timer.paused():
+                    self._after_step()
+                    if stop.agreed(self.iteration) and self.iteration < self.length:
+                        return True
+        return False
+
+    def train_step(self, batches: Iterator[Batch], timer: _Timer) -> dict[str, Tensor]:
+        """One optimizer step. Returns the mean losses of its batches by name."""
+        trainer = self.config.trainer
+        if self.sparsifier is not None:
+            self.sparsifier.before_step(self.model, self.iteration)
+        means: dict[str, Tensor] = {}
+        for index in range(trainer.accumulate):
+            batch = next(batches)
+            self._skipped += batch.skipped
+            self._notes += batch.notes
+            timer.images += len(batch) * self.place.world_size
+            batch = batch.to(self.place.device, channels_last=self.channels_last)
+            with self._no_sync(last=index == trainer.accumulate - 1):
+                with nullcontext() if self.half is None else torch.autocast(self.place.device.type, self.half):
+                    losses = self.task.losses(self.model, batch)
+                    loss = torch.stack([value.float().sum() for value in losses.values()]).sum() / trainer.accumulate
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            for name, value in losses.items():
+                part = value.detach().float() / trainer.accumulate
+                means[name] = means[name] + part if name in means else part
+        if trainer.clip_grad_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), trainer.clip_grad_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        if self.average is not None:
+            self.average.update_parameters(self.model)
+        return means
+
+    def _after_step(self) -> None:
+        """Call hooks, test and save, as far as they are due at this iteration."""
+        if self.iteration % self.steps_per_epoch == 0:
+            self._report_images()
+        for hook in self.hooks:
+            hook.iteration_done(self)
+        testing = self.test_data is not None and self._is_due(self.config.trainer.test_freq)
+        if testing or self.iteration == self.length:
+            self.recalibrate()
+        if testing:
+            self.test()
+        if self._is_due(self.config.trainer.save_freq, default=self.steps_per_epoch) or self.is_best():
+            self.save()
+
+    def _is_due(self, frequency: int | None, default: int | None = None) -> bool:
+        """Whether an action of a frequency in the config's unit of time is due; `default` counts iterations."""
+        unit = 1 if self.config.trainer.max_iter is not None else self.steps_per_epoch
+        every = default if frequency is None else frequency * unit
+        return self.iteration == self.length or (every is not None and self.iteration % every == 0)
+
+    def _no_sync(self, last: bool) -> AbstractContextManager[Any]:
+        """DDP exchanges gradients with the last batch of a step only."""
+        return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) and not last else nullcontext()
+
+    # Testing
+
+    @property
+    def outcome(self) -> nn.Module:
+        """The model that is tested and exported: the average if there is one."""
+        return unwrap(self.model if self.average is None else self.average.module)
+
+    def evaluate(self) -> dict[str, float]:
+        """Test the model, or its average, without gradients. Returns the task's metrics."""
+        if self.test_data is None:
+            raise GossamerError("dataset.test: is missing; name the data to evaluate on")
+        # Not wrapped by DDP, because the ranks may have different numbers of batches.
+        model = self.outcome
+        broadcast_buffers(model, self.place)
+        evaluator = self.task.evaluator()
+        skipped: list[str] = []
+        notes: list[str] = []
+        was_training = self.model.training
+        model.eval()
+        try:
+            with torch.no_grad(), self.display.testing(self.test_batches.batches_per_epoch) as advance:
+                for batch in self.test_batches.epoch(0):
+                    skipped += batch.skipped
+                    notes += batch.notes
+                    if len(batch):  # otherwise none of its images can be read
+                        evaluator.update(model, batch.to(self.place.device, channels_last=self.channels_last))
+                    advance()
+                metrics = evaluator.compute()
+        finally:
+            self.model.train(was_training)
+        self._warn_of_images("dataset.test", skipped, notes)
+        return metrics
+
+    def test(self) -> None:
+        """Evaluate, and record the metrics."""
+        self.metrics, self.tested_at = self.evaluate(), self.iteration
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.tested(self.metrics[self.task.metric])
+        if self.place.first:
+            if self.records is not None:
+                self.records.test(self.iteration, self.iteration / self.steps_per_epoch, self.metrics)
+            self.display.tested(self.metrics, self.iteration)
+            values = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
+            logger.info("test at iteration %d: %s", self.iteration, values)
+        self.draw(f"iter_{self.iteration:08d}.png")
+        for hook in self.hooks:
+            hook.tested(self, self.metrics)
+
+    def recalibrate(self) -> None:
+        """Estimate batch norm's statistics for weights that training does not use: an average, or ProbMask's.
+
+        In place, on training images in a fixed order. Gradients do not depend on the statistics, checkpoints contain
+        them, and random states are restored, so that a resumed run stays identical to the bit.
+        """
+        if self.average is None and (self.sparsifier is None or not self.sparsifier.recalibrates):
+            return
+        assert self.train_data is not None
+        assert self.config.dataset.train is not None
+        random = random_states()
+        reader = self._batches(self.train_data, self.config.dataset.train, train=True)
+        try:
+            recalibrate(self.outcome, islice(self._images(reader), BATCHES))
+            if self.average is not None and self.sparsifier is not None and self.sparsifier.recalibrates:
+                recalibrate(unwrap(self.model), islice(self._images(reader), BATCHES))
+        finally:
+            reader.close()
+            restore_random_states(random)
+
+    def draw(self, name: str) -> None:
+        """Draw the detections on the first test images into the folder `pictures`."""
+        if self.kind == "detection" and self.test_data is not None:
+            path, data = self.folder / "pictures" / name, self.test_data
+            on_first_rank(
+                lambda: draw_tests(self.outcome, self.task, data, self.classes, path, self.place.device), self.place
+            )
+
+    # Saving
+
+    def save(self) -> None:
+        """Write a checkpoint. All ranks call this."""
+        for name, weight in unwrap(self.model).named_parameters():
+            # Older checkpoints would be removed to make room for useless ones.
+            if not bool(torch.isfinite(weight).all()):
+                raise GossamerError(f"the weight '{name}' is not finite at iteration {self.iteration}: {REMEDY}")
+        state = self.state()
+        is_best = self.is_best()
+        self.best = self.metrics[self.task.metric] if is_best else self.best
+        state["best"] = self.best
+        path = on_first_rank(
+            lambda: self.checkpoints.save(
+                state,
+                iteration=self.iteration,
+                epoch=self.iteration / self.steps_per_epoch,
+                metrics=self.metrics if self.tested_at == self.iteration else {},
+                best=is_best,
+                weights=count_by_kind(self.outcome),
+            ),
+            self.place,
+        )
+        self.saved_at = self.iteration
+        if path is not None:
+            for hook in self.hooks:
+                hook.saved(self, path)
+
+    def is_best(self) -> bool:
+        """Whether the test at this iteration found the best model so far."""
+        if self.tested_at != self.iteration or not self.counts_for_best():
+            return False
+        return self.best is None or self.metrics[self.task.metric] > self.best
+
+    def counts_for_best(self) -> bool:
+        """Whether the model has its final sparsity: a denser model may be better, and is not the goal of the run."""
+        if self.sparsifier is None:
+            return True
+        return self.sparsifier.settled(self.model, self.iteration, at_end=self.iteration == self.length)
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a resumed run needs; `training_state` reads it."""
+        return {
+            "model": unwrap(self.model).state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "ema": None if self.average is None else self.average.module.state_dict(),
+            "ema_steps": None if self.average is None else self.average.n_averaged,
+            "sparsity": None if self.sparsifier is None else self.sparsifier.state_dict(),
+            "random": all_gather(random_states()),
+            "classes": self.classes,
+            "length": self.length,
+            "steps_per_epoch": self.steps_per_epoch,
+            "config": self.loaded.text,
+            "start_shapes": self.start_shapes,
+        }
+
+    # Exporting
+
+    @property
+    def thinned(self) -> bool:
+        """Whether layers of the model are smaller than in the network that its code builds."""
+        return self.start_shapes is not None or (self.sparsifier is not None and self.sparsifier.thinned(self.outcome))
+
+    def finalize(self) -> None:
+        """Write the zeros into the weights and remove what sparse training added."""
+        if self.sparsifier is not None:
+            self.sparsifier.finalize(self.model)
+
+    def export(self, folder: Path | None = None, plan: Export | None = None) -> list[Written]:
+        """Finalize the model and write its files, by default those of `saver.export` into the run folder."""
+        self.finalize()
+        image = self.example()
+        about = describe_model(self.folder.resolve().name, self.kind, self.config.net, self.num_classes, image)
+        if self.thinned:
+            about |= THINNED
+        written = on_first_rank(
+            lambda: write_model(
+                self.outcome,
+                as_example(self.outcome, image),
+                lambda model: self.task.networks(model, image),
+                folder or self.folder,
+                replace(plan or Export(self.config.saver.export), about=about),
+            ),
+            self.place,
+        )
+        return written or []
+
+    def example(self) -> Tensor:
+        """One image (1, C, H, W) of the data, as the model takes it."""
         data = self.test_data or self.train_data
         assert data is not None
         for index in range(len(data)):
             with suppress(ImageFileError):
                 return data[index][0].unsqueeze(0).to(self.place.device)
-        raise GossamerError("dataset: no image can be read")
+        raise GossamerError("dataset: none of its images can be read")
 
-    def _start(self) -> Start:
-        if self.chosen is not None:
-            return Start(checkpoint=self.chosen, source=self.chosen.path)
-        if not self.training:
-            return start_of_evaluation(self.config.saver, self.loaded.given, self.checkpoints)
-        return start_of_training(self.config.saver, self.loaded.given, self.checkpoints, self.unusable)
+    # Helpers of building
 
-    def _check_same_start(self) -> None:
-        """All processes must begin at the same place: a folder that only one of them sees is not enough."""
-        checkpoint = self.start.checkpoint
-        own = (None if checkpoint is None else checkpoint.iteration, self.start.weights is not None)
-        found = gathered(own)
-        if any(other != own for other in found):
-            starts = ", ".join("nothing" if at is None else f"iteration {at}" for at, _ in found)
-            raise GossamerError(
-                f"the processes would start from different places ({starts}); let all of them see the same "
-                "saver.save_dir and the same files"
-            )
-
-    def _batches(self, data: ImageData, source: Source, *, train: bool) -> Batches:
-        pinned = self.place.device.type == "cuda"
-        place = self.place
-        return Batches(data, source, train=train, seed=self.seed, rank=place.rank, world=place.world, pin_memory=pinned)
+    def epochs(self) -> int:
+        """The length of the training in epochs, from the config or from its recipe."""
+        if self.config.trainer.max_epoch is not None:
+            return self.config.trainer.max_epoch
+        if self._recipe is None:
+            raise GossamerError("trainer: give max_epoch or max_iter")
+        if not self._recipe.epochs:
+            assert self.config.sparsity is not None
+            raise GossamerError(f"{self.config.sparsity.recipe}: has no end; give trainer.max_epoch or max_iter")
+        return self._recipe.epochs
 
     def _count_steps(self) -> None:
         trainer = self.config.trainer
@@ -594,42 +667,85 @@ class Built:
                 "lower accumulate or dataset.train.batch_size"
             )
         self.steps_per_epoch = batches // trainer.accumulate
-        if trainer.max_iter is not None:
-            self.length = trainer.max_iter
-        else:
-            self.length = self.epochs() * self.steps_per_epoch
+        self.length = trainer.max_iter if trainer.max_iter is not None else self.epochs() * self.steps_per_epoch
+
+    def _has_recipe(self) -> bool:
+        return self.config.sparsity is not None and self.config.sparsity.recipe is not None
+
+    def _build_sparsifier(self, length: int) -> Sparsifier:
+        assert self.config.sparsity is not None
+        return build_sparsifier(self.config.sparsity, length=length, folder=self.folder)
+
+    def _warn_of_float_weights(self) -> None:
+        """Warn about float weights if the recipe quantizes: they do not compute what the run computes."""
+        if self._recipe is not None and self._recipe.quantizes and not is_emulated(self.model):
+            self.float_weights = (
+                f"{self.start.source or self.start.weights}: has float weights, and the recipe quantizes: results "
+                "differ from those of the run; name the run itself, or its bitmask file"
+            )
+            logger.warning("%s", self.float_weights)
+
+    def _batches(self, data: ImageData, source: Source, *, train: bool) -> Batches:
+        place = self.place
+        return Batches(
+            data,
+            source,
+            train=train,
+            seed=self.seed,
+            rank=place.rank,
+            world=place.world_size,
+            pin_memory=place.device.type == "cuda",
+        )
+
+    def _images(self, reader: Batches) -> Iterator[tuple[Any]]:
+        for batch in reader.epoch(0):
+            if len(batch):  # otherwise none of its images can be read
+                yield (batch.to(self.place.device, channels_last=self.channels_last).images,)
 
     def _check_channels(self) -> None:
-        """Raise for transforms that leave images with other channels than a model by name takes."""
+        """Raise if the images have other channels than a torchvision model takes."""
         data = self.train_data if self.training else self.test_data
         first = next((part for part in self.model.modules() if isinstance(part, nn.Conv2d)), None)
         if data is None or first is None or ":" in self.config.net.type or "/" in self.config.net.type:
-            return  # not of torchvision: another layer may come before that convolution
+            return  # in other models the first convolution may not be the first layer
         channels = data.read_batch([0], train=True).images[0].shape[0]
         if channels != first.in_channels:
             split = "train" if self.training else "test"
             raise GossamerError(
-                f"dataset.{split}.transforms: images have {channels} channels in the end, and {self.config.net.type} "
-                f"takes {first.in_channels}; leave out Grayscale, or add RGB behind it"
+                f"dataset.{split}.transforms: images have {channels} channels after the transforms, and "
+                f"{self.config.net.type} takes {first.in_channels}; remove Grayscale, or add RGB after it"
             )
 
-    def _rates_are_set(self) -> bool:
-        if self.sparsifier is not None and self.sparsifier.sets_rates:
-            logger.warning("trainer.lr_scheduler has no effect: the recipe sets the learning rate")
-            return True
-        return False
-
-    def _wants_channels_last(self) -> bool:
-        wanted = self.config.runtime.channels_last
-        return self.place.device.type == "cuda" if wanted == "auto" else wanted
-
-    def _place_model(self) -> None:
+    def _move_model(self) -> None:
         self.model = self.model.to(self.place.device)
         if self.channels_last:
             self.model = self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
-    def _restore(self, checkpoint: Checkpoint, saved: Continuation) -> None:
-        """Raises `GossamerError` for what does not fit."""
+    @torch.no_grad()
+    def _check_layers(self, checkpoint: Checkpoint) -> None:
+        """Raise if the shapes that a checkpoint gives to the layers do not fit together."""
+        was_training = self.model.training
+        try:
+            example = as_example(self.model, self.example())
+            self.model.eval()(*example if isinstance(example, tuple) else (example,))
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise MisfitError(checkpoint.path, f"its layers do not fit together: {reason[:200]}") from error
+        finally:
+            self.model.train(was_training)
+
+    @contextmanager
+    def _applying_checkpoint(self) -> Generator[None]:
+        """Name the checkpoint in errors about a state that does not fit."""
+        checkpoint = self.start.checkpoint
+        try:
+            yield
+        except GossamerError as error:
+            if checkpoint is None or isinstance(error, MisfitError):
+                raise
+            raise MisfitError(checkpoint.path, f"does not fit this config: {error}") from error
+
+    def _restore(self, checkpoint: Checkpoint, saved: TrainingState) -> None:
         self.iteration, self.best = checkpoint.iteration, saved.best
         self.saved_at = self.iteration
         restore_optimizer(self.optimizer, saved.optimizer)
@@ -650,379 +766,97 @@ class Built:
         if self.average is not None and saved.ema is not None:
             restore_average(self.average, saved.ema, saved.ema_steps)
 
+    # Logging
 
-class Runner(Built):
-    """Trains a float model. `build()` comes first, then `train()` or `evaluate()`."""
-
-    start_weights: Weights | None = None
-    """How the weights spread before the first iteration; None in a resumed run."""
-
-    def train(self) -> bool:
-        """Train to the end; whether it got there, or was asked to stop before."""
-        if self.iteration >= self.length:
-            more = "; make it longer by --set trainer.max_epoch=…" if self.iteration == self.length else ""
-            self.display.message(f"The run is complete: {self.iteration} of {self.length} iterations{more}.")
-            self.metrics = dict(self.start.checkpoint.metrics) if self.start.checkpoint is not None else {}
-            return True
-        loop = self.loop()
-        with ExitStack() as stack:
-            if self.place.first:
-                self.records = stack.enter_context(
-                    Records(self.folder, resumed=self.iteration, tensorboard=self.config.runtime.tensorboard)
-                )
-            stop = stack.enter_context(stopped_by_signals(self.place))
-            stack.enter_context(self.display.training(self.length, self.steps_per_epoch, self.iteration))
-            for hook in self.hooks:
-                hook.train_begins(self)
-            stopped = loop.run(lambda: self._iteration_done(loop, stop), self._tell, self._schedule_log())
-            tell_left_out(loop.skipped, loop.notes, "dataset.train", self.told)
-            if not stopped and self.sparsifier is not None and not self.counts_for_best():
-                logger.warning("%s; was the training long enough?", self.sparsifier.shortfall(self.model))
-            if stopped:
-                logger.info("asked to stop at iteration %d", self.iteration)
-                if self.saved_at != self.iteration:
-                    self.save()
-            for hook in self.hooks:
-                hook.train_ends(self)
-        return not stopped
-
-    def load_ckpt(self) -> None:
-        """The report compares the weights at the end with those that the run begins with."""
-        super().load_ckpt()
-        if self.training and self.start.checkpoint is None and self.place.first and self.config.runtime.report.enable:
-            self.start_weights = weights_of(self.model)
-
-    def loop(self) -> Loop:
-        trainer = self.config.trainer
-        return Loop(
-            self.model,
-            self.task,
-            self.train_batches,
-            self.optimizer,
-            self.lr_scheduler,
-            self.place,
-            self.steps_per_epoch,
-            self.length,
-            accumulate=trainer.accumulate,
-            clip=trainer.clip_grad_norm,
-            scaler=self.scaler,
-            half=self.half,
-            channels_last=self.channels_last,
-            sparsifier=self.sparsifier,
-            average=self.average,
-            log_freq=trainer.log_freq,
-            iteration=self.iteration,
-        )
-
-    def evaluate(self) -> dict[str, float]:
-        """Test the model, or its average where one is kept."""
-        if self.test_data is None:
-            raise GossamerError("dataset.test: is missing; name the data to evaluate on")
-        send_buffers(self.outcome, self.place)
-        was_training = self.model.training
-        try:
-            return tested(
-                self.outcome,
-                self.task,
-                self.test_batches,
-                self.place.device,
-                self.display,
-                self.told,
-                self.channels_last,
-            )
-        finally:
-            self.model.train(was_training)
-
-    @property
-    def outcome(self) -> nn.Module:
-        """The model that the run is for: the average where one is kept."""
-        return unwrap(self.model if self.average is None else self.average.module)
-
-    @property
-    def thinned(self) -> bool:
-        """Whether the model has smaller layers than the network that its code builds."""
-        return self.start_shapes is not None or (self.sparsifier is not None and self.sparsifier.thinned(self.outcome))
-
-    def recalibrate(self) -> None:
-        """Estimate batch norm's statistics for weights that training did not see: those of an average, or ProbMask's.
-
-        In place, on training images in a fixed order: gradients do not depend on the statistics, checkpoints hold them,
-        and random states are put back, so that a resumed run stays the same to the bit.
-        """
-        if self.average is None and (self.sparsifier is None or not self.sparsifier.recalibrates):
-            return
-        assert self.train_data is not None
-        assert self.config.dataset.train is not None
-        random = random_states()
-        reader = self._batches(self.train_data, self.config.dataset.train, train=True)
-        try:
-            recalibrate(self.outcome, islice(self._images(reader), BATCHES))
-            if self.average is not None and self.sparsifier is not None and self.sparsifier.recalibrates:
-                recalibrate(unwrap(self.model), islice(self._images(reader), BATCHES))
-        finally:
-            reader.close()
-            restore_random_states(random)
-
-    def _images(self, reader: Batches) -> Iterator[tuple[Any]]:
-        for batch in reader.epoch(0):
-            if len(batch):  # else none of its images can be read
-                yield (batch.to(self.place.device, channels_last=self.channels_last).images,)
-
-    def test(self) -> None:
-        """Evaluate, and note what came out."""
-        self.metrics, self.tested_at = self.evaluate(), self.iteration
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.tested(self.metrics[self.task.metric])
-        if self.place.first:
-            if self.records is not None:
-                self.records.test(self.iteration, self.iteration / self.steps_per_epoch, self.metrics)
-            self.display.tested(self.metrics, self.iteration)
-            told = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
-            logger.info("test at iteration %d: %s", self.iteration, told)
-        self.draw(f"iter_{self.iteration:08d}.png")
-        for hook in self.hooks:
-            hook.tested(self, self.metrics)
-
-    def save(self) -> None:
-        """Write a checkpoint; all processes call this."""
-        self._check_weights()
-        state = self.state()
-        is_best = self.is_best()
-        self.best = self.metrics[self.task.metric] if is_best else self.best
-        state["best"] = self.best
-        epoch = self.iteration / self.steps_per_epoch
-        metrics = self.metrics if self.tested_at == self.iteration else {}
-        path = done_by_first(
-            lambda: self.checkpoints.save(
-                state,
-                iteration=self.iteration,
-                epoch=epoch,
-                metrics=metrics,
-                best=is_best,
-                weights=count_by_kind(self.outcome),
-            ),
-            self.place,
-        )
-        self.saved_at = self.iteration
-        if path is not None:
-            for hook in self.hooks:
-                hook.saved(self, path)
-
-    def is_best(self) -> bool:
-        """Whether a test at this iteration found the best model so far."""
-        if self.tested_at != self.iteration or not self.counts_for_best():
-            return False
-        return self.best is None or self.metrics[self.task.metric] > self.best
-
-    def counts_for_best(self) -> bool:
-        """Whether the model is what the run is for: a model that is not yet sparse may be better, and is not."""
-        if self.sparsifier is None:
-            return True
-        return self.sparsifier.settled(self.model, self.iteration, at_end=self.iteration == self.length)
-
-    def state(self) -> dict[str, Any]:
-        """Everything that a resumed run needs."""
-        return {
-            "model": unwrap(self.model).state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "ema": None if self.average is None else self.average.module.state_dict(),
-            "ema_steps": None if self.average is None else self.average.n_averaged,
-            "sparsity": None if self.sparsifier is None else self.sparsifier.state_dict(),
-            "random": gathered(random_states()),
-            "classes": self.classes,
-            "length": self.length,
-            "steps_per_epoch": self.steps_per_epoch,
-            "config": self.loaded.text,
-            "start_shapes": self.start_shapes,
-        }
-
-    def finish(self, folder: Path | None = None, wanted: Export | None = None) -> list[Written]:
-        """Write the model that came out, by default into the run folder as the config says; the files."""
-        if self.sparsifier is not None:
-            self.sparsifier.finish(self.model)
-        image, plan = self.example(), wanted or Export(self.config.saver.export)
-        about = describe_model(self.folder.resolve().name, self.kind, self.config.net, self.num_classes, image)
-        if self.thinned:
-            about |= THINNED
-        written = done_by_first(
-            lambda: write_model(
-                self.outcome,
-                as_example(self.outcome, image),
-                lambda model: self.task.networks(model, image),
-                folder or self.folder,
-                replace(plan, about=about),
-            ),
-            self.place,
-        )
-        return written or []
-
-    def draw(self, name: str) -> None:
-        """Pictures of what was found on the first images of the test data."""
-        if self.kind == "detection" and self.test_data is not None:
-            path, data = self.folder / "pictures" / name, self.test_data
-            done_by_first(
-                lambda: draw_tests(self.outcome, self.task, data, self.classes, path, self.place.device), self.place
-            )
-
-    # Behind the scenes
-
-    def _iteration_done(self, loop: Loop, stop: Stop) -> bool:
-        self.iteration = loop.iteration
-        if loop.iteration % self.steps_per_epoch == 0:
-            tell_left_out(loop.skipped, loop.notes, "dataset.train", self.told)
-            loop.skipped, loop.notes = [], []
-        for hook in self.hooks:
-            hook.iteration_done(self)
-        testing = self.test_data is not None and self._is_due(self.config.trainer.test_freq)
-        if testing or self.iteration == self.length:
-            self.recalibrate()
-        if testing:
-            self.test()
-        if self._is_due(self.config.trainer.save_freq, default=self.steps_per_epoch) or self.is_best():
-            self.save()
-        return stop.agreed(self.iteration) and self.iteration < self.length
-
-    def _schedule_log(self) -> Callable[[float], None] | None:
-        """What records the learning rate and the sparsity of each step; None in processes that write no records."""
-        if self.records is None:
-            return None
-        log = ScheduleLog(self.records, self.steps_per_epoch)
-        return lambda lr: log.step(self.iteration, lr, self.sparsifier, self.model)
-
-    def _is_due(self, frequency: int | None, default: int | None = None) -> bool:
-        """Whether something is due that is done so often, in the config's unit of time; `default` is in iterations."""
-        unit = 1 if self.config.trainer.max_iter is not None else self.steps_per_epoch
-        every = default if frequency is None else frequency * unit
-        return self.iteration == self.length or (every is not None and self.iteration % every == 0)
-
-    def _check_weights(self) -> None:
-        """Raise rather than save weights that are no numbers: sound checkpoints would go to make room for them."""
-        for name, weight in unwrap(self.model).named_parameters():
-            if not bool(torch.isfinite(weight).all()):
-                raise GossamerError(
-                    f"the weight '{name}' is not finite at iteration {self.iteration}: lower "
-                    "trainer.optimizer.kwargs.lr, warm up longer, or set trainer.clip_grad_norm; checkpoints from "
-                    "before are intact"
-                )
-
-    def _tell(self, progress: Progress) -> None:
+    def _log(self, losses: Mapping[str, float], images_per_s: float) -> None:
+        """Show and record the mean losses since the last call. Raises if they are not finite."""
+        loss, lr = sum(losses.values()), self._lr()
+        if not math.isfinite(loss):
+            worst = next(name for name, value in losses.items() if not math.isfinite(value))
+            raise GossamerError(f"the loss '{worst}' is {losses[worst]} at iteration {self.iteration}: {REMEDY}")
         if not self.place.first:
             return
-        now = self.sparsifier.now(self.model) if self.sparsifier is not None else None
-        target = self.sparsifier.target(self.model) if self.sparsifier is not None else None
-        planned = self.sparsifier.planned(self.model, progress.iteration) if self.sparsifier is not None else None
-        logger.info("iteration %d: loss %.4f, lr %.4g", progress.iteration, progress.loss, progress.lr)
+        sparsity = target = planned = None
+        if self.sparsifier is not None:
+            sparsity, target = self.sparsifier.sparsity(self.model), self.sparsifier.target()
+            planned = self.sparsifier.planned(self.iteration)
+        logger.info("iteration %d: loss %.4f, lr %.4g", self.iteration, loss, lr)
         self.display.update(
-            progress.iteration,
-            loss=progress.loss,
-            lr=progress.lr,
-            sparsity=now,
-            target=target,
-            images_per_s=progress.images_per_s,
+            self.iteration, loss=loss, lr=lr, sparsity=sparsity, target=target, images_per_s=images_per_s
         )
         if self.records is not None:
-            values: dict[str, float] = {"loss": progress.loss, "lr": progress.lr, "images_per_s": progress.images_per_s}
-            values |= {} if len(progress.parts) < 2 else {f"loss_{name}": part for name, part in progress.parts.items()}
-            values |= {} if now is None else {"sparsity": now}
+            values: dict[str, float] = {"loss": loss, "lr": lr, "images_per_s": images_per_s}
+            values |= {} if len(losses) < 2 else {f"loss_{name}": value for name, value in losses.items()}
+            values |= {} if sparsity is None else {"sparsity": sparsity}
             values |= {} if planned is None else {"target": planned}
-            self.records.train(progress.iteration, progress.epoch, values)
+            self.records.train(self.iteration, self.iteration / self.steps_per_epoch, values)
+
+    def _lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @contextmanager
+    def _recording_schedule(self) -> Generator[None]:
+        """Record the learning rate and the sparsity of each optimizer step when they change."""
+        if self.records is None:
+            yield
+            return
+        log = ScheduleLog(self.records, self.steps_per_epoch)
+
+        def record(_optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+            log.step(self.iteration, self._lr(), self.sparsifier, self.model)
+
+        # A recipe sets the learning rate in a hook of its own, which was registered before and runs first.
+        hook = self.optimizer.register_step_pre_hook(record)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _report_images(self) -> None:
+        self._warn_of_images("dataset.train", self._skipped, self._notes)
+        self._skipped, self._notes = [], []
+
+    def _warn_of_images(self, key: str, skipped: list[str], notes: list[str]) -> None:
+        """Warn once about each image that was skipped, or used although something is wrong. All ranks call this."""
+        for messages, what in ((skipped, "skipped"), (notes, "used as they are")):
+            found = dict.fromkeys(message for own in all_gather(messages) for message in own)
+            new = [message for message in found if f"{key}: {message}" not in self._reported]
+            self._reported.update(f"{key}: {message}" for message in new)
+            if new:
+                images = "1 image is" if len(new) == 1 else f"{len(new)} images are"
+                more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
+                logger.warning("%s: %s %s: %s%s", key, images, what, new[0], more)
 
 
-class SparseRunner(Runner):
-    """What a float run does, and the sparsity that the config describes."""
+class SparseRunner(Trainer):
+    """The trainer with `sparse = True`: applies the config's `sparsity`, an MSBench config or a recipe."""
 
     sparse: ClassVar[bool] = True
 
-    def epochs(self) -> int:
-        """A recipe may say how long to train."""
-        assert self.config.sparsity is not None
-        if self.config.trainer.max_epoch is None and self.config.sparsity.recipe is not None:
-            epochs = ByRecipe(self.config.sparsity).epochs
-            if not epochs:
-                raise GossamerError(f"{self.config.sparsity.recipe}: says no end; give trainer.max_epoch or max_iter")
-            return epochs
-        return super().epochs()
 
-    def _tell_length(self, epochs: int) -> None:
-        """A recipe that goes on behind the end of training is cut off there."""
-        trained = self.length / self.steps_per_epoch
-        if epochs > trained:
-            logger.warning(
-                "the recipe goes to epoch %d, and the training to epoch %g: what comes later is not done; set "
-                "trainer.max_epoch=%d, or leave it out",
-                epochs,
-                trained,
-                epochs,
-            )
+Runner = Trainer
+"""United Perception's name, under which users subclass the trainer."""
 
-    def prepare_sparse_model(self) -> None:
-        """The model, with what sparse training adds; torch.fx follows its network, and not its post-processing."""
-        assert self.config.sparsity is not None
-        saved = None if self.setting is None else self.setting.sparsity
-        if not self.training and saved is None:
-            self._check_quantized()
-            return  # a plain file of weights, such as an exported model, needs nothing added
-        length = self.length if self.training or self.setting is None else self.setting.length
-        self.sparsifier = build_sparsifier(self.config.sparsity, length=length, folder=self.folder)
-        image = self.example()
-        networks = None
-        if self.kind == "detection":
-            networks = {name: network.module for name, network in self.task.networks(self.model, image).items()}
-        self.model.train()
-        self.model = self.sparsifier.prepare(self.model, networks, as_example(self.model, image))
-        if self.start.checkpoint is not None and saved is not None:
-            with self.fitting():
-                self.sparsifier.reshape(self.model, saved, self.start.checkpoint.epoch)
-        # Parameters that were added go where the others are.
-        self._place_model()
 
-    def _check_quantized(self) -> None:
-        """Warn about float weights where the recipe quantizes: they do not compute what the run does."""
-        assert self.config.sparsity is not None
-        if self.config.sparsity.recipe is None or is_emulated(self.model):
-            return
-        if ByRecipe(self.config.sparsity).manager.quantization_modifiers:
-            self.float_weights = (
-                f"{self.start.source or self.start.weights}: holds float weights, and the recipe quantizes: results "
-                "differ from those of the run; name the run itself, or its bitmask file"
-            )
-            logger.warning("%s", self.float_weights)
+class _Timer:
+    """Images per second of training, without the time in which it is paused."""
 
-    def parameter_groups(self) -> Any:
-        if self.sparsifier is None:
-            return super().parameter_groups()
-        return self.sparsifier.groups(self.model, float(self.config.trainer.optimizer.kwargs.get("weight_decay", 0.0)))
+    def __init__(self) -> None:
+        self.images = 0
+        self._seconds = 0.0
+        self._since = time.perf_counter()
 
-    def build_ema(self) -> None:
-        """None: an average of weights under changing masks is not sparse. Reading the config has told it."""
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        self._seconds += time.perf_counter() - self._since
+        try:
+            yield
+        finally:
+            self._since = time.perf_counter()
 
-    def sparse_post_process(self) -> None:
-        """Bind the sparsity to the optimizer and the learning-rate scheduler, in the state of a resumed run."""
-        if self.sparsifier is None:
-            return
-        if self.training:
-            self._tell_length(self.sparsifier.epochs)
-        steps = self.steps_per_epoch if self.training or self.setting is None else self.setting.steps_per_epoch
-        with self.fitting():
-            self.scaler = self.sparsifier.attach(
-                self.model,
-                self.optimizer,
-                self.lr_scheduler,
-                None if self.setting is None else self.setting.sparsity,
-                scaler=self.scaler,
-                steps_per_epoch=steps,
-                accumulation_steps=self.config.trainer.accumulate,
-                example_inputs=as_example(self.model, self.example()),
-            )
-        if not self.training and self.start.checkpoint is not None:
-            self.sparsifier.begin(self.model, max(self.start.checkpoint.iteration - 1, 0))
-        self._tell_layers()
-
-    def _tell_layers(self) -> None:
-        assert self.sparsifier is not None
-        dense = self.sparsifier.left_dense()
-        logger.info("%s: %d weights stay dense", self.sparsifier.method, len(dense))
-        for name, reason in dense.items():
-            logger.info("'%s' stays dense: %s", name, reason)
+    def images_per_s(self) -> float:
+        """The rate since the last call."""
+        with self.paused():
+            rate = self.images / self._seconds if self._seconds else 0.0
+            self.images, self._seconds = 0, 0.0
+        return rate

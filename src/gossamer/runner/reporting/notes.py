@@ -162,7 +162,7 @@ def note_sensitivity(runner: Runner, progress: Progress | None = None, *, bounde
 def _images(runner: Runner, layers: int) -> int:
     """The largest number of images within the limits; 0 if even the smallest exceeds them."""
     train = runner.config.dataset.train
-    seen = runner.iteration * runner.config.trainer.accumulate * runner.place.world
+    seen = runner.iteration * runner.config.trainer.accumulate * runner.place.world_size
     budget = min(MAX_PASSES, MAX_SHARE * 3 * seen * (train.batch_size if train is not None else 1))
     if runner.kind == "detection":  # one image each, and large ones
         return IMAGES[-1] if layers * len(LEVELS) <= budget else 0
@@ -239,10 +239,10 @@ def _course(runner: Runner) -> list[list[float]]:
     """Iterations and the planned sparsity from each of them on; empty if the method has no schedule."""
     if runner.sparsifier is None:
         return []
-    sparsifier, model = runner.sparsifier, runner.model
+    sparsifier = runner.sparsifier
 
     def planned(at: int) -> float | None:
-        return sparsifier.planned_in(model, at) if at < runner.length else sparsifier.planned(model, at)
+        return sparsifier.planned_in(at) if at < runner.length else sparsifier.planned(at)
 
     course: list[list[float]] = []
     before = 0
@@ -254,7 +254,7 @@ def _course(runner: Runner) -> list[list[float]]:
             step = bool(course) and abs(share - course[-1][1]) > STEP
             course.append([float(_first_change(planned, before, at) if step else at), share])
         before = at
-    target = sparsifier.target(model)
+    target = sparsifier.target()
     if course:  # some methods prune in the last step
         course.append([float(runner.length), course[-1][1] if target is None else target])
     return course
