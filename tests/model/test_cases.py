@@ -372,7 +372,7 @@ def test_weights_of_any_precision_move_to_the_bit(dtype: torch.dtype):
         assert torch.equal(tensor, found.of(name, before[name]))
 
 
-def test_half_precision_models_are_followed_as_they_are():
+def test_half_precision_models_are_traced_as_they_are():
     from gossamer.model.permute import find
 
     model = written(lambda self, x: self.b(F.relu(self.a(x))), a=conv(), b=conv()).bfloat16()
@@ -406,7 +406,7 @@ def test_flattened_pixels_repeat_each_channel():
     keeps(randomised(model), image(), moving=["5.weight"])
     model = nn.Sequential(conv(8), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 8))
     found = keeps(randomised(model), image(), moving=False)
-    assert reason(found, "3.weight") == "each channel fills its stripes alone, for it is repeated at every pixel"
+    assert reason(found, "3.weight") == "each channel fills its own stripes, because it is repeated at every pixel"
 
 
 def test_flattened_channels_last_move_pixel_by_pixel():
@@ -565,7 +565,7 @@ def test_a_returned_parameter_stays_in_place():
     keeps(model, image(), moving=False)
 
 
-def test_layers_that_run_only_in_training_are_followed():
+def test_layers_that_run_only_in_training_are_traced():
     def run(self: Any, x: Tensor) -> Any:
         middle = F.relu(self.a(x))
         return (self.b(middle), self.aux(middle)) if self.training else self.b(middle)
@@ -691,7 +691,7 @@ def test_models_without_values_are_answered_with_reasons():
         assert not found.moves
 
 
-def test_a_hook_that_changes_what_passes_is_followed():
+def test_a_hook_that_changes_what_passes_is_traced():
     model = written(lambda self, x: F.relu(self.a(x)), a=conv())
     scale = torch.linspace(1, 2, 16, dtype=torch.float64).view(-1, 1, 1)
     model.a.register_forward_hook(lambda module, args, output: output * scale)

@@ -232,7 +232,7 @@ def test_inputs_of_usual_models_are_guessed(model: nn.Module):
     assert find(model, prunable(model)).layers[-1].reason is None
 
 
-# Models that cannot be followed
+# Models that cannot be traced
 
 
 def test_a_model_whose_forward_raises_is_left_alone_and_says_why():
@@ -251,7 +251,7 @@ def test_a_model_without_example_and_known_layers_asks_for_one():
 def test_weights_that_nothing_uses_say_so():
     model = Written(lambda self, x: self.a(x), a=conv(8), idle=conv())
     found = find(model, ["idle.weight"], example_inputs=image().float())
-    assert found.layers[0].reason == "the network does not use it, as far as followed"
+    assert found.layers[0].reason == "the network does not use it, as far as traced"
 
 
 class Branching(nn.Module):
@@ -274,7 +274,7 @@ def outputs_of_both_ways(model: nn.Module) -> list[Tensor]:
         return [twin(image()), twin(-image()), twin(image() * 100), twin(image() - 100)]
 
 
-def test_a_model_with_data_dependent_control_flow_is_followed_in_parts_if_asked_to():
+def test_a_model_with_data_dependent_control_flow_is_traced_in_parts_if_asked_to():
     model = randomised(Branching())
     before = outputs_of_both_ways(model)
     found = find(model, prunable(model), example_inputs=image(), parts=True)
@@ -311,7 +311,7 @@ def test_a_model_with_data_dependent_control_flow_is_left_alone_unless_asked():
     assert "its control flow depends on values" in (reason(found, "body.3.weight") or "")
 
 
-def test_a_part_that_is_called_in_too_many_ways_is_not_followed():
+def test_a_part_that_is_called_in_too_many_ways_is_not_traced():
     class Many(Branching):
         def forward(self, x: Tensor) -> Tensor:
             for size in range(8, 24):
@@ -497,7 +497,7 @@ def fakes_in(value: Any, seen: set[int]) -> list[Any]:
     return []
 
 
-def test_following_a_model_leaves_no_trace_in_it():
+def test_tracing_a_model_leaves_no_trace_in_it():
     model = randomised(Leaving())
     model.train()
     model.norm.eval()
@@ -529,7 +529,7 @@ def test_following_a_model_leaves_no_trace_in_it():
     model(image())
 
 
-def test_a_model_that_could_only_be_followed_in_parts_is_left_as_it_was():
+def test_a_model_that_could_only_be_traced_in_parts_is_left_as_it_was():
     class LeavingAndBranching(Branching):
         def __init__(self) -> None:
             super().__init__()
@@ -550,7 +550,7 @@ def test_a_model_that_could_only_be_followed_in_parts_is_left_as_it_was():
     assert not model.traces.history
 
 
-def test_following_works_where_gradients_are_recorded_and_where_they_are_not():
+def test_tracing_works_where_gradients_are_recorded_and_where_they_are_not():
     for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         model = network()
         with context():

@@ -99,7 +99,7 @@ def test_half_of_a_large_network_leaves_and_outputs_stay(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_detector_is_thinned_in_the_parts_that_can_be_followed() -> None:
+def test_a_detector_is_thinned_in_the_parts_that_can_be_traced() -> None:
     from gossamer.runner.detectors import retinanet_resnet18_fpn
 
     torch.manual_seed(0)

@@ -37,12 +37,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def thin_run(run: TrainingRun, own: BoundModifier, names: Collection[str]) -> None:
     """Remove filters of these weights that are entirely zero, from the model and all that belongs to it."""
-    from gossamer.model.permute import odd_state
+    from gossamer.model.permute import unordered_state
     from gossamer.model.thin import thin
 
     module, modifier = run.module, own.modifier.name
     before = {name: tensor.detach() for name, tensor in named_state(module)}
-    odd = odd_state(run.optimizer, {name: get_tensor(module, name) for name in before})
+    odd = unordered_state(run.optimizer, {name: get_tensor(module, name) for name in before})
     if odd:
         key = next(iter(odd.values()))
         logger.warning("%s removes nothing: the optimizer's '%s' cannot be cut with its weight", modifier, key)
@@ -73,7 +73,7 @@ def thin_run(run: TrainingRun, own: BoundModifier, names: Collection[str]) -> No
     own.state.setdefault(CUTS, []).append(Removal(cuts, shapes).state())
     run.journal.after_cutting(whole)
     for name, shape in shapes.items():
-        cuts.followed(run.optimizer, name, get_tensor(module, name), torch.Size(shape))
+        cuts.cut_state(run.optimizer, name, get_tensor(module, name), torch.Size(shape))
     run.masks.cut(cuts, module)
     for other in run.modifiers:
         if CUTS not in other.state:
@@ -170,7 +170,7 @@ def apply_removals(module: nn.Module, due: Sequence[Removal], optimizer: torch.o
     for removal in due:
         removal.cuts.apply(module)
         for name, shape in removal.shapes.items():
-            removal.cuts.followed(optimizer, name, get_tensor(module, name), torch.Size(shape))
+            removal.cuts.cut_state(optimizer, name, get_tensor(module, name), torch.Size(shape))
 
 
 def due_removals(module: nn.Module, state: RunState, sizes: Shapes, example_inputs: Any = None) -> list[Removal]:

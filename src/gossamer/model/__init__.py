@@ -1,4 +1,4 @@
-"""What a model is: its parameters by the names its author knows."""
+"""What a model is: its parameters by the names that its author gave them."""
 
 from gossamer.model.parameters import (
     ALL,

@@ -19,11 +19,11 @@ from gossamer.model.compiling import recompile
 from gossamer.model.parameters import first_names, get_module, unwrap
 
 Substitute = Callable[[nn.Module, Tensor], Tensor]
-"""From the layer that holds the weight, and the weight, to what is computed with."""
+"""From the layer that holds the weight, and the weight, to the tensor to compute with."""
 
 
 class Substitution:
-    """A weight under all its names, replaced while whoever uses it computes."""
+    """Replaces a weight, under all its names, while a module that uses it computes."""
 
     def __init__(self, module: nn.Module, name: str, substitute: Substitute) -> None:
         self._handles: list[RemovableHandle] = []
@@ -37,7 +37,7 @@ class Substitution:
         self._recompile()
 
     def remove(self) -> None:
-        """Let everything compute with the weight itself again."""
+        """Compute with the weight itself again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -64,7 +64,7 @@ def is_substituted(module: nn.Module) -> bool:
 
 
 def substituted(module: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-    """Every weight that is replaced, with what stands in its place in the mode that its layer is in now."""
+    """Every weight that is replaced, with its substitute in the current mode of its layer."""
     found: dict[int, tuple[nn.Parameter, Tensor]] = {}
     for layer in module.modules():
         for hooks in _hooks_on(layer):
@@ -83,7 +83,7 @@ def _hooks_on(layer: nn.Module) -> Iterator[_Hooks]:
 
 
 class _Hooks:
-    """The two hooks on a module; they keep no reference to it, so that a copied or unpickled model works alone."""
+    """The two hooks on a module. They keep no reference to it, so that a copied or unpickled model works on its own."""
 
     def __init__(self, path: str, leaf: str, substitute: Substitute) -> None:
         self.path, self.leaf, self.substitute = path, leaf, substitute
@@ -116,8 +116,8 @@ class _Hooks:
 def _users(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str, str]]:
     """Modules whose call may use the weight, with the path from there to its owner, and the leaf.
 
-    The layer itself; the module around it, for attention uses its projections' weights without calling them; and the
-    model, for whatever else uses a weight from afar.
+    The layer itself; its parent, because attention uses its projections' weights without calling them; and the model,
+    because any of its code may use the weight.
     """
     for alias, first in first_names(module).items():
         if first == name:
@@ -129,7 +129,7 @@ def _users(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str, str]]
 
 
 MASK, PRUNED = "mask", "pruned_p"
-"""What ASP's two buffers hold: where a weight is kept, and the values that are masked."""
+"""ASP's two buffers: where a weight is kept, and the values that are masked."""
 SPARSER = "_fake_sparse"
 """Behind a weight's name: the module of MSBench that decides what the layer computes with."""
 
@@ -172,7 +172,7 @@ def without_additions(state: Mapping[str, V]) -> dict[str, V]:
 
 @torch.no_grad()
 def evaluated(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-    """Every weight that the model replaces while it computes, with what it evaluates with in its place."""
+    """Every weight that the model replaces while it computes, with its substitute in evaluation mode."""
     if not is_substituted(model):
         return []
     modes = {module: module.training for module in model.modules()}
@@ -186,7 +186,7 @@ def evaluated(model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
 
 @torch.no_grad()
 def strip(model: nn.Module) -> nn.Module:
-    """Take off a model, in place, all that training has added; its weights become what it evaluates with.
+    """Remove from a model, in place, all that training has added; its weights become what it evaluates with.
 
     Meant for a copy: training cannot go on with a model that was stripped.
     """

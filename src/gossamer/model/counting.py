@@ -1,6 +1,6 @@
-"""How many weights a model has and how many of them are zero: the one definition behind every figure of a model.
+"""How many weights a model has and how many of them are zero: the definition behind every figure.
 
-Weights are those of convolutions, linear layers and attention, prunable or not. Magnitudes of weight norm, buffers of
+Counts the weights of convolutions, linear layers and attention, prunable or not. Magnitudes of weight norm, buffers of
 parametrizations, biases, normalisation and embeddings are not counted.
 """
 

@@ -1,7 +1,6 @@
-"""What a model takes: batches as arguments of a call, and a guess for those who give no example of its input.
+"""The inputs of a model: batches as arguments of a call, and guesses where no example is given.
 
-For a guess, the first layer with a weight tells how many channels come in;
-the sizes are tried from the usual ones. Only shapes matter to who asks.
+For a guess, the first layer with a weight gives the number of channels; common sizes are tried in turn.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def unguessable(module: nn.Module) -> str:
     """Why no input is guessed, if none is."""
     needed = _needed(module)
     if len(needed) > 1:
-        return f"its forward takes {len(needed)} inputs ({', '.join(needed)}), of which no guess is made"
+        return f"its forward takes {len(needed)} inputs ({', '.join(needed)}), which are not guessed"
     return "it has no layer from which the shape of its input could be guessed"
 
 
@@ -104,7 +103,7 @@ def _tensors_for(first: nn.Module, module: nn.Module) -> Iterator[Tensor]:
                 yield torch.empty(2, first.in_channels, frames, size, size)
         case nn.Linear():
             yield torch.empty(2, first.in_features)
-            for norm in module.modules():  # one over the batch tells its size
+            for norm in module.modules():  # one over the batch gives its size
                 if isinstance(norm, nn.LayerNorm) and len(norm.normalized_shape) > 1:
                     yield torch.empty(norm.normalized_shape[0], first.in_features)
             for length in LENGTHS:

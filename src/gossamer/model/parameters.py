@@ -1,8 +1,7 @@
-"""Which parameters a model has, by the names that its author knows.
+"""The parameters of a model, by the names that its author gave them.
 
-Wrappers (DDP, torch.compile, FSDP) put prefixes into names; here they are
-taken off, so that a recipe is the same with and without them. Parameters are
-looked up by name at each use and never kept.
+Prefixes that wrappers (DDP, torch.compile, FSDP) put into names are removed, so that a recipe is the same with and
+without them. Parameters are looked up by name at each use and never kept.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _NORMALISATION = re.compile(r"(Norm|LRN|NormOnly)(\d?d)?$")
 
 @dataclass(frozen=True)
 class Matches:
-    """What a recipe's names came to: parameters to act on, and those left alone with the reason."""
+    """What the names of a recipe match: parameters to act on, and those skipped with the reason."""
 
     names: list[str]
     skipped: dict[str, str]
@@ -163,20 +162,20 @@ def is_transposed(module: nn.Module, name: str) -> bool:
     return transposed or is_conv1d(owner)
 
 
-def match(module: nn.Module, wanted: str | Sequence[str], *, field: str = "params", strict: bool = True) -> list[str]:
-    """Clean names of the parameters that a recipe's `wanted` stands for, in the model's order.
+def match(module: nn.Module, patterns: str | Sequence[str], *, field: str = "params", strict: bool = True) -> list[str]:
+    """Clean names of the parameters that the patterns of a recipe match, in the model's order.
 
     Raises `ModifierError` with the nearest names when a name or pattern matches nothing, or, when not
     `strict`, when none of them does.
     """
-    return _Resolver(module, field, strict).resolve([wanted] if isinstance(wanted, str) else list(wanted))[0]
+    return _Resolver(module, field, strict).resolve([patterns] if isinstance(patterns, str) else list(patterns))[0]
 
 
 def match_prunable(
-    module: nn.Module, wanted: str | Sequence[str], *, field: str = "params", strict: bool = True
+    module: nn.Module, patterns: str | Sequence[str], *, field: str = "params", strict: bool = True
 ) -> Matches:
     """As `match`, for pruning: biases and normalisation that are not named exactly are left alone and listed."""
-    items = [wanted] if isinstance(wanted, str) else list(wanted)
+    items = [patterns] if isinstance(patterns, str) else list(patterns)
     names, exact = _Resolver(module, field, strict).resolve(items)
     dense, kept = left_dense(module), list[str]()
     skipped: dict[str, str] = dict(dense) if ALL_PRUNABLE in items else {}
@@ -190,7 +189,7 @@ def match_prunable(
         else:
             skipped[name] = reason
     if not kept:
-        shown = wanted if isinstance(wanted, str) else ", ".join(wanted)
+        shown = patterns if isinstance(patterns, str) else ", ".join(patterns)
         if (name := next((name for name in skipped if name in (*dense, *prunable(module))), None)) is not None:
             raise ModifierError(f"nothing that {shown!r} matches can be pruned; '{name}': {skipped[name]}", field)
         raise ModifierError(
@@ -234,12 +233,12 @@ def hint(item: str, names: Sequence[str], keywords: Sequence[str], *, whole: boo
     return "; a pattern begins with 're:'"
 
 
-def match_excluded(module: nn.Module, wanted: str | Sequence[str], *, field: str) -> tuple[list[str], list[str]]:
+def match_excluded(module: nn.Module, patterns: str | Sequence[str], *, field: str) -> tuple[list[str], list[str]]:
     """Names of the parameters to leave out, and those of the `re:` patterns that match nothing.
 
     `__DEPTHWISE__` stands for the depth-wise convolutions. A plain name that is not there is an error.
     """
-    items = [wanted] if isinstance(wanted, str) else list(wanted)
+    items = [patterns] if isinstance(patterns, str) else list(patterns)
     found: list[str] = []
     idle: list[str] = []
     for item in items:
@@ -282,7 +281,7 @@ def prunable(module: nn.Module) -> list[str]:
 
 
 def left_dense(module: nn.Module) -> dict[str, str]:
-    """The weights of such layers that cannot be pruned, by clean name, each with the reason and a remedy."""
+    """The weights of such layers that cannot be pruned, by clean name, each with the reason and a fix."""
     return {name: reason for name, reason in _weights(module).items() if reason is not None}
 
 
@@ -354,7 +353,7 @@ def empties_a_norm(module: nn.Module, name: str, keep: Tensor) -> bool:
 
 
 def nothing_to_prune(module: nn.Module, purpose: str = "to prune") -> str:
-    """A sentence for a model without a weight that could be pruned."""
+    """The message for a model without a weight that could be pruned."""
     dense = left_dense(module)
     if not dense:
         return f"the model has no convolution or linear layer {purpose}{_exported_hint(module)}"
@@ -401,12 +400,12 @@ class _Resolver:
     def computed(self) -> dict[str, str]:
         return _computed_names(self.module)
 
-    def resolve(self, wanted: Sequence[str]) -> tuple[list[str], set[str]]:
+    def resolve(self, patterns: Sequence[str]) -> tuple[list[str], set[str]]:
         """All matched names in the model's order, and those that were named exactly."""
         found: set[str] = set()
         exact: set[str] = set()
         missed: list[str] = []
-        for item in wanted:
+        for item in patterns:
             names, is_exact = self._one(item)
             if not names:
                 missed.append(item)
@@ -482,10 +481,10 @@ def _exported_hint(module: nn.Module) -> str:
     return "; give the module that torch.export.export was called with" if made else ""
 
 
-def _by_last_part(wanted: str, names: Sequence[str]) -> str:
+def _by_last_part(name: str, names: Sequence[str]) -> str:
     """A suggestion when nothing is similar as a whole: the name whose parts are closest."""
     parts: dict[str, str] = {part: name for name in reversed(names) for part in name.split(".")}
-    close = nearest(wanted.strip(".").split(".")[-1], parts)
+    close = nearest(name.strip(".").split(".")[-1], parts)
     if close:
         return f"; nearest: '{parts[cast(Any, close.split(chr(39)))[1]]}'"
     return f"; the first is '{names[0]}'" if names else ""

@@ -28,8 +28,8 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 @dataclass(frozen=True)
-class Layer:
-    """What a permutation does for one weight."""
+class LayerGain:
+    """What a permutation gains for one weight."""
 
     name: str
     weights: int
@@ -72,13 +72,13 @@ class Permutation:
 
     moves: Mapping[str, Sequence[Move]] = field(repr=False)
     """By clean name of a parameter or buffer; applied one after the other."""
-    layers: Sequence[Layer]
+    layers: Sequence[LayerGain]
     failure: Untraceable | None = None
     """Why nothing could move at all."""
     groups: Sequence[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]], repr=False)
-    """Which layers share channels, for whoever wants to look at it."""
+    """Which layers share channels, for display."""
     note: str | None = None
-    """What was done when the model could be followed only in parts."""
+    """How the model was traced, if only in parts."""
 
     @property
     def untraceable(self) -> str | None:
@@ -145,7 +145,7 @@ def state_of(optimizer: Optimizers, tensor: Tensor) -> list[tuple[str, Tensor]]:
     ]
 
 
-def odd_state(optimizer: Optimizers, parameters: Mapping[str, Tensor]) -> dict[str, str]:
+def unordered_state(optimizer: Optimizers, parameters: Mapping[str, Tensor]) -> dict[str, str]:
     """Parameters whose optimizer state cannot be reordered with them, and the key of that state.
 
     State in another shape cannot; nor can state of the same shape whose key has another shape elsewhere, such as the
@@ -168,10 +168,10 @@ def _tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
-__all__ = ["Layer", "Move", "Optimizers", "Permutation", "Progress", "find", "state_of"]
+__all__ = ["LayerGain", "Move", "Optimizers", "Permutation", "Progress", "find", "state_of"]
 
 Progress = Callable[[str, float], None]
-"""Told what is being searched and how much of all the work is done, 0 to 1."""
+"""Called with what is being searched and the share of the work that is done, 0 to 1."""
 
 
 def find(
@@ -186,7 +186,7 @@ def find(
     parts: bool = False,
     progress: Progress | None = None,
 ) -> Permutation:
-    """The orders that let n:m keep the most of the named weights; changes nothing and never raises for a model.
+    """Find the orders with which n:m keeps the most of the named weights; changes nothing, and raises for no model.
 
     `example_inputs`: a tensor, a tuple of arguments for `forward`, or a dict of keyword arguments; without it common
     shapes are tried. `parts`: see `couple`. An optimizer with state of a shape that cannot be reordered (Adafactor's)
@@ -197,7 +197,7 @@ def find(
         coupling = couple(model, example_inputs, parts=parts)
     except Untraceable as error:
         return Permutation({}, [weight.measured(n, m, (), str(error)) for weight in weights.values()], error)
-    odd = odd_state(optimizer, {name: get_tensor(model, name) for name in coupling.layouts})
+    odd = unordered_state(optimizer, {name: get_tensor(model, name) for name in coupling.layouts})
     aliases = first_names(model)
     layouts = {name: aliases.get(name, name) for name in names}
     return _Finder(weights, layouts, n, m, coupling, odd).find(effort, progress or (lambda _, __: None))
@@ -243,9 +243,9 @@ class _Weight:
         taken = self.values[rows].index_select(1, torch.from_numpy(columns).to(self.values.device))
         return _flat(taken)
 
-    def measured(self, n: int, m: int, moves: Sequence[Move], reason: str | None) -> Layer:
+    def measured(self, n: int, m: int, moves: Sequence[Move], reason: str | None) -> LayerGain:
         if not self.finite or self.channels == 0 or self.channels % m:
-            return Layer(self.name, self.values.numel(), 1.0, 1.0, 1.0, reason)
+            return LayerGain(self.name, self.values.numel(), 1.0, 1.0, 1.0, reason)
         before = _flat(self.values)
         total = max(float(before.sum(dtype=torch.float64)), 1e-300)
         kept = kept_before = kept_magnitude(before, n, m) / total
@@ -255,7 +255,7 @@ class _Weight:
                 moved = move.of(moved)
             kept = kept_magnitude(_flat(moved.transpose(0, 1) if self.transposed else moved), n, m) / total
         bound = _largest(before, self.channels // m * n) / total
-        return Layer(self.name, self.values.numel(), kept_before, kept, bound, reason)
+        return LayerGain(self.name, self.values.numel(), kept_before, kept, bound, reason)
 
 
 @dataclass(frozen=True)
@@ -384,9 +384,9 @@ class _Finder:
         return max(cuts.values(), key=lambda group: sum(view.size for view in group))
 
     def _input_factor(self, weight: _Weight) -> Factor | None:
-        wanted = ((0,),) if weight.transposed else ((1,), (0, 1))
+        target = ((0,),) if weight.transposed else ((1,), (0, 1))
         layout = self.coupling.layouts.get(self.layout_names[weight.name], ())
-        return next((factor for factor in layout if factor.dims in wanted), None)
+        return next((factor for factor in layout if factor.dims in target), None)
 
     def _reason(self, weight: _Weight) -> str:
         unfit = weight.unfit(self.m)
@@ -395,12 +395,12 @@ class _Finder:
         factor = self._input_factor(weight)
         if factor is None:
             used = bool(self.coupling.layouts.get(self.layout_names[weight.name]))
-            return "its input channels are not known" if used else "the network does not use it, as far as followed"
+            return "its input channels are not known" if used else "the network does not use it, as far as traced"
         classes = np.unique(self.coupling.channels.resolved(factor)[0])
         odd = next((self.odd[root] for root in classes.tolist() if root in self.odd), None)
         found = odd or self.coupling.classes.reasons.most_common(classes)
         if found is None and factor.atoms.ndim == 1 and len(classes) < factor.atoms.size:
-            return "each channel fills its stripes alone, for it is repeated at every pixel"
+            return "each channel fills its own stripes, because it is repeated at every pixel"
         if found is None:
             found = self.coupling.classes.limits.most_common(classes)
         return found or "no stripe has channels that could change places with others"
@@ -469,9 +469,9 @@ def _largest(magnitudes: Tensor, count: int) -> float:
 def _positions(roots: Ints, goal: Ints, labels: Labels) -> Ints:
     """For each position, the flat position where its new channel lies now, the same copy of it."""
     order = np.lexsort((labels.reshape(-1), roots.reshape(-1)))
-    wanted = np.lexsort((labels.reshape(-1), goal.reshape(-1)))
+    target = np.lexsort((labels.reshape(-1), goal.reshape(-1)))
     source = np.empty(roots.size, np.int64)
-    source[wanted] = order
+    source[target] = order
     flat = (roots.reshape(-1)[source] == goal.reshape(-1)) & (labels.reshape(-1)[source] == labels.reshape(-1))
     assert flat.all(), "channels that change places must have the same copies"
     return source

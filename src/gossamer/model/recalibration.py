@@ -1,8 +1,7 @@
-"""Batch norm's running statistics, estimated again for a model whose weights changed without training.
+"""Estimate batch norm's running statistics again, for a model whose weights changed without training.
 
-Training keeps the statistics up to date with the weights; masks that are
-applied afterwards, averages of weights and one-shot pruning do not. Knows
-nothing of why the weights changed.
+Training keeps the statistics up to date with the weights; masks that are applied afterwards, averages of weights and
+one-shot pruning do not.
 """
 
 from __future__ import annotations
@@ -133,7 +132,7 @@ def _averaging(module: nn.Module, layers: Sequence[_BatchNorm]) -> Generator[set
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Compiled parts run as they were written, or each change of mode would compile them again."""
+    """Compiled parts run uncompiled; otherwise each change of mode would compile them again."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 

@@ -71,7 +71,7 @@ def problem_of(item: str) -> str | None:
 
 
 class _UnusableError(Exception):
-    """What is wrong with a pattern: a sentence of `_built`, below it the end of one."""
+    """What is wrong with a pattern: a message of `_built`, below it the end of one."""
 
 
 def _built(item: str, text: _Text) -> tuple[_Automaton, int]:
@@ -232,8 +232,8 @@ class _Text:
             return self.starts
         if anchor in ("$", r"\Z"):
             return self.ends | (self.ends >> 1 & self.characters.get("\n", 0)) if anchor == "$" else self.ends
-        words = self.of(r"\w", flags)
-        boundaries = words ^ words << 1
+        letters = self.of(r"\w", flags)
+        boundaries = letters ^ letters << 1
         return boundaries if anchor == r"\b" else self.everywhere & ~boundaries
 
 

@@ -2,7 +2,7 @@
 
 A layer may compute its weight from other tensors: spectral norm, weight norm, `torch.nn.utils.prune`, or any
 parametrization. Where zeros of one stored tensor are zeros of the computed weight, that tensor is pruned; every other
-weight is reported with a reason. Nothing here knows patterns or recipes.
+weight is reported with a reason.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ def opaque(layer: nn.Module) -> str | None:
     """Why the weight of a layer is no parameter: TorchScript and quantized modules; None for any other module."""
     if isinstance(layer, torch.jit.ScriptModule):
         weighty = _SCRIPTED.fullmatch(str(getattr(layer, "original_name", "")))
-        remedy = "it is compiled by TorchScript; prune the model before torch.jit.script or torch.jit.trace"
-        return remedy if weighty else None
+        reason = "it is compiled by TorchScript; prune the model before torch.jit.script or torch.jit.trace"
+        return reason if weighty else None
     quantized = type(layer).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized"))
     if quantized and callable(getattr(layer, "weight", None)):
         return "it is quantized to integers by torch.ao; prune the model before it is converted"
@@ -164,7 +164,7 @@ def opaque(layer: nn.Module) -> str | None:
 
 
 def unprunable(parameter: Tensor) -> str | None:
-    """Why no values of a parameter can be set to zero, with a remedy; None when they can."""
+    """Why no values of a parameter can be set to zero, with a fix; None when they can."""
     if is_lazy(parameter):
         return "its shape is not known yet; run the model on one batch first"
     if parameter.is_meta:

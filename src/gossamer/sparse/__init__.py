@@ -1,4 +1,4 @@
-"""Tensors in, tensors out: patterns, scores, schedules, allocation. Nothing here knows a model."""
+"""Patterns, scores, schedules and allocation: pure functions and frozen dataclasses over tensors."""
 
 from gossamer.sparse.allocation import (
     energy,

@@ -1,8 +1,6 @@
-"""Our compiled loops: built by numba when first called, and run over rows by plain threads.
+"""Loops compiled by numba when first called, and run over rows by plain threads.
 
-Threads instead of numba's own: those abort the process when two Python
-threads call a parallel kernel at once, and a few threads per call cost
-nothing beside the work that is worth splitting.
+Plain threads, because numba's own abort the process when two Python threads call a parallel kernel at once.
 """
 
 from __future__ import annotations

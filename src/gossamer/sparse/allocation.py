@@ -1,8 +1,7 @@
-"""Allocation: how a sparsity budget is shared by layers.
+"""Allocation: how layers share a sparsity budget.
 
-Shapes or scores by name in, sparsities or masks by name out. The totals are
-exact: every allocation zeroes round(N · sparsity) of all N units, unless its
-docstring says where it stops short.
+Takes shapes or scores by name, returns sparsities or masks by name. The totals are exact: every allocation zeroes
+round(N · sparsity) of all N units, unless its docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def energy(
         k_l(θ) = the largest k ≤ cap · N_l with removed_l(k) ≤ θ · (N_l / N_max)^slope
 
     of its N_l weights, and θ is the one at which all layers together lose
-    round(N · sparsity). It may exceed 1, for a small layer may have to lose
+    round(N · sparsity). It may exceed 1, because a small layer may have to lose
     everything up to its cap. Weights that are zero already cost nothing and
     go first. Where several weights go at the same θ and not all of them may,
     they go in the order of the sparsity that they bring their layer to, then
@@ -224,7 +223,7 @@ def _sorted(magnitudes: Tensor) -> _Ascending:
 
 
 def _lost(leaves: Sequence[_Ascending], sizes: Sequence[int], total: int) -> list[int]:
-    """How many weights each layer loses when the `total` that leave first are gone; ties as `energy` says."""
+    """How many weights each layer loses when the first `total` are removed; ties as in `energy`."""
     below, upto = _bracket(leaves, total)
     tied = [np.arange(first + 1, last + 1) / size for first, last, size in zip(below, upto, sizes, strict=True)]
     missing = total - sum(below)

@@ -1,9 +1,8 @@
-"""Masks at work: zero weights in place, and pack masks to bits for disk.
+"""Apply masks: zero weights in place, and pack masks to bits for disk.
 
-The stored form is True where a weight is *zero* (one byte a weight): that is
-what an in-place fill needs. Selection, never multiplication: a masked weight
-is +0.0 whatever it was. The CPU kernel is ours because torch's `masked_fill_`
-takes about four times as long as the memory traffic needs.
+A stored mask is True where a weight is *zero* (one byte per weight), as an in-place fill needs it. Weights are filled,
+never multiplied: a masked weight is +0.0 whatever it was. The CPU kernel is ours because torch's `masked_fill_` takes
+about four times as long as the memory traffic needs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Patterns: which shape the zeros of a weight may take.
 
-A pattern splits a weight `(out, in, *kernel)` into units that live or die
-together; a mask keeps the units with the highest scores, exactly as many as
-the sparsity asks for. Patterns are frozen and know no model.
+A pattern splits a weight `(out, in, *kernel)` into units that are kept or zeroed as a whole. A mask keeps the units
+with the highest scores, and zeroes exactly the number that the sparsity asks for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Weights as functions of something that is learned: soft thresholds and masks drawn by chance.
+"""Weights as functions of learned parameters: soft thresholds and probabilistic masks.
 
-Pure functions of tensors, with the gradients of what is learned. Nothing here
-knows a model, or when anything is done.
+Pure functions of tensors, with the gradients of what is learned.
 """
 
 from __future__ import annotations

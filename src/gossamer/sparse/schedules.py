@@ -1,7 +1,4 @@
-"""Schedules: how sparse (or how large), when. Pure functions of a fraction of time.
-
-Nothing here counts steps or epochs; whoever does passes `x` between 0 and 1.
-"""
+"""Schedules: sparsity, or another value, as a pure function of a fraction of time `x` between 0 and 1."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def movement(weight: Tensor, gradient: Tensor) -> Tensor:
 
 
 FilterKind = Literal["l2", "fpgm_l1", "fpgm_l2", "fpgm_cos", "nuclear"]
-"""Scores of whole filters; the l1 norm is not among them, for that is what `magnitude` comes to in a filter."""
+"""Scores of whole filters; the l1 norm is not among them, because `magnitude` gives the same order of filters."""
 
 
 def filter_scores(weight: Tensor, kind: FilterKind) -> Tensor:

@@ -1,8 +1,8 @@
-"""Take filters and channels that are of no use out of a model for good: it computes the same, on smaller tensors.
+"""Remove filters and channels that a model does not need: it computes the same on smaller tensors.
 
-What may go comes from how channels hang together (`coupling`) and from what the model does with them; whether it
-could go is then tried, in float64 and layer by layer, so that no rule has to be known for code that counts on sizes.
-What cannot go stays as it is, with the reason.
+Candidates come from how channels are coupled and from what the model computes with them. Each removal is then tried, in
+float64 and layer by layer, so that no rule is needed for code that depends on sizes. What cannot be removed stays, with
+the reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, Problem
 from gossamer.model.parameters import named_parameters, prunable, unwrap
 from gossamer.model.thin.cuts import Cuts, resize, spread_over_processes
 from gossamer.model.thin.plan import Group, Plan, plan
@@ -26,12 +26,12 @@ from gossamer.model.tracing.tracer import Untraceable
 
 State = Mapping[str, Tensor]
 Progress = Callable[[str, float], None]
-"""Told what is being done and how much of all the work is done, 0 to 1."""
+"""Called with the current step and the share of the work that is done, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Thinned:
-    """What became of a model."""
+    """The result of thinning a model."""
 
     removed: dict[str, tuple[int, int]]
     """By weight that lost something: how many numbers it had, and has."""
@@ -40,7 +40,7 @@ class Thinned:
     parameters: tuple[int, int]
     """Of the whole model, before and after."""
     note: str | None = None
-    """What was done when the model could be followed only in parts, and which weights the example does not use."""
+    """How the model was traced, if only in parts, and which weights the example does not use."""
     cuts: Cuts = field(default_factory=Cuts, repr=False)
     """The same cuts, for a model of the original shapes."""
 
@@ -56,7 +56,7 @@ def thin(
 
     `example_inputs`: a tensor, a tuple of arguments for `forward`, or a dict of keyword arguments; without it common
     shapes are tried. `names`: only filters of these weights go. Parameters stay the same objects, with other shapes;
-    gradients are dropped. When something fails the model is as it was. Raises `Untraceable` when it cannot be followed.
+    gradients are dropped. When something fails the model is as it was. Raises `Untraceable`.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> _ = net[0].weight.data[:6].zero_(), net[0].bias.data.zero_()
@@ -68,23 +68,23 @@ def thin(
         raise GossamerError(
             f"thin: '{name}' is complex, which is not supported; thin the real parts of the model alone"
         )
-    told = progress or _silent
-    told("following the network", 0.0)
+    report = progress or _silent
+    report("tracing", 0.0)
     coupling = couple(module, example_inputs, parts=True)
     graph = FilterGraph(module, coupling)
     before = {name: parameter.numel() for name, parameter in named_parameters(module)}
-    told("running it", 0.2)
+    report("running", 0.2)
     runner = _runner(module, example_inputs)
     state = runner.state()
     observed = runner.observed()
     found = plan(graph, state, observed, names)
-    told("trying without", 0.4)
-    accepted = _Trial(module, runner, found, state, told).accepted()
+    report("removing", 0.4)
+    accepted = _Trial(module, runner, found, state, report).accepted()
     cuts = found.cuts(accepted)
     if cuts:
         changed = found.carried(accepted, state)
         cuts.apply(module, {name: cuts.of(name, weight) for name, weight in changed.items()})
-    told("", 1.0)
+    report("", 1.0)
     after = {name: parameter.numel() for name, parameter in named_parameters(module)}
     return Thinned(
         removed={name: (before[name], after[name]) for name in prunable(module) if after[name] != before[name]},
@@ -96,7 +96,7 @@ def thin(
 
 
 def _note(parts: str | None, idle: Sequence[str]) -> str | None:
-    """What to know about the result, in a sentence or two."""
+    """A note about parts that were traced on their own, and about unused weights."""
     if not idle:
         return parts
     more = f" and {len(idle) - 1} more parameter{'s' * (len(idle) > 2)} take" if len(idle) > 1 else " takes"
@@ -106,7 +106,7 @@ def _note(parts: str | None, idle: Sequence[str]) -> str | None:
 
 
 def _silent(label: str, share: float) -> None:
-    """Nobody wants to know."""
+    """Ignore progress."""
 
 
 def _own(model: nn.Module) -> nn.Module:
@@ -120,14 +120,15 @@ def _runner(module: nn.Module, example_inputs: Any) -> Runner:
         return Runner(module, example_inputs)
     except Exception as error:  # any model, any reason
         shown = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(".")
-        remedy = "give example_inputs that its forward takes"
-        raise GossamerError(
-            f"thin: the model does not run on inputs of the given shapes ({shown}); {remedy}"
-        ) from error
+        problem = Problem(
+            f"thin: the model does not run on inputs of the given shapes ({shown})",
+            fix="give example_inputs that its forward takes",
+        )
+        raise GossamerError(problem) from error
 
 
 class _Trial:
-    """Which groups can really go: all at once if that works, else by halves, so that few runs find the few bad."""
+    """Tries which groups can be removed: all at once, else by bisection, so that few runs find the few that cannot."""
 
     def __init__(self, module: nn.Module, runner: Runner, found: Plan, state: State, progress: Progress) -> None:
         self.module, self.runner, self.plan, self.state, self.progress = module, runner, found, state, progress
@@ -137,11 +138,11 @@ class _Trial:
         return self._extend([], self.plan.groups) if self.plan.groups else []
 
     def _extend(self, accepted: list[Group], groups: Sequence[Group]) -> list[Group]:
-        """What of `groups` can go beside those accepted already."""
+        """Those of `groups` that can be removed in addition to those accepted."""
         failure = self._failure([*accepted, *groups])
         if failure is None or len(groups) == 1:
             self.done += len(groups)
-            self.progress("trying without", 0.4 + 0.6 * self.done / self.total)
+            self.progress("removing", 0.4 + 0.6 * self.done / self.total)
         if failure is None:
             return [*accepted, *groups]
         if len(groups) == 1:
@@ -170,9 +171,9 @@ class _Trial:
 
 
 def incoherent(model: nn.Module, cuts: Cuts, example_inputs: Any = None) -> str | None:
-    """The first tensor that is not cut as the others are, None when all are; the model is as before the cut.
+    """The first tensor that is not cut like the others, None when all are; `model` is the model before the cut.
 
-    Of a model that cannot be followed as a whole nothing is known, and None is returned.
+    Returns None for a model that cannot be traced as a whole.
 
     >>> import torch
     >>> net, two = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 2)), torch.arange(2)

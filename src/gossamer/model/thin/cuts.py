@@ -1,7 +1,7 @@
-"""Cutting positions out of a model's tensors, and the numbers in its layers that go with their sizes.
+"""Cut positions out of a model's tensors, and adapt the sizes that its layers store.
 
-`Cuts` says which positions of which tensor stay; parameters, buffers, an optimizer's state and masks are cut alike,
-and every parameter remains the object that it was. It does not know why something is cut.
+`Cuts` says which positions of which tensor stay. Parameters, buffers, an optimizer's state and masks are cut alike, and
+every parameter remains the same object.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Cuts:
         return bool(self.kept)
 
     def of(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor shaped like the named one, without what goes; in the same memory format."""
+        """A tensor shaped like the named one, cut; in the same memory format."""
         cut = tensor
         for dim, positions in self.kept.get(name, {}).items():
             cut = cut.index_select(dim, positions.to(tensor.device))
@@ -60,7 +60,7 @@ class Cuts:
             shapes[name] = tuple(tensor.shape)
         resize(model, shapes)
 
-    def followed(
+    def cut_state(
         self, optimizer: torch.optim.Optimizer | None, name: str, parameter: Tensor, shape: torch.Size
     ) -> None:
         """Cut what an optimizer keeps for a parameter that had this shape."""
@@ -107,7 +107,7 @@ def _corner(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 def shrink_to(model: nn.Module, shapes: Shapes) -> list[str]:
     """Give the tensors of a model that was built whole the shapes of a thinned one, before its weights are loaded.
 
-    Returns the names of those that shrank. Where that is not possible the tensor stays, and loading tells.
+    Returns the names of those that shrank. A tensor that cannot shrink is left, and loading reports it.
     """
     found: list[str] = []
     for name, tensor in named_state(model):
@@ -132,7 +132,7 @@ def spread_over_processes(model: nn.Module) -> str | None:
 
 
 def resize(model: nn.Module, shapes: Shapes) -> None:
-    """Give every layer that holds one of these tensors the numbers that go with their shapes."""
+    """Set the sizes that layers store to the shapes of their tensors."""
     module = unwrap(model)
     names = {id(tensor): name for name, tensor in named_state(module)}
     for _, layer in named_modules(module):

@@ -1,9 +1,8 @@
-"""Which channels of a model are of no use, and what has to be done for the model not to notice that they are gone.
+"""Which channels of a model can be removed, and how weights change so that the output stays the same.
 
-A channel goes when nobody reads it, or when nothing but zeros produces it and so it carries a constant. A constant of
-zero leaves no trace. Others are carried on by one channel of their group that stays: a reader's weights for it become
-the sum that the readers saw, which is exact also at the borders that padding makes, where no bias would be. Nothing
-here runs the model.
+A channel can be removed when no weight reads it, or when only zeros produce it and so it is constant. A constant of
+zero leaves no trace. Other constants are carried by one channel of their group that stays: a reader's weights for it
+become the sum over the channels removed, which is exact also at padded borders, where a bias would not be.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from gossamer.model.tracing.filter_groups import FilterGraph
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
-CARRIES = "it carries on the constant of the filters that went"
-_CONSTANT = "it gives a constant that is read, and no other filter of zeros could carry it on"
+CARRIES = "it carries the constant of the filters that were removed"
+_CONSTANT = "it gives a constant that is read, and no other filter of zeros could carry it"
 _LAST = "one channel has to stay"
 _SOUND = 0.03
 """A carrier's constant, of the largest that it carries: dividing by less would carry its rounding on."""
@@ -32,7 +31,7 @@ _SOUND = 0.03
 
 @dataclass(frozen=True)
 class Group:
-    """Classes of channels that go together or not at all, and classes that stay to carry their constants on."""
+    """Classes of channels that are removed together or not at all, and classes that stay to carry their constants."""
 
     classes: Ints
     carriers: Ints
@@ -51,7 +50,7 @@ class Reading:
 
 @dataclass
 class Plan:
-    """What may go, in groups, and why the rest of what is zero stays."""
+    """What can be removed, in groups, and why other zeros stay."""
 
     graph: FilterGraph
     readings: dict[str, Reading]
@@ -61,7 +60,7 @@ class Plan:
     reasons: dict[int, str] = field(default_factory=dict[int, str])
 
     def cuts(self, groups: Iterable[Group]) -> Cuts:
-        """What is left of every tensor when these groups go."""
+        """What stays of every tensor when these groups are removed."""
         gone = self._gone(groups)
         kept: dict[str, dict[int, Tensor]] = {}
         coupling = self.graph.coupling
@@ -73,7 +72,7 @@ class Plan:
         return Cuts(kept)
 
     def carried(self, groups: Sequence[Group], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The readers' weights with what goes put on the carriers; float64 or the type of the state, not yet cut."""
+        """The readers' weights, with those of removed channels added to the carriers; not yet cut."""
         changed: dict[str, Tensor] = {}
         for group in groups:
             for name, reading in self.readings.items() if group.carriers.size else ():
@@ -107,25 +106,25 @@ class Plan:
                     found[name] = "its output channels are not known"
                 continue
             staying = np.unique(classes[zero & ~gone[classes]]).tolist()
-            told = [CARRIES if number in carriers else self.reasons.get(number, _OTHERS) for number in staying]
-            if told:
-                found[name] = max(told, key=told.count)
+            reasons = [CARRIES if number in carriers else self.reasons.get(number, _OTHERS) for number in staying]
+            if reasons:
+                found[name] = max(reasons, key=reasons.count)
         return found
 
 
-_OTHERS = "another weight gives its channel values, and somebody reads them"
+_OTHERS = "another weight gives its channel values, and they are read"
 
 
 def plan(
     graph: FilterGraph, state: Mapping[str, Tensor], observed: Observed, names: Collection[str] | None = None
 ) -> Plan:
-    """Find what can go; `state` and `observed` are the model's tensors and what it does with them.
+    """Find what can be removed; `state` and `observed` are the model's tensors and what it computes with them.
 
     With `names`, only what these weights produce, and no others.
     """
     zero_rows = {name: _zero_slices(state[name], graph.output_side(name)) for name in graph.output_dim}
     found = Plan(graph, _readings(graph, state, observed), zero_rows)
-    found.reasons |= graph.held | _strange(graph, observed)
+    found.reasons |= graph.held | _unsupported(graph, observed)
     for number, reason in _idle(graph, state, observed).items():
         found.reasons.setdefault(number, reason)
     for name, classes in graph.produced.items():
@@ -181,7 +180,7 @@ class _Planner:
                 reasons.setdefault(number, _CONSTANT)
 
     def _useless(self, classes: Ints) -> tuple[Ints, Ints]:
-        """Of the classes of a group those that could go, and those among them that have to stay for the others."""
+        """Of the classes of a group those that can be removed, and those among them that stay as carriers."""
         reasons = self.plan.reasons
         free = [number for number in classes.tolist() if number not in reasons and self.read[number]]
         simple = [number for number in free if self.unread[number]]
@@ -247,30 +246,32 @@ def _readings(graph: FilterGraph, state: Mapping[str, Tensor], observed: Observe
     return found
 
 
-def _strange(graph: FilterGraph, observed: Observed) -> dict[int, str]:
+def _unsupported(graph: FilterGraph, observed: Observed) -> dict[int, str]:
     """Channels that lie where they cannot be cut, or in tensors whose part in the computation is not known."""
     coupling, found = graph.coupling, dict[int, str]()
-    odd = set(observed.otherwise)
+    unsupported = set(observed.otherwise)
     for product in observed.products:
         expected = graph.output_dim.get(product.name)
         if product.name not in graph.depthwise and (expected is None or product.input_dim != 1 - expected):
-            odd.add(product.name)
+            unsupported.add(product.name)
     for name, layout in coupling.layouts.items():
         for factor in layout:
-            if name in odd or len(factor.dims) > 1:
-                why = f"'{name}' is multiplied with in a way" if name in odd else f"they lie in '{name}' in a way"
+            if name in unsupported or len(factor.dims) > 1:
+                why = (
+                    f"'{name}' is multiplied with in a way" if name in unsupported else f"they lie in '{name}' in a way"
+                )
                 numbers = np.unique(coupling.channels.resolved(factor)[0]).tolist()
                 found |= {number: f"{why} that no rule covers" for number in numbers if number not in found}
     return found
 
 
 def _idle(graph: FilterGraph, state: Mapping[str, Tensor], observed: Observed) -> dict[int, str]:
-    """Groups that a weight without a part in the example may read in another: it takes as many channels."""
+    """Groups that a weight which the example does not use may read: it takes the same number of channels."""
     found: dict[int, str] = {}
     idle = [name for name in graph.output_dim if name not in observed.used and state[name].dim() > 1]
-    wanted = {state[name].shape[0 if name in graph.depthwise else 1 - graph.output_dim[name]]: name for name in idle}
-    for classes in graph.components() if wanted else ():
-        name = wanted.get(len(classes))
+    sizes = {state[name].shape[0 if name in graph.depthwise else 1 - graph.output_dim[name]]: name for name in idle}
+    for classes in graph.components() if sizes else ():
+        name = sizes.get(len(classes))
         if name is not None:
             why = f"'{name}', which takes no part in this example, may read them; give an example that uses it"
             found |= dict.fromkeys(classes.tolist(), why)

@@ -102,7 +102,7 @@ class Example:
         return Example(self.arguments, self.dtype, {**self.bounds, number: bound})
 
     def another_batch(self) -> dict[tuple[int, int], int]:
-        """One more example, or a few instead of many, in every tensor with as many as the first."""
+        """One more sample, or a few instead of many, in every tensor with the batch size of the first."""
         tensors = [(number, tensor) for number, tensor in enumerate(self.tensors()) if tensor.dim()]
         if not tensors:
             return {}
@@ -160,13 +160,13 @@ class Product:
 
     name: str
     input_dim: int | None
-    """The dimension of the weight that is summed over; None when that cannot be told."""
+    """The dimension of the weight that is summed over; None when that is not known."""
     entering: Tensor
     """The value of each input channel (float64, on the CPU); NaN where it is not the same everywhere."""
     rounding: float
     """By how much, relatively, two values of a channel may differ that are the same."""
     leaving: Tensor
-    """What tells one result from another, `(4, output channels)`: sums over all but the channels."""
+    """A fingerprint of the result, `(4, output channels)`: sums over all but the channels."""
 
 
 @dataclass
@@ -285,7 +285,7 @@ class _Dependence(_Products):
 
 
 class _UndecidedError(RuntimeError):
-    """What a model would do with other numbers cannot be told."""
+    """What a model would do depends on NaN."""
 
 
 def _silent_filters(weight: Tensor, transposed: bool, groups: int) -> Tensor:
@@ -332,7 +332,7 @@ def _constants(rows: Tensor, rounding: float) -> Tensor:
 
 
 def _marks(rows: Tensor) -> Tensor:
-    """Mean, size, and two sums that tell positions apart, of each channel."""
+    """Mean, size, and two position-dependent sums of each channel."""
     rows = rows.double()
     place = torch.arange(len(rows), dtype=torch.float64)
     weighted = [(rows * torch.cos(place * pace)[:, None]).mean(0) for pace in (0.7, 2.3)]
@@ -396,7 +396,7 @@ class Runner:
         return found
 
     def difference(self, state: State, kept: Mapping[str, Tensor], prepare: Prepare) -> str | None:
-        """In what the model with these tensors differs, as the end of a sentence.
+        """In what the model with these tensors differs; None if it computes the same.
 
         `kept`: the output channels that weights have left; `prepare` may change numbers in layers, which are put back.
         """
@@ -406,11 +406,11 @@ class Runner:
                 return reason
         if self.rounded is None:
             return None
-        arguments, wanted = self.rounded
+        arguments, expected = self.rounded
         after = self.run(arguments, {name: tensor.to(self.own[name]) for name, tensor in state.items()}, prepare)
-        if len(wanted) != len(after.outputs):
+        if len(expected) != len(after.outputs):
             return "the model would return something else"
-        for (exact, most), rounded in zip(wanted, after.outputs, strict=True):
+        for (exact, most), rounded in zip(expected, after.outputs, strict=True):
             if exact.shape != rounded.shape or not bool(((exact - rounded.to(exact)).abs() <= most).all()):
                 return "rounding in the model's own type of numbers would change what it returns"
         return None
@@ -421,7 +421,7 @@ class Runner:
         if self.trains:
             try:
                 trained = self._once(state, arguments, prepare, training=True)
-            except Exception:  # noqa: BLE001  (a detector wants answers to train, which nobody gave)
+            except Exception:  # noqa: BLE001  (a detector needs targets in training)
                 return observed
             observed.products += trained.products
             observed.outputs += trained.outputs
@@ -492,11 +492,11 @@ class Runner:
             exact = self.runs[0][1]  # on the same numbers
             own = self.run(arguments, {name: tensor.detach() for name, tensor in named_state(self.module)})
             for output, rounded in zip(exact.outputs, own.outputs, strict=True):
-                wanted = output.double()
-                scale = float(wanted.abs().max()) if wanted.numel() else 0.0
-                error = float((wanted - rounded.double()).abs().max()) if wanted.numel() else 0.0
+                expected = output.double()
+                scale = float(expected.abs().max()) if expected.numel() else 0.0
+                error = float((expected - rounded.double()).abs().max()) if expected.numel() else 0.0
                 # What rounding does to the model as it is cannot be asked of another version.
-                found.append((wanted, max(share * scale, 4 * error)))
+                found.append((expected, max(share * scale, 4 * error)))
         except Exception:  # noqa: BLE001  (any model, any reason; another number of detections, for one)
             return None
         return (arguments, found) if all(math.isfinite(most) for _, most in found) else None

@@ -1,1 +1,1 @@
-"""Follow a model on tensors without values, and observe what happens to channels, MACs and layer order."""
+"""Tracing a model: one tracer, and observers for MACs, coupled channels, and the ends of a network."""

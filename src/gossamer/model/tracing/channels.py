@@ -1,12 +1,10 @@
-"""Which channels of a network are one and the same: the algebra behind permuting them.
+"""Which channels of a network are the same: the algebra behind permuting and removing them.
 
-Each channel dimension of a parameter is made of *atoms*. A dimension of any
-tensor says, position by position, which atom lies there and which *copy* of
-it (flattening repeats a channel once per pixel). What an operation requires
-becomes one of two statements: these positions hold the same channels
-(`unify`), or channels must not leave their place along a dimension (`fix`).
-In the end atoms form classes, and classes that no statement tells apart may
-change places. Nothing here knows tensors, modules or operations.
+Each channel dimension of a parameter is made of *atoms*. A dimension of any tensor gives, for each position, the atom
+there and which *copy* of it that is (flattening repeats a channel once per pixel). What an operation requires becomes
+one of two statements: these positions hold the same channels (`unify`), or channels must not leave their place along a
+dimension (`fix`). In the end atoms form classes; classes that no statement distinguishes may be exchanged. `Layouts`
+applies structural operations, such as reshaping and joining, to layouts.
 """
 
 from __future__ import annotations
@@ -72,7 +70,7 @@ def copy_label(index: Ints, among: Labels) -> Labels:
     """Labels to add to those of channels that are `among` copies already; copy 0 is the channel itself.
 
     Labels are multiples of an odd number: copies over several dimensions are labelled alike whether these dimensions
-    are counted one by one or merged. Copies of copies get another number, lest 1 + 0 and 0 + 1 look the same.
+    are counted one by one or merged. Copies of copies get another number, so that 1 + 0 and 0 + 1 differ.
     """
     generation = 1 if not among.size or bool((among == among.flat[0]).all()) else np.unique(among).size
     unit = _mixed(np.array([generation], np.uint64)) | np.uint64(1)
@@ -119,7 +117,7 @@ class Channels:
         return Factor((dim,), np.arange(first, self._count), np.zeros(size, np.uint64))
 
     def _make_room(self, size: int) -> None:
-        """For so many atoms; those that are not in use yet are their own channels."""
+        """Make room for this number of atoms; unused ones are their own channels."""
         more = size - len(self._root)
         self._root = np.concatenate([self._root, np.arange(len(self._root), size)])
         self._offset = np.concatenate([self._offset, np.zeros(more, np.uint64)])
@@ -257,7 +255,7 @@ class Channels:
 
     def fixed_because(self, reasons: Collection[str]) -> Ints:
         """The classes that were fixed for one of these reasons, whatever other reasons they have; sorted."""
-        atoms = [atoms for sentence, atoms in (*self._reasons, *self._limits) if sentence in reasons]
+        atoms = [atoms for why, atoms in (*self._reasons, *self._limits) if why in reasons]
         return np.unique(self._root[np.concatenate(atoms)]) if atoms else np.zeros(0, np.int64)
 
     def resolved(self, factor: Factor) -> tuple[Ints, Labels]:
@@ -267,24 +265,24 @@ class Channels:
 
 @dataclass(frozen=True)
 class Reasons:
-    """One sentence for each class that has one: `sentences[number[class]]`, where the number is not -1."""
+    """The reason of each class that has one: `messages[number[class]]`, where the number is not -1."""
 
-    sentences: list[str]
+    messages: list[str]
     number: Ints
 
     @staticmethod
-    def first(size: int, told: Sequence[tuple[str, Ints]]) -> Reasons:
-        """Of several sentences about a class, the one that was told first."""
+    def first(size: int, reasons: Sequence[tuple[str, Ints]]) -> Reasons:
+        """Of several reasons for a class, the first."""
         number = np.full(size, -1, np.int64)
-        for index in reversed(range(len(told))):
-            number[told[index][1]] = index
-        return Reasons([why for why, _ in told], number)
+        for index in reversed(range(len(reasons))):
+            number[reasons[index][1]] = index
+        return Reasons([why for why, _ in reasons], number)
 
     def most_common(self, classes: Ints) -> str | None:
-        """The sentence that holds for most of these classes."""
+        """The reason that most of these classes have."""
         found, counts = np.unique(self.number[classes], return_counts=True)
         found, counts = found[found >= 0], counts[found >= 0]
-        return self.sentences[int(found[np.argmax(counts)])] if found.size else None
+        return self.messages[int(found[np.argmax(counts)])] if found.size else None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Which filters of a model can only be removed together, and which cannot be removed at all.
 
-Output channels that a residual, a depthwise convolution or a shared layer ties to each other form one group, with the
-weights that produce them and those that read them. How channels hang together comes from `coupling`; nothing here
-knows values.
+Output channels that a residual, a depthwise convolution or a shared layer couples form one group, with the weights that
+produce them and the weights that read them.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class FilterGroup:
     consumers: tuple[str, ...]
     """Weights that read them."""
     held: str | None
-    """Why none of these channels can be removed; None when they can, as far as the graph tells."""
+    """Why none of these channels can be removed; None when they can, as far as the graph shows."""
 
 
 def filter_groups(model: nn.Module, example_inputs: Any = None) -> list[FilterGroup]:
@@ -133,17 +132,17 @@ def _embeddings(model: nn.Module) -> list[str]:
 
 
 def _held(coupling: Coupling) -> dict[int, str]:
-    """Why a class cannot be removed: it has its place, its part of a tensor, or its share in an average."""
+    """Why a class cannot be removed: it has a fixed position, belongs to a part of a tensor, or to an average."""
     found: dict[int, str] = {}
     classes = coupling.classes
     for reasons in (classes.reasons, classes.counts, classes.limits):
         for number in np.flatnonzero(reasons.number >= 0).tolist():
-            found.setdefault(number, reasons.sentences[int(reasons.number[number])])
+            found.setdefault(number, reasons.messages[int(reasons.number[number])])
     return found
 
 
 class _Union:
-    """Sets that grow together."""
+    """Disjoint sets."""
 
     def __init__(self, size: int) -> None:
         self._parent = list(range(size))

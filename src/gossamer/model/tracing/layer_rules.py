@@ -143,7 +143,7 @@ def _copied(entering: Operand, outputs: int) -> Factor:
 def _grouped(call: Call, entering: Operand, weight: Tensor, groups: int) -> Layout:
     """Channels stay within their group; row o of the weight sees the channels of its own group only."""
     inside = _split_by_group(call, entering.layout, groups)
-    if call.tensors.is_pristine(weight):
+    if call.tensors.is_unused(weight):
         seen = _seen_by_rows(inside, weight, groups) if inside else None
         out = call.channels.fresh(0, int(weight.shape[0]))
         call.tensors.set_leaf(weight, (out,) if seen is None else (out, seen))
@@ -158,7 +158,7 @@ def _grouped_transposed(call: Call, entering: Operand, weight: Tensor, groups: i
     """The weight is (in, out per group): its rows are input channels, and see the outputs of their own group."""
     rows, width = int(weight.shape[0]), int(weight.shape[1])
     _split_by_group(call, entering.layout, groups)
-    if call.tensors.is_pristine(weight):
+    if call.tensors.is_unused(weight):
         into, out = call.channels.fresh(0, rows), call.channels.fresh(0, groups * width)
         outside = _split_by_group(call, (out,), groups)
         assert outside is not None
@@ -220,7 +220,7 @@ def _plain(call: Call) -> str:
 
 def _weight_layout(call: Call, weight: Tensor, dims: list[int], rest: range) -> Layout:
     """A weight's layout with channels along `dims` only."""
-    if call.tensors.is_pristine(weight):
+    if call.tensors.is_unused(weight):
         call.tensors.name_channels(weight, dims)
     return call.still(call.tensors.layout(weight), rest, f"{call.title} moves over this dimension")
 

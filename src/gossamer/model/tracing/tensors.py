@@ -1,9 +1,8 @@
-"""What is known about each tensor while a network runs: its channels, or why it has none.
+"""What is known about each tensor while a network is traced: its channels, or why it has none.
 
-Tensors are kept by identity and forgotten with the tensor. Nothing here knows
-what an operation does; the rules do, and ask here through a `Call`. Uses
-torch's WeakTensorKeyDictionary, which is not public, for no other dictionary
-compares tensors by identity without keeping them alive.
+Tensors are compared by identity and not kept alive. The rules, which know what an operation does, use this through a
+`Call`. Uses torch's WeakTensorKeyDictionary, which is not public, because no other dictionary compares tensors by
+identity without keeping them alive.
 """
 
 from __future__ import annotations
@@ -76,11 +75,11 @@ class Tensors:
         self._origins[tensor] = origin
 
     def hold_leaf(self, name: str, why: str) -> None:
-        """A parameter or buffer stays as it is, whatever becomes of it."""
+        """A parameter or buffer is held in place, whatever it is used for."""
         self._held.setdefault(name, why)
 
     def hold_leaves(self) -> None:
-        """Do so, when everything has been seen."""
+        """Hold them, when all operations have been observed."""
         for name, why in self._held.items():
             self.channels.fix_all(self.leaves.get(name, ()), why)
 
@@ -105,7 +104,7 @@ class Tensors:
 
     def layout(self, tensor: Tensor) -> Layout:
         if self._memory.get(tensor) not in (None, storage_of(tensor)):
-            raise RuntimeError("it puts other memory under a tensor (.data =), which cannot be followed")
+            raise RuntimeError("it puts other memory under a tensor (.data =), which cannot be traced")
         name = self._leaf_names.get(tensor)
         if name is None:
             return self._known.get(tensor) or ()
@@ -114,7 +113,7 @@ class Tensors:
         return self.leaves[name]
 
     def operand(self, tensor: Tensor, met: str) -> Operand:
-        """The tensor as one of several; `met` tells how the others come to meet it."""
+        """The tensor as one operand of several; `met` says how the others meet it."""
         holds = f"{met} {self.origin(tensor)}"
         return Operand(self.layout(tensor), tuple(tensor.shape), self.is_neutral(tensor), holds)
 
@@ -137,20 +136,20 @@ class Tensors:
         """Whether something has been noted about it before."""
         return tensor in self._leaf_names or tensor in self._known
 
-    def is_pristine(self, tensor: Tensor) -> bool:
+    def is_unused(self, tensor: Tensor) -> bool:
         """Whether it is a parameter or buffer that nothing has used yet."""
         name = self._leaf_names.get(tensor)
         return name is not None and name not in self.leaves
 
     def name_channels(self, tensor: Tensor, dims: Iterable[int]) -> None:
-        """Give a pristine parameter channels along these dimensions; along others it lies still."""
+        """Give an unused parameter channels along these dimensions; along others it is held in place."""
         sizes = {dim: int(tensor.shape[dim]) for dim in dims}
         self.leaves[self._leaf_names[tensor]] = tuple(
             self.channels.fresh(dim, size) for dim, size in sizes.items() if size > 1
         )
 
     def set_leaf(self, tensor: Tensor, layout: Layout) -> None:
-        """Give a pristine parameter this layout."""
+        """Give an unused parameter this layout."""
         self.leaves[self._leaf_names[tensor]] = layout
 
     def set(self, tensor: Tensor, layout: Layout) -> None:
@@ -161,9 +160,9 @@ class Tensors:
         for tensor in tensors:
             self.channels.fix_all(self.layout(tensor), why)
 
-    # Positions: a tensor that tells where channels lie holds them as soon as it is used
+    # A tensor that contains positions of channels holds them in place as soon as it is used
 
-    def tells_positions(self, tensor: Tensor, layout: Layout, why: str) -> None:
+    def contains_positions(self, tensor: Tensor, layout: Layout, why: str) -> None:
         self._revealing[tensor] = (layout, why)
 
     def reveal(self, tensors: Iterable[Tensor]) -> None:
@@ -193,7 +192,7 @@ class Tensors:
         return tensor in self._neutral and storage_of(tensor) not in self._written
 
     def spoil(self, tensor: Tensor) -> None:
-        """Something was written into a tensor: no view of its memory is the same everywhere any more."""
+        """Something was written into a tensor: views of its memory are no longer the same everywhere."""
         self._storages.append(tensor.untyped_storage())
         self._written.add(storage_of(tensor))
 
@@ -253,7 +252,7 @@ class Call:
         return int(self.get(key, 0)) % max(self.arguments[of].dim(), 1)
 
     def still(self, layout: Layout, dims: Iterable[int], why: str) -> Layout:
-        """Hold factors along these dimensions in place; the others go on."""
+        """Hold factors along these dimensions in place; returns the others."""
         chosen = set(dims)
         self.channels.fix_all(tuple(factor for factor in layout if chosen & set(factor.dims)), why)
         return tuple(factor for factor in layout if not chosen & set(factor.dims))

@@ -119,7 +119,7 @@ def _extreme(call: Call) -> Layout | list[Layout] | None:
     crossing = tuple(factor for factor in call.layout("self") if dim in factor.dims)
     values = _reduced(call, call.layout("self"), {dim})
     indices = tensors_in(call.result)[1]
-    call.tensors.tells_positions(indices, crossing, f"{call.title} tells which of its channels is the largest")
+    call.tensors.contains_positions(indices, crossing, f"{call.title} returns which of its channels is the largest")
     return None if values is None else [values, values]
 
 
@@ -128,7 +128,7 @@ def _extreme(call: Call) -> Layout | list[Layout] | None:
 
 def _embedding(call: Call) -> Layout:
     weight: Tensor = call["weight"]
-    if call.tensors.is_pristine(weight):
+    if call.tensors.is_unused(weight):
         call.tensors.name_channels(weight, [1])
     call.tensors.hold([call["indices"]], _looked_up(call))
     layout = call.still(call.tensors.layout(weight), [0], _looked_up(call))
@@ -157,7 +157,7 @@ def _looked_up(call: Call) -> str:
 
 def _broadcasts(shape: Shape, onto: Shape) -> bool:
     pairs = zip(reversed(shape), reversed(onto), strict=False)
-    return len(shape) <= len(onto) and all(size in (1, wanted) for size, wanted in pairs)
+    return len(shape) <= len(onto) and all(size in (1, target) for size, target in pairs)
 
 
 VALUES: dict[str, Rule] = {

@@ -1,7 +1,7 @@
 """N:M patterns: n of every m neighbouring input channels kept, alone or in both directions of a tile.
 
-The kernels of `_kernels.py` make the masks of large weights on a CPU; the
-torch operations here make the same masks elsewhere. Nothing here knows a model.
+The kernels of `_kernels.py` compute the masks of large weights on a CPU; the torch operations here compute the same
+masks elsewhere.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NM:
         return True
 
     def reached(self, sparsity: float) -> bool:
-        """Whether a schedule that stands at `sparsity` has come to the full pattern."""
+        """Whether a schedule at `sparsity` has reached the full pattern."""
         return sparsity >= self.sparsity - 1e-9
 
     def fits(self, shape: Sequence[int]) -> str | None:
@@ -66,8 +66,8 @@ class NM:
         if len(shape) < 2:
             return "N:M needs a weight with input and output channels"
         one = shape[1] == 1
-        told = f"{shape[1]} input channel{'s' * (not one)} do{'es' * one} not divide by {self.m}"
-        return None if shape[1] % self.m == 0 else told
+        reason = f"{shape[1]} input channel{'s' * (not one)} do{'es' * one} not divide by {self.m}"
+        return None if shape[1] % self.m == 0 else reason
 
     def unit_scores(self, scores: Tensor) -> Tensor:
         """The scores, flat; what the full pattern keeps counts as infinite and goes last."""
@@ -87,7 +87,7 @@ class NM:
         return self.expand(zeros.logical_not_(), scores.shape)
 
     def keep_largest(self, weight: Tensor) -> Tensor:
-        """The full pattern's mask of the largest magnitudes, straight from a weight."""
+        """The full pattern's mask of the largest magnitudes of a weight."""
         self._check(weight.shape)
         return self._keep(weight.detach(), signed=False)
 

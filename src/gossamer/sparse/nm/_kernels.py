@@ -1,9 +1,7 @@
-"""Loops over the groups and tiles of an N:M weight, for the CPU: comparisons and small sums, no sort.
+"""CPU kernels over the groups and tiles of an N:M weight: comparisons and small sums, no sort.
 
-In groups, floats are compared through their bits, read as integers: without
-the sign they order magnitudes, half precision needs no conversion, and what
-lies above infinity is NaN, so that one running maximum finds it. Kernels take
-arrays and know no pattern.
+In groups, floats are compared as integers through their bits: without the sign these order magnitudes, half precision
+needs no conversion, and values above infinity are NaN, so that one running maximum finds it.
 """
 
 from __future__ import annotations
@@ -115,8 +113,8 @@ def best_of_table(
 ) -> Any:
     """The best mask of each tile of `(out / m, m, in / m, m, positions)`, from a `nm_tiles.Table`.
 
-    `packed` tells that m is 4, that there is one position and that four bool bytes make a word.
-    Returns 1 if a value is NaN or not below the limit, when sums may overflow and the masks are of no use; else 0.
+    `packed`: m is 4, there is one position, and four bool bytes make a word.
+    Returns 1 if a value is NaN or not below the limit, when sums may overflow and the masks are invalid; else 0.
     """
     bands, m, blocks, _, positions = values.shape
     choices, n = rows.shape
@@ -126,7 +124,7 @@ def best_of_table(
     sums = np.zeros((m * choices + 1, width), values.dtype)  # the last one stays zero: no row
     below, below_mask = np.empty((ends.size, width), values.dtype), np.empty((ends.size, width), np.int32)
     best, chosen = np.empty(width, values.dtype), np.empty(width, np.int32)
-    strange = np.int32(0)
+    invalid = np.int32(0)
     for band in range(bands):
         for start in range(0, blocks, step):
             count = min(step, blocks - start)
@@ -147,7 +145,7 @@ def best_of_table(
                 for c in range(m):
                     column = tile[r, c]
                     for g in range(tiles):
-                        strange |= np.int32(not abs(column[g]) < limit)
+                        invalid |= np.int32(not abs(column[g]) < limit)
                         column[g] = column[g] if signed else abs(column[g])
                 for choice in range(choices):
                     total, first = sums[r * choices + choice], tile[r, rows[choice, 0]]
@@ -190,7 +188,7 @@ def best_of_table(
                         for c in range(m):
                             for position in range(positions):
                                 target[c, position] = chosen[block * positions + position] >> (r * m + c) & 1
-    return strange
+    return invalid
 
 
 @compiled()

@@ -1,9 +1,8 @@
 """N:M in both directions: masks of m×m tiles with exactly n kept in every row and column.
 
-Up to 4×4 the best mask comes from tables of half tiles, larger ones from
-improving a greedy mask until nothing can be gained. Both ways choose the same
-mask on every device: sums are taken in one fixed order, or in whole numbers.
-Tiles arrive as `(out / m, m, in / m, m, positions)`.
+Up to 4×4 the best mask comes from tables of half tiles; larger ones start from a greedy mask, which is improved until
+nothing can be gained. Both choose the same mask on every device: sums are taken in one fixed order, or in integers.
+Tiles have the shape `(out / m, m, in / m, m, positions)`.
 """
 
 from __future__ import annotations
@@ -148,14 +147,14 @@ def best_by_kernel(grid: Tensor, n: int, signed: bool) -> Tensor | None:
     kept: Any = keep.numpy()
     packed = (grid.shape[1], grid.shape[4], sys.byteorder) == (4, 1, "little")
     limit = values.dtype.type(torch.finfo(grid.dtype).max / 64)
-    strange: list[int] = []
+    invalid: list[int] = []
 
     def run(first: int, end: int) -> None:
         tables = limit, halves.rows, halves.tops, halves.rests, halves.bottoms, halves.ends, halves.masks
-        strange.append(_kernels.best_of_table()(values[first:end], kept[first:end], signed, packed, *tables))
+        invalid.append(_kernels.best_of_table()(values[first:end], kept[first:end], signed, packed, *tables))
 
     over_rows(run, grid.shape[0], _kernels.GRAIN // 8 // max(grid[0].numel(), 1))
-    return None if any(strange) else keep
+    return None if any(invalid) else keep
 
 
 def best_by_torch(tiles: Tensor, n: int) -> Tensor:

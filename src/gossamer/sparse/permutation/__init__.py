@@ -1,9 +1,7 @@
-"""Which order of input channels lets N:M sparsity keep the most.
+"""Search the order of input channels with which N:M sparsity keeps the most.
 
-Channels in stripes of m, one after another; a mask keeps the n largest of each
-stripe in each row. The search shuffles channels between stripes and returns
-the best order that it saw. It knows no layer and no model: whoever reorders
-channels must see to it that the network computes the same.
+Channels form stripes of m neighbours; a mask keeps the n largest of each stripe in each row. The search exchanges
+channels between stripes and returns the best order that it saw. The caller reorders the network accordingly.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ def search(
 ) -> Found:
     """Search the order of the channels of `weights` (rows, channels) whose N:M mask keeps the largest magnitudes.
 
-    The same weights give the same order, whatever the number of `threads` (as many as torch uses by default) and the
+    The same weights give the same order, whatever the number of `threads` (by default that of torch) and the
     seeds; so do weights of another scale, as far as scaling did not round them. The time grows about linearly with
     `effort`. `progress` is called with the share that is done, from the calling thread.
 
@@ -170,7 +168,7 @@ def kept_magnitude(weights: Tensor, n: int = 2, m: int = 4) -> float:
 
 
 def _silent(share: float) -> None:
-    """Progress that nobody watches."""
+    """Ignore progress."""
 
 
 def _check(weights: Tensor, n: int, m: int) -> None:

@@ -1,13 +1,9 @@
-"""Annealing by assignment: the way the channel-permutation search takes, and how far it goes.
+"""Annealing by assignment: the algorithm of the channel-permutation search, and its budget.
 
-One round takes a channel out of every stripe and puts all of them back where
-they gain most, by one linear assignment (see `_kernels`). Noise on
-the gains, which falls from round to round, leads out of local optima. The
-work is counted in rounds before it starts, never in seconds. This module
-knows magnitudes as a matrix and nothing of layers.
-
-`thresholds` and `gains` of one round on an accelerator are torch operations;
-what remains is small and stays on the CPU.
+One round takes a channel out of every stripe and puts all of them back where they gain most, by one linear assignment
+(see `_kernels`). Noise on the gains, which decreases from round to round, leads out of local optima. The budget is a
+number of rounds, never seconds. On an accelerator, `thresholds` and `gains` of a round are torch operations; the rest
+is small and stays on the CPU.
 """
 
 from __future__ import annotations
@@ -236,7 +232,7 @@ def _as_given(channels: int, m: int) -> Array:
 def _numbers(grid: Tensor) -> Array:
     """The grid as the kernels take it: as fine as sums over a block of rows stay below 2^16.
 
-    In whole numbers throughout, for the scale must be the same on every processor.
+    In integers throughout, because the scale must be the same on every processor.
     """
     numbers: Array = grid.cpu().to(torch.int32).contiguous().numpy()
     channels, rows = grid.shape
@@ -244,7 +240,7 @@ def _numbers(grid: Tensor) -> Array:
     largest = max(int(np.add.reduceat(numbers, np.arange(0, rows, block), axis=1).max()), 1)
     factor = (2**16 - 1 - block) * 2**20 // largest
     scaled = np.empty((channels, rows), np.uint16)
-    for channel in range(channels):  # one by one, for they are wide in between
+    for channel in range(channels):  # one by one, because they are wide in between
         scaled[channel] = numbers[channel].astype(np.int64) * factor + 2**19 >> 20
     return scaled
 

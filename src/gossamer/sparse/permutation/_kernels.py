@@ -1,8 +1,7 @@
-"""The loops of the channel-permutation search, in whole numbers.
+"""The kernels of the channel-permutation search, in integers.
 
-Magnitudes come on a grid of whole numbers, so that every sum is exact: the
-result is the same bit by bit on every processor and however the work is
-split. Nothing here knows budgets, tensors or the scale of the weights.
+Magnitudes are rounded to a grid of integers, so that every sum is exact: the result
+is the same, bit by bit, on every processor and however the work is split.
 
 Names: `grid` (channels, rows) uint16, whose sums over `BLOCK` rows of a
 channel stay below 2^16, so that thirty-two rows fit one instruction; `order` (stripes, m), the
