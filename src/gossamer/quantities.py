@@ -1,7 +1,7 @@
-"""The numbers that recipes and configs may hold, as types with limits.
+"""The numbers in recipes and configs, as types with limits.
 
-The limits are far beyond what training uses and far within what floats and tensors hold, so that code behind them
-computes steps, rates and thresholds without overflow. A field is declared by what it means, never as a plain float.
+The limits are far beyond what training uses and far within the range of floats and tensors, so that steps, learning
+rates and thresholds are computed without overflow. Declare a field by its meaning, never as a plain float.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from pydantic import AfterValidator, Field
 MAX_EPOCHS = 1e9
 """MSBench configs count iterations as epochs of one step."""
 MIN_EPOCHS = 1e-9
-"""Epochs between two updates, at least."""
+"""Shortest time between two updates, in epochs."""
 MIN_STEPS_PER_EPOCH = 1e-6
 MAX_STEPS_PER_EPOCH = 1e9
-"""With `MAX_EPOCHS` that gives 10¹⁸ steps, which fit into 64 bits."""
+"""Together with `MAX_EPOCHS` this gives 10¹⁸ steps, which fit into 64 bits."""
 MAX_RATE = 1e4
 MAX_FACTOR = 1e6
 MAX_COUNT = 10**9
 MAX_VALUE = 1e30
-"""Of a parameter."""
+"""Largest absolute value of a parameter."""
 
 
 def _frequency(value: float) -> float:
     if value != -1 and value < MIN_EPOCHS:
-        wanted = "a positive number of epochs" if value <= 0 else f"at least {MIN_EPOCHS:g} epochs"
-        raise ValueError(f"expected {wanted}, or -1 for every step, found {value:g}")
+        expected = "a positive number of epochs" if value <= 0 else f"at least {MIN_EPOCHS:g} epochs"
+        raise ValueError(f"expected {expected}, or -1 for every step, found {value:g}")
     return value
 
 
 def _values(value: Any) -> Any:
     """Finite numbers of reasonable size, in lists of any depth."""
-    waiting = [value]
-    while waiting:
-        found = waiting.pop()
-        if isinstance(found, list):
-            waiting += found
-        elif isinstance(found, int | float) and not abs(found) <= MAX_VALUE:
-            shown = found if isinstance(found, float) else "a larger one"  # whole numbers can be too long to show
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, list):
+            pending += item
+        elif isinstance(item, int | float) and not abs(item) <= MAX_VALUE:
+            shown = item if isinstance(item, float) else "a larger one"  # whole numbers can be too long to show
             raise ValueError(f"expected numbers between {-MAX_VALUE:g} and {MAX_VALUE:g}, found {shown}")
     return value
 
 
 Epoch = Annotated[float, Field(ge=-1, le=MAX_EPOCHS, allow_inf_nan=False)]
-"""An epoch, 0-indexed; −1 means "at once" as a start and "never" as an end."""
+"""An epoch, 0-indexed; −1 means "immediately" as a start and "never" as an end."""
 Frequency = Annotated[float, Field(ge=-1, le=MAX_EPOCHS, allow_inf_nan=False), AfterValidator(_frequency)]
 """Epochs between updates; −1 means every step."""
 Period = Annotated[float, Field(ge=MIN_EPOCHS, le=MAX_EPOCHS, allow_inf_nan=False)]
@@ -53,9 +53,9 @@ Period = Annotated[float, Field(ge=MIN_EPOCHS, le=MAX_EPOCHS, allow_inf_nan=Fals
 PeriodOrZero = Annotated[float, Field(ge=0, le=MAX_EPOCHS, allow_inf_nan=False)]
 
 Sparsity = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-"""A share of zeros."""
+"""A fraction of zeros."""
 PartialSparsity = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-"""A share of zeros that leaves something."""
+"""A fraction of zeros below 1."""
 Percent = Annotated[float, Field(ge=0, lt=100, allow_inf_nan=False)]
 """The same in percent."""
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -66,10 +66,10 @@ LearningRate = Annotated[float, Field(ge=0, le=MAX_RATE, allow_inf_nan=False)]
 PositiveRate = Annotated[float, Field(ge=1e-12, le=MAX_RATE, allow_inf_nan=False)]
 WeightDecay = Annotated[float, Field(ge=0, le=MAX_RATE, allow_inf_nan=False)]
 Factor = Annotated[float, Field(ge=0, le=MAX_FACTOR, allow_inf_nan=False)]
-"""What a loss, a gradient or a threshold is multiplied by."""
+"""A factor on a loss, a gradient or a threshold."""
 PositiveFactor = Annotated[float, Field(ge=1e-12, le=MAX_FACTOR, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=1e-3, le=MAX_FACTOR, allow_inf_nan=False)]
-"""What logits are divided by before a softmax or a sigmoid."""
+"""A divisor of logits before a softmax or a sigmoid."""
 Logit = Annotated[float, Field(ge=-1e5, le=1e5, allow_inf_nan=False)]
 """A value before a sigmoid."""
 Values = Annotated[float | list[Any], AfterValidator(_values)]
@@ -78,9 +78,9 @@ Values = Annotated[float | list[Any], AfterValidator(_values)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 GradientCount = Annotated[int, Field(ge=1, le=2**16)]
-"""Gradients that are held at once."""
+"""Number of gradients that are held in memory."""
 GradientCounts = Annotated[dict[Sparsity, GradientCount], Field(min_length=1)]
-"""The same by the sparsity from which on it holds."""
+"""The same, by the sparsity from which it applies."""
 RoundCount = Annotated[int, Field(ge=1, le=1000)]
 Size = Annotated[int, Field(ge=1, le=2**16)]
 """A size of an input."""

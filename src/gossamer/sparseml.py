@@ -1,7 +1,6 @@
-"""The door for people who come from SparseML: its manager's name and calls.
+"""SparseML's manager by its own name and arguments, for existing training scripts.
 
-Everything is done by `gossamer.engine.Manager`; only names and argument
-forms are here.
+`gossamer.engine.Manager` does the work.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from gossamer.recipe import Recipe, compose, load
 __all__ = ["ScheduledModifierManager", "quantize_qat_export", "quantize_torch_qat_export"]
 
 quantize_torch_qat_export = quantize_qat_export
-"""Its later name in SparseML."""
+"""The name that later versions of SparseML use."""
 
 
 class ScheduledModifierManager(Manager):
-    """SparseML's manager, on Gossamer's engine."""
+    """SparseML's manager with Gossamer's engine."""
 
     @classmethod
     def from_yaml(
@@ -46,7 +45,7 @@ class ScheduledModifierManager(Manager):
         additional_recipe: str | os.PathLike[str] | IO[str] | Recipe | Manager,
         save_path: str | os.PathLike[str] | None = None,
     ) -> Self:
-        """One recipe after the other: the second is moved behind the first one's last epoch."""
+        """One recipe after the other: the second starts at the last epoch of the first."""
         manager = cls(compose(_recipe(base_recipe), _recipe(additional_recipe)))
         if save_path is not None:
             manager.save(save_path)

@@ -380,7 +380,7 @@ USELESS: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "no length of an epoch": (("steps_per_epoch",), 0, "its 'steps_per_epoch' is not a number of iterations"),
     "classes that are numbers": (("classes",), [1], "its 'classes' is not a list of names"),
     "a best metric that is text": (("best",), "x", "its 'best' is not a metric"),
-    "an alias bomb for a config": (("config",), BOMB, "more than 50,000 values when its aliases are written out"),
+    "an alias bomb for a config": (("config",), BOMB, "more than 50,000 values when its aliases are expanded"),
 }
 """What no run can go on with: the place in the state, what is put there, and what the message says."""
 

@@ -202,10 +202,10 @@ def test_a_config_that_once_failed_is_refused_with_its_reason(config: Any, messa
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.yaml", "scheduler: &a [*a]", "refers to the value it stands in"),
+        ("a.yaml", "scheduler: &a [*a]", "refers to a value that contains it"),
         ("a.yaml", "scheduler: !Unknown 1", "unknown tag"),
         ("a.yaml", "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)),
-         "more than 50,000 values when its aliases are written out"),
+         "more than 50,000 values when its aliases are expanded"),
         ("a.py", "x = {'scheduler': " + "-" * 100_000 + "1}", "nested too deeply"),
         ("a.py", "x = {'scheduler': {[1]: 2}}", "a.py:1: expected a name as key"),
     ],

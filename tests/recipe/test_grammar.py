@@ -206,9 +206,7 @@ def test_recipes_are_values() -> None:
     ],
 )
 def test_a_modifier_in_another_place_is_an_error_that_says_where_it_belongs(text: str) -> None:
-    with pytest.raises(
-        RecipeError, match=r"'!?EpochRangeModifier' must stand in a list whose key contains 'modifiers'"
-    ):
+    with pytest.raises(RecipeError, match=r"'!?EpochRangeModifier' must be in a list whose key contains 'modifiers'"):
         load(text)
 
 

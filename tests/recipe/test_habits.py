@@ -39,7 +39,7 @@ def test_a_variable_that_is_used_and_left_to_the_caller_can_be_given_and_stays_i
         load(NEWER)
     with pytest.raises(RecipeError, match="unknown variable 'warmup_epochs'; nearest: 'warm_up_epochs'"):
         load(NEWER, variables={"warmup_epochs": 2, "warm_up_epochs": 1, "pruning_epochs": 1})
-    with pytest.raises(RecipeError, match="no place for the variable 'n'"):
+    with pytest.raises(RecipeError, match="a list has no variables, so 'n' cannot be set"):
         load("- !EpochRangeModifier {start_epoch: 0, end_epoch: eval(n)}\n", variables={"n": 3})
 
 
@@ -50,8 +50,8 @@ def test_of_a_repeated_key_the_last_counts_and_that_is_said() -> None:
     )
     assert recipe.max_epochs == 12
     assert [str(warning) for warning in recipe.warnings] == [
-        "<recipe>:2: the key 'n' stands in line 1 already; this one counts",
-        "<recipe>:7: the key 'end_epoch' stands in line 6 already; this one counts",
+        "<recipe>:2: duplicate key 'n', first in line 1; the last one is used",
+        "<recipe>:7: duplicate key 'end_epoch', first in line 6; the last one is used",
     ]
     assert load(recipe.text, variables={"n": 3}).variables == {"n": 3}
 

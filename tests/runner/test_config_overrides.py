@@ -112,7 +112,7 @@ def test_given_keys_are_told_with_those_inside_mappings(path: Path):
         ("num_classes", "expected a setting and its value, as in --set trainer.max_epoch=3"),
         ("a..b=3", "expected a setting and its value, as in --set trainer.max_epoch=3"),
         ("net.kwargs={a: 1", "not valid YAML: while parsing a flow mapping"),
-        ("net.kwargs=*a", "no anchor '&a' stands before '*a'"),
+        ("net.kwargs=*a", "no anchor '&a' before '*a'"),
         ("hooks=!x []", "unknown tag '!x'; there is !include"),
         ("net.type=!include none.yaml", "!include none.yaml: no such file"),
         ("num_classes=!!int x", "expected !!int, found 'x'"),

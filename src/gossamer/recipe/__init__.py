@@ -1,7 +1,4 @@
-"""Recipes: text to objects and back, with errors that say where.
-
-`load` reads a recipe file in any of its forms; `Recipe` is what it gives.
-"""
+"""Recipe objects, and reading, editing and writing their text."""
 
 from gossamer.recipe.recipe import Recipe, compose, load
 

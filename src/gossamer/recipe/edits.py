@@ -55,7 +55,9 @@ def override_variables(source: Source, overrides: Mapping[str, object]) -> Sourc
         messages = (f"unknown variable '{name}'{nearest(name, known)}" for name in unknown[:MAX_SUGGESTED])
         raise RecipeError(Problem(message, location=Location(source.name)) for message in messages)
     if missing and isinstance(parts.root, ListNode):
-        raise _error(source, f"no place for the variable '{missing[0]}'; put the list below 'modifiers:'")
+        raise _error(
+            source, f"a list has no variables, so '{missing[0]}' cannot be set; put the list below 'modifiers:'"
+        )
     edits = [
         _appended(source.text, parts.root, name, overrides[name]) for name in missing if isinstance(parts.root, MapNode)
     ]
@@ -89,7 +91,7 @@ def set_metadata(source: Source, metadata: object) -> Source:
     if isinstance(root, ListNode):
         line_start = source.text.rfind("\n", 0, root.start) + 1
         if root.flow or source.text[line_start : root.start].strip() or root.anchor:
-            raise _error(source, "no place for 'metadata'")
+            raise _error(source, "metadata cannot be added to this layout")
         end = _end_of_line(source.text, root.end)
         lines = entry("metadata", value, 0)
         return _applied(
@@ -106,7 +108,7 @@ def add_modifiers(source: Source, modifiers: Sequence[Modifier]) -> Source:
     parts = outline_of(source)
     root, text = parts.root, source.text
     if root.flow:
-        raise _error(source, "no place for more modifiers")
+        raise _error(source, "modifiers cannot be added to this layout")
     end = _end_of_line(text, root.end)
     if isinstance(root, ListNode):
         lines = item_lines(modifiers, _column(text, content_start(text, root)))
@@ -174,7 +176,7 @@ def _end_of_line(text: str, index: int) -> int:
     """The end of the line that `index` is in, when only a comment follows on it."""
     rest = _REST_OF_LINE.match(text, index)
     if rest is None:
-        raise RecipeError("the layout leaves no place to add to")
+        raise RecipeError("nothing can be added to this layout")
     return rest.end()
 
 

@@ -1,8 +1,7 @@
 """The arithmetic of `eval(...)`: a small grammar that cannot run Python.
 
-Numbers, names of variables, `+ - * / // % **`, parentheses and eight
-functions are all there is, so that nothing has to be forbidden; that is why
-this is a parser of its own and not a filtered Python one. Results are bounded.
+It has numbers, names of variables, `+ - * / // % **`, parentheses and eight functions. A parser of its own has nothing
+to forbid, unlike a filter over Python's; results are bounded.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ _OPERATORS: dict[str, Callable[[Number, Number], Number]] = {
 
 
 class ExpressionError(GossamerError):
-    """Why an expression has no value; the loader adds the place."""
+    """Why an expression has no value; the reader adds the location."""
 
 
 def evaluate(expression: str, lookup: Lookup) -> object:
-    """The value of an expression; `lookup` gives the value of a name.
+    """The value of an expression; `lookup` returns the value of a name.
 
     A bare name may be anything; inside arithmetic only numbers are allowed.
 
@@ -52,11 +51,11 @@ def evaluate(expression: str, lookup: Lookup) -> object:
     try:
         return _Parser(expression, lookup).result()
     except OverflowError:
-        raise ExpressionError(f"'eval({_shown(expression)})' holds a number that is too large") from None
+        raise ExpressionError(f"'eval({_shown(expression)})' has a number that is too large") from None
 
 
 class _Parser:
-    """Recursive descent, one method per level of binding, evaluated as it goes."""
+    """Recursive descent with one method per precedence level; evaluates while it parses."""
 
     def __init__(self, expression: str, lookup: Lookup) -> None:
         self._expression = expression
@@ -148,8 +147,8 @@ class _Parser:
 
     def _unexpected(self, expected: str) -> ExpressionError:
         token = self._peek()
-        found = f"'{token}'" if token else "its end"
-        return ExpressionError(f"expected {expected} in 'eval({_shown(self._expression)})', found {found}")
+        instead = f"'{token}'" if token else "its end"
+        return ExpressionError(f"expected {expected} in 'eval({_shown(self._expression)})', found {instead}")
 
 
 def _tokens(expression: str) -> list[str]:
@@ -158,8 +157,8 @@ def _tokens(expression: str) -> list[str]:
     while at < end:
         match = _TOKEN.match(expression, at, end)
         if match is None:
-            found = expression[at:end].lstrip()[:1]
-            raise ExpressionError(f"{found!r} is not allowed in 'eval({_shown(expression)})'")
+            character = expression[at:end].lstrip()[:1]
+            raise ExpressionError(f"{character!r} is not allowed in 'eval({_shown(expression)})'")
         tokens.append(match[0].strip())
         at = match.end()
     return tokens
@@ -177,8 +176,8 @@ def _literal(token: str) -> Number:
 def _number(name: str, value: object) -> Number:
     if isinstance(value, int | float):
         return _bounded(value)
-    found = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
-    raise ExpressionError(f"expected a number in variable '{name}', found {_shown(found)}")
+    instead = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
+    raise ExpressionError(f"expected a number in variable '{name}', found {_shown(instead)}")
 
 
 def _apply(symbol: str, left: Number, right: Number) -> Number:

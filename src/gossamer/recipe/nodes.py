@@ -31,25 +31,25 @@ from gossamer.errors import Location, RecipeError, nearest
 from gossamer.recipe.source import MAX_BYTES, Source, SourceProblems, source_of_text
 
 MAX_NODES = 50_000
-"""A recipe is refused when it has more values than this, aliases written out."""
+"""Values of a document, with its aliases expanded."""
 
 MAX_DEPTH = 100
 MAX_TAG = 1000
-"""The YAML library takes quadratic time over a tag."""
+"""ruamel takes quadratic time over a tag."""
 
 _CORE = "tag:yaml.org,2002:"
 _CORE_TAGS = {_CORE + name for name in ("str", "int", "float", "bool", "null", "seq", "map", "merge")}
 _PROPERTIES = re.compile(r"(?:[&!]\S*(?:\s+|$)(?:#[^\n]*\n\s*)*)*")
 _LONG_TAG = re.compile(rf"(?:^|[\s,\[{{])!\S{{{MAX_TAG}}}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-"""What an escape such as "\\ud83d" leaves, which no file and no library takes."""
+"""What an escape such as "\\ud83d" gives, which cannot be encoded."""
 _COLON = re.compile(r"\s*:")
 _PARSER_FAULTS = (ValueError, TypeError, AttributeError, LookupError, AssertionError, ArithmeticError, RecursionError)
-"""What the YAML library raises by mistake on broken input, besides its own errors."""
+"""What ruamel raises by mistake on broken input, besides its own errors."""
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 _BASED = re.compile(r"[-+]?0(?:o[0-7]+|x[0-9a-fA-F]+|b[01]+)")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
-_WORDS: Mapping[str, bool | float | None] = {
+_KEYWORDS: Mapping[str, bool | float | None] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
     **dict.fromkeys(("false", "False", "FALSE"), False),
@@ -59,7 +59,7 @@ _WORDS: Mapping[str, bool | float | None] = {
 }
 _EXPRESSION = re.compile(r"\s*eval\((.*)\)\s*", re.DOTALL)
 _MAX_DIGITS = 1000
-"""Python takes quadratic time over the decimal digits of a whole number, and stops at 4,300 of them."""
+"""Python takes quadratic time over the digits of a whole number, and refuses more than 4,300."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,13 +139,13 @@ def modifier_tag(node: Node) -> str | None:
 
 
 def content_start(text: str, node: Node) -> int:
-    """Where a node's own text starts, behind its anchor and tag."""
+    """Where a node's own text starts, after its anchor and tag."""
     properties = _PROPERTIES.match(text, node.start, node.end)
     return properties.end() if properties and not isinstance(node, AliasNode) else node.start
 
 
 def parse(source: Source, problems: SourceProblems, *, what: str = "recipe") -> Node:
-    """The tree of the source's only YAML document; `what` it is called in messages."""
+    """The tree of the source's only YAML document; messages call the document `what`."""
     composer = _Composer(source, problems, what)
     if long_tag := _LONG_TAG.search(source.text, source.start, source.end):
         problems.fail_at(long_tag.end() - MAX_TAG - 1, f"expected a tag of at most {MAX_TAG} characters")
@@ -158,36 +158,36 @@ def parse(source: Source, problems: SourceProblems, *, what: str = "recipe") -> 
     except YAMLError as error:
         _fail_syntax(error, source, problems)
     except _PARSER_FAULTS as error:
-        problems.fail_at(composer.reached, f"not valid YAML behind this place: {error}")
+        problems.fail_at(composer.reached, f"not valid YAML after this position: {error}")
     if composer.root is None or isinstance(composer.root, ScalarNode):
-        found = "nothing" if composer.root is None or composer.root.is_empty else "a single value"
-        wanted = "a list of modifiers" if what == "recipe" else "a mapping"
-        problems.fail_at(source.start, f"expected {wanted}, found {found}; the {what} is empty or text")
+        expected = "a list of modifiers" if what == "recipe" else "a mapping"
+        instead = "nothing" if composer.root is None or composer.root.is_empty else "a single value"
+        problems.fail_at(source.start, f"expected {expected}, found {instead}; the {what} is empty or text")
     return composer.root
 
 
 def read_values(text: str, name: str, *, what: str) -> Any:
-    """The values of a YAML text as dicts, lists and scalars, within the same limits; a tag has no meaning.
+    """The values of a YAML text as dicts, lists and scalars, within the same limits; tags are ignored.
 
-    Whatever reads YAML for its values alone calls this: the library itself expands aliases without bound.
+    Everything that reads YAML for its values alone calls this, because ruamel expands aliases without a limit.
     """
-    if len(text) > MAX_BYTES:
-        raise RecipeError(f"{name}: the {what} is larger than {MAX_BYTES // 2**20} MB")
     source = source_of_text(text, name)
     problems = SourceProblems(source)
-    found = plain_value(parse(source, problems, what=what), problems)
+    if len(text) > MAX_BYTES:
+        problems.fail(f"the {what} is larger than {MAX_BYTES // 2**20} MB", location=Location(name))
+    values = plain_value(parse(source, problems, what=what), problems)
     problems.raise_if_any()
-    return found
+    return values
 
 
 def plain_value(node: Node, problems: SourceProblems) -> object:
-    """The value of a node as written, `eval(...)` being text."""
-    found = unaliased(node)
-    if isinstance(found, ScalarNode):
-        return scalar_of(found, problems)
-    if isinstance(found, ListNode):
-        return [plain_value(item, problems) for item in found.items]
-    return {pair.key: plain_value(pair.value, problems) for pair in pairs(found, problems)}
+    """The value of a node as written; `eval(...)` stays text."""
+    content = unaliased(node)
+    if isinstance(content, ScalarNode):
+        return scalar_of(content, problems)
+    if isinstance(content, ListNode):
+        return [plain_value(item, problems) for item in content.items]
+    return {pair.key: plain_value(pair.value, problems) for pair in pairs(content, problems)}
 
 
 def scalar_value(text: str) -> str | int | float | bool | None:
@@ -196,8 +196,8 @@ def scalar_value(text: str) -> str | int | float | bool | None:
     >>> [scalar_value(text) for text in ("1.e-3", "2:4", "True", "yes", "~")]
     [0.001, '2:4', True, 'yes', None]
     """
-    if text in _WORDS:
-        return _WORDS[text]
+    if text in _KEYWORDS:
+        return _KEYWORDS[text]
     if (decimal := _INTEGER.fullmatch(text)) or _BASED.fullmatch(text):
         if len(text) > _MAX_DIGITS:
             raise ValueError(f"more than {_MAX_DIGITS} digits")
@@ -208,7 +208,7 @@ def scalar_value(text: str) -> str | int | float | bool | None:
 
 
 def expression_in(text: str) -> str | None:
-    """What stands inside `eval(...)` when that is the whole text.
+    """The expression inside `eval(...)` when that is the whole text, else None.
 
     >>> expression_in("eval(a + 1)")
     'a + 1'
@@ -218,9 +218,9 @@ def expression_in(text: str) -> str | None:
 
 
 def scalar_of(node: ScalarNode, problems: SourceProblems) -> object:
-    """The value of a scalar, after its quotes and its core tag; other tags are reported elsewhere."""
+    """The value of a scalar by its quotes and its core tag; `check_tags` reports other tags."""
     if node.tag is None:
-        return _number_checked(node, problems) if node.plain else node.text
+        return _checked_value(node, problems) if node.plain else node.text
     if node.tag.startswith("!"):
         return node.text
     kind = node.tag.removeprefix(_CORE)
@@ -229,7 +229,7 @@ def scalar_of(node: ScalarNode, problems: SourceProblems) -> object:
         return node.text
     if kind == "str":
         return node.text
-    value = _number_checked(node, problems)
+    value = _checked_value(node, problems)
     fits = {"int": type(value) is int, "float": type(value) in (int, float), "bool": type(value) is bool}
     if not fits.get(kind, value is None):
         problems.at(node.start, f"expected !!{kind}, found {node.text!r}")
@@ -237,7 +237,7 @@ def scalar_of(node: ScalarNode, problems: SourceProblems) -> object:
     return float(value) if kind == "float" and isinstance(value, int) else value
 
 
-def _number_checked(node: ScalarNode, problems: SourceProblems) -> object:
+def _checked_value(node: ScalarNode, problems: SourceProblems) -> object:
     try:
         return scalar_value(node.text)
     except ValueError:
@@ -246,7 +246,7 @@ def _number_checked(node: ScalarNode, problems: SourceProblems) -> object:
 
 
 def pairs(node: MapNode, problems: SourceProblems) -> list[Pair]:
-    """The entries of a mapping, of a repeated key the last; merge keys applied, own keys first."""
+    """The entries of a mapping, own keys first, with merge keys applied; the last of a duplicate key."""
     own: dict[object, Pair] = {}
     merges: list[Node] = []
     for key_node, value in node.entries:
@@ -255,28 +255,28 @@ def pairs(node: MapNode, problems: SourceProblems) -> list[Pair]:
             problems.at(key_node.start, "expected a name as key, found a list or mapping")
         elif (key.plain and key.text == "<<") or key.tag == _CORE + "merge":
             if merges:
-                problems.at(key_node.start, "the key '<<' stands twice in one mapping")
+                problems.at(key_node.start, "duplicate key '<<' in one mapping")
             merges.append(value)
         elif modifier_tag(key):
             problems.at(key_node.start, f"expected a name as key, found the tag '{key.tag}'")
         else:
             name = scalar_of(key, problems)
             if name in own:
-                _repeated(name, own[name], key_node, problems)
-            own[name] = Pair(name, _placed(key, key_node), value)
+                _report_duplicate(name, own[name], key_node, problems)
+            own[name] = Pair(name, _at(key, key_node), value)
     for value in merges:
         for pair in _merged(value, problems):
             own.setdefault(pair.key, pair)
     return list(own.values())
 
 
-def _repeated(name: object, first: Pair, again: Node, problems: SourceProblems) -> None:
-    """Real recipes repeat keys, and the last one counts; but modifiers must not get lost like that."""
+def _report_duplicate(name: object, first: Pair, again: Node, problems: SourceProblems) -> None:
+    """Real recipes repeat keys and mean the last one; a repeated list of modifiers would lose modifiers."""
     line = problems.location(first.key_node.start).line
     if isinstance(name, str) and "modifiers" in name:
-        problems.at(again.start, f"the key '{name}' stands in line {line} already; give each list its own name")
+        problems.at(again.start, f"duplicate key '{name}', first in line {line}; give each list its own name")
     else:
-        problems.note(again.start, f"the key {name!r} stands in line {line} already; this one counts")
+        problems.note(again.start, f"duplicate key {name!r}, first in line {line}; the last one is used")
 
 
 def check_tags(node: Node, problems: SourceProblems, *, known: frozenset[str]) -> None:
@@ -284,7 +284,7 @@ def check_tags(node: Node, problems: SourceProblems, *, known: frozenset[str]) -
     for inner in walk(node):
         name = modifier_tag(inner)
         if name and (name in known or name.endswith("Modifier")):
-            problems.at(inner.start, f"the modifier '!{name}' must stand in a list whose key contains 'modifiers'")
+            problems.at(inner.start, f"the modifier '!{name}' must be in a list whose key contains 'modifiers'")
         elif name:
             problems.at(inner.start, f"unknown tag '!{name}'{nearest(name, known)}")
 
@@ -304,17 +304,17 @@ def walk(node: Node) -> Iterator[ScalarNode | ListNode | MapNode]:
 
 
 def _merged(value: Node, problems: SourceProblems) -> Iterator[Pair]:
-    found = unaliased(value)
-    for part in found.items if isinstance(found, ListNode) else [value]:
+    content = unaliased(value)
+    for part in content.items if isinstance(content, ListNode) else [value]:
         mapping = unaliased(part)
         if isinstance(mapping, MapNode):
             yield from (Pair(pair.key, pair.key_node, pair.value, True) for pair in pairs(mapping, problems))
         else:
-            problems.at(part.start, "expected a mapping, or a list of mappings, behind '<<'")
+            problems.at(part.start, "expected a mapping, or a list of mappings, after '<<'")
 
 
-def _placed(key: ScalarNode, written: Node) -> ScalarNode:
-    """The key with the place where it was written, also when it is an alias."""
+def _at(key: ScalarNode, written: Node) -> ScalarNode:
+    """The key at the position where it is written, also when that is an alias."""
     if key is written:
         return key
     return ScalarNode(key.text, key.plain, key.tag, None, written.start, written.end)
@@ -333,12 +333,12 @@ def _fail_syntax(error: YAMLError, source: Source, problems: SourceProblems) -> 
 
 
 class _Composer:
-    """Takes events one by one; holds the collections that are still open."""
+    """Builds the tree from events, one by one; holds the collections that are still open."""
 
     def __init__(self, source: Source, problems: SourceProblems, what: str) -> None:
         self.root: Node | None = None
-        self._what = what
         self.reached = source.start
+        self._what = what
         self._source = source
         self._problems = problems
         self._open: list[ListNode | MapNode] = []
@@ -348,28 +348,34 @@ class _Composer:
 
     def take(self, event: Any) -> None:
         start, end = self._source.start + event.start_mark.index, self._source.start + event.end_mark.index
-        kind = cast("type[object]", type(event))
         self.reached = end
-        if kind is AliasEvent:
-            self._place(self._alias(str(event.anchor), start, end))
-        elif kind is ScalarEvent:
-            if surrogate := _SURROGATE.search(event.value):
-                found = f"half of a character, U+{ord(surrogate[0]):04X}"
-                self._problems.fail_at(start, f"expected text, found {found}; write the character itself")
-            node = ScalarNode(event.value, event.style is None, self._tag(event, start), event.anchor, start, end)
-            if event.style in ("|", ">"):
-                node.end = start + len(self._source.text[start:end].rstrip())
-            self._place(node)
-        elif kind in (SequenceStartEvent, MappingStartEvent):
-            collection = ListNode if kind is SequenceStartEvent else MapNode
-            flow = self._source.text[end - 1 : end] in ("[", "{")
-            self._begin(collection(self._tag(event, start), event.anchor, start, end, flow))
-        elif kind in (SequenceEndEvent, MappingEndEvent):
-            self._finish(end)
-        elif kind is DocumentStartEvent:
-            self._documents += 1
-            if self._documents > 1:
-                self._problems.fail_at(start, "expected one YAML document, found another behind it")
+        match event:
+            case AliasEvent():
+                self._add(self._alias(str(cast(Any, event).anchor), start, end))
+            case ScalarEvent():
+                self._add(self._scalar(event, start, end))
+            case SequenceStartEvent() | MappingStartEvent():
+                kind = ListNode if isinstance(event, SequenceStartEvent) else MapNode
+                flow = self._source.text[end - 1 : end] in ("[", "{")
+                self._begin(kind(self._tag(event, start), cast(Any, event).anchor, start, end, flow))
+            case SequenceEndEvent() | MappingEndEvent():
+                self._finish(end)
+            case DocumentStartEvent():
+                self._documents += 1
+                if self._documents > 1:
+                    self._problems.fail_at(start, "expected one YAML document, found another")
+            case _:
+                pass
+
+    def _scalar(self, event: Any, start: int, end: int) -> ScalarNode:
+        if surrogate := _SURROGATE.search(event.value):
+            code = f"U+{ord(surrogate[0]):04X}"
+            self._problems.fail_at(
+                start, f"expected text, found half of a character, {code}; write the whole character"
+            )
+        if event.style in ("|", ">"):
+            end = start + len(self._source.text[start:end].rstrip())
+        return ScalarNode(event.value, event.style is None, self._tag(event, start), event.anchor, start, end)
 
     def _tag(self, event: Any, start: int) -> str | None:
         tag: str | None = event.tag
@@ -380,11 +386,11 @@ class _Composer:
 
     def _alias(self, name: str, start: int, end: int) -> AliasNode:
         if any(node.anchor == name for node in self._open):
-            self._problems.fail_at(start, f"the alias '*{name}' refers to the value it stands in")
-        found = self._anchors.get(name)
-        if found is None:
-            self._problems.fail_at(start, f"no anchor '&{name}' stands before '*{name}'{nearest(name, self._anchors)}")
-        return AliasNode(name, found, start, end, found.size, found.height)
+            self._problems.fail_at(start, f"the alias '*{name}' refers to a value that contains it")
+        node = self._anchors.get(name)
+        if node is None:
+            self._problems.fail_at(start, f"no anchor '&{name}' before '*{name}'{nearest(name, self._anchors)}")
+        return AliasNode(name, node, start, end, node.size, node.height)
 
     def _begin(self, node: ListNode | MapNode) -> None:
         self._open.append(node)
@@ -397,9 +403,10 @@ class _Composer:
         self._keys.pop()
         last = node.items[-1:] if isinstance(node, ListNode) else [value for _, value in node.entries[-1:]]
         node.end = last[0].end if last and not node.flow else end
-        self._place(node)
+        self._add(node)
 
-    def _place(self, node: Node) -> None:
+    def _add(self, node: Node) -> None:
+        """Add a complete node to the collection that is open."""
         if not isinstance(node, AliasNode) and node.anchor is not None:
             self._anchors[node.anchor] = node
         if not self._open:
@@ -409,21 +416,21 @@ class _Composer:
         parent.size += node.size
         parent.height = max(parent.height, node.height + 1)
         if parent.size > MAX_NODES or parent.height > MAX_DEPTH:
-            what = f"more than {MAX_NODES:,} values" if parent.size > MAX_NODES else f"over {MAX_DEPTH} levels"
-            self._problems.fail_at(node.start, f"the {self._what} has {what} when its aliases are written out")
+            excess = f"more than {MAX_NODES:,} values" if parent.size > MAX_NODES else f"over {MAX_DEPTH} levels"
+            self._problems.fail_at(node.start, f"the {self._what} has {excess} when its aliases are expanded")
         if isinstance(parent, ListNode):
-            if isinstance(node, ScalarNode) and node.is_empty and node.tag is None and node.anchor is None:
-                node.start = node.end = max(self._source.text.rfind("-", 0, node.start) + 1, parent.start)
+            self._move_empty(node, max(self._source.text.rfind("-", 0, node.start) + 1, parent.start))
             parent.items.append(node)
             return
         key = self._keys[-1]
         self._keys[-1] = node if key is None else None
         if key is not None:
-            self._settle_empty(key, node)
+            colon = _COLON.match(self._source.text, key.end)
+            self._move_empty(node, colon.end() if colon else key.end)
             parent.entries.append((key, node))
 
-    def _settle_empty(self, key: Node, node: Node) -> None:
-        """Put an empty value right behind its colon; the library reports the next token's place."""
+    @staticmethod
+    def _move_empty(node: Node, position: int) -> None:
+        """Put an empty value right after its dash or colon; ruamel reports the position of the next token."""
         if isinstance(node, ScalarNode) and node.is_empty and node.tag is None and node.anchor is None:
-            colon = _COLON.match(self._source.text, key.end)
-            node.start = node.end = colon.end() if colon else key.end
+            node.start = node.end = position

@@ -228,7 +228,7 @@ def _outline(root: Node, problems: SourceProblems) -> Outline:
         problems.fail_at(body.start, "expected a list of modifiers, found a single value")
     parts = Outline(body)
     if name := modifier_tag(body):
-        message = f"the modifier '!{name}' stands alone; expected it in a list, '- !{name}', below 'modifiers:'"
+        message = f"the modifier '!{name}' is not in a list; expected '- !{name}' below 'modifiers:'"
         problems.at(body.start, message)
     elif isinstance(body, ListNode):
         parts.sections.append(Section("modifiers", False, modifiers=list(_items(body, problems))))
@@ -344,7 +344,7 @@ def _check_misplaced(pair: Pair, problems: SourceProblems) -> None:
         for key, value in node.entries if isinstance(node, MapNode) else ():
             name = key.text if isinstance(key, ScalarNode) else ""
             if name in known and isinstance(unaliased(value), MapNode):
-                message = f"the modifier '{name}' must stand in a list whose key contains 'modifiers'"
+                message = f"the modifier '{name}' must be in a list whose key contains 'modifiers'"
                 problems.at(key.start, message)
 
 

@@ -1,7 +1,6 @@
 """Where the text of a recipe comes from, and which part of it is YAML.
 
-A source is a path, an open file, a string that holds the recipe, or the name
-of a recipe that ships with the package. Nothing here knows what YAML means.
+A source is a path, an open file, a string that holds the recipe, or the name of a recipe that ships with the package.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
@@ -20,7 +18,7 @@ from gossamer.errors import Location, Problem, Problems, RecipeError, nearest
 from gossamer.io import open_regular
 
 MAX_BYTES = 1024 * 1024
-"""A recipe is refused when it is larger than this: 20,000 parameters, each by its name, take less."""
+"""Size of a recipe; 20,000 parameters by name take less."""
 
 UNNAMED = "<recipe>"
 
@@ -89,7 +87,7 @@ class SourceProblems(Problems):
 
 
 def open_source(given: str | os.PathLike[str] | IO[str] | IO[bytes]) -> Source:
-    """Read a recipe from wherever it is; every failure is a `RecipeError`."""
+    """Read a recipe from a path, a stream, `builtin:NAME` or its own text; every failure is a `RecipeError`."""
     if isinstance(given, str):
         return _from_string(given)
     if isinstance(given, os.PathLike):
@@ -97,11 +95,11 @@ def open_source(given: str | os.PathLike[str] | IO[str] | IO[bytes]) -> Source:
         return _from_string(path) if path.startswith("zoo:") else _from_file(path)
     if hasattr(given, "read"):
         return _from_stream(given)
-    raise RecipeError(f"{UNNAMED}: expected a path, an open file or the text of a recipe, found {type(given).__name__}")
+    raise _error(UNNAMED, f"expected a path, an open file or the text of a recipe, found {type(given).__name__}")
 
 
 def source_of_text(text: str, name: str = UNNAMED) -> Source:
-    """A source for YAML text that was written by this package."""
+    """A source for text that is YAML as a whole."""
     return Source(name, text, 0, len(text))
 
 
@@ -109,37 +107,33 @@ def _from_string(given: str) -> Source:
     word = given.strip()
     if "\n" not in word:
         if word.startswith("zoo:"):
-            raise RecipeError(f"{word}: {_ZOO_CLOSED}")
+            raise _error(word, _ZOO_CLOSED)
         if word.startswith("builtin:"):
             return _from_package(word)
         if word and os.path.exists(given):
             return _from_file(given)
     if _LOOKS_LIKE_TEXT.search(given):
         return _source(UNNAMED, given)
-    raise RecipeError(f"{given}: {_no_such_file(given)}")
+    raise _no_such_file(given)
 
 
 def _from_package(given: str) -> Source:
-    wanted = given.removeprefix("builtin:").removesuffix(".yaml")
-    shipped: dict[str, Traversable] = {}
+    name = given.removeprefix("builtin:").removesuffix(".yaml")
     folder = importlib.resources.files("gossamer") / "recipes"
-    if folder.is_dir():
-        shipped = {file.name.removesuffix(".yaml"): file for file in folder.iterdir() if file.name.endswith(".yaml")}
-    if wanted not in shipped:
-        raise RecipeError(f"{given}: no recipe of that name ships with the package{nearest(wanted, shipped)}")
-    return _source(given, _decoded(given, _guarded(given, shipped[wanted].read_bytes)))
+    shipped = {file.name.removesuffix(".yaml"): file for file in folder.iterdir() if file.name.endswith(".yaml")}
+    if name not in shipped:
+        raise _error(given, f"no recipe of that name ships with the package{nearest(name, shipped)}")
+    return _source(given, _decoded(given, shipped[name].read_bytes()))
 
 
 def _from_file(path: str) -> Source:
     if os.path.isdir(path):
-        raise RecipeError(f"{path}: expected a recipe file, found a folder")
+        raise _error(path, "expected a recipe file, found a folder")
     if "\0" in path or not os.path.exists(path):
-        raise RecipeError(f"{path!r}: no such file" if "\0" in path else f"{path}: {_no_such_file(path)}")
+        raise _no_such_file(path)
 
     def read() -> bytes:
         with open_regular(path) as file:
-            if os.fstat(file.fileno()).st_size > MAX_BYTES:
-                raise _too_large(path)
             return file.read(MAX_BYTES + 1)
 
     return _source(path, _decoded(path, _guarded(path, read)))
@@ -148,22 +142,22 @@ def _from_file(path: str) -> Source:
 def _from_stream(stream: IO[str] | IO[bytes]) -> Source:
     named: object = getattr(stream, "name", None)
     name = named if isinstance(named, str) else UNNAMED
-    found = _guarded(name, cast(Callable[[], object], lambda: stream.read(MAX_BYTES + 1)))
-    if isinstance(found, bytes):
-        found = _decoded(name, found)
-    if not isinstance(found, str):
-        raise RecipeError(f"{name}: expected text or bytes from the open file, found {type(found).__name__}")
-    return _source(name, found)
+    content = _guarded(name, cast(Callable[[], object], lambda: stream.read(MAX_BYTES + 1)))
+    if isinstance(content, bytes):
+        content = _decoded(name, content)
+    if not isinstance(content, str):
+        raise _error(name, f"expected text or bytes from the open file, found {type(content).__name__}")
+    return _source(name, content)
 
 
 def _guarded(name: str, read: Callable[[], Any]) -> Any:
     try:
         return read()
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{name}: expected UTF-8 text, found other bytes at offset {error.start}") from None
+        raise _error(name, f"expected UTF-8 text, found other bytes at offset {error.start}") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise RecipeError(f"{name}: cannot be read: {reason}") from None
+        raise _error(name, f"cannot be read: {reason}") from None
 
 
 def _decoded(name: str, content: bytes) -> str:
@@ -181,24 +175,26 @@ def _source(name: str, text: str) -> Source:
     start, end = _front_matter(name, text)
     source = Source(name, text, start, end, newline)
     if unreadable := _UNREADABLE.search(text):
-        found = f"U+{ord(unreadable[0]):04X}"
-        SourceProblems(source).fail_at(unreadable.start(), f"expected text, found the control character {found}")
+        character = f"U+{ord(unreadable[0]):04X}"
+        SourceProblems(source).fail_at(unreadable.start(), f"expected text, found the control character {character}")
     return source
 
 
 def _front_matter(name: str, text: str) -> tuple[int, int]:
-    """The range of `text` that is YAML; a file's ending says whether it is Markdown."""
+    """The range of `text` that is YAML. The file's suffix decides whether it is Markdown."""
     suffix = Path(name).suffix.lower()
     if suffix in (".yaml", ".yml"):
         return 0, len(text)
     opening, leads = _opening(text)
     if suffix in (".md", ".markdown"):
         if opening is None:
-            raise RecipeError(f"{name}:1:1: expected YAML front matter between two lines '---', found none")
+            message = "expected YAML front matter between two lines '---', found none"
+            raise RecipeError(Problem(message, location=Location(name, 1, 1)))
         closing = _FENCE.search(text, opening.end())
         if closing is None:
-            line = text.count("\n", 0, opening.start()) + 1
-            raise RecipeError(f"{name}:{line}:1: the front matter that starts here is not closed by a line '---'")
+            location = Location(name, text.count("\n", 0, opening.start()) + 1, 1)
+            message = "the front matter that starts here is not closed by a line '---'"
+            raise RecipeError(Problem(message, location=location))
         return opening.end(), closing.start()
     closing = _FENCE.search(text, opening.end()) if opening and leads else None
     if opening is None or closing is None or _MORE_YAML.search(_CODE_BLOCK.sub("", text[closing.end() :])):
@@ -207,29 +203,35 @@ def _front_matter(name: str, text: str) -> tuple[int, int]:
 
 
 def _opening(text: str) -> tuple[re.Match[str] | None, bool]:
-    """The first `---` line outside of comments, and whether only comments stand before it."""
-    at, leads = 0, True
+    """The first `---` line outside of comments, and whether only comments come before it."""
+    position, leads = 0, True
     fence = _FENCE.search(text)
     while fence is not None:
-        comment = text.find("<!--", at, fence.start())
+        comment = text.find("<!--", position, fence.start())
         end = text.find("-->", comment) if comment >= 0 else -1
         if end < 0:
-            return fence, leads and not text[at : fence.start()].strip()
-        leads = leads and not text[at:comment].strip()
-        at = end + 3
-        fence = fence if fence.start() >= at else _FENCE.search(text, at)
+            return fence, leads and not text[position : fence.start()].strip()
+        leads = leads and not text[position:comment].strip()
+        position = end + 3
+        fence = fence if fence.start() >= position else _FENCE.search(text, position)
     return None, leads
 
 
-def _no_such_file(path: str) -> str:
-    folder, wanted = os.path.split(path)
+def _no_such_file(path: str) -> RecipeError:
+    if "\0" in path:
+        return _error(repr(path), "no such file")
+    folder, name = os.path.split(path)
     try:
         neighbours = os.listdir(folder or ".")
     except (OSError, ValueError):
-        return "no such file"
-    return f"no such file{nearest(wanted, neighbours)}"
+        neighbours = []
+    return _error(path, f"no such file{nearest(name, neighbours)}")
 
 
 def _too_large(name: str) -> RecipeError:
-    most = f"{MAX_BYTES // 1024 // 1024} MB"
-    return RecipeError(f"{name}: expected a recipe of at most {most}, found more; name parameters by patterns (re:…)")
+    limit = f"{MAX_BYTES // 1024 // 1024} MB"
+    return _error(name, f"expected a recipe of at most {limit}, found more; name parameters by patterns (re:…)")
+
+
+def _error(name: str, message: str) -> RecipeError:
+    return RecipeError(Problem(message, location=Location(name)))

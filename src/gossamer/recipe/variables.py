@@ -55,7 +55,7 @@ class _Budget:
             raise _AlreadyReportedError
         self.left -= _weight(value)
         if self.left < 0:
-            raise ExpressionError(f"the recipe has more than {MAX_NODES:,} values when its variables are written out")
+            raise ExpressionError(f"the recipe has more than {MAX_NODES:,} values when its variables are expanded")
 
 
 class Scope:
