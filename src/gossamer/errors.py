@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import heapq
+import re
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -223,6 +224,16 @@ def format_value(value: object) -> str:
         return "nothing"
     text = str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of another library's error, for a message of ours; the class if it has no text.
+
+    >>> first_line(RuntimeError("\\n shapes differ\\n at line 3")), first_line(KeyError())
+    ('shapes differ', 'KeyError')
+    """
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines()  # torch's messages may be colored
+    return next((line.strip() for line in lines if line.strip()), type(error).__name__)
 
 
 def nearest(name: str, known: Iterable[str], count: int = 1) -> str:

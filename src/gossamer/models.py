@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gossamer.errors import GossamerError
-from gossamer.export.weights.reading import THINNED, is_thinned
+from gossamer.export.weights import THINNED, is_thinned
 from gossamer.io import as_name
 from gossamer.model.inputs import guesses
 from gossamer.runner.builders import build_net, builder, code_of

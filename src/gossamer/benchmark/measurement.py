@@ -30,8 +30,7 @@ from gossamer.benchmark.runtimes import (
     torch_threads,
 )
 from gossamer.benchmark.timing import Progress, Ratio, Turns, Verdict, interleaved, paired, silent
-from gossamer.errors import GossamerError
-from gossamer.export.onnx.writer import reason_of
+from gossamer.errors import GossamerError, first_line
 
 _CONTROL = -1
 
@@ -169,7 +168,7 @@ def _outputs(entry: _Entry, run: Run) -> list[Array]:
         raise
     except Exception as error:
         name, runtime = name_of(entry.candidate), entry.runtime.name
-        raise GossamerError(f"{name}: {runtime} cannot run it on random inputs: {reason_of(error)}") from error
+        raise GossamerError(f"{name}: {runtime} cannot run it on random inputs: {first_line(error)}") from error
 
 
 def _notes(entry: _Entry, outputs: Sequence[Array], reference: tuple[str, list[tuple[int, ...]]] | None) -> list[str]:

@@ -22,11 +22,10 @@ from torch.utils import _pytree as tree
 
 from gossamer.benchmark.contents import Contents, contents_of_onnx, contents_of_tensors
 from gossamer.benchmark.inputs import Array, Slot
-from gossamer.errors import GossamerError, nearest
+from gossamer.errors import GossamerError, first_line, nearest
 from gossamer.export.examples import ExampleInputs
 from gossamer.export.onnx.model_files import read_model
-from gossamer.export.onnx.writer import reason_of
-from gossamer.export.weights.reading import is_model_file, read_state
+from gossamer.export.weights import is_model_file, read_state
 from gossamer.io import dtype_name
 
 Run = Callable[[], Any]
@@ -227,7 +226,7 @@ def _load_error(path: Path, runtime: str, error: Exception) -> GossamerError:
         read_model(path)
     except GossamerError as damage:
         return damage
-    return GossamerError(f"{path}: {runtime} cannot run it: {reason_of(error)}")
+    return GossamerError(f"{path}: {runtime} cannot run it: {first_line(error)}")
 
 
 # torch: a .pt2 file of torch.export, or a model in memory, without compiling
@@ -301,7 +300,7 @@ def _bind(module: nn.Module, leaves: Sequence[Any], spec: Any, name: str, arrays
     try:
         run()
     except Exception as error:
-        raise GossamerError(f"{name}: torch cannot run it on random inputs: {reason_of(error)}") from error
+        raise GossamerError(f"{name}: torch cannot run it on random inputs: {first_line(error)}") from error
     return run
 
 

@@ -9,7 +9,7 @@ from gossamer.export.onnx.writer import to_onnx
 from gossamer.export.saving import FORMATS, Written, save, state_bytes
 from gossamer.export.semi_structured import Conversion, semi_structured
 from gossamer.export.thin import thin
-from gossamer.export.weights.reading import THINNED, is_model_file, load_into, read_about, read_integers, read_state
+from gossamer.export.weights import THINNED, is_model_file, load_into, read_about, read_integers, read_state
 
 __all__ = [
     "FORMATS",

@@ -51,7 +51,7 @@ def load(source: Source, model: nn.Module | None = None, *, variables: Mapping[s
         raise GossamerError(f"load: expected a .safetensors file with the weights of the model, found {shown}")
     if variables is not None:
         raise GossamerError(f"{path}: weights have no variables; leave them out")
-    from gossamer.export.weights.reading import load_into, read_state
+    from gossamer.export.weights import load_into, read_state
 
     if model is None:
         return read_state(path)

@@ -15,10 +15,10 @@ from gossamer.errors import GossamerError, nearest
 from gossamer.export.examples import ExampleInputs, outputs_of
 from gossamer.export.onnx.model_files import make_parent
 from gossamer.export.programs import Progress, Verified, write_onnx, write_pt2
+from gossamer.export.weights import ForeignFile, load_into
 from gossamer.export.weights.file import RESERVED, Encoding, Stored, open_model_file, plan, write_model_file
 from gossamer.export.weights.packing import bits
 from gossamer.export.weights.quantized import IntegerState, as_integers
-from gossamer.export.weights.reading import ForeignFile, load_into
 from gossamer.export.weights.states import State, copied, state_of
 from gossamer.io import atomic_write
 from gossamer.model import expect_model, unwrap

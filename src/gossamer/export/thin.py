@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, first_line
 from gossamer.model import expect_model
 from gossamer.model import thin as thinning
 from gossamer.model.additions import strip
@@ -45,7 +45,7 @@ def thin(
     try:
         smaller: nn.Module = strip(duplicate(unwrap(model)).eval())
     except Exception as error:  # of the model's own code, or of torch
-        reason = next(iter(str(error).splitlines()), type(error).__name__).partition(". ")[0]
+        reason = first_line(error).partition(". ")[0]
         raise GossamerError(
             f"thin: the model cannot be copied ({reason}); pass a model that copy.deepcopy supports"
         ) from error

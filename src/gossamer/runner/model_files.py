@@ -192,7 +192,7 @@ def read_description(path: Path) -> ModelDescription:
 
     Empty for files that say nothing, as those of other programs.
     """
-    from gossamer.export.weights.reading import THINNED, open_weights
+    from gossamer.export.weights import THINNED, open_weights
 
     with open_weights(path) as weights:
         about = weights.about

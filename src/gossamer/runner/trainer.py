@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from gossamer.errors import GossamerError
-from gossamer.export.weights.reading import THINNED, emulate_as, is_thinned
+from gossamer.export.weights import THINNED, emulate_as, is_thinned
 from gossamer.model import unwrap
 from gossamer.model.counting import count_by_kind
 from gossamer.model.recalibration import BATCHES, recalibrate

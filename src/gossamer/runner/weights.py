@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.export.weights.reading import emulate_as, is_thinned, read_about, read_state
+from gossamer.export.weights import emulate_as, is_thinned, read_about, read_state
 from gossamer.io import check_dense, dtype_name, load_torch, sealed_kind
 from gossamer.model.additions import is_buffer, without_additions
 from gossamer.model.thin.cuts import shrink_to, shrunk

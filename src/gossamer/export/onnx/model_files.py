@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, first_line
 from gossamer.io import atomic_write, read_regular
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def read_model(path: str | os.PathLike[str]) -> ModelProto:
     try:
         load_external_data_for_model(model, str(file.parent.resolve()))
     except (OSError, ValueError, ValidationError) as error:
-        raise GossamerError(f"{file}: its external data cannot be read: {str(error).splitlines()[0]}") from None
+        raise GossamerError(f"{file}: its external data cannot be read: {first_line(error)}") from None
     return model
 
 

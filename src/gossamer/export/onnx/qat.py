@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, first_line
 from gossamer.export.onnx.model_files import external_files, read_model, require, write_model
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def quantize_qat_export(
 def integer_weights(model: ModelProto | str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
     """The integer weights of an ONNX model, or of a .safetensors file of `save`; 0 where the weight is zero."""
     if isinstance(model, str | os.PathLike) and os.fspath(model).endswith(".safetensors"):
-        from gossamer.export.weights.reading import read_integers
+        from gossamer.export.weights import read_integers
 
         return {name: integers.int().numpy() for name, (integers, _) in read_integers(model).items()}
     require("integer_weights", "onnx", "onnx_ir")
@@ -104,8 +104,7 @@ def integer_operators(path: str | os.PathLike[str]) -> dict[str, int]:
         try:
             onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise GossamerError(f"{os.fspath(path)}: onnxruntime cannot run it: {reason}") from error
+            raise GossamerError(f"{os.fspath(path)}: onnxruntime cannot run it: {first_line(error)}") from error
         graph = read_model(Path(folder) / "optimized.onnx").graph
     counts = Counter(node.op_type for node in graph.node)
     return {name: counts[name] for name in (*INTEGER, *FLOAT) if counts[name]}
@@ -147,7 +146,7 @@ def _parse(model: ModelProto, source: str) -> ir.Model:
     try:
         return ir.from_proto(model)
     except ir.serde.SerdeError as error:
-        reason = str(error.__cause__ or error).partition("\n")[0]
+        reason = first_line(error.__cause__ or error)
         raise GossamerError(f"{source}: not a valid ONNX model ({reason}); export it again") from None
 
 
@@ -161,10 +160,9 @@ def _upgrade(model: ModelProto, source: str) -> ModelProto:
     try:
         return version_converter.convert_version(model, MIN_OPSET)
     except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise GossamerError(
-            f"{source}: opset {opset} cannot be converted to {MIN_OPSET} ({reason}); export the model with opset "
-            f"{MIN_OPSET} or later"
+            f"{source}: opset {opset} cannot be converted to {MIN_OPSET} ({first_line(error)}); "
+            f"export the model with opset {MIN_OPSET} or later"
         ) from None
 
 

@@ -10,7 +10,6 @@ import contextlib
 import io
 import logging
 import os
-import re
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cache
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, first_line
 from gossamer.export.examples import ExampleInputs
 from gossamer.export.onnx.model_files import make_parent, require, write_model
 from gossamer.export.onnx.qat import quantize_qat_export
@@ -203,9 +202,8 @@ def own_error(error: BaseException | None) -> GossamerError | None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of the cause: torch's own error gives general advice, and further lines hold a trace."""
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error.__cause__ or error)).splitlines()
-    return next((line.strip() for line in lines if line.strip()), type(error.__cause__ or error).__name__)
+    """The first line of the cause: torch.export's own error gives general advice only."""
+    return first_line(error.__cause__ or error)
 
 
 # Fake quantization

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, first_line
 from gossamer.export.weights.file import RANGES, SCALE, SUFFIXES, unsupported
 from gossamer.model import expect_model, is_transposed, prunable, unwrap
 from gossamer.model.additions import holds_sparsers, is_substituted, strip, without_additions
@@ -52,7 +52,7 @@ def state_of(given: nn.Module | Mapping[str, Any], path: Path) -> State:
         try:
             entries = clean_state(model)
         except Exception as error:  # of the model's own code
-            raise GossamerError(f"{path}: the model's state_dict() fails: {_first_line(error)}") from error
+            raise GossamerError(f"{path}: the model's state_dict() fails: {first_line(error)}") from error
         axes = {name: 0 if is_transposed(model, name) else 1 for name in prunable(model)}
     else:
         if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -85,11 +85,7 @@ def copied(model: nn.Module, path: Path) -> nn.Module:
     try:
         return duplicate(unwrap(model)).cpu().eval()
     except Exception as error:  # of the model's own code, or of torch
-        raise GossamerError(f"{path}: the model cannot be copied for export: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise GossamerError(f"{path}: the model cannot be copied for export: {first_line(error)}") from error
 
 
 def _from_mapping(given: Mapping[Any, Any], path: Path) -> dict[str, Any]:
