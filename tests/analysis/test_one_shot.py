@@ -154,7 +154,7 @@ def test_progress_rises_from_layer_to_layer_to_the_end() -> None:
 
 def test_bad_questions_are_refused() -> None:
     model = trained()
-    with pytest.raises(SparsityError, match=r"got \[1.5\]"):
+    with pytest.raises(SparsityError, match=r"found \[1.5\]"):
         one_shot(model, CALIBRATION, [1.5])
     with pytest.raises(GossamerError, match=r"no weight 'frist.weight'; nearest: 'first.weight'"):
         one_shot(model, CALIBRATION, [0.5], names=["frist.weight"])

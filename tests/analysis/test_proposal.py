@@ -130,7 +130,7 @@ def test_a_single_batch_is_judged_by_its_second_half() -> None:
 
 def test_samples_too_few_for_two_halves_are_refused() -> None:
     pixels, labels = CALIBRATION[0]
-    with pytest.raises(GossamerError, match=r"tests on the other, at least 2 each; got 2 in 1 batch;"):
+    with pytest.raises(GossamerError, match=r"tests on the other, at least 2 each; found 2 in 1 batch;"):
         propose(trained(), [(pixels[:2], labels[:2])], 0.9)
 
 
@@ -210,9 +210,9 @@ def test_epochs_that_make_no_recipe_are_refused(epochs: float, until: float | No
 
 
 def test_bad_questions_are_refused() -> None:
-    with pytest.raises(GossamerError, match="target must be at least 0 and below 1, got 1"):
+    with pytest.raises(GossamerError, match="target must be at least 0 and below 1, found 1"):
         propose(trained(), CALIBRATION, 1.0)
-    with pytest.raises(GossamerError, match="evaluations must be at least 1, got 0"):
+    with pytest.raises(GossamerError, match="evaluations must be at least 1, found 0"):
         propose(trained(), CALIBRATION, 0.9, evaluations=0)
     with pytest.raises(GossamerError, match="without labels, use sensitivity"):
         propose(trained(), [pixels for pixels, _ in CALIBRATION], 0.9)

@@ -62,7 +62,7 @@ def labelled(module: nn.Module, batches: Iterable[Any], samples: int | None = No
         pair = cast(Sequence[Any], batch) if isinstance(batch, list | tuple) else ()
         if len(pair) != 2:
             raise GossamerError(
-                f"expected batches that are pairs (inputs, labels), got {_kind(batch)} in batch "
+                f"expected batches that are pairs (inputs, labels), found {_kind(batch)} in batch "
                 f"{len(read) + 1}; without labels, use sensitivity(), which compares outputs",
                 "data",
             )
@@ -95,7 +95,7 @@ def class_scores(module: nn.Module, batch: Labelled) -> Tensor:
         outputs = module(*batch.args, **batch.kwargs)
     except Exception as error:  # a model may raise anything
         raise GossamerError(f"the model fails on a batch ({short_error(error)}); check the inputs", "data") from error
-    for scores in tensors_in(outputs):
+    for scores in output_tensors(outputs):
         if scores.is_floating_point() and scores.dim() > 1 and (scores.shape[:1] + scores.shape[2:]) == shape:
             highest = int(batch.labels.max())
             if highest >= scores.shape[1] or int(batch.labels.min()) < 0:
@@ -112,7 +112,7 @@ def class_scores(module: nn.Module, batch: Labelled) -> Tensor:
     )
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def output_tensors(value: Any) -> list[Tensor]:
     """The tensors in tuples, lists, dicts and data classes."""
     if isinstance(value, Tensor):
         return [value]
@@ -124,7 +124,7 @@ def tensors_in(value: Any) -> list[Tensor]:
         items = [getattr(value, field.name) for field in fields(value)]
     else:
         return []
-    return [tensor for item in items for tensor in tensors_in(item)]
+    return [tensor for item in items for tensor in output_tensors(item)]
 
 
 def short_error(error: Exception) -> str:
@@ -137,7 +137,7 @@ def _labels(labels: Any, module: nn.Module, number: int) -> Tensor:
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex() or not labels.dim():
         kind = f"a tensor of {labels.dtype}" if isinstance(labels, Tensor) else type(labels).__name__
         raise GossamerError(
-            f"expected labels that are a tensor of integers, one for each sample, got {kind} in batch "
+            f"expected labels that are a tensor of integers, one for each sample, found {kind} in batch "
             f"{number}; without such labels, use sensitivity(), which compares outputs",
             "data",
         )

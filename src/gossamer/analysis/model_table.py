@@ -164,12 +164,12 @@ def model_table(model: nn.Module, example_inputs: Any = None, projection: Projec
     counted = {*names, *dense}
     others = sum(tensor.numel() for name, tensor in state.items() if id(tensor) in own and name not in counted)
     fixed = sum(count.zeros for count in dense.values())
-    known = layers[0].macs is not None
+    counted_macs = layers[0].macs is not None
     return ModelTable(
         rows=rows,
         parameters=sum(row.parameters for row in rows) + sum(count.weights for count in dense.values()),
         other_parameters=others,
-        macs=sum(row.layer.macs or 0 for row in rows) if known else None,
+        macs=sum(row.layer.macs or 0 for row in rows) if counted_macs else None,
         now=_with_zeros(_now(rows, rest), fixed),
         then=None if projection is None else _with_zeros(_then(rows, rest, projection), fixed),
         projection=projection,
@@ -310,7 +310,7 @@ def _total(counts: Iterable[int | None]) -> int | None:
 
 def _row_json(row: ModelRow, with_recipe: bool) -> dict[str, Any]:
     layer, outlook = row.layer, row.outlook
-    known = {
+    data = {
         "weight": row.weight,
         "kind": row.kind,
         "shape": list(layer.shape),
@@ -321,9 +321,9 @@ def _row_json(row: ModelRow, with_recipe: bool) -> dict[str, Any]:
         "patterns": list(row.patterns),
     }
     if not with_recipe:
-        return known
+        return data
     then = row.zeros_then
-    return known | {
+    return data | {
         "zeros_then": then,
         "sparsity_then": None if then is None else then / max(row.parameters, 1),
         "pattern_then": None if outlook is None else outlook.pattern,

@@ -79,9 +79,9 @@ def project(recipe: Recipe, model: nn.Module) -> Projection:
             skipped |= dict.fromkeys(run.bound, reason)
             continue
         with within(run.modifier.name, location=recipe.location(run.index)):
-            found = run.modifier.outlook(run)
-        layers = _joined(layers, found)
-        if (budget := _budget(run, found)) is not None:
+            outlooks = run.modifier.outlook(run)
+        layers = _merge(layers, outlooks)
+        if (budget := _budget(run, outlooks)) is not None:
             budgets.append(budget)
     ours = prunable(module)
     return Projection(
@@ -102,19 +102,19 @@ def _released(modifier: Modifier, horizon: float) -> str | None:
     return f"{modifier.name} releases its zeros at epoch {end:g}, before training ends"
 
 
-def _joined(before: Mapping[str, Outlook], found: Mapping[str, Outlook]) -> dict[str, Outlook]:
+def _merge(before: Mapping[str, Outlook], outlooks: Mapping[str, Outlook]) -> dict[str, Outlook]:
     """Of two modifiers on one weight, keep the one with more zeros, or the one that learns its sparsity."""
     joined = dict(before)
-    for name, outlook in found.items():
+    for name, outlook in outlooks.items():
         old = joined.get(name)
         if old is None or (old.zeros is not None and (outlook.zeros is None or outlook.zeros > old.zeros)):
             joined[name] = outlook
     return joined
 
 
-def _budget(run: BoundModifier, found: Mapping[str, Outlook]) -> Budget | None:
+def _budget(run: BoundModifier, outlooks: Mapping[str, Outlook]) -> Budget | None:
     """The total of zeros in layers with learned sparsity, if the method has a target."""
-    names = tuple(name for name, outlook in found.items() if outlook.zeros is None)
+    names = tuple(name for name, outlook in outlooks.items() if outlook.zeros is None)
     if not names or run.modifier.goal is None:
         return None
     return Budget(names, zero_count(sum(_size(run, name) for name in names), run.modifier.goal))

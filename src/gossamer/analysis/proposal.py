@@ -202,7 +202,7 @@ class Proposal:
         until = epochs / 2 if prune_until is None else prune_until
         if not 0 < until <= epochs < math.inf:
             raise GossamerError(
-                f"to_recipe: expected 0 < prune_until <= epochs, got prune_until={until:g} and epochs={epochs:g}"
+                f"to_recipe: expected 0 < prune_until <= epochs, found prune_until={until:g} and epochs={epochs:g}"
             )
         finals: dict[float, list[str]] = {}
         for name, share in self.sparsity.items():
@@ -240,9 +240,9 @@ def propose(
     """
     module = unwrap(model)
     if not 0 <= target < 1:
-        raise SparsityError(f"propose: target must be at least 0 and below 1, got {target:g}")
+        raise SparsityError(f"propose: target must be at least 0 and below 1, found {target:g}")
     if evaluations < 1:
-        raise GossamerError(f"propose: evaluations must be at least 1, got {evaluations}")
+        raise GossamerError(f"propose: evaluations must be at least 1, found {evaluations}")
     data = labelled(module, batches, samples)
     weights = select_weights(module, names, Unstructured())
     with preserved(module), torch.no_grad():

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gossamer.analysis.accuracy import Labelled, Score, classifier_score, labelled, score_now, short_error, tensors_in
+from gossamer.analysis.accuracy import (
+    Labelled,
+    Score,
+    classifier_score,
+    labelled,
+    output_tensors,
+    score_now,
+    short_error,
+)
 from gossamer.errors import GossamerError, SparsityError, nearest
 from gossamer.model import first_names, get_parameter, is_transposed, prunable, unwrap, weight_of
 from gossamer.model.inputs import batch_arguments
@@ -97,7 +105,7 @@ def sensitivity(
     weights = prunable(module) if names is None else list(names)
     levels = sorted(set(sparsities))
     if not levels or not all(0 < level <= 1 for level in levels):
-        raise SparsityError(f"sensitivity: sparsities must be above 0 and at most 1, got {list(sparsities)}")
+        raise SparsityError(f"sensitivity: sparsities must be above 0 and at most 1, found {list(sparsities)}")
     inputs = [batch_arguments(batch, module) for batch in islice(data, batches)]
     if not inputs:
         raise GossamerError("no batches; give a data loader that yields at least one", "data")
@@ -244,7 +252,7 @@ def _outputs(module: nn.Module, batch: Arguments) -> list[Tensor]:
     """The floating-point tensors that the model returns; scalars, such as a loss, only if there are no others."""
     torch.manual_seed(0)  # the same random numbers each time
     args, kwargs = batch
-    tensors = [tensor for tensor in tensors_in(module(*args, **kwargs)) if tensor.is_floating_point()]
+    tensors = [tensor for tensor in output_tensors(module(*args, **kwargs)) if tensor.is_floating_point()]
     return [tensor for tensor in tensors if tensor.dim() > 0] or tensors
 
 
@@ -342,7 +350,7 @@ def one_shot(
     module, pattern = unwrap(model), pattern or Unstructured()
     levels = sorted(set(sparsities))
     if not levels or not all(0 <= level <= 1 for level in levels):
-        raise SparsityError(f"one_shot: sparsities must be between 0 and 1, got {list(sparsities)}")
+        raise SparsityError(f"one_shot: sparsities must be between 0 and 1, found {list(sparsities)}")
     data = labelled(module, batches, samples)
     weights = select_weights(module, names, pattern)
     with preserved(module), torch.no_grad():

@@ -96,13 +96,13 @@ def _sparsity(modifier: Modifier, horizon: float, steps_per_epoch: float) -> Ste
     """The sparsity of the last update, sampled at the steps where training updates the masks."""
     timing, last = Timing.of(modifier, steps_per_epoch), round(horizon * steps_per_epoch)
     stride = max(1, last // SAMPLES)
-    found: dict[float, float | None] = {0.0: None}
+    sampled: dict[float, float | None] = {0.0: None}
     step = timing.next_after(-1)
     while step is not None and step <= last:
-        found[step / steps_per_epoch] = modifier.sparsity_at(step / steps_per_epoch)
+        sampled[step / steps_per_epoch] = modifier.sparsity_at(step / steps_per_epoch)
         near = step + stride - 1
         step = timing.next_after(near if timing.end is None or near < timing.end else max(step, timing.end - 1))
-    return _changes([*found.items(), (horizon, modifier.sparsity_at(horizon))])
+    return _changes([*sampled.items(), (horizon, modifier.sparsity_at(horizon))])
 
 
 def _grouped(curves: Sequence[tuple[Modifier, Steps]]) -> tuple[Schedule, ...]:
@@ -128,14 +128,14 @@ def _learning_rate(
     for group in named or [0]:
         chosen = [i for i, m in enumerate(rates) if m.learning_rate_groups is None or group in m.learning_rate_groups]
         together.setdefault(tuple(chosen), []).append(group)
-    found: list[Schedule] = []
+    schedules: list[Schedule] = []
     for chosen, groups in together.items():
         own = [rates[index] for index in chosen]
         if own:
             series = _one_rate(own, horizon, steps_per_epoch, initial)
             of = f"group{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"
-            found.append(replace(series, label=f"{series.label}, {of}") if len(together) > 1 else series)
-    return tuple(found)
+            schedules.append(replace(series, label=f"{series.label}, {of}") if len(together) > 1 else series)
+    return tuple(schedules)
 
 
 def _one_rate(rates: Sequence[Modifier], horizon: float, steps_per_epoch: float, initial: float | None) -> Schedule:
@@ -178,7 +178,7 @@ def _rates(
 
 
 def _spans(modifiers: Iterable[Modifier], scheduled: set[int], horizon: float) -> tuple[Span, ...]:
-    found: dict[tuple[str, float, float, bool], list[Modifier]] = {}
+    groups: dict[tuple[str, float, float, bool], list[Modifier]] = {}
     for modifier in modifiers:
         family = modifier.family if modifier.family in LANES else "other"
         if modifier.family == "epoch":
@@ -187,11 +187,11 @@ def _spans(modifiers: Iterable[Modifier], scheduled: set[int], horizon: float) -
             family = "constant"
         start = max(modifier.start_epoch, 0.0)
         end = horizon if modifier.end_epoch == -1 else modifier.end_epoch
-        found.setdefault((family, start, end, False), []).append(modifier)
+        groups.setdefault((family, start, end, False), []).append(modifier)
         if id(modifier) in scheduled and modifier.released_epoch is None:
-            found.setdefault((family, end, horizon, True), []).append(modifier)
+            groups.setdefault((family, end, horizon, True), []).append(modifier)
     order = list(LANES)
-    spans = [Span(*key, _label(group)) for key, group in found.items() if key[2] > key[1] or not key[3]]
+    spans = [Span(*key, _label(group)) for key, group in groups.items() if key[2] > key[1] or not key[3]]
     return tuple(sorted(spans, key=lambda span: (order.index(span.family), not span.held, span.start, span.end)))
 
 

@@ -79,10 +79,10 @@ def benchmark(
 
     if output is not None and output.suffix != ".json":
         raise GossamerError(f"expected a .json file, found '{output}'", "--output")
-    shapes = dict(_shape(word) for word in shape or ())
+    shapes = dict(_parse_shape(text) for text in shape or ())
     with progress("", as_json) as show:
         show("loading", 0.0)
-        candidates = [_candidate(word, shapes, imports or ()) for word in files]
+        candidates = [_candidate(name, shapes, imports or ()) for name in files]
         timings = measure(
             candidates,
             batch=batch,
@@ -94,12 +94,12 @@ def benchmark(
             trust=trust,
             progress=show,
         )
-    sentences = explain(timings)
+    conclusions = explain(timings)
     names = labels(timings)
     results = {
         "threads": threads,
         "timings": [{"name": names[timing.file], **_as_data(timing)} for timing in timings],
-        "sentences": sentences,
+        "sentences": conclusions,
     }
     if output is not None:
         _write(output, results)
@@ -108,38 +108,38 @@ def benchmark(
         return
     for _, group in groupby(timings, key=lambda timing: timing.runtime):
         _show(list(group), threads)
-    for sentence in sentences:
-        out.print(f"• {sentence}", highlight=False, markup=False)
+    for conclusion in conclusions:
+        out.print(f"• {conclusion}", highlight=False, markup=False)
 
 
-def _candidate(word: str, shapes: Mapping[str, Sequence[int]], imports: Sequence[str]) -> Path | InMemory:
+def _candidate(name: str, shapes: Mapping[str, Sequence[int]], imports: Sequence[str]) -> Path | InMemory:
     """An exported file, or a model to time in torch."""
-    path = Path(word)
+    path = Path(name)
     if path.suffix.lower() in _FILES:
         return path
     if path.is_file() and path.suffix.lower() not in (".yaml", ".yml", ".pt", ".pth"):
-        raise GossamerError(f"{word}: expected a file of gossamer export: {', '.join(_FILES)}")
+        raise GossamerError(f"{name}: expected a file of gossamer export: {', '.join(_FILES)}")
     from gossamer.benchmark import InMemory
     from gossamer.models import load_model
 
     given = shapes.get("")
     with redirect_stdout(sys.stderr):  # keep output of the user's code out of ours
-        loaded = load_model(word, input_shape=None if given is None else ",".join(map(str, given)), imports=imports)
+        loaded = load_model(name, input_shape=None if given is None else ",".join(map(str, given)), imports=imports)
     networks = loaded.networks()
     if len(networks) != 1:
-        raise GossamerError(f"{word}: it has {len(networks)} networks; export it and time the files")
+        raise GossamerError(f"{name}: it has {len(networks)} networks; export it and time the files")
     network = next(iter(networks.values()))
     return InMemory(loaded.name, network.module.eval(), network.inputs)
 
 
-def _shape(word: str) -> tuple[str, list[int]]:
-    name, _, sizes = word.rpartition("=")
+def _parse_shape(text: str) -> tuple[str, list[int]]:
+    name, _, sizes = text.rpartition("=")
     try:
         shape = [int(size) for size in sizes.replace("x", ",").split(",")]
     except ValueError:
         shape = [0]
     if min(shape) < 1:
-        raise GossamerError(f"expected a shape such as 1,3,224,224, or NAME=1,3,224,224, found '{word}'", "--input")
+        raise GossamerError(f"expected a shape such as 1,3,224,224, or NAME=1,3,224,224, found '{text}'", "--input")
     return name, shape
 
 
@@ -230,5 +230,5 @@ def _rounded(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
 
 
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -223,14 +223,14 @@ def _run_line(series: Series, run: RunContent, colour: int, compared: bool, *, d
 
 
 def _layers(runs: Sequence[RunContent]) -> Iterable[Section]:
-    known = [(index, run) for index, run in enumerate(runs) if run.layers]
-    if not known:
+    with_layers = [(index, run) for index, run in enumerate(runs) if run.layers]
+    if not with_layers:
         if reasons := [run.missing["layers"] for run in runs if "layers" in run.missing]:
             yield Section("layers", "Layers", "empty", reasons)
         return
-    sparse = [entry for entry in known if _is_sparse(entry[1].layers)]
-    dense = [run.name for index, run in known if index not in dict(sparse)]
-    shown = sparse or known[:1]
+    sparse = [entry for entry in with_layers if _is_sparse(entry[1].layers)]
+    dense = [run.name for index, run in with_layers if index not in dict(sparse)]
+    shown = sparse or with_layers[:1]
     targets = any(layer.target is not None for _, run in shown for layer in run.layers)
     caption = "Bars show the share of zeros in each layer" + ("; the tick marks its target." if targets else ".")
     if len(runs) > 1 and dense:

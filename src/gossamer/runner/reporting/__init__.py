@@ -1,7 +1,7 @@
 """`report.html` of run folders, written at the end of a run and by `gossamer report`.
 
-`notes.py` records what the files of a run do not tell, `content.py` reads a run folder, and `gossamer.report` renders
-the page. A failed report never ends a run: it is a warning, and only an interrupt is raised.
+`notes.py` records what other files of a run do not contain, `content.py` reads a run folder, and `gossamer.report`
+renders the page. A failed report never ends a run: it is a warning, and only an interrupt is raised.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ is the model of the run, else from the notes. A part that cannot be shown has th
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,7 @@ from gossamer.runner.reporting.notes import MAX_BYTES, Kind, Weights, noted_weig
 from gossamer.runner.summary import run_summary
 from gossamer.runner.weights import read_weights
 
+logger = logging.getLogger("gossamer")
 MODEL = "model.safetensors"
 MIN_SPARSITY = 0.001
 """Models below this sparsity count as dense: some weights are zero by chance."""
@@ -374,8 +376,8 @@ def _tensors(folder: Path, recorded: Mapping[str, Any], *, complete: bool) -> tu
         try:
             weights = read_weights(path)
         except GossamerError as error:
-            # The page may be shared, so it shows no folders above the run.
-            why = f"The weights cannot be read: {str(error).replace(str(folder), folder.resolve().name)}."
+            logger.warning("%s", error)  # the page may be shared, so it shows no folders of this machine
+            why = f"{path.name} cannot be read as weights."
             continue
         order = [name for name in recorded if name in weights] or list(weights)
         shown = {name: weights[name] for name in order if _is_shown(name, weights[name], recorded)}

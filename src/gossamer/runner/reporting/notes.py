@@ -70,8 +70,8 @@ def weights_of(model: nn.Module) -> Weights:
 
 def note_weights(folder: Path, kind: Literal["start", "end"], weights: Weights, **more: Any) -> None:
     layers = {
-        name: {"shape": list(weights.shapes[name]), **{key: _plain(value) for key, value in vars(found).items()}}
-        for name, found in weights.bins.items()
+        name: {"shape": list(weights.shapes[name]), **{key: _plain(value) for key, value in vars(bins).items()}}
+        for name, bins in weights.bins.items()
     }
     write_note(folder, kind, {**more, "layers": layers})
 
@@ -82,7 +82,7 @@ def noted_weights(note: Mapping[str, Any] | None) -> Weights | None:
         return None
     try:
         shapes = {name: tuple(map(_count, layer["shape"])) for name, layer in note["layers"].items()}
-        found = {
+        bins = {
             name: Bins(
                 _reach(layer["reach"]), _counts(layer["counts"]), _count(layer["beyond"]), _count(layer["zeros"])
             )
@@ -90,7 +90,7 @@ def noted_weights(note: Mapping[str, Any] | None) -> Weights | None:
         }
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
-    return Weights(shapes, found)
+    return Weights(shapes, bins)
 
 
 def note_plan(runner: Runner) -> None:
@@ -149,11 +149,11 @@ def note_sensitivity(runner: Runner, progress: Progress | None = None, *, bounde
     parts = _networks(runner, count)
     for index, (module, inputs) in enumerate(parts):
         own = {id(parameter): name for name, parameter in module.named_parameters()}
-        known = {own[id(p)]: name for name in names if id(p := get_parameter(model, name)) in own}
-        report = None if progress is None else _part_progress(progress, index, len(parts), known)
-        curves = sensitivity(module, [(inputs,)], LEVELS, list(known), progress=report) if known else {}
+        layers = {own[id(p)]: name for name in names if id(p := get_parameter(model, name)) in own}
+        report = None if progress is None else _part_progress(progress, index, len(parts), layers)
+        curves = sensitivity(module, [(inputs,)], LEVELS, list(layers), progress=report) if layers else {}
         for name, curve in curves.items():
-            rows[known[name]] = [round(value, 6) if math.isfinite(value) else None for value in curve.moved]
+            rows[layers[name]] = [round(value, 6) if math.isfinite(value) else None for value in curve.moved]
     ordered = {name: rows[name] for name in names if name in rows}
     content = {"iteration": iteration, "sparsities": list(LEVELS), "images": len(parts[0][1][0]), "rows": ordered}
     write_note(runner.folder, "sensitivity", content)
