@@ -1,27 +1,22 @@
-"""The report of layers: its numbers, its files, and the drawing of it."""
+"""The report of layers: its numbers and its files."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-import xml.etree.ElementTree as ET
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-import matplotlib._pylab_helpers
-import matplotlib.text
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from torch import nn
 
 from gossamer.analysis.layers import LayerReport, layer_report
 from gossamer.errors import GossamerError
-from gossamer.report import plots
 from gossamer.sparse import Unstructured
 
 LEVELS = [0.3, 0.5, 0.9]
@@ -196,7 +191,7 @@ def test_the_csv_has_a_line_for_each_layer_and_a_total() -> None:
 
 
 def test_saving_makes_the_folder_and_leaves_two_files(tmp_path: Path) -> None:
-    folder = tmp_path / "made" / "anew"
+    folder = tmp_path / "new" / "folder"
     paths = report().save(str(folder))
     assert paths == (folder / "pruner_report.csv", folder / "pruner_report.json")
     report().save(folder)
@@ -213,75 +208,3 @@ def test_a_file_that_cannot_be_written_is_told_and_leaves_nothing(tmp_path: Path
     (tmp_path / "file").touch()
     with pytest.raises(GossamerError, match="file: cannot be written: File exists; choose a writable folder"):
         report().save(tmp_path / "file")
-
-
-# Drawing
-
-
-def texts(drawn: LayerReport) -> list[str]:
-    figure = plots.layers_figure(drawn)
-    figure.draw_without_rendering()
-    return [text.get_text() for text in figure.findobj(matplotlib.text.Text) if text.get_visible() and text.get_text()]
-
-
-def many(count: int) -> LayerReport:
-    network = nn.ModuleDict({f"a_block_with_a_rather_long_name_{i}": nn.Linear(2, 2) for i in range(count)})
-    names = [f"{name}.weight" for name in network]
-    return layer_report(network, {name: [0.25, 0.5] for name in names[1:]}, [0.3, 0.6])
-
-
-def test_the_drawing_holds_every_layer_number_and_reason() -> None:
-    shown = texts(report())
-    assert {"stem", "depth", "head", "not pruned: depth-wise", "10", "95", "30 %", "90 %"} <= set(shown)
-    assert "parameters 21.5 %" in shown
-    assert "MACs 23.6 %" in shown
-    assert "MACs" not in " ".join(texts(report(inputs=None)))
-
-
-@pytest.mark.slow
-def test_long_names_lose_their_beginning_and_many_are_thinned() -> None:
-    shown = texts(many(60))
-    names = [text for text in shown if text.startswith(("a_block", "…"))]
-    assert len(names) == 60
-    assert all(len(name) <= plots.MAX_NAME for name in names)
-    thinned = texts(many(130))
-    assert [int(text.rpartition("_")[2]) for text in thinned if "name_" in text] == list(range(0, 130, 3))
-    assert "25" not in thinned
-    assert "50 %" in thinned
-
-
-@pytest.mark.parametrize(
-    "drawn",
-    [
-        layer_report(nn.Linear(2, 2), {}, [], [1, 2]),
-        layer_report(nn.Linear(2, 2), {}, [0.5]),
-        layer_report(nn.Linear(2, 2), {"weight": [1.0, 0.0]}, [1.0, 0.0], [1, 2]),
-    ],
-    ids=["no level", "nothing takes part", "all and nothing"],
-)
-def test_odd_reports_can_be_plotted(drawn: LayerReport, tmp_path: Path) -> None:
-    plots.plot_layers(drawn, tmp_path / "layers.svg")
-    assert ET.parse(tmp_path / "layers.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
-
-
-def test_the_same_layers_give_the_same_svg_of_vectors(tmp_path: Path) -> None:
-    for name in ("a.svg", "b.svg"):
-        plots.plot_layers(report(), tmp_path / name)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    assert b"<image" not in (tmp_path / "a.svg").read_bytes()
-
-
-@pytest.mark.slow
-def test_pictures_are_saved_by_their_ending(tmp_path: Path) -> None:
-    before = dict(matplotlib.rcParams)
-    for ending, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
-        plots.plot_layers(report(), tmp_path / f"layers{ending}")
-        assert (tmp_path / f"layers{ending}").read_bytes().startswith(magic)
-    with Image.open(tmp_path / "layers.png") as picture:
-        assert picture.width > 1000
-    assert dict(matplotlib.rcParams) == before
-    assert matplotlib._pylab_helpers.Gcf.figs == {}
-    with pytest.raises(GossamerError, match=r"unknown format '\.xyz'; use \.png, \.svg, \.pdf"):
-        plots.plot_layers(report(), tmp_path / "layers.xyz")
-    with pytest.raises(GossamerError, match=r"none/layers\.png: cannot be written: No such file"):
-        plots.plot_layers(report(), tmp_path / "none" / "layers.png")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from gossamer.analysis.sensitivity import LEVELS, UNCOUPLED, SensitivityMap, first_samples, has_labels, sensitivity_map
-from gossamer.errors import GossamerError
-from gossamer.report.plots import plot_sensitivity, sensitivity_figure
 
 
 def network() -> nn.Sequential:
@@ -102,27 +99,3 @@ def test_json_has_no_number_that_json_lacks() -> None:
     model[1].weight.data *= 1e38
     found = sensitivity_map(model, batches(), [0.5])
     json.dumps(found.to_json(), allow_nan=False)
-
-
-@pytest.mark.parametrize("labelled", [True, False])
-def test_the_picture_has_a_cell_for_each_layer_and_sparsity(labelled: bool, tmp_path: Path) -> None:
-    found = measured() if labelled else sensitivity_map(network(), [inputs for inputs, _ in batches()], [0.5, 0.9])
-    axes = sensitivity_figure(found, "net").axes[0]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "1"]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["50 %", "90 %"]
-    assert len(axes.texts) == 4
-    plot_sensitivity(found, tmp_path / "map.png", "net")
-    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_same_map_gives_the_same_svg(tmp_path: Path) -> None:
-    for name in ("a.svg", "b.svg"):
-        plot_sensitivity(measured(), tmp_path / name)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-
-
-def test_a_picture_of_another_kind_or_in_no_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(GossamerError, match=r"map.bmp: unknown format .\.bmp.; use \.png, \.svg"):
-        plot_sensitivity(measured(), tmp_path / "map.bmp")
-    with pytest.raises(GossamerError, match="cannot be written"):
-        plot_sensitivity(measured(), tmp_path / "missing" / "map.png")

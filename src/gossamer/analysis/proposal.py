@@ -132,7 +132,7 @@ def halves(batches: Sequence[Labelled]) -> tuple[list[Labelled], list[Labelled]]
         total = sum(len(batch.labels) for batch in batches)
         raise GossamerError(
             f"a proposal trains on one half of the samples and tests on the other, at least {_MIN_SAMPLES} each; "
-            f"got {total} in {len(batches)} batch{'es' * (len(batches) != 1)}; give more",
+            f"found {total} in {len(batches)} batch{'es' * (len(batches) != 1)}; give more",
             "data",
         )
     return first, second
