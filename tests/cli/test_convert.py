@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 
 from gossamer import load
 from tests.cli.conftest import Run
-from tests.msbench.door import admm, ampere, levels, probmask, str_config
+from tests.msbench.configs import admm, ampere, levels, probmask, str_config
 
 MODELS = """
 from torch import nn
@@ -183,7 +183,7 @@ def test_two_of_four_needs_the_model(run: Run, arguments: dict[str, Any], count:
     config = write("config.yaml", arguments)
     result = run("convert", config)
     assert result.exit_code == 1
-    assert "which layers take 2:4 depends on their shapes; name the model (--model)" in result.stderr
+    assert "2:4 depends on the shapes of the layers; pass the model (--model)" in result.stderr
     result = run("convert", config, "--model", "models_of_convert:tiny")
     assert result.exit_code == 0, result.output
     modifier = checked(run, result.stdout)[0]
@@ -221,13 +221,17 @@ WITHOUT_LENGTHS = {"sparsity": {"target_sparsity": 0.5}, "scheduler": {"type": "
         ("config.yaml", "- 1\n- 2", "expected a mapping with the key 'scheduler', found list"),
         ("config.yaml", "", "expected a mapping, found nothing"),
         ("config.json", "3", "expected a mapping, found a single value"),
-        ("config.py", "a = [", "config.py:1: is no Python: "),
-        ("config.py", "a = {'b': 1}", "holds no dict with the key 'scheduler'"),
-        ("config.yaml", "fuse_bn: false", "'scheduler' is missing"),
+        ("config.py", "a = [", "config.py:1: not valid Python: "),
+        ("config.py", "a = {'b': 1}", "no dict with the key 'scheduler'"),
+        ("config.yaml", "fuse_bn: false", "scheduler: missing key"),
         ("config.yaml", "scheduler: {type: AmbaLevelScheduler}", "nearest: 'AmbaLevelPruneScheduler'"),
         ("config.yaml", "asp: [1]", "asp: expected the arguments of init_model_for_pruning, found [1]"),
         ("config.yaml", "asp: {mask_calculater: m4n2_1d}", "nearest: 'mask_calculator'"),
-        ("config.json", json.dumps(WITHOUT_LENGTHS), "write total_iters and iters_per_epoch into its kwargs"),
+        (
+            "config.json",
+            json.dumps(WITHOUT_LENGTHS),
+            "scheduler.kwargs: the length of the training is not set; set total_iters and iters_per_epoch",
+        ),
     ],
 )
 def test_an_error_is_one_sentence_and_exit_code_one(run: Run, file: str, content: str | None, said: str) -> None:

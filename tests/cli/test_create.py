@@ -88,7 +88,7 @@ def test_hardness_and_temperature_reach_the_recipe(create: Any) -> None:
 
 def test_data_without_effect_is_a_warning(create: Any) -> None:
     result = create("--pruning", "constant", "--data", "nets_for_create:batches")
-    assert "warning: --data has no effect" in result.stderr
+    assert "warning: --data: no effect" in result.stderr
 
 
 @pytest.mark.parametrize("word", ["none", "false"])
@@ -131,19 +131,22 @@ def test_json_has_every_layer_with_its_reason(create: Any) -> None:
         (["--sparsity", "1"], "error: --sparsity: expected a number < 1, found 1.0"),
         (["--epochs", "0"], "error: --epochs: expected a number > 0, found 0.0"),
         (["--target", "gpu"], "error: --target: unknown target 'gpu'; known: vnni, tensorrt"),
-        (["--target", "tensorrt", "--sparsity", "0.9"], "error: target 'tensorrt' means sparsity 0.5, and sparsity is"),
+        (
+            ["--target", "tensorrt", "--sparsity", "0.9"],
+            "error: --sparsity: 0.9 contradicts target tensorrt, which means 0.5; drop sparsity or target",
+        ),
         (
             ["--lr", "none", "--init-lr", "0.1"],
-            "error: --lr none leaves the learning rate alone, and init_lr sets it; drop --lr none or --init-lr",
+            "error: --init-lr: the recipe does not set the learning rate (lr is off); drop init_lr or lr",
         ),
         (
             ["--pruning", "rigl", "--mask-type", "block4"],
-            "error: --pruning rigl is for single weights, and mask_type "
-            "is block4; drop --mask-type, or choose --pruning magnitude",
+            "error: --mask-type: block4 contradicts pruning rigl, which removes single weights; "
+            "drop mask_type, or choose pruning magnitude",
         ),
         (["--sparsity", "0.9999", "--mask-type", "filter"], "error: --sparsity: sparsity 0.9999 is out of reach"),
-        (["--pruning", "magic"], "error: pruning: unknown method 'magic'"),
-        (["--lr", "lineal"], "error: lr: unknown schedule 'lineal'; nearest: 'linear'"),
+        (["--pruning", "magic"], "error: --pruning: unknown method 'magic'"),
+        (["--lr", "lineal"], "error: --lr: unknown schedule 'lineal'; nearest: 'linear'"),
         (["--mask-type", "blok4"], "error: --mask-type: unknown pattern 'blok4'; nearest: 'block4'"),
         (["--mask-type", "5:9"], "error: no layer of the model can be pruned: '0.weight': mask_type 5:9 does not fit"),
         (["--data", "nets_for_create"], "error: --data: expected package.module:function"),
@@ -163,7 +166,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_one(create: Any, words: list[st
 def test_what_has_no_effect_is_a_warning_beside_the_recipe(create: Any) -> None:
     result = create("--pruning", "none", "--sparsity", "0.9")
     assert result.exit_code == 0
-    assert "warning: --sparsity has no effect: nothing is pruned" in result.stderr
+    assert "warning: --sparsity: no effect: nothing is pruned" in result.stderr
     assert gossamer.load(result.stdout).max_epochs == 20
 
 

@@ -23,8 +23,7 @@ from torch.nn.functional import cross_entropy
 import gossamer as sparsify
 from gossamer import GossamerError, Manager
 from gossamer.create import generator
-from gossamer.create.choices import LEARNING_RATES
-from gossamer.create.methods import NAMES, method_of
+from gossamer.create.choices import LEARNING_RATES, NAMES, method_of
 from gossamer.model.tracing.flow import Ends
 from gossamer.modifiers import QuantizationModifier
 from gossamer.sparse import NM, parse_pattern

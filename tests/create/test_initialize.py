@@ -1,4 +1,4 @@
-"""`initialize` in a training script: what it returns, what it notices, and what it refuses before touching anything."""
+"""`initialize` in a training script: what it returns and reports, and what it refuses before changing anything."""
 
 from __future__ import annotations
 
@@ -121,11 +121,12 @@ def test_pruning_a_model_that_is_sparse_already_begins_where_it_is() -> None:
     assert zeros(model[3].weight) == 288
 
 
-def test_a_model_with_more_zeros_than_asked_for_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_with_more_zeros_than_its_target_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gossamer"):
         start(half_sparse(), quantization=False, recipe_variables={"sparsity": 0.3})
     assert [record.getMessage() for record in caplog.records] == [
-        "the model has 50 % of zeros already and will have 30 %; pruning='constant' keeps them all"
+        "recipe_variables.sparsity: the model has 50 % of zeros already and will have 30 %; "
+        "pruning constant keeps them all"
     ]
 
 
@@ -171,7 +172,7 @@ def test_two_models_in_one_process_do_not_disturb_each_other() -> None:
 # Refused before anything is touched
 
 
-def refused(told: str, model: nn.Module | None = None, **words: Any) -> None:
+def refused(message: str, model: nn.Module | None = None, **words: Any) -> None:
     model = model or network()
     optimizer = words.pop("optimizer", None) or sgd(model)
     steps = words.pop("steps_per_epoch", STEPS_PER_EPOCH)
@@ -180,7 +181,7 @@ def refused(told: str, model: nn.Module | None = None, **words: Any) -> None:
         groups = [dict(group, params=None) for group in optimizer.param_groups]
     with pytest.raises(GossamerError) as error:
         sparsify.create.initialize(model, optimizer, steps, **words)
-    assert told in str(error.value), error.value
+    assert message in str(error.value), error.value
     assert len(str(error.value).splitlines()) == 1
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     if groups is not None:
@@ -210,39 +211,39 @@ def test_a_scaler_that_is_none_is_refused() -> None:
 
 
 def test_a_teacher_without_distillation_is_refused() -> None:
-    refused("distillation_teacher is given and distillation is off", distillation_teacher=network())
+    refused("distillation_teacher: given, but distillation is off", distillation_teacher=network())
 
 
 def test_distillation_with_a_teacher_that_is_disabled_is_refused() -> None:
-    refused("distillation_teacher='disable' for none; drop one", distillation=True, distillation_teacher="disable")
+    refused("needs a teacher, and 'disable' means none; drop one", distillation=True, distillation_teacher="disable")
 
 
 def test_levels_without_a_step_name_the_numbers_that_leave_none() -> None:
-    told = "of num_epochs 1 with steps_per_epoch 1 it gets the first 0.25 epochs; raise one of the two"
-    refused(told, pruning="levels", steps_per_epoch=1, recipe_variables={"num_epochs": 1})
+    message = "with num_epochs 1 and steps_per_epoch 1 it has 0.25 epochs; raise one of the two"
+    refused(message, pruning="levels", steps_per_epoch=1, recipe_variables={"num_epochs": 1})
 
 
-def test_a_scheduler_that_nothing_starts_over_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_scheduler_that_nothing_restarts_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     model = network()
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     with caplog.at_level(logging.WARNING, "gossamer"):
         start(model, optimizer, lr=False, quantization=False, lr_scheduler=scheduler)
     assert [record.getMessage() for record in caplog.records] == [
-        "lr_scheduler has no effect: only pruning='levels' starts it over"
+        "lr_scheduler: no effect: only pruning levels restarts it"
     ]
 
 
 def test_obs_without_a_sampler_is_refused() -> None:
-    refused("pruning='obs' needs gradients of single batches; pass grad_sampler=", pruning="obs")
+    refused("grad_sampler: pruning obs needs gradients of single batches; pass it", pruning="obs")
 
 
 def test_a_scheduler_beside_a_recipe_that_sets_the_rate_is_refused() -> None:
     model = network()
     optimizer = sgd(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    told = "lr_scheduler is given, and the recipe sets the learning rate (lr='linear')"
-    refused(told, model, optimizer=optimizer, pruning="levels", lr_scheduler=scheduler)
+    message = "lr_scheduler: given, but the recipe sets the learning rate (lr linear)"
+    refused(message, model, optimizer=optimizer, pruning="levels", lr_scheduler=scheduler)
 
 
 @pytest.mark.parametrize("data", [torch.zeros(8, 4, 8, 8), "folder", 3])
@@ -254,7 +255,7 @@ def test_data_without_a_batch_is_refused() -> None:
     refused("data: no batches", data=[])
 
 
-def test_data_on_which_the_model_does_not_run_is_refused_in_one_sentence() -> None:
+def test_data_on_which_the_model_does_not_run_is_refused() -> None:
     refused("data: the model fails on a batch (RuntimeError:", data=[torch.zeros(8, 3, 8, 8)])
 
 
@@ -267,19 +268,19 @@ def test_mixed_precision_with_quantization_from_the_first_step_on_is_refused() -
     refused("mixed precision would never be in use; drop the scaler, or start quantization later", **words)
 
 
-def test_data_that_has_no_say_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_data_without_effect_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gossamer"):
         start(network(), quantization=False, recipe_variables={"mask_type": "2:4"}, data=[torch.zeros(2, 4, 8, 8)])
-    assert any("data has no effect" in record.getMessage() for record in caplog.records)
+    assert any("data: no effect" in record.getMessage() for record in caplog.records)
 
 
-def test_progress_is_told_while_layers_are_measured() -> None:
-    told: list[tuple[str, float]] = []
+def test_progress_is_reported_while_layers_are_measured() -> None:
+    calls: list[tuple[str, float]] = []
     start(
         network(),
         quantization=False,
         data=[torch.randn(4, 4, 8, 8)],
-        progress=lambda name, share: told.append((name, share)),
+        progress=lambda name, share: calls.append((name, share)),
     )
-    assert [name for name, _ in told] == ["0.weight", "3.weight", "7.weight", ""]
-    assert told[-1][1] == 1.0
+    assert [name for name, _ in calls] == ["0.weight", "3.weight", "7.weight", ""]
+    assert calls[-1][1] == 1.0

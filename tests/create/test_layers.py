@@ -1,4 +1,4 @@
-"""Which layers take part and what each gives: by place, by shape, by size and by measure."""
+"""Which layers are pruned and how sparse each becomes: by position, shape, size and measurement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import gossamer as sparsify
 from gossamer import GossamerError, Manager
 from gossamer.create.choices import choose
 from gossamer.create.generator import design
-from gossamer.create.layers import Layer, look_at
+from gossamer.create.layers import LayerPlan, plan_layers
 from gossamer.model.tracing.flow import ends
 from gossamer.sparse import parse_pattern
 from tests.create.digits import FIRST, HEAD, MIDDLE, batches, trained
@@ -40,12 +40,12 @@ class Mobile(nn.Module):
         return self.head(x.mean(dim=(2, 3)) + self.tiny(x.new_ones(1, 2)).sum())
 
 
-def looked(model: nn.Module, data: Any = None, example: Any = None, **words: Any) -> dict[str, Layer]:
-    return {layer.name: layer for layer in look_at(model, choose(**words), ends(model, example), data)}
+def planned(model: nn.Module, data: Any = None, example: Any = None, **words: Any) -> dict[str, LayerPlan]:
+    return {layer.name: layer for layer in plan_layers(model, choose(**words), ends(model, example), data)}
 
 
 def test_the_ends_of_the_network_depth_wise_and_tiny_layers_stay_dense() -> None:
-    found = looked(Mobile())
+    found = planned(Mobile())
     assert {name for name, layer in found.items() if layer.takes_part} == {"pointwise.weight", "wide.weight"}
     assert found["stem.weight"].why.startswith("the first convolution")
     assert found["head.weight"].why.startswith("the head")
@@ -126,17 +126,17 @@ def test_what_lies_behind_a_choice_by_values_is_found_on_real_ones() -> None:
     made = design(TwoStages(), choose(**words))
     assert [layer.name for layer in made.layers if layer.takes_part] == ["fine.weight"]
     assert "Note: the path of the model depends on values" in made.recipe.text
-    assert "layers that were not reached (1) are left dense" in made.warnings[0]
+    assert "layers that were not reached (1) are left dense" in made.warnings[0].message
 
 
-def test_a_model_that_cannot_be_followed_is_told_with_the_remedy() -> None:
+def test_a_model_that_cannot_be_traced_is_reported_with_the_fix() -> None:
     class TwoInputs(Mobile):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return super().forward(x + y)
 
     made = design(TwoInputs(), choose(quantization=False))
-    assert "could not be traced" in made.warnings[0]
-    assert "pass example_inputs=" in made.warnings[0]
+    assert "could not be traced" in made.warnings[0].message
+    assert made.warnings[0].key == ("example_inputs",)
     assert "taken for the first convolution: it is defined first" in made.recipe.text
     images = torch.zeros(1, 3, 16, 16)
     assert design(TwoInputs(), choose(quantization=False), example_inputs=(images, images)).warnings == ()
@@ -172,7 +172,7 @@ def test_a_weight_that_is_used_without_a_call_of_its_layer_takes_part() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.attention(x, x, x)[0])
 
-    found = looked(Attends(), example=torch.zeros(2, 5, 64))
+    found = planned(Attends(), example=torch.zeros(2, 5, 64))
     assert found["attention.out_proj.weight"].takes_part
 
 
@@ -186,7 +186,7 @@ def test_a_head_that_shares_its_weight_with_an_embedding_stays_dense() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.body(self.words(x)).relu())
 
-    found = looked(Words())
+    found = planned(Words())
     assert [name for name, layer in found.items() if layer.takes_part] == ["body.weight"]
     assert found["words.weight"].why.startswith("shared with an embedding")
 
@@ -233,32 +233,32 @@ def test_a_layer_that_the_pattern_does_not_fit_stays_dense_with_the_reason(
     model.add_module("even", nn.Linear(32, 30))
     model.add_module("odd", nn.Linear(30, 32))
     model.add_module("head", nn.Linear(32, 32))
-    found = looked(model, recipe_variables={"mask_type": mask_type})
+    found = planned(model, recipe_variables={"mask_type": mask_type})
     assert found[name].why == reason
     assert [layer.takes_part for layer in found.values()] == [True, False, False]
 
 
 def test_for_tensorrt_layers_that_hardware_cannot_run_stay_dense() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 20), nn.Linear(20, 64), nn.Linear(64, 10))
-    found = looked(model, recipe_variables={"target": "tensorrt"})
+    found = planned(model, recipe_variables={"target": "tensorrt"})
     assert [name for name, layer in found.items() if layer.takes_part] == ["0.weight"]
     assert "sparse tensor cores cannot run it: 20 output channels" in found["1.weight"].why
 
 
-def test_where_hardware_can_run_no_layer_those_that_fit_take_part_and_that_is_said() -> None:
+def test_layers_that_fit_are_pruned_where_hardware_can_run_none() -> None:
     model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 3))
-    found = looked(model, recipe_variables={"target": "tensorrt"})
+    found = planned(model, recipe_variables={"target": "tensorrt"})
     assert [layer.takes_part for layer in found.values()] == [True, True, False]
     assert "though sparse tensor cores cannot run it" in found["0.weight"].why
 
 
 def test_a_single_layer_takes_part_though_it_is_the_head() -> None:
-    found = looked(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
+    found = planned(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
     assert found["1.weight"].takes_part
 
 
 def test_a_head_with_most_of_the_weights_takes_part() -> None:
-    found = looked(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1000)))
+    found = planned(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1000)))
     assert [layer.takes_part for layer in found.values()] == [True, True]
 
 
@@ -266,30 +266,30 @@ def test_a_head_with_most_of_the_weights_takes_part() -> None:
 def test_where_whole_filters_go_the_head_keeps_all_of_them(measured: bool) -> None:
     model = trained()
     data = batches(0) if measured else None
-    found = looked(model, data, recipe_variables={"mask_type": "filter"})
+    found = planned(model, data, recipe_variables={"mask_type": "filter"})
     assert found[HEAD].why == "the head: without a filter it would lack an output"
     assert not found[HEAD].takes_part
     with pytest.raises(
         GossamerError, match="no layer of the model can be pruned: 'weight': the head: without a filter"
     ):
-        looked(nn.Linear(64, 10), recipe_variables={"mask_type": "filter"})
+        planned(nn.Linear(64, 10), recipe_variables={"mask_type": "filter"})
 
 
 def test_frozen_layers_are_left_out_where_gradients_rank() -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 4))
     model[1].requires_grad_(False)
-    assert looked(model)["1.weight"].takes_part
-    assert looked(model, pruning="movement")["1.weight"].why == "frozen, and movement ranks by gradients"
+    assert planned(model)["1.weight"].takes_part
+    assert planned(model, pruning="movement")["1.weight"].why == "frozen, and movement ranks by gradients"
 
 
 def test_no_layer_that_fits_is_an_error_that_says_what_to_drop() -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     with pytest.raises(GossamerError, match=r"mask_type 2:4 does not fit: 5 input channels.*drop target or mask_type"):
-        looked(model, recipe_variables={"target": "tensorrt"})
+        planned(model, recipe_variables={"target": "tensorrt"})
 
 
 @pytest.mark.parametrize("pruning", [True, "constant", None])
-def test_a_model_without_layers_is_one_sentence(pruning: Any) -> None:
+def test_a_model_without_layers_is_refused(pruning: Any) -> None:
     with pytest.raises(GossamerError, match="the model has no convolution or linear layer to prune or quantize"):
         sparsify.create.recipe_for(nn.Sequential(nn.ReLU()), pruning)
 
@@ -325,7 +325,7 @@ def test_shares_by_size_add_up_exactly_in_the_recipe_as_it_is_written(
 
 def test_small_layers_give_less_by_size() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 64), nn.Linear(64, 256), nn.Linear(256, 4))
-    found = looked(model, recipe_variables={"global_sparsity": False, "sparsity": 0.7})
+    found = planned(model, recipe_variables={"global_sparsity": False, "sparsity": 0.7})
     shares = [layer.sparsity or 0.0 for layer in found.values() if layer.takes_part]
     assert shares == sorted(shares)
     assert shares[0] < 0.5 < shares[-1]

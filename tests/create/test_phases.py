@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gossamer as sparsify
-from gossamer.create.phases import phases
+from gossamer.create.modifiers import phases
 from gossamer.modifiers import GMPruningModifier, QuantizationModifier
 from gossamer.modifiers.learning_rate import RateModifier
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import gossamer as sparsify
 from gossamer import GossamerError, Manager
-from gossamer.create.naming import tidy
+from gossamer.create.text import name_patterns
 from gossamer.model import match
 from tests.create.digits import MIDDLE, batches, network, trained, zeros
 
@@ -40,7 +40,7 @@ def test_many_names_become_one_pattern() -> None:
 def test_tidy_names_say_exactly_the_same(left_out: tuple[int, ...]) -> None:
     model = Blocks()
     names = [f"layers.{n}.0.weight" for n in range(12) if n not in left_out]
-    found = tidy(names, model)
+    found = name_patterns(names, model)
     assert match(model, found) == names
     assert len(found) == (1 if len(names) > 2 else len(names))
 

@@ -32,7 +32,7 @@ def test_every_variable_has_a_help_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"sparsity": 1.0}, "recipe_variables.sparsity: expected a number < 1, found 1.0"),
         ({"sparsity": 0}, "recipe_variables.sparsity: expected a number > 0, found 0.0"),
@@ -52,18 +52,18 @@ def test_every_variable_has_a_help_text() -> None:
         ({"mask_type": "blok4"}, "recipe_variables.mask_type: unknown pattern 'blok4'; nearest: 'block4'"),
         ({"mask_type": 3}, "recipe_variables.mask_type: expected text or a list, found 3"),
         ({"mask_type": "4:2"}, "recipe_variables.mask_type: 4:2 is no pattern"),
-        ({"sparsty": 0.9}, "recipe_variables: unknown variable 'sparsty'; nearest: 'sparsity'"),
+        ({"sparsty": 0.9}, "recipe_variables.sparsty: unknown variable; nearest: 'sparsity'"),
     ],
 )
-def test_a_wrong_value_is_one_sentence(given: dict[str, Any], told: str) -> None:
+def test_a_wrong_value_is_refused_with_its_key(given: dict[str, Any], message: str) -> None:
     for make in (lambda: RecipeVariables(**given), lambda: as_variables(given)):
         with pytest.raises(GossamerError) as error:
             make()
-        assert str(error.value).startswith(told)
+        assert str(error.value).startswith(message)
         assert len(str(error.value).splitlines()) == 1
 
 
-def test_several_mistakes_are_told_together() -> None:
+def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(GossamerError) as error:
         RecipeVariables(sparsity=2, num_epochs=0, colour="red")
     assert len(str(error.value).splitlines()) == 3

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 from gossamer.engine.learning_rate import Restart
 from gossamer.errors import GossamerError
 from tests.loops import through_disk
-from tests.msbench.rates import RATES, rates, step_rate
+from tests.msbench.lr_schedulers import RATES, rates, step_rate
 
 kinds = pytest.mark.parametrize("kind", RATES)
 

@@ -14,7 +14,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from gossamer.engine.optimizer import StepWatch
 from tests.loops import loss_at, network, sgd, train, zeros
-from tests.msbench.door import levels, prepared, str_config
+from tests.msbench.configs import levels, prepared, str_config
 
 
 def hooks() -> set[tuple[str, int]]:

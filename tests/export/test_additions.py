@@ -19,7 +19,7 @@ from gossamer.errors import GossamerError
 from gossamer.export import read_state, save, thin
 from gossamer.export.saving import state_bytes
 from tests.loops import batch
-from tests.msbench.door import probmask, str_config, trained
+from tests.msbench.configs import probmask, str_config, trained
 
 
 def network() -> nn.Sequential:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from gossamer.errors import GossamerError
 from gossamer.msbench import PRESETS, build_sparse_scheduler
-from gossamer.msbench.reading import read_config
+from gossamer.msbench.conversion import read_config
 from tests.fuzz.documents import block_text, mangled, tweaked
 from tests.fuzz.harness import attempt, fingerprint, fuzz
 from tests.fuzz.values import hostile, mutated
@@ -179,7 +179,7 @@ def test_mutated_files_are_refused_or_build(examples: int, tmp_path: Path) -> No
 
 
 REFUSED: list[tuple[Any, str]] = [
-    ({"scheduler": None}, "'scheduler' is missing"),
+    ({"scheduler": None}, "scheduler: missing key"),
     (levels(total_iters=10**400), "total_iters: expected a number <= 1e+09"),
     (
         levels(sparsity_table=torch.tensor([30.0, 60.0])),
@@ -188,7 +188,7 @@ REFUSED: list[tuple[Any, str]] = [
     (levels(init_lr=torch.ones(1, requires_grad=True) * 2), "init_lr: expected plain numbers or text, found a tensor"),
     (levels(init_lr=1e308), "init_lr: expected a number <= 10000"),
     ({"scheduler": {"type": "BaseScheduler", "kwargs": torch.ones(2)}}, "kwargs: expected a dict, found Tensor"),
-    ({"scheduler": {}, "fuse_bn": torch.ones(2)}, "fuse_bn is not offered"),
+    ({"scheduler": {}, "fuse_bn": torch.ones(2)}, "fuse_bn: not supported"),
     (levels(no_prune_keyword="a" * 10_000), "has 10,012 characters"),
 ]
 

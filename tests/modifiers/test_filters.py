@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gossamer import Manager
 from gossamer.export import thin
 from gossamer.msbench import build_sparse_scheduler
-from tests.msbench.door import levels
+from tests.msbench.configs import levels
 
 INPUT = torch.zeros(2, 3, 8, 8)
 SPAN = "init_sparsity: 0.25, start_epoch: 0, end_epoch: 1, update_frequency: 0.5"

@@ -16,7 +16,7 @@ from gossamer import GossamerError, Manager
 from gossamer.modifiers import LevelPruningModifier
 from gossamer.modifiers.base import to_step
 from tests.loops import PRUNABLE, network, sgd, through_disk, train, zeros
-from tests.msbench.rates import RATES, step_rate
+from tests.msbench.lr_schedulers import RATES, step_rate
 
 counts = st.integers(1, 15)
 

@@ -12,7 +12,7 @@ from gossamer.errors import GossamerError
 from gossamer.msbench import build_sparse_scheduler
 from gossamer.sparse import NM
 from tests.loops import PRUNABLE, loss_at, network, sgd, zeros
-from tests.msbench.door import PLACES, TOTAL, Place, admm, loop, pattern, prepared, same
+from tests.msbench.configs import PLACES, TOTAL, Place, admm, loop, pattern, prepared, same
 
 SIZES = (288, 576, 320)
 
@@ -76,7 +76,7 @@ def test_before_run_says_how_long_the_training_is() -> None:
     other, again = prepared(admm())
     loop(other, again, sgd(again), range(TOTAL))
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
-    with pytest.raises(GossamerError, match="pruning has begun already"):
+    with pytest.raises(GossamerError, match="pruning has already begun"):
         scheduler.before_run(model, 2, TOTAL)
 
 

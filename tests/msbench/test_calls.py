@@ -1,4 +1,4 @@
-"""Calls in the wrong order or with the wrong things: one sentence that says what to do instead."""
+"""Calls in the wrong order or with wrong arguments are refused with the fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel
 from gossamer.errors import GossamerError
 from gossamer.msbench import build_sparse_scheduler
 from tests.loops import PRUNABLE, batch, network, sgd, train, zeros
-from tests.msbench.door import admm, ampere, levels, loop, prepared, probmask, str_config, trained
+from tests.msbench.configs import admm, ampere, levels, loop, prepared, probmask, str_config, trained
 
 
 def kind(config: dict[str, Any]) -> str:
@@ -67,7 +67,7 @@ def test_time_does_not_go_backwards_but_may_stand_still() -> None:
     scheduler, model = prepared(levels())
     scheduler.prune_model(model, 5)
     scheduler.prune_model(model, 5)
-    with pytest.raises(GossamerError, match=r"iteration 4 lies before 5.*a resumed one load_state_dict"):
+    with pytest.raises(GossamerError, match=r"iteration 4 lies before 5.*load_state_dict to resume"):
         scheduler.prune_model(model, 4)
 
 
@@ -75,7 +75,7 @@ def test_time_does_not_go_backwards_but_may_stand_still() -> None:
 def test_a_model_that_learns_its_sparsity_is_prepared_once(config: dict[str, Any]) -> None:
     scheduler, model = prepared(config)
     for again in (scheduler, build_sparse_scheduler(str_config())):
-        with pytest.raises(GossamerError, match="the model is prepared already; export_sparse_model ends that"):
+        with pytest.raises(GossamerError, match="the model is already prepared; call export_sparse_model first"):
             again.prepare_sparse_model(model)
 
 
@@ -112,7 +112,7 @@ def test_a_config_of_another_scheduler_cannot_override() -> None:
     scheduler = build_sparse_scheduler(levels())
     with pytest.raises(GossamerError, match="the config names ADMMScheduler, and this is AmbaLevelPruneScheduler"):
         scheduler.prepare_sparse_model(network(), admm())
-    with pytest.raises(GossamerError, match="expected a dict, found list"):
+    with pytest.raises(GossamerError, match="expected a dict with the key 'scheduler', found list"):
         scheduler.prepare_sparse_model(network(), [1])  # type: ignore[arg-type]
     assert scheduler.level_starts == [0, 4, 8]
 
@@ -128,9 +128,9 @@ def test_exporting_twice_is_exporting_once(config: dict[str, Any]) -> None:
     assert scheduler.compute_sparse_rate(model) == rate > 0
 
 
-def test_a_stranger_cannot_be_exported() -> None:
+def test_another_model_cannot_be_exported() -> None:
     scheduler, _ = trained(levels())
-    with pytest.raises(GossamerError, match=r"no copy of the prepared model: it has no parameter '7\.weight'"):
+    with pytest.raises(GossamerError, match=r"not a copy of the prepared model: it has no parameter '7\.weight'"):
         scheduler.export_sparse_model(network()[:5])
 
 
@@ -148,7 +148,7 @@ def test_ampere_needs_its_optimizer_before_it_prunes() -> None:
         scheduler.prune_model(model, 0)
 
 
-def test_a_model_that_is_gone_is_told_so() -> None:
+def test_a_model_that_no_longer_exists_is_reported() -> None:
     scheduler, model = prepared(str_config())
     del model
     gc.collect()
@@ -157,9 +157,9 @@ def test_a_model_that_is_gone_is_told_so() -> None:
 
 
 @pytest.mark.parametrize("config", [str_config(), probmask(), admm()], ids=kind)
-def test_methods_that_decide_the_sparsity_themselves_cannot_be_told_one(config: dict[str, Any]) -> None:
+def test_the_sparsity_of_methods_that_decide_it_themselves_cannot_be_set(config: dict[str, Any]) -> None:
     scheduler, model = prepared(config)
-    with pytest.raises(GossamerError, match="decides the sparsity itself here"):
+    with pytest.raises(GossamerError, match="decides the sparsity itself"):
         scheduler.update_sparsity_per_layer(model, 0.5)
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gossamer.msbench import build_sparse_scheduler
 from tests.loops import loss_at, network, sgd
-from tests.msbench.door import TOTAL, admm, ampere, levels, loop, prepared, probmask, same, str_config
+from tests.msbench.configs import TOTAL, admm, ampere, levels, loop, prepared, probmask, same, str_config
 from tests.msbench.test_resume import wide_network
 from tests.ranks import in_ranks
 

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from gossamer.msbench import build_sparse_scheduler
 from gossamer.sparse import NM
-from tests.msbench.door import accuracy, digit_loss, digits, loop, trained_digit_net
+from tests.msbench.configs import accuracy, digit_loss, digits, loop, trained_digit_net
 
 PAGE = Path(__file__).parents[1] / "data" / "msbench" / "learn_config.rst"
 WEIGHTS = {"conv1": 144, "conv2": 4608, "conv3": 9216, "fc": 1280}

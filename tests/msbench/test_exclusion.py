@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError
 from gossamer.msbench import BaseScheduler
 from tests.loops import zeros
-from tests.msbench.door import admm, levels, prepared, probmask, str_config
+from tests.msbench.configs import admm, levels, prepared, probmask, str_config
 
 
 class Stem(nn.Module):

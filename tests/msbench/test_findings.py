@@ -1,4 +1,4 @@
-"""What reviews of the door found, one sentence each."""
+"""Cases at the borders between parts: combinations, averages, edited configs, several optimizers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gossamer.errors import GossamerError
 from gossamer.msbench import build_sparse_scheduler
 from gossamer.sparse import NM
 from tests.loops import PRUNABLE, loss_at, network, sgd, zeros
-from tests.msbench.door import TOTAL, admm, levels, loop, prepared, probmask, str_config
+from tests.msbench.configs import TOTAL, admm, levels, loop, prepared, probmask, str_config
 
 
 def learned() -> dict[str, Any]:
@@ -26,25 +26,25 @@ def learned() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({**levels(), "fake_sparse": {"type": "STRFakeSparse"}}, "AmbaLevelPruneScheduler needs FakeSparse, found STR"),
         ({**admm(), "fake_sparse": {"type": "STRFakeSparse"}}, "ADMMScheduler needs FakeSparse"),
         ({"scheduler": {"type": "STRScheduler"}}, "STRScheduler needs STRFakeSparse"),
-        ({**learned(), "fake_sparse": {"type": "FakeSparse"}}, "STRMaskGenerator belongs to STRFakeSparse"),
+        ({**learned(), "fake_sparse": {"type": "FakeSparse"}}, "STRMaskGenerator needs STRFakeSparse"),
         (
             {"fake_sparse": {"type": "ProbMaskFakeSparse"}, "scheduler": {"type": "BaseScheduler"}},
             "ProbMaskFakeSparse needs ProbMaskPruneScheduler",
         ),
-        ({**admm(), "mask_generator": {"type": "FPGMMaskGenerator"}}, "cannot use FPGMMaskGenerator"),
+        ({**admm(), "mask_generator": {"type": "FPGMMaskGenerator"}}, "does not support FPGMMaskGenerator"),
         (levels(sparsity_table=[0.3, 0.6]), "expected percents, as in 30 for a share of 0.3"),
-        (levels(prun_hw_aware="cv22"), "prun_hw_aware: is not offered"),
+        (levels(prun_hw_aware="cv22"), "prun_hw_aware: not supported"),
         ({**admm(), "sparsity": {"target_sparsity": 1.5}}, "target_sparsity: expected a number <= 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_parts_and_values_that_would_do_nothing_are_refused(config: dict[str, Any], said: str) -> None:
-    with pytest.raises(GossamerError, match=said):
+def test_parts_and_values_that_would_do_nothing_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(GossamerError, match=message):
         build_sparse_scheduler(config)
 
 
@@ -83,16 +83,16 @@ def test_an_average_can_be_exported_after_the_model(config: dict[str, Any]) -> N
     assert found == [zeros(model.get_parameter(name)) for name in PRUNABLE]
 
 
-def test_an_edited_config_is_told_of_and_its_levels_hold() -> None:
+def test_a_changed_config_is_reported_and_its_levels_are_used() -> None:
     scheduler, model = prepared(levels())
     loop(scheduler, model, sgd(model), range(6))
     other, again = prepared(levels(sparsity_table=[50, 95], total_iters=8))
     again.load_state_dict(model.state_dict())
-    assert any("config" in sentence for sentence in other.load_state_dict(scheduler.state_dict()))
+    assert any("config" in problem for problem in other.load_state_dict(scheduler.state_dict()))
     other.prune_model(again, 7)
     assert other.compute_sparse_rate(again) == pytest.approx(0.95, abs=1e-3)
     elsewhere, again = prepared(levels(save_dir="elsewhere", verbose=True))
-    assert elsewhere.load_state_dict(scheduler.state_dict()) == [], "that changes nothing in what is done"
+    assert elsewhere.load_state_dict(scheduler.state_dict()) == [], "the modifiers are the same"
 
 
 def test_a_state_from_before_the_first_iteration_takes_everything_back() -> None:
@@ -145,16 +145,18 @@ def test_whoever_prepares_a_model_again_decides_about_its_zeros() -> None:
 
 
 @pytest.mark.parametrize("config", [learned(), probmask()], ids=["STR", "ProbMask"])
-def test_what_is_learned_and_in_no_optimizer_is_told(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_learned_parameters_in_no_optimizer_are_reported(
+    config: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     model = network()
     optimizer = sgd(model)
     scheduler, model = prepared(config, model)
     with caplog.at_level(logging.WARNING):
         loop(scheduler, model, optimizer, range(4))
-    assert caplog.text.count("is in no optimizer that steps") == 1
+    assert caplog.text.count("no optimizer trains the parameters") == 1
 
 
-def test_exporting_what_was_never_pruned_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_exporting_what_was_never_pruned_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     scheduler, model = prepared(levels())
     scheduler.export_sparse_model(model)
     assert "prune_model was never called" in caplog.text
@@ -173,7 +175,7 @@ def test_exporting_before_the_end_of_a_schedule_warns(
     done = TOTAL - left_out
     loop(scheduler, model, optimizer, range(done))
     scheduler.export_sparse_model(model)
-    early = f"prune_model has done {done} of {TOTAL} iterations, sparsity" in caplog.text
+    early = f"prune_model was called for {done} of {TOTAL} iterations, sparsity" in caplog.text
     assert early == (bool(left_out) and (done > 0 or scheduler.learns))
 
 

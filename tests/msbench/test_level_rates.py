@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from gossamer import Manager
 from gossamer.errors import GossamerError
 from tests.loops import loss_at, network, sgd, train
-from tests.msbench.door import PLACES, TOTAL, Place, levels, prepared
-from tests.msbench.rates import RATES, rates, step_rate
+from tests.msbench.configs import PLACES, TOTAL, Place, levels, prepared
+from tests.msbench.lr_schedulers import RATES, rates, step_rate
 
 kinds = pytest.mark.parametrize("kind", RATES)
 STARTS = (0, 4, 8)
@@ -99,7 +99,7 @@ def test_a_scheduler_that_has_begun_is_taken_with_a_warning(caplog: pytest.LogCa
     train(model, optimizer, range(1))
     lr_scheduler.step()
     scheduler.set_lr_scheduler(lr_scheduler)
-    assert "it has made steps already" in caplog.text
+    assert "it has already made steps" in caplog.text
 
 
 @pytest.mark.parametrize("nonsense", [None, 0.1, "cosine", torch.nn.Linear(1, 1), CosineAnnealingLR])

@@ -11,7 +11,7 @@ from torch import nn
 from gossamer.errors import GossamerError
 from gossamer.sparse import NM, energy, erdos_renyi
 from tests.loops import PRUNABLE, network, sgd, zeros
-from tests.msbench.door import TOTAL, levels, loop, prepared, weights
+from tests.msbench.configs import TOTAL, levels, loop, prepared, weights
 
 TOTAL_WEIGHTS = 288 + 576 + 320
 

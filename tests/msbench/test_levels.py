@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError
 from gossamer.msbench import build_sparse_scheduler
 from tests.loops import PRUNABLE, has_minus_zero, loss_at, network, sgd, zeros
-from tests.msbench.door import PLACES, TOTAL, Place, levels, loop, pattern, prepared, same, trained, weights
+from tests.msbench.configs import PLACES, TOTAL, Place, levels, loop, pattern, prepared, same, trained, weights
 
 
 @settings(max_examples=30)
@@ -217,7 +217,7 @@ def test_a_table_that_repeats_a_sparsity_is_analysed_and_trained_or_refused_at_o
     assert zeros(model.get_parameter("3.weight")) == round(576 * 0.6)
 
 
-def test_verbose_tells_the_zeros_of_each_layer(caplog: pytest.LogCaptureFixture) -> None:
+def test_verbose_logs_the_zeros_of_each_layer(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "gossamer.msbench")
     scheduler, model = prepared(levels(verbose=True))
     scheduler.prune_model(model, 0)

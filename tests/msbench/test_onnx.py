@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError
 from gossamer.msbench.sparsers import nodes
 from tests.loops import batch, sgd
-from tests.msbench.door import ampere, levels, loop, prepared, probmask, str_config, trained
+from tests.msbench.configs import ampere, levels, loop, prepared, probmask, str_config, trained
 from tests.msbench.test_resume import wide_network
 
 onnx = pytest.importorskip("onnx")
@@ -84,7 +84,7 @@ def test_a_model_for_one_batch_size_is_written_for_that_one(caplog: pytest.LogCa
     scheduler.prune_model(model, 0)
     inputs = torch.randn(3, 8)
     written = scheduler.export_sparse_onnx(model, inputs, "model")
-    assert "the file takes batches of 3 only" in caplog.text
+    assert "the file supports only batches of 3" in caplog.text
     assert torch.allclose(computed(written, inputs), model(inputs).detach(), atol=1e-6)
 
 
@@ -149,14 +149,16 @@ def test_a_list_of_whole_numbers_is_the_shape_of_the_input(kind: Any) -> None:
     assert torch.allclose(computed(written, inputs), model(inputs).detach())
 
 
-def test_a_list_that_is_no_shape_is_told() -> None:
+def test_a_list_that_is_not_a_shape_is_refused() -> None:
     scheduler, model = prepared(levels())
-    with pytest.raises(GossamerError, match=r"export_sparse_onnx: \[1, -1\] is no shape of a tensor"):
+    with pytest.raises(GossamerError, match=r"export_sparse_onnx: \[1, -1\] is not a shape"):
         scheduler.export_sparse_onnx(model, [1, -1], "model")
 
 
 @pytest.mark.parametrize("missing", ["onnx", "onnxscript"])
-def test_what_is_missing_is_told_with_the_way_to_get_it(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_the_way_to_install_it(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scheduler, model = prepared(levels())
     found = importlib.util.find_spec
     monkeypatch.setattr(
@@ -168,7 +170,7 @@ def test_what_is_missing_is_told_with_the_way_to_get_it(missing: str, monkeypatc
 
 
 @pytest.mark.slow
-def test_inputs_that_the_model_does_not_take_are_one_sentence_and_leave_no_file() -> None:
+def test_inputs_that_the_model_does_not_take_are_refused_and_leave_no_file() -> None:
     scheduler, model = prepared(levels())
     with pytest.raises(GossamerError, match=r"model\.onnx: torch\.onnx cannot export the model: ") as error:
         scheduler.export_sparse_onnx(model, torch.randn(2, 3), "model")
@@ -179,7 +181,7 @@ def test_inputs_that_the_model_does_not_take_are_one_sentence_and_leave_no_file(
     assert list(Path().glob(".*.onnx")) == []
 
 
-def test_a_place_that_cannot_be_written_to_is_told() -> None:
+def test_a_path_that_cannot_be_written_to_is_refused() -> None:
     scheduler, model = prepared(levels())
     Path("taken").write_text("a file")
     with pytest.raises(GossamerError, match=r"taken/model\.onnx: cannot be written"):

@@ -14,7 +14,7 @@ from gossamer.msbench.config import Config
 from gossamer.msbench.generators import NormalMaskGenerator
 from gossamer.sparse import NM
 from tests.loops import PRUNABLE, batch, network, sgd, through_disk, zeros
-from tests.msbench.door import TOTAL, accuracy, digit_loss, levels, loop, prepared, trained_digit_net
+from tests.msbench.configs import TOTAL, accuracy, digit_loss, levels, loop, prepared, trained_digit_net
 
 
 class EveryOther(MaskGenerator):
@@ -104,7 +104,7 @@ def test_a_mask_generator_that_returns_something_else_is_an_error_with_its_name(
         scheduler.prune_model(model, 0)
 
 
-def test_a_sparser_stands_in_the_weights_place_and_its_parameters_are_trained() -> None:
+def test_a_custom_sparser_replaces_the_weight_and_its_parameters_are_trained() -> None:
     register(Halved)
     config = {"fake_sparse": {"type": "Halved", "kwargs": {"start": 2.0}}, "scheduler": {"type": "BaseScheduler"}}
     dense = network()
@@ -122,22 +122,22 @@ def test_a_sparser_stands_in_the_weights_place_and_its_parameters_are_trained() 
     assert list(model.state_dict()) == list(dense.state_dict())
 
 
-def test_a_scheduler_decides_when_and_is_told_of_steps() -> None:
+def test_a_custom_scheduler_decides_when_to_prune_and_sees_steps() -> None:
     register(Cubic)
     config = {"scheduler": {"type": "Cubic", "kwargs": {"target": 0.75, "no_prune_layer": "7"}}}
     scheduler, model = prepared(config)
-    told = []
+    rates = []
     optimizer = sgd(model)
     for iteration in range(4):
-        told.append(float(scheduler.prune_model(model, iteration)["sparsity"]))
+        rates.append(float(scheduler.prune_model(model, iteration)["sparsity"]))
         loop(scheduler, model, optimizer, range(iteration, iteration + 1))
-    assert told == [0, 0, 0.75, 0.75]
+    assert rates == [0, 0, 0.75, 0.75]
     assert [zeros(model.get_parameter(name)) for name in PRUNABLE] == [216, 432, 0]
     assert (scheduler.before, scheduler.after) == (4, 4)
     assert through_disk(scheduler.state_dict())["scheduler"] == "Cubic"
 
 
-def test_arguments_of_ones_own_classes_are_checked_like_ours() -> None:
+def test_arguments_of_custom_classes_are_checked() -> None:
     register(Cubic)
     register(EveryOther)
     config = {
@@ -148,18 +148,18 @@ def test_arguments_of_ones_own_classes_are_checked_like_ours() -> None:
         build_sparse_scheduler(config)
     lines = str(error.value).splitlines()
     assert len(lines) == 3
-    assert "unknown key 'ofset'; nearest: 'offset'" in lines[0]
+    assert "ofset: unknown key; nearest: 'offset'" in lines[0]
     assert "target" in lines[1]
     assert "patience" in lines[2]
 
 
-def test_the_nearest_name_may_be_ones_own() -> None:
+def test_the_nearest_name_may_be_a_custom_class() -> None:
     register(EveryOther)
     with pytest.raises(GossamerError, match="unknown type 'EveryOthr'; nearest: 'EveryOther'"):
         build_sparse_scheduler(levels("EveryOthr"))
 
 
-def test_ones_own_arguments_may_have_any_name() -> None:
+def test_custom_arguments_may_have_any_name() -> None:
     @register
     class Wordy(MaskGenerator):
         def __init__(self, *, copy: int = 1, json: str = "", schema: bool = True, model_config: int = 2) -> None:
@@ -176,12 +176,12 @@ def test_ones_own_arguments_may_have_any_name() -> None:
 
 @pytest.mark.parametrize("wrong", [nn.Linear, int, "EveryOther", EveryOther()])
 def test_only_subclasses_of_the_three_bases_can_be_registered(wrong: Any) -> None:
-    with pytest.raises(GossamerError, match="is a subclass of none of MaskGenerator, FakeSparse, BaseScheduler"):
+    with pytest.raises(GossamerError, match="expected a subclass of one of MaskGenerator, FakeSparse, BaseScheduler"):
         register(wrong)
 
 
 @pytest.mark.parametrize("kind", ["EveryOther", "Cubic", "Halved"])
-def test_ones_own_parts_cannot_be_written_as_a_recipe(kind: str) -> None:
+def test_custom_parts_cannot_be_written_into_a_recipe(kind: str) -> None:
     for part in (EveryOther, Cubic, Halved):
         register(part)
     config: dict[str, Any] = {"scheduler": {"type": "BaseScheduler"}}
@@ -191,7 +191,7 @@ def test_ones_own_parts_cannot_be_written_as_a_recipe(kind: str) -> None:
         config = {"scheduler": {"type": "Cubic", "kwargs": {"target": 0.5}}}
     else:
         config["fake_sparse"] = {"type": "Halved"}
-    with pytest.raises(GossamerError, match=f"recipe: {kind} cannot be written down"):
+    with pytest.raises(GossamerError, match=f"recipe: {kind} cannot be written into a recipe"):
         build_sparse_scheduler(config).recipe()
 
 

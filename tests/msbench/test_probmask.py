@@ -18,7 +18,17 @@ from gossamer.errors import SparsityError
 from gossamer.msbench import BaseScheduler
 from gossamer.msbench.sparsers import ProbMaskFakeSparse, nodes
 from tests.loops import PRUNABLE, batch, loss_at, network, sgd, through_disk, zeros
-from tests.msbench.door import PLACES, TOTAL, Place, accuracy, digit_loss, loop, prepared, probmask, trained_digit_net
+from tests.msbench.configs import (
+    PLACES,
+    TOTAL,
+    Place,
+    accuracy,
+    digit_loss,
+    loop,
+    prepared,
+    probmask,
+    trained_digit_net,
+)
 
 WEIGHTS = 288 + 576 + 320
 START, END = 2, 8
@@ -263,7 +273,7 @@ def test_layers_of_one_shape_have_each_their_noise_and_the_same_in_another_proce
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_probabilities_that_diverged_are_told() -> None:
+def test_probabilities_that_diverged_are_refused() -> None:
     scheduler, model = prepared(probmask())
     with torch.no_grad():
         nodes(model)["3.weight"].scores[0, 0] = float("nan")

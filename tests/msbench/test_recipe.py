@@ -12,8 +12,8 @@ from gossamer import Manager, load
 from gossamer.errors import GossamerError
 from gossamer.msbench import build_sparse_scheduler
 from tests.loops import PRUNABLE, loss_at, network, sgd, zeros
-from tests.msbench.door import TOTAL, admm, ampere, levels, loop, prepared, probmask, same, str_config
-from tests.msbench.rates import RATES, step_rate
+from tests.msbench.configs import TOTAL, admm, ampere, levels, loop, prepared, probmask, same, str_config
+from tests.msbench.lr_schedulers import RATES, step_rate
 from tests.msbench.test_resume import wide_network
 
 STEPS = 4

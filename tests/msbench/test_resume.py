@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from gossamer.errors import GossamerError
 from gossamer.msbench import BaseScheduler, build_sparse_scheduler
 from tests.loops import loss_at, network, sgd, through_disk
-from tests.msbench.door import (
+from tests.msbench.configs import (
     PLACES,
     TOTAL,
     Place,
@@ -29,7 +29,7 @@ from tests.msbench.door import (
     same,
     str_config,
 )
-from tests.msbench.rates import RATES, step_rate
+from tests.msbench.lr_schedulers import RATES, step_rate
 
 
 def wide_network(seed: int = 0) -> nn.Sequential:

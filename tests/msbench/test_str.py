@@ -13,7 +13,7 @@ from gossamer.model import get_parameter
 from gossamer.msbench import build_sparse_scheduler
 from gossamer.msbench.sparsers import STRFakeSparse, fold, nodes
 from tests.loops import PRUNABLE, batch, has_minus_zero, loss_at, network, sgd, through_disk, train, zeros
-from tests.msbench.door import PLACES, TOTAL, Place, loop, prepared, str_config
+from tests.msbench.configs import PLACES, TOTAL, Place, loop, prepared, str_config
 
 BOTH = pytest.mark.parametrize("scheduler_name", ["BaseScheduler", "STRScheduler"])
 
@@ -194,7 +194,7 @@ def test_a_prune_rate_is_followed_and_reached(place: Place) -> None:
 
 
 def test_a_prune_rate_that_cannot_be_followed_is_refused() -> None:
-    with pytest.raises(GossamerError, match=r"scheduler\.kwargs\.total_iterations: is missing beside prune_rate"):
+    with pytest.raises(GossamerError, match=r"scheduler\.kwargs\.total_iterations: missing key; prune_rate needs it"):
         prepared(str_config(prune_rate=0.8))
     with pytest.raises(GossamerError, match=r"scheduler\.kwargs\.prune_rate: expected a number < 1, found 1"):
         prepared(str_config(prune_rate=1.0, total_iterations=TOTAL))

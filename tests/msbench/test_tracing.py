@@ -1,4 +1,4 @@
-"""torch.fx where it represents a model rightly; every other model is prepared as it is, and told so."""
+"""torch.fx where it represents a model correctly; every other model is used as it is, with a warning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from torch.nn import functional
 
 from tests.loops import batch, network, zeros
-from tests.msbench.door import DigitNet, levels, prepared, str_config
+from tests.msbench.configs import DigitNet, levels, prepared, str_config
 
 FLAT = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -228,13 +228,13 @@ UNFIT = {
     FunctionalDropout: "it computes differently in training and evaluation",
     Optional: "its forward takes optional arguments",
     Variadic: "its forward takes optional arguments",
-    Chooses: "torch.fx cannot follow it: ",
-    Unused: "a graph would take a layer apart",
+    Chooses: "torch.fx cannot trace it: ",
+    Unused: "a graph would split a layer",
     Hooked: "'Hooked' has forward hooks",
     TrainingOnly: "it computes differently in training and evaluation",
-    KeepsSecondInEvaluation: "'KeepsSecondInEvaluation' has a train() of its own, which a graph would not call",
-    OtherOrder: "a graph would have its parameters in another order, and optimizer states go by position",
-    Scaled: "'Scaled' computes with its attribute 'scale', which a graph would fix at its value of now",
+    KeepsSecondInEvaluation: "'KeepsSecondInEvaluation' overrides train(), which a graph would not call",
+    OtherOrder: "a graph would have its parameters in another order, which optimizer states depend on",
+    Scaled: "'Scaled' computes with its attribute 'scale', which a graph would fix at its current value",
     FromAfar: "its forward pass uses 'first.weight' without calling the layer",
     TiedFromAfar: "its forward pass uses 'table' without calling the layer",
 }
@@ -253,7 +253,7 @@ def test_what_a_graph_would_not_represent_is_prepared_as_it_is(kind: Any, caplog
     scheduler, model = prepared(levels(sparsity_table=[50]), original)
     assert model is original
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert f"the model is prepared as it is, without torch.fx: {UNFIT[kind]}" in caplog.text
+    assert f"the model is not traced with torch.fx: {UNFIT[kind]}" in caplog.text
     for mode in (True, False):
         expected, found = outputs(same_one, mode), outputs(model, mode)
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
@@ -261,11 +261,11 @@ def test_what_a_graph_would_not_represent_is_prepared_as_it_is(kind: Any, caplog
     assert [zeros(model.get_parameter(f"{name}.weight")) for name in ("first", "second")] == [32, 32]
 
 
-def test_what_is_in_a_part_counts_unless_the_part_is_a_leaf(caplog: pytest.LogCaptureFixture) -> None:
+def test_obstacles_in_a_module_count_unless_it_is_a_leaf(caplog: pytest.LogCaptureFixture) -> None:
     for kind in (Scaled, KeepsSecondInEvaluation):
         _, model = prepared(levels(), nn.Sequential(kind(), nn.Linear(8, 8)))
         assert not isinstance(model, GraphModule)
-        assert "without torch.fx: '0' " in caplog.text
+        assert "not traced with torch.fx: '0' " in caplog.text
         _, model = prepared({**levels(), "leaf_module": [kind]}, nn.Sequential(kind(), nn.Linear(8, 8)))
         assert isinstance(model, GraphModule)
 

@@ -118,15 +118,15 @@ SOURCES = "; there are image_folder, image_list, coco, json_lines, idx, npz, dig
         ),
         (
             "sparsity:\n  scheduler:\n    type: AmpereSchedule",
-            "3: sparsity.scheduler: unknown type 'AmpereSchedule'; nearest: 'AmpereScheduler'",
+            "3: sparsity.scheduler.type: unknown type 'AmpereSchedule'; nearest: 'AmpereScheduler'",
         ),
         (
             "sparsity:\n  scheduler:\n    type: AmpereScheduler\n    kwargs: {\n      mask_calculator: m4n2_3d}",
-            "5: sparsity.mask_calculator: unknown pattern 'm4n2_3d'; nearest: 'm4n2_1d'",
+            "5: sparsity.scheduler.kwargs.mask_calculator: unknown pattern 'm4n2_3d'; nearest: 'm4n2_1d'",
         ),
         (
             SPARSE.strip() + "\n      sparsity_tabel: 3",
-            "7: sparsity.scheduler.kwargs: unknown key 'sparsity_tabel'; nearest: 'sparsity_table'",
+            "7: sparsity.scheduler.kwargs.sparsity_tabel: unknown key; nearest: 'sparsity_table'",
         ),
         (
             SPARSE.strip() + "\n      verbose: 3",
@@ -205,7 +205,7 @@ sparsity:
 """
     assert read_config(written(tmp_path, text)).config.sparsity is not None
     assert problems(written(tmp_path, text.replace("prune_rate: 0.5", ""))) == [
-        "a.yaml:7: sparsity.scheduler.kwargs.prune_rate: is missing"
+        "a.yaml:7: sparsity.scheduler.kwargs.prune_rate: missing key"
     ]
 
 

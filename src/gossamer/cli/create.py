@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,20 +13,22 @@ import typer
 
 from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json, show_warnings
 from gossamer.cli.models import Classes, Imports, load_model
-from gossamer.errors import GossamerError, nearest
+from gossamer.errors import GossamerError, Problem, nearest
 from gossamer.runner.trust import import_module
 
 if TYPE_CHECKING:
     from gossamer.create import Design
 
 _OPTIONS = {
-    **{name: f"--{name}" for name in ("sparsity", "target", "hardness", "temperature", "pruning", "lr")},
+    **{name: f"--{name}" for name in ("sparsity", "target", "hardness", "temperature", "pruning", "lr", "data")},
     "num_epochs": "--epochs",
     "mask_type": "--mask-type",
     "init_lr": "--init-lr",
     "final_lr": "--final-lr",
     "global_sparsity": "--layer-wise",
+    "example_inputs": "--data",
 }
+"""The options that set arguments and variables of `gossamer.create`."""
 _OFF = ("false", "off", "no")
 
 
@@ -107,7 +109,7 @@ def create(
     Without -o the recipe is printed, and nothing else is. With --data layers that matter more give less, by how far
     pruning them moves the outputs; without it their sizes and their places in the network decide.
     """
-    from gossamer.create.choices import DATA_IDLE, choose
+    from gossamer.create.choices import choose
     from gossamer.create.generator import design
 
     given = {
@@ -122,24 +124,25 @@ def create(
         "temperature": temperature,
     }
     variables = {name: value for name, value in given.items() if value is not None}
-    with _in_options():
+    with _option_errors():
         choices = choose(_named(pruning), quantization, _named(lr), distillation, variables)
     with redirect_stdout(sys.stderr):  # whatever the user's code prints is not our output
         opened = load_model(model, weights, classes=classes, imports=imports)
         batches = None if data is None else batches_of(data)
-        with progress("measuring", as_json or batches is None) as show, _in_options():
+        with progress("measuring", as_json or batches is None) as show, _option_errors():
             made = design(opened.model, choices, batches, progress=show)
-    told = [_as_options(sentence) for sentence in (*choices.without_effect, *made.warnings)]
-    if batches is not None and not choices.measures:
-        told.append(_as_options(DATA_IDLE))
-    if (batches is not None and choices.measures) or opened.assumed_classes is not None:
-        told += opened.warnings
+    problems = [*choices.without_effect, *made.warnings]
+    if batches is not None and (problem := choices.check_data()) is not None:
+        problems.append(problem)
+    warnings = [str(_with_option(problem)) for problem in problems]
+    if (batches is not None and choices.uses_data) or opened.assumed_classes is not None:
+        warnings += opened.warnings
     if output is not None:
         made.recipe.save(output)
     if as_json:
-        show_json(_as_data(model, made, output, told))
+        show_json(_as_data(model, made, output, warnings))
         return
-    show_warnings(told)
+    show_warnings(warnings)
     if output is None:
         typer.echo(made.recipe.text, nl=False)
         return
@@ -155,23 +158,22 @@ def _named(word: str) -> str | bool | None:
 
 
 @contextmanager
-def _in_options() -> Generator[None]:
-    """Errors in the words of the command line."""
+def _option_errors() -> Generator[None]:
+    """Errors name options of the command line in place of arguments."""
     try:
         yield
     except GossamerError as error:
-        raise GossamerError(_as_options(str(error))) from None
+        raise GossamerError(_with_option(problem) for problem in error.problems) from None
 
 
-def _as_options(sentence: str) -> str:
-    """With options for the arguments and variables of Python: `--lr linear` for `lr='linear'`."""
-    sentence = re.sub(r"recipe_variables\.(\w+)", lambda found: _OPTIONS.get(found[1], f"--{found[1]}"), sentence)
-    sentence = re.sub(r"\b(lr|pruning)='(\w+)'", r"--\1 \2", sentence).replace("lr=False", "--lr none")
-    sentence = re.sub(r"^data(?=:| has)", "--data", sentence).replace("leave data out", "leave --data out")
-    sentence = sentence.replace("example_inputs= with what it takes", "--data with batches that it takes")
-    what, drop, remedy = sentence.partition("; drop ")
-    names = "|".join(_OPTIONS)
-    return what + drop + re.sub(rf"(?<![-\w])({names})(?![-\w])", lambda found: _OPTIONS[found[1]], remedy)
+def _with_option(problem: Problem) -> Problem:
+    """The problem with the option that sets the argument or variable of its key.
+
+    >>> str(_with_option(Problem("expected a number < 1", ("recipe_variables", "sparsity"))))
+    '--sparsity: expected a number < 1'
+    """
+    key = problem.key[1:] if problem.key[:1] == ("recipe_variables",) else problem.key
+    return replace(problem, key=(_OPTIONS.get(str(key[0]), str(key[0])), *key[1:])) if key else problem
 
 
 def _mask_type(word: str | None) -> str | list[int] | None:
@@ -206,7 +208,7 @@ def _as_data(model: str, made: Design, output: Path | None, warnings: list[str])
         "recipe": made.recipe.text,
         "epochs": made.recipe.max_epochs,
         "modifiers": [modifier.name for modifier in made.recipe.modifiers],
-        "adapted": list(made.choices.notes),
+        "adapted": list(made.choices.adapted),
         "layers": [
             {
                 "name": layer.name,

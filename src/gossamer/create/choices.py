@@ -1,33 +1,106 @@
-"""What was asked for, made to agree: method, pattern, sparsity and learning rate.
+"""What a recipe shall do, resolved from the arguments of `initialize`: method, pattern, sparsity and learning rate.
 
-What the user gave is kept to, and a contradiction is an error that says which
-of the two to drop. What was left open adapts, with a sentence that says so.
-No model is known here.
+Options that were given are kept, and a contradiction between two of them is an error. Options that were left out
+adapt to the others. Nothing here depends on the model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from gossamer.create.methods import CONSTANT, MAGNITUDE, Method, method_of
 from gossamer.create.schemas import RecipeVariables, as_variables
-from gossamer.errors import GossamerError, nearest
+from gossamer.errors import GossamerError, Problem, format_value, nearest
 from gossamer.sparse import NM, Block, Channel, Filter, Pattern, Unstructured, parse_pattern
 
-LearningRate = Literal["linear", "cosine", "cyclic_linear", "constant", "stepped", "exponential"]
-LEARNING_RATES: tuple[LearningRate, ...] = (
-    "linear",
-    "cosine",
-    "cyclic_linear",
-    "constant",
-    "stepped",
-    "exponential",
+
+@dataclass(frozen=True)
+class Method:
+    """One pruning method: what it can do and what it needs."""
+
+    name: str
+    modifier: str
+    summary: str
+    """What it does, as the end of the sentence `The recipe …`."""
+    sharing: Literal["either", "global", "layers", "own"] = "either"
+    """How layers share the zeros: by one threshold or each by its own share, only one of the two, or as they are."""
+    single_weights: bool = False
+    """Whether it is defined for single weights only."""
+    by_gradient: bool = False
+    """Whether it ranks by gradients, which a frozen layer does not have."""
+    needs_sampler: bool = False
+
+    @property
+    def takes_shares(self) -> bool:
+        """Whether the recipe can set how layers share the zeros."""
+        return self.sharing in ("either", "layers") and self.name != "levels"
+
+
+MAGNITUDE = Method("magnitude", "GMPruningModifier", "removes the smallest weights, a few more at every update")
+CONSTANT = Method("constant", "ConstantPruningModifier", "holds the zeros that the model has", sharing="own")
+
+METHODS: tuple[Method, ...] = (
+    MAGNITUDE,
+    Method(
+        "movement",
+        "MovementPruningModifier",
+        "removes what training moves towards zero, step by step",
+        by_gradient=True,
+    ),
+    Method("acdc", "ACDCPruningModifier", "takes turns between dense and sparse phases"),
+    Method(
+        "obs",
+        "OBSPruningModifier",
+        "removes what costs least by curvature and corrects the rest",
+        by_gradient=True,
+        needs_sampler=True,
+    ),
+    Method("mfac", "MFACPruningModifier", "removes what costs least by recent gradients", by_gradient=True),
+    Method(
+        "rigl",
+        "RigLPruningModifier",
+        "is sparse from the start and moves weights to where gradients ask",
+        sharing="layers",
+        single_weights=True,
+        by_gradient=True,
+    ),
+    Method("topkast", "TopKASTPruningModifier", "runs on the largest weights and trains more", single_weights=True),
+    Method(
+        "str",
+        "STRPruningModifier",
+        "learns a threshold for each layer",
+        sharing="global",
+        single_weights=True,
+        by_gradient=True,
+    ),
+    Method(
+        "probmask",
+        "ProbMaskPruningModifier",
+        "learns for each weight the chance to be kept",
+        sharing="global",
+        single_weights=True,
+        by_gradient=True,
+    ),
+    Method("admm", "ADMMPruningModifier", "draws the weights to the pattern, then cuts them"),
+    Method("levels", "LevelPruningModifier", "goes through a table of sparsities"),
+    Method("structured", "StructuredPruningModifier", "removes whole filters, a few more at every update"),
+    CONSTANT,
 )
-_OF_TARGET: dict[str, tuple[str, Pattern]] = {"vnni": ("block4", Block(1, 4)), "tensorrt": ("2:4", NM(2, 4))}
-DATA_IDLE = "data has no effect: what is chosen leaves no shares of layers to be measured"
-_HALF = 0.5
-"""The sparsity of whole filters and channels unless one is given: they go with all that is in them."""
+
+_BY_NAME: Mapping[str, Method] = {
+    **{method.name: method for method in METHODS},
+    "gmp": MAGNITUDE,
+    "transfer": CONSTANT,
+    "sparse-transfer": CONSTANT,
+}
+NAMES = tuple(_BY_NAME)
+
+LearningRate = Literal["linear", "cosine", "cyclic_linear", "constant", "stepped", "exponential"]
+LEARNING_RATES: tuple[LearningRate, ...] = ("linear", "cosine", "cyclic_linear", "constant", "stepped", "exponential")
+_TARGET_PATTERNS: dict[str, tuple[str, Pattern]] = {"vnni": ("block4", Block(1, 4)), "tensorrt": ("2:4", NM(2, 4))}
+_UNIT_SPARSITY = 0.5
+"""The default sparsity of whole filters and channels, which is lower because all of their weights go."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +109,7 @@ class Choices:
 
     method: Method | None
     holds_zeros: bool
-    """Without a method: whether the zeros that the model may have are held."""
+    """Without a method: whether zeros that the model already has are held."""
     quantization: bool
     lr: LearningRate | None
     distillation: bool
@@ -45,24 +118,26 @@ class Choices:
     pattern: Pattern
     sparsity: float
     global_sparsity: bool
+    """Whether one threshold over all layers decides which weights go."""
     final_lr: float
-    notes: tuple[str, ...]
-    """What adapted, and why."""
-    without_effect: tuple[str, ...]
-    """What was given and means nothing here."""
+    adapted: tuple[str, ...]
+    """Which defaults were replaced, and why."""
+    without_effect: tuple[Problem, ...]
+    """Options that were given and have no effect."""
 
     @property
     def scheme(self) -> str:
+        """The scheme of quantization."""
         return self.variables.target or "default"
 
     @property
-    def measures(self) -> bool:
-        """Whether layers share the zeros in a way on which data can have a say."""
+    def uses_data(self) -> bool:
+        """Whether measurements on data can change how layers share the zeros."""
         return self.method is not None and self.method.takes_shares and not self.is_nm
 
     @property
-    def unit_words(self) -> str:
-        """What goes as a whole and is counted so: filters or channels; empty where weights or blocks go."""
+    def unit_name(self) -> str:
+        """`filters` or `channels` where whole ones are removed, else an empty string."""
         if isinstance(self.pattern, Filter):
             return "filters"
         return "channels" if isinstance(self.pattern, Channel) else ""
@@ -70,6 +145,10 @@ class Choices:
     @property
     def is_nm(self) -> bool:
         return isinstance(self.pattern, NM)
+
+    def check_data(self) -> Problem | None:
+        """A warning for data that has no effect."""
+        return None if self.uses_data else Problem("no effect: the other options leave nothing to measure", ("data",))
 
 
 def choose(
@@ -79,33 +158,51 @@ def choose(
     distillation: object = False,
     recipe_variables: object = None,
 ) -> Choices:
-    """The choices that follow from the arguments of `initialize`; raises `GossamerError` for what cannot be."""
+    """Resolve the arguments of `initialize`; raises `GossamerError` for unknown and for contradictory ones."""
     variables = as_variables(recipe_variables)
     method = method_of(pruning)
     for name, value in (("quantization", quantization), ("distillation", distillation)):
         if not isinstance(value, bool):
-            raise GossamerError(f"{name}: expected True or False, found {value!r}")
+            raise GossamerError(Problem(f"expected True or False, found {value!r}", (name,)))
     rate = _learning_rate(lr)
-    notes: list[str] = []
-    final_lr = _final_lr(rate, variables, notes)
-    mask_type, pattern = _pattern(method, variables, notes)
-    sparsity = _sparsity(method, variables, pattern, notes)
-    wide = _sharing(method, variables, pattern, notes)
+    adapted: list[str] = []
+    final_lr = _final_lr(rate, variables, adapted)
+    mask_type, pattern = _pattern(method, variables, adapted)
     return Choices(
-        method,
-        pruning is False and bool(quantization),
-        bool(quantization),
-        rate,
-        bool(distillation),
-        variables,
-        mask_type,
-        pattern,
-        sparsity,
-        wide,
-        final_lr,
-        tuple(notes),
-        tuple(_without_effect(method, bool(quantization), bool(distillation), variables)),
+        method=method,
+        holds_zeros=pruning is False and bool(quantization),
+        quantization=bool(quantization),
+        lr=rate,
+        distillation=bool(distillation),
+        variables=variables,
+        mask_type=mask_type,
+        pattern=pattern,
+        sparsity=_sparsity(method, variables, pattern, adapted),
+        global_sparsity=_global_sparsity(method, variables, pattern, adapted),
+        final_lr=final_lr,
+        adapted=tuple(adapted),
+        without_effect=tuple(_without_effect(method, bool(quantization), bool(distillation), variables)),
     )
+
+
+def method_of(pruning: object) -> Method | None:
+    """The method that the argument `pruning` names; None for no pruning.
+
+    >>> method_of(True).modifier, method_of("AC/DC").modifier, method_of("transfer").name
+    ('GMPruningModifier', 'ACDCPruningModifier', 'constant')
+    """
+    if pruning is None or pruning is False:
+        return None
+    if pruning is True:
+        return MAGNITUDE
+    if not isinstance(pruning, str):
+        raise GossamerError(Problem(f"expected true, false or the name of a method, found {pruning!r}", ("pruning",)))
+    plain = {name.replace("-", ""): method for name, method in _BY_NAME.items()}
+    method = plain.get("".join(letter for letter in pruning.lower() if letter.isalnum()))
+    if method is None:
+        message = f"unknown method {format_value(pruning)}{nearest(pruning.lower(), NAMES)}"
+        raise GossamerError(Problem(message, ("pruning",), fix=f"choose one of {', '.join(NAMES)}"))
+    return method
 
 
 def _learning_rate(lr: object) -> LearningRate | None:
@@ -115,160 +212,164 @@ def _learning_rate(lr: object) -> LearningRate | None:
         if lr == known:
             return known
     close = nearest(lr, LEARNING_RATES) if isinstance(lr, str) else ""
-    raise GossamerError(f"lr: unknown schedule {lr!r}{close}; known: {', '.join(LEARNING_RATES)}, False")
+    fix = f"choose one of {', '.join(LEARNING_RATES)}, or False"
+    raise GossamerError(Problem(f"unknown schedule {lr!r}{close}", ("lr",), fix=fix))
 
 
-def _final_lr(lr: LearningRate | None, variables: RecipeVariables, notes: list[str]) -> float:
-    """The rate at the end; checks it against the schedule and against the rate at the beginning."""
+def _final_lr(lr: LearningRate | None, variables: RecipeVariables, adapted: list[str]) -> float:
+    """The learning rate at the end; checks it against the schedule and the first learning rate."""
     first, last = variables.init_lr, variables.final_lr
     if lr is None:
-        if given := [name for name in ("init_lr", "final_lr") if variables.given(name)]:
-            raise _conflict(
-                f"lr=False leaves the learning rate alone, and {given[0]} sets it", f"lr=False or {given[0]}"
-            )
+        for name in ("init_lr", "final_lr"):
+            if variables.given(name):
+                raise _conflict(name, "the recipe does not set the learning rate (lr is off)", f"drop {name} or lr")
         return last
     if lr == "constant":
         if variables.given("final_lr") and last != first:
-            raise _conflict("lr='constant' keeps init_lr to the end, and final_lr says otherwise", "lr or final_lr")
+            raise _conflict("final_lr", "lr constant keeps init_lr to the end", "drop final_lr or lr")
         return first
     if last > first and not variables.given("final_lr"):
         last = first * 1e-4
-        notes.append(f"final_lr is {last:g}, below the init_lr of {first:g}")
+        adapted.append(f"final_lr is {last:g}, below the init_lr of {first:g}")
     if last > first:
-        raise _conflict(
-            f"final_lr {last:g} lies above init_lr {first:g}, and a learning rate falls", "final_lr, or raise init_lr"
-        )
+        raise _conflict("final_lr", f"{last:g} lies above init_lr {first:g}", "drop final_lr, or raise init_lr")
     if last == 0 and lr in ("stepped", "exponential"):
-        raise _conflict(f"lr='{lr}' goes down by factors and never comes to final_lr 0", "lr or final_lr")
+        raise _conflict("final_lr", f"lr {lr} decreases by factors and never reaches 0", "drop final_lr or lr")
     return last
 
 
-def _pattern(method: Method | None, variables: RecipeVariables, notes: list[str]) -> tuple[str | list[int], Pattern]:
+def _pattern(method: Method | None, variables: RecipeVariables, adapted: list[str]) -> tuple[str | list[int], Pattern]:
     """The mask type as it is written, and the pattern that it means."""
     given, target = variables.given("mask_type"), variables.target
     mask_type, pattern = variables.mask_type, parse_pattern(variables.mask_type)
-    if method is None or method is CONSTANT:
-        if given and method is CONSTANT:
-            raise _conflict(
-                "pruning='constant' holds the zeros that the model has, and mask_type asks for new ones",
-                "mask_type, or choose pruning='magnitude'",
-            )
+    if method is None:
+        return mask_type, pattern
+    if method is CONSTANT:
+        if given:
+            raise _constant_conflict("mask_type")
         return mask_type, pattern
     if target is not None:
-        wanted, of_target = _OF_TARGET[target]
-        if given and not _is_same(pattern, of_target):
-            raise _conflict(
-                f"target '{target}' needs mask_type {wanted}, and mask_type is {mask_type}",
-                "target or mask_type",
-            )
+        target_type, target_pattern = _TARGET_PATTERNS[target]
+        if given and not _is_same(pattern, target_pattern):
+            raise _conflict("mask_type", f"{mask_type} contradicts target {target}, which needs {target_type}", _EITHER)
         if not given:
-            mask_type, pattern = wanted, of_target
-            notes.append(f"mask_type is {wanted}, for target {target}")
-    asked, drop = f"mask_type is {mask_type}", "mask_type"
-    if target is not None:
-        asked, drop = f"target '{target}' asks for mask_type {mask_type}", "target"
-        drop += " and mask_type" if given else ""
-    drop += f", or choose pruning='{MAGNITUDE.name}'"
+            mask_type, pattern = target_type, target_pattern
+            adapted.append(f"mask_type is {target_type}, for target {target}")
     if method.name == "structured" and not isinstance(pattern, Filter | Channel):
         if given or target is not None:
-            raise _conflict(f"pruning='structured' removes whole filters or channels, and {asked}", drop)
+            raise _pattern_conflict(method, mask_type, variables, "removes whole filters or channels")
         mask_type, pattern = "filter", Filter()
-        notes.append("mask_type is filter, for pruning='structured'")
+        adapted.append("mask_type is filter, for pruning='structured'")
     elif method.single_weights and not isinstance(pattern, Unstructured):
-        raise _conflict(f"pruning='{method.name}' is for single weights, and {asked}", drop)
+        raise _pattern_conflict(method, mask_type, variables, "removes single weights")
     return mask_type, pattern
 
 
-def _sparsity(method: Method | None, variables: RecipeVariables, pattern: Pattern, notes: list[str]) -> float:
+def _sparsity(method: Method | None, variables: RecipeVariables, pattern: Pattern, adapted: list[str]) -> float:
     given, sparsity = variables.given("sparsity"), variables.sparsity
     if method is None:
         return sparsity
-    if method.sharing == "own":
+    if method is CONSTANT:
         if given:
-            raise _conflict(
-                f"pruning='{method.name}' holds the zeros that the model has, and sparsity asks for {sparsity:g}",
-                f"sparsity, or choose pruning='{MAGNITUDE.name}'",
-            )
+            raise _constant_conflict("sparsity")
         return sparsity
     if isinstance(pattern, NM):
         if given and abs(sparsity - pattern.sparsity) > 1e-6:
-            asked = f"target '{variables.target}'" if variables.target else f"mask_type {variables.mask_type}"
-            raise _conflict(
-                f"{asked} means sparsity {pattern.sparsity:g}, and sparsity is {sparsity:g}",
-                f"sparsity or {'target' if variables.target else 'mask_type'}",
-            )
+            option, value = _pattern_option(variables)
+            message = f"{sparsity:g} contradicts {option} {value}, which means {pattern.sparsity:g}"
+            raise _conflict("sparsity", message, f"drop sparsity or {option}")
         if not given:
-            notes.append(f"sparsity is {pattern.sparsity:g}, the pattern's own")
+            adapted.append(f"sparsity is {pattern.sparsity:g}, the pattern's own")
         return pattern.sparsity
     if isinstance(pattern, Filter | Channel) and not given:
         units = "filters" if isinstance(pattern, Filter) else "channels"
-        notes.append(f"sparsity is {_HALF:g}, as a share of {units}: whole ones cost more")
-        return _HALF
+        adapted.append(f"sparsity is {_UNIT_SPARSITY:g}, as a share of {units}: whole ones cost more")
+        return _UNIT_SPARSITY
     return sparsity
 
 
-def _sharing(method: Method | None, variables: RecipeVariables, pattern: Pattern, notes: list[str]) -> bool:
-    """Whether one threshold over all layers says which weights go."""
-    given, wide = variables.given("global_sparsity"), variables.global_sparsity
+def _global_sparsity(method: Method | None, variables: RecipeVariables, pattern: Pattern, adapted: list[str]) -> bool:
+    given, value = variables.given("global_sparsity"), variables.global_sparsity
     if method is None:
-        return wide
+        return value
     if method is CONSTANT:
         if given:
-            raise _conflict(
-                "pruning='constant' holds the zeros that the model has, and global_sparsity shares new ones",
-                "global_sparsity, or choose pruning='magnitude'",
-            )
+            raise _constant_conflict("global_sparsity")
         return False
     if method.sharing == "global":
-        if given and not wide:
-            raise _conflict(
-                f"pruning='{method.name}' has one budget for all layers, and global_sparsity is false",
-                f"global_sparsity, or choose pruning='{MAGNITUDE.name}'",
-            )
+        if given and not value:
+            reason = f"pruning {method.name} has one budget for all layers"
+            raise _conflict("global_sparsity", reason, _OTHER.format("global_sparsity"))
         return True
     if method.sharing == "layers":
-        if given and wide:
-            raise _conflict(
-                f"pruning='{method.name}' gives each layer a share of its own, and global_sparsity is true",
-                f"global_sparsity, or choose pruning='{MAGNITUDE.name}'",
-            )
-        if wide:
-            notes.append(f"global_sparsity is false: {method.name} gives each layer a share of its own")
+        if given and value:
+            reason = f"pruning {method.name} gives each layer a share of its own"
+            raise _conflict("global_sparsity", reason, _OTHER.format("global_sparsity"))
+        if value:
+            adapted.append(f"global_sparsity is false: {method.name} gives each layer a share of its own")
         return False
     if isinstance(pattern, NM):
-        if given and wide:
-            asked = f"target '{variables.target}'" if variables.target else f"mask_type {variables.mask_type}"
-            raise _conflict(
-                f"{asked} is the same share of every layer, and global_sparsity is true",
-                f"global_sparsity or {'target' if variables.target else 'mask_type'}",
-            )
+        if given and value:
+            option, chosen = _pattern_option(variables)
+            reason = f"{option} {chosen} means the same share in every layer"
+            raise _conflict("global_sparsity", reason, f"drop global_sparsity or {option}")
         return False
-    return wide
+    return value
 
 
 def _without_effect(
     method: Method | None, quantization: bool, distillation: bool, variables: RecipeVariables
-) -> list[str]:
-    idle: dict[str, tuple[str, ...]] = {
+) -> list[Problem]:
+    unused: dict[str, tuple[str, ...]] = {
         "distillation is off": () if distillation else ("hardness", "temperature"),
         "nothing is pruned": () if method is not None else ("sparsity", "mask_type", "global_sparsity"),
     }
     if not quantization and (method is None or method is CONSTANT):
-        idle["nothing is pruned or quantized"] = ("target",)
+        unused["nothing is pruned or quantized"] = ("target",)
     return [
-        f"recipe_variables.{name} has no effect: {why}"
-        for why, names in idle.items()
+        Problem(f"no effect: {reason}", ("recipe_variables", name))
+        for reason, names in unused.items()
         for name in names
         if variables.given(name) and getattr(variables, name) is not None
     ]
 
 
-def _is_same(found: Pattern, wanted: Pattern) -> bool:
-    """Whether zeros of the one pattern are zeros of the other; 2:4 in both directions is 2:4."""
-    if isinstance(wanted, NM):
-        return isinstance(found, NM) and (found.n, found.m) == (wanted.n, wanted.m)
-    return found == wanted
+def _is_same(pattern: Pattern, target: Pattern) -> bool:
+    """Whether a mask of one pattern is a mask of the other; 2:4 in both directions is 2:4."""
+    if isinstance(target, NM):
+        return isinstance(pattern, NM) and (pattern.n, pattern.m) == (target.n, target.m)
+    return pattern == target
 
 
-def _conflict(what: str, drop: str) -> GossamerError:
-    return GossamerError(f"{what}; drop {drop}")
+# Contradictions
+
+_EITHER = "drop target or mask_type"
+_OTHER = f"drop {{}}, or choose pruning {MAGNITUDE.name}"
+
+
+def _conflict(name: str, message: str, fix: str) -> GossamerError:
+    return GossamerError(Problem(message, ("recipe_variables", name), fix=fix))
+
+
+def _constant_conflict(name: str) -> GossamerError:
+    message = f"pruning {CONSTANT.name} holds the zeros that the model has and makes no new ones"
+    return _conflict(name, message, _OTHER.format(name))
+
+
+def _pattern_conflict(
+    method: Method, mask_type: str | list[int], variables: RecipeVariables, reason: str
+) -> GossamerError:
+    option, value = _pattern_option(variables)
+    message = f"{mask_type} contradicts pruning {method.name}, which {reason}"
+    drop = option
+    if option == "target":
+        message = f"{value} needs mask_type {mask_type}, and pruning {method.name} {reason}"
+        drop += " and mask_type" if variables.given("mask_type") else ""
+    return _conflict(option, message, _OTHER.format(drop))
+
+
+def _pattern_option(variables: RecipeVariables) -> tuple[str, object]:
+    """The option that decides the pattern, and its value."""
+    if variables.target is not None:
+        return "target", variables.target
+    return "mask_type", variables.mask_type

@@ -1,43 +1,102 @@
-"""A recipe for one model: what was asked for, what the model is like, and why each choice was made, as text.
-
-Nothing is attached to the model here; `initialize` does that.
-"""
+"""Recipes for one model: `recipe_for` writes one, `initialize` also attaches it to a training run."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from gossamer.analysis.sensitivity import MAX_BATCHES, Progress, first_inputs
-from gossamer.create.choices import Choices, choose
-from gossamer.create.layers import Layer, look_at, percent
-from gossamer.create.methods import CONSTANT
-from gossamer.create.naming import tidy
-from gossamer.create.phases import QUANTIZATION_EPOCHS, QUANTIZATION_WORDS, Phases, phases
-from gossamer.create.pruning import Context, pruning
-from gossamer.create.rates import rates
-from gossamer.create.text import Piece, Variable, written
-from gossamer.errors import GossamerError
-from gossamer.model import ALL_PRUNABLE, expect_model, get_parameter, left_dense, prunable, unwrap
+from gossamer.create import modifiers
+from gossamer.create.choices import CONSTANT, Choices, choose
+from gossamer.create.layers import LayerPlan, percent, plan_layers
+from gossamer.create.modifiers import Context, Phases, phases
+from gossamer.create.schemas import RecipeVariables
+from gossamer.create.text import Entry, Variable, format_recipe, name_patterns
+from gossamer.engine import Manager
+from gossamer.engine.manager import check_arguments
+from gossamer.errors import GossamerError, Problem
+from gossamer.model import expect_model, left_dense, prunable, unwrap
 from gossamer.model.parameters import nothing_to_prune
 from gossamer.model.tracing.flow import Ends, ends
 from gossamer.recipe import Recipe, load
 
+logger = logging.getLogger("gossamer")
 
-@dataclass(frozen=True)
-class Design:
-    """A recipe, and what was decided for it."""
 
-    recipe: Recipe
-    choices: Choices
-    phases: Phases
-    layers: tuple[Layer, ...]
-    """Every prunable layer, with what it gives and why; empty when nothing is pruned anew."""
-    warnings: tuple[str, ...] = ()
+def initialize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps_per_epoch: float,
+    pruning: bool | str | None = True,
+    quantization: bool = True,
+    lr: str | bool | None = "linear",
+    distillation: bool = False,
+    distillation_teacher: nn.Module | str | None = None,
+    scaler: GradScaler | None = None,
+    recipe_variables: RecipeVariables | dict[str, Any] | None = None,
+    *,
+    data: Iterable[Any] | None = None,
+    grad_sampler: object = None,
+    accumulation_steps: int = 1,
+    example_inputs: Any = None,
+    lr_scheduler: Any = None,
+    loggers: Sequence[Any] = (),
+    progress: Progress | None = None,
+) -> tuple[Manager, Any]:
+    """Write a recipe for the model, attach it, and return the manager and the optimizer or scaler to train with.
+
+    The second value is the optimizer, or the scaler if one was given. Train for `manager.max_epochs` epochs;
+    `manager.recipe` is the recipe's text, and `manager.save(path)` writes it.
+
+    steps_per_epoch: optimizer steps in an epoch, which is `len(data_loader)` without gradient accumulation.
+    pruning: True, or a method: magnitude (gmp), movement, acdc, obs, mfac, rigl, topkast, str, probmask, admm,
+        levels, structured; constant (transfer, sparse-transfer) holds the zeros that the model has; False and None
+        prune nothing, and with quantization False still holds the zeros of a model that is already sparse.
+    quantization: whether the last epochs train the model as its 8-bit version.
+    lr: linear, cosine, cyclic_linear, constant, stepped, exponential; with False you set the learning rate yourself.
+    distillation: whether the model also learns from a teacher: `distillation_teacher`, or itself as it is now.
+    scaler: the GradScaler of mixed precision.
+    recipe_variables: a `RecipeVariables`, or a dict of its fields.
+    data: batches to measure layers on (inputs, or pairs of inputs and labels; two batches are used): layers that
+        matter more are pruned less. Without data, sizes and positions in the network decide.
+    grad_sampler: gradients of single batches, for `obs`.
+    accumulation_steps: the number that each loss is divided by if several batches make a step; for distillation.
+    example_inputs: a tensor, or a tuple or dict of arguments, to trace the model with.
+    lr_scheduler: with lr=False and `levels`: your scheduler, which restarts at each level.
+    progress: called with a layer's name and the share of the work done while layers are measured.
+    """
+    choices = choose(pruning, quantization, lr, distillation, recipe_variables)
+    check_arguments(model, optimizer, steps_per_epoch, scaler)
+    _check_arguments(choices, distillation_teacher, grad_sampler, lr_scheduler)
+    batches = _batches(data)
+    warnings = list(choices.without_effect)
+    if batches is not None and (problem := choices.check_data()) is not None:
+        warnings.append(problem)
+    if choices.lr is not None and len({float(group["lr"]) for group in optimizer.param_groups}) > 1:
+        warnings.append(Problem("the optimizer's groups have different learning rates; the recipe sets one for all"))
+    made = design(model, choices, batches, example_inputs, float(steps_per_epoch), progress)
+    for warning in (*warnings, *made.warnings):
+        logger.warning("%s", warning)
+    manager = Manager(made.recipe if batches is None else _broadcast(made.recipe))
+    return manager, manager.modify(
+        model,
+        optimizer,
+        steps_per_epoch,
+        scaler=scaler,
+        distillation_teacher=distillation_teacher,
+        grad_sampler=grad_sampler,
+        loggers=loggers,
+        example_inputs=example_inputs,
+        lr_scheduler=lr_scheduler,
+        accumulation_steps=accumulation_steps,
+    )
 
 
 def recipe_for(
@@ -53,7 +112,7 @@ def recipe_for(
     steps_per_epoch: float | None = None,
     progress: Progress | None = None,
 ) -> Recipe:
-    """The recipe that `initialize` would use; the arguments are described there.
+    """The recipe that `initialize` would use; see there for the arguments.
 
     >>> recipe = recipe_for(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), quantization=False)
     >>> [modifier.name for modifier in recipe.modifiers]
@@ -61,6 +120,18 @@ def recipe_for(
     """
     choices = choose(pruning, quantization, lr, distillation, recipe_variables)
     return design(model, choices, data, example_inputs, steps_per_epoch, progress).recipe
+
+
+@dataclass(frozen=True)
+class Design:
+    """A recipe and the decisions behind it."""
+
+    recipe: Recipe
+    choices: Choices
+    phases: Phases
+    layers: tuple[LayerPlan, ...]
+    """Every prunable layer; empty if the recipe prunes nothing."""
+    warnings: tuple[Problem, ...] = ()
 
 
 def design(
@@ -71,132 +142,98 @@ def design(
     steps_per_epoch: float | None = None,
     progress: Progress | None = None,
 ) -> Design:
-    """Look at the model and write the recipe; the model is left as it was."""
+    """Inspect the model and write the recipe; the model is not changed."""
     expect_model(model, "model")
     module, times = unwrap(model), phases(choices.variables.num_epochs, choices.quantization)
     if (choices.method is not None or choices.quantization) and not prunable(module):
         raise GossamerError(nothing_to_prune(module, "to prune or quantize; pass the network itself"))
-    variables = [Variable("num_epochs", choices.variables.num_epochs)]
-    rate_variables, rate_pieces = rates(choices, steps_per_epoch)
-    layers: list[Layer] = []
-    warnings: list[str] = []
-    pruning_pieces: list[Piece] = []
-    pruning_variables: list[Variable] = []
+    layers: list[LayerPlan] = []
+    warnings: list[Problem] = []
+    pruning: tuple[list[Variable], list[Entry]] = ([], [])
     if choices.method is CONSTANT or choices.holds_zeros:
-        pruning_pieces = _holding(module, choices)
+        pruning = [], modifiers.held_zeros(module, choices)
     elif choices.method is not None:
         batches = None if data is None else list(islice(data, MAX_BATCHES))
         if batches and example_inputs is None:
             example_inputs = first_inputs(batches, module)
-        found = ends(module, example_inputs)
-        layers = look_at(module, choices, found, batches, progress)
-        context = Context(choices, layers, module, times, steps_per_epoch)
-        notes = [*_followed(found), *_sparser(context)]
-        warnings = notes if found.followed == "not" or found.unreached else _sparser(context)
-        warnings = [*warnings, *(f"'{name}' stays dense: {why}" for name, why in left_dense(module).items())]
-        pruning_variables, pieces = pruning(context)
-        first = pieces[0]
-        comments = [*_told(choices, layers, module), *(f"Note: {told}." for told in notes), *first.comments]
-        pruning_pieces = [Piece(first.modifier, first.fields, comments, first.remarks), *pieces[1:]]
-    target = [variable for variable in pruning_variables if variable.name == "sparsity"]
-    variables += [*rate_variables, *target]
-    if choices.quantization:
-        variables += [
-            Variable("quantization_epochs", QUANTIZATION_EPOCHS, QUANTIZATION_WORDS),
-            Variable("quantization_start", "eval(num_epochs - quantization_epochs)"),
-        ]
-    variables += [variable for variable in pruning_variables if variable not in target]
-    if choices.distillation:
-        variables += [
-            Variable("hardness", choices.variables.hardness, "how much the teacher counts, from 0 to 1"),
-            Variable("temperature", choices.variables.temperature, "how soft the outputs are made"),
-        ]
-    whole = {"start_epoch": 0.0, "end_epoch": "eval(num_epochs)"}
-    sections = {
-        "training_modifiers": [Piece("EpochRangeModifier", whole), *rate_pieces],
-        "pruning_modifiers": pruning_pieces,
-        "quantization_modifiers": _quantization(choices),
-        "distillation_modifiers": _distillation(choices),
-    }
-    text = written(_head(module, choices, times, bool(pruning_pieces)), variables, sections)
-    return Design(load(text), choices, times, tuple(layers), tuple(warnings))
+        network_ends = ends(module, example_inputs)
+        layers = plan_layers(module, choices, network_ends, batches, progress)
+        context = Context(choices, choices.method, layers, module, times, steps_per_epoch)
+        trace_note, sparse_note = _trace_note(network_ends), _sparse_note(context)
+        notes = [note for note in (trace_note, sparse_note) if note is not None]
+        warnings = [note for note in notes if note is not trace_note or _guessed(network_ends)]
+        warnings += [Problem(f"'{name}' stays dense: {why}") for name, why in left_dense(module).items()]
+        variables, (first, *rest) = modifiers.pruning(context)
+        comments = [*_layer_comments(choices, layers, module), *(f"Note: {_sentence(note)}." for note in notes)]
+        pruning = variables, [replace(first, comments=[*comments, *first.comments]), *rest]
+    recipe = _write(module, choices, times, pruning, steps_per_epoch)
+    return Design(recipe, choices, times, tuple(layers), tuple(warnings))
 
 
-def _quantization(choices: Choices) -> list[Piece]:
-    if not choices.quantization:
-        return []
-    half = "eval(quantization_start + quantization_epochs / 2)"
-    fields: dict[str, object] = {
-        "start_epoch": "eval(quantization_start)",
-        "scheme": choices.scheme,
-        "disable_quantization_observer_epoch": half,
-        "freeze_bn_stats_epoch": half,
-    }
-    told = "The model computes as its 8-bit version would. Half-way the ranges of activations and the batch-norm "
-    remark = {"default": "right on every CPU"}.get(choices.scheme, f"for target {choices.scheme}")
-    return [Piece("QuantizationModifier", fields, [told + "statistics are frozen."], {"scheme": remark})]
-
-
-def _distillation(choices: Choices) -> list[Piece]:
-    if not choices.distillation:
-        return []
-    fields: dict[str, object] = {
-        "start_epoch": 0.0,
-        "hardness": "eval(hardness)",
-        "temperature": "eval(temperature)",
-    }
-    return [
-        Piece(
-            "DistillationModifier",
-            fields,
-            ["The model also learns from a teacher: itself as it was at first, unless another is given."],
-        )
+def _write(
+    module: nn.Module,
+    choices: Choices,
+    times: Phases,
+    pruning: tuple[list[Variable], list[Entry]],
+    steps_per_epoch: float | None,
+) -> Recipe:
+    rate_variables, rates = modifiers.learning_rate(choices, steps_per_epoch)
+    quantization_variables, quantization = modifiers.quantization(choices)
+    distillation_variables, distillation = modifiers.distillation(choices)
+    variables = [
+        Variable("num_epochs", choices.variables.num_epochs),
+        *rate_variables,
+        *(variable for variable in pruning[0] if variable.name == "sparsity"),
+        *quantization_variables,
+        *(variable for variable in pruning[0] if variable.name != "sparsity"),
+        *distillation_variables,
     ]
+    sections = {
+        "training_modifiers": [Entry("EpochRangeModifier", modifiers.WHOLE_RUN), *rates],
+        "pruning_modifiers": pruning[1],
+        "quantization_modifiers": quantization,
+        "distillation_modifiers": distillation,
+    }
+    return load(format_recipe(_head(module, choices, times, bool(pruning[1])), variables, sections))
 
 
-def _holding(module: nn.Module, choices: Choices) -> list[Piece]:
-    """Hold the zeros that there are. A weight of zeros alone was not pruned, it is yet to learn."""
-    weights = {name: get_parameter(module, name).detach() for name in prunable(module)}
-    zeros = {name: 0 if w.is_meta else w.numel() - int(w.count_nonzero()) for name, w in weights.items()}
-    empty = [name for name, weight in weights.items() if weight.numel() and zeros[name] == weight.numel()]
-    held = sum(count for name, count in zeros.items() if name not in empty)
-    if held == 0 and choices.method is not CONSTANT:
-        return []
-    total = sum(weight.numel() for weight in weights.values())
-    counted = f"{held:,} of {total:,} weights ({percent(held / max(total, 1))})"
-    told = f"Holds the zeros that the model has when training starts: {counted}."
-    if held == 0:
-        told = (
-            "Holds the zeros that the model has when training starts. It has none yet: load the sparse weights first."
-        )
-    fields: dict[str, object] = {"params": ALL_PRUNABLE, "start_epoch": 0.0}
-    remarks = {"exclude": "all zero: not pruned, but yet to learn"} if empty else {}
-    return [Piece("ConstantPruningModifier", {**fields, **({"exclude": empty} if empty else {})}, [told], remarks)]
+# Comments and warnings
 
 
-# Comments
-
-
-def _followed(found: Ends) -> list[str]:
-    """What to say of a model that could not be followed as it is."""
-    if found.followed == "not":
-        return [
+def _trace_note(network_ends: Ends) -> Problem | None:
+    """What to report about a model that could not be traced as it is."""
+    if network_ends.followed == "not":
+        message = (
             "the model could not be traced from its input to its output, so the layers that are defined first and "
-            f"last count as its ends; {found.reason or 'pass example_inputs= with what it takes'}"
-        ]
-    if found.followed == "whole":
-        return []
-    told = "the path of the model depends on values, and where it leads was seen on one example"
-    return [told + f"; layers that were not reached ({len(found.unreached)}) are left dense" * bool(found.unreached)]
+            "last count as its ends"
+        )
+        if network_ends.reason is not None:
+            return Problem(f"{message}; {network_ends.reason}")
+        return Problem(message, ("example_inputs",), fix="pass what the model takes")
+    if network_ends.followed == "whole":
+        return None
+    message = "the path of the model depends on values, and where it leads was seen on one example"
+    if network_ends.unreached:
+        message += f"; layers that were not reached ({len(network_ends.unreached)}) are left dense"
+    return Problem(message)
 
 
-def _sparser(context: Context) -> list[str]:
-    """What to say of a model that has more zeros than it is to get."""
-    zeros, method = context.zeros, context.choices.method
-    if method is None or method.sharing == "own" or zeros <= context.choices.sparsity + 1e-3:
-        return []
-    asked = percent(context.choices.sparsity)
-    return [f"the model has {percent(zeros)} of zeros already and will have {asked}; pruning='constant' keeps them all"]
+def _guessed(network_ends: Ends) -> bool:
+    """Whether the ends of the network may be wrong, so that a warning is due."""
+    return network_ends.followed == "not" or bool(network_ends.unreached)
+
+
+def _sparse_note(context: Context) -> Problem | None:
+    """What to report about a model that has more zeros than its target."""
+    if context.zeros <= context.choices.sparsity + 1e-3:
+        return None
+    message = f"the model has {percent(context.zeros)} of zeros already and will have "
+    message += percent(context.choices.sparsity)
+    return Problem(message, ("recipe_variables", "sparsity"), fix="pruning constant keeps them all")
+
+
+def _sentence(note: Problem) -> str:
+    return f"{note.message}; {note.fix}" if note.fix else note.message
 
 
 def _head(module: nn.Module, choices: Choices, times: Phases, prunes: bool) -> list[str]:
@@ -204,49 +241,92 @@ def _head(module: nn.Module, choices: Choices, times: Phases, prunes: bool) -> l
     if method is CONSTANT or (method is None and prunes):
         parts.append("hold its zeros")
     elif method is not None:
-        of = f" of {choices.unit_words}" if choices.unit_words else ""
-        to = "" if method.sharing == "own" else f" {'away' if of else 'to'} {percent(choices.sparsity)}{of}"
-        parts.append(f"prune{to} ({method.name}, {choices.mask_type})")
+        target = f"to {percent(choices.sparsity)}"
+        if choices.unit_name:
+            target = f"away {percent(choices.sparsity)} of {choices.unit_name}"
+        parts.append(f"prune {target} ({method.name}, {choices.mask_type})")
     parts += ["quantize"] * choices.quantization + ["distil"] * choices.distillation
     lines = [f"A recipe for {type(module).__name__}, made by gossamer.create: {', '.join(parts) or 'train'}.", ""]
     for start, end, what in _timeline(choices, times, prunes):
         lines.append(f"  epoch {start:g} to {end:g}: {what}")
-    if choices.notes:
-        lines += ["", *(f"Adapted: {note}." for note in choices.notes)]
+    if choices.adapted:
+        lines += ["", *(f"Adapted: {note}." for note in choices.adapted)]
     example = '  gossamer.load("recipe.yaml", variables={"num_epochs": 30})'
     return [*lines, "", "The values below can be changed here, or when the recipe is loaded:", example]
 
 
 def _timeline(choices: Choices, times: Phases, holds: bool) -> list[tuple[float, float, str]]:
     spans: list[tuple[float, float, str]] = []
-    prunes = choices.method is not None and choices.method is not CONSTANT
-    if prunes:
-        assert choices.method is not None
-        spans.append((0.0, times.pruning_end, f"pruning: it {choices.method.words}"))
+    if choices.method is not None and choices.method is not CONSTANT:
+        spans.append((0.0, times.pruning_end, f"pruning: it {choices.method.summary}"))
         spans.append((times.pruning_end, times.quantization_start, "fine-tuning: the zeros are held"))
-    elif times.quantization_start > 0:
+    else:
         spans.append((0.0, times.quantization_start, "training: the zeros are held" if holds else "training"))
     if choices.quantization:
-        told = f"quantization-aware training; ranges are frozen at {times.freeze:g}"
-        spans.append((times.quantization_start, times.num_epochs, told))
+        text = f"quantization-aware training; ranges are frozen at {times.freeze:g}"
+        spans.append((times.quantization_start, times.num_epochs, text))
     return [span for span in spans if span[1] > span[0]]
 
 
-def _told(choices: Choices, layers: Sequence[Layer], module: nn.Module) -> list[str]:
-    """For every layer why it gives what it gives; layers with the same reason together."""
-    taking, running = [la for la in layers if la.takes_part], [la for la in layers if la.role != "idle"]
-    total, count = sum(layer.weights for layer in running), sum(layer.weights for layer in taking)
+def _layer_comments(choices: Choices, layers: Sequence[LayerPlan], module: nn.Module) -> list[str]:
+    """The reason for what happens to each layer; layers with the same reason together."""
+    pruned = [layer for layer in layers if layer.takes_part]
+    running = [layer for layer in layers if layer.role != "idle"]
+    total, count = sum(layer.weights for layer in running), sum(layer.weights for layer in pruned)
     share = percent(count / max(total, 1))
-    lines = [f"{len(taking)} of {len(running)} layers take part, with {count:,} weights, {share} of all."]
+    lines = [f"{len(pruned)} of {len(running)} layers take part, with {count:,} weights, {share} of all."]
     if choices.is_nm:
         lines.append(f"Each has the pattern's own share, {choices.sparsity:g}.")
     elif choices.global_sparsity:
         lines.append("One threshold says which of their weights go: layers that can spare more give more.")
-    groups: dict[str, list[Layer]] = {}
+    groups: dict[str, list[str]] = {}
     for layer in layers:
-        told = layer.why if layer.takes_part else f"left dense ({layer.why})"
-        if told != "takes part":
-            groups.setdefault(told, []).append(layer)
-    for told, group in groups.items():
-        lines.append(f"  {', '.join(tidy([layer.name for layer in group], module))}: {told}.")
+        reason = layer.why if layer.takes_part else f"left dense ({layer.why})"
+        if reason != "takes part":
+            groups.setdefault(reason, []).append(layer.name)
+    for reason, names in groups.items():
+        lines.append(f"  {', '.join(name_patterns(names, module))}: {reason}.")
     return lines
+
+
+# Arguments of `initialize`
+
+
+def _check_arguments(choices: Choices, teacher: object, grad_sampler: object, lr_scheduler: object) -> None:
+    """Raise for arguments that contradict the choices, and warn about those without effect."""
+    method = choices.method
+    if teacher is not None and not choices.distillation:
+        fix = "set distillation=True, or drop it"
+        raise GossamerError(Problem("given, but distillation is off", ("distillation_teacher",), fix=fix))
+    if teacher == "disable":
+        message = "distillation=True needs a teacher, and 'disable' means none"
+        raise GossamerError(Problem(message, ("distillation_teacher",), fix="drop one of them"))
+    if method is not None and method.needs_sampler and grad_sampler is None:
+        message = f"pruning {method.name} needs gradients of single batches"
+        raise GossamerError(Problem(message, ("grad_sampler",), fix="pass it, or choose pruning mfac"))
+    if grad_sampler is not None and (method is None or method.name not in ("obs", "mfac")):
+        logger.warning("%s", Problem("no effect: only pruning obs and mfac use it", ("grad_sampler",)))
+    if lr_scheduler is not None and choices.lr is not None:
+        message = f"given, but the recipe sets the learning rate (lr {choices.lr})"
+        raise GossamerError(Problem(message, ("lr_scheduler",), fix="pass lr=False, or drop lr_scheduler"))
+    if lr_scheduler is not None and (method is None or method.name != "levels"):
+        logger.warning("%s", Problem("no effect: only pruning levels restarts it", ("lr_scheduler",)))
+
+
+def _batches(data: object) -> Iterable[Any] | None:
+    if data is None:
+        return None
+    if isinstance(data, Tensor | str | bytes) or not isinstance(data, Iterable):
+        message = f"expected batches, as a data loader yields them, found {type(data).__name__}"
+        raise GossamerError(Problem(message, ("data",), fix="put a single batch into a list"))
+    return data  # pyright: ignore[reportUnknownVariableType]
+
+
+def _broadcast(recipe: Recipe) -> Recipe:
+    """The recipe of rank 0 on every rank: each may have measured other data."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return recipe
+    texts: list[Any] = [recipe.text]
+    distributed.broadcast_object_list(texts, src=0)
+    return load(str(texts[0]))

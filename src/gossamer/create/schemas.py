@@ -1,7 +1,6 @@
-"""What may be chosen about a recipe: `RecipeVariables`, with help text on every field.
+"""The variables of a generated recipe: `RecipeVariables`, with a description of every field.
 
-The values are checked one by one here. Whether they go together depends on the
-method and the target, and is seen to in `choices.py`.
+Each value is checked on its own here; contradictions between them are found in `choices.py`.
 """
 
 from __future__ import annotations
@@ -12,16 +11,17 @@ from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from gossamer.errors import GossamerError, nearest
+from gossamer.errors import GossamerError, Problem, nearest
 from gossamer.modifiers.masked import MaskType
 from gossamer.quantities import MAX_EPOCHS, MAX_FACTOR, MAX_RATE
-from gossamer.recipe.wording import complaint_words, found_words
+from gossamer.validation import problems_of
 
 TARGETS = ("vnni", "tensorrt")
+_KEY = ("recipe_variables",)
 
 
 def _number(value: Any) -> Any:
-    """Any real number as a float; true and false are none."""
+    """Any real number as a float; true and false are not numbers."""
     return float(value) if isinstance(value, Real) and value is not True and value is not False else value
 
 
@@ -29,7 +29,7 @@ Number = Annotated[float, BeforeValidator(_number), Field(strict=True, allow_inf
 
 
 class RecipeVariables(BaseModel):
-    """The numbers of a recipe. Those that are left out adapt to each other; those that are given are kept to.
+    """The variables of a recipe. Those that are left out adapt to the others; those that are given are kept.
 
     >>> RecipeVariables(num_epochs=30, target="vnni").sparsity
     0.8
@@ -40,7 +40,7 @@ class RecipeVariables(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, hide_input_in_errors=True)
 
-    num_epochs: Number = Field(default=20.0, gt=0, le=MAX_EPOCHS, description="How many epochs the recipe takes.")
+    num_epochs: Number = Field(default=20.0, gt=0, le=MAX_EPOCHS, description="The length of the recipe in epochs.")
     init_lr: Number = Field(default=1e-3, gt=0, le=MAX_RATE, description="The learning rate at the beginning.")
     final_lr: Number = Field(default=1e-7, ge=0, le=MAX_RATE, description="The learning rate at the end.")
     target: str | None = Field(
@@ -52,8 +52,8 @@ class RecipeVariables(BaseModel):
         default=0.8,
         gt=0,
         lt=1,
-        description="The share of zeros in the end, over all layers that take part; where whole filters or channels "
-        "go, the share of those.",
+        description="The final share of zeros in the layers that are pruned. Where whole filters or channels are "
+        "removed, the share of those.",
     )
     mask_type: MaskType = Field(
         default="unstructured",
@@ -63,33 +63,33 @@ class RecipeVariables(BaseModel):
     global_sparsity: bool = Field(
         default=True,
         strict=True,
-        description="Whether one threshold over all layers says which weights go, so that layers which can spare more "
-        "give more. Otherwise each layer has a share of its own, by its size or by what data says.",
+        description="Whether one threshold over all layers decides which weights are removed. Otherwise each layer has "
+        "its own sparsity, by its size or by measurements on data.",
     )
     hardness: Number = Field(
         default=0.5,
         ge=0,
         le=1,
-        description="With distillation: how much the teacher counts. 0 is the labels alone, 1 the teacher alone.",
+        description="With distillation: the weight of the teacher. 0 is the labels alone, 1 the teacher alone.",
     )
     temperature: Number = Field(
         default=2.0,
         ge=1e-3,
         le=MAX_FACTOR,
-        description="With distillation: how soft the outputs are made before they are compared.",
+        description="With distillation: the temperature of the softmax that outputs are compared by.",
     )
 
     def __init__(self, **given: Any) -> None:
         try:
             super().__init__(**given)
         except ValidationError as error:
-            raise _reworded(error) from None
+            raise _error(error, given) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
-            raise _reworded(error) from None
+            raise _error(error, {name: value}) from None
 
     @field_validator("target")
     @classmethod
@@ -99,9 +99,9 @@ class RecipeVariables(BaseModel):
         return value
 
     def given(self, name: str) -> bool:
-        """Whether a variable was given, rather than left at its default.
+        """Whether a variable was given and not left at its default.
 
-        Where all of them are given, as in a `model_dump()`, those at their defaults count as left there.
+        If all of them were given, as by `model_dump()`, those at their defaults count as left out.
         """
         fields = type(self).model_fields
         at_default = getattr(self, name) == fields[name].default
@@ -109,7 +109,7 @@ class RecipeVariables(BaseModel):
 
 
 def as_variables(given: object) -> RecipeVariables:
-    """What a user passes as `recipe_variables`, checked: None, a dict or a `RecipeVariables`."""
+    """The `recipe_variables` of a user, checked: None, a dict or a `RecipeVariables`."""
     if given is None:
         return RecipeVariables()
     if isinstance(given, RecipeVariables):
@@ -117,30 +117,11 @@ def as_variables(given: object) -> RecipeVariables:
     if isinstance(given, Mapping):
         entries = cast(Mapping[Any, Any], given)
         if wrong := [key for key in entries if not isinstance(key, str)]:
-            raise GossamerError(f"recipe_variables: expected names of variables, found {wrong[0]!r}")
+            raise GossamerError(Problem(f"expected names of variables, found {wrong[0]!r}", _KEY))
         return RecipeVariables(**entries)
-    raise GossamerError(f"recipe_variables: expected a RecipeVariables or a dict, found {type(given).__name__}")
+    raise GossamerError(Problem(f"expected a RecipeVariables or a dict, found {type(given).__name__}", _KEY))
 
 
-def _reworded(error: ValidationError) -> GossamerError:
-    """All that is wrong, a sentence each."""
-    found: dict[str, list[str]] = {}
-    for details in error.errors(include_url=False):
-        name = str(details["loc"][0]) if details["loc"] else ""
-        if details["type"] == "extra_forbidden":
-            close = nearest(name, RecipeVariables.model_fields) or f"; known: {', '.join(RecipeVariables.model_fields)}"
-            found[name] = [f"recipe_variables: unknown variable '{name}'{close}"]
-            continue
-        expected, sentence = complaint_words(details)
-        told = sentence or f"expected {expected}, found {found_words(details['input'])}"
-        found.setdefault(name, []).append(f"recipe_variables.{name}: {told}")
-    return GossamerError("\n".join(_joined(sentences) for sentences in found.values()))
-
-
-def _joined(sentences: list[str]) -> str:
-    """The complaints of a union's branches as one: `expected text or a list, found 3`."""
-    head, tail = sentences[0].partition(": expected ")[0], sentences[0].rpartition(", found ")[2]
-    if len(sentences) == 1 or not all(": expected " in sentence for sentence in sentences):
-        return sentences[0]
-    wanted = [s.partition(": expected ")[2].rpartition(", found ")[0] for s in sentences]
-    return f"{head}: expected {' or '.join(dict.fromkeys(wanted))}, found {tail}"
+def _error(error: ValidationError, given: Mapping[str, Any]) -> GossamerError:
+    problems = problems_of(error, given, RecipeVariables, noun="variable")
+    return GossamerError(problem.within(*_KEY) for problem in problems)

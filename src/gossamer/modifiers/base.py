@@ -162,6 +162,14 @@ class Modifier(BaseModel):
         """By weight: what is left of it at the end, before anything trains; the modifier is bound."""
         return {}
 
+    def shares(self, run: Run, sparsity: float) -> dict[str, float]:
+        """By weight: its sparsity when all targets together have `sparsity`; empty if that is unknown."""
+        return {}
+
+    def prune_to(self, run: Run, sparsity: Mapping[str, float] | float) -> bool:
+        """Prune to a sparsity now, outside of the schedule; returns False if the modifier does not support this."""
+        return False
+
     def warnings(self) -> list[Problem]:
         """Fields that are accepted but have no effect; the first key of each is the field."""
         ignored = [f for f in ("log_types", "available_gpus") if getattr(self, f) not in (None, "__ALL__")]

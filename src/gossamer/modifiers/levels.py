@@ -152,10 +152,11 @@ class LevelPruningModifier(PruningModifier):
             self._enter(run, len(self.levels) - 1)
         super().end(run)
 
-    def prune(self, run: Run, sparsity: Mapping[str, float] | float) -> None:
+    def prune_to(self, run: Run, sparsity: Mapping[str, float] | float) -> bool:
         """Hold masks of one sparsity over all layers together, or of one for each layer that is named."""
         names = [name for name in run.targets if name in sparsity] if isinstance(sparsity, Mapping) else run.targets
         self.hold(run, self.masks(run, self.scorer.scores(run, names), sparsity))
+        return True
 
     def allocated(self, weights: Mapping[str, Tensor], sparsity: float) -> dict[str, float] | float:
         """A sparsity for each layer, or one number for all of them together."""

@@ -1,12 +1,12 @@
-"""The door for people who come from MSBench: sparse training from a config.
+"""Front end for MSBench: sparse training from a config.
 
     from gossamer.msbench import build_sparse_scheduler
 
     scheduler = build_sparse_scheduler(sparsity_config)
     model = scheduler.prepare_sparse_model(model)
 
-Every configuration of MSBench's documentation runs as printed there. Parts of
-one's own (a mask generator, a sparser, a scheduler) are registered and named.
+Every config of MSBench's documentation runs unchanged. Custom mask generators, sparsers and schedulers are added with
+`register` and named in the config.
 """
 
 from __future__ import annotations
@@ -15,69 +15,63 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any, TypeVar, cast
 
-from gossamer.errors import GossamerError
-from gossamer.msbench import generators, levels, methods, sparsers
-from gossamer.msbench.config import Config
+from gossamer.errors import GossamerError, within
+from gossamer.msbench import generators, schedulers, sparsers
+from gossamer.msbench.base import BaseScheduler
+from gossamer.msbench.config import LOCATION, Config
 from gossamer.msbench.generators import MaskGenerator
-from gossamer.msbench.lowering import told_of_config
-from gossamer.msbench.schedulers import BaseScheduler
 from gossamer.msbench.sparsers import FakeSparse
 
 __all__ = ["PRESETS", "BaseScheduler", "FakeSparse", "MaskGenerator", "build_sparse_scheduler", "register"]
 
-_classes: dict[str, dict[str, type]] = {
-    "mask_generator": {
-        kind.__name__: kind
-        for kind in (
-            generators.NormalMaskGenerator,
-            generators.ProbMaskGenerator,
-            generators.STRMaskGenerator,
-            generators.NMMaskGenerator,
-            generators.FPGMMaskGenerator,
-            generators.NuclearMaskGenerator,
-        )
-    },
-    "fake_sparse": {
-        kind.__name__: kind for kind in (sparsers.FakeSparse, sparsers.ProbMaskFakeSparse, sparsers.STRFakeSparse)
-    },
-    "scheduler": {
-        kind.__name__: kind
-        for kind in (
-            BaseScheduler,
-            levels.AmbaLevelPruneScheduler,
-            methods.AmpereScheduler,
-            methods.ProbMaskPruneScheduler,
-            methods.STRScheduler,
-            methods.ADMMScheduler,
-        )
-    },
-}
 _BASES: dict[str, type] = {"mask_generator": MaskGenerator, "fake_sparse": FakeSparse, "scheduler": BaseScheduler}
+_BUILT_IN: dict[str, tuple[type, ...]] = {
+    "mask_generator": (
+        generators.NormalMaskGenerator,
+        generators.ProbMaskGenerator,
+        generators.STRMaskGenerator,
+        generators.NMMaskGenerator,
+        generators.FPGMMaskGenerator,
+        generators.NuclearMaskGenerator,
+    ),
+    "fake_sparse": (FakeSparse, sparsers.ProbMaskFakeSparse, sparsers.STRFakeSparse),
+    "scheduler": (
+        BaseScheduler,
+        schedulers.AmbaLevelPruneScheduler,
+        schedulers.AmpereScheduler,
+        schedulers.ProbMaskPruneScheduler,
+        schedulers.STRScheduler,
+        schedulers.ADMMScheduler,
+    ),
+}
+_classes: dict[str, dict[str, type]] = {
+    part: {kind.__name__: kind for kind in kinds} for part, kinds in _BUILT_IN.items()
+}
 K = TypeVar("K", bound=type)
 
 
 def build_sparse_scheduler(sparsity_config: Mapping[str, Any]) -> BaseScheduler:
-    """The scheduler that a config describes. The config is not changed; all its mistakes are told together."""
-    config = Config(sparsity_config, _classes)
-    with told_of_config():
+    """The scheduler that a config describes. The config is not changed, and all of its problems are raised together."""
+    with within(location=LOCATION):
+        config = Config(sparsity_config, _classes)
         return cast(BaseScheduler, config.types["scheduler"](config, **config.kwargs["scheduler"]))
 
 
 def register(cls: K) -> K:
-    """Class decorator: configs may name this mask generator, sparser or scheduler by its class name.
+    """Class decorator that lets configs name this mask generator, sparser or scheduler by its class name.
 
-    Keyword-only arguments of `__init__` are what a config's `kwargs` may give.
+    The keyword-only arguments of `__init__` are the arguments that a config may set in `kwargs`.
     """
     for part, base in _BASES.items():
         if isinstance(cls, type) and issubclass(cls, base):  # pyright: ignore[reportUnnecessaryIsInstance]
             _classes[part][cls.__name__] = cls
             return cls
     names = ", ".join(base.__name__ for base in _BASES.values())
-    raise GossamerError(f"register: {cls!r} is a subclass of none of {names}")
+    raise GossamerError(f"register: expected a subclass of one of {names}, found {cls!r}")
 
 
 class _Presets(Mapping[str, dict[str, Any]]):
-    """Configs to start from; each access gives a copy to change at will."""
+    """Example configs; each access returns a copy."""
 
     def __init__(self, configs: dict[str, dict[str, Any]]) -> None:
         self._configs = configs

@@ -1,74 +1,73 @@
-"""An MSBench config, checked: which classes it names, and with which arguments.
+"""MSBench configs, checked: which classes a config names, and with which arguments.
 
-The config is a dict as in MSBench's documentation. It is never changed; all
-that is wrong with it is raised together, each problem with its place and the
-nearest known name.
+A config is a dict as in MSBench's documentation. It is never changed. All of its problems are raised together, each
+with its key.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
 from torch import Tensor
 
-from gossamer.errors import MAX_SUGGESTED, GossamerError, nearest
+from gossamer.errors import MAX_SUGGESTED, GossamerError, Location, Problems, nearest
 from gossamer.quantities import Sparsity
-from gossamer.recipe.wording import complaint_words, found_words
+from gossamer.validation import problems_of
 
 PARTS = ("mask_generator", "fake_sparse", "scheduler")
 KEYS = (*PARTS, "leaf_module", "fuse_bn", "sparsity")
-NAME = "sparsity_config"
-T = TypeVar("T")
+LOCATION = Location("sparsity_config")
+"""Where the problems of a config are, as messages show it."""
+
+_NOT_SUPPORTED = {"prun_hw_aware": "it needs a proprietary program of the chip vendor"}
+_DEFAULTS = {"mask_generator": "NormalMaskGenerator", "fake_sparse": "FakeSparse", "scheduler": "BaseScheduler"}
+_ALIASES = {"DefaultFakeSparse": "FakeSparse"}
 
 
 class Config:
-    """A checked config: for each part its class and the arguments that were given to it."""
+    """A checked config: for each part its class and the arguments of that class."""
 
-    def __init__(self, given: Mapping[str, Any], classes: Mapping[str, Mapping[str, type]]) -> None:
-        problems: list[str] = []
+    def __init__(self, given: object, classes: Mapping[str, Mapping[str, type]]) -> None:
+        problems = Problems()
         config = _unnested(given)
         for key in [key for key in config if key not in KEYS][:MAX_SUGGESTED]:
-            problems.append(f"{NAME}: unknown key '{key}'{nearest(str(key), KEYS)}; there are {', '.join(KEYS)}")
+            problems.add(f"unknown key{nearest(str(key), KEYS)}", str(key), fix=f"choose one of {', '.join(KEYS)}")
         if config.get("scheduler") is None:
-            problems.append(f"{NAME}: 'scheduler' is missing; give {{'type': 'AmbaLevelPruneScheduler', 'kwargs': …}}")
+            problems.add("missing key", "scheduler", fix="set {'type': 'AmbaLevelPruneScheduler', 'kwargs': …}")
         if config.get("fuse_bn") is not None and config["fuse_bn"] is not False:
-            problems.append(f"{NAME}: fuse_bn is not offered; fuse with torch.nn.utils.fusion before, or leave it out")
-        self.given = copied(config)
+            fix = "fuse with torch.nn.utils.fusion before, or leave it out"
+            problems.add("not supported", "fuse_bn", fix=fix)
+        self.given = copy_config(config)
         self.types: dict[str, type] = {}
         self.kwargs: dict[str, dict[str, Any]] = {}
         for part in PARTS:
             kind, kwargs = _part(part, config.get(part), classes[part], problems)
             if kind is not None:
                 self.types[part] = kind
-                self.kwargs[part] = arguments(kind, kwargs, f"{NAME}: {part}.kwargs", problems)
-        self.leaves: list[Any] = list(_sequence(config.get("leaf_module"), problems))
+                self.kwargs[part] = check_arguments(kind, kwargs, problems, part, "kwargs")
+        self.leaves: list[Any] = list(_leaves(config.get("leaf_module"), problems))
         self.sparsity: dict[str, Any] = _sparsity(config.get("sparsity"), problems)
-        if problems:
-            raise GossamerError("\n".join(problems))
+        problems.raise_if_any()
 
-    def overridden(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """This config with the parts that another one names in place of its own."""
-        if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise GossamerError(f"{NAME}: expected a dict, found {type(given).__name__}")
+    def overridden(self, given: object) -> dict[str, Any]:
+        """This config with parts replaced by those of another one."""
         merged = {**self.given, **_unnested(given)}
         for part in PARTS:
             own, other = self.given.get(part), merged.get(part)
             if isinstance(own, Mapping) and isinstance(other, Mapping) and other is not own:
-                merged[part] = _overlaid(cast(Mapping[str, Any], own), cast(Mapping[str, Any], other))
+                merged[part] = _merged(cast(Mapping[str, Any], own), cast(Mapping[str, Any], other))
         return merged
 
+    def custom_classes(self) -> list[str]:
+        """The names of registered classes that do not come with Gossamer."""
+        return [kind.__name__ for kind in self.types.values() if not kind.__module__.startswith("gossamer.")]
 
-REFUSED = {"prun_hw_aware": "is not offered, for it needs a closed program of the chip's maker; leave it out"}
-DEFAULTS = {"mask_generator": "NormalMaskGenerator", "fake_sparse": "FakeSparse"}
-ALIASES = {"DefaultFakeSparse": "FakeSparse"}
 
-
-def _overlaid(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """A part with the arguments of another over its own, unless that one is of another type."""
+def _merged(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """A part with the arguments of another over its own, if both are of one type."""
     if other.get("type", own.get("type")) != own.get("type"):
         return dict(other)
     kwargs: Any = (own.get("kwargs") or {}, other.get("kwargs") or {})
@@ -76,87 +75,75 @@ def _overlaid(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any
     return {**own, **other, "kwargs": merged}
 
 
-def _unnested(given: Any) -> dict[str, Any]:
+def _unnested(given: object) -> dict[str, Any]:
     if not isinstance(given, Mapping):
-        raise GossamerError(f"{NAME}: expected a dict with the key 'scheduler', found {type(given).__name__}")
+        raise GossamerError(f"expected a dict with the key 'scheduler', found {type(given).__name__}")
     config = cast(Mapping[str, Any], given)
     inner = config.get("sparsity")
     if "scheduler" not in config and isinstance(inner, Mapping) and "scheduler" in inner:
-        return dict(cast(Mapping[str, Any], inner))  # a whole training config, of which this is the part `sparsity`
+        return dict(cast(Mapping[str, Any], inner))  # the part `sparsity` of a training config
     return dict(config)
 
 
 def _part(
-    part: str, given: Any, classes: Mapping[str, type], problems: list[str]
+    part: str, given: object, classes: Mapping[str, type], problems: Problems
 ) -> tuple[type | None, Mapping[str, Any]]:
-    """The class that a part names, and the keyword arguments beside it."""
-    if given is None and part in DEFAULTS:
-        return classes[DEFAULTS[part]], {}
+    """The class that a part names, and its keyword arguments."""
     if given is None:
-        return None, {}
+        return (None if part == "scheduler" else classes[_DEFAULTS[part]]), {}
     if not isinstance(given, Mapping):
-        problems.append(f"{NAME}: {part}: expected {{'type': …, 'kwargs': {{…}}}}, found {type(given).__name__}")
+        problems.add(f"expected {{'type': …, 'kwargs': {{…}}}}, found {type(given).__name__}", part)
         return None, {}
     entries = cast(Mapping[str, Any], given)
     for key in [key for key in entries if key not in ("type", "kwargs")][:MAX_SUGGESTED]:
         close = nearest(str(key), ("type", "kwargs"))
-        problems.append(f"{NAME}: {part}: unknown key '{key}'{close}; arguments go into 'kwargs'")
-    name = entries.get("type", "BaseScheduler" if part == "scheduler" else DEFAULTS[part])
-    name = ALIASES.get(name, name) if isinstance(name, str) else name
+        problems.add(f"unknown key{close}", part, str(key), fix="put arguments into 'kwargs'")
+    name = entries.get("type", _DEFAULTS[part])
+    name = _ALIASES.get(name, name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in classes:
-        known = ", ".join(classes)
-        problems.append(f"{NAME}: {part}: unknown type {name!r}{nearest(str(name), classes)}; there are {known}")
+        fix = f"choose one of {', '.join(classes)}"
+        problems.add(f"unknown type {name!r}{nearest(str(name), classes)}", part, "type", fix=fix)
         return None, {}
     kwargs: object = {} if entries.get("kwargs") is None else entries["kwargs"]
     if not isinstance(kwargs, Mapping):
-        problems.append(f"{NAME}: {part}.kwargs: expected a dict, found {type(kwargs).__name__}")
+        problems.add(f"expected a dict, found {type(kwargs).__name__}", part, "kwargs")
         return classes[name], {}
     return classes[name], cast(Mapping[str, Any], kwargs)
 
 
-def arguments(kind: type, given: Mapping[str, Any], where: str, problems: list[str]) -> dict[str, Any]:
-    """The keyword arguments, converted to the types that the class's `__init__` declares."""
-    fields = _fields(kind)
-    offered = f"there are {', '.join(fields)}" if fields else f"{kind.__name__} takes none"
-    for key in [key for key in given if key not in fields][:MAX_SUGGESTED]:
-        if key in REFUSED:
-            problems.append(f"{where}.{key}: {REFUSED[key]}")
+def check_arguments(kind: type, given: Mapping[str, Any], problems: Problems, *key: str) -> dict[str, Any]:
+    """Arguments of a class converted to the types that its `__init__` declares; their problems are below `key`."""
+    fields = _keyword_fields(kind)
+    own = kind.__module__.startswith("gossamer.")
+    fix = f"choose one of {', '.join(fields)}" if fields else f"{kind.__name__} takes no arguments"
+    for name in [name for name in given if name not in fields][:MAX_SUGGESTED]:
+        if name in _NOT_SUPPORTED:
+            problems.add(f"not supported: {_NOT_SUPPORTED[name]}", *key, name, fix="leave it out")
         else:
-            problems.append(f"{where}: unknown key '{key}'{nearest(str(key), fields)}; {offered}")
-    found: dict[str, Any] = {}
-    for key, (hint, required) in fields.items():
-        if key not in given:
-            problems += [f"{where}.{key}: is missing"] if required else []
+            problems.add(f"unknown key{nearest(str(name), fields)}", *key, str(name), fix=fix)
+    values: dict[str, Any] = {}
+    for name, (hint, required) in fields.items():
+        if name not in given:
+            if required:
+                problems.add("missing key", *key, name)
             continue
-        if kind.__module__.startswith("gossamer.") and hint is not Any and _holds_tensor(given[key]):
-            problems.append(f"{where}.{key}: expected plain numbers or text, found a tensor; write its .tolist()")
+        if own and hint is not Any and _has_tensor(given[name]):
+            problems.add("expected plain numbers or text, found a tensor", *key, name, fix="write its .tolist()")
             continue
         try:
             adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
-            found[key] = adapter.validate_python(copied(given[key]))
+            values[name] = adapter.validate_python(copy_config(given[name]))
         except ValidationError as error:
-            problems.append(f"{where}.{key}: {sentence(error.errors(include_url=False), given[key])}")
-    return found
+            problems.extend(problems_of(error, given[name]), *key, name)
+    return values
 
 
-def complaint(details: ErrorDetails) -> str:
-    """What a check of several values together found."""
-    expected, told = complaint_words(details)
-    return told or f"expected {expected}"
+def _keyword_fields(kind: type) -> dict[str, tuple[Any, bool]]:
+    """The keyword-only arguments of `__init__` by name, each with its type and whether it is required.
 
-
-def sentence(complaints: Sequence[ErrorDetails], found: object) -> str:
-    """What was wrong with one value; the branches of a union become one sentence."""
-    words = [complaint_words(details) for details in complaints]
-    expected = dict.fromkeys(expected for expected, _ in words if expected is not None)
-    if expected:
-        return f"expected {' or '.join(expected)}, found {found_words(found)}"
-    return f"{words[0][1]}, found {found_words(found)}"
-
-
-def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
-    """By name, type and whether it must be given: what `__init__` takes as keywords, `**kwargs` being the base's."""
-    found: dict[str, tuple[Any, bool]] = {}
+    If `__init__` takes `**kwargs`, the arguments of the base class are included.
+    """
+    fields: dict[str, tuple[Any, bool]] = {}
     for base in kind.__mro__:
         init = base.__dict__.get("__init__")
         if init is None or base is object:
@@ -166,46 +153,48 @@ def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
         for parameter in parameters:
             if parameter.kind is parameter.KEYWORD_ONLY:
                 required = parameter.default is parameter.empty
-                found.setdefault(parameter.name, (hints.get(parameter.name, Any), required))
+                fields.setdefault(parameter.name, (hints.get(parameter.name, Any), required))
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break
-    return found
+    return fields
 
 
-def _sequence(given: Any, problems: list[str]) -> Sequence[Any]:
+class _SparsityArguments:
+    """The keys of `sparsity` in a config."""
+
+    def __init__(self, *, target_sparsity: Sparsity, uniform: bool = True) -> None: ...
+
+
+def _leaves(given: object, problems: Problems) -> Sequence[Any]:
     if given is None:
         return []
     if isinstance(given, str) or not isinstance(given, Sequence):
-        problems.append(f"{NAME}: leaf_module: expected a list of classes or dotted names, found {given!r}")
+        problems.add(f"expected a list of classes or dotted names, found {given!r}", "leaf_module")
         return []
     return cast(Sequence[Any], given)
 
 
-def _sparsity(given: Any, problems: list[str]) -> dict[str, Any]:
-    """`{'target_sparsity': 0.9, 'uniform': True}`, which some schedulers take."""
+def _sparsity(given: object, problems: Problems) -> dict[str, Any]:
+    """`{'target_sparsity': 0.9, 'uniform': True}`, which some schedulers use."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        problems.append(f"{NAME}: sparsity: expected {{'target_sparsity': …, 'uniform': …}}, found {given!r}")
+        problems.add(f"expected {{'target_sparsity': …, 'uniform': …}}, found {given!r}", "sparsity")
         return {}
-
-    def declared(*, target_sparsity: Sparsity, uniform: bool = True) -> None: ...
-
-    holder = type("sparsity", (), {"__init__": declared})
-    return arguments(holder, cast(Mapping[str, Any], given), f"{NAME}: sparsity", problems)
+    return check_arguments(_SparsityArguments, cast(Mapping[str, Any], given), problems, "sparsity")
 
 
-def _holds_tensor(value: Any) -> bool:
-    """Whether a value is a tensor or a list with one, which would be taken for the numbers in it."""
+def _has_tensor(value: object) -> bool:
+    """Whether a value is a tensor or a list with one, which pydantic would convert to numbers."""
     if isinstance(value, list | tuple):
-        return any(_holds_tensor(inner) for inner in cast(Sequence[Any], value))
+        return any(_has_tensor(inner) for inner in cast(Sequence[Any], value))
     return isinstance(value, Tensor)
 
 
-def copied(value: Any) -> Any:
-    """A copy of the dicts and lists of a config; what they hold besides (classes, tensors) is the user's own."""
+def copy_config(value: Any) -> Any:
+    """A copy of the dicts and lists of a config; classes and tensors in it are not copied."""
     if isinstance(value, Mapping):
-        return {key: copied(inner) for key, inner in cast(Mapping[Any, Any], value).items()}
+        return {key: copy_config(inner) for key, inner in cast(Mapping[Any, Any], value).items()}
     if isinstance(value, list | tuple):
-        return [copied(inner) for inner in cast(Sequence[Any], value)]
+        return [copy_config(inner) for inner in cast(Sequence[Any], value)]
     return value

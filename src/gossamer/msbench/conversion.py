@@ -1,101 +1,236 @@
-"""A config, or the arguments of ASP, as a recipe that does the same."""
+"""`gossamer convert`: an MSBench config, or the arguments of ASP, in a file as a recipe that does the same.
+
+Files are YAML, JSON, or Python scripts that assign the config. Scripts are read and never run: literals and names of
+constants are evaluated here, within limits on size and depth, because `ast.literal_eval` knows neither.
+"""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
 from gossamer.asp import ASP
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, Location, Problem, Problems, within
 from gossamer.msbench import build_sparse_scheduler
-from gossamer.msbench.config import arguments
-from gossamer.msbench.levels import AmbaLevelPruneScheduler
-from gossamer.msbench.methods import ADMMScheduler, AmpereScheduler, layer_type
+from gossamer.msbench.config import check_arguments
+from gossamer.msbench.schedulers import AmbaLevelPruneScheduler, layer_type
 from gossamer.quantities import MAX_STEPS_PER_EPOCH, MIN_STEPS_PER_EPOCH, CountOrZero
 from gossamer.recipe import Recipe
+from gossamer.recipe.nodes import MAX_DEPTH, MAX_NODES, check_tags, parse, plain_value
+from gossamer.recipe.source import SourceProblems, open_source
 
-ASP_KEYS = (
-    "mask_calculator",
-    "verbosity",
-    "whitelist",
-    "allowed_layer_names",
-    "disallowed_layer_names",
-    "allow_recompute_mask",
-    "allow_permutation",
-)
-LEFT_OUT = {
-    "save_dir": "checkpoints per level are the training loop's in a recipe",
-    "do_sparse_analysis": "the analysis is not part of a recipe; scheduler.sparse_analysis(model) makes it",
-    "init_lr": "pass modify(…, lr_scheduler=…) the scheduler at its beginning",
+_PYTHON = (".py",)
+_DATA = (".yaml", ".yml", ".json")
+_MAX_SHOWN = 60
+_MAX_BITS = 1024
+_NOT_IN_RECIPES = {
+    "save_dir": "the training loop saves checkpoints when a recipe is used",
+    "do_sparse_analysis": "the analysis is not part of a recipe; use scheduler.sparse_analysis(model)",
+    "init_lr": "pass modify(…, lr_scheduler=…) the scheduler before its first step",
 }
+"""Arguments of schedulers that a recipe does not have."""
+
+
+class _ASPArguments:
+    """The arguments of `ASP.init_model_for_pruning` that a file may have."""
+
+    def __init__(
+        self,
+        *,
+        mask_calculator: str = "m4n2_1d",
+        verbosity: CountOrZero = 3,
+        whitelist: list[Any] | None = None,
+        allowed_layer_names: list[str] | None = None,
+        disallowed_layer_names: list[str] | None = None,
+        allow_recompute_mask: bool = False,
+        allow_permutation: bool = True,
+    ) -> None: ...
+
+
+_ASP_KEYS = frozenset(_ASPArguments.__init__.__kwdefaults__ or {})
 
 
 def to_recipe(
     given: Mapping[str, Any], steps_per_epoch: float = 1.0, model: nn.Module | None = None
 ) -> tuple[Recipe, list[str]]:
-    """The recipe, and a sentence on each setting that a recipe does not carry.
+    """The recipe, and a message about each setting that a recipe does not have.
 
-    Times become epochs of `steps_per_epoch` iterations. What depends on the shapes of layers (2:4) needs the model.
+    Iterations become epochs of `steps_per_epoch` iterations. Recipes that depend on the shapes of layers (2:4) need
+    the model.
     """
     if not MIN_STEPS_PER_EPOCH <= steps_per_epoch <= MAX_STEPS_PER_EPOCH:
-        wanted = f"a number above 0 and at most {MAX_STEPS_PER_EPOCH:g}"
-        raise GossamerError(f"steps_per_epoch: expected {wanted}, found {steps_per_epoch:g}")
-    asp = given.get("asp", given if given and set(given) <= set(ASP_KEYS) else None)
+        expected = f"a number above 0 and at most {MAX_STEPS_PER_EPOCH:g}"
+        raise GossamerError(f"expected {expected}, found {steps_per_epoch:g}", "steps_per_epoch")
+    asp = given.get("asp", given if given and set(given) <= _ASP_KEYS else None)
     if asp is not None:
-        return _of_asp(asp, model), []
+        return _asp_recipe(asp, model), []
     scheduler = build_sparse_scheduler(given)
-    if isinstance(scheduler, AmpereScheduler):
-        scheduler.prepare_sparse_model(_needed(model))
-    if isinstance(scheduler, ADMMScheduler) and scheduler.lengths[0] is None:
-        raise GossamerError(
-            "sparsity_config: ADMMScheduler learns its length from before_run; "
-            "write total_iters and iters_per_epoch into its kwargs"
-        )
+    if scheduler.needs_model:
+        scheduler.prepare_sparse_model(_expect_model(model))
     kwargs = scheduler.config.kwargs["scheduler"]
-    told = [f"{key}: {reason}" for key, reason in LEFT_OUT.items() if kwargs.get(key)]
+    messages = [f"{key}: {reason}" for key, reason in _NOT_IN_RECIPES.items() if kwargs.get(key)]
     if scheduler.learns:
-        told.append("the recipe trains what is learned itself: set st_decay (STR) or score_lr (ProbMask) there")
+        messages.append(
+            "a recipe trains thresholds and probabilities itself: set st_decay (STR) or score_lr (ProbMask)"
+        )
     if getattr(scheduler.generator, "tau", 1.0) != 1.0:
-        told.append("tau: the temperature of a recipe begins at 1")
+        messages.append("tau: the temperature of a recipe starts at 1")
     if isinstance(scheduler, AmbaLevelPruneScheduler):
-        told.append("set_lr_scheduler: pass modify(…, lr_scheduler=…), and levels start it over as before")
-    return scheduler.recipe(steps_per_epoch), told
+        messages.append("set_lr_scheduler: pass modify(…, lr_scheduler=…), and levels restart it as before")
+    return scheduler.recipe(steps_per_epoch), messages
 
 
-def _of_asp(given: Any, model: nn.Module | None) -> Recipe:
+def _asp_recipe(given: object, model: nn.Module | None) -> Recipe:
     if not isinstance(given, Mapping):
-        raise GossamerError(f"asp: expected the arguments of init_model_for_pruning, found {given!r}")
-    problems: list[str] = []
-    entries = dict(cast(Mapping[str, Any], given))
-    holder = type("asp", (), {"__init__": _asp_arguments})
-    checked = arguments(holder, entries, "asp", problems)
-    if problems:
-        raise GossamerError("\n".join(problems))
-    if "whitelist" in checked:
-        checked["whitelist"] = [layer_type(entry) for entry in checked["whitelist"]]
-    network = _needed(model)
-    ASP.init_model_for_pruning(network, **checked)
+        raise GossamerError(f"expected the arguments of init_model_for_pruning, found {given!r}", "asp")
+    problems = Problems()
+    arguments = check_arguments(_ASPArguments, cast(Mapping[str, Any], given), problems, "asp")
+    problems.raise_if_any()
+    if arguments.get("whitelist") is not None:
+        with within("asp"):
+            arguments["whitelist"] = [layer_type(entry) for entry in arguments["whitelist"]]
+    network = _expect_model(model)
+    ASP.init_model_for_pruning(network, **arguments)
     try:
         return ASP.recipe(network)
     finally:
         ASP.forget(network)
 
 
-def _asp_arguments(
-    *,
-    mask_calculator: str = "m4n2_1d",
-    verbosity: CountOrZero = 3,
-    whitelist: list[Any] | None = None,
-    allowed_layer_names: list[str] | None = None,
-    disallowed_layer_names: list[str] | None = None,
-    allow_recompute_mask: bool = False,
-    allow_permutation: bool = True,
-) -> None: ...
-
-
-def _needed(model: nn.Module | None) -> nn.Module:
+def _expect_model(model: nn.Module | None) -> nn.Module:
     if model is None:
-        raise GossamerError("which layers take 2:4 depends on their shapes; name the model (--model)")
+        raise GossamerError(Problem("2:4 depends on the shapes of the layers", fix="pass the model (--model)"))
     return model
+
+
+# Reading files
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config in a file. In a script, it is the first dict literal with the key `scheduler` or `asp`."""
+    source = open_source(path)
+    if path.suffix in _PYTHON:
+        return _read_script(path, source.text)
+    file = Location(str(path))
+    if path.suffix not in _DATA:
+        raise GossamerError(Problem(f"expected a file that ends in {', '.join((*_DATA, *_PYTHON))}", location=file))
+    problems = SourceProblems(source)
+    root = parse(source, problems, what="config")
+    check_tags(root, problems, known=frozenset())
+    config = plain_value(root, problems)
+    problems.raise_if_any()
+    if not isinstance(config, Mapping):
+        message = f"expected a mapping with the key 'scheduler', found {type(config).__name__}"
+        raise GossamerError(Problem(message, location=file))
+    return {str(key): value for key, value in cast(Mapping[Any, Any], config).items()}
+
+
+def _read_script(path: Path, text: str) -> dict[str, Any]:
+    file = Location(str(path))
+    try:
+        tree = ast.parse(text, filename=str(path))
+    except SyntaxError as error:
+        raise GossamerError(
+            Problem(f"not valid Python: {error.msg}", location=Location(str(path), error.lineno))
+        ) from None
+    except (RecursionError, MemoryError):
+        raise GossamerError(Problem("nested too deeply", location=file)) from None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict) and {"scheduler", "asp"} & {_key(key) for key in node.keys}:
+            return _Script(path, text, _constants(tree)).value(node)
+    fix = "assign one, as in sparsity_config = {…}"
+    raise GossamerError(Problem("no dict with the key 'scheduler'", location=file, fix=fix))
+
+
+def _key(key: ast.expr | None) -> object:
+    return key.value if isinstance(key, ast.Constant) else None
+
+
+def _constants(tree: ast.Module) -> dict[str, ast.expr]:
+    """Names that the script assigns at its top level, such as `max_iter = 10000`."""
+    constants: dict[str, ast.expr] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            constants[node.targets[0].id] = node.value
+    return constants
+
+
+class _Script:
+    """Evaluates literals of a script, with names of constants expanded, up to a size and a depth."""
+
+    def __init__(self, path: Path, text: str, constants: Mapping[str, ast.expr]) -> None:
+        self._path = path
+        self._text = text
+        self._constants = constants
+        self._left = MAX_NODES
+        self._depth = 0
+        self._expanding: set[str] = set()
+
+    def value(self, node: ast.expr) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise self._error(node, f"the config has more than {MAX_NODES:,} values when its names are expanded")
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise self._error(node, f"the config is nested more than {MAX_DEPTH} levels deep")
+        value = self._value(node)
+        self._depth -= 1
+        return value
+
+    def _value(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Dict):
+            return self._dict(node)
+        if isinstance(node, ast.List | ast.Tuple):
+            return [self.value(item) for item in node.elts]
+        if isinstance(node, ast.Set):
+            return {self._hashable(item, "a name") for item in node.elts}
+        if isinstance(node, ast.Name) and node.id in self._constants and node.id not in self._expanding:
+            self._expanding.add(node.id)
+            value = self.value(self._constants[node.id])
+            self._expanding.remove(node.id)
+            return value
+        if isinstance(node, ast.Attribute) and _is_torch_name(node):
+            return node.attr  # torch.nn.Linear in a whitelist
+        try:
+            value = ast.literal_eval(node)
+        except (ValueError, TypeError):
+            message = f"'{self._shown(node)}' is code, and scripts are not executed"
+            raise self._error(node, message, fix="write the value there") from None
+        if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+            raise self._error(node, f"expected a number, found one of {value.bit_length():,} bits")
+        return value
+
+    def _dict(self, node: ast.Dict) -> dict[Any, Any]:
+        entries: dict[Any, Any] = {}
+        for key, value in zip(node.keys, node.values, strict=True):
+            inner = self.value(value)
+            if key is not None:
+                entries[self._hashable(key, "a name as key")] = inner
+            elif isinstance(inner, dict):  # {**others}
+                entries |= inner
+        return entries
+
+    def _hashable(self, node: ast.expr, expected: str) -> Any:
+        value = self.value(node)
+        if isinstance(value, dict | list | set):
+            raise self._error(node, f"expected {expected}, found '{self._shown(node)}'")
+        return value
+
+    def _shown(self, node: ast.expr) -> str:
+        written = " ".join((ast.get_source_segment(self._text, node) or "").split())
+        return written if len(written) <= _MAX_SHOWN else f"{written[: _MAX_SHOWN - 3]}..."
+
+    def _error(self, node: ast.expr, message: str, fix: str = "") -> GossamerError:
+        return GossamerError(Problem(message, location=Location(str(self._path), node.lineno), fix=fix))
+
+
+def _is_torch_name(node: ast.Attribute) -> bool:
+    """Whether it is a dotted name that begins with `torch` or `nn`."""
+    part: ast.expr = node
+    while isinstance(part, ast.Attribute):
+        part = part.value
+    return isinstance(part, ast.Name) and part.id in ("torch", "nn")

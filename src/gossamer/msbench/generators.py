@@ -1,49 +1,50 @@
 """Mask generators: which weights of a layer a config prunes first.
 
-Each is the name of a pattern and a score of the engine. One of the user's own
-subclasses `MaskGenerator` and computes masks itself.
+Each names a pattern and a score of the engine. A custom one subclasses `MaskGenerator` and computes masks itself.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, Problem
+from gossamer.modifiers import LevelPruningModifier, Modifier
 from gossamer.quantities import Sparsity, Temperature
 from gossamer.sparse import magnitude, parse_pattern
 from gossamer.sparse.scores import FilterKind, filter_scores
 
 
 class MaskGenerator:
-    """Makes the mask of one weight; `sparsity` says how sparse, and whoever uses the generator sets it."""
+    """Computes the mask of one weight; `sparsity` is set before each call of `generate_mask`."""
 
     def __init__(self, *, sparsity: Sparsity | None = None) -> None:
         self.sparsity = sparsity
 
     @property
     def mask_type(self) -> str | None:
-        """The `mask_type` of a recipe that stands for this; None for a generator that computes masks of its own."""
+        """The `mask_type` of a recipe that does the same; None for a generator that computes its own masks."""
         return None
 
     @property
     def score_type(self) -> Literal["magnitude"] | FilterKind:
-        """The `score_type` of that recipe."""
+        """The `score_type` of a recipe that does the same."""
         return "magnitude"
 
     def generate_mask(self, weight: Tensor) -> Tensor:
-        """Where to keep weights (true, or not 0), in the shape of the weight `(out, in, *kernel)`."""
+        """The mask of a weight `(out, in, *kernel)`, in its shape: true or nonzero where it is kept."""
         raise NotImplementedError(f"{type(self).__name__}.generate_mask: return the mask of a weight")
 
 
-class _Known(MaskGenerator):
+class _PatternGenerator(MaskGenerator):
     """A pattern with a score."""
 
     @property
     def mask_type(self) -> str | None:
-        own = type(self).generate_mask is not _Known.generate_mask
+        own = type(self).generate_mask is not _PatternGenerator.generate_mask
         return None if own else self.pattern_name
 
     @property
@@ -61,7 +62,7 @@ class _Known(MaskGenerator):
         return pattern.mask(self.scores(detached), self.sparsity or 0.0)
 
 
-class NormalMaskGenerator(_Known):
+class NormalMaskGenerator(_PatternGenerator):
     """The smallest weights of a layer; with `structured` whole filters by their norm, p1 or p2."""
 
     def __init__(
@@ -79,7 +80,7 @@ class NormalMaskGenerator(_Known):
         return "l2" if self.structured and self.func == "p2" else "magnitude"
 
 
-class NMMaskGenerator(_Known):
+class NMMaskGenerator(_PatternGenerator):
     """2:4."""
 
     def __init__(self) -> None:
@@ -90,11 +91,12 @@ class NMMaskGenerator(_Known):
         return "2:4"
 
 
-class _FilterMaskGenerator(_Known):
+class _FilterMaskGenerator(_PatternGenerator):
     def __init__(self, *, structured: bool = True, sparsity: Sparsity | None = None) -> None:
         super().__init__(sparsity=sparsity)
         if not structured:
-            raise GossamerError(f"mask_generator: {type(self).__name__} prunes whole filters; structured must be True")
+            message = f"{type(self).__name__} prunes whole filters; structured must be True"
+            raise GossamerError(Problem(message, ("mask_generator", "kwargs", "structured")))
 
     @property
     def pattern_name(self) -> str:
@@ -119,7 +121,7 @@ class FPGMMaskGenerator(_FilterMaskGenerator):
 
 
 class NuclearMaskGenerator(_FilterMaskGenerator):
-    """The filters without which the layer's nuclear norm falls least."""
+    """The filters whose removal reduces the layer's nuclear norm least."""
 
     def __init__(self, *, structured: bool = True, func: str | None = None, sparsity: Sparsity | None = None) -> None:
         super().__init__(structured=structured, sparsity=sparsity)
@@ -129,12 +131,12 @@ class NuclearMaskGenerator(_FilterMaskGenerator):
         return "nuclear"
 
 
-class STRMaskGenerator(_Known):
-    """What learned thresholds leave; they, not a sparsity, decide."""
+class STRMaskGenerator(_PatternGenerator):
+    """For STR: learned thresholds decide, not a sparsity."""
 
 
-class ProbMaskGenerator(_Known):
-    """What learned probabilities leave; `tau` is the temperature that they start from."""
+class ProbMaskGenerator(_PatternGenerator):
+    """For ProbMask: learned probabilities decide; `tau` is the first temperature."""
 
     def __init__(self, *, tau: Temperature = 1.0) -> None:
         super().__init__()
@@ -142,5 +144,36 @@ class ProbMaskGenerator(_Known):
 
 
 def _spread(scores: Tensor, weight: Tensor) -> Tensor:
-    """One score per filter at each of its weights."""
+    """The score of each filter for all of its weights."""
     return scores.reshape(-1, *[1] * (weight.dim() - 1)).expand_as(weight)
+
+
+class GeneratedLevels(LevelPruningModifier):
+    """Levels whose masks a custom mask generator computes; it cannot be written into a recipe."""
+
+    _generator: MaskGenerator
+
+    @classmethod
+    def of(cls, levels: Modifier, generator: MaskGenerator) -> GeneratedLevels:
+        modifier = cls.model_validate(levels.model_dump(exclude_unset=True))
+        modifier._generator = generator
+        return modifier
+
+    @property
+    def name(self) -> str:
+        return LevelPruningModifier.__name__  # the key of its state
+
+    def masks(self, run: Any, scores: Mapping[str, Tensor], sparsity: Mapping[str, float] | float) -> dict[str, Tensor]:
+        masks: dict[str, Tensor] = {}
+        for name, score in scores.items():
+            weight = run.weights.parameter(name).detach()
+            self._generator.sparsity = sparsity[name] if isinstance(sparsity, Mapping) else sparsity
+            mask = cast(object, self._generator.generate_mask(weight))
+            if not isinstance(mask, Tensor) or mask.shape != score.shape:
+                found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+                raise GossamerError(
+                    f"{type(self._generator).__name__}.generate_mask: expected a mask of shape {tuple(weight.shape)} "
+                    f"for '{name}', found {found}"
+                )
+            masks[name] = mask != 0
+        return masks

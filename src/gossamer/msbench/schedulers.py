@@ -1,460 +1,610 @@
-"""The scheduler that all others extend: prepare a model, prune it while it trains, export it.
-
-A scheduler comes to a recipe, which a run of the engine carries out; the
-user's loop moves its clock by `prune_model(model, iteration)`. Methods that
-learn what to prune put sparsers into the model instead.
-"""
+"""The schedulers that a config can name besides the base: levels (Ambarella), 2:4 (Ampere), STR, ProbMask and ADMM."""
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from gossamer.engine.binding import BoundModifier
-from gossamer.engine.completion import TOLERANCE
-from gossamer.engine.learning_rate import Restart
-from gossamer.engine.masks import Masks
-from gossamer.engine.optimizer import Arguments, StepWatch
-from gossamer.engine.run import TrainingRun
-from gossamer.engine.state import RunState, frozen
-from gossamer.errors import GossamerError
-from gossamer.model import expect_model, get_parameter, has_parameter, left_dense, prunable, unwrap
-from gossamer.modifiers import LevelPruningModifier
-from gossamer.modifiers.state import Item, Spec
-from gossamer.msbench import selection, sparsers
-from gossamer.msbench.config import NAME, Config
-from gossamer.msbench.lowering import GeneratedLevels, Lowered, told_of_config
-from gossamer.msbench.tracing import check_leaves, leaf_words, traced
+from gossamer.asp import ASP
+from gossamer.asp.layers import parse_calculator
+from gossamer.errors import GossamerError, Key, Problem, Problems, within
+from gossamer.io import atomic_write
+from gossamer.model import ALL_PRUNABLE, DEPTHWISE, get_parameter, layer_path, unwrap, weight_of
+from gossamer.modifiers import ADMMPruningModifier, Modifier, ProbMaskPruningModifier, STRPruningModifier
+from gossamer.modifiers.learned import (
+    CONTROLLED,
+    STATISTICS,
+    controlled_pull,
+    note_statistics,
+    warn_of_stale_statistics,
+)
+from gossamer.modifiers.state import Item, Layout, vector
+from gossamer.msbench import sparsers
+from gossamer.msbench.base import KWARGS, BaseScheduler, logger
+from gossamer.msbench.config import Config
+from gossamer.msbench.generators import NMMaskGenerator
+from gossamer.quantities import (
+    MAX_COUNT,
+    Count,
+    CountOrZero,
+    Factor,
+    LearningRate,
+    PartialSparsity,
+    Percent,
+    PositiveFactor,
+    Seed,
+    Share,
+    Size,
+)
 from gossamer.recipe import Recipe
+from gossamer.sparse import fraction, interpolate, pulled, share_of_zeros
 
 if TYPE_CHECKING:
     from gossamer.analysis.layers import LayerReport
 
-logger = logging.getLogger("gossamer.msbench")
-STATE_FORMAT = 1
+# Levels
+
+Algorithm = Literal[0, 1, "uniform", "energy", "erk", "global"]
+TABLE: list[float] = [30, 40, 50, 60, 70, 80, 90]
+ALGORITHMS = ("uniform", "energy")
+"""The meaning of the numbers of `prun_algo`."""
 
 
-class BaseScheduler(Lowered):
-    """A constant sparsity, or what the sparsers of the config learn.
+class AmbaLevelPruneScheduler(BaseScheduler):
+    """A table of sparsities, each trained for an equal share of `total_iters`; docs/msbench.md has the arguments."""
 
-    `no_prune_keyword` holds parts of layer names and `no_prune_layer` whole
-    layer names, each a list with commas, of layers that stay dense.
-    """
+    needs = sparsers.FakeSparse
+    field_keys: ClassVar[Mapping[str, Key]] = {
+        "levels": (*KWARGS, "sparsity_table"),
+        "energy_slope": (*KWARGS, "prun_algo_tuning"),
+        "tolerance": (*KWARGS, "sparse_rate_tolerance"),
+        "max_layer_sparsity": (*KWARGS, "prune_tolerance_max"),
+        "end_epoch": (*KWARGS, "total_iters"),
+    }
 
-    traces: ClassVar[bool] = True
-    """Whether torch.fx is tried on the model."""
-    recalibrates: ClassVar[bool] = False
-    """Whether evaluation computes with other weights than training, so that batch norm must be recalibrated."""
-
-    def __init__(self, config: Config, *, no_prune_keyword: str = "", no_prune_layer: str = "") -> None:
-        super().__init__(config, no_prune_keyword, no_prune_layer)
-        self.init_lr: float | list[float] | None = None
-        self.iteration: int | None = None
-        self.names: list[str] = []
-        """The weights that are pruned; known when a model is prepared."""
-        self.skipped: dict[str, str] = {}
-        self.followed: tuple[Any, bool] = (None, False)
-        """Example inputs to trace the model with, and whether it is traced in parts."""
-        self._reference: weakref.ref[nn.Module] | None = None
-        self._run: TrainingRun | None = None
-        self._begun = False
-        self._restart: Restart | None = None
-        self._watch: StepWatch | None = None
-        self._steps = 0
-        self._untrained: set[int] = set()
-        """What is learned and was in no optimizer that stepped so far, by id."""
-        self._exported = Masks()
-        """The zeros to keep in training that goes on after the export."""
-
-    # The calls of a training script
-
-    def prepare_sparse_model(
+    def __init__(
         self,
-        model: nn.Module,
-        config: Mapping[str, Any] | None = None,
+        config: Config,
         *,
-        networks: Mapping[str, nn.Module] | None = None,
-        example_inputs: Any = None,
-    ) -> nn.Module:
-        """The model, traced where torch.fx represents it rightly; weights keep their values and names.
+        total_iters: Count = 10000,
+        sparsity_table: list[Percent] | None = None,
+        prun_algo: Algorithm = 1,
+        prun_algo_tuning: Factor = 0.5,
+        dw_no_prune: bool = False,
+        do_sparse_analysis: bool = False,
+        default_input_shape: list[Size] | None = None,
+        default_input_custom: Any = None,
+        output_dir: str | os.PathLike[str] = "./sparse_analysis",
+        save_dir: str | os.PathLike[str] | None = "./model_save_path",
+        sparse_rate_tolerance: Share = 0.015,
+        prune_tolerance_max: Factor = 1.0,
+        prune_tolerance_min: Factor = 1.0,
+        init_lr: LearningRate | list[LearningRate] | None = None,
+        verbose: bool = False,
+        **excluded: Any,
+    ) -> None:
+        super().__init__(config, **excluded)
+        table = TABLE if sparsity_table is None else sparsity_table
+        self._check_table(table, total_iters)
+        self.table = [_share(percent) for percent in table]
+        self.total_iters, self.tuning = total_iters, prun_algo_tuning
+        allocation = ALGORITHMS[prun_algo] if isinstance(prun_algo, int) else prun_algo
+        # With 2:4 all layers have the same sparsity.
+        self.allocation = "uniform" if self.generator.mask_type == "2:4" else allocation
+        self.tolerance, self.caps = sparse_rate_tolerance, (prune_tolerance_max, prune_tolerance_min)
+        self.exclude += [DEPTHWISE] if dw_no_prune else []
+        self.analyse, self.output_dir = do_sparse_analysis, Path(output_dir)
+        self.save_dir = None if save_dir is None else Path(save_dir)
+        self.example = default_input_custom if default_input_custom is not None else default_input_shape
+        self.init_lr, self.verbose = init_lr, verbose
+        self._closing: weakref.WeakSet[torch.optim.Optimizer] | None = None
+        """In the last iteration: the optimizers whose last step is saved."""
+        self.modifiers()  # raises for invalid arguments
 
-        A `config` overrides parts of the scheduler's own. Build the optimizer behind this call: methods that learn
-        add parameters. `networks`, for a model such as a detector that no graph can represent, are modules over its
-        layers that torch.fx follows in its place: the model comes back as it is, and what lies outside of them is
-        not pruned. `example_inputs` is what the model is followed with, to permute channels and to find filters that
-        belong together.
-        """
-        expect_model(model, "prepare_sparse_model")
-        if config is not None:
-            self._reconfigure(config)
-        owner = unwrap(model)
-        if sparsers.nodes(owner):
-            raise GossamerError("prepare_sparse_model: the model is prepared already; export_sparse_model ends that")
-        if self.learns and owner is not model:
-            raise GossamerError(
-                f"prepare_sparse_model: {self.sparser.__name__} adds parameters, which {type(model).__name__} around "
-                "the model would not train; prepare the model first and wrap it then"
-            )
-        if networks is not None:
-            prepared = self._within(model, networks)
-        else:
-            prepared = traced(model, self.config.leaves) if self.traces and owner is model else model
-        self.followed = (example_inputs, networks is not None)
-        for scheduler in list(_living):
-            scheduler.let_go(model)
-        self._exported = Masks()
-        self.install(prepared)
-        self._untrained = {id(p) for node in sparsers.nodes(unwrap(prepared)).values() for p in node.parameters()}
-        self._reference = weakref.ref(unwrap(prepared))
-        _living.add(self)
-        self._watch = StepWatch(unwrap(prepared), self._before_step, self._after_step)
-        return prepared
-
-    def prune_model(self, model: nn.Module, iteration: int) -> dict[str, Tensor]:
-        """Do what is due at an iteration, counted from 0; call it once in each, best at its start."""
-        self._check_prepared(model, "prune_model")
-        if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise GossamerError(f"prune_model: iteration: expected a whole number from 0 on, found {iteration!r}")
-        if self.iteration is not None and iteration < self.iteration:
-            raise GossamerError(
-                f"prune_model: iteration {iteration} lies before {self.iteration}, where pruning is already; "
-                "a new training needs a new scheduler, a resumed one load_state_dict"
-            )
-        told = self.advance(model, iteration)
-        self.iteration = iteration
-        self._warn_of_untrained()
-        return told or {}
-
-    def init_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Name the optimizer. Where it is not named, the one that trains the model is noticed when it steps."""
-        if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise GossamerError(f"init_optimizer: expected a torch.optim.Optimizer, found {type(optimizer).__name__}")
-        if self._run is not None:
-            self._run.optimizer = optimizer
-
-    def set_lr_scheduler(self, lr_scheduler: Any) -> None:
-        """Name the learning-rate scheduler, which levels start over."""
-        self._restart = Restart(lr_scheduler, self.init_lr)
-        if self._restart.begun:
-            logger.warning(
-                "set_lr_scheduler: it has made steps already, and levels will start over from there; "
-                "name it before its state is loaded, or load the sparse scheduler's state behind this call"
-            )
-        if self._run is not None:
-            self._run.restart = self._restart
-        self.init_optimizer(self._restart.optimizer)
-
-    def export_sparse_model(self, model: nn.Module) -> nn.Module:
-        """Write the zeros into the weights and take the sparsers out, in place.
-
-        Training that goes on keeps the zeros, as long as the scheduler lives and no other prepares the model. A copy
-        of the prepared model, such as an average, can be exported too, before or after it. Warns when `prune_model`
-        was not called up to the length that the config gives.
-        """
-        owner = self._expect_names(model, "export_sparse_model")
-        if self.iteration is None and not self._holds_masks and not self.learns:
-            logger.warning("export_sparse_model: nothing is pruned; prune_model was never called")
-        if self._run is not None:
-            self._run.masks.apply_to_copy(owner)
-        self._exported.apply_to_copy(owner)
-        sparsers.fold(owner, self.names)
-        if self._reference is not None and owner is self._reference():
-            held = list(self.names)
-            if self._run is not None:
-                held += [name for name in self._run.masks.names() if name not in held]
-                if self._begun:
-                    self._run.finish()
-            self._run = None
-            for name in held:
-                weight = get_parameter(owner, name).detach()
-                self._exported.hold(0, name, weight != 0, weight)
-            self._warn_of_early_export(owner)
-            self.exported()
-        return model
-
-    def export_sparse_onnx(self, model: nn.Module, dummy_input: Any, onnx_name: str | os.PathLike[str]) -> str:
-        """Write `onnx_name`.onnx with the zeros in the weights, and return its name; the model stays as it is."""
-        from gossamer.msbench.onnx import write
-
-        return write(self, model, dummy_input, onnx_name)
-
-    def compute_sparse_rate(self, model: nn.Module) -> float:
-        """Measured: zeros over weights of the layers that are pruned; 0.0 when they have no weights."""
-        owner = self._expect_names(model, "compute_sparse_rate")
-        weights = [sparsers.effective(owner, name) for name in self.names]
-        total = sum(weight.numel() for weight in weights)
-        return sum(weight.numel() - int(weight.count_nonzero()) for weight in weights) / max(total, 1)
-
-    def update_sparsity_per_layer(self, model: nn.Module, sparsity_rate: float | Mapping[str, float]) -> None:
-        """Prune now, to one sparsity or to one for each layer by its name."""
-        self._check_prepared(model, "update_sparsity_per_layer")
-        bound = self._bound
-        if bound is None or not isinstance(bound.modifier, LevelPruningModifier):
-            raise GossamerError(f"update_sparsity_per_layer: {type(self).__name__} decides the sparsity itself here")
-        bound.modifier.prune(bound, selection.by_weight(sparsity_rate, self.names))
-        assert self._run is not None
-        self._run.apply_masks()
-
-    def param_groups(
-        self, model: nn.Module, weight_decay: float = 0.0, st_decay: float | None = None
-    ) -> list[dict[str, Any]]:
-        """Groups for an optimizer: the model's own parameters, and what sparsers learn, with a decay of their own.
-
-        `st_decay` is that of STR's thresholds and drives the sparsity; without one it is the weight decay, as in the
-        paper.
-        """
-        learned = {id(p): p for node in sparsers.nodes(unwrap(model)).values() for p in node.parameters()}
-        own = [p for p in model.parameters() if id(p) not in learned]
-        groups: list[dict[str, Any]] = [{"params": own, "weight_decay": weight_decay}]
-        if learned:
-            decay = weight_decay if st_decay is None else st_decay
-            groups.append({"params": list(learned.values()), "weight_decay": decay})
-        return groups
-
-    # State
-
-    def state_dict(self) -> dict[str, Any]:
-        """What to save beside model, optimizer and learning-rate scheduler, to go on to the bit."""
-        return {
-            "format": STATE_FORMAT,
-            "scheduler": type(self).__name__,
-            "config": self.settings,
-            "iteration": self.iteration,
-            "run": self._run.state_dict() if self._run is not None and self._begun else None,
-            "by_hand": frozen(self._run.masks.of(0)) if self._run is not None and not self._begun else {},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Go on from a state; behind `prepare_sparse_model` and `set_lr_scheduler`.
-
-        Returns what did not match, for a config that was edited since, and logs it.
-        """
-        if not isinstance(state, Mapping) or not {"format", "scheduler", "iteration", "run"} <= set(state):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise GossamerError("load_state_dict: this is not what state_dict() of a sparse scheduler returned")
-        item = Item(state, "load_state_dict")
-        fields = item.fields(["format", "scheduler", "iteration", "run"], ["config", "by_hand", "statistics"])
-        found = ascii(fields["scheduler"].text())[1:61].removesuffix("'"), fields["format"].integer()
-        if found != (type(self).__name__, STATE_FORMAT):
-            raise GossamerError(
-                f"load_state_dict: the state is of {found[0]}, format {found[1]}, "
-                f"and this is {type(self).__name__}, format {STATE_FORMAT}"
-            )
-        if self._reference is None:
-            raise GossamerError("load_state_dict: call prepare_sparse_model(model) first")
-        iteration = None if fields["iteration"].value is None else fields["iteration"].integer()
-        run = None if fields["run"].value is None else RunState.parse(fields["run"].value)
-        model = self._reference()
-        assert model is not None
-        if self._run is None and not self.learns and run is not None:
-            raise GossamerError("load_state_dict: the model was exported; prepare it again and load the state then")
-        problems: list[str] = []
-        if "config" in fields and fields["config"].text() != self.settings:
-            problems.append("the config is not the one that the state was saved under: levels go on by the new one")
-        if self._run is not None and run is not None:
-            problems += self._run.load_state_dict(run)
-        elif self._run is not None:
-            masks = self._by_hand(model, fields["by_hand"].entries() if "by_hand" in fields else {}, problems)
-            self._run = self._new_run(model)
-            for name, keep in masks.items():
-                self._run.modifiers[0].masks.set(name, keep)
-            self._run.apply_masks()
-        self.iteration, self._begun = iteration, run is not None
-        for problem in problems:
-            logger.warning("state: %s", problem)
-        return problems
-
-    def _by_hand(self, model: nn.Module, saved: Mapping[str, Item], problems: list[str]) -> dict[str, Tensor]:
-        """The masks of `update_sparsity_per_layer`, from before the first `prune_model`."""
-        found: dict[str, Tensor] = {}
-        for name, item in saved.items():
-            spec, shape = Spec.of(name, get_parameter(model, name)) if name in self.names else None, item.shape()
-            if spec is not None and spec.shape == shape:
-                found[name] = item.mask(spec)
-            else:
-                problems.append(f"the mask of {name!r} {shape} is dropped: no weight of that name and shape is pruned")
-        return found
+    def _check_table(self, table: Sequence[float], total_iters: int) -> None:
+        problems = Problems()
+        key = (*KWARGS, "sparsity_table")
+        if table and 0 < max(table) < 1:
+            problems.add(f"expected percents, as in 30 for a share of 0.3, found {table}", *key)
+        if any(after <= before for before, after in pairwise(table)):
+            problems.add(f"expected percents that rise, as in [30, 50, 70], found {table}", *key)
+        if not table:
+            problems.add("expected sparsities in percent, as in [30, 50, 70], found none", *key)
+        if total_iters < max(len(table), 1):
+            problems.add(f"{total_iters} iterations are too few for {len(table)} levels", *KWARGS, "total_iters")
+        if self.generator.sparsity is not None and not isinstance(self.generator, NMMaskGenerator):
+            fix = "set scheduler.kwargs.sparsity_table instead"
+            problems.add("levels do not use it", "mask_generator", "kwargs", "sparsity", fix=fix)
+        problems.raise_if_any()
 
     @property
-    def _holds_masks(self) -> bool:
-        return self._run is not None and bool(self._run.masks.names())
+    def level_starts(self) -> list[int]:
+        """The iteration at which each level starts: n·total_iters // L."""
+        return [n * self.total_iters // len(self.table) for n in range(len(self.table))]
 
-    # What is pruned
+    def modifiers(self, steps_per_epoch: float = 1.0) -> Sequence[Modifier]:
+        more: dict[str, Any] = {"allocation": self.allocation}
+        if self.allocation == "energy":
+            more |= {"energy_slope": self.tuning, "tolerance": self.tolerance, **self._cap()}
+        return [self.levels(self.table, self.total_iters / steps_per_epoch, **more)]
+
+    def _cap(self) -> dict[str, float]:
+        """MSBench's two tolerances both bound a layer's sparsity at the last level; 1.0 sets no bound."""
+        most, least = self.caps
+        bounds = [self.table[-1] * most] if most > 1 else []
+        bounds += [1 - (1 - self.table[-1]) * least] if least < 1 else []
+        return {"max_layer_sparsity": min(0.99, *bounds)} if bounds else {}
 
     @property
-    def layers(self) -> dict[str, str | None]:
-        """Every layer that could be pruned: None when it is, else the reason why it stays dense."""
-        self._check_prepared(None, "layers")
-        found: dict[str, str | None] = {**dict.fromkeys(self.names), **self.skipped}
-        model = self._reference() if self._reference is not None else None
-        order = [*prunable(model), *left_dense(model)] if model is not None else []
-        return {selection.layer_of(name): found[name] for name in order if name in found}
+    def final_sparsity(self) -> float | None:
+        return self.table[-1]
 
-    def sparse_analysis(self, model: nn.Module) -> LayerReport:
-        """Layer by layer what the config comes to; for levels."""
-        raise GossamerError(f"sparse_analysis: {type(self).__name__} has no levels to analyse")
-
-    # For schedulers of one's own
-
-    def install(self, model: nn.Module) -> None:
-        """Bind the recipe to the model, so that what is wrong is told now; put the sparsers in."""
-        run = self._new_run(model)
-        self.names = [name for own in run.modifiers for name in own.bound]
-        self.skipped = {name: why for own in run.modifiers for name, why in own.skipped.items()}
-        self._run, self._begun, self.iteration = None if self.learns else run, False, None
-        if type(self) is BaseScheduler and not self.learns and run.modifiers[0].modifier.sparsity_at(0.0) == 0:
-            logger.warning("no sparsity is given: nothing is pruned until update_sparsity_per_layer")
-        if self.learns:
-            run.take_over_masks()
-            for name in self.names:
-                sparsers.attach(unwrap(model), name, self.make_sparser(get_parameter(model, name)))
-
-    def _within(self, model: nn.Module, networks: Mapping[str, nn.Module]) -> nn.Module:
-        """Follow each network by torch.fx, and leave out what lies outside of them; the model itself."""
-        known = set[str]()
-        for network in networks.values():
-            own = leaf_words(network)
-            known |= own
-            if self.traces:
-                traced(network, [leaf for leaf in self.config.leaves if not isinstance(leaf, str) or leaf in own])
-        check_leaves(model, self.config.leaves, known)
-        inside = {id(parameter) for network in networks.values() for parameter in network.parameters()}
-        owner = unwrap(model)
-        outside = [name for name in prunable(owner) if id(get_parameter(owner, name)) not in inside]
-        self.exclude = [*self.exclude, *outside]
-        return model
-
-    def _new_run(self, model: nn.Module) -> TrainingRun:
-        with told_of_config():
-            recipe, example = Recipe.of(self.modifiers(), name=NAME), self.followed[0]
-            run = TrainingRun(recipe, model, None, 1.0, example_inputs=example, restart=self._restart)
-            run.bind()
-        run.external_clock = True
-        first = run.modifiers[0]
-        if self.generator.mask_type is None and isinstance(first.modifier, LevelPruningModifier):
-            first.modifier = GeneratedLevels.of(first.modifier, self.generator)
-        return run
-
-    def make_sparser(self, weight: Tensor) -> sparsers.FakeSparse:
-        return self.sparser(weight, self.generator, **self.config.kwargs["fake_sparse"])
+    @property
+    def length(self) -> int | None:
+        return self.total_iters
 
     def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
-        """What is due at an iteration."""
-        self._enter(iteration)
-
-    def before_step(self) -> None:
-        """What to do when gradients are there, before the optimizer's step."""
-
-    def after_step(self) -> None:
-        """What to do after each step of an optimizer that trains the model."""
-
-    def exported(self) -> None:
-        """What to do when the prepared model itself was exported."""
-
-    def let_go(self, model: nn.Module) -> None:
-        """Keep the zeros of an exported model no longer: whoever prepares it decides about them from then on."""
-        own = {id(parameter) for parameter in model.parameters()}
-        exported = self._reference() if self._reference is not None else None
-        if exported is not None and any(id(parameter) in own for parameter in exported.parameters()):
-            self._exported = Masks()
-
-    # Behind the scenes
+        """A level is saved when it ends; the last one again after each optimizer's last step."""
+        if not self._begun and self.analyse:
+            self._write_analysis(self.sparse_analysis(model))
+        before, after = self.level, max(n for n, start in enumerate(self.level_starts) if start <= iteration)
+        if before is not None and before < after:
+            self._save_level(model, before)
+        super().advance(model, iteration)
+        if self.verbose:
+            for name in self.names:
+                zeros = int((get_parameter(unwrap(model), name) == 0).count_nonzero())
+                logger.info("iteration %d: '%s' has %d zeros", iteration, name, zeros)
+        reached = self.iteration is not None and self.iteration + 1 >= self.total_iters
+        self._closing = None
+        if iteration + 1 >= self.total_iters and not reached:
+            self._save_level(model, after)
+            self._closing = weakref.WeakSet()
 
     @property
-    def _bound(self) -> BoundModifier | None:
-        return self._run.modifiers[0] if self._run is not None else None
-
-    def _enter(self, iteration: int) -> None:
-        if self._run is not None:
-            with told_of_config():
-                (self._run.advance if self._begun else self._run.begin)(iteration)
-            self._begun = True
-            self._run.apply_masks()
-
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments | None:
-        self._untrained -= {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self.before_step()
-        if self._run is None or not self._begun:
-            return None
-        if self._run.optimizer is None:
-            self._run.optimizer = optimizer
-        return self._run.before_step(optimizer, args, kwargs)
-
-    def _warn_of_untrained(self) -> None:
-        if self._untrained and self._steps > 1:
-            logger.warning(
-                "what %s learns is in no optimizer that steps; build the optimizer behind prepare_sparse_model",
-                self.sparser.__name__,
-            )
-            self._untrained.clear()
-
-    def _warn_of_early_export(self, model: nn.Module) -> None:
-        done = 0 if self.iteration is None else self.iteration + 1
-        if self.length is None or done >= self.length or not (done or self.learns):
-            return
-        final = self.final_sparsity or 0.0
-        pruning = [modifier for modifier in self.modifiers() if modifier.prunes]
-        is_final = any((modifier.sparsity_at(done - 1.0) or 0.0) > final - 1e-6 for modifier in pruning)
-        if is_final and done >= self.length * (1 - TOLERANCE):
-            return
-        logger.warning(
-            "export_sparse_model: the schedule was not carried out to its end: prune_model has done %d of %d "
-            "iterations, sparsity %.1f%% (target: %.1f%%). Call prune_model(model, iteration) in each iteration, or "
-            "correct the length in the config",
-            done,
-            self.length,
-            100 * self.compute_sparse_rate(model),
-            100 * final,
-        )
+    def level(self) -> int | None:
+        """The current level, from 0; None before the first."""
+        return self._bound.state.get("level") if self._begun and self._bound is not None else None
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        model = self._reference() if self._reference is not None else None
-        if model is None:
+        super()._after_step(optimizer)
+        model, level = self.prepared, self.level
+        if self._closing is not None and optimizer not in self._closing and model is not None and level is not None:
+            self._closing.add(optimizer)
+            self._save_level(model, level)
+
+    def sparse_analysis(self, model: nn.Module) -> LayerReport:
+        """Parameters, MACs, and sparsity and energy kept at each level for every layer, by the current weights."""
+        from gossamer.analysis.layers import layer_report
+
+        owner = self._check_copy(model, "sparse_analysis")
+        bound = self._bound
+        if bound is None:
+            raise GossamerError("sparse_analysis: the model was exported; prepare it again")
+        shares = [bound.modifier.shares(bound, sparsity) for sparsity in self.table]
+        by_name = {name: [share[name] for share in shares] for name in self.names}
+        return layer_report(owner, by_name, self.table, self.example, self.skipped)
+
+    def final_shares(self) -> Mapping[str, float]:
+        """By the current weights; empty after the export and for custom mask generators."""
+        bound = self._bound
+        if bound is None or self.generator.mask_type is None:
+            return {}
+        return bound.modifier.shares(bound, self.table[-1])
+
+    def _write_analysis(self, report: LayerReport) -> None:
+        if not _is_first_rank():
             return
-        self._steps += 1
-        if self._run is not None and self._begun and optimizer is self._run.optimizer:
-            self._run.after_step(optimizer, (), {})
-        elif self._run is not None:
-            self._run.apply_masks()
-        self._exported.apply(model)
-        self.after_step()
+        written = [*report.save(self.output_dir)]
+        if find_spec("matplotlib") is None:
+            logger.warning("the analysis has no plot: matplotlib is missing (pip install 'gossamer[report]')")
+        else:
+            from gossamer.report.plots import plot_layers
 
-    def _reconfigure(self, config: Mapping[str, Any]) -> None:
-        from gossamer.msbench import build_sparse_scheduler
+            written.append(self.output_dir / "pruner_report.svg")
+            plot_layers(report, written[-1])
+        logger.info("analysis written: %s", ", ".join(str(path) for path in written))
 
-        other = build_sparse_scheduler(self.config.overridden(config))
-        if type(other) is not type(self):
-            raise GossamerError(
-                f"prepare_sparse_model: the config names {type(other).__name__}, and this is {type(self).__name__}; "
-                "build one with build_sparse_scheduler(config)"
+    def _save_level(self, model: nn.Module, level: int) -> None:
+        """Write a checkpoint of the model at the end of a level."""
+        if self.save_dir is None or not _is_first_rank():
+            return
+        model = unwrap(model)
+        path = self.save_dir / f"global_sparse_rate_{self.table[level]}.pth.tar"
+        try:
+            own = model.state_dict()
+        except Exception as error:  # of the model's own code
+            reason = f"{type(error).__name__}: {error}"
+            raise GossamerError(f"{path}: the model's state_dict() fails ({reason}); set save_dir to null") from error
+        state = {
+            "model": own,
+            "prune_step": level,
+            "sparse_rate": self.table[level],
+            "sparsities": {layer_path(name): share_of_zeros(weight_of(model, name)) for name in self.names},
+        }
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as scratch:
+                torch.save(state, scratch)
+        except (OSError, RuntimeError) as error:
+            raise GossamerError(f"{path}: cannot be written: {error}; choose another save_dir") from None
+        logger.info("level %d of %d ended: %s", level + 1, len(self.table), path)
+
+
+def _share(percent: float) -> float:
+    """A percentage as the share that one would write: 30 becomes 0.3, not 0.30000000000000004."""
+    return round(percent / 100, 12)
+
+
+def _is_first_rank() -> bool:
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+
+# 2:4
+
+LAYER_TYPES = ("Linear", "Conv1d", "Conv2d", "Conv3d", "MultiheadAttention")
+
+
+class AmpereScheduler(BaseScheduler):
+    """2:4 with ASP; `init_optimizer` computes the masks."""
+
+    traces: ClassVar[bool] = False
+    needs_model: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        mask_calculator: str = "m4n2_1d",
+        whitelist: list[Any] | None = None,
+        allow_recompute_mask: bool = False,
+        allow_permutation: bool = False,
+        verbosity: CountOrZero = 2,
+    ) -> None:
+        super().__init__(config)
+        with within(*KWARGS):
+            self._pattern = parse_calculator(mask_calculator)
+            types = [layer_type(entry) for entry in (["Linear", "Conv2d"] if whitelist is None else whitelist)]
+        self.arguments: dict[str, Any] = {
+            "mask_calculator": mask_calculator,
+            "whitelist": types,
+            "allow_recompute_mask": allow_recompute_mask,
+            "allow_permutation": allow_permutation,
+            "verbosity": verbosity,
+        }
+        self._computed = False
+
+    def install(self, model: nn.Module) -> None:
+        outside = [layer_path(name) for name in self.exclude]
+        ASP.init_model_for_pruning(model, **self.arguments, disallowed_layer_names=outside)
+        layers = ASP.layers(model)
+        self.names = [name for name, reason in layers.items() if reason is None]
+        self.skipped = {name: reason for name, reason in layers.items() if reason is not None}
+        self.iteration, self._computed = None, False
+
+    def init_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        self._check_prepared(None, "init_optimizer")
+        super().init_optimizer(optimizer)
+        model = self.prepared
+        assert model is not None
+        ASP.init_optimizer_for_pruning(optimizer, model=model)
+        if not ASP.is_sparsity_enabled(model):
+            ASP.compute_sparse_masks(model, example_inputs=self.example_inputs, parts=self.in_parts)
+        self._computed = True
+
+    def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
+        if not self._computed:
+            raise GossamerError("prune_model: call init_optimizer(optimizer) first, which computes the 2:4 masks")
+
+    @property
+    def final_sparsity(self) -> float | None:
+        kept, of = getattr(self._pattern, "n", None), getattr(self._pattern, "m", None)
+        return None if kept is None or of is None else 1 - kept / of
+
+    @property
+    def settings(self) -> str:
+        return repr(self.arguments)
+
+    def modifiers(self, steps_per_epoch: float = 1.0) -> Sequence[Modifier]:
+        return self.recipe(steps_per_epoch).modifiers
+
+    def recipe(self, steps_per_epoch: float = 1.0) -> Recipe:
+        self._check_prepared(None, "recipe")
+        return ASP.recipe(self.prepared)
+
+    def export_sparse_model(self, model: nn.Module) -> nn.Module:
+        ASP.forget(super().export_sparse_model(model))
+        return model
+
+
+def layer_type(entry: object) -> type[nn.Module]:
+    """The class of a layer from an entry of `whitelist`."""
+    kind = getattr(nn, entry, None) if isinstance(entry, str) and entry in LAYER_TYPES else entry
+    if not isinstance(kind, type):
+        message = f"expected types of layers, or names from {', '.join(LAYER_TYPES)}, found {entry!r}"
+        raise GossamerError(Problem(message, ("whitelist",)))
+    return kind
+
+
+# Learned thresholds
+
+
+class STRScheduler(BaseScheduler):
+    """Learned thresholds.
+
+    With `prune_rate`, the sparsity of all layers together follows a cubic schedule and reaches its final value after
+    half of `total_iterations`: after each step all thresholds are pulled with one common strength. Without it, the
+    weight decay of the thresholds determines the sparsity.
+    """
+
+    needs = sparsers.STRFakeSparse
+    field_keys: ClassVar[Mapping[str, Key]] = {
+        "final_sparsity": (*KWARGS, "prune_rate"),
+        "end_epoch": (*KWARGS, "total_iterations"),
+    }
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        prune_rate: PartialSparsity | None = None,
+        total_iterations: Count | None = None,
+        **excluded: Any,
+    ) -> None:
+        super().__init__(config, **excluded)
+        if prune_rate is not None and total_iterations is None:
+            raise GossamerError(Problem("missing key; prune_rate needs it", (*KWARGS, "total_iterations")))
+        self.rate, self.total = prune_rate, total_iterations
+        self.modifiers()  # raises for invalid arguments
+
+    def modifiers(self, steps_per_epoch: float = 1.0) -> Sequence[Modifier]:
+        [thresholds] = super().modifiers(steps_per_epoch)
+        if self.rate is None or self.total is None:
+            return [thresholds]
+        target = {"start_epoch": 0.0, "end_epoch": self.total / steps_per_epoch, "final_sparsity": self.rate}
+        return [self.build(STRPruningModifier, thresholds.model_dump(exclude_unset=True) | target)]
+
+    @property
+    def final_sparsity(self) -> float | None:
+        return self.rate
+
+    @property
+    def length(self) -> int | None:
+        return None if self.rate is None else self.total
+
+    def after_step(self) -> None:
+        self._control()
+
+    def export_sparse_model(self, model: nn.Module) -> nn.Module:
+        if unwrap(model) is self.prepared:
+            self._control()
+        return super().export_sparse_model(model)
+
+    @torch.no_grad()
+    def _control(self) -> None:
+        """Pull all thresholds so that the sparsity of all layers together is the scheduled one, at the end exactly."""
+        model = self.prepared
+        if model is None or self.rate is None or self.total is None:
+            return
+        nodes = {name: node for name, node in sparsers.nodes(model).items() if name in self.names}
+        thresholds = {name: node.s for name, node in nodes.items() if isinstance(node, sparsers.STRFakeSparse)}
+        weights = {name: get_parameter(model, name).detach() for name in thresholds}
+        done = 0 if self.iteration is None else self.iteration + 1
+        tolerance = 0.0 if done >= self.total else CONTROLLED
+        strength = controlled_pull(weights, thresholds, self.rate, fraction(done, 0, self.total // 2), tolerance)
+        for name, s in pulled(weights, thresholds, strength).items():
+            thresholds[name].copy_(s)
+
+
+# Learned masks
+
+
+class ProbMaskPruneScheduler(BaseScheduler):
+    """Learned probabilities within a budget, which falls between warm-up and fine-tuning (Zhou et al. 2021).
+
+    `prune_rate` is the final sparsity. The temperature falls from `tau` of the mask generator to 0.03 of it.
+    """
+
+    needs = sparsers.ProbMaskFakeSparse
+    recalibrates: ClassVar[bool] = True
+    TAU_END: ClassVar[float] = 0.03
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        prune_rate: PartialSparsity,
+        total_iterations: Count,
+        warmup_iteration_stamps: CountOrZero,
+        finetune_iteration_stamps: CountOrZero,
+        start_prune_rate: PartialSparsity = 0.0,
+        seed: Seed = 0,
+        **excluded: Any,
+    ) -> None:
+        super().__init__(config, **excluded)
+        if not warmup_iteration_stamps <= finetune_iteration_stamps <= total_iterations:
+            message = (
+                "expected warmup_iteration_stamps ≤ finetune_iteration_stamps ≤ total_iterations, found "
+                f"{warmup_iteration_stamps}, {finetune_iteration_stamps} and {total_iterations}"
             )
-        restart = self._restart
-        self.__dict__.update(vars(other))
-        self._restart = restart
+            raise GossamerError(Problem(message, KWARGS))
+        self.rate, self.start_rate, self.total = prune_rate, start_prune_rate, total_iterations
+        self.warmup, self.finetune, self.seed = warmup_iteration_stamps, finetune_iteration_stamps, seed
+        self._pool = sparsers.Pool(seed=seed)
+        self._statistics: dict[str, Tensor] = {}
+        """Batch norm's, at the start and at the last step."""
 
-    def _check_prepared(self, model: nn.Module | None, call: str) -> None:
-        prepared = self._reference() if self._reference is not None else None
-        if prepared is None:
-            raise GossamerError(f"{call}: call prepare_sparse_model(model) first, and keep the model that it returns")
-        if model is not None and unwrap(model) is not prepared:
-            raise GossamerError(f"{call}: this is not the model that prepare_sparse_model returned; pass that one")
+    def modifiers(self, steps_per_epoch: float = 1.0) -> Sequence[Modifier]:
+        fields: dict[str, Any] = {
+            "params": ALL_PRUNABLE,
+            **self.excluding,
+            "start_epoch": self.warmup / steps_per_epoch,
+            "finetune_epoch": self.finetune / steps_per_epoch,
+            "end_epoch": self.total / steps_per_epoch,
+            "final_sparsity": self.rate,
+            "init_sparsity": self.start_rate,
+            "seed": self.seed,
+        }
+        return [self.build(ProbMaskPruningModifier, fields)]
 
-    def _expect_names(self, model: nn.Module, call: str) -> nn.Module:
-        """The user's model inside wrappers; it must have the weights of the prepared one."""
-        self._check_prepared(None, call)
-        owner = unwrap(model)
-        for name in self.names:
-            if not has_parameter(owner, name):
-                raise GossamerError(f"{call}: this is no copy of the prepared model: it has no parameter '{name}'")
-        return owner
+    @property
+    def final_sparsity(self) -> float | None:
+        return self.rate
+
+    @property
+    def length(self) -> int | None:
+        return self.total
+
+    def param_groups(
+        self, model: nn.Module, weight_decay: float = 0.0, st_decay: float | None = 0.0
+    ) -> list[dict[str, Any]]:
+        """As in the base class; probabilities have no weight decay."""
+        return super().param_groups(model, weight_decay, st_decay)
+
+    def install(self, model: nn.Module) -> None:
+        self._pool = sparsers.Pool(seed=self.seed)
+        super().install(model)
+        self._pool.begin([get_parameter(model, name).detach() for name in self.names])
+        self._statistics = {}
+        note_statistics(model, self._statistics)
+
+    def make_sparser(self, weight: Tensor) -> sparsers.FakeSparse:
+        return self.sparser(weight, self.generator, pool=self._pool, **self.config.kwargs["fake_sparse"])  # pyright: ignore[reportCallIssue]
+
+    def rate_at(self, iteration: int) -> float:
+        """The sparsity at an iteration: 0 in the warm-up, then a cubic ramp until fine-tuning."""
+        if iteration < self.warmup:
+            return 0.0
+        return interpolate(self.start_rate, self.rate, fraction(iteration, self.warmup, self.finetune))
+
+    def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
+        if not self._pool.members:
+            return
+        start: float = getattr(self.generator, "tau", 1.0)
+        tau = start * interpolate(1.0, self.TAU_END, fraction(iteration, self.warmup, self.total), "linear")
+        self._pool.set(self.rate_at(iteration), tau, iteration)
+        self._pool.project()
+
+    def after_step(self) -> None:
+        model = self.prepared
+        if self._pool.members and model is not None:
+            self._pool.project()
+            note_statistics(model, self._statistics)
+
+    def export_sparse_model(self, model: nn.Module) -> nn.Module:
+        """As in the base class; warns if batch norm was not recalibrated after training with random masks."""
+        prepared = self.prepared
+        if prepared is not None and unwrap(model) is prepared:
+            warn_of_stale_statistics(prepared, self._statistics, "export_sparse_model")
+        return super().export_sparse_model(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"statistics": dict(self._statistics)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        entries = Item(state, "load_state_dict").entries()
+        saved = entries["statistics"].fields([], STATISTICS) if "statistics" in entries else {}
+        statistics = {key: vector().parse(item, Layout(self.names, {})) for key, item in saved.items()}
+        problems = super().load_state_dict(state)
+        self._statistics = statistics if "statistics" in entries else self._statistics
+        return problems
+
+    def exported(self) -> None:
+        self._pool = sparsers.Pool(seed=self.seed)
 
 
-_living: weakref.WeakSet[BaseScheduler] = weakref.WeakSet()
-"""Schedulers that may still hold the zeros of a model that they have exported."""
+# ADMM
+
+
+class ADMMScheduler(BaseScheduler):
+    """ADMM towards a target sparsity for the first third of the epochs, then training with the zeros held.
+
+    The target is in the config under `sparsity`: `{'target_sparsity': 0.9, 'uniform': True}`. The lengths come from
+    `before_run`, or from `total_iters` and `iters_per_epoch`.
+    """
+
+    needs = sparsers.FakeSparse
+    field_keys: ClassVar[Mapping[str, Key]] = {
+        "final_sparsity": ("sparsity", "target_sparsity"),
+        "rho": (*KWARGS, "rho"),
+        "end_epoch": (*KWARGS, "total_iters"),
+        "update_frequency": (*KWARGS, "iters_per_epoch"),
+    }
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        total_iters: Count | None = None,
+        iters_per_epoch: Count | None = None,
+        rho: PositiveFactor | None = None,
+        **excluded: Any,
+    ) -> None:
+        super().__init__(config, **excluded)
+        if "target_sparsity" not in config.sparsity:
+            message = "ADMMScheduler needs {'target_sparsity': …, 'uniform': True}"
+            raise GossamerError(Problem(message, ("sparsity",)))
+        if self.generator.mask_type is None or self.generator.score_type != "magnitude":
+            message = f"ADMMScheduler prunes by magnitude and does not support {type(self.generator).__name__}"
+            raise GossamerError(Problem(message, ("mask_generator",)))
+        self.rho = rho
+        self.lengths: tuple[int | None, int | None] = (total_iters, iters_per_epoch)
+        self.modifiers()  # raises for invalid arguments
+
+    @property
+    def final_sparsity(self) -> float | None:
+        return self.config.sparsity["target_sparsity"]
+
+    @property
+    def length(self) -> int | None:
+        return self.lengths[0]
+
+    def before_run(self, model: nn.Module, iters_per_epoch: int, max_iters: int) -> None:
+        """Set the length of the training."""
+        self._check_prepared(model, "before_run")
+        if self._begun:
+            raise GossamerError("before_run: pruning has already begun; call it before the first prune_model")
+        for key, length in (("max_iters", max_iters), ("iters_per_epoch", iters_per_epoch)):
+            if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= MAX_COUNT:  # pyright: ignore[reportUnnecessaryIsInstance]
+                expected = f"a number of iterations from 1 to {MAX_COUNT:,}"
+                raise GossamerError(f"before_run: {key}: expected {expected}, found {length!r}")
+        self.lengths = max_iters, iters_per_epoch
+        self.install(model)
+
+    def modifiers(self, steps_per_epoch: float = 1.0) -> Sequence[Modifier]:
+        total, epoch = self.lengths
+        epoch = epoch or max((total or 3) // 30, 1)
+        end = max((total or 3) // epoch // 3, 1) * epoch
+        fields: dict[str, Any] = {
+            "params": ALL_PRUNABLE,
+            **self.excluding,
+            "start_epoch": 0.0,
+            "end_epoch": end / steps_per_epoch,
+            "update_frequency": epoch / steps_per_epoch,
+            "final_sparsity": self.config.sparsity["target_sparsity"],
+            "global_sparsity": not self.config.sparsity.get("uniform", True),
+        }
+        if self.generator.mask_type != "unstructured":
+            fields["mask_type"] = self.generator.mask_type
+        if self.rho is not None:
+            fields["rho"] = self.rho
+        return [self.build(ADMMPruningModifier, fields)]
+
+    def recipe(self, steps_per_epoch: float = 1.0) -> Recipe:
+        if self.lengths[0] is None:
+            fix = "set total_iters and iters_per_epoch"
+            raise GossamerError(Problem("the length of the training is not set", KWARGS, fix=fix))
+        return super().recipe(steps_per_epoch)
+
+    def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
+        if self.lengths[0] is None:
+            raise GossamerError("prune_model: call before_run(model, iters_per_epoch, max_iters) first")
+        super().advance(model, iteration)

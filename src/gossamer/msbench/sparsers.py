@@ -1,9 +1,8 @@
-"""Sparsers: what stands in a weight's place while its layer computes.
+"""Sparsers: modules that replace a weight while its layer computes.
 
-A sparser is a small module beside the weight, `weight_fake_sparse`, so that
-what it learns is trained by the user's optimizer and saved with the model.
-The weight keeps its name. A plain `FakeSparse` needs no such module: the
-zeros of its masks are in the weights.
+A sparser is a small module beside the weight, `weight_fake_sparse`, so that the user's optimizer trains its parameters
+and they are saved with the model. The weight keeps its name. A plain `FakeSparse` needs no such module: the zeros of
+its masks are in the weights. Models are pickled with these classes, so their names stay.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from gossamer.sparse.reparameterization import (
 
 
 class FakeSparse(nn.Module):
-    """The weight itself. A sparser of one's own overrides `forward`."""
+    """The weight itself. A custom sparser overrides `forward`."""
 
     def __init__(self, weight: Tensor, generator: MaskGenerator) -> None:
         super().__init__()
 
     def forward(self, weight: Tensor) -> Tensor:
-        """What the layer computes with; in evaluation mode it must not be random."""
+        """The weight that the layer computes with; it must not be random in evaluation mode."""
         return weight
 
 
@@ -54,21 +53,21 @@ class STRFakeSparse(FakeSparse):
 
 
 class Clock:
-    """Where a training stands: prune rate, temperature, iteration, and the noise of that iteration.
+    """The progress of a training: prune rate, temperature, iteration, and the noise of that iteration.
 
-    One for all members of a pool, and for all copies of the model, so that an average evaluates at the live rate. What
-    is pickled has one of its own, without the noise, which is a function of seed and iteration.
+    All members of a pool share one, and so do copies of the model, so that an average evaluates at the current rate. A
+    pickled model has its own, without the noise, which is a function of seed and iteration.
     """
 
     def __init__(self, rate: float = 0.0, tau: float = 1.0, step: int = 0) -> None:
-        # torch.compile cannot take chance or the ranking of all weights into a layer's graph; what they find, it can.
+        # torch.compile cannot trace random numbers or the ranking of all weights in a layer's graph.
         self.draw = cast(Callable[[Pool], list[Tensor]], torch.compiler.disable(Pool.draw))
         self.rank = cast(Callable[[Pool, int], Tensor], torch.compiler.disable(Pool.hard_mask))
         self.set(rate, tau, step)
 
     def set(self, rate: float, tau: float, step: int) -> None:
         self.rate, self.tau, self.step = rate, tau, step
-        # What a forward pass in training reads: a number there would be part of what torch.compile makes, every time.
+        # Read by a forward pass in training: torch.compile would specialise on a plain number and recompile.
         self.dense = rate == 0
         self.temperature = torch.tensor(tau, dtype=torch.float32, device="cpu")
         self.noise: list[Tensor] = []
@@ -82,7 +81,7 @@ class Clock:
 
 @dataclass
 class Pool:
-    """What the probabilities of all layers of a model share: one budget, one temperature, one clock."""
+    """The state that the probabilities of all layers share: one budget, one temperature, one clock."""
 
     members: list[ProbMaskFakeSparse] = field(default_factory=list["ProbMaskFakeSparse"])
     seed: int = 0
@@ -115,14 +114,14 @@ class Pool:
 
     @torch.no_grad()
     def project(self) -> None:
-        """Bring Σp down to the budget."""
+        """Reduce Σp to the budget."""
         probabilities = self.probabilities()
         total = sum(p.numel() for p in probabilities.values())
         project(probabilities, (1.0 - self.clock.rate) * total)
 
     def hard_mask(self, index: int) -> Tensor:
-        """The largest probabilities of all layers, exactly as many as the budget says; one member's part."""
-        # Moving or casting a model leaves identity and version of its parameters as they are.
+        """The mask of one member: the largest probabilities of all layers, exactly as many as the budget allows."""
+        # Moving or casting a model does not change the identity and version of its parameters.
         scores = [member.scores for member in self.members]
         key = (self.clock.rate, *((id(p), p._version, p.device, p.dtype) for p in scores))  # pyright: ignore[reportPrivateUsage]
         if key != self._key:
@@ -142,16 +141,16 @@ class ProbMaskFakeSparse(FakeSparse):
         self.pool.clock.set(0.0, generator.tau if isinstance(generator, ProbMaskGenerator) else 1.0, 0)
 
     def get_extra_state(self) -> Tensor:
-        """The clock, so that a loaded model evaluates as the saved one did; casting the model leaves it alone."""
+        """The clock, so that a loaded model evaluates like the saved one; casting the model does not change it."""
         clock = self.pool.clock
         return torch.tensor([clock.rate, clock.tau, clock.step], dtype=torch.float64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         if not isinstance(state, Tensor) or state.dtype != torch.float64 or state.shape != (3,):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise GossamerError("the extra state of a ProbMaskFakeSparse is three numbers; load another state")
+            raise GossamerError("the extra state of a ProbMaskFakeSparse must be three numbers; load another state")
         rate, tau, step = (float(number) for number in state)
         if not (0 <= rate <= 1 and 0 < tau < math.inf and 0 <= step < 2**53):
-            raise GossamerError("the extra state of a ProbMaskFakeSparse is no rate, temperature and step")
+            raise GossamerError("the extra state of a ProbMaskFakeSparse is not a rate, a temperature and a step")
         self.pool.clock.set(rate, tau, int(step))
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -159,7 +158,7 @@ class ProbMaskFakeSparse(FakeSparse):
         if not self.training:
             return torch.where(clock.rank(self.pool, self.index).to(weight.device), weight, 0.0)
         if clock.dense:
-            # All are kept; the probabilities still take part, for DDP waits for the gradient of every parameter.
+            # All weights are kept. The probabilities get a gradient anyway, because DDP waits for every one.
             return weight + 0.0 * self.scores.to(weight.dtype)
         noise = (clock.noise or clock.draw(self.pool))[self.index].to(weight.device)
         return weight * relaxed_mask(self.scores, noise, clock.temperature).to(weight.dtype)
@@ -169,15 +168,15 @@ class ProbMaskFakeSparse(FakeSparse):
 
 
 def attach(model: nn.Module, name: str, sparser: FakeSparse) -> Substitution:
-    """Put a sparser beside a weight, in each layer that holds it, and let the layers compute through it."""
-    for owner, leaf in _homes(model, name):
+    """Add a sparser beside a weight, in each layer that has it, and make these layers use it."""
+    for owner, leaf in _owners(model, name):
         owner.add_module(leaf + SPARSER, sparser)
     sparser.train(get_module(model, name.rpartition(".")[0]).training)
     return Substitution(model, name, Through(name.rpartition(".")[2]))
 
 
 class Through:
-    """From a layer's weight to what its sparser makes of it; finds the sparser in the layer, so it can be copied."""
+    """Applies the sparser of a layer to its weight; looks it up in the layer, so that it can be copied."""
 
     def __init__(self, leaf: str) -> None:
         self.leaf = leaf
@@ -201,13 +200,13 @@ def effective(model: nn.Module, name: str) -> Tensor:
 
 @torch.no_grad()
 def fold(model: nn.Module, names: list[str]) -> None:
-    """Write what the sparsers make of the weights into the weights, and take the sparsers out."""
+    """Write the effective weights into the weights, and remove the sparsers."""
     values = {name: effective(model, name) for name in names if _node(model, name) is not None}
     withdraw_all(model)
     for name, value in values.items():
         weight = get_parameter(model, name)
         weight.copy_(torch.where(value == 0, 0.0, value))
-        for owner, leaf in _homes(model, name):
+        for owner, leaf in _owners(model, name):
             owner._modules.pop(leaf + SPARSER, None)  # pyright: ignore[reportPrivateUsage]
 
 
@@ -222,8 +221,8 @@ def _node(model: nn.Module, name: str) -> FakeSparse | None:
     return node if isinstance(node, FakeSparse) else None
 
 
-def _homes(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
-    """Each layer that holds the weight, with the weight's name there."""
+def _owners(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
+    """Each layer that has the weight, with the weight's name there."""
     for alias, first in first_names(model).items():
         if first == name:
             path, _, leaf = alias.rpartition(".")

@@ -16,7 +16,6 @@ from gossamer.model.additions import evaluated
 from gossamer.modifiers import Modifier
 from gossamer.modifiers.base import to_step
 from gossamer.msbench import BaseScheduler, build_sparse_scheduler
-from gossamer.msbench.levels import AmbaLevelPruneScheduler
 from gossamer.quantization import is_emulated
 from gossamer.recipe import load
 from gossamer.runner.config.schema import Sparsity
@@ -214,10 +213,7 @@ class MSBenchSparsifier(Sparsifier):
         return [modifier.sparsity_at(float(iteration)) for modifier in self._modifiers if modifier.prunes]
 
     def targets(self) -> Mapping[str, float]:
-        if isinstance(self.scheduler, AmbaLevelPruneScheduler):
-            return self.scheduler.final_shares()
-        final = self.scheduler.final_sparsity
-        return dict.fromkeys(self.scheduler.names, final) if final is not None and not self.scheduler.learns else {}
+        return self.scheduler.final_shares()
 
     def state_dict(self) -> dict[str, Any]:
         return self.scheduler.state_dict()

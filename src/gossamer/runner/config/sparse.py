@@ -5,18 +5,16 @@ Knows how to find the line of what they complain about; the rules are theirs.
 
 from __future__ import annotations
 
-import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from gossamer.errors import GossamerError, RecipeError, nearest
+from gossamer.errors import GossamerError, Key, RecipeError, nearest
 from gossamer.msbench import build_sparse_scheduler
-from gossamer.msbench.config import NAME
 from gossamer.recipe import load
 from gossamer.runner.config.schema import Config, Sparsity
 from gossamer.runner.config.tree import Place, Problems, Tree
 
-_QUOTED = re.compile(r"(?:unknown key|unknown type) '([^']*)'")
 _LENGTHS = {
     "AmbaLevelPruneScheduler": "total_iters",
     "ADMMScheduler": "total_iters",
@@ -57,11 +55,10 @@ def check_sparsity(config: Config, tree: Tree, problems: Problems) -> None:
             problems.add(at.place, f"sparsity.recipe: {problem}")
     except GossamerError as error:
         has_own_module = ":" in config.net.type
-        for line in str(error).splitlines():
-            message = line.removeprefix(f"{NAME}: ")
-            if has_own_module and "unknown type" in message:
+        for problem in error.problems:
+            if has_own_module and problem.key[-1:] == ("type",):
                 continue  # the module of the model, which is not imported yet, may register classes of its own
-            problems.add(_place(message, told_of), f"sparsity.{message}")
+            problems.add(_place(problem.key, told_of), str(replace(problem, location=None).within("sparsity")))
 
 
 def msbench_config(sparsity: Sparsity, length: int, folder: Path) -> dict[str, Any]:
@@ -80,15 +77,8 @@ def msbench_config(sparsity: Sparsity, length: int, folder: Path) -> dict[str, A
     return given
 
 
-def _place(message: str, tree: Tree) -> Place:
-    """Where a message that starts with a dotted path belongs."""
-    path = message.partition(":")[0].split(".")
-    start = tree.at("scheduler", "kwargs") if tree.child(path[0]) is None else tree
-    tree = start or tree
-    for step in path:
+def _place(key: Key, tree: Tree) -> Place:
+    """Where the value of a key, or the closest one around it, is written."""
+    for step in key:
         tree = tree.child(step) or tree
-    quoted = _QUOTED.search(message)
-    named = tree.child(quoted[1]) if quoted else None
-    if named is not None:
-        return named.key
-    return (tree.child("type") or tree).told_at if "unknown type" in message else tree.told_at
+    return tree.told_at

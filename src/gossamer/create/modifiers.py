@@ -1,0 +1,460 @@
+"""The modifiers and variables of a generated recipe: schedule, learning rate, pruning, quantization, distillation.
+
+Epochs are expressions of `num_epochs`, so that they follow when the recipe is loaded with another length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from gossamer.create.choices import CONSTANT, Choices, Method
+from gossamer.create.layers import KEPT_AT_LEAST, LayerPlan, percent
+from gossamer.create.text import Entry, Row, Variable, name_patterns
+from gossamer.errors import GossamerError, Problem
+from gossamer.model import ALL_PRUNABLE, get_parameter, prunable
+from gossamer.modifiers.base import to_step
+from gossamer.sparse import Filter, zero_count
+
+Fields = dict[str, object]
+WHOLE_RUN: Fields = {"start_epoch": 0.0, "end_epoch": "eval(num_epochs)"}
+
+# Schedule
+
+LONG, LAST_OF_LONG, LAST_OF_SHORT = 15.0, 5.0, 2.0
+"""A run of 15 epochs or more quantizes in its last 5 epochs, a shorter one in its last 2."""
+
+_QUANTIZATION_EPOCHS = (
+    f"eval(max(min(num_epochs / 2, {LAST_OF_SHORT / 2:g}), "
+    f"min(2 * ceil(num_epochs / 2 - {LAST_OF_SHORT / 2:g}), {LAST_OF_SHORT:g}) + "
+    f"{LAST_OF_LONG - LAST_OF_SHORT:g} * min(num_epochs // {LONG:g}, 1)))"
+)
+"""The same as an expression; half of the run if it has 2 epochs or less."""
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The borders between the parts of a run, in epochs."""
+
+    num_epochs: float
+    pruning_end: float
+    """Pruning starts at 0; from here on the zeros are held and the rest recovers."""
+    quantization_start: float
+    """`num_epochs` without quantization."""
+    freeze: float
+    """From here on ranges and batch-norm statistics are frozen."""
+
+
+def phases(num_epochs: float, quantization: bool) -> Phases:
+    """Quantization at the end, pruning in the first half of the rest.
+
+    >>> phases(20.0, quantization=True)
+    Phases(num_epochs=20.0, pruning_end=7.5, quantization_start=15.0, freeze=17.5)
+    """
+    if not quantization:
+        return Phases(num_epochs, num_epochs / 2, num_epochs, num_epochs)
+    last = LAST_OF_LONG if num_epochs >= LONG else LAST_OF_SHORT
+    if num_epochs <= LAST_OF_SHORT:
+        last = num_epochs / 2
+    start = num_epochs - last
+    return Phases(num_epochs, start / 2, start, start + last / 2)
+
+
+# Learning rate
+
+CYCLES = 4
+"""The approximate number of cycles of `cyclic_linear`."""
+DROPS = 4
+"""The number of drops of `stepped`, at equal distances."""
+_SHORT_RUN_DROPS = 9
+_LR_COMMENTS = {
+    "linear": "The learning rate falls in a straight line.",
+    "cosine": "The learning rate falls along half a cosine.",
+    "cyclic_linear": "The learning rate falls in a straight line, again and again.",
+    "constant": "The learning rate stays the same.",
+    "stepped": "The learning rate falls in steps of one factor.",
+    "exponential": "The learning rate falls by one factor after every epoch, in a run of more than one.",
+}
+
+
+def learning_rate(choices: Choices, steps_per_epoch: float | None) -> tuple[list[Variable], list[Entry]]:
+    """Variables and modifiers for the learning rate; neither if the recipe does not set it."""
+    if choices.lr is None:
+        return [], []
+    variables = [Variable("init_lr", choices.variables.init_lr, "the learning rate at the beginning")]
+    comments = [_LR_COMMENTS[choices.lr]]
+    if choices.lr == "constant":
+        fields: Fields = {"start_epoch": 0.0, "learning_rate": "eval(init_lr)"}
+        return variables, [Entry("SetLearningRateModifier", fields, comments)]
+    variables.append(Variable("final_lr", choices.final_lr, "and at the end"))
+    if choices.lr in ("stepped", "exponential"):
+        return variables, [_by_factor(choices.lr, choices.variables.num_epochs, comments)]
+    fields = {**WHOLE_RUN, "lr_func": choices.lr, "init_lr": "eval(init_lr)", "final_lr": "eval(final_lr)"}
+    if choices.lr == "cyclic_linear":
+        count = _cycles(choices.variables.num_epochs, steps_per_epoch)
+        remark = "from init_lr to final_lr; whole cycles fill the run"
+        variables.append(Variable("cycle_epochs", f"eval(num_epochs / {count})", remark))
+        fields["cycle_epochs"] = "eval(cycle_epochs)"
+    return variables, [Entry("LearningRateFunctionModifier", fields, comments)]
+
+
+def _by_factor(kind: str, num_epochs: float, comments: list[str]) -> Entry:
+    if kind == "exponential" and num_epochs > 1:
+        lr_class = "ExponentialLR"
+        kwargs: Fields = {"gamma": "eval((final_lr / init_lr) ** (1 / max(ceil(num_epochs) - 1, 1)))"}
+    else:
+        lr_class, drops = "MultiStepLR", DROPS
+        if kind == "exponential":
+            drops = _SHORT_RUN_DROPS
+            comments = [f"The learning rate falls by one factor, {drops} times in the run."]
+        kwargs = {
+            "gamma": f"eval((final_lr / init_lr) ** (1 / {drops}))",
+            "milestones": [f"eval(num_epochs * {drop} / {drops + 1})" for drop in range(1, drops + 1)],
+        }
+    fields = {**WHOLE_RUN, "lr_class": lr_class, "lr_kwargs": kwargs, "init_lr": "eval(init_lr)"}
+    return Entry("LearningRateModifier", fields, comments)
+
+
+def _cycles(num_epochs: float, steps_per_epoch: float | None) -> int:
+    """The number of cycles that fill the run so that each has whole epochs, or at least whole steps.
+
+    >>> _cycles(20.0, None), _cycles(10.0, None), _cycles(2.5, 10)
+    (4, 5, 5)
+    """
+    whole = num_epochs if num_epochs.is_integer() else None
+    if whole is None or whole < CYCLES / 2:
+        whole = round(num_epochs * steps_per_epoch) if steps_per_epoch else None
+    if not whole:
+        return CYCLES
+    counts = [count for count in range(2, math.floor(whole) + 1) if whole % count == 0] or [1]
+    return min(counts, key=lambda count: (abs(count - CYCLES), count))
+
+
+# Pruning
+
+FIRST = 0.05
+"""The sparsity at the first update."""
+LEVELS = (0.5, 0.75, 0.9, 1.0)
+"""The levels of `levels`, as shares of the sparsity."""
+ACDC_PHASES = 6
+"""An even number: dense first, sparse last."""
+
+_FREQUENCIES = {
+    "movement": ("eval(min(0.1, pruning_end / 50))", "small: the scores are fresh only where training goes on"),
+    "obs": ("eval(pruning_end / 8)", "each update costs num_grads backward passes"),
+    "acdc": (
+        f"eval(pruning_end / {ACDC_PHASES})",
+        "the length of a phase; an even number of them: dense first, sparse last",
+    ),
+    "admm": ("eval(min(0.5, pruning_end / 10))", "epochs between two looks at the pattern"),
+}
+_DEFAULT_FREQUENCY = ("eval(min(0.5, pruning_end / 20))", "epochs between two updates of the masks")
+_BOUND = f"eval(1 - (1 - sparsity) / {KEPT_AT_LEAST})"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the pruning modifiers are made from."""
+
+    choices: Choices
+    method: Method
+    layers: Sequence[LayerPlan]
+    model: nn.Module
+    phases: Phases
+    steps_per_epoch: float | None
+
+    @property
+    def pruned(self) -> list[LayerPlan]:
+        """The layers that lose weights."""
+        return [layer for layer in self.layers if layer.takes_part and layer.sparsity != 0.0]
+
+    @property
+    def measured(self) -> bool:
+        """Whether the layers were measured on data."""
+        return any(layer.moved is not None for layer in self.layers)
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether the recipe lists a sparsity for each layer."""
+        if self.method.name == "rigl" and not self.measured:
+            return False  # RigL computes shares by size itself
+        return any(layer.sparsity not in (None, 0.0, self.choices.sparsity) for layer in self.layers)
+
+    @property
+    def params(self) -> str | list[str]:
+        return self.names_of(self.pruned)
+
+    def names_of(self, layers: Sequence[LayerPlan]) -> str | list[str]:
+        if len(layers) == len(self.layers) and not isinstance(self.choices.pattern, Filter):
+            return ALL_PRUNABLE
+        return self.patterns_of(layers)
+
+    def patterns_of(self, layers: Sequence[LayerPlan]) -> list[str]:
+        """Names as patterns; filters need the full names, because patterns skip the layer that is defined last."""
+        names = [layer.name for layer in layers]
+        return names if isinstance(self.choices.pattern, Filter) else name_patterns(names, self.model)
+
+    @property
+    def mask_type(self) -> Fields:
+        return {"mask_type": self.choices.mask_type}
+
+    @property
+    def zeros(self) -> float:
+        """The share of zeros that the pruned layers already have."""
+        weights = [get_parameter(self.model, layer.name).detach() for layer in self.pruned]
+        if any(weight.is_meta for weight in weights):
+            return 0.0
+        zeros = sum(weight.numel() - int(weight.count_nonzero()) for weight in weights)
+        return zeros / max(sum(weight.numel() for weight in weights), 1)
+
+
+def pruning(context: Context) -> tuple[list[Variable], list[Entry]]:
+    """Variables and modifiers for the pruning method."""
+    method, units = context.method, context.choices.unit_name
+    variables: list[Variable] = []
+    if not context.has_shares:
+        remark = "the share of zeros in the layers that take part"
+        if units:
+            remark = f"the share of {units} that go, in the layers that take part"
+        variables.append(Variable("sparsity", context.choices.sparsity, remark))
+    end = "eval(quantization_start / 2)" if context.choices.quantization else "eval(num_epochs / 2)"
+    variables.append(Variable("pruning_end", end, "from here on the zeros are held and the rest recovers"))
+    if method.name not in ("str", "probmask", "levels"):
+        variables.append(Variable("update_frequency", *_FREQUENCIES.get(method.name, _DEFAULT_FREQUENCY)))
+    make: Callable[[Context], list[Entry]] = _MAKERS.get(method.name, _gradual)
+    return variables, make(context)
+
+
+def held_zeros(model: nn.Module, choices: Choices) -> list[Entry]:
+    """Hold the zeros that the model has. A weight that is all zero is not pruned but not yet trained."""
+    weights = {name: get_parameter(model, name).detach() for name in prunable(model)}
+    zeros = {name: 0 if w.is_meta else w.numel() - int(w.count_nonzero()) for name, w in weights.items()}
+    empty = [name for name, weight in weights.items() if weight.numel() and zeros[name] == weight.numel()]
+    held = sum(count for name, count in zeros.items() if name not in empty)
+    if held == 0 and choices.method is not CONSTANT:
+        return []
+    total = sum(weight.numel() for weight in weights.values())
+    comment = "Holds the zeros that the model has when training starts"
+    if held == 0:
+        comment += ". It has none yet: load the sparse weights first."
+    else:
+        comment += f": {held:,} of {total:,} weights ({percent(held / max(total, 1))})."
+    fields: Fields = {"params": ALL_PRUNABLE, "start_epoch": 0.0, **({"exclude": empty} if empty else {})}
+    remarks = {"exclude": "all zero: not pruned, but yet to learn"} if empty else {}
+    return [Entry("ConstantPruningModifier", fields, [comment], remarks)]
+
+
+def _span(frequency: bool = True) -> Fields:
+    fields: Fields = {"start_epoch": 0.0, "end_epoch": "eval(pruning_end)"}
+    return {**fields, "update_frequency": "eval(update_frequency)"} if frequency else fields
+
+
+def _threshold(context: Context) -> Fields:
+    """One threshold over all layers with a bound for each, or one threshold per layer."""
+    if not context.choices.global_sparsity:
+        return {"global_sparsity": False}
+    bounds: object = _BOUND
+    if context.measured:
+        groups: dict[float, list[LayerPlan]] = {}
+        for layer in sorted(context.pruned, key=lambda layer: layer.bound or 0.0):
+            groups.setdefault(layer.bound or 0.0, []).append(layer)
+        bounds = [Row(bound, context.patterns_of(group)) for bound, group in groups.items()]
+    return {"global_sparsity": True, "max_layer_sparsity": bounds}
+
+
+def _threshold_remarks(context: Context) -> dict[str, str]:
+    if not context.choices.global_sparsity:
+        return {}
+    remark = "no layer keeps less than a quarter of the average"
+    if context.measured:
+        remark = "what a layer may give at most, by what it does to the outputs"
+    return {"global_sparsity": "one threshold for all layers", "max_layer_sparsity": remark}
+
+
+def _shares(context: Context) -> list[Row]:
+    """The layers by sparsity, densest first, each number as short as the counts allow."""
+    groups: dict[float, list[LayerPlan]] = {}
+    for layer in sorted(context.pruned, key=lambda layer: layer.sparsity or 0.0):
+        assert layer.sparsity is not None
+        groups.setdefault(_short(layer.sparsity, layer.units), []).append(layer)
+    return [Row(share, context.patterns_of(group), _shapes(group)) for share, group in groups.items()]
+
+
+def _short(share: float, units: int) -> float:
+    """The number with the fewest digits that removes the same number of units."""
+    for digits in range(2, 17):
+        if zero_count(units, min(round(share, digits), 1.0)) == zero_count(units, share):
+            return min(round(share, digits), 1.0)
+    return share
+
+
+def _shapes(group: Sequence[LayerPlan]) -> str:
+    shapes = list(dict.fromkeys("×".join(map(str, layer.shape)) for layer in group))
+    return ", ".join(shapes[:3]) + (", …" if len(shapes) > 3 else "")
+
+
+def _gradual(context: Context) -> list[Entry]:
+    name, own = context.method.name, context.has_shares
+    final: object = _shares(context) if own else "eval(sparsity)"
+    first: object = 0.0
+    remarks = _threshold_remarks(context)
+    if context.zeros > FIRST:
+        first = "__FROM_PARAM__"
+        remarks["init_sparsity"] = "the model has zeros already"
+    elif name != "movement":
+        first = f"eval(min({FIRST}, sparsity))"
+        if own:
+            first = min(FIRST, *(layer.sparsity or 0.0 for layer in context.pruned))
+    fields: Fields = {} if own else {"params": context.params}
+    fields |= {"init_sparsity": first, "final_sparsity": final, **_span(), **context.mask_type, **_threshold(context)}
+    if name == "obs":
+        fields["num_grads"] = 512
+    return [Entry(context.method.modifier, fields, remarks=remarks)]
+
+
+def _by_share(context: Context, make: Callable[[object, str | list[str]], Fields]) -> list[Entry]:
+    """One modifier, or one for each sparsity if layers have their own."""
+    modifier = context.method.modifier
+    if not context.has_shares:
+        return [Entry(modifier, make("eval(sparsity)", context.params), remarks=_threshold_remarks(context))]
+    return [
+        Entry(modifier, make(row.sparsity, list(row.params)), [f"{row.remark}:" if row.remark else ""])
+        for row in _shares(context)
+    ]
+
+
+def _acdc(context: Context) -> list[Entry]:
+    return _by_share(
+        context,
+        lambda sparsity, params: {
+            "params": params,
+            "compression_sparsity": sparsity,
+            **_span(),
+            **context.mask_type,
+            **_threshold(context),
+        },
+    )
+
+
+def _admm(context: Context) -> list[Entry]:
+    return _by_share(
+        context,
+        lambda sparsity, params: {
+            "params": params,
+            "final_sparsity": sparsity,
+            "rho": 0.03,
+            **_span(),
+            **context.mask_type,
+            **_threshold(context),
+        },
+    )
+
+
+def _topkast(context: Context) -> list[Entry]:
+    def fields(sparsity: object, params: str | list[str]) -> Fields:
+        backward: object = "eval(max(0, 1 - 2.5 * (1 - sparsity)))"
+        if isinstance(sparsity, float):
+            backward = round(max(0.0, 1 - 2.5 * (1 - sparsity)), 6)
+        both: Fields = {"forward_sparsity": sparsity, "backward_sparsity": backward}
+        return {"params": params, **both, **_span(), **_threshold(context)}
+
+    return _by_share(context, fields)
+
+
+def _rigl(context: Context) -> list[Entry]:
+    """RigL computes shares by size itself; shares that were measured are given to it."""
+    if not context.measured:
+        fields: Fields = {"params": context.names_of([layer for layer in context.layers if layer.takes_part])}
+        fields |= {"final_sparsity": "eval(sparsity)", "sparsity_strategy": "erdos_renyi_kernel", **_span()}
+        return [Entry("RigLPruningModifier", fields, remarks={"sparsity_strategy": "small layers stay denser"})]
+    return _by_share(
+        context,
+        lambda sparsity, params: {
+            "params": params,
+            "final_sparsity": sparsity,
+            "sparsity_strategy": "uniform",
+            **_span(),
+        },
+    )
+
+
+def _learned(context: Context) -> list[Entry]:
+    fields: Fields = {"params": context.params, "final_sparsity": "eval(sparsity)", **_span(frequency=False)}
+    return [Entry(context.method.modifier, fields)]
+
+
+def _levels(context: Context) -> list[Entry]:
+    steps = context.phases.pruning_end * (context.steps_per_epoch or float("inf"))
+    if context.steps_per_epoch and to_step(context.phases.pruning_end, context.steps_per_epoch) < 1:
+        message = (
+            f"pruning levels has no step to prune in: with num_epochs {context.choices.variables.num_epochs:g} and "
+            f"steps_per_epoch {context.steps_per_epoch:g} it has {context.phases.pruning_end:g} epochs"
+        )
+        raise GossamerError(Problem(message, fix="raise one of the two"))
+    chosen = LEVELS[-max(1, int(min(len(LEVELS), steps))) :]
+    levels = [f"eval(sparsity * {level})" if level != 1 else "eval(sparsity)" for level in chosen]
+    fields: Fields = {"params": context.params, "levels": levels, **_span(frequency=False)}
+    remarks: dict[str, str] = {}
+    if context.choices.is_nm:
+        fields["allocation"] = "uniform"
+    elif context.choices.global_sparsity:
+        fields |= {"allocation": "energy", "max_layer_sparsity": _BOUND}
+        remarks["allocation"] = "one threshold for all layers, on the energy that each would lose"
+    else:
+        fields["allocation"] = "erk"
+        remarks["allocation"] = "by size: small layers stay denser"
+    return [Entry("LevelPruningModifier", {**fields, **context.mask_type}, remarks=remarks)]
+
+
+_MAKERS: dict[str, Callable[[Context], list[Entry]]] = {
+    "acdc": _acdc,
+    "admm": _admm,
+    "topkast": _topkast,
+    "rigl": _rigl,
+    "str": _learned,
+    "probmask": _learned,
+    "levels": _levels,
+}
+
+# Quantization and distillation
+
+
+def quantization(choices: Choices) -> tuple[list[Variable], list[Entry]]:
+    if not choices.quantization:
+        return [], []
+    remark = (
+        f"quantization takes the last {LAST_OF_LONG:g} epochs of {LONG:g} or more, the last {LAST_OF_SHORT:g} of "
+        f"fewer, and half of {LAST_OF_SHORT:g} or less"
+    )
+    variables = [
+        Variable("quantization_epochs", _QUANTIZATION_EPOCHS, remark),
+        Variable("quantization_start", "eval(num_epochs - quantization_epochs)"),
+    ]
+    freeze = "eval(quantization_start + quantization_epochs / 2)"
+    fields: Fields = {
+        "start_epoch": "eval(quantization_start)",
+        "scheme": choices.scheme,
+        "disable_quantization_observer_epoch": freeze,
+        "freeze_bn_stats_epoch": freeze,
+    }
+    comment = (
+        "The model computes as its 8-bit version would. Half-way the ranges of activations and the batch-norm "
+        "statistics are frozen."
+    )
+    remarks = {"scheme": "right on every CPU" if choices.scheme == "default" else f"for target {choices.scheme}"}
+    return variables, [Entry("QuantizationModifier", fields, [comment], remarks)]
+
+
+def distillation(choices: Choices) -> tuple[list[Variable], list[Entry]]:
+    if not choices.distillation:
+        return [], []
+    variables = [
+        Variable("hardness", choices.variables.hardness, "how much the teacher counts, from 0 to 1"),
+        Variable("temperature", choices.variables.temperature, "how soft the outputs are made"),
+    ]
+    fields: Fields = {"start_epoch": 0.0, "hardness": "eval(hardness)", "temperature": "eval(temperature)"}
+    comment = "The model also learns from a teacher: itself as it was at first, unless another is given."
+    return variables, [Entry("DistillationModifier", fields, [comment])]
