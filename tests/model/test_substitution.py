@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from copy import deepcopy
 from typing import Any
 
@@ -216,6 +217,31 @@ def test_a_model_compiled_before_it_is_substituted(model: Pair) -> None:
     assert torch.equal(compiled(X), expected(model))
     substitution.remove()
     assert torch.equal(compiled(X), plain)
+    Substitution(model, "first.weight", lambda layer, weight: 3 * weight)
+    assert torch.equal(compiled(X), model(X))
+    assert not torch.equal(compiled(X), plain)
+
+
+def test_a_substitution_leaves_the_compiled_code_of_other_models_alone(model: Pair) -> None:
+    graphs: list[object] = []
+
+    def count(graph: Any, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    other = torch.compile(nn.Linear(4, 4), backend=count)
+    other(torch.ones(2, 4))
+    Substitution(model, "first.weight", doubled).remove()
+    other(torch.ones(2, 4))
+    assert len(graphs) == 1
+
+
+def test_a_copy_of_a_model_that_is_to_be_compiled_again_has_plain_dicts(model: Pair) -> None:
+    torch.compile(model, backend="eager")(X)
+    Substitution(model, "first.weight", doubled).remove()
+    for twin in (deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(type(vars(layer)["_parameters"]) is dict for layer in twin.modules())
+        assert torch.equal(twin(X), model(X))
 
 
 @pytest.mark.parametrize("cache", [True, False])

@@ -99,7 +99,7 @@ class Channels:
     _offset: Labels = field(default_factory=lambda: np.zeros(0, np.uint64))
     _alone: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
     _home: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Channels that were made together have the same number here: they lie in one tensor."""
+    """Channels that were created together have the same number here: they are in one tensor."""
     _count: int = 0
     _shifts: int = 0
     _seen: dict[tuple[int, int], Factor] = field(default_factory=dict[tuple[int, int], Factor])

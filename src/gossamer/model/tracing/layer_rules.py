@@ -96,7 +96,7 @@ def _convolution(call: Call) -> Layout:
     x, weight = call["input"], call["weight"]
     groups, transposed = int(call["groups"]), bool(call["transposed"])
     why = f"{call.title} moves over this dimension"
-    layout = call.still(call.layout("input"), [d for d in range(x.dim()) if d != 1], why)
+    layout = call.hold(call.layout("input"), [d for d in range(x.dim()) if d != 1], why)
     holds = _entering(call, "input").holds
     entering = Operand(tuple(factor.along([0]) for factor in layout), (int(x.shape[1]),), holds=holds)
     if groups > 1 and groups == x.shape[1]:
@@ -222,7 +222,7 @@ def _weight_layout(call: Call, weight: Tensor, dims: list[int], rest: range) -> 
     """A weight's layout with channels along `dims` only."""
     if call.tensors.is_unused(weight):
         call.tensors.name_channels(weight, dims)
-    return call.still(call.tensors.layout(weight), rest, f"{call.title} moves over this dimension")
+    return call.hold(call.tensors.layout(weight), rest, f"{call.title} moves over this dimension")
 
 
 # Normalisation and pooling
@@ -251,7 +251,7 @@ def _per_channel(call: Call) -> tuple[Layout, Operand]:
     """The layout of the input, and its channels as those of a vector."""
     x: Tensor = call["input"]
     rest = [dim for dim in range(x.dim()) if dim != 1]
-    layout = call.still(call.layout("input"), rest, f"{call.title} takes averages over this dimension")
+    layout = call.hold(call.layout("input"), rest, f"{call.title} takes averages over this dimension")
     channels = tuple(factor.along([0]) for factor in layout)
     return layout, Operand(channels, (int(x.shape[1]),), holds=call.operand("input").holds)
 
@@ -287,7 +287,7 @@ def pool(call: Call) -> Layout | None:
     if not isinstance(x, Tensor) or spatial is None or not all(call.tensors.is_neutral(t) for t in others):
         return None
     windows = range(x.dim() - int(spatial[1]), x.dim())
-    return call.still(call.tensors.layout(x), windows, f"{call.title} moves over this dimension")
+    return call.hold(call.tensors.layout(x), windows, f"{call.title} moves over this dimension")
 
 
 _BATCH_NORMS = [

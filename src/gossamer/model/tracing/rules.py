@@ -1,9 +1,8 @@
 """What each operation of torch does to the channels of its tensors.
 
 A rule is found by the operation's name in ATen; element-wise operations are
-known by their tag. An operation that has no rule holds every channel of its
-arguments in place, so that something new can cost freedom but never
-correctness.
+known by their tag. An operation without a rule holds every channel of its
+arguments in place: an unknown operation costs freedom, never correctness.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ _POOLS = [
 
 
 def observe(tensors: Tensors, operation: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-    """Follow one operation that has just been performed."""
+    """Apply the rule of an operation that has just been performed."""
     call = _bound(tensors, operation, args, kwargs, result)
     inputs, outputs, writes = call.inputs, tensors_in(result), bool(operation._schema.is_mutable)
     if not outputs and not writes:
@@ -143,7 +142,7 @@ def _rule(operation: Any, name: str, writes: bool) -> Rule | None:
 
 
 def _tracked(call: Call, inputs: list[Tensor], outputs: list[Tensor], writes: bool, rule: Rule | None) -> None:
-    """Ask the rule; without one, or when it does not cover the case, everything stays in place."""
+    """Apply the rule; without one, or when it does not cover the case, all channels are held in place."""
     tensors = call.tensors
     try:
         found = None if rule is None else rule(call)

@@ -251,7 +251,7 @@ class Call:
         """A dimension, counted from the front."""
         return int(self.get(key, 0)) % max(self.arguments[of].dim(), 1)
 
-    def still(self, layout: Layout, dims: Iterable[int], why: str) -> Layout:
+    def hold(self, layout: Layout, dims: Iterable[int], why: str) -> Layout:
         """Hold factors along these dimensions in place; returns the others."""
         chosen = set(dims)
         self.channels.fix_all(tuple(factor for factor in layout if chosen & set(factor.dims)), why)

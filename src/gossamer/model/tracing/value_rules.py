@@ -76,8 +76,8 @@ def _softmax(call: Call) -> Layout:
 
 
 def _ordered(call: Call) -> Layout:
-    """Sums that run on, sorting: what lies along the dimension has an order."""
-    return call.still(call.layout("self"), [call.dim()], f"{call.title} depends on the order of its channels")
+    """Cumulative sums and sorting: the dimension has an order."""
+    return call.hold(call.layout("self"), [call.dim()], f"{call.title} depends on the order of its channels")
 
 
 _SUMS = ("sum", "nansum", "linalg_vector_norm", "norm", "any", "count_nonzero")
@@ -112,7 +112,7 @@ def _reduced(call: Call, layout: Layout, reduced: set[int]) -> Layout | None:
 
 
 def _extreme(call: Call) -> Layout | list[Layout] | None:
-    """The largest of each row is the same in any order; where it lies is not, if anybody asks."""
+    """The maximum is the same in any order; its index is not, and holds the channels in place if it is used."""
     if "dim" not in call.arguments:
         return reduction(call)
     dim = call.dim()
@@ -123,7 +123,7 @@ def _extreme(call: Call) -> Layout | list[Layout] | None:
     return None if values is None else [values, values]
 
 
-# Look-ups: what is looked up along a dimension must lie still there
+# Look-ups hold channels in place along the dimension that is indexed
 
 
 def _embedding(call: Call) -> Layout:
@@ -131,14 +131,14 @@ def _embedding(call: Call) -> Layout:
     if call.tensors.is_unused(weight):
         call.tensors.name_channels(weight, [1])
     call.tensors.hold([call["indices"]], _looked_up(call))
-    layout = call.still(call.tensors.layout(weight), [0], _looked_up(call))
+    layout = call.hold(call.tensors.layout(weight), [0], _looked_up(call))
     shift = len(call.shape) - 2
     return call.layouts.renamed(layout, lambda dim: dim + shift)
 
 
 def _index_select(call: Call) -> Layout:
     call.tensors.hold([call["index"]], _looked_up(call))
-    return call.still(call.layout("self"), [call.dim()], _looked_up(call))
+    return call.hold(call.layout("self"), [call.dim()], _looked_up(call))
 
 
 def _index(call: Call) -> Layout | None:
@@ -146,7 +146,7 @@ def _index(call: Call) -> Layout | None:
     if indexed != list(range(indexed[0], indexed[-1] + 1)):
         return None
     call.tensors.hold([call["indices"][dim] for dim in indexed], _looked_up(call))
-    layout = call.still(call.layout("self"), indexed, _looked_up(call))
+    layout = call.hold(call.layout("self"), indexed, _looked_up(call))
     shift = len(call.shape) - call["self"].dim()
     return call.layouts.renamed(layout, lambda dim: dim if dim < indexed[0] else dim + shift)
 
