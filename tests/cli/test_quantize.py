@@ -39,7 +39,7 @@ def test_it_writes_beside_the_file_and_tells_what_it_did() -> None:
     assert result.exit_code == 0, result.output
     first, second, third = result.stdout.splitlines()
     after, before = (Path(name).stat().st_size / 1e3 for name in ("model-quantized.onnx", "model.onnx"))
-    assert first == f"model-quantized.onnx: {after:.1f} kB, where model.onnx has {before:.1f} kB"
+    assert first == f"model-quantized.onnx: {after:.1f} kB; model.onnx: {before:.1f} kB"
     assert after < before / 3.5
     zeros = float((integer_weights("model-quantized.onnx")["conv.weight"] == 0).mean())
     assert zeros >= float((WEIGHT == 0).mean()) > 0.3
@@ -98,7 +98,7 @@ def test_a_file_whose_weights_stay_floats_is_warned_about() -> None:
     onnx.save(graph.build(y, (1, 32, 7, 7)), "activations.onnx")
     result = run("activations.onnx")
     assert result.exit_code == 0
-    sentence = "warning: activations.onnx: no weight is behind QuantizeLinear, so none became an integer\n"
+    sentence = "warning: activations.onnx: no weight uses QuantizeLinear, so none is converted\n"
     assert result.stderr == sentence
     assert "0 of 1 products in integers: 1 Conv" in result.stdout
 
