@@ -89,7 +89,7 @@ def test_a_file_never_makes_us_import_a_module(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("word", "sentence"),
+    ("word", "message"),
     [
         ("resnet19", "no such torchvision model; nearest: 'resnet1"),
         ("model.onnx", "an exported program is not a PyTorch model; name the run"),
@@ -102,8 +102,8 @@ def test_a_file_never_makes_us_import_a_module(tmp_path: Path, monkeypatch: pyte
         ("tests.runner.nets:Interrupt", "calling it without arguments failed"),
     ],
 )
-def test_a_word_that_names_no_model_is_explained_in_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, sentence: str
+def test_a_word_that_names_no_model_is_explained_in_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -113,7 +113,7 @@ def test_a_word_that_names_no_model_is_explained_in_one_sentence(
     Path("broken.safetensors").write_bytes(b"\x00" * 20)
     with pytest.raises(GossamerError) as error:
         load_model(word)
-    assert sentence in str(error.value)
+    assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
 

@@ -68,7 +68,7 @@ def test_an_unknown_name_tells_the_nearest():
         build_net(Net(type="retinanet_resnet18_fnp"), 2)
 
 
-def test_an_unknown_argument_is_told_with_the_call():
+def test_an_unknown_argument_is_reported_with_the_call():
     with pytest.raises(GossamerError, match=r"net: resnet18\(num_classes=2, wdith=3\) failed: TypeError"):
         build_net(Net(type="resnet18", kwargs={"wdith": 3}), 2)
 
@@ -116,7 +116,7 @@ def test_a_function_that_takes_no_number_of_classes_is_called_without(own):
         ("no_such_package:model", "cannot import 'no_such_package'"),
     ],
 )
-def test_what_is_wrong_with_ones_own_is_told(own, word, message):
+def test_what_is_wrong_with_ones_own_is_reported(own, word, message):
     with pytest.raises(GossamerError, match=message):
         build_net(Net(type=word), 3)
 
@@ -182,7 +182,7 @@ def test_equal_seeds_make_equal_weights():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_an_argument_that_a_detector_would_take_and_forget_is_told() -> None:
+def test_an_argument_that_a_detector_would_take_and_forget_is_reported() -> None:
     for kind in ("retinanet_resnet18_fpn", "fasterrcnn_mobilenet_v3_large_320_fpn"):
         with pytest.raises(GossamerError, match=r"^net\.kwargs\.min_sise: unknown argument; nearest: 'min_size'"):
             build_net(Net(type=kind, kwargs={"min_sise": 64}), 3)

@@ -103,28 +103,28 @@ def test_coco_files_are_recognised_and_val_is_for_tests():
 
 
 @pytest.mark.parametrize(
-    ("names", "told"),
+    ("names", "expected"),
     [
-        (["a.png"], "the folder holds no data of a known kind; that would be IDX files"),
+        (["a.png"], "the folder holds no data of a known kind; expected IDX files"),
         (["train/cat/"], "the folder holds no data of a known kind"),
         (["train/", "val/"], "the folder holds no data of a known kind"),
-        (["train.json", "val.json"], "train.json and val.json are there, and the folder images/ is not"),
+        (["train.json", "val.json"], "train.json and val.json are there, but the folder images/ is missing"),
         (
             ["train.json", "val.json", "images/"],
             "the folder holds boxes for detection, but the config is for classification",
         ),
-        (["train-images-idx3-ubyte"], "train-images-idx3-ubyte is there and train-labels-idx1-ubyte is not"),
-        ([*MNIST, "train.npz", "test.npz"], "the folder holds data of several kinds, idx and npz; keep one"),
+        (["train-images-idx3-ubyte"], "train-images-idx3-ubyte is there, but train-labels-idx1-ubyte is missing"),
+        ([*MNIST, "train.npz", "test.npz"], "the folder holds data of several kinds: idx and npz; keep one"),
         (
             [f"{family}-{name}" for family in "ab" for name in MNIST],
-            "the folder holds several sets of IDX files, 'b-', 'a-'",
+            "the folder holds several sets of IDX files: 'b-', 'a-'",
         ),
     ],
 )
-def test_a_folder_that_is_not_recognised_is_told(names: list[str], told: str):
+def test_a_folder_that_is_not_recognised_is_reported(names: list[str], expected: str):
     with pytest.raises(GossamerError) as caught:
         read(CLASSIFIER, data=folder(*names))
-    assert str(caught.value).startswith(f"--data data: {told}")
+    assert str(caught.value).startswith(f"--data data: {expected}")
 
 
 def test_classes_are_not_for_detectors():
@@ -132,7 +132,7 @@ def test_classes_are_not_for_detectors():
         read(DETECTOR, data=folder("train/cat/", "val/cat/"))
 
 
-def test_a_word_that_is_no_folder_is_told():
+def test_a_word_that_is_no_folder_is_reported():
     with pytest.raises(GossamerError, match=r"^--data tinny: expected 'tiny' or a folder"):
         read(CLASSIFIER, data="tinny")
 
@@ -164,9 +164,7 @@ def test_the_net_of_set_decides_which_tiny_data_it_is():
 def test_tiny_begins_with_the_weights_of_a_tiny_run_where_there_is_one():
     loaded = read(CLASSIFIER, data="tiny")
     assert loaded.config.saver.pretrain_model is None
-    assert loaded.warnings[0].startswith(
-        "--data tiny: training starts from random weights because there is no runs/float-tiny"
-    )
+    assert loaded.warnings[0].startswith("--data tiny: starting from random weights because runs/float-tiny")
     weights = Path("runs/float-tiny/model.safetensors")
     weights.parent.mkdir(parents=True)
     weights.touch()
@@ -185,7 +183,7 @@ def test_a_detector_of_ones_own_gets_tiny_data_and_no_arguments_of_torchvisions(
     assert loaded.config.net.kwargs == {}
 
 
-def test_an_unknown_task_is_told():
+def test_an_unknown_task_is_reported():
     with pytest.raises(
         GossamerError, match=r"^--data tiny: task: expected classification or detection, found 'detecton'"
     ):

@@ -153,7 +153,7 @@ def test_aspect_ratios_alone_keep_the_sizes():
         ),
     ],
 )
-def test_arguments_that_do_not_fit_are_told_by_their_place(kwargs, message):
+def test_arguments_that_do_not_fit_are_reported_by_their_place(kwargs, message):
     with pytest.raises(GossamerError, match=r"^net\.kwargs\..*" + message):
         retinanet(**kwargs)
 
@@ -171,7 +171,7 @@ def test_arguments_that_do_not_fit_are_told_by_their_place(kwargs, message):
         ({"min_sise": 64}, "min_sise"),
     ],
 )
-def test_arguments_of_faster_rcnn_that_do_not_fit_are_told_by_their_place(kwargs, message):
+def test_arguments_of_faster_rcnn_that_do_not_fit_are_reported_by_their_place(kwargs, message):
     with pytest.raises(GossamerError, match=r"^net\.kwargs\..*" + message):
         faster18(**kwargs)
 

@@ -20,7 +20,7 @@ class Batch:
 
 
 class Answers(nn.Module):
-    """A detector that finds what it was told, in the order of images."""
+    """A detector that finds what it was expected, in the order of images."""
 
     def __init__(self, *answers):
         super().__init__()

@@ -85,18 +85,7 @@ def test_images_of_several_sizes_stand_in_one_grid_of_six_at_most(tmp_path: Path
     assert height <= 2 * 384 + 3 * 10 + 34
 
 
-def test_many_classes_find_room_in_the_legend_or_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[str] = []
-    own = pictures._write
-    monkeypatch.setattr(pictures, "_write", lambda *given: (written.append(given[-1]), own(*given))[1])
-    classes = [f"kind of thing {index}" for index in range(30)]
-    every = found([[0, 0, 9, 9]] * 30, list(range(1, 31)), [0.9] * 30)
-    draw_detections([torch.zeros(3, 30, 30)], [every], [{"boxes": torch.zeros(0, 4)}], classes, tmp_path / "a.png")
-    assert written[:2] == ["ground truth", "detections with a score of 0.3 or more:"]
-    assert written[-1] == f"and {30 - (len(written) - 3)} more"
-
-
-def test_a_picture_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_picture_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "pictures").write_text("")
     with pytest.raises(GossamerError, match=r"a\.png: cannot write the picture"):
         draw_detections([], [], [], CLASSES, tmp_path / "pictures" / "a.png")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from gossamer.recipe import load
 from gossamer.runner.config.schema import Sparsity
 from gossamer.runner.sparsity import build_sparsifier
 from tests.loops import STEPS_PER_EPOCH, loss_at, network
@@ -20,7 +21,8 @@ GRADUAL = f"{SPAN}, update_frequency: 0.5, init_sparsity: 0.1"
 
 def first_settled(config: Sparsity, folder: Path) -> tuple[int | None, float]:
     """The iteration from which on the run is settled for good, and the sparsity there."""
-    sparsifier = build_sparsifier(config, length=LENGTH, folder=folder)
+    recipe = None if config.recipe is None else load(config.recipe, variables=config.recipe_variables)
+    sparsifier = build_sparsifier(config, recipe, length=LENGTH, folder=folder)
     model = sparsifier.prepare(network(), None, None)
     optimizer = torch.optim.SGD(sparsifier.parameter_groups(model, 1e-4), lr=0.05, momentum=0.9)
     setting = {"scaler": None, "steps_per_epoch": STEPS_PER_EPOCH, "accumulation_steps": 1, "example_inputs": None}

@@ -188,7 +188,7 @@ def test_sparse_training_without_sparsity_is_told(tmp_path: Path) -> None:
         ("{scheduler: {type: AmpereScheduller}}", "nearest: 'AmpereScheduler'"),
         ("{recipe: nope.yaml}", r"nope\.yaml"),
         ("{recipe: gmp.yaml, scheduler: {type: AmpereScheduler}}", "keep the recipe or the MSBench config"),
-        ("{leaf_module: []}", "give 'recipe: file.yaml'"),
+        ("{leaf_module: []}", "set 'recipe: file.yaml'"),
     ],
 )
 def test_what_is_wrong_with_sparsity_is_told_before_anything_is_written(

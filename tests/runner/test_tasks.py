@@ -81,7 +81,7 @@ def test_the_network_of_a_classifier_is_the_classifier():
         ([torch.rand(2, 4)], "found list"),
     ],
 )
-def test_another_number_of_classes_is_told_in_the_first_batch(output, message):
+def test_another_number_of_classes_is_reported_in_the_first_batch(output, message):
     with pytest.raises(GossamerError, match=message):
         Classification(4).losses(lambda images: output, batch(torch.rand(2, 3), torch.tensor([0, 1])))
 
@@ -127,13 +127,13 @@ def test_predictions_are_made_in_evaluation_mode_without_gradients():
 
 
 @pytest.mark.parametrize("label", [0, 3])
-def test_a_box_of_a_class_that_there_is_not_is_told_in_the_first_batch(label):
+def test_a_box_of_a_class_that_there_is_not_is_reported_in_the_first_batch(label):
     truth = [{"boxes": torch.rand(1, 4), "labels": torch.tensor([label])}]
     with pytest.raises(GossamerError, match=f"a box has class {label}, but classes are 1 to 2"):
         ObjectDetection(2).losses(Remembering(), batch([torch.rand(3, 8, 8)], truth))
 
 
-def test_what_is_found_of_a_class_that_there_is_not_is_told_and_background_is_left_out():
+def test_what_is_found_of_a_class_that_there_is_not_is_reported_and_background_is_left_out():
     answer = {"boxes": torch.rand(2, 4), "labels": torch.tensor([0, 2]), "scores": torch.tensor([0.9, 0.8])}
     (found,) = ObjectDetection(2).predict(Remembering(found=[answer]), [torch.rand(3, 8, 8)])
     assert found["labels"].tolist() == [2]
@@ -142,7 +142,7 @@ def test_what_is_found_of_a_class_that_there_is_not_is_told_and_background_is_le
         ObjectDetection(1).predict(Remembering(found=[answer]), [torch.rand(3, 8, 8)])
 
 
-def test_a_detector_that_answers_otherwise_is_told():
+def test_a_detector_that_answers_otherwise_is_reported():
     truth = [{"boxes": torch.rand(1, 4), "labels": torch.tensor([1])}]
     with pytest.raises(GossamerError, match="expected a dict of losses from the detector in training, found list"):
         ObjectDetection(2).losses(Remembering(losses=[1]), batch([torch.rand(3, 8, 8)], truth))

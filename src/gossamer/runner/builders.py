@@ -18,7 +18,7 @@ from urllib.error import URLError
 
 from torch import nn
 
-from gossamer.errors import GossamerError, Problem, nearest, within
+from gossamer.errors import GossamerError, nearest, within
 from gossamer.runner.config.schema import Net
 from gossamer.runner.detectors import set_anchors
 from gossamer.runner.networks import is_detector
@@ -62,9 +62,11 @@ def build_net(net: Net, num_classes: int, task: str | None = None, *, trust: Tru
         model = _by_name(net, num_classes, trust)
     kind: TaskName = "detection" if is_detector(model) else "classification"
     if task == "classification" and kind == "detection":
-        raise _type_error(f"{net.type} is a detector, but the config is for classification")
+        raise GossamerError(f"{net.type} is a detector, but the config is for classification", "net", "type")
     if task == "detection" and kind == "classification":
-        raise _type_error(f"{net.type} is not a detector; give a custom detector a method network(images)")
+        raise GossamerError(
+            f"{net.type} is not a detector; give a custom detector a method network(images)", "net", "type"
+        )
     _check_classes(net, model, num_classes)
     return model
 
@@ -110,13 +112,12 @@ def _by_name(net: Net, num_classes: int, trust: Trust) -> nn.Module:
         make = builder(net.type, trust)
     kwargs = dict(net.kwargs)
     if "num_classes" in kwargs:
-        raise GossamerError(
-            Problem("already set by the num_classes of the config", ("net", "kwargs", "num_classes"), fix="remove it")
-        )
+        message = "already set by the num_classes of the config; remove it"
+        raise GossamerError(message, "net", "kwargs", "num_classes")
     if net.type not in OWN_DETECTORS and _torchvision_task(net.type, make) == "classification":
         return _call(net, make, {"num_classes": num_classes, **kwargs})
     if net.type.startswith(OTHER_TARGETS):
-        raise _type_error(f"{net.type} is not trained on boxes alone; use fasterrcnn_resnet50_fpn")
+        raise GossamerError(f"{net.type} is not trained on boxes alone; use fasterrcnn_resnet50_fpn", "net", "type")
     backbone = kwargs.get("weights_backbone")
     is_file = isinstance(backbone, str) and Path(backbone).exists()
     if is_file:
@@ -144,7 +145,7 @@ def _check_arguments(make: Callable[..., Any], model: nn.Module, given: Mapping[
         known |= set(inspect.signature(function).parameters) - {"self", "kwargs"}
     for key in given:
         if key not in known:
-            raise GossamerError(Problem(f"unknown argument{nearest(key, known)}", (key,)))
+            raise GossamerError(f"unknown argument{nearest(key, known)}", key)
 
 
 def _from_user(net: Net, num_classes: int, trust: Trust) -> nn.Module:
@@ -161,7 +162,7 @@ def _from_timm(net: Net, name: str, num_classes: int, _trusted: bool) -> nn.Modu
     timm = _library("timm", net)
     known: bool = timm.is_model(name)
     if not known:
-        raise _type_error(f"timm has no model '{name}'{nearest(name, timm.list_models())}")
+        raise GossamerError(f"timm has no model '{name}'{nearest(name, timm.list_models())}", "net", "type")
     return _call(net, timm.create_model, {"num_classes": num_classes, **net.kwargs}, name)
 
 
@@ -171,8 +172,7 @@ def _from_transformers(net: Net, name: str, num_classes: int, trusted: bool) -> 
     kwargs = dict(net.kwargs)
     if "trust_remote_code" in kwargs:
         fix = "build the model in a function of your own, and name that as package.module:function"
-        key = ("net", "kwargs", "trust_remote_code")
-        raise GossamerError(Problem("code of a repository is never run", key, fix=fix))
+        raise GossamerError(f"code of a repository is never run; {fix}", "net", "kwargs", "trust_remote_code")
     pretrained = kwargs.pop("pretrained", False)
     kind: Any = transformers.AutoModelForImageClassification
     if pretrained and trusted:
@@ -202,7 +202,9 @@ def _library(name: str, net: Net) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise _type_error(f"{net.type} needs {name}, which is not installed: pip install {name}") from error
+        raise GossamerError(
+            f"{net.type} needs {name}, which is not installed: pip install {name}", "net", "type"
+        ) from error
 
 
 def _call(net: Net, make: Callable[..., Any], kwargs: dict[str, Any], *arguments: Any) -> nn.Module:
@@ -213,12 +215,12 @@ def _call(net: Net, make: Callable[..., Any], kwargs: dict[str, Any], *arguments
     except URLError as error:
         message = f"cannot download weights of {net.type} ({error.reason})"
         fix = "remove net.kwargs.weights, and set net.kwargs.weights_backbone to null, to start from random weights"
-        raise GossamerError(Problem(message, ("net",), fix=fix)) from error
+        raise GossamerError(f"{message}; {fix}", "net") from error
     except Exception as error:
         call = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
-        raise GossamerError(Problem(f"{net.type}({call}) failed: {reason(error)}", ("net",))) from error
+        raise GossamerError(f"{net.type}({call}) failed: {reason(error)}", "net") from error
     if not isinstance(model, nn.Module):
-        raise _type_error(f"{net.type}: expected a torch.nn.Module, found {type(model).__name__}")
+        raise GossamerError(f"{net.type}: expected a torch.nn.Module, found {type(model).__name__}", "net", "type")
     return model
 
 
@@ -228,7 +230,9 @@ def _torchvision_task(name: str, make: Any) -> TaskName:
     if modules[0] == "detection":
         return "detection"
     if len(modules) > 1:
-        raise _type_error(f"{name} is a {modules[0]} model; the runner trains classifiers and detectors")
+        raise GossamerError(
+            f"{name} is a {modules[0]} model; the runner trains classifiers and detectors", "net", "type"
+        )
     return "classification"
 
 
@@ -237,8 +241,7 @@ def _check_classes(net: Net, model: Any, num_classes: int) -> None:
     outputs = _detector_outputs(model)
     if outputs is not None and outputs != num_classes + 1:
         message = f"{net.type} has {outputs - 1} classes, but the config has {num_classes}"
-        fix = "num_classes does not count the background"
-        raise GossamerError(Problem(message, ("num_classes",), fix=fix))
+        raise GossamerError(f"{message}; num_classes does not count the background", "num_classes")
 
 
 def _detector_outputs(model: Any) -> int | None:
@@ -249,7 +252,3 @@ def _detector_outputs(model: Any) -> int | None:
             return int(getattr(head, name))
     score = getattr(getattr(getattr(model, "roi_heads", None), "box_predictor", None), "cls_score", None)
     return int(score.out_features) if isinstance(score, nn.Linear) else None
-
-
-def _type_error(message: str) -> GossamerError:
-    return GossamerError(Problem(message, ("net", "type")))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from gossamer.errors import GossamerError, Problem
+from gossamer.errors import GossamerError
 
 if TYPE_CHECKING:
     from torchvision.models import ResNet
@@ -49,7 +49,7 @@ def retinanet_resnet18_fpn(
 
     if pyramid_channels < 2 * GROUPS or pyramid_channels % GROUPS:  # the variance of a group of one channel is 0
         message = f"expected a multiple of {GROUPS}, at least {2 * GROUPS}, found {pyramid_channels}"
-        raise GossamerError(Problem(message, ("pyramid_channels",)))
+        raise GossamerError(message, "pyramid_channels")
     stages = _stages(returned_layers)
     body = _resnet18(weights_backbone, trainable_backbone_layers)
     backbone = _pyramid(body, stages, pyramid_channels, LastLevelP6P7(_channels(stages[-1]), pyramid_channels))
@@ -88,7 +88,7 @@ def fasterrcnn_resnet18_fpn(
     from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
     if pyramid_channels < 1:
-        raise GossamerError(Problem(f"expected a positive number, found {pyramid_channels}", ("pyramid_channels",)))
+        raise GossamerError(f"expected a positive number, found {pyramid_channels}", "pyramid_channels")
     stages = _stages(returned_layers)
     body = _resnet18(weights_backbone, trainable_backbone_layers)
     backbone = _pyramid(body, stages, pyramid_channels, LastLevelMaxPool())
@@ -118,7 +118,7 @@ def set_anchors(
         octaves = 1
     else:
         message = f"not supported for {type(model).__name__}, only for RetinaNet and Faster R-CNN"
-        raise GossamerError(Problem(message, ("anchor_sizes",)))
+        raise GossamerError(message, "anchor_sizes")
     holder: Any = model if octaves == 3 else model.rpn
     old = holder.anchor_generator
     new = _generator(
@@ -137,8 +137,8 @@ def _resnet18(weights: Any, trainable: int | None) -> ResNet:
     from torchvision.models import ResNet18_Weights, resnet18
 
     if weights is None and trainable is not None:
-        message = "all layers are trained without weights_backbone"
-        raise GossamerError(Problem(message, ("trainable_backbone_layers",), fix="remove it"))
+        message = "all layers are trained without weights_backbone; remove it"
+        raise GossamerError(message, "trainable_backbone_layers")
     body = resnet18(weights=ResNet18_Weights.verify(weights))
     _freeze(body, 5 if weights is None else (3 if trainable is None else trainable))
     return body
@@ -156,7 +156,7 @@ def _stages(returned_layers: Sequence[int]) -> list[int]:
     stages = sorted(returned_layers)
     if not stages or len(set(stages)) < len(stages) or stages[0] < 1 or stages[-1] > 4:
         message = f"expected different stages of the ResNet from 1 to 4, found {list(returned_layers)}"
-        raise GossamerError(Problem(message, ("returned_layers",)))
+        raise GossamerError(message, "returned_layers")
     return stages
 
 
@@ -176,12 +176,12 @@ def _generator(sizes: Any, ratios: Any, levels: int, octaves: int) -> AnchorGene
     rows = [_octave(row[0], octaves) if single else row for row, single in _rows("anchor_sizes", sizes)]
     if len(rows) != levels:
         message = f"expected an entry for each of {levels} feature levels, found {len(rows)}"
-        raise GossamerError(Problem(message, ("anchor_sizes",)))
+        raise GossamerError(message, "anchor_sizes")
     if len({len(row) for row in rows}) > 1:
-        raise GossamerError(Problem("all feature levels need the same number of sizes", ("anchor_sizes",)))
+        raise GossamerError("all feature levels need the same number of sizes", "anchor_sizes")
     shapes = _rows("aspect_ratios", ratios)
     if not all(single for _, single in shapes):
-        raise GossamerError(Problem("expected a list of numbers, which all levels share", ("aspect_ratios",)))
+        raise GossamerError("expected a list of numbers, which all levels share", "aspect_ratios")
     return AnchorGenerator(tuple(rows), (tuple(row[0] for row, _ in shapes),) * levels)
 
 
@@ -200,7 +200,7 @@ def _rows(field: str, given: Any) -> list[tuple[tuple[float, ...], bool]]:
             break
         rows.append((row, not isinstance(entry, list | tuple)))
     if not rows:
-        raise GossamerError(Problem(f"expected a list of positive numbers, found {given!r}", (field,)))
+        raise GossamerError(f"expected a list of positive numbers, found {given!r}", field)
     return rows
 
 
@@ -225,7 +225,7 @@ def _freeze(body: nn.Module, trainable: int) -> None:
     """Freeze a ResNet except for the last `trainable` of its five parts."""
     if not 0 <= trainable <= 5:
         message = f"expected a number from 0 to 5, found {trainable}"
-        raise GossamerError(Problem(message, ("trainable_backbone_layers",)))
+        raise GossamerError(message, "trainable_backbone_layers")
     parts = ["layer4", "layer3", "layer2", "layer1", "conv1"][:trainable] + (["bn1"] if trainable == 5 else [])
     for name, parameter in body.named_parameters():
         if name.split(".")[0] not in parts:

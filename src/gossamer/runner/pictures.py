@@ -113,8 +113,8 @@ def draw_detections(
         row, column = divmod(index, columns)
         top = _GAP + sum(heights[:row]) + row * _GAP
         grid.paste(cell, (_GAP + column * (width + _GAP), top))
-    labels = sorted({label for _, detection, _ in shown for label, _, _ in _above(detection, score)})
-    _draw_legend(ImageDraw.Draw(grid), (_GAP, grid.height - _LEGEND), grid_width - _GAP, labels, classes, score)
+    detections = any(_above(detection, score) for _, detection, _ in shown)
+    _draw_legend(ImageDraw.Draw(grid), grid.height - _LEGEND, score, detections=detections)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as part:
@@ -137,16 +137,16 @@ def _cell(
     )
     draw = ImageDraw.Draw(cell)
     entries = [
-        (label, certainty, _scaled(box, scale, cell.size))
-        for label, certainty, box in reversed(_above(detection, score))  # the highest score on top
+        (label, confidence, _scaled(box, scale, cell.size))
+        for label, confidence, box in reversed(_above(detection, score))  # the highest score on top
     ]
     for label, _, box in entries:
         draw.rectangle(box, outline=_colour(label), width=3)
     for true_box in truth["boxes"]:
         draw.rectangle(_scaled([float(side) for side in true_box], scale, cell.size), outline=_TRUTH, width=1)
     taken: list[Box] = []
-    for label, certainty, box in reversed(entries):
-        _draw_name(draw, cell.size, box, f"{_name(label, classes)} {certainty:.2f}", _colour(label), taken)
+    for label, confidence, box in reversed(entries):
+        _draw_name(draw, cell.size, box, f"{_name(label, classes)} {confidence:.2f}", _colour(label), taken)
     return cell
 
 
@@ -197,35 +197,12 @@ def _draw_name(
     draw.text((plate[0] + 3, plate[1] + 1), text, fill="white", font=_font())
 
 
-def _draw_legend(
-    draw: ImageDraw.ImageDraw,
-    at: tuple[int, int],
-    right: int,
-    labels: Sequence[int],
-    classes: Sequence[str],
-    score: float,
-) -> None:
-    """The meaning of the colours on one line; classes that do not fit are counted."""
-    x, y = float(at[0]), at[1] + 8
+def _draw_legend(draw: ImageDraw.ImageDraw, top: int, score: float, *, detections: bool) -> None:
+    """What the green boxes are, and which detections are drawn."""
+    x, y = float(_GAP), top + 8
     draw.rectangle((x, y + 2, x + 16, y + 14), outline=_TRUTH, width=2)
-    x = _write(draw, x + 22, y, "ground truth") + 18
-    noun = "detections" if labels else "no detections"
-    x = _write(draw, x, y, f"{noun} with a score of {score:g} or more{':' if labels else ''}") + 10
-    for index, label in enumerate(labels):
-        rest = f"and {len(labels) - index} more"
-        name = _name(label, classes)
-        room = 0 if index == len(labels) - 1 else draw.textlength(rest, font=_font())
-        if x + 36 + draw.textlength(name, font=_font()) + room > right:
-            _write(draw, x, y, rest)
-            return
-        draw.rectangle((x, y + 2, x + 16, y + 14), outline=_colour(label), width=3)
-        x = _write(draw, x + 22, y, name) + 14
-
-
-def _write(draw: ImageDraw.ImageDraw, x: float, y: float, text: str) -> float:
-    """Write a text; returns the x coordinate of its end."""
-    draw.text((x, y), text, fill=_INK, font=_font())
-    return x + draw.textlength(text, font=_font())
+    noun = "detections" if detections else "no detections"
+    draw.text((x + 22, y), f"ground truth; {noun} with a score of {score:g} or more", fill=_INK, font=_font())
 
 
 def _overlap(one: Box, other: Box) -> bool:

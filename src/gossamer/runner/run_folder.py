@@ -19,7 +19,7 @@ from gossamer.io import atomic_write, open_regular, remove_leftovers
 from gossamer.runner.builders import code_of
 from gossamer.runner.checkpoint import Checkpoints
 from gossamer.runner.config import Config, Loaded, config_text, read_config
-from gossamer.runner.config.sparse import FOLDERS
+from gossamer.runner.config.checking import FOLDERS
 from gossamer.runner.lock import LOCK, locked
 from gossamer.runner.records import METRICS
 from gossamer.runner.trust import check_links, remember, trust_of

@@ -17,9 +17,9 @@ from gossamer.modifiers import Modifier
 from gossamer.modifiers.base import to_step
 from gossamer.msbench import BaseScheduler, build_sparse_scheduler
 from gossamer.quantization import is_emulated
-from gossamer.recipe import load
+from gossamer.recipe import Recipe
+from gossamer.runner.config.checking import msbench_config
 from gossamer.runner.config.schema import Sparsity
-from gossamer.runner.config.sparse import msbench_config
 
 
 class Sparsifier(ABC):
@@ -134,9 +134,9 @@ class Sparsifier(ABC):
         return "the model is less sparse than its target"
 
 
-def build_sparsifier(config: Sparsity, *, length: int, folder: Path) -> Sparsifier:
-    """The sparsifier that a config describes, for a training of `length` iterations in a run folder."""
-    return RecipeSparsifier(config) if config.recipe is not None else MSBenchSparsifier(config, length, folder)
+def build_sparsifier(config: Sparsity, recipe: Recipe | None, *, length: int, folder: Path) -> Sparsifier:
+    """The sparsifier of a config, for a training of `length` iterations in a run folder; `recipe` is what it names."""
+    return RecipeSparsifier(recipe) if recipe is not None else MSBenchSparsifier(config, length, folder)
 
 
 def _reached(planned: float | None, target: float) -> bool:
@@ -225,9 +225,8 @@ class MSBenchSparsifier(Sparsifier):
 class RecipeSparsifier(Sparsifier):
     """A recipe, applied by a `Manager`."""
 
-    def __init__(self, config: Sparsity) -> None:
-        assert config.recipe is not None
-        self.manager = Manager(load(config.recipe, variables=config.recipe_variables or None))
+    def __init__(self, recipe: Recipe) -> None:
+        self.manager = Manager(recipe)
         self.manager.report_when_dropped = False  # the trainer reports a run that fails or is interrupted
         self.method = "recipe"
         self.sets_learning_rate = bool(self.manager.learning_rate_modifiers)

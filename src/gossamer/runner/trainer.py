@@ -170,7 +170,7 @@ class Trainer:
             )
         self.setting = None if checkpoint is None else run_setting(checkpoint)
         self.saved_state = None if checkpoint is None or not self.training else read_training_state(checkpoint)
-        self._recipe = self._build_sparsifier(0) if self.sparse and self._has_recipe() else None
+        self._recipe = self._build_sparsifier(0) if self.sparse and self.loaded.recipe is not None else None
 
     def build_data(self) -> None:
         """Read the data sets and build their loaders."""
@@ -669,12 +669,9 @@ class Trainer:
         self.steps_per_epoch = batches // trainer.accumulate
         self.length = trainer.max_iter if trainer.max_iter is not None else self.epochs() * self.steps_per_epoch
 
-    def _has_recipe(self) -> bool:
-        return self.config.sparsity is not None and self.config.sparsity.recipe is not None
-
     def _build_sparsifier(self, length: int) -> Sparsifier:
         assert self.config.sparsity is not None
-        return build_sparsifier(self.config.sparsity, length=length, folder=self.folder)
+        return build_sparsifier(self.config.sparsity, self.loaded.recipe, length=length, folder=self.folder)
 
     def _warn_of_float_weights(self) -> None:
         """Warn about float weights if the recipe quantizes: they do not compute what the run computes."""

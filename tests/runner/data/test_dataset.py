@@ -81,7 +81,7 @@ def folder(path, **settings):
     return source, build_dataset(source, task="classification")
 
 
-def test_a_truncated_image_is_left_out_of_its_batch_and_told_or_refused(tmp_path):
+def test_a_truncated_image_is_left_out_of_its_batch_and_reported_or_refused(tmp_path):
     noisy_picture(tmp_path / "cat" / "a.png")
     truncated_picture(tmp_path / "cat" / "b.png")
     noisy_picture(tmp_path / "dog" / "c.png")
@@ -96,7 +96,7 @@ def test_a_truncated_image_is_left_out_of_its_batch_and_told_or_refused(tmp_path
         list(Batches(data, source, train=False, seed=0).epoch(0))
 
 
-def test_an_image_that_goes_away_during_a_run_is_told(tmp_path):
+def test_an_image_that_goes_away_during_a_run_is_reported(tmp_path):
     gone = picture(tmp_path / "cat" / "a.png")
     picture(tmp_path / "cat" / "b.png")
     source, data = folder(tmp_path)

@@ -97,7 +97,7 @@ def test_texts_stand_for_modes_policies_and_nested_transforms():
 
 
 @pytest.mark.parametrize(
-    ("transform", "sentence"),
+    ("transform", "message"),
     [
         (
             "RandomHorizontalFlp",
@@ -117,6 +117,6 @@ def test_texts_stand_for_modes_policies_and_nested_transforms():
         ({"RandomApply": {"transforms": ["Flip"]}}, r"transforms\[0\]\.RandomApply\.transforms\[0\]: .* has no 'Flip'"),
     ],
 )
-def test_a_transform_that_does_not_exist_is_one_sentence(transform, sentence):
-    with pytest.raises(GossamerError, match=sentence):
+def test_a_transform_that_does_not_exist_is_one_message(transform, message):
+    with pytest.raises(GossamerError, match=message):
         Pipeline([transform])

@@ -1,183 +1,143 @@
-"""From a tree to settings, or to all that is wrong with it, each with its place and the nearest name.
-
-Knows the schema, and nothing of where the tree came from.
-"""
+"""Checks a tree against the schema and its `sparsity` by building it; every problem has its location."""
 
 from __future__ import annotations
 
-import re
-import typing
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, cast
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
-from gossamer.errors import MAX_PROBLEMS, nearest
-from gossamer.recipe.wording import complaint_words, found_words
-from gossamer.runner.config.schema import Config, Part
-from gossamer.runner.config.tree import Place, Problems, Tree, plain
+from gossamer.errors import GossamerError, Problems, nearest
+from gossamer.msbench import build_sparse_scheduler
+from gossamer.recipe import Recipe, load
+from gossamer.runner.config.schema import Config, Sparsity
+from gossamer.runner.config.tree import Tree, at_reference
+from gossamer.validation import problems_of
 
-Steps = tuple[str | int, ...]
+RUNNERS = ("base", "sparse")
 
-
-@dataclass(frozen=True)
-class _Complaint:
-    """`expected` completes "expected …"; else `sentence` says it all."""
-
-    path: Steps
-    place: Place
-    expected: str | None
-    sentence: str
-    found: str
-
-
-def checked(tree: Tree, problems: Problems) -> Config | None:
-    """The settings; None when there are problems, which are then among `problems`."""
-    tree, known_faults = set_aside(tree, problems)
-    try:
-        config = Config.model_validate(plain(tree))
-    except ValidationError as error:
-        complaints = [_complaint(details, tree) for details in error.errors(include_url=False)[:MAX_PROBLEMS]]
-        _report([complaint for complaint in complaints if complaint.path not in known_faults], problems)
-        return None
-    return None if problems.found else config
-
-
-def _report(complaints: Sequence[_Complaint], problems: Problems) -> None:
-    """One sentence for each place; of the branches of a union, those count that went deepest."""
-    paths = {complaint.path for complaint in complaints}
-    grouped: dict[Steps, list[_Complaint]] = {}
-    for complaint in complaints:
-        inside = any(
-            len(path) > len(complaint.path) and path[: len(complaint.path)] == complaint.path for path in paths
-        )
-        if complaint.expected is None:
-            problems.add(complaint.place, complaint.sentence)
-        elif not inside:
-            grouped.setdefault(complaint.path, []).append(complaint)
-    for path, group in grouped.items():
-        wanted = " or ".join(dict.fromkeys(str(complaint.expected) for complaint in group))
-        close = nearest(group[0].found.strip("'"), re.findall(r"'([^']*)'", wanted))
-        problems.add(group[0].place, f"{dotted(path)}: expected {wanted}, found {group[0].found}{close}")
-
-
-def _complaint(details: ErrorDetails, tree: Tree) -> _Complaint:
-    path, here = _followed(details["loc"], tree)
-    kind, context = details["type"], details.get("ctx", {})
-    found = found_words(details["input"])
-    place, name, expected = here.told_at, dotted(path), None
-    if kind == "union_tag_invalid":
-        types = re.findall(r"'([^']*)'", context["expected_tags"])
-        place = (here.child("type") or here).place
-        unknown = str(context["tag"])
-        sentence = f"{name}.type: unknown type '{unknown}'{nearest(unknown, types)}; there are {', '.join(types)}"
-    elif kind == "union_tag_not_found":
-        types = ", ".join(str(choice) for part in _parts(details["loc"]) for choice in _types(part))
-        sentence = f"{name}: missing 'type'; there are {types}"
-    elif kind == "extra_forbidden":
-        known = [field for part in _parts(details["loc"][:-1]) for field in part.model_fields]
-        place = here.key
-        sentence = f"unknown key '{name}'{nearest(str(path[-1]), known)}"
-    elif kind == "missing":
-        place = (here.child("type") or here).told_at  # which asks for it
-        sentence = f"{name}: missing '{details['loc'][-1]}'" if name else f"missing key '{details['loc'][-1]}'"
-    elif kind == "value_error":
-        _, told = complaint_words(details)
-        field = here.child(told.partition(":")[0])
-        place = field.key if field else place
-        sentence = f"{name}.{told}" if field else f"{name}: {told}"
-    else:
-        expected, told = ("a path", "") if kind.startswith("path") else complaint_words(details)
-        sentence = f"{name}: {told}, found {found}"
-    return _Complaint(path, place, expected, sentence, found)
-
-
-def _followed(location: Steps, tree: Tree) -> tuple[Steps, Tree]:
-    """As far as a location leads into the tree; steps that name a branch of a union are left out."""
-    path: Steps = ()
-    for step in location:
-        child = tree.child(step)
-        if child is not None:
-            path, tree = (*path, step), child
-    return path, tree
-
-
-def dotted(path: Steps) -> str:
-    """
-    >>> dotted(("dataset", "train", "transforms", 0))
-    'dataset.train.transforms.0'
-    """
-    return ".".join(str(step) for step in path)
-
-
-def _parts(location: Steps) -> list[type[Part]]:
-    """The classes of settings that a location of pydantic's leads to; several where a type was not chosen."""
-    parts: list[type[Part]] = [Config]
-    for step in location:
-        if len(parts) == 1:
-            field = parts[0].model_fields.get(str(step))
-            parts = list(_parts_in(field.annotation)) if field else parts
-        else:
-            parts = [part for part in parts if step in _types(part)]
-    return parts
-
-
-def _parts_in(annotation: Any) -> Iterator[type[Part]]:
-    if isinstance(annotation, type) and issubclass(annotation, Part):
-        yield annotation
-    for inner in typing.get_args(annotation):
-        yield from _parts_in(inner)
-
-
-def _types(part: type[Part]) -> tuple[object, ...]:
-    """What `type` may be, where it tells one class of settings from others."""
-    annotation = part.model_fields["type"].annotation if "type" in part.model_fields else None
-    return typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
-
-
-INSTEAD = {
+UNITED_PERCEPTION = {
     "net": "name one model: 'net: {type: resnet18}'; a backbone, neck and heads come together under one name",
-    "dataset.*.dataset": "name the data right here: 'type: coco' with 'path' and 'images', 'type: image_list', …",
-    "dataset.dataloader": "give 'batch_size' and 'num_workers' under dataset.train and dataset.test",
-    "dataset.*.batch_sampler": "give 'batch_size' right here; its kwargs are not needed",
-    "dataset.*.sampler": "leave it out: training is shuffled and shared by processes, testing goes in order",
-    "trainer.optimizer.register_type": "leave it out; 'type' names a class of torch.optim",
-    "trainer.lr_scheduler.warmup_register_type": "leave it out; 'warmup_type' is linear, exp or constant",
+    "dataset.*.dataset": "name the data here: 'type: coco' with 'path' and 'images', 'type: image_list', …",
+    "dataset.dataloader": "set 'batch_size' and 'num_workers' under dataset.train and dataset.test",
+    "dataset.*.batch_sampler": "set 'batch_size' here; its kwargs are not needed",
+    "dataset.*.sampler": "remove it: training is shuffled and split between ranks, tests run in order",
+    "trainer.optimizer.register_type": "remove it; 'type' names a class of torch.optim",
+    "trainer.lr_scheduler.warmup_register_type": "remove it; 'warmup_type' is linear, exp or constant",
     "trainer.max_epochs": "write 'max_epoch'",
     "trainer.max_iters": "write 'max_iter'",
-    "saver.results_dir": "leave it out; results go into the run folder, saver.save_dir",
-    "saver.save_cfg": "leave it out; the resolved config goes into the run folder",
-    "ema.ema_type": "leave it out; there is one kind, with 'enable' and 'decay'",
-    "ema.kwargs": "write 'decay' right below 'ema'",
-    "runtime.task_names": "write 'task: classification' or 'task: detection' at the top, or leave it out",
+    "saver.results_dir": "remove it; results go into the run folder, saver.save_dir",
+    "saver.save_cfg": "remove it; the resolved config is always saved in the run folder",
+    "ema.ema_type": "remove it; there is one kind, with 'enable' and 'decay'",
+    "ema.kwargs": "write 'decay' directly below 'ema'",
+    "runtime.task_names": "write 'task: classification' or 'task: detection' at the top level, or remove it",
     "runtime.random_seed": "write 'seed'",
-    "runtime.special_bn_init": "leave it out",
-    "runtime.aligned": "leave it out",
-    "runtime.async_norm": "leave it out",
-    "to_kestrel": "leave it out; saver.export writes safetensors and onnx",
-    "quant": "leave it out; quantization is a recipe: 'sparsity: {recipe: file.yaml}'",
-    "flip": "leave it out",
+    "runtime.special_bn_init": "remove it",
+    "runtime.aligned": "remove it",
+    "runtime.async_norm": "remove it",
+    "to_kestrel": "remove it; saver.export writes safetensors and onnx",
+    "quant": "remove it; quantization is part of a recipe: 'sparsity: {recipe: file.yaml}'",
+    "flip": "remove it",
 }
-"""By path, with `*` for one step; `net` is so only when it is a list."""
+"""Settings of United Perception that are written differently here, by key (`*` is one step), and what to write.
+
+The schema alone would only call them unknown. `net` is one of them only if it is a list.
+"""
 
 
-def set_aside(tree: Tree, problems: Problems) -> tuple[Tree, set[tuple[str | int, ...]]]:
-    """The tree without such settings, and the paths at which something else is therefore amiss."""
-    faults: set[tuple[str | int, ...]] = set()
-    for path in list(tree.paths()):
-        name = ".".join(path)
-        instead = next((text for pattern, text in INSTEAD.items() if _matches(name, pattern)), None)
-        found = tree.at(*path)
-        if instead is None or found is None or (name == "net" and not isinstance(found.content, list)):
+def check(tree: Tree, problems: Problems) -> Config | None:
+    """The settings of a tree, or None if there are problems."""
+    tree, removed = _without_foreign_settings(tree, problems)
+    plain = tree.to_plain()
+    try:
+        config = Config.model_validate(plain)
+    except ValidationError as error:
+        for problem in problems_of(error, plain, Config, noun="key"):
+            is_missing = tree.at(*problem.key) is None
+            if problem.key not in removed and not (is_missing and problem.key[:-1] in removed):
+                problems.add(problem, location=tree.locate(*problem.key))
+        return None
+    return None if problems else config
+
+
+def _without_foreign_settings(tree: Tree, problems: Problems) -> tuple[Tree, set[tuple[str | int, ...]]]:
+    """The tree without settings of United Perception, and the keys that miss something now."""
+    incomplete: set[tuple[str | int, ...]] = set()
+    for key in list(tree.key_paths()):
+        name = ".".join(key)
+        fix = next((fix for pattern, fix in UNITED_PERCEPTION.items() if _matches(name, pattern)), None)
+        value = tree.at(*key)
+        if fix is None or value is None or (name == "net" and not isinstance(value.content, list)):
             continue
-        problems.add(found.key, f"{name} is of United Perception's form; {instead}")
-        tree = tree.without(*path)
-        faults |= {path, path[:-1]}
-    return tree, faults
+        problems.add("a setting of United Perception", *key, location=value.location, fix=fix)
+        tree = tree.without(*key)
+        incomplete |= {key, key[:-1]}
+    return tree, incomplete
 
 
 def _matches(name: str, pattern: str) -> bool:
     return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
+
+
+# Sparsity
+
+_LENGTHS = {
+    "AmbaLevelPruneScheduler": "total_iters",
+    "ADMMScheduler": "total_iters",
+    "ProbMaskPruneScheduler": "total_iterations",
+    "STRScheduler": "total_iterations",
+}
+"""Arguments of MSBench's schedulers that are the number of iterations; the runner sets them if they are missing."""
+FOLDERS = {"save_dir": "levels", "output_dir": "analysis"}
+"""Arguments of MSBench's schedulers that are output folders, and their default names in the run folder."""
+_EXAMPLE_LENGTH = 10**6
+
+
+def check_sparsity(config: Config, tree: Tree, problems: Problems) -> Recipe | None:
+    """Check `sparsity` and the runner's type; returns the recipe, if `sparsity` names one.
+
+    An MSBench scheduler needs the number of iterations, which depends on the data. Here it is built with an example.
+    """
+    key, kind = ("runtime", "runner", "type"), config.runtime.runner.type
+    if kind not in RUNNERS and ":" not in kind:
+        fix = f"choose one of {', '.join(RUNNERS)}, or package.module:Class of your own"
+        problems.add(f"unknown type '{kind}'{nearest(kind, RUNNERS)}", *key, location=tree.locate(*key), fix=fix)
+    if config.sparsity is None:
+        if kind == "sparse":
+            message = "sparse training needs 'sparsity': an MSBench config, or 'recipe: file.yaml'"
+            problems.add(message, *key, location=tree.locate(*key))
+        return None
+    if config.sparsity.recipe is not None:
+        try:
+            return load(config.sparsity.recipe, variables=config.sparsity.recipe_variables or None)
+        except GossamerError as error:
+            location = tree.locate("sparsity", "recipe")
+            problems.extend((at_reference(problem, location) for problem in error.problems), "sparsity", "recipe")
+            return None
+    try:
+        build_sparse_scheduler(msbench_config(config.sparsity, _EXAMPLE_LENGTH, Path()))
+    except GossamerError as error:
+        for problem in error.problems:
+            if ":" in config.net.type and problem.key[-1:] == ("type",):
+                continue  # the module of the model is not imported yet and may register its own classes
+            located = replace(problem, location=tree.locate("sparsity", *problem.key))
+            problems.add(located, "sparsity")
+    return None
+
+
+def msbench_config(sparsity: Sparsity, length: int, folder: Path) -> dict[str, Any]:
+    """The MSBench config in `sparsity`, with defaults for a training of `length` iterations in a run folder."""
+    given = sparsity.model_dump(exclude_none=True, exclude={"recipe", "recipe_variables"})
+    scheduler: dict[str, Any] = given["scheduler"]
+    kind = str(scheduler.get("type"))
+    kwargs: Any = scheduler.get("kwargs") or {}
+    defaults: dict[str, Any] = {_LENGTHS[kind]: length} if kind in _LENGTHS else {}
+    if kind == "ProbMaskPruneScheduler":
+        defaults |= {"warmup_iteration_stamps": length // 10, "finetune_iteration_stamps": length * 8 // 10}
+    if kind == "AmbaLevelPruneScheduler":
+        defaults |= {argument: str(folder / name) for argument, name in FOLDERS.items()}
+    if isinstance(kwargs, dict):  # otherwise MSBench reports what is wrong
+        given["scheduler"] = {**scheduler, "kwargs": {**defaults, **cast(dict[str, Any], kwargs)}}
+    return given

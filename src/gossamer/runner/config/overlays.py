@@ -1,7 +1,7 @@
-"""`--data WORD`: other data than a config names, as a tree to lay over it.
+"""`--data`: other data than a config names, as changes to its tree.
 
-`tiny` is the data that comes with the package, with settings to match. A folder is recognised by the files in it,
-and takes the place of the source alone. Reads no image and no annotation.
+`tiny` is the data that comes with the package, with matching settings. A folder is recognized by its files and replaces
+the sources only. Reads no image and no annotation.
 """
 
 from __future__ import annotations
@@ -14,22 +14,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, Location, Problems, within
 from gossamer.runner.config.schema import Config, Source
-from gossamer.runner.config.tree import Place, Problems, Tree, merged, planted, read_tree
+from gossamer.runner.config.tree import Tree, merged, read_tree
 
 Task = Literal["classification", "detection"]
 
 TINY = "tiny"
 DETECTORS = ("retinanet", "fasterrcnn", "fcos", "ssd", "maskrcnn", "keypointrcnn")
-"""How torchvision's names of detectors start."""
-
+"""Prefixes of torchvision's names of detectors."""
 BOXES = ("coco", "json_lines", "scenes")
-"""The types of data that have boxes."""
+"""The types of data with boxes."""
+SHARED = frozenset(Source.model_fields)
+"""The settings of all sources, which stay when a source is replaced by another one."""
 
-SETTINGS = frozenset(Source.model_fields)
-"""What all sources share, and what stays when another one takes a source's place."""
-
+_TINY_LOCATION = Location(f"--data {TINY}")
 _IDX = re.compile(r"(?P<family>.*?)(?P<part>train|t10k|test|val)-images[-.]idx3-ubyte(?P<packed>\.gz)?")
 _TESTS = ("val", "test")
 _LAYOUTS = (
@@ -37,48 +36,50 @@ _LAYOUTS = (
     "test/ with a folder for each class, train.npz and test.npz, or train.json and val.json or test.json with images/"
 )
 Sources = tuple[Mapping[str, str], Mapping[str, str]]
-"""The settings that name the data for training and for tests."""
+"""The settings of the training data and of the test data."""
 
 
-def with_data(tree: Tree, word: str, naming: Tree, name: str, problems: Problems) -> Tree:
-    """The tree of a config, with the data that a word or a folder names.
+def with_data(tree: Tree, data: str, early: Tree, name: str, problems: Problems) -> Tree:
+    """The tree of a config with other data: `tiny`, or a folder.
 
-    `naming` is a tree that names the net and the task, `name` is the config's.
+    `early` is the tree with the overrides of the net and the task, `name` is that of the config.
     """
-    task = _told_task(naming)
-    if word == TINY:
-        net = naming.at("net", "type")
-        return _tiny(tree, "" if net is None else str(net.content), task, name, problems)
-    folder = Path(word)
-    place = Place(f"--data {word}")
-    if not folder.is_dir():
-        raise GossamerError(f"{place}: expected '{TINY}' or a folder, and there is no folder of that name")
-    for source, target in zip(_recognised(folder, task, place), ("train", "test"), strict=True):
-        tree = _sourced(tree, target, source, place)
+    task = _task_in(early)
+    if data == TINY:
+        net = early.at("net", "type")
+        return _with_tiny(tree, "" if net is None else str(net.content), task, name, problems)
+    folder, location = Path(data), Location(f"--data {data}")
+    with within(location=location):
+        if not folder.is_dir():
+            raise GossamerError(f"expected '{TINY}' or a folder; there is no such folder")
+        sources = _recognize(folder, task)
+    for source, part in zip(sources, ("train", "test"), strict=True):
+        entries = Tree.of(dict(source), location).content
+        assert isinstance(entries, dict)
+        tree = _with_source(tree, part, entries | _shared_settings(tree.at("dataset", part)), location)
     return tree.without("num_classes")
 
 
-def retyped(tree: Tree, target: str, kind: object) -> Tree:
-    """The tree without what belongs to another type of data than the one that `target` is to have."""
-    source = tree.at("dataset", target)
-    old = tree.at("dataset", target, "type")
+def with_source_type(tree: Tree, part: str, kind: object) -> Tree:
+    """The tree without settings of `dataset.train` or `dataset.test` that a source of another type lacks."""
+    source = tree.at("dataset", part)
+    old = tree.at("dataset", part, "type")
     if source is None or old is None or old.content == kind:
         return tree
-    dataset = Tree({target: replace(source, content=_shared(source))}, source.place, source.key)
-    return merged(tree.without("dataset", target), Tree({"dataset": dataset}, tree.place, tree.key))
+    return _with_source(tree, part, _shared_settings(source), source.location)
 
 
 def task_of(config: Config) -> Task:
-    """What a config trains for: what it says, else what its net is for, else what its data are for."""
+    """The task of a config: the given one, else that of its net, else that of its data."""
     kinds = [source.type for source in (config.dataset.train, config.dataset.test) if source is not None]
     return config.task or _task(config.net.type, kinds)
 
 
-def _told_task(tree: Tree) -> str:
-    """The same before a config is known to be right."""
-    told, net = tree.child("task"), tree.at("net", "type")
-    if told is not None and isinstance(told.content, str):
-        return told.content
+def _task_in(tree: Tree) -> str:
+    """The same before a config is checked."""
+    given, net = tree.child("task"), tree.at("net", "type")
+    if given is not None and isinstance(given.content, str):
+        return given.content
     kinds = [kind.content for part in ("train", "test") if (kind := tree.at("dataset", part, "type")) is not None]
     return _task(str(net.content) if net else "", kinds)
 
@@ -93,30 +94,40 @@ def _is_torchvision(net: str) -> bool:
     return ":" not in net and "/" not in net
 
 
+def _with_source(tree: Tree, part: str, entries: dict[str, Tree], location: Location) -> Tree:
+    dataset = Tree({part: Tree(entries, location)}, location)
+    return merged(tree.without("dataset", part), Tree({"dataset": dataset}, tree.location))
+
+
+def _shared_settings(source: Tree | None) -> dict[str, Tree]:
+    entries = source.content if source is not None else None
+    return {name: value for name, value in entries.items() if name in SHARED} if isinstance(entries, dict) else {}
+
+
 # The data that comes with the package
 
 
-def _tiny(tree: Tree, net: str, task: str, name: str, problems: Problems) -> Tree:
-    place = Place(f"--data {TINY}")
+def _with_tiny(tree: Tree, net: str, task: str, name: str, problems: Problems) -> Tree:
     family = next((family for family in ("retinanet", "fasterrcnn") if net.startswith(family)), task)
     with importlib.resources.as_file(importlib.resources.files("gossamer.runner.config") / TINY) as folder:
         file = folder / f"{family}.yaml"
         if not file.is_file():
-            raise GossamerError(f"{place}: task: expected classification or detection, found {task!r}")
+            with within("task", location=_TINY_LOCATION):
+                raise GossamerError(f"expected classification or detection, found {task!r}")
         overlay = read_tree(file, problems)
     if not _is_torchvision(net):
         overlay = overlay.without("net")
     overlay = _for_recipe(overlay, tree)
-    tree = merged(tree, replace(overlay, place=tree.place, key=tree.key))
+    tree = merged(tree, replace(overlay, location=tree.location))
     saver = {"save_dir": f"runs/{name}-{TINY}"}
     pretrained = tree.at("saver", "pretrain_model")
     if pretrained is not None and isinstance(pretrained.content, str):
         saver["pretrain_model"] = str(_tiny_run(Path(pretrained.content)))
-    return merged(tree, planted({"saver": saver}, place))
+    return merged(tree, Tree.of({"saver": saver}, _TINY_LOCATION))
 
 
 def _for_recipe(overlay: Tree, tree: Tree) -> Tree:
-    """The overlay with those of its recipe variables that the config sets, and no scheduler beside a recipe's own."""
+    """The overlay with the recipe variables that the config sets, and no lr_scheduler beside a recipe without one."""
     names = overlay.at("sparsity", "recipe_variables")
     for name in names.content if names is not None and isinstance(names.content, dict) else ():
         if tree.at("sparsity", "recipe_variables", name) is None:
@@ -127,20 +138,19 @@ def _for_recipe(overlay: Tree, tree: Tree) -> Tree:
 
 
 def without_missing_weights(tree: Tree, warnings: list[str]) -> Tree:
-    """The tree, for `tiny`, without weights of a tiny run that there is not yet: it can begin from random ones."""
-    place = Place(f"--data {TINY}")
-    found = tree.at("saver", "pretrain_model")
-    if found is None or found.place != place or os.path.exists(str(found.content)):
+    """With `tiny`, the tree without weights of a tiny run that does not exist yet."""
+    weights = tree.at("saver", "pretrain_model")
+    if weights is None or weights.location != _TINY_LOCATION or os.path.exists(str(weights.content)):
         return tree
     warnings.append(
-        f"{place}: training starts from random weights because there is no {found.content}; train the float config "
-        f"with {place} first, or name weights by --set saver.pretrain_model=FILE"
+        f"{_TINY_LOCATION}: starting from random weights because {weights.content} does not exist; train the float "
+        f"config with {_TINY_LOCATION} first, or name weights with --set saver.pretrain_model=FILE"
     )
     return tree.without("saver", "pretrain_model")
 
 
 def _tiny_run(pretrained: Path) -> Path:
-    """Where a run on tiny data stands for one on the config's own data."""
+    """The path of the weights in the corresponding run on tiny data."""
     steps = pretrained.parts
     if "runs" in steps[:-1]:
         at = steps.index("runs") + 1
@@ -151,80 +161,64 @@ def _tiny_run(pretrained: Path) -> Path:
 # Folders
 
 
-def _sourced(tree: Tree, target: str, source: Mapping[str, str], place: Place) -> Tree:
-    named = {name: planted(value, place) for name, value in source.items()} | _shared(tree.at("dataset", target))
-    dataset = Tree({target: Tree(named, place, place)}, place, place)
-    return merged(tree.without("dataset", target), Tree({"dataset": dataset}, tree.place, tree.key))
-
-
-def _shared(source: Tree | None) -> dict[str, Tree]:
-    """The settings of a source that any other has too."""
-    entries = source.content if source is not None else None
-    return {name: value for name, value in entries.items() if name in SETTINGS} if isinstance(entries, dict) else {}
-
-
-def _recognised(folder: Path, task: str, place: Place) -> Sources:
-    found = {layout: sources for layout, read in _READERS.items() if (sources := read(folder, place)) is not None}
-    fitting = {layout: sources for layout, sources in found.items() if (layout == "coco") == (task == "detection")}
+def _recognize(folder: Path, task: str) -> Sources:
+    layouts = {layout: sources for layout, read in _READERS.items() if (sources := read(folder)) is not None}
+    fitting = {layout: sources for layout, sources in layouts.items() if (layout == "coco") == (task == "detection")}
     if len(fitting) > 1:
-        raise GossamerError(
-            f"{place}: the folder holds data of several kinds, {' and '.join(fitting)}; keep one of them"
-        )
-    if found and not fitting:
-        kind = "boxes for detection" if task == "classification" else "images in classes"
-        raise GossamerError(f"{place}: the folder holds {kind}, but the config is for {task}")
-    if not found:
-        raise GossamerError(f"{place}: the folder holds no data of a known kind; that would be {_LAYOUTS}")
+        raise GossamerError(f"the folder holds data of several kinds: {' and '.join(fitting)}; keep one of them")
+    if layouts and not fitting:
+        content = "boxes for detection" if task == "classification" else "images in classes"
+        raise GossamerError(f"the folder holds {content}, but the config is for {task}")
+    if not layouts:
+        raise GossamerError(f"the folder holds no data of a known kind; expected {_LAYOUTS}")
     return next(iter(fitting.values()))
 
 
-def _idx(folder: Path, place: Place) -> Sources | None:
+def _idx(folder: Path) -> Sources | None:
     pairs: dict[str, dict[str, Mapping[str, str]]] = {}
-    for name in sorted(os.listdir(folder), reverse=True):  # plain files after packed ones, which they displace
+    for name in sorted(os.listdir(folder), reverse=True):  # plain files come after packed ones and replace them
         if (match := _IDX.fullmatch(name)) is None:
             continue
         labels = name.replace("-images", "-labels").replace("idx3", "idx1")
         if not (folder / labels).is_file():
-            raise GossamerError(f"{place}: {name} is there and {labels} is not")
+            raise GossamerError(f"{name} is there, but {labels} is missing")
         part = "train" if match["part"] == "train" else "test"
         pairs.setdefault(match["family"], {})[part] = {
             "type": "idx",
             "images": str(folder / name),
             "labels": str(folder / labels),
         }
-    families = [(pair["train"], pair["test"]) for pair in pairs.values() if len(pair) == 2]
+    families = {name: (pair["train"], pair["test"]) for name, pair in pairs.items() if len(pair) == 2}
     if len(families) > 1:
-        names = ", ".join(f"'{name}'" for name, pair in pairs.items() if len(pair) == 2)
-        raise GossamerError(
-            f"{place}: the folder holds several sets of IDX files, {names}; keep one in a folder of its own"
-        )
-    return families[0] if families else None
+        names = ", ".join(f"'{name}'" for name in families)
+        raise GossamerError(f"the folder holds several sets of IDX files: {names}; keep one of them")
+    return next(iter(families.values()), None)
 
 
-def _class_folders(folder: Path, _: Place) -> Sources | None:
+def _class_folders(folder: Path) -> Sources | None:
     tests = [folder / name for name in _TESTS if _has_folders(folder / name)]
     if not tests or not _has_folders(folder / "train"):
         return None
     return _of_type("image_folder", folder / "train", tests[0])
 
 
-def _npz(folder: Path, _: Place) -> Sources | None:
+def _npz(folder: Path) -> Sources | None:
     tests = [folder / f"{name}.npz" for name in _TESTS if (folder / f"{name}.npz").is_file()]
     return _of_type("npz", folder / "train.npz", tests[0]) if tests and (folder / "train.npz").is_file() else None
 
 
-def _coco(folder: Path, place: Place) -> Sources | None:
+def _coco(folder: Path) -> Sources | None:
     tests = [folder / f"{name}.json" for name in _TESTS if (folder / f"{name}.json").is_file()]
     if not tests or not (folder / "train.json").is_file():
         return None
     if not (folder / "images").is_dir():
-        raise GossamerError(f"{place}: train.json and {tests[0].name} are there, and the folder images/ is not")
+        raise GossamerError(f"train.json and {tests[0].name} are there, but the folder images/ is missing")
     train, test = _of_type("coco", folder / "train.json", tests[0])
     images = {"images": str(folder / "images")}
     return {**train, **images}, {**test, **images}
 
 
-_READERS: dict[str, Callable[[Path, Place], Sources | None]] = {
+_READERS: dict[str, Callable[[Path], Sources | None]] = {
     "idx": _idx,
     "class folders": _class_folders,
     "npz": _npz,

@@ -1,8 +1,4 @@
-"""What a config may say: one class for each part, strict about names and types.
-
-Knows nothing of files, torch or training; `loading.py` finds the line of what
-is wrong here, and the parts of the runner read their settings from it.
-"""
+"""The settings of a config: one class for each part, strict about names and types."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from gossamer.errors import FieldError
 from gossamer.quantities import Count, CountOrZero, PartialShare, PeriodOrZero, PositiveFactor, PositiveShare, Seed
 
 FileName = Annotated[Path, Field(strict=False)]
-"""A path; YAML has it as text."""
+"""A path, given as text."""
 
 BatchSize = Annotated[int, Field(ge=1, le=2**20)]
 ClassCount = Annotated[int, Field(ge=1, le=2**20)]
@@ -25,13 +21,13 @@ Transform = str | dict[str, dict[str, Any] | None]
 
 
 class Part(BaseModel):
-    """Settings that refuse unknown names and take no number for a text."""
+    """Settings that refuse unknown names and do not convert types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Named(Part):
-    """Something by the name of its class, with arguments."""
+    """A class by name, with its arguments."""
 
     type: str
     kwargs: dict[str, Any] = {}
@@ -41,32 +37,32 @@ class Named(Part):
 
 
 class Source(Part):
-    """What all datasets share."""
+    """Settings of all datasets."""
 
     batch_size: BatchSize = 32
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     transforms: list[Transform] = []
     on_error: Literal["skip", "refuse"] = "skip"
-    """An image or box that cannot be used: leave it out and count it, or end with its file and line."""
+    """An image or box that cannot be used: skip and count it, or raise an error with its file and line."""
     limit: Count | None = None
-    """Only the first so many images."""
+    """Use only this many images, the first ones."""
 
 
 class ImageFolder(Source):
-    """A folder for each class, as torchvision's ImageFolder."""
+    """A folder for each class, as in torchvision's ImageFolder."""
 
     type: Literal["image_folder"]
     path: FileName
 
 
 class ImageList(Source):
-    """Lines `path label`, as ImageNet's list files."""
+    """Lines `path label`, as in ImageNet's list files."""
 
     type: Literal["image_list"]
     path: FileName
-    """The file of lines."""
+    """The file with the lines."""
     images: FileName | None = None
-    """The folder that paths start from; by default that of the list."""
+    """The folder that paths are relative to; by default that of the list."""
 
 
 class Coco(Source):
@@ -88,7 +84,7 @@ class JsonLines(Source):
 
 
 class Idx(Source):
-    """Two IDX files, as MNIST's, plain or gzip."""
+    """Two IDX files as of MNIST, plain or gzip."""
 
     type: Literal["idx"]
     images: FileName
@@ -105,14 +101,14 @@ class Npz(Source):
 
 
 class Digits(Source):
-    """scikit-learn's 1,797 digits of 8 × 8 pixels: the last fifth of each class is for tests."""
+    """scikit-learn's 1,797 digits of 8 × 8 pixels; the last fifth of each class is the test split."""
 
     type: Literal["digits"]
     split: Literal["train", "test"]
 
 
 class Scenes(Source):
-    """Scenes composed from the digits, with exact boxes; train and test share no digit."""
+    """Scenes composed of the digits, with exact boxes; train and test share no digit."""
 
     type: Literal["scenes"]
     split: Literal["train", "test"]
@@ -135,21 +131,21 @@ class Dataset(Part):
 
 
 class Optimizer(Named):
-    """A class of torch.optim by name; `kwargs` as it takes them."""
+    """A class of torch.optim by name, with its arguments."""
 
     type: str = "SGD"
     kwargs: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 
 
 class LRScheduler(Named):
-    """A class of torch.optim.lr_scheduler by name; lengths in `kwargs` count epochs, or iterations under max_iter."""
+    """A class of torch.optim.lr_scheduler by name; lengths in `kwargs` are epochs, or iterations with max_iter."""
 
     type: str = "CosineAnnealingLR"
     warmup_iter: CountOrZero = 0
     warmup_epochs: PeriodOrZero = 0
     warmup_type: Literal["linear", "exp", "constant"] = "linear"
     warmup_ratio: PositiveShare = 0.1
-    """The share of the learning rate that a warm-up starts from."""
+    """The fraction of the learning rate at the start of the warm-up."""
 
     @model_validator(mode="after")
     def _one_warm_up(self) -> Self:
@@ -162,16 +158,16 @@ class Trainer(Part):
     max_epoch: Count | None = None
     max_iter: Count | None = None
     test_freq: Count | None = None
-    """In epochs, or in iterations under max_iter; by default once at the end."""
+    """In epochs, or in iterations with max_iter; by default once at the end."""
     save_freq: Count | None = None
-    """In epochs, or in iterations under max_iter; by default once an epoch. The end and each new best are saved too."""
+    """In epochs, or in iterations with max_iter; by default every epoch. The end and each new best are saved too."""
     only_save_latest: bool = False
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler | None = None
     fp16: bool = False
-    """Mixed precision: fp16 with a scaled loss on an accelerator, bf16 on a CPU."""
+    """Mixed precision: fp16 with loss scaling on an accelerator, bf16 on a CPU."""
     accumulate: Count = 1
-    """Batches in one optimizer step, which is what an iteration is."""
+    """Batches per optimizer step, which is one iteration."""
     clip_grad_norm: PositiveFactor | None = None
     label_smoothing: PartialShare = 0.0
     log_freq: Count = 10
@@ -188,7 +184,7 @@ class Saver(Part):
     """The run folder; by default runs/ and the config's name."""
     pretrain_model: FileName | None = None
     pretrain_except: list[str] = []
-    """Starts of names that are not taken from pretrain_model, as `fc.` for another number of classes."""
+    """Prefixes of names that are not loaded from pretrain_model, as `fc.` for another number of classes."""
     resume_model: FileName | None = None
     auto_resume: bool = False
     keep: Count = 3
@@ -203,21 +199,21 @@ class Ema(Part):
 
 class RunnerType(Part):
     type: str = "base"
-    """`base`, `sparse`, or a class of one's own as package.module:Class."""
+    """`base`, `sparse`, or a class of your own as package.module:Class."""
 
 
 class ReportPage(Part):
     enable: bool = True
-    """Whether a run ends with report.html."""
+    """Whether a run writes report.html at its end."""
     sensitivity: bool | Literal["auto"] = "auto"
-    """Whether each layer's sensitivity is measured at the end; `auto` as far as that takes little of the run's time."""
+    """Whether each layer's sensitivity is measured at the end; `auto` limits it to a small part of the time."""
 
 
 class Runtime(Part):
     runner: RunnerType = RunnerType()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: str = "auto"
-    """`auto`, or what torch.device takes."""
+    """`auto`, or a name for torch.device."""
     deterministic: bool = False
     channels_last: bool | Literal["auto"] = "auto"
     tensorboard: bool = True
@@ -225,7 +221,7 @@ class Runtime(Part):
 
 
 class Net(Named):
-    """A torchvision model by name, `timm/name`, `transformers/name`, or `package.module:function` of one's own."""
+    """A torchvision model by name, `timm/name`, `transformers/name`, or `package.module:function` of your own."""
 
 
 class Sparsity(Part):
@@ -245,7 +241,7 @@ class Sparsity(Part):
         if self.recipe is not None and msbench:
             raise FieldError(f"{msbench[0]} is given too; keep the recipe or the MSBench config", "recipe")
         if self.recipe is None and self.scheduler is None:
-            raise ValueError("give 'recipe: file.yaml', or an MSBench config with 'scheduler'")
+            raise ValueError("set 'recipe: file.yaml', or an MSBench config with 'scheduler'")
         return self
 
 
@@ -253,9 +249,9 @@ class Config(Part):
     """A whole config."""
 
     num_classes: ClassCount | None = None
-    """Without the background; by default what the training data has."""
+    """Without the background; by default that of the training data."""
     task: Literal["classification", "detection"] | None = None
-    """By default what the net is for; a model of one's own classifies unless it says what its network is."""
+    """By default that of the net; a custom model is a classifier unless it has a method `network`."""
     dataset: Dataset = Dataset()
     trainer: Trainer = Trainer()
     saver: Saver = Saver()

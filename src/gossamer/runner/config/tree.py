@@ -1,6 +1,6 @@
-"""A config as a tree of values, each with the place where it was written, and how two such trees become one.
+"""A config as a tree of values, each with the location of its key, and how files and `--set` become one.
 
-Knows nothing of YAML, of files or of what the settings mean.
+Reads YAML with `!include`, anchors and merge keys. No object is constructed from a tag.
 """
 
 from __future__ import annotations
@@ -8,65 +8,56 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
-from gossamer.errors import GossamerError, RecipeError
-from gossamer.recipe import source as sources
-from gossamer.recipe.nodes import (
-    MAX_DEPTH,
-    MAX_NODES,
-    AliasNode,
-    ListNode,
-    MapNode,
-    Node,
-    ScalarNode,
-    parse,
-    scalar_of,
-    unaliased,
-)
-from gossamer.recipe.source import Source, open_source, source_of_text
-from gossamer.recipe.wording import found_words
+from gossamer.errors import GossamerError, Location, Problem, Problems, RecipeError, format_value, within
+from gossamer.recipe.nodes import MAX_DEPTH, MAX_NODES, ListNode, MapNode, Node, ScalarNode, parse, scalar_of, unaliased
+from gossamer.recipe.source import Source, SourceProblems, open_source, source_of_text
 
-EITHER_OR = ({"max_epoch", "max_iter"}, {"warmup_epochs", "warmup_iter"})
-"""Settings of which one takes the place of the other."""
-
-
+INCLUDE = "!include"
+MAX_INCLUDED = 100
+"""Files in one config; a file that is included twice counts twice."""
+ANCHORS = "x-"
+"""Top-level keys with this prefix hold anchors and are not settings."""
+EXCLUSIVE = ({"max_epoch", "max_iter"}, {"warmup_epochs", "warmup_iter"})
+"""Settings of which one replaces the other."""
 ARGUMENTS = "kwargs"
-"""Below this key stand arguments of classes from elsewhere, for which null is a value like others."""
-
-
-class Place(NamedTuple):
-    """A file and a line, or what stands on the command line (line 0)."""
-
-    source: str
-    line: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.source}:{self.line}" if self.line else self.source
-
+"""Below this key are arguments of classes, for which null is an ordinary value."""
 
 Scalar = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A scalar, a list or a mapping; `place` is its own, `key` that of its key, or of itself where it has none."""
+    """A scalar, a list or a mapping; `location` is that of its key, or its own if it has none."""
 
     content: Scalar | list[Tree] | dict[str, Tree]
-    place: Place
-    key: Place
+    location: Location
 
-    @property
-    def told_at(self) -> Place:
-        """Where a reader looks for it: a mapping or list starts behind its key."""
-        return self.key if isinstance(self.content, list | dict) else self.place
+    @staticmethod
+    def of(value: object, location: Location) -> Tree:
+        """Plain values as a tree with one location."""
+        if isinstance(value, dict):
+            entries = cast("dict[str, object]", value)
+            return Tree({name: Tree.of(inner, location) for name, inner in entries.items()}, location)
+        if isinstance(value, list):
+            return Tree([Tree.of(inner, location) for inner in cast("list[object]", value)], location)
+        return Tree(cast(Scalar, value), location)
 
-    def at(self, *path: str | int) -> Tree | None:
-        """What a path leads to, if it is there."""
+    def to_plain(self) -> object:
+        """The values without their locations."""
+        if isinstance(self.content, dict):
+            return {name: value.to_plain() for name, value in self.content.items()}
+        if isinstance(self.content, list):
+            return [item.to_plain() for item in self.content]
+        return self.content
+
+    def at(self, *key: str | int) -> Tree | None:
+        """The value of a key path, or None."""
         tree: Tree | None = self
-        for step in path:
+        for step in key:
             tree = None if tree is None else tree.child(step)
         return tree
 
@@ -77,71 +68,46 @@ class Tree:
             return self.content[step]
         return None
 
-    def without(self, *path: str) -> Tree:
-        """The same tree with what a path leads to left out."""
-        if not path or not isinstance(self.content, dict) or path[0] not in self.content:
+    def locate(self, *key: str | int) -> Location:
+        """Where a key path is written; for a missing key, where the mapping or its `type` is."""
+        tree = self
+        for step in key:
+            child = tree.child(step)
+            if child is None:
+                return (tree.child("type") or tree).location
+            tree = child
+        return tree.location
+
+    def without(self, *key: str) -> Tree:
+        """The same tree without the value of a key path."""
+        if not key or not isinstance(self.content, dict) or key[0] not in self.content:
             return self
         entries = dict(self.content)
-        if len(path) == 1:
-            del entries[path[0]]
+        if len(key) == 1:
+            del entries[key[0]]
         else:
-            entries[path[0]] = entries[path[0]].without(*path[1:])
+            entries[key[0]] = entries[key[0]].without(*key[1:])
         return replace(self, content=entries)
 
-    def paths(self, *above: str) -> Iterator[tuple[str, ...]]:
-        """The paths of all keys, those of mappings before those inside them."""
+    def key_paths(self, *above: str) -> Iterator[tuple[str, ...]]:
+        """All key paths, those of mappings before those inside them."""
         if isinstance(self.content, dict):
             for name, value in self.content.items():
                 yield (*above, name)
-                yield from value.paths(*above, name)
-
-
-@dataclass
-class Problems:
-    """What is wrong with a config, to be raised together in the order of files and lines."""
-
-    found: dict[tuple[Place, str], None] = field(default_factory=dict[tuple[Place, str], None])
-
-    def add(self, place: Place, message: str) -> None:
-        self.found[place, " ".join(message.split())] = None
-
-    def raise_if_any(self) -> None:
-        if self.found:
-            sources = list(dict.fromkeys(place.source for place, _ in self.found))
-            ordered = sorted(self.found, key=lambda problem: (sources.index(problem[0].source), problem[0].line))
-            raise GossamerError("\n".join(f"{place}: {message}" for place, message in ordered))
-
-
-def plain(tree: Tree) -> object:
-    """The values alone."""
-    if isinstance(tree.content, dict):
-        return {name: plain(value) for name, value in tree.content.items()}
-    if isinstance(tree.content, list):
-        return [plain(item) for item in tree.content]
-    return tree.content
-
-
-def planted(value: object, place: Place) -> Tree:
-    """Values as a tree that all of stands in one place."""
-    if isinstance(value, dict):
-        entries = cast("dict[str, object]", value)
-        return Tree({name: planted(inner, place) for name, inner in entries.items()}, place, place)
-    if isinstance(value, list):
-        return Tree([planted(inner, place) for inner in cast("list[object]", value)], place, place)
-    return Tree(cast(Scalar, value), place, place)
+                yield from value.key_paths(*above, name)
 
 
 def merged(below: Tree, above: Tree, *, deep: bool = True, arguments: bool = False) -> Tree:
-    """Two mappings as one, in which what is above counts; anything else above takes the place of what is below.
+    """Two mappings as one, in which `above` wins; anything else is replaced by `above`.
 
-    Deep, mappings inside are merged too, save where they name different types, whose settings do not mix; and null
-    above takes a setting away, though not among `arguments`.
+    Deep, nested mappings are merged too, except those of different types; null in `above` removes a setting, but not
+    among `arguments`.
     """
     if not isinstance(below.content, dict) or not isinstance(above.content, dict):
         return above
     if deep and _type(below) != _type(above) and None not in (_type(below), _type(above)):
         return above
-    entries = {name: value for name, value in below.content.items() if not _displaced(name, above.content)}
+    entries = {name: value for name, value in below.content.items() if not _is_replaced(name, above.content)}
     for name, value in above.content.items():
         if deep and value.content is None and not arguments:
             entries.pop(name, None)
@@ -152,227 +118,235 @@ def merged(below: Tree, above: Tree, *, deep: bool = True, arguments: bool = Fal
     return replace(above, content=entries)
 
 
-def _displaced(name: str, above: dict[str, Tree]) -> bool:
-    return name not in above and any(name in pair and not pair.isdisjoint(above) for pair in EITHER_OR)
+def _is_replaced(name: str, above: dict[str, Tree]) -> bool:
+    return name not in above and any(name in pair and not pair.isdisjoint(above) for pair in EXCLUSIVE)
 
 
 def _type(tree: Tree) -> object:
-    found = tree.child("type")
-    return None if found is None else found.content
+    child = tree.child("type")
+    return None if child is None else child.content
 
 
-INCLUDE = "!include"
-MAX_INCLUDED = 100
-"""Files in one config, counted as often as they are included."""
-
-ANCHORS = "x-"
-"""Keys at the top of a file that start like this hold anchors, and are no settings."""
+# Files
 
 
 def read_tree(path: Path, problems: Problems) -> Tree:
-    """The file with everything that it includes; a file that is no YAML is an error at once."""
-    return _Reading(problems).file(path, Place(str(path)), ())
+    """A file with everything that it includes; invalid YAML is raised at once."""
+    return _ConfigReader(problems).read_file(path, None, (), 0)
 
 
-def read_value(text: str, shown: str, problems: Problems) -> Tree:
-    """A value as YAML, from the command line, where all of it stands in one place: `shown`."""
-    return _Reading(problems).value(text, shown)
+def at_reference(problem: Problem, location: Location) -> Problem:
+    """A problem of a file that the config names: if it has no line, it is located where the config names the file."""
+    if problem.location is not None and problem.location.line is not None:
+        return problem
+    return Problem(str(problem), location=location)
 
 
-class _Reading:
-    """One config's files; counts what they come to, for a short file can include a long one often."""
+class _ConfigReader:
+    """Reads the files of one config. Counts files and values: a short file can include a long one many times."""
 
     def __init__(self, problems: Problems) -> None:
         self.problems = problems
-        self.files = 0
-        self.values = 0
+        self._files = 0
+        self._values = 0
 
-    def file(self, path: Path, wanted_at: Place, including: tuple[Path, ...], depth: int = 0) -> Tree:
-        is_top = wanted_at == Place(str(path))
-        self.files += 1
-        if self.files > MAX_INCLUDED:
-            raise GossamerError(f"{wanted_at}: expected at most {MAX_INCLUDED} included files, found more")
-        if os.path.isdir(path):
-            raise GossamerError(f"{wanted_at}: expected a config file, found the folder {path}")
-        real = path.resolve()
-        if real in including:
-            chain = " includes ".join(file.name for file in (*including[including.index(real) :], real))
-            raise GossamerError(f"{wanted_at}: the config includes itself: {chain}")
+    def read_file(self, path: Path, included_at: Location | None, including: tuple[Path, ...], depth: int) -> Tree:
+        """`included_at` is the location of the `!include`, `including` are the files that lead to it."""
+        with within(location=included_at or Location(str(path))):
+            self._files += 1
+            if self._files > MAX_INCLUDED:
+                raise GossamerError(f"expected at most {MAX_INCLUDED} included files, found more")
+            if os.path.isdir(path):
+                raise GossamerError(f"expected a config file, found the folder {path}")
+            real = path.resolve()
+            if real in including:
+                chain = " includes ".join(file.name for file in (*including[including.index(real) :], real))
+                raise GossamerError(f"the config includes itself: {chain}")
         try:
             source = open_source(path)
         except RecipeError as error:
-            raise GossamerError(str(error) if is_top else f"{wanted_at}: {INCLUDE} {error}") from None
-        root = parse(source, sources.SourceProblems(source), what="config")
-        if not isinstance(unaliased(root), MapNode) and is_top:
-            raise GossamerError(f"{path}:1: expected a mapping such as 'net: {{type: resnet18}}', found a list")
-        tree = _FileReader(self, source, path.parent, (*including, real)).tree(root, depth)
+            if included_at is None:
+                raise GossamerError(error.problems) from None
+            problems = (at_reference(problem, included_at) for problem in error.problems)
+            raise GossamerError(problem.within(INCLUDE) for problem in problems) from None
+        root = parse(source, SourceProblems(source), what="config")
+        if not isinstance(unaliased(root), MapNode) and included_at is None:
+            message = "expected a mapping such as 'net: {type: resnet18}', found a list"
+            raise GossamerError(Problem(message, location=Location(str(path), 1)))
+        tree = _NodeReader(self, source, path.parent, (*including, real)).tree(root, depth)
         if isinstance(tree.content, dict):
             entries = {name: value for name, value in tree.content.items() if not name.startswith(ANCHORS)}
             tree = replace(tree, content=entries)
         return tree
 
-    def value(self, text: str, shown: str) -> Tree:
-        source = source_of_text(f"- {text}", "--set")
+    def read_value(self, text: str, location: Location) -> Tree:
+        """A YAML value of the command line; all of it has one location."""
+        source = source_of_text(f"- {text}", location.file)
         try:
-            root = parse(source, sources.SourceProblems(source), what="value")
+            root = parse(source, SourceProblems(source), what="value")
         except RecipeError as error:
-            raise GossamerError(f"{shown}: {error.problems[0].message}") from None
+            raise GossamerError(replace(problem, location=location) for problem in error.problems) from None
         if not isinstance(root, ListNode) or len(root.items) != 1:
-            raise GossamerError(f"{shown}: expected one value behind '=', found several")
-        return _FileReader(self, source, Path(), (), shown).tree(root.items[0], 0)
+            raise GossamerError(Problem("expected one value after '=', found several", location=location))
+        return _NodeReader(self, source, Path(), (), location).tree(root.items[0], 0)
+
+    def count_value(self, depth: int, location: Location) -> None:
+        self._values += 1
+        if depth > MAX_DEPTH or self._values > MAX_NODES:
+            limit = f"{MAX_DEPTH} levels" if depth > MAX_DEPTH else f"{MAX_NODES:,} values"
+            message = f"the config has more than {limit} with its aliases and included files"
+            raise GossamerError(Problem(message, location=location))
 
 
-class _FileReader:
-    """Turns the nodes of one file into trees."""
+class _NodeReader:
+    """Turns the YAML nodes of one file into trees."""
 
     def __init__(
-        self, reading: _Reading, source: Source, folder: Path, including: tuple[Path, ...], shown: str | None = None
+        self,
+        config: _ConfigReader,
+        source: Source,
+        folder: Path,
+        including: tuple[Path, ...],
+        location: Location | None = None,
     ) -> None:
-        self.reading = reading
-        self.source = source
-        self.folder = folder
-        self.including = including
-        self.shown = shown
-        self.lines = sources.SourceProblems(source)
+        self._config = config
+        self._folder = folder
+        self._including = including
+        self._location = location
+        """Of everything; None in a file, where each node has its line."""
+        self._problems = SourceProblems(source)
 
-    def tree(self, node: Node, depth: int, key: Place | None = None) -> Tree:
-        """A node with what its alias or `!include` stands for."""
-        self.reading.values += 1
-        if depth > MAX_DEPTH or self.reading.values > MAX_NODES:
-            what = f"{MAX_DEPTH} levels" if depth > MAX_DEPTH else f"{MAX_NODES:,} values"
-            raise GossamerError(f"{self.place(node)}: the config comes to more than {what}, aliases and files put in")
-        found = unaliased(node)
-        place = self.place(found)
-        key = key or place
-        if found.tag == INCLUDE:
-            return replace(self.included(found, depth), key=key)
-        if found.tag is not None and found.tag.startswith("!"):
-            self.problem(found, f"unknown tag '{found.tag}'; there is {INCLUDE}")
-        if isinstance(found, ScalarNode):
-            return Tree(self.scalar(found), place, key)
-        if isinstance(found, ListNode):
-            return Tree([self.tree(item, depth + 1) for item in found.items], place, key)
-        return self.mapping(found, depth, place, key)
+    def tree(self, node: Node, depth: int, key: Node | None = None) -> Tree:
+        """A node, with its alias or `!include` resolved."""
+        target = unaliased(node)
+        location = self._locate(key or target)
+        self._config.count_value(depth, location)
+        if target.tag == INCLUDE:
+            return replace(self._included(target, depth), location=location)
+        if target.tag is not None and target.tag.startswith("!"):
+            self._config.problems.add(f"unknown tag '{target.tag}'; only {INCLUDE} is known", location=location)
+        if isinstance(target, ScalarNode):
+            return Tree(self._scalar(target), location)
+        if isinstance(target, ListNode):
+            return Tree([self.tree(item, depth + 1) for item in target.items], location)
+        return self._mapping(target, depth, location)
 
-    def mapping(self, node: MapNode, depth: int, place: Place, key: Place) -> Tree:
+    def _mapping(self, node: MapNode, depth: int, location: Location) -> Tree:
         own: dict[str, Tree] = {}
-        below: list[Node] = []
+        bases: list[Node] = []
+        problems = self._config.problems
         for key_node, value in node.entries:
-            name = unaliased(key_node)
-            if not isinstance(name, ScalarNode) or not isinstance(text := self.scalar(name), str):
-                self.problem(key_node, "expected a name as key; put it in quotes if it is one")
-            elif name.plain and text == "<<":
-                below.append(value)
-            elif text in own:
-                self.problem(
-                    key_node, f"the key '{text}' stands in line {own[text].key.line} already; keep one of them"
-                )
+            key = unaliased(key_node)
+            at = self._locate(key_node)
+            if not isinstance(key, ScalarNode) or not isinstance(name := self._scalar(key), str):
+                problems.add("expected text as key; put it in quotes", location=at)
+            elif key.plain and name == "<<":
+                bases.append(value)
+            elif name in own:
+                problems.add(f"repeated key, also in line {own[name].location.line}", name, location=at)
             else:
-                own[text] = self.tree(value, depth + 1, self.place(key_node))
-        tree = Tree(own, place, key)
-        for value in below:
+                own[name] = self.tree(value, depth + 1, key_node)
+        tree = Tree(own, location)
+        for value in bases:
             parts = unaliased(value)
             for part in parts.items if isinstance(parts, ListNode) else [value]:
                 base = self.tree(part, depth + 1)
                 if isinstance(base.content, dict):
-                    tree = replace(merged(base, tree, deep=unaliased(part).tag == INCLUDE), place=place, key=key)
+                    tree = replace(merged(base, tree, deep=unaliased(part).tag == INCLUDE), location=location)
                 else:
-                    self.problem(part, f"expected a mapping behind '<<', as in '<<: {INCLUDE} base.yaml'")
+                    message = f"expected a mapping after '<<', as in '<<: {INCLUDE} base.yaml'"
+                    problems.add(message, location=self._locate(part))
         return tree
 
-    def included(self, node: ScalarNode | ListNode | MapNode, depth: int) -> Tree:
-        """What a file holds; a file that cannot be read is told with the line that names it."""
+    def _included(self, node: ScalarNode | ListNode | MapNode, depth: int) -> Tree:
+        location = self._locate(node)
         if not isinstance(node, ScalarNode) or not node.text.strip():
-            raise GossamerError(f"{self.place(node)}: expected the name of a file, as in '{INCLUDE} base.yaml'")
-        path = self.folder / node.text.strip()
-        tidy = Path(os.path.normpath(path))
-        exists = os.path.exists(path)  # of a name that is too long, this is False
-        same = exists and os.path.exists(tidy) and tidy.samefile(path)
-        path = tidy if same or not exists else path
-        return self.reading.file(path, self.place(node), self.including, depth)
+            message = f"expected a file name, as in '{INCLUDE} base.yaml'"
+            raise GossamerError(Problem(message, location=location))
+        path = self._folder / node.text.strip()
+        normalized = Path(os.path.normpath(path))
+        exists = os.path.exists(path)  # False for a name that is too long
+        is_same = exists and os.path.exists(normalized) and normalized.samefile(path)
+        path = normalized if is_same or not exists else path
+        return self._config.read_file(path, location, self._including, depth)
 
-    def scalar(self, node: ScalarNode) -> Scalar:
-        noted = sources.SourceProblems(self.source)
-        value = scalar_of(node, noted)
-        try:
-            noted.raise_if_any()
-        except RecipeError as error:
-            raise GossamerError(f"{self.place(node)}: {error.problems[0].message}") from None
+    def _scalar(self, node: ScalarNode) -> Scalar:
+        value = scalar_of(node, self._problems)
+        if self._problems:
+            raise GossamerError(replace(problem, location=self._locate(node)) for problem in self._problems)
         return value if isinstance(value, str | int | float | bool) else None
 
-    def place(self, node: Node) -> Place:
-        if self.shown is not None:
-            return Place(self.shown)
-        at = node.start if not isinstance(node, AliasNode) else node.target.start
-        return Place(self.source.name, self.lines.location(at).line or 1)
+    def _locate(self, node: Node) -> Location:
+        return self._location or self._problems.line(node.start)
 
-    def problem(self, node: Node, message: str) -> None:
-        line = self.lines.location(node.start).line or 1
-        at = Place(self.shown) if self.shown is not None else Place(self.source.name, line)
-        self.reading.problems.add(at, message)
+
+# --set
 
 
 @dataclass(frozen=True)
 class Override:
-    """A setting that was given on the command line."""
+    """A setting of `--set`."""
 
-    path: tuple[str, ...]
+    key: tuple[str, ...]
     value: Tree
 
     @property
-    def keys(self) -> frozenset[str]:
-        """The dotted keys that it gives, those inside a mapping among them."""
-        inner = (self.path + below for below in self.value.paths())
-        return frozenset(".".join(path) for path in itertools.chain([self.path], inner))
+    def dotted_keys(self) -> frozenset[str]:
+        """The keys that it sets, with those inside a mapping."""
+        inner = (self.key + below for below in self.value.key_paths())
+        return frozenset(".".join(key) for key in itertools.chain([self.key], inner))
 
     @property
     def removes(self) -> bool:
-        return self.value.content is None and ARGUMENTS not in self.path[:-1]
+        return self.value.content is None and ARGUMENTS not in self.key[:-1]
 
 
 def read_overrides(sets: Sequence[str], problems: Problems) -> list[Override]:
-    """The overrides in the order in which they were given."""
-    found: list[Override] = []
+    """Overrides such as `trainer.max_epoch=3`, in order."""
+    overrides: list[Override] = []
     for text in sets:
-        shown = f"--set {text}"
+        location = Location(f"--set {text}")
         name, equals, value = text.partition("=")
-        path = tuple(step.strip() for step in name.split("."))
-        if not equals or not all(path):
-            raise GossamerError(f"{shown}: expected a setting and its value, as in --set trainer.max_epoch=3")
-        found.append(Override(path, read_value(value.strip(), shown, problems)))
-    return found
+        key = tuple(step.strip() for step in name.split("."))
+        if not equals or not all(key):
+            message = "expected a setting and its value, as in --set trainer.max_epoch=3"
+            raise GossamerError(Problem(message, location=location))
+        overrides.append(Override(key, _ConfigReader(problems).read_value(value.strip(), location)))
+    return overrides
 
 
 def overridden(tree: Tree, overrides: Sequence[Override]) -> Tree:
-    """The tree with each override in its place; of max_epoch and max_iter, the one that was given stays."""
-    given = frozenset(key for override in overrides for key in override.keys if not override.removes)
+    """The tree with the overrides; one of max_epoch and max_iter removes the other."""
+    given = frozenset(key for override in overrides for key in override.dotted_keys if not override.removes)
     for override in overrides:
-        tree = _placed(tree, override.path, override)
-        for rival in (rival for key in override.keys & given for rival in _rivals(key)):
+        with within(location=override.value.location):
+            tree = _override(tree, override.key, override)
+        for rival in (rival for key in override.dotted_keys & given for rival in _rivals(key)):
             if rival not in given:
                 tree = tree.without(*rival.split("."))
     return tree
 
 
-def _placed(tree: Tree, path: tuple[str, ...], override: Override) -> Tree:
-    step, rest = path[0], path[1:]
-    above = override.path[: len(override.path) - len(path)]
+def _override(tree: Tree, key: tuple[str, ...], override: Override) -> Tree:
+    """The tree with the value of an override at `key`, the end of its key path."""
+    step, rest = key[0], key[1:]
+    above = override.key[: len(override.key) - len(key)]
     content = {} if tree.content is None else tree.content
     if isinstance(content, dict):
-        inner = content.get(step, Tree({}, override.value.place, override.value.place))
-        entries = {**content, step: _placed(inner, rest, override) if rest else override.value}
+        inner = content.get(step, Tree({}, override.value.location))
+        entries = {**content, step: _override(inner, rest, override) if rest else override.value}
         if not rest and override.removes:
             del entries[step]
         return replace(tree, content=entries)
     if isinstance(content, list):
         if not step.isdecimal() or int(step) >= len(content):
-            raise _fault(override, f"{'.'.join(above)} is a list of {len(content)}; '{step}' is no index into it")
+            raise GossamerError(f"a list of {len(content)} items has no index '{step}'", *above)
         items = list(content)
-        items[int(step)] = _placed(items[int(step)], rest, override) if rest else override.value
+        items[int(step)] = _override(items[int(step)], rest, override) if rest else override.value
         if not rest and override.removes:
             del items[int(step)]
         return replace(tree, content=items)
-    raise _fault(override, f"{'.'.join(above)} is {found_words(content)}, which has no '{step}' inside")
+    raise GossamerError(f"is {format_value(content)}, which has no key '{step}'", *above)
 
 
 def _rivals(key: str) -> list[str]:
@@ -381,9 +355,5 @@ def _rivals(key: str) -> list[str]:
     ['trainer.max_epoch']
     """
     above, _, name = key.rpartition(".")
-    rivals = (rival for pair in EITHER_OR if name in pair for rival in sorted(pair - {name}))
+    rivals = (rival for pair in EXCLUSIVE if name in pair for rival in sorted(pair - {name}))
     return [f"{above}.{rival}" if above else rival for rival in rivals]
-
-
-def _fault(override: Override, message: str) -> GossamerError:
-    return GossamerError(f"{override.value.place}: {message}")

@@ -1,3 +1,5 @@
+"""The batches of each rank: their order, and reading them here or in worker processes."""
+
 from __future__ import annotations
 
 import itertools
@@ -8,11 +10,14 @@ import signal
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gossamer.errors import GossamerError
 from gossamer.runner.config.schema import Digits, ImageFolder, Scenes
 from gossamer.runner.data import Batch, Batches, build_dataset
 from gossamer.runner.data.batch import packed, unpacked
+from gossamer.runner.data.loader import full_batches, in_order, shuffled
 from tests.runner.data.files import noisy_picture, truncated_picture
 
 VARIED = [{"RandomCrop": {"size": 8, "padding": 2}}, "RandomErasing"]
@@ -89,7 +94,7 @@ def test_workers_give_the_same_batches_and_leave_random_states_alone():
     assert before[1:] == after[1:]
 
 
-def test_workers_tell_what_they_skip_and_refuse_in_one_sentence(tmp_path):
+def test_workers_tell_what_they_skip_and_refuse_in_one_message(tmp_path):
     noisy_picture(tmp_path / "cat" / "a.png")
     truncated_picture(tmp_path / "cat" / "b.png")
     source = ImageFolder(type="image_folder", path=tmp_path, num_workers=1, batch_size=2)
@@ -151,3 +156,47 @@ def test_fewer_images_than_a_batch_make_one_batch():
     batches = Batches(data, source, train=True, seed=1)
     assert batches.batches_per_epoch == 1
     assert [len(batch) for batch in batches.epoch(0)] == [5]
+
+
+counts = st.integers(1, 200)
+sizes = st.integers(1, 9)
+worlds = st.integers(1, 5)
+
+
+@given(counts, sizes, worlds, st.integers(-3, 3), st.integers(0, 4))
+def test_ranks_share_the_global_batches_of_one_rank(count, size, world, seed, epoch):
+    alone = shuffled(count, size * world, seed=seed, epoch=epoch)
+    shares = [shuffled(count, size, seed=seed, epoch=epoch, rank=rank, world=world) for rank in range(world)]
+    assert {len(share) for share in shares} == {len(alone)} == {full_batches(count, size, world)}
+    for number, batch in enumerate(alone):
+        together = [index for share in shares for index in share[number]]
+        assert set(together) == set(batch)
+        if count >= world:
+            assert len(together) == len(batch)
+
+
+@given(counts, sizes, worlds)
+def test_no_rank_is_without_an_image_in_training(count, size, world):
+    for rank in range(world):
+        for batch in shuffled(count, size, seed=0, epoch=0, rank=rank, world=world):
+            assert 1 <= len(batch) <= size
+
+
+@given(counts, sizes)
+def test_an_epoch_of_training_shows_no_image_twice(count, size):
+    shown = [index for batch in shuffled(count, size, seed=0, epoch=3) for index in batch]
+    assert len(shown) == len(set(shown)) > count - size
+
+
+@given(counts, sizes, worlds)
+def test_a_test_shows_each_image_on_one_rank_once(count, size, world):
+    shown = [
+        index for rank in range(world) for batch in in_order(count, size, rank=rank, world=world) for index in batch
+    ]
+    assert sorted(shown) == list(range(count))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    orders = [shuffled(50, 50, seed=seed, epoch=epoch)[0] for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(order) for order in orders}) == 4
+    assert shuffled(50, 50, seed=1, epoch=1) == [orders[3]]

@@ -49,7 +49,7 @@ def test_an_image_is_turned_as_its_exif_orientation_says(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg"])
-def test_a_truncated_image_is_one_sentence(tmp_path, suffix):
+def test_a_truncated_image_is_one_message(tmp_path, suffix):
     path = truncated_picture(tmp_path / f"a.{suffix}")
     with pytest.raises(ImageFileError, match=rf"a\.{suffix}: cannot read the image \(.*truncated"):
         read_image(str(path))
