@@ -1,7 +1,8 @@
-"""Nested states as text and tensors, and back to the bit.
+"""Encodes nested states as JSON values and named tensors, and decodes them to the same bits.
 
-What has a name in JSON stands for itself; everything else is an object with one key, which says what it is. Tensors,
-arrays and long bytes are taken out and named. Nothing here knows files, or what a state is for.
+JSON types stand for themselves; every other value is an object with one key, its type. Tensors, arrays and long bytes
+are stored as tensors. The format is our own because `torch.save` is a pickle: this grammar is closed, so that decoding
+a file from someone else runs no code and needs no more memory than the file has.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ MODEL = "model"
 
 _DEEPEST = 100
 _SHORT = 256
-"""Bytes up to this length stand in the text."""
+"""Bytes up to this length are written as text."""
 MAX_INT = 2**53
-"""Integers below this are exact in every reader of JSON."""
+"""Integers below this are exact in every JSON reader. No count in a checkpoint is larger."""
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "size", set: "set", frozenset: "frozenset"}
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     dtype.str: dtype for code in "?bBhHiIqQefdFD" for dtype in (np.dtype(code), np.dtype(code).newbyteorder())
 }
-"""Numbers alone: an array of objects would take its bytes for pointers."""
+"""Numbers only: the bytes of an object array would be used as pointers."""
 _TORCH_DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if type(dtype) is torch.dtype
 }
@@ -42,23 +43,23 @@ _DEVICE = re.compile(r"(cpu|cuda|mps|xpu|meta)(?::(\d|[1-9]\d))?")
 _INT = re.compile(r"-?0x[1-9a-f][0-9a-f]*")
 _HEX = re.compile(r"(?:[0-9a-f]{2})*")
 _SAME_HASH = 100
-"""So many different keys of a dict or set do not have one hash by chance."""
+"""More keys of a dict or set with one hash are not a coincidence."""
 _DIMENSIONS = 32
-"""The most that every numpy knows."""
+"""The maximum of all numpy versions."""
 
 
 class DecodingError(GossamerError):
-    """Text and tensors that `encode` cannot have made; the message says which part."""
+    """Values and tensors that `encode` cannot have written; the message names the part."""
 
 
 def encode(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-    """Text-like values that `json` can write, and the tensors that they name; nothing is copied that need not be.
+    """JSON values and the tensors that they name, without copies where possible.
 
-    Raises for the first thing that cannot be written, with its place in the state. A parameter becomes a tensor.
+    Raises for the first value that cannot be encoded, with its path in the state. A parameter becomes a tensor.
     """
     tensors: dict[str, Tensor] = {}
     model = state.get(MODEL)
-    if isinstance(model, Mapping):  # these go first, so that nothing else takes their names
+    if isinstance(model, Mapping):  # first, so that nothing else takes their names
         for key, value in cast(Mapping[Any, Any], model).items():
             if isinstance(value, Tensor) and _is_plain(key):
                 tensors[key] = value
@@ -67,10 +68,10 @@ def encode(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
 
 
 def decode(text: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `encode` was given. The tensors are used as they are; arrays and bytes are copies.
+    """The state that `encode` was given. The tensors are not copied; arrays and bytes are.
 
-    Text and tensors may come from anybody: what `encode` cannot have written raises `DecodingError` with its place, and
-    each tensor is used exactly once, so that a small file cannot ask for much memory.
+    The input may come from anyone: what `encode` cannot have written raises `DecodingError` with its path, and each
+    tensor is used exactly once, so that a small file cannot need much memory.
     """
     decoder = _Decoder(dict(tensors))
     found = decoder.value(text, (), 0)
@@ -79,10 +80,10 @@ def decode(text: Any, tensors: Mapping[str, Tensor]) -> Any:
     return found
 
 
-def place(keys: tuple[Any, ...]) -> str:
-    """How one gets to a value inside a state.
+def format_path(keys: tuple[Any, ...]) -> str:
+    """The path of a value in a state.
 
-    >>> place(("optimizer", "state", 0))
+    >>> format_path(("optimizer", "state", 0))
     "state['optimizer']['state'][0]"
     """
     return "state" + "".join(
@@ -91,14 +92,14 @@ def place(keys: tuple[Any, ...]) -> str:
 
 
 def _is_plain(key: Any) -> bool:
-    """Whether a name of the model can be a tensor's name in the file."""
+    """Whether a name in the model can be a tensor's name in the file."""
     if type(key) is not str or key.startswith("@/") or key == "__metadata__":
         return False
     return not any(0xD800 <= ord(letter) < 0xE000 for letter in key)
 
 
 class _Encoder:
-    """One pass over a state; `tensors` grows on the way."""
+    """Encodes a state in one pass and adds to `tensors`."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -181,13 +182,13 @@ class _Encoder:
 
 
 def _part(key: Any) -> str:
-    """A key as part of a tensor's name; Python writes no integers of thousands of digits."""
+    """A key as part of a tensor's name; Python does not convert integers of thousands of digits."""
     plain = type(key) in (str, bool, float) or key is None or (type(key) is int and abs(key) < MAX_INT)
     return str(key) if plain else cast(type[Any], type(key)).__name__
 
 
 def _refused(at: tuple[Any, ...], what: str, remedy: str) -> GossamerError:
-    return GossamerError(f"{place(at)} {what}, which a checkpoint cannot hold; {remedy}")
+    return GossamerError(f"{format_path(at)} {what}, which a checkpoint cannot hold; {remedy}")
 
 
 def _check_array(dtype: np.dtype[Any], at: tuple[Any, ...]) -> None:
@@ -200,7 +201,7 @@ def _tensor_of(content: bytes) -> Tensor:
 
 
 class _Decoder:
-    """One pass over a text; `unused` shrinks on the way."""
+    """Decodes in one pass and removes from `unused` what it uses."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.unused = tensors
@@ -263,7 +264,7 @@ class _Decoder:
         wrong = next((key for key in keys if not _is_key(key)), None)
         if wrong is not None:
             raise _unreadable(at, f"has a {type(wrong).__name__} {where}")
-        # Anybody can compute numbers and tuples of one hash; a dict or set of n of them takes n² steps to build.
+        # Anyone can compute numbers and tuples with one hash; building a dict or set of n of them takes n² steps.
         if max(Counter(map(hash, keys)).values(), default=0) > _SAME_HASH:
             raise _unreadable(at, f"has more than {_SAME_HASH} keys of one hash")
         if len(set(keys)) != len(keys):
@@ -364,16 +365,16 @@ class _Decoder:
 
 
 def _unreadable(at: tuple[Any, ...], what: str) -> DecodingError:
-    return DecodingError(f"{place(at)} {what}")
+    return DecodingError(f"{format_path(at)} {what}")
 
 
 def _shown(value: Any) -> str:
-    """A value from a file in a message: short, and without what a terminal would obey."""
+    """A value from a file for a message: short, and without control characters."""
     return f"'{ascii(value)[1:-1][:60]}'" if type(value) is str else type(value).__name__
 
 
 def _is_key(value: Any) -> bool:
-    """Whether a value can be found again in a dict or set: it has a hash that its content decides."""
+    """Whether a value can be a key of a dict or set: its hash depends on its content."""
     if type(value) in (tuple, frozenset):
         return all(_is_key(item) for item in value)
     return value is None or isinstance(value, _KEYS)

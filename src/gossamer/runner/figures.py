@@ -1,15 +1,15 @@
-"""Numbers as a person reads them: losses, rates, times, metrics, sizes. Knows nothing of where they come from."""
+"""Formats losses, learning rates, times, metrics, counts and sizes for people."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-METRICS = ("top1", "mAP", "mAP50", "top5", "mAP75")
-"""The metrics that matter most, first."""
+MAIN_METRICS = ("top1", "mAP", "mAP50", "top5", "mAP75")
+"""The most important metrics, in order."""
 
 
 def figure(value: float) -> str:
-    """About four figures.
+    """About four significant digits.
 
     >>> figure(0.53217), figure(12.3456), figure(0.000012), figure(float("nan"))
     ('0.5322', '12.35', '1.2e-05', 'nan')
@@ -20,7 +20,7 @@ def figure(value: float) -> str:
 
 
 def rate(value: float) -> str:
-    """A learning rate, without zeros that say nothing.
+    """A learning rate without trailing zeros.
 
     >>> rate(0.1), rate(0.00123456), rate(1e-7)
     ('0.1', '0.001235', '1e-07')
@@ -41,7 +41,7 @@ def duration(seconds: float) -> str:
 
 
 def metric(name: str, value: float) -> str:
-    """A metric's value: top-k are percents, the numbers of COCO are shares.
+    """A metric's value: top-k in percent, COCO's from 0 to 1.
 
     >>> metric("top1", 91.234), metric("mAP50", 0.61234)
     ('91.23', '0.612')
@@ -54,12 +54,12 @@ def metric_words(metrics: Mapping[str, float], most: int | None = None) -> str:
     >>> metric_words({"top5": 99.0, "top1": 91.5})
     'top1 91.50, top5 99.00'
     """
-    return ", ".join(f"{name} {metric(name, metrics[name])}" for name in by_weight(metrics)[:most])
+    return ", ".join(f"{name} {metric(name, metrics[name])}" for name in by_importance(metrics)[:most])
 
 
-def by_weight(names: Iterable[str]) -> list[str]:
-    """Metrics in the order in which they matter."""
-    return sorted(names, key=lambda name: METRICS.index(name) if name in METRICS else len(METRICS))
+def by_importance(names: Iterable[str]) -> list[str]:
+    """Metrics by importance."""
+    return sorted(names, key=lambda name: MAIN_METRICS.index(name) if name in MAIN_METRICS else len(MAIN_METRICS))
 
 
 def count(value: int) -> str:
@@ -74,7 +74,7 @@ def count(value: int) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes, in two or three figures and more.
+    """A number of bytes.
 
     >>> size(44_775_912), size(445_112), size(1200), size(0)
     ('44.8 MB', '0.45 MB', '1.2 kB', '0.0 kB')
@@ -85,7 +85,7 @@ def size(count: int) -> str:
 
 
 def zero_share(weights: Mapping[str, tuple[int, int]]) -> float:
-    """The sparsity of a model whose weights are counted by kind of layer, as `(weights, not zero)`.
+    """The sparsity of a model from counts `(weights, not zero)` by kind of layer.
 
     >>> zero_share({"linear": (100, 50), "convolution": (100, 100)})
     0.25
@@ -95,9 +95,9 @@ def zero_share(weights: Mapping[str, tuple[int, int]]) -> float:
 
 
 def known_counts(weights: Mapping[str, tuple[int, int]], pruned: float | None) -> Mapping[str, tuple[int, int]]:
-    """The counts, or none where they do not show how sparse the pruned layers are.
+    """The counts, or an empty mapping if they do not show the sparsity of the pruned layers.
 
-    Filters that were removed are no zeros any more, and some methods make their zeros when the model is exported.
+    Removed filters are not counted as zeros, and some methods write their zeros when the model is exported.
 
     >>> known_counts({"linear": (100, 100)}, 0.8), known_counts({"linear": (100, 20)}, 0.8)
     ({}, {'linear': (100, 20)})

@@ -1,7 +1,7 @@
 """The lock of a run folder: one process at a time trains in it.
 
-It is a lock of the operating system on the file `train.lock`, so that it ends with the process that holds it, however
-that one dies. The file tells who holds the lock; a file that a killed process left is not a lock.
+It is a lock of the operating system on the file `train.lock`, so it ends with the process that holds it, even if that
+is killed. The file names the holder; a file that a killed process left behind is not locked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger("gossamer")
 _held: set[int] = set()
 """File descriptors of the locks of this process."""
 _NOT_SUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-"""What a file system without locks answers."""
+"""Errors of a file system without locks."""
 _LONGEST = 4096
 
 
@@ -41,11 +41,11 @@ _LONGEST = 4096
 def locked(folder: Path) -> Generator[None]:
     """Hold the lock of a run folder while the block runs; raises `GossamerError` if another process holds it.
 
-    Makes the folder; a folder made here that is empty at the end is removed.
+    Creates the folder; a created folder that is empty at the end is removed.
     """
     path = folder / LOCK
     try:
-        made = [each for each in (folder, *folder.parents) if not each.exists()]
+        created = [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         handle = _acquire(path)
     except BlockingIOError:
@@ -59,7 +59,7 @@ def locked(folder: Path) -> Generator[None]:
     finally:
         if handle in _held:  # else this is a fork of the process that holds the lock
             _release(handle, path)
-            for each in made:
+            for each in created:
                 with suppress(OSError):
                     each.rmdir()
 
@@ -97,13 +97,13 @@ class Holder:
 
 
 def _acquire(path: Path) -> int:
-    """A file descriptor that holds the lock; raises `BlockingIOError` if another process does."""
+    """A file descriptor that holds the lock. Raises `BlockingIOError` if another process holds it."""
     while True:
-        # A link could lead to a file of the user's, which would be written over.
+        # A link could lead to a file of the user's, which would be overwritten.
         handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         try:
             _lock(handle, path)
-            if _is_still(path, handle):
+            if _has_name(path, handle):
                 os.ftruncate(handle, 0)
                 os.write(handle, Holder(socket.gethostname(), os.getpid(), datetime.now(UTC)).text().encode())
                 _held.add(handle)
@@ -115,10 +115,10 @@ def _acquire(path: Path) -> int:
 
 
 def _lock(handle: int, path: Path) -> None:
-    """Lock an open file; warns where the file system has no locks."""
+    """Lock an open file; warns if the file system has no locks."""
     try:
         if sys.platform == "win32":
-            # Others cannot read locked bytes: lock one behind the text.
+            # Others cannot read locked bytes: lock one after the text.
             os.lseek(handle, _LONGEST, os.SEEK_SET)
             msvcrt.locking(handle, msvcrt.LK_NBLCK, 1)
             os.lseek(handle, 0, os.SEEK_SET)
@@ -134,8 +134,8 @@ def _lock(handle: int, path: Path) -> None:
         )
 
 
-def _is_still(path: Path, handle: int) -> bool:
-    """Whether an open file is the one of that name: the process that held the lock before may have removed it."""
+def _has_name(path: Path, handle: int) -> bool:
+    """Whether an open file still has that name: the previous holder may have removed it."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(handle))
     except FileNotFoundError:
@@ -143,7 +143,7 @@ def _is_still(path: Path, handle: int) -> bool:
 
 
 def _release(handle: int, path: Path) -> None:
-    """Remove the file, then the lock: the other order could remove a file that another process has locked since."""
+    """Remove the file before the lock: the other order could remove a file that another process has locked since."""
     _held.discard(handle)
     if sys.platform == "win32":  # where an open file cannot be removed
         os.close(handle)
@@ -168,7 +168,7 @@ def _holder(path: Path) -> str:
 
 
 def _close_after_fork() -> None:
-    """A forked process shares the open files of its parent, and would hold the lock after the parent's death."""
+    """A forked process shares the open files of its parent and would keep the lock after the parent ended."""
     for handle in _held:
         with suppress(OSError):
             os.close(handle)

@@ -1,6 +1,6 @@
-"""A model in files that other programs take: which files, under which names, of which part of it.
+"""Exported files of a model: which are written, under which names, and the description of the model in them.
 
-What is in each of them, and whether it is right, is known in `gossamer.export`.
+`gossamer.export` writes and verifies each file.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gossamer")
 NAME = "model"
 PROGRAMS = ("onnx", "pt2")
-"""Of a detector they hold its networks, a file for each, without post-processing."""
+"""Formats of programs. Each network of a detector is one file, without post-processing."""
 STATES = {"safetensors": "", "bitmask": "-bitmask", "sparse24": "-sparse24"}
-"""The weights alone, and what their files have behind the name."""
+"""Formats of weights, with the suffix of their file names."""
 FORMATS = (*PROGRAMS, *STATES, "thin")
 FETCHING = ("weights", "weights_backbone", "pretrained")
-"""Arguments by which a model fetches weights, which a file of weights makes needless."""
+"""Arguments with which a model downloads weights; a file of weights replaces them."""
 Networks = Callable[[nn.Module], Mapping[str, Network]]
-"""The parts of a model that are tensors in and tensors out."""
-LeftOut = Callable[[str], None]
+"""The parts of a model that take and return tensors."""
+Skipped = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Export:
-    """What is to be written, and how."""
+    """Which files to write, and how."""
 
     formats: Sequence[str]
     opset: int = 18
     dynamic_batch: bool = True
     about: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What files of weights say of the model."""
+    """The description of the model in files of weights."""
 
     def __post_init__(self) -> None:
         for name in self.formats:
@@ -62,13 +62,13 @@ def write_model(
     example: Any,
     networks: Networks,
     folder: Path,
-    wanted: Export,
+    plan: Export,
     name: str = NAME,
-    left_out: LeftOut = logger.warning,
+    skipped: Skipped = logger.warning,
 ) -> list[Written]:
-    """Write a model in the formats that are wanted, each verified; the model is left as it was.
+    """Write and verify the files of a model. The model is not changed.
 
-    `example` is what the model takes, a batch of one. `left_out` is called with the reason why a format has no file.
+    `example` is what the model takes, a batch of one. `skipped` is called with the reason why a format has no file.
     Where one format cannot be written the others are, and the error names both.
     """
     was_training = model.training
@@ -76,12 +76,12 @@ def write_model(
     written: list[Written] = []
     errors: list[GossamerError] = []
     try:
-        for format in dict.fromkeys(wanted.formats):
+        for format in dict.fromkeys(plan.formats):
             try:
                 if format == "thin":
-                    written += _thinned(model, example, networks, folder / f"{name}-thin", wanted, left_out)
+                    written += _thinned(model, example, networks, folder / f"{name}-thin", plan, skipped)
                 else:
-                    written += _files(model, example, networks, folder / name, format, wanted)
+                    written += _files(model, example, networks, folder / name, format, plan)
             except GossamerError as error:
                 errors.append(error)
     finally:
@@ -95,33 +95,33 @@ def write_model(
 
 
 def _thinned(
-    model: nn.Module, example: Any, networks: Networks, stem: Path, wanted: Export, left_out: LeftOut
+    model: nn.Module, example: Any, networks: Networks, stem: Path, plan: Export, skipped: Skipped
 ) -> list[Written]:
     """The network without what is zero as a whole: its programs and its weights, measured against all of it."""
     from gossamer.export import THINNED, state_bytes, thin
 
-    smaller, found = thin(model, example)
-    kept = _kept(found)
-    if not found.removed:
+    smaller, thinned = thin(model, example)
+    kept = _kept(thinned)
+    if not thinned.removed:
         reasons = kept or ["no filter or channel is zero as a whole"]
-        left_out(f"thin: nothing to remove, so no file is written: {'; '.join(reasons)}")
+        skipped(f"thin: nothing to remove, so no file is written: {'; '.join(reasons)}")
         return []
-    plan = replace(wanted, about={**wanted.about, **THINNED})
+    thinned_plan = replace(plan, about={**plan.about, **THINNED})
     # torch.export takes no emulated integers.
     formats = ("onnx",) if is_emulated(model) else (*PROGRAMS, "safetensors")
-    before, after = found.parameters
+    before, after = thinned.parameters
     notes = [f"{before:,} parameters became {after:,}", *kept]
-    notes += [found.note] if found.note else []
-    written = [one for format in formats for one in _files(smaller, example, networks, stem, format, plan)]
+    notes += [thinned.note] if thinned.note else []
+    written = [one for format in formats for one in _files(smaller, example, networks, stem, format, thinned_plan)]
     dense = state_bytes(model)
     whole = [replace(one, dense_bytes=dense) for one in written]
     return [replace(whole[0], notes=(*whole[0].notes, *notes)), *whole[1:]]
 
 
-def _kept(found: Thinned) -> list[str]:
+def _kept(thinned: Thinned) -> list[str]:
     """Which weights keep filters of zeros, by reason."""
     reasons: dict[str, list[str]] = {}
-    for weight, why in found.kept.items():
+    for weight, why in thinned.kept.items():
         reasons.setdefault(why, []).append(weight)
     return [f"{_listed(names)} keep filters that are zero: {why}" for why, names in reasons.items()]
 
@@ -130,28 +130,26 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _files(
-    model: nn.Module, example: Any, networks: Networks, stem: Path, format: str, wanted: Export
-) -> list[Written]:
+def _files(model: nn.Module, example: Any, networks: Networks, stem: Path, format: str, plan: Export) -> list[Written]:
     """The weights of a model, or a program for each of its networks."""
     from gossamer.export import save
 
     if format in STATES:
         path = stem.with_name(f"{stem.name}{STATES[format]}.safetensors")
         inputs = example if isinstance(example, Tensor) else None
-        return [save(model, path, format, example_inputs=inputs, about=wanted.about)]
+        return [save(model, path, format, example_inputs=inputs, about=plan.about)]
     with torch.no_grad():
-        found = networks(model)
+        parts = networks(model)
     written: list[Written] = []
-    for name, network in found.items():
-        path = stem.with_name(f"{stem.name}.{format}" if len(found) == 1 else f"{stem.name}-{as_name(name)}.{format}")
+    for name, network in parts.items():
+        path = stem.with_name(f"{stem.name}.{format}" if len(parts) == 1 else f"{stem.name}-{as_name(name)}.{format}")
         one = save(
             network.module,
             path,
             format,
             example_inputs=network.inputs,
-            opset=wanted.opset,
-            dynamic_batch=wanted.dynamic_batch,
+            opset=plan.opset,
+            dynamic_batch=plan.dynamic_batch,
             output_names=network.outputs,
         )
         written.append(one)
@@ -161,7 +159,7 @@ def _files(
 def describe_model(
     name: str, kind: str, net: Net | None, num_classes: int | None, image: Tensor | None
 ) -> dict[str, str]:
-    """What a file of weights says of its model, so that it can be made again; `read_description` reads it."""
+    """The description of a model for files of weights, from which it can be built; see `read_description`."""
     known = {"name": as_name(name), "task": kind}
     if net is not None:
         kwargs = {key: value for key, value in net.kwargs.items() if key not in FETCHING}
@@ -175,7 +173,7 @@ def describe_model(
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What a file of weights says of its model, checked: nothing else that it says is used."""
+    """The checked description of a model in a file of weights."""
 
     name: str | None = None
     """For titles and names of files; never a path."""
@@ -188,7 +186,7 @@ class ModelDescription:
 
 
 def read_description(path: Path) -> ModelDescription:
-    """What a file of weights says of its model; an error where that is not what `describe_model` writes.
+    """The description in a file of weights. Raises if `describe_model` cannot have written it.
 
     Empty for files that say nothing, as those of other programs.
     """
@@ -203,25 +201,25 @@ def read_description(path: Path) -> ModelDescription:
         "num_classes": lambda text: _classes(text, largest),
         "input": _input,
     }
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key, read in readers.items():
         if key in about:
             try:
-                found[key] = read(about[key])
+                fields[key] = read(about[key])
             except ValueError as error:
                 reason = f"{key}: {error}"
                 raise GossamerError(
-                    f"{path}: what it says of its model cannot be read, {reason}; name the model, and the file by "
+                    f"{path}: its description of the model cannot be read, {reason}; name the model, and the file by "
                     f"--weights {path}"
                 ) from None
-    return ModelDescription(**found, thinned=THINNED.items() <= about.items())
+    return ModelDescription(**fields, thinned=THINNED.items() <= about.items())
 
 
-MOST_ELEMENTS = 2**26
+MAX_ELEMENTS = 2**26
 """Of an input that a file describes; an image of 1300 by 1300 pixels has 5 million."""
-_MOST_CLASSES = 10**5
+_MAX_CLASSES = 10**5
 """Of a model whose tensors are smaller than that."""
-_MOST_TEXT = 10_000
+_MAX_TEXT = 10_000
 
 
 def _name(text: str) -> str:
@@ -232,8 +230,8 @@ def _name(text: str) -> str:
 
 
 def _net(text: str) -> Net:
-    if len(text) > _MOST_TEXT:
-        raise ValueError(f"expected at most {_MOST_TEXT} characters, found {len(text)}")
+    if len(text) > _MAX_TEXT:
+        raise ValueError(f"expected at most {_MAX_TEXT} characters, found {len(text)}")
     try:
         net = Net.model_validate(json.loads(text))
     except (ValueError, RecursionError):  # as pydantic's are
@@ -243,7 +241,7 @@ def _net(text: str) -> Net:
 
 def _classes(text: str, largest: int) -> int:
     """A number of classes that a model with such tensors may have."""
-    most = max(largest, _MOST_CLASSES)
+    most = max(largest, _MAX_CLASSES)
     count = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
     if not 1 <= count <= most:
         raise ValueError(f"expected a number from 1 to {most}, found {text[:40]!r}")
@@ -252,10 +250,10 @@ def _classes(text: str, largest: int) -> int:
 
 def _input(text: str) -> tuple[int, ...] | None:
     try:
-        found: Any = json.loads(text) if len(text) <= _MOST_TEXT else None
+        found: Any = json.loads(text) if len(text) <= _MAX_TEXT else None
     except (ValueError, RecursionError):
         found = None
     sizes = cast(list[Any], found) if isinstance(found, list) else [0]
-    if len(sizes) > 8 or not all(type(size) is int and size > 0 for size in sizes) or math.prod(sizes) > MOST_ELEMENTS:
-        raise ValueError(f"expected the sizes of an input of up to {MOST_ELEMENTS:,} numbers, found {text[:40]!r}")
+    if len(sizes) > 8 or not all(type(size) is int and size > 0 for size in sizes) or math.prod(sizes) > MAX_ELEMENTS:
+        raise ValueError(f"expected the sizes of an input of up to {MAX_ELEMENTS:,} numbers, found {text[:40]!r}")
     return tuple(sizes) or None

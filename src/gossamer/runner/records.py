@@ -1,8 +1,8 @@
-"""The numbers of a run as they come: one JSON object a line in `metrics.jsonl`, and TensorBoard events beside it.
+"""The metrics of a run: one JSON object per line in `metrics.jsonl`, and TensorBoard events beside it.
 
 A line has `kind` (`train`, `test` or `set`), `iteration`, `epoch`, `seconds` of training so far, and the values. Each
-line is valid JSON: a number that JSON does not know is the text `NaN`, `Infinity` or `-Infinity`. What the numbers mean
-is not known here. On long runs older lines are thinned out, so that the file stays small.
+line is valid JSON: numbers outside of JSON are the texts `NaN`, `Infinity` and `-Infinity`. In long runs older lines
+are thinned out, so that the file stays small.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import nn
 
 from gossamer.errors import GossamerError
 from gossamer.io import atomic_write, read_regular
+from gossamer.runner._encoding import MAX_INT
 from gossamer.runner.sparsity import Sparsifier
 
 METRICS, EVENTS = "metrics.jsonl", "tensorboard"
@@ -28,14 +29,14 @@ METRICS, EVENTS = "metrics.jsonl", "tensorboard"
 logger = logging.getLogger(__name__)
 
 FULL = 100_000
-"""Iterations whose lines are all kept, counted from the last one."""
+"""All lines of the last iterations are kept, up to this number of iterations."""
 WINDOW = 100
-"""Iterations of the shortest window of which one line is kept."""
+"""Iterations of the shortest window in which one line is kept."""
 OFTEN = 50_000
-"""After so many iterations older lines are thinned out."""
+"""Iterations between two times at which older lines are thinned out."""
 
 LONGEST = 128_000_000
-"""Bytes of a file of metrics, which is far smaller on the longest runs."""
+"""Bytes of a metrics file that are read; the longest runs need far fewer."""
 
 _KINDS = ("train", "test", "set")
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -44,8 +45,8 @@ _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class Records:
     """The records of one run folder; written by one process.
 
-    A run that goes on at iteration `resumed` loses the lines behind it, and what a killed process wrote of a line. A
-    run that starts at 0 starts with no lines.
+    A run that is resumed at iteration `resumed` loses the lines after it, and incomplete lines of a killed process. A
+    run that starts at 0 starts with an empty file.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Records:
         self._events = _open_events(folder / EVENTS, resumed) if tensorboard else None
 
     def train(self, iteration: int, epoch: float, values: Mapping[str, float]) -> None:
-        """Note values of the training up to an iteration."""
+        """Record values of the training up to an iteration."""
         self._write("train", iteration, epoch, values)
 
     def set(self, iteration: int, epoch: float, values: Mapping[str, float]) -> None:
@@ -77,11 +78,11 @@ class Records:
         self._write("set", iteration, epoch, values)
 
     def test(self, iteration: int, epoch: float, metrics: Mapping[str, float]) -> None:
-        """Note what a test of the model gave."""
+        """Record the metrics of a test."""
         self._write("test", iteration, epoch, metrics)
 
     def close(self) -> None:
-        """Write what is left; closing twice is no error."""
+        """Close the file; may be called twice."""
         try:
             self._file.close()
         except OSError as error:
@@ -117,13 +118,13 @@ class Records:
             )
 
     def _rewritten(self, lines: Iterable[Mapping[str, Any]]) -> IO[str]:
-        """Write the file as a whole; open to add lines."""
+        """Replace the file atomically and open it to append lines."""
         with atomic_write(self.path, durable=True) as part:
             part.write_text("".join(_text(line) for line in lines), encoding="utf-8")
         return self.path.open("a", encoding="utf-8")
 
     def _with_events(self, act: Callable[[Any], None]) -> None:
-        """Events are a second copy: losing them ends no run."""
+        """Events are a second copy, so an error ends the events and not the run."""
         if self._events is None:
             return
         try:
@@ -134,11 +135,11 @@ class Records:
 
 
 def thinned(lines: Sequence[dict[str, Any]], now: int) -> list[dict[str, Any]]:
-    """What is kept of the lines when a run is at iteration `now`.
+    """The lines to keep when a run is at iteration `now`.
 
-    Tests, levels of sparsity and the first line of each kind stay, and everything of the last `FULL` iterations. Of
-    what is older, the last line of its kind in each window stays: windows have `WINDOW` iterations, and twice as many
-    whenever the age has doubled. Doing this often or once comes to the same.
+    Tests, levels of sparsity, the first line of each kind and all of the last `FULL` iterations are kept. Of older
+    lines the last one of its kind in each window is kept. Windows have `WINDOW` iterations, and twice as many each time
+    that the age doubles. Thinning repeatedly or once gives the same result.
     """
     first: dict[str, int] = {}
     last: dict[tuple[str, int, int], int] = {}
@@ -156,7 +157,7 @@ def thinned(lines: Sequence[dict[str, Any]], now: int) -> list[dict[str, Any]]:
 
 
 def _window(iteration: int, now: int) -> tuple[int, int] | None:
-    """Length and number of the longest window of an iteration that is old enough; None for the last iterations."""
+    """Length and number of the longest window for the age of an iteration; None for the last iterations."""
     found, scale = None, 1
     while True:
         length = WINDOW * scale
@@ -171,7 +172,7 @@ def _is_level(line: Mapping[str, Any]) -> bool:
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run folder in order; of two that note the same, the later one counts."""
+    """The lines of a run folder in order; of two with the same kind and iteration, the later one is used."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for line in _lines(folder / METRICS):
         found[line["kind"], line["iteration"]] = {
@@ -181,7 +182,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The lines that are whole; what a killed process wrote of one is left out."""
+    """The valid lines; an incomplete line of a killed process is skipped."""
     try:
         text = read_regular(path, LONGEST).decode(errors="replace")
     except FileNotFoundError:
@@ -200,12 +201,12 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _record(entry: Any) -> dict[str, Any] | None:
-    """What `Records` writes: a kind, an iteration and numbers by name; None without kind and iteration."""
+    """A valid line: kind, iteration and numbers by name; None without kind and iteration."""
     if not isinstance(entry, dict):
         return None
     line = cast(dict[str, Any], entry)
     iteration = line.get("iteration")
-    if line.get("kind") not in _KINDS or type(iteration) is not int or not 0 <= iteration < 2**53:
+    if line.get("kind") not in _KINDS or type(iteration) is not int or not 0 <= iteration < MAX_INT:
         return None
     return {key: value for key, value in line.items() if key == "kind" or (key.isprintable() and _is_number(value))}
 
@@ -213,11 +214,11 @@ def _record(entry: Any) -> dict[str, Any] | None:
 def _is_number(value: Any) -> bool:
     if type(value) is float:
         return not math.isfinite(value) or is_drawable(value)
-    return (type(value) is int and abs(value) < 2**53) or value in tuple(_NUMBERS)
+    return (type(value) is int and abs(value) < MAX_INT) or value in tuple(_NUMBERS)
 
 
 def is_drawable(value: float) -> bool:
-    """Whether sums, percents and scales of a number are numbers: it is 0, or has no extreme exponent."""
+    """Whether a number can be summed and plotted without overflow: it is 0, or has no extreme exponent."""
     return value == 0 or 1e-100 < abs(value) < 1e100
 
 
@@ -232,7 +233,7 @@ def _plain(value: Any) -> Any:
 
 
 def _open_events(folder: Path, resumed: int) -> Any:
-    """A writer of events in which those behind the resumed iteration count no more, or None."""
+    """A writer of events that discards those after the resumed iteration; None without TensorBoard."""
     try:
         from torch.utils.tensorboard.writer import SummaryWriter
     except ImportError:
@@ -247,17 +248,21 @@ def _open_events(folder: Path, resumed: int) -> Any:
 
 def _cannot_write(path: Path, error: OSError) -> GossamerError:
     reason = error.strerror or str(error)
-    return GossamerError(f"{path}: cannot be written: {reason}; free some space or mend the folder, then resume")
+    return GossamerError(f"{path}: cannot be written: {reason}; free some space or change its permissions, then resume")
 
 
 LR_CHANGE = 0.01
-"""Relative change of the learning rate that is recorded: a smooth schedule of any length takes some hundred lines."""
+"""Relative change of the learning rate that is recorded: a smooth schedule needs a few hundred lines."""
 SPARSITY_CHANGE = 0.001
 """Change of the scheduled sparsity for which zeros are counted again."""
 
 
 class ScheduleLog:
-    """Records the values that an optimizer step uses. `step` is called before each step."""
+    """Records learning rate and sparsity of the optimizer steps when they change; `step` is called before each step.
+
+    Train lines come every `log_freq` iterations and miss what happens in between. Counting zeros reads all pruned
+    weights, so it happens only when masks changed.
+    """
 
     def __init__(self, records: Records, steps_per_epoch: int) -> None:
         self._records, self._steps_per_epoch = records, steps_per_epoch
@@ -266,7 +271,7 @@ class ScheduleLog:
         self._planned: float | None = None
 
     def step(self, iteration: int, lr: float, sparsifier: Sparsifier | None, model: nn.Module) -> None:
-        """`iteration` is the number of iterations that are done."""
+        """`iteration` counts the iterations that are done."""
         values: dict[str, float] = {}
         if self._lr is None or abs(lr - self._lr) > LR_CHANGE * max(abs(lr), abs(self._lr)):
             self._lr = values["lr"] = lr
@@ -276,7 +281,7 @@ class ScheduleLog:
             self._records.set(iteration, iteration / self._steps_per_epoch, values)
 
     def _masks_changed(self, iteration: int, sparsifier: Sparsifier) -> bool:
-        """Whether masks changed, and enough to matter. A method without a schedule is left to the train lines."""
+        """Whether masks changed enough to count again. Methods without a schedule are in the train lines only."""
         changes = sparsifier.mask_changes()
         if changes is not None and changes == self._masks:
             return False

@@ -1,6 +1,6 @@
-"""What came out of runs, as plain values and as tables: one run at its end, or several side by side.
+"""Results of runs as plain values and as tables: one run, or several side by side.
 
-Reads `metrics.jsonl` and what checkpoints say of themselves; no tensor is loaded and no model built.
+Reads `metrics.jsonl` and the metadata of checkpoints; loads no tensors and builds no model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.text import Text
 
 from gossamer.errors import GossamerError
 from gossamer.runner.checkpoint import CheckpointError, Checkpoints, Description, describe, title
-from gossamer.runner.figures import by_weight, count, duration, known_counts, metric, zero_share
+from gossamer.runner.figures import by_importance, count, duration, known_counts, metric, zero_share
 from gossamer.runner.records import read_records
 from gossamer.runner.training_state import settings_of
 
@@ -37,26 +37,27 @@ FILES = (
     "analysis",
     "tensorboard",
 )
-"""What a run folder may hold besides checkpoints, in the order of interest."""
+"""Files of a run besides checkpoints, by importance."""
 
 _FRAME = ("kind", "iteration", "epoch", "seconds")
-"""What each record has besides values."""
+"""Keys of each record that are not values."""
 
 
 def run_summary(folder: Path) -> dict[str, Any]:
-    """One run as plain values, for `--json`; what is not known is None."""
+    """One run as plain values, for `--json`; unknown values are None."""
     records = read_records(folder) if folder.is_dir() else []
     checkpoints = Checkpoints(folder / "checkpoints", keep=1)
     about = checkpoints.model()
     latest = _last(checkpoints)
     if not records and about is None:
-        what = "holds neither lines of metrics.jsonl nor checkpoints" if folder.is_dir() else "there is no such folder"
+        what = "has neither metrics.jsonl nor checkpoints" if folder.is_dir() else "there is no such folder"
         raise GossamerError(f"{folder}: {what}; give the folder of a run, as runs/res18")
     tests = [record for record in records if record.get("kind") == "test"]
     trained = [record for record in records if record.get("kind") == "train"]
     pruned = next(reversed(_numbers(records, "sparsity")), None)
     weights = known_counts({} if about is None else about.weights, pruned)
-    names = by_weight(dict.fromkeys(name for record in tests for name in record if name not in (*_FRAME, "sparsity")))
+    tested = dict.fromkeys(name for record in tests for name in record if name not in (*_FRAME, "sparsity"))
+    names = by_importance(tested)
     best = checkpoints.best()
     return {
         "name": folder.resolve().name,
@@ -87,7 +88,7 @@ def run_summary(folder: Path) -> dict[str, Any]:
 
 
 def run_table(folder: Path) -> RenderableType:
-    """One run at its end, for a terminal."""
+    """One run as a table for a terminal."""
     found = run_summary(folder)
     parts: list[RenderableType] = []
     if found["metrics"]:
@@ -108,9 +109,9 @@ def run_table(folder: Path) -> RenderableType:
 
 
 def comparison(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Runs side by side as plain values; differences are to the first.
+    """Several runs as plain values; differences are to the first.
 
-    `value` is the metric of the model of the run, which `model` names.
+    `value` is the metric of the model of the run; `model` is the name of its checkpoint.
     """
     runs = [run_summary(folder) for folder in folders]
     labels = [run["name"] for run in runs]
@@ -138,7 +139,7 @@ def comparison(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def comparison_table(folders: Sequence[Path]) -> Table:
-    """Runs side by side, for a terminal."""
+    """Several runs as a table for a terminal."""
     rows = comparison(folders)
     names = {row["metric"] for row in rows if row["metric"] is not None}
     heading = names.pop() if len(names) == 1 else "metric"
@@ -164,17 +165,17 @@ def comparison_table(folders: Sequence[Path]) -> Table:
 
 
 def _checkpoint(row: Mapping[str, Any]) -> str:
-    """Which checkpoint the model is, as `best 40`; without one, how long the run was."""
+    """The checkpoint of the model, as `best 40`; without one the iterations of the run."""
     which, _, rest = (row["model"] or "").partition(" checkpoint, iteration ")
     return f"{which} {rest.partition(':')[0]}" if rest else str(row["iterations"])
 
 
 def metrics_table(metrics: Mapping[str, float], sparsity: float | None = None) -> Table:
-    """What a test gave, for a terminal."""
+    """The metrics of a test as a table for a terminal."""
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    for name in by_weight(metrics):
+    for name in by_importance(metrics):
         table.add_row(escape(name), _shown(name, metrics[name]))
     if sparsity is not None:
         table.add_row("sparsity", _percent(sparsity))
@@ -182,7 +183,7 @@ def metrics_table(metrics: Mapping[str, float], sparsity: float | None = None) -
 
 
 def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The lines below the metrics, each with its name."""
+    """Names and texts of the lines below the metrics."""
     lines: list[tuple[str, str]] = []
     if found["sparsity"]:
         lines.append(("sparsity", _percent(found["sparsity"]) + _of_kinds(found)))
@@ -210,7 +211,7 @@ def _counted(number: float, noun: str) -> str:
 
 
 def _of_kinds(found: Mapping[str, Any]) -> str:
-    """` (convolution 51.0 %, linear 0.0 %); 5.47 M of 11.17 M weights are not zero`, as far as it is known."""
+    """` (convolution 51.0 %, linear 0.0 %); 5.47 M of 11.17 M weights are not zero`, if that is known."""
     if found["nonzero"] is None:
         return " of the layers that are pruned"
     shares = [
@@ -220,7 +221,7 @@ def _of_kinds(found: Mapping[str, Any]) -> str:
 
 
 def _last(checkpoints: Checkpoints) -> Description | None:
-    """The last checkpoint that can be read: how far the run came."""
+    """The last checkpoint that can be read."""
     best = checkpoints.best()
     for path in [*reversed(checkpoints.all()), *([] if best is None else [best])]:
         with contextlib.suppress(CheckpointError):
@@ -229,7 +230,7 @@ def _last(checkpoints: Checkpoints) -> Description | None:
 
 
 def _course(name: str, tests: Sequence[Mapping[str, Any]], has_best: bool, about: Description | None) -> dict[str, Any]:
-    """A metric over the tests of a run; `model` is that of the model of the run."""
+    """First, best and last value of a metric, and that of the model of the run."""
     values = [(_finite(test[name]), int(test["iteration"])) for test in tests if name in test]
     last = values[-1][0]
     chosen = next((entry for entry in values if about is not None and entry[1] == about.iteration), (None, None))
@@ -239,7 +240,7 @@ def _course(name: str, tests: Sequence[Mapping[str, Any]], has_best: bool, about
 
 
 def _method(text: str) -> str | None:
-    """How a config makes its model sparse, in a word or two."""
+    """A short name of how a config makes its model sparse."""
     try:
         loaded = settings_of(text, Path())
     except CheckpointError:
@@ -266,12 +267,12 @@ def _speeds(records: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    """The values of a key, without gaps: a log may come from elsewhere, or be mended by hand."""
+    """The finite values of a key."""
     return [value for record in records if (value := _finite(record.get(key))) is not None]
 
 
 def _finite(value: Any) -> float | None:
-    """A number that JSON knows, or None."""
+    """A finite number, or None."""
     known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if known else None
 

@@ -1,8 +1,7 @@
-"""Which code may be imported because a config or a file names it: only what the user vouches for.
+"""Which code that a config or a file names may be imported: only code that the user trusts.
 
-A config that the user names on `gossamer train` vouches for itself. What a run folder, a checkpoint or an exported file
-names is data: it is imported only if this user trained in that folder on this machine, or names the package by
-`--import`. Nothing here knows models or hooks.
+The user trusts a config that is given to `gossamer train`. Names in a run folder, a checkpoint or an exported file are
+data: they are imported only if this user trained in that folder on this machine, or names the package with `--import`.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from gossamer.io import atomic_write
 logger = logging.getLogger("gossamer")
 
 STATE = "GOSSAMER_STATE_DIR"
-"""The environment variable that names another folder for what is remembered of the user's runs."""
+"""The environment variable with another folder for the list of the user's runs."""
 MOST_RUNS = 2000
-"""Runs that are remembered; beyond them the oldest are forgotten."""
+"""Runs that are remembered; older ones are forgotten."""
 MOST_BYTES = 100_000
-"""Of what is remembered of one run; a file that is larger is not read."""
+"""Size of the entry of one run; a larger file is not read."""
 
 _PACKAGE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 @dataclass(frozen=True)
 class Trust:
-    """What the user vouches for, where a config or a file names code."""
+    """The code that the user trusts when a config or a file names code."""
 
     everything: bool = False
-    """The user wrote or chose the whole text that names code."""
+    """The user wrote or chose the whole text."""
     paths: frozenset[str] = frozenset()
-    """Single import paths, as `my_package.models:small_net`."""
+    """Import paths, as `my_package.models:small_net`."""
     packages: tuple[str, ...] = ()
-    """What `--import` names: packages and modules, with all that is inside."""
+    """Packages and modules of `--import`, with everything inside."""
     source: str = ""
     """The folder or file that names the code, for messages."""
 
@@ -54,7 +53,7 @@ class Trust:
         return self.everything or path in self.paths or self._in_packages(path.partition(":")[0])
 
     def check(self, named: Iterable[tuple[str, str]]) -> None:
-        """Raise unless every import path is covered; `named` are pairs of the key that names one, and the path."""
+        """Raise unless every import path is covered; `named` are pairs of key and path."""
         missing = [(key, path) for key, path in named if not self.covers(path)]
         if missing:
             paths = ", ".join(f"{path!r} ({key})" for key, path in missing)
@@ -66,7 +65,7 @@ class Trust:
             )
 
     def check_origin(self, path: str, found: Any) -> None:
-        """Raise where only a package is vouched for and what the path leads to is defined outside of it."""
+        """Raise if only a package is trusted and the path leads to an object defined outside of it."""
         if self.everything or path in self.paths:
             return
         home: Any = getattr(found, "__module__", None)
@@ -79,11 +78,11 @@ class Trust:
 
 
 USER = Trust(everything=True)
-"""For what the user names: a word on the command line, a config to train."""
+"""For names that the user gives: on the command line, or in a config to train."""
 
 
 def trust_of(source: str | Path, folder: Path, imports: Sequence[str], named: Iterable[str] = ()) -> Trust:
-    """For what a run folder, or a file in one, names: what this user trained there, and what the command line names."""
+    """For names in a run folder: code that this user trained there, and what the command line names."""
     for name in imports:
         if not _PACKAGE.fullmatch(name):
             raise GossamerError(f"--import: expected a package or a module, as my_package.models, found {name!r}")
@@ -91,7 +90,7 @@ def trust_of(source: str | Path, folder: Path, imports: Sequence[str], named: It
 
 
 def imported(path: str, trust: Trust, noun: str = "name", key: str = "") -> Any:
-    """What `package.module:name` names, if the user vouches for it; `key` is where it is named, for messages."""
+    """Import `package.module:name`, if the user trusts it; `key` names it in the config, for messages."""
     module_name, _, name = path.partition(":")
     if module_name.endswith(".py"):
         dotted = module_name.removesuffix(".py").replace("/", ".")
@@ -109,7 +108,7 @@ def imported(path: str, trust: Trust, noun: str = "name", key: str = "") -> Any:
 
 
 def import_module(name: str, *, installed: bool = False) -> ModuleType:
-    """Import a module that the user vouches for, looking in the current folder first, or one that is `installed`."""
+    """Import a trusted module, from the current folder first, or an `installed` one."""
     here = str(Path.cwd())
     if not installed and here not in sys.path:
         sys.path.insert(0, here)
@@ -125,10 +124,10 @@ def reason(error: BaseException) -> str:
 
 
 def check_links(folder: Path) -> None:
-    """Raise where something in a run folder is a link to the outside, or neither a file nor a folder.
+    """Raise if an entry of a run folder is a link to the outside, or neither a file nor a folder.
 
-    What is written to the folder could be written through such a link, or removed. Only folders of a run that this user
-    trained here may be links to the outside.
+    Files could be written or removed through such a link. Only folders of a run that this user trained here may be
+    links to the outside.
 
     >>> check_links(Path("no such folder"))
     """
@@ -150,7 +149,7 @@ def _module(path: str) -> str:
     return path.partition(":")[0]
 
 
-# What is remembered of the user's runs: a small file for each, so that runs that start together do not interfere
+# The list of the user's runs: a small file for each, so that runs that start together do not interfere
 
 
 def remembered(folder: Path) -> frozenset[str]:
@@ -179,7 +178,7 @@ def _noted(folder: Path) -> frozenset[str] | None:
 
 
 def remember(folder: Path, paths: Sequence[str]) -> None:
-    """Remember that this user trains in a folder, with this code; a warning where that cannot be written."""
+    """Remember that this user trains in a folder, with this code. Warns if that cannot be written."""
     real = str(folder.resolve())
     known = _noted(folder)
     if known is not None and known.issuperset(paths):
@@ -209,7 +208,7 @@ def remember(folder: Path, paths: Sequence[str]) -> None:
 
 
 def state_folder() -> Path:
-    """The user's own folder for what Gossamer remembers."""
+    """The user's folder for the list of runs."""
     if given := os.environ.get(STATE):
         return Path(given)
     if sys.platform == "win32":
@@ -217,7 +216,7 @@ def state_folder() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / "gossamer"
     given = os.environ.get("XDG_STATE_HOME", "")
-    # Relative paths there are to be ignored, as its specification says.
+    # The specification says to ignore relative paths.
     return (Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state") / "gossamer"
 
 
@@ -227,7 +226,7 @@ def _note_of(folder: str) -> Path:
 
 
 def _is_private(path: Path) -> bool:
-    """Whether nobody but this user can have written a file; where the system says who owns it."""
+    """Whether only this user can have written a file, on systems with owners of files."""
     if not hasattr(os, "geteuid"):
         return path.is_file()
     owned = [entry.stat() for entry in (path, path.parent)]
@@ -235,7 +234,7 @@ def _is_private(path: Path) -> bool:
 
 
 def _forget(folder: Path) -> None:
-    """Remove what is remembered of the oldest runs, beyond the most that are kept."""
+    """Remove the oldest runs beyond `MOST_RUNS`."""
     notes = [(entry.stat().st_mtime, entry.path) for entry in os.scandir(folder)]
     for _, path in sorted(notes)[: max(len(notes) - MOST_RUNS, 0)]:
         with contextlib.suppress(OSError):
