@@ -26,7 +26,7 @@ from gossamer.cli.console import (
     show_warnings,
     show_written,
 )
-from gossamer.cli.models import Classes, Imports, Input, ModelArgument, Weights, load_model
+from gossamer.cli.models import Classes, Imports, Input, ModelArgument, Weights, load_batches, load_model
 from gossamer.cli.tables import amount, by_reason, list_names, percent, print_layers, shape
 from gossamer.errors import GossamerError, within
 from gossamer.io import atomic_write
@@ -272,10 +272,8 @@ def _epochs(analysis: Analysis) -> float:
 
 
 def _custom_batches(name: str) -> Any:
-    from gossamer.cli.create import batches_of
-
     with redirect_stdout(sys.stderr):
-        return batches_of(name)
+        return load_batches(name)
 
 
 # Files

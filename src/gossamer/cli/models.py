@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from gossamer.errors import GossamerError, nearest
+from gossamer.runner.trust import import_module
 
+if TYPE_CHECKING:
     from gossamer.models import LoadedModel
 
 ModelArgument = Annotated[
@@ -27,18 +29,22 @@ Weights = Annotated[
 ]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set a value of the config, as trainer.max_epoch=5; repeatable."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Set a value of the config, such as trainer.max_epoch=5; repeatable."
+    ),
 ]
 Data = Annotated[
     str | None,
-    typer.Option("--data", metavar="tiny|FOLDER", help="Other data: the embedded data set, or a folder."),
+    typer.Option("--data", metavar="tiny|FOLDER", help="Replace the data by the built-in data set or a folder."),
 ]
 Input = Annotated[
-    str | None, typer.Option("--input", metavar="SHAPE", help="Shape of the model's input, as 1,3,224,224.")
+    str | None, typer.Option("--input", metavar="SHAPE", help="Shape of the model's input, such as 1,3,224,224.")
 ]
 Classes = Annotated[
     int | None,
-    typer.Option("--num-classes", metavar="N", help="Passed as num_classes to the function that makes the model."),
+    typer.Option(
+        "--num-classes", metavar="N", help="Number of classes, passed as num_classes to the model's function."
+    ),
 ]
 Imports = Annotated[
     list[str] | None,
@@ -72,3 +78,21 @@ def load_model(
             num_classes=classes,
             imports=imports or (),
         )
+
+
+def load_batches(name: str) -> Iterable[Any]:
+    """The batches that `package.module:function` returns, for `--data`."""
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise GossamerError(f"expected package.module:function, found '{name}'", "--data")
+    module = import_module(module_name)
+    make: Any = getattr(module, function_name, None)
+    if make is None:
+        raise GossamerError(f"'{module_name}' has no '{function_name}'{nearest(function_name, dir(module))}", "--data")
+    try:
+        batches: Any = make() if callable(make) else make
+    except Exception as error:
+        raise GossamerError(f"{name}: calling it failed: {type(error).__name__}: {error}", "--data") from error
+    if not isinstance(batches, Iterable) or isinstance(batches, str):
+        raise GossamerError(f"{name}: expected batches, found {type(batches).__name__}", "--data")
+    return batches  # pyright: ignore[reportUnknownVariableType]
