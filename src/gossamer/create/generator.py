@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
@@ -18,14 +20,19 @@ from gossamer.create.choices import CONSTANT, Choices, choose
 from gossamer.create.layers import LayerPlan, percent, plan_layers
 from gossamer.create.modifiers import Context, Phases, phases
 from gossamer.create.schemas import RecipeVariables
-from gossamer.create.text import Entry, Variable, format_recipe, name_patterns
+from gossamer.create.text import Entry, Row, Variable, format_recipe, name_patterns
 from gossamer.engine import Manager
 from gossamer.engine.manager import check_arguments
 from gossamer.errors import GossamerError, Problem
 from gossamer.model import expect_model, left_dense, prunable, unwrap
 from gossamer.model.parameters import nothing_to_prune
 from gossamer.model.tracing.flow import Ends, ends
+from gossamer.modifiers import Modifier
+from gossamer.modifiers.base import find
 from gossamer.recipe import Recipe, load
+from gossamer.recipe.expressions import evaluate
+from gossamer.recipe.nodes import expression_in
+from gossamer.validation import problems_of
 
 logger = logging.getLogger("gossamer")
 
@@ -166,11 +173,11 @@ def design(
         variables, (first, *rest) = modifiers.pruning(context)
         comments = [*_layer_comments(choices, layers, module), *(f"Note: {_sentence(note)}." for note in notes)]
         pruning = variables, [replace(first, comments=[*comments, *first.comments]), *rest]
-    recipe = _write(module, choices, times, pruning, steps_per_epoch)
+    recipe = _assemble(module, choices, times, pruning, steps_per_epoch)
     return Design(recipe, choices, times, tuple(layers), tuple(warnings))
 
 
-def _write(
+def _assemble(
     module: nn.Module,
     choices: Choices,
     times: Phases,
@@ -194,7 +201,36 @@ def _write(
         "quantization_modifiers": quantization,
         "distillation_modifiers": distillation,
     }
-    return load(format_recipe(_head(module, choices, times, bool(pruning[1])), variables, sections))
+    values: dict[str, object] = {}
+    for variable in variables:
+        values[variable.name] = _evaluated(variable.value, values)
+    built = [_build(entry, values) for entries in sections.values() for entry in entries]
+    write = partial(format_recipe, _head(module, choices, times, bool(pruning[1])), variables, sections)
+    return Recipe.of(built, values, write=write)
+
+
+def _build(entry: Entry, variables: Mapping[str, object]) -> Modifier:
+    kind = find(entry.modifier)
+    fields = {name: _evaluated(value, variables) for name, value in entry.fields.items()}
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise GossamerError(problems_of(error, fields, kind), entry.modifier) from None
+
+
+def _evaluated(value: object, variables: Mapping[str, object]) -> object:
+    """The value of a field, with each `eval(…)` in it computed, as it is when the text is loaded."""
+    if isinstance(value, str):
+        expression = expression_in(value)
+        return value if expression is None else evaluate(expression, variables.__getitem__)
+    if isinstance(value, Mapping):
+        return {key: _evaluated(item, variables) for key, item in cast(Mapping[str, object], value).items()}
+    if isinstance(value, list | tuple):
+        items = cast(Sequence[object], value)
+        if rows := [item for item in items if isinstance(item, Row)]:
+            return {row.sparsity: list(row.params) for row in rows}
+        return [_evaluated(item, variables) for item in items]
+    return value
 
 
 # Comments and warnings

@@ -69,7 +69,8 @@ class Recipe:
     name: str
     """The file's name as it was given."""
     _content: Content
-    _source: Source | None = None
+    _read_from: Source | None = None
+    _write: Callable[[], str] | None = None
 
     @classmethod
     def of(
@@ -79,8 +80,11 @@ class Recipe:
         metadata: Any = None,
         version: Any = None,
         name: str = UNNAMED,
+        write: Callable[[], str] | None = None,
     ) -> Recipe:
         """A recipe of modifier objects, which need not be registered or writable as text.
+
+        `write` returns its text, for one with comments and expressions; it is called when the text is needed.
 
         >>> from gossamer.modifiers import EpochRangeModifier
         >>> print(Recipe.of([EpochRangeModifier(start_epoch=0, end_epoch=3)]).text)
@@ -96,7 +100,8 @@ class Recipe:
         if reserved := [key for key in variables or {} if key in ("version", "metadata") or "modifiers" in key]:
             raise RecipeError(Problem(f"a variable cannot be called '{reserved[0]}'", location=Location(name)))
         values = cast("dict[str, Any]", plain_data(variables or {}))
-        return _from_objects(Content(given, values, plain_data(metadata), plain_data(version)), name)
+        recipe = _from_objects(Content(given, values, plain_data(metadata), plain_data(version)), name)
+        return replace(recipe, _write=write)
 
     @property
     def modifiers(self) -> tuple[Modifier, ...]:
@@ -135,6 +140,13 @@ class Recipe:
             return self._source.yaml
         content = self._content
         return recipe_text(content.modifiers, content.variables, content.metadata, content.version, content.stages)
+
+    @cached_property
+    def _source(self) -> Source | None:
+        """The text that the recipe was read from, or that it writes itself."""
+        if self._write is not None:
+            return source_of_text(self._write(), self.name)
+        return self._read_from
 
     @property
     def max_epochs(self) -> int:
@@ -196,7 +208,7 @@ class Recipe:
             is_markdown = self._source is not None and self._source.is_markdown
             text = self._source.text if self._source and is_markdown else f"---\n{text.rstrip()}\n---\n"
         newline = self._source.newline if self._source else "\n"
-        _write(target, text.replace("\n", newline))
+        _write_file(target, text.replace("\n", newline))
 
     def _editable(self) -> Source:
         """The text to edit; that of a recipe of objects is generated."""
@@ -243,7 +255,7 @@ def _joined_metadata(first: Any, second: Any, stages: list[str]) -> Any:
     return dict(zip(stages, (first, second), strict=True))
 
 
-def _write(path: Path, text: str) -> None:
+def _write_file(path: Path, text: str) -> None:
     try:
         with atomic_write(path, follow=True) as scratch:
             scratch.write_text(text, encoding="utf-8", newline="")
