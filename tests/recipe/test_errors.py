@@ -1,4 +1,4 @@
-"""Every mistake in a recipe is one line with its place, what was found and what was expected."""
+"""Every mistake in a recipe is one line with its location, what was expected and what was found."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_rule_between_fields_points_at_the_field_it_names() -> None:
     assert problems(text) == ["4:5: EpochRangeModifier.end_epoch: 2 lies before start_epoch 5"]
 
 
-def test_a_modifier_that_is_not_offered_says_what_to_use() -> None:
+def test_an_error_for_a_modifier_of_sparseml_names_the_alternative() -> None:
     assert "use OBSPruningModifier instead" in problems("modifiers: [!SparseGPTModifier {sparsity: 0.5}]")[0]
 
 
@@ -118,41 +118,27 @@ def bomb() -> str:
         ("<<: {a: 1}\n<<: {b: 1}\n" + RANGE, "2:1: duplicate key '<<'"),
         ("a: &a [*a]\n" + RANGE, "1:8: the alias '*a' refers to a value that contains it"),
         ("epoch: &epoch 1\na: *epochs\n" + RANGE, "2:4: no anchor '&epochs' before '*epochs'; nearest: 'epoch'"),
-        (bomb(), "6:"),
+        (bomb(), "6:.*more than 50,000 values"),
         ("a: " + "[" * 200 + "]" * 200 + "\n" + RANGE, "1:103: nested more than 100 levels deep"),
         ("".join(" " * i + "a:\n" for i in range(300)) + RANGE, "101:101: nested more than 100 levels deep"),
         ("a: " + "9" * 5000 + "\n" + RANGE, "1:4: expected a number, found one of 5000 digits"),
         ("a: 0x" + "f" * 6000 + "\n" + RANGE, "1:4: expected a number, found one of 6002 digits"),
-        (
-            "modifiers:\n- !EpochRangeModifier {start_epoch: 0, end_epoch: 0x" + "f" * 6000 + "}\n",
-            "2:51: expected a number, found one of 6002 digits",
-        ),
-        ("a: 0b" + "1" * 6000 + "\n" + RANGE, "1:4: expected a number, found one of 6002 digits"),
         ("? [a]\n: 3\n" + RANGE, "1:3: expected a name as key, found a list or mapping"),
         ("1: 3\n" + RANGE, "1:1: expected a name, found 1"),
         (RANGE + "---\n" + RANGE, "2:1: expected one YAML document, found another"),
-        ("---\n" + RANGE + "---\n" + RANGE, "3:1: expected one YAML document, found another"),
         ("hello\nworld\n", "1:1: expected a list of modifiers, found a single value"),
         ("\n", "1:1: expected a list of modifiers, found nothing"),
-        ("", "1:1: expected a list of modifiers, found nothing"),
         ("modifiers: [\n", "2:1: not valid YAML"),
-        ("modifiers:\n\t- !EpochRangeModifier\n", "2:1: not valid YAML"),
+        ("modifiers:\n\t- !EpochRangeModifier\n", "2:1: not valid YAML.* spaces, not by tabs"),
         ('a: "\\UFFFFFFFF"\n' + RANGE, "1:2: not valid YAML"),
         ("%YAML 3.0\n---\n" + RANGE, "1:1: not valid YAML"),
     ],
 )
-def test_bad_input_is_one_recipe_error_at_its_place(text: str, expected: str) -> None:
-    found = problems(text)
-    assert len(found) == 1, found
-    assert found[0].startswith(expected)
-
-
-def test_tabs_are_explained() -> None:
-    assert "spaces, not by tabs" in problems("modifiers:\n\t- !EpochRangeModifier\n")[0]
-
-
-def test_an_alias_bomb_is_refused_by_its_size() -> None:
-    assert "more than 50,000 values" in problems(bomb())[0]
+def test_bad_input_is_one_recipe_error_at_its_location(text: str, expected: str) -> None:
+    [problem] = problems(text)
+    start, _, part = expected.partition(".*")
+    assert problem.startswith(start)
+    assert part in problem
 
 
 def test_messages_stay_short_whatever_the_input() -> None:

@@ -50,7 +50,7 @@ def test_names_may_be_used_before_they_are_defined() -> None:
     assert dict(recipe.variables) == {"a": 8, "b": 4, "c": 3}
 
 
-def test_a_long_chain_of_variables_is_no_problem_in_either_direction() -> None:
+def test_a_long_chain_of_variables_is_computed_in_either_direction() -> None:
     links = [f"v{i}: eval(v{i + 1} + 1)\n" for i in range(1000)] + ["v1000: 0\n"]
     assert load("".join(links) + RANGE).variables["v0"] == 1000
     assert load("".join(reversed(links)) + RANGE).variables["v0"] == 1000
@@ -88,43 +88,35 @@ def test_text_that_is_tagged_as_text_is_not_computed() -> None:
         ("(1", "expected '\\)'"),
         ("1) + eval(2", "expected an operator"),
         ("1 / 0", "division by zero"),
-        ("1 % 0", "division by zero"),
         ("0 ** -1", "division by zero"),
         ("(-8) ** 0.5", "not a real number"),
         ("9**9**9**9", "too large"),
-        ("10**1000000", "too large"),
         ("2 ** 64", "too large"),
         ("2.0 ** 5000", "too large"),
-        ("1e308 * 10", "too large"),
         ("1e999", "too large"),
         ("9223372036854775808 * 2", "too large"),
         ("round(1.5, 10**6)", "small whole number"),
         ("min()", "expected a number or a name"),
         ("abs(1, 2)", "takes 1 numbers"),
         ("sum(1)", "unknown function 'sum'"),
-        ("pow(9, 9)", "unknown function 'pow'"),
         ("__import__('os')", "not allowed|unknown"),
         ("a.b", "not allowed"),
-        ("a[0]", "not allowed"),
         ("'a' * 3", "not allowed"),
-        ("[1] * 3", "not allowed"),
         ("lambda: 1", "not allowed"),
         ("1 if 1 else 2", "expected an operator"),
         ("1 << 3", "not allowed"),
-        ("1 == 1", "not allowed"),
         ("1if 2", "not allowed"),
         ("x + 1", "defined by itself: x -> x"),
         ("text + 1", "expected a number in variable 'text', found 'abc'"),
         ("items * 1000000000", "expected a number in variable 'items', found a list"),
         ("itms", "unknown variable 'itms'; nearest: 'items'"),
         ("²", "expected a number or a name .* found '²'"),
-        ("1 + ²", "expected a number or a name .* found '²'"),
         ("(" * 60 + "1" + ")" * 60, "nested more than"),
         ("-" * 100 + "1", "nested more than"),
         ("1+" * 1000 + "1", "at most 1000 characters"),
     ],
 )
-def test_everything_else_is_refused_with_its_place(expression: str, reason: str) -> None:
+def test_everything_else_is_an_error_with_its_location(expression: str, reason: str) -> None:
     text = f'text: abc\nitems: [1]\na: 1\nx: "eval({expression})"\n{RANGE}'
     with pytest.raises(RecipeError, match=reason) as caught:
         load(text)

@@ -1,4 +1,4 @@
-"""Real recipe files, the users' documentation, and 2,000 broken versions of them."""
+"""Real recipe files, the users' documentation, and 600 broken versions of them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def problems_of(text: str) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_broken_recipe_loads_or_raises_a_recipe_error_and_nothing_else(seed: int) -> None:
     choose = random.Random(seed)
     texts = [text for name in EXPECTED if len(text := (DATA / name).read_text()) < 2500]

@@ -144,7 +144,7 @@ def content_start(text: str, node: Node) -> int:
     return properties.end() if properties and not isinstance(node, AliasNode) else node.start
 
 
-def parse(source: Source, problems: SourceProblems, *, what: str = "recipe") -> Node:
+def parse(source: Source, problems: SourceProblems, *, what: str = "recipe") -> ListNode | MapNode:
     """The tree of the source's only YAML document; messages call the document `what`."""
     composer = _Composer(source, problems, what)
     if long_tag := _LONG_TAG.search(source.text, source.start, source.end):
@@ -159,11 +159,12 @@ def parse(source: Source, problems: SourceProblems, *, what: str = "recipe") -> 
         _fail_syntax(error, source, problems)
     except _PARSER_FAULTS as error:
         problems.fail_at(composer.reached, f"not valid YAML after this position: {error}")
-    if composer.root is None or isinstance(composer.root, ScalarNode):
+    root = composer.root
+    if not isinstance(root, ListNode | MapNode):
         expected = "a list of modifiers" if what == "recipe" else "a mapping"
-        instead = "nothing" if composer.root is None or composer.root.is_empty else "a single value"
+        instead = "a single value" if isinstance(root, ScalarNode) and not root.is_empty else "nothing"
         problems.fail_at(source.start, f"expected {expected}, found {instead}; the {what} is empty or text")
-    return composer.root
+    return root
 
 
 def read_values(text: str, name: str, *, what: str) -> Any:

@@ -221,11 +221,8 @@ def _fields(written: Written, problems: SourceProblems) -> dict[str, Pair] | Non
     return None
 
 
-def _outline(root: Node, problems: SourceProblems) -> Outline:
+def _outline(body: ListNode | MapNode, problems: SourceProblems) -> Outline:
     """Sort everything at the top of the file, and everything inside each stage."""
-    body = unaliased(root)
-    if isinstance(body, ScalarNode):
-        problems.fail_at(body.start, "expected a list of modifiers, found a single value")
     parts = Outline(body)
     if name := modifier_tag(body):
         message = f"the modifier '!{name}' is not in a list; expected '- !{name}' below 'modifiers:'"
