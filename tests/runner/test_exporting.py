@@ -120,7 +120,7 @@ def test_a_run_without_test_data_trains_and_exports(tmp_path: Path) -> None:
     result = trained(config(tmp_path), "dataset.test=null", "trainer.max_iter=2")
     assert result.complete
     assert result.metrics == {}
-    with pytest.raises(GossamerError, match=r"dataset\.test: is missing"):
+    with pytest.raises(GossamerError, match=r"dataset\.test: missing"):
         evaluated(tmp_path / "run")
     assert exported(tmp_path / "run", "safetensors", output=tmp_path / "out").files
 

@@ -601,7 +601,7 @@ def test_external_data_of_an_onnx_file_is_beside_it(tmp_path: Path) -> None:
     model.graph.initializer[0].ClearField("raw_data")
     path = tmp_path / "theirs" / "model.onnx"
     path.write_bytes(model.SerializeToString())
-    with pytest.raises(GossamerError, match="weights beside it cannot be read"):
+    with pytest.raises(GossamerError, match="its external data cannot be read"):
         read_model(path)
 
 
