@@ -100,9 +100,9 @@ class SparsityCallback(Adapter, TrainerCallback):
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        held = self._state() if self._manager is not None else None
-        if held is not None and args.should_save:
-            write_state(_checkpoint(args, state), held, self._step_mark())
+        saved = self._state() if self._manager is not None else None
+        if saved is not None and args.should_save:
+            write_state(_checkpoint(args, state), saved, self._step_mark())
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         logs: dict[str, Any] = kwargs.get("logs") or {}

@@ -92,11 +92,11 @@ def plan(state: Mapping[str, Tensor], encoding: Encoding, axes: Mapping[str, int
     for name, tensor in state.items():
         shape, count = tuple(tensor.shape), tensor.numel()
         if encoding != "dense" and count * tensor.element_size() > _MIN_GAIN:
-            words = packing.bits(tensor)
-            if encoding == "sparse24" and name in axes and packing.is_two_of_four(words, axes[name]):
+            elements = packing.bits(tensor)
+            if encoding == "sparse24" and name in axes and packing.is_two_of_four(elements, axes[name]):
                 stored.append(Stored(name, "sparse24", tensor.dtype, shape, count // 2, axes[name]))
                 continue
-            kept = int(torch.count_nonzero(words))
+            kept = int(torch.count_nonzero(elements))
             if -(-count // 8) + _MIN_GAIN < (count - kept) * tensor.element_size():
                 stored.append(Stored(name, "bitmask", tensor.dtype, shape, kept))
                 continue
@@ -165,12 +165,12 @@ def _part_bytes(suffix: str, entry: Stored, tensor: Tensor) -> Iterator[memoryvi
     if not suffix:
         yield bytes_of(tensor)
         return
-    words = packing.bits(tensor)
+    elements = packing.bits(tensor)
     chunks = {
-        ("bitmask", "@mask"): lambda: packing.mask_chunks(words),
-        ("bitmask", "@values"): lambda: packing.nonzero_chunks(words),
-        ("sparse24", "@positions"): lambda: packing.position_chunks(words, entry.axis),
-        ("sparse24", "@values"): lambda: packing.half_chunks(words, entry.axis),
+        ("bitmask", "@mask"): lambda: packing.mask_chunks(elements),
+        ("bitmask", "@values"): lambda: packing.nonzero_chunks(elements),
+        ("sparse24", "@positions"): lambda: packing.position_chunks(elements, entry.axis),
+        ("sparse24", "@values"): lambda: packing.half_chunks(elements, entry.axis),
     }[entry.encoding, suffix]()
     for chunk in chunks:
         yield _memory(np.ascontiguousarray(chunk).view(np.uint8))

@@ -35,15 +35,15 @@ def bits(tensor: Tensor) -> Tensor:
 # Bit masks
 
 
-def mask_chunks(words: Tensor) -> Iterator[Array]:
+def mask_chunks(elements: Tensor) -> Iterator[Array]:
     """The mask, one bit per element of `bits`, the lowest bit first."""
-    for chunk in _chunks(words):
+    for chunk in _chunks(elements):
         yield np.packbits(chunk != 0, bitorder="little")
 
 
-def nonzero_chunks(words: Tensor) -> Iterator[Array]:
+def nonzero_chunks(elements: Tensor) -> Iterator[Array]:
     """The nonzero elements, in order."""
-    for chunk in _chunks(words):
+    for chunk in _chunks(elements):
         yield chunk[np.flatnonzero(chunk)]
 
 
@@ -61,28 +61,28 @@ def count_set_bits(mask: Array) -> int:
 # Two of four
 
 
-def grouped(words: Tensor, axis: int) -> Tensor:
+def grouped(elements: Tensor, axis: int) -> Tensor:
     """The elements with the axis of the groups last, as `(rows, 4 · groups)`; a view if possible."""
-    moved = words.movedim(axis, -1)
+    moved = elements.movedim(axis, -1)
     return moved.reshape(-1, moved.shape[-1])
 
 
-def is_two_of_four(words: Tensor, axis: int) -> bool:
+def is_two_of_four(elements: Tensor, axis: int) -> bool:
     """Whether every group of four along an axis has at most two nonzero elements."""
-    if words.dim() <= axis or not words.numel() or words.shape[axis] % 4:
+    if elements.dim() <= axis or not elements.numel() or elements.shape[axis] % 4:
         return False
-    return all(bool(_FITS[codes].all()) for codes in mask_chunks(grouped(words, axis)))
+    return all(bool(_FITS[codes].all()) for codes in mask_chunks(grouped(elements, axis)))
 
 
-def position_chunks(words: Tensor, axis: int) -> Iterator[Array]:
+def position_chunks(elements: Tensor, axis: int) -> Iterator[Array]:
     """The positions of two elements per group, the lower first: four bits per group, the first group lowest."""
-    for codes in mask_chunks(grouped(words, axis)):
+    for codes in mask_chunks(grouped(elements, axis)):
         yield _POSITIONS[codes]
 
 
-def half_chunks(words: Tensor, axis: int) -> Iterator[Array]:
+def half_chunks(elements: Tensor, axis: int) -> Iterator[Array]:
     """The elements at these positions; a group with fewer than two nonzero elements contributes zeros."""
-    for chunk in _chunks(grouped(words, axis)):
+    for chunk in _chunks(grouped(elements, axis)):
         codes = np.packbits(chunk != 0, bitorder="little")
         yield chunk[_indices(_MASKS[_POSITIONS[codes]], chunk.size)]
 
@@ -99,8 +99,8 @@ def are_positions(positions: Array) -> bool:
     return bool(_ARE_POSITIONS[positions].all())
 
 
-def _chunks(words: Tensor) -> Iterator[Array]:
-    flat: Array = words.reshape(-1).numpy()
+def _chunks(elements: Tensor) -> Iterator[Array]:
+    flat: Array = elements.reshape(-1).numpy()
     for start in range(0, flat.size, CHUNK):
         yield flat[start : start + CHUNK]
 
