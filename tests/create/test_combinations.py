@@ -34,7 +34,7 @@ TARGETS = (None, "vnni", "tensorrt")
 MASK_TYPES: tuple[Any, ...] = (None, "unstructured", "block4", "2:4", "filter", [1, 4])
 RATES = (*LEARNING_RATES, False)
 EVERY = 13
-"""One in so many combinations is trained by `make test`."""
+"""`make test` trains one in this number of combinations."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Options:
         return {"num_epochs": EPOCHS, **{name: value for name, value in given.items() if value is not None}}
 
     @property
-    def words(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         return {
             "pruning": self.pruning,
             "quantization": self.quantization,
@@ -76,17 +76,17 @@ def all_options(first_rate: int = 0) -> Iterator[Options]:
 
 
 def conflict(options: Options) -> tuple[str, str] | None:
-    """By the documentation alone: the two words that contradict each other."""
+    """The two options that contradict each other according to the documentation."""
     method = method_of(options.pruning)
     patterns = {"vnni": "block4", "tensorrt": "2:4", None: "unstructured"}
-    asked, wanted = options.mask_type, patterns[options.target]
+    asked, default = options.mask_type, patterns[options.target]
     if method is None:
         return None
     if method.name == "constant":
         return None if asked is None else ("constant", "mask_type")
-    if asked is not None and options.target is not None and parse_pattern(asked) != parse_pattern(wanted):
+    if asked is not None and options.target is not None and parse_pattern(asked) != parse_pattern(default):
         return "target", "mask_type"
-    found = asked if asked is not None else wanted
+    found = asked if asked is not None else default
     if method.single_weights and found != "unstructured":
         return method.name, "mask_type"
     if method.name == "structured" and found != "filter" and (asked is not None or options.target is not None):
@@ -135,14 +135,14 @@ def test_every_combination_loads_or_names_the_conflict(first_rate: int, monkeypa
     monkeypatch.setattr(generator, "ends", lambda *_: known)
     loaded = 0
     for options in all_options(first_rate):
-        words = conflict(options)
-        if words is not None:
+        arguments = conflict(options)
+        if arguments is not None:
             with pytest.raises(GossamerError) as error:
-                sparsify.create.recipe_for(model, **options.words)
-            assert all(word in str(error.value) for word in words), f"{options}: {error.value}"
+                sparsify.create.recipe_for(model, **options.arguments)
+            assert all(word in str(error.value) for word in arguments), f"{options}: {error.value}"
             assert "drop" in str(error.value)
             continue
-        recipe = sparsify.create.recipe_for(model, **options.words, steps_per_epoch=STEPS_PER_EPOCH)
+        recipe = sparsify.create.recipe_for(model, **options.arguments, steps_per_epoch=STEPS_PER_EPOCH)
         assert recipe.max_epochs == EPOCHS, options
         assert bool([m for m in recipe.modifiers if m.family == "quantization"]) == options.quantization
         assert bool([m for m in recipe.modifiers if m.family == "distillation"]) == options.distillation
@@ -176,7 +176,7 @@ def test_a_combination_without_a_conflict_trains(options: Options) -> None:
             model[3].weight[:, ::2] = 0
     given = {} if options.pruning not in ("obs", "mfac") else {"grad_sampler": losses}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    manager, used = sparsify.create.initialize(model, optimizer, STEPS_PER_EPOCH, **options.words, **given)
+    manager, used = sparsify.create.initialize(model, optimizer, STEPS_PER_EPOCH, **options.arguments, **given)
     for step in range(EPOCHS * STEPS_PER_EPOCH):
         pixels, labels = batch(step)
         used.zero_grad()
@@ -256,9 +256,9 @@ def test_whatever_is_chosen_prunes_without_emptying_a_layer_or_is_refused(
 ) -> None:
     model = network()
     data = [batch(0)] if measured else None
-    words: dict[str, Any] = {"quantization": False, "recipe_variables": variables}
+    arguments: dict[str, Any] = {"quantization": False, "recipe_variables": variables}
     try:
-        recipe = sparsify.create.recipe_for(model, pruning, **words, steps_per_epoch=steps_per_epoch, data=data)
+        recipe = sparsify.create.recipe_for(model, pruning, **arguments, steps_per_epoch=steps_per_epoch, data=data)
     except GossamerError as error:
         assert re.search("; drop |lower the (sparsity|target)$|; raise one of the two$", str(error)), error  # noqa: PT017
         return

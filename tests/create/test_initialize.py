@@ -19,9 +19,9 @@ from tests.loops import STEPS_PER_EPOCH, loss_at, network, sgd, train, zeros
 FOUR = {"num_epochs": 4}
 
 
-def start(model: nn.Module, optimizer: Any = None, **words: Any) -> tuple[Manager, Any]:
-    words = {"recipe_variables": FOUR, **words}
-    return sparsify.create.initialize(model, optimizer or sgd(model), STEPS_PER_EPOCH, **words)
+def start(model: nn.Module, optimizer: Any = None, **arguments: Any) -> tuple[Manager, Any]:
+    arguments = {"recipe_variables": FOUR, **arguments}
+    return sparsify.create.initialize(model, optimizer or sgd(model), STEPS_PER_EPOCH, **arguments)
 
 
 def test_import_as_sparsify_is_enough() -> None:
@@ -172,15 +172,15 @@ def test_two_models_in_one_process_do_not_disturb_each_other() -> None:
 # Refused before anything is touched
 
 
-def refused(message: str, model: nn.Module | None = None, **words: Any) -> None:
+def refused(message: str, model: nn.Module | None = None, **arguments: Any) -> None:
     model = model or network()
-    optimizer = words.pop("optimizer", None) or sgd(model)
-    steps = words.pop("steps_per_epoch", STEPS_PER_EPOCH)
+    optimizer = arguments.pop("optimizer", None) or sgd(model)
+    steps = arguments.pop("steps_per_epoch", STEPS_PER_EPOCH)
     before, groups = copy.deepcopy(model.state_dict()), None
     if isinstance(optimizer, torch.optim.Optimizer):
         groups = [dict(group, params=None) for group in optimizer.param_groups]
     with pytest.raises(GossamerError) as error:
-        sparsify.create.initialize(model, optimizer, steps, **words)
+        sparsify.create.initialize(model, optimizer, steps, **arguments)
     assert message in str(error.value), error.value
     assert len(str(error.value).splitlines()) == 1
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -264,8 +264,8 @@ def test_accumulation_steps_must_be_a_positive_number() -> None:
 
 
 def test_mixed_precision_with_quantization_from_the_first_step_on_is_refused() -> None:
-    words = {"recipe_variables": {"num_epochs": 0.1}, "scaler": torch.amp.GradScaler("cpu")}
-    refused("mixed precision would never be in use; drop the scaler, or start quantization later", **words)
+    arguments = {"recipe_variables": {"num_epochs": 0.1}, "scaler": torch.amp.GradScaler("cpu")}
+    refused("mixed precision would never be in use; drop the scaler, or start quantization later", **arguments)
 
 
 def test_data_without_effect_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -284,3 +284,82 @@ def test_progress_is_reported_while_layers_are_measured() -> None:
     )
     assert [name for name, _ in calls] == ["0.weight", "3.weight", "7.weight", ""]
     assert calls[-1][1] == 1.0
+
+
+# Learning-rate schedulers beside a recipe that sets the rate
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    messages = [record.getMessage() for record in caplog.records]
+    return [message for message in messages if "the learning rate of parameter group" in message]
+
+
+def test_a_scheduler_that_steps_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        start(model, optimizer, quantization=False)
+        for step in range(6):
+            train(model, optimizer, range(step, step + 1))
+            scheduler.step()
+    assert len(warnings_of(caplog)) == 1
+    assert "lr=False" in warnings_of(caplog)[0]
+
+
+def test_step_hooks_of_others_stand_beside_the_warning_and_the_end_of_the_run() -> None:
+    model = network()
+    manager, optimizer = start(model, quantization=False)
+    steps: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: steps.append(1))
+    optimizer.register_step_post_hook(lambda *_: steps.append(2))
+    train(model, optimizer, range(1))
+    optimizer.param_groups[0]["lr"] = 0.5
+    train(model, optimizer, range(1, 3))
+    manager.finalize()
+    train(model, optimizer, range(2))
+    assert steps == [1, 2] * 5
+
+
+def test_one_optimizer_serves_two_runs_after_each_other() -> None:
+    model = network()
+    manager, optimizer = start(model, quantization=False)
+    train(model, optimizer, range(2))
+    manager.finalize()
+    again, optimizer = start(model, optimizer, quantization=False)
+    train(model, optimizer, range(3))
+    assert again.step == 3
+
+
+@pytest.mark.parametrize("lr", ["linear", "cosine", "cyclic_linear", "constant", "stepped", "exponential", False])
+def test_no_false_alarm_without_a_scheduler(lr: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    optimizer = sgd(model)
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        manager, _ = start(model, optimizer, lr=lr, quantization=False)
+        train(model, optimizer, range(4 * STEPS_PER_EPOCH))
+        manager.finalize()
+        optimizer.param_groups[0]["lr"] = 0.5
+        train(model, optimizer, range(2))
+    assert warnings_of(caplog) == []
+
+
+def test_with_lr_false_a_scheduler_is_welcome(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        start(model, optimizer, lr=False, quantization=False)
+        for step in range(3):
+            train(model, optimizer, range(step, step + 1))
+            scheduler.step()
+    assert caplog.records == []
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 8)
+
+
+def test_groups_with_rates_of_their_own_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[3].parameters(), "lr": 0.01}]
+    with caplog.at_level(logging.WARNING, "gossamer"):
+        start(model, torch.optim.SGD(groups), quantization=False)
+    assert any("groups have different learning rates" in record.getMessage() for record in caplog.records)

@@ -40,8 +40,8 @@ class Mobile(nn.Module):
         return self.head(x.mean(dim=(2, 3)) + self.tiny(x.new_ones(1, 2)).sum())
 
 
-def planned(model: nn.Module, data: Any = None, example: Any = None, **words: Any) -> dict[str, LayerPlan]:
-    return {layer.name: layer for layer in plan_layers(model, choose(**words), ends(model, example), data)}
+def planned(model: nn.Module, data: Any = None, example: Any = None, **arguments: Any) -> dict[str, LayerPlan]:
+    return {layer.name: layer for layer in plan_layers(model, choose(**arguments), ends(model, example), data)}
 
 
 def test_the_ends_of_the_network_depth_wise_and_tiny_layers_stay_dense() -> None:
@@ -119,11 +119,11 @@ def test_what_lies_behind_a_choice_by_values_is_found_on_real_ones() -> None:
             x = self.fine(x)
             return self.classes(x), self.last(x)
 
-    words: dict[str, Any] = {"pruning": "structured", "quantization": False}
+    arguments: dict[str, Any] = {"pruning": "structured", "quantization": False}
     found = ends(TwoStages())
     assert found.last == {"proposals.weight", "classes.weight", "last.weight"}
     assert (found.unreached, found.followed) == ({"rare.weight"}, "by values")
-    made = design(TwoStages(), choose(**words))
+    made = design(TwoStages(), choose(**arguments))
     assert [layer.name for layer in made.layers if layer.takes_part] == ["fine.weight"]
     assert "Note: the path of the model depends on values" in made.recipe.text
     assert "layers that were not reached (1) are left dense" in made.warnings[0].message
@@ -154,8 +154,8 @@ def test_a_head_for_training_alone_is_left_dense_and_not_counted() -> None:
             y = self.head(self.more(x))
             return (y, self.aux(x)) if self.training else y
 
-    for words in ({}, {"pruning": "structured"}):
-        made = design(Auxiliary(), choose(quantization=False, **words))
+    for arguments in ({}, {"pruning": "structured"}):
+        made = design(Auxiliary(), choose(quantization=False, **arguments))
         (aux,) = [layer for layer in made.layers if layer.name == "aux.weight"]
         assert not aux.takes_part
         assert "it does not run in evaluation mode" in aux.why
@@ -338,9 +338,9 @@ def test_with_data_the_layers_that_move_the_outputs_more_give_less_and_the_total
 ) -> None:
     model = trained()
     variables = {} if pruning == "rigl" else {"global_sparsity": wide}
-    words = {"pruning": pruning, "quantization": False, "recipe_variables": variables}
+    arguments = {"pruning": pruning, "quantization": False, "recipe_variables": variables}
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    made = design(model, choose(**words), batches(0))
+    made = design(model, choose(**arguments), batches(0))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.training
     found = {layer.name: layer for layer in made.layers}

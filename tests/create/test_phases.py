@@ -80,9 +80,9 @@ def test_part_of_an_epoch_is_trained_to_its_end_with_the_last_rate_and_the_teach
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     variables = {"num_epochs": 1.5, "init_lr": 0.1, "final_lr": 0.01, "hardness": 1.0}
-    words: dict[str, Any] = {"pruning": None, "quantization": False, "distillation": True}
+    arguments: dict[str, Any] = {"pruning": None, "quantization": False, "distillation": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager, _ = sparsify.create.initialize(model, optimizer, 4, **words, recipe_variables=variables)
+    manager, _ = sparsify.create.initialize(model, optimizer, 4, **arguments, recipe_variables=variables)
     assert manager.max_epochs == 2
     for _ in range(2 * 4):
         optimizer.zero_grad()
@@ -102,13 +102,13 @@ def test_cycles_fill_the_run_when_its_length_is_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_epochs", "told"), [(20, "after every epoch, in a run of more than one"), (0.5, "9 times in the run")]
+    ("num_epochs", "text"), [(20, "after every epoch, in a run of more than one"), (0.5, "9 times in the run")]
 )
-def test_what_the_recipe_says_of_an_exponential_rate_is_what_it_does(num_epochs: float, told: str) -> None:
+def test_what_the_recipe_says_of_an_exponential_rate_is_what_it_does(num_epochs: float, text: str) -> None:
     recipe = sparsify.create.recipe_for(
         MODEL, None, False, "exponential", recipe_variables={"num_epochs": num_epochs}, steps_per_epoch=100
     )
-    assert f"The learning rate falls by one factor{',' if num_epochs < 1 else ''} {told}." in recipe.text
+    assert f"The learning rate falls by one factor{',' if num_epochs < 1 else ''} {text}." in recipe.text
     (rate,) = [m for m in recipe.modifiers if isinstance(m, RateModifier)]
     last = round(num_epochs * 100)
     found = [rate.rate(step, 0, last, 100, 0.5) for step in range(last)]

@@ -52,8 +52,12 @@ def test_all_layers_are_written_in_one_word() -> None:
 
 
 def test_every_layer_has_its_reason_in_a_comment() -> None:
-    for words in ({}, {"recipe_variables": {"global_sparsity": False}}, {"recipe_variables": {"target": "tensorrt"}}):
-        text = sparsify.create.recipe_for(network(), **words).text
+    for arguments in (
+        {},
+        {"recipe_variables": {"global_sparsity": False}},
+        {"recipe_variables": {"target": "tensorrt"}},
+    ):
+        text = sparsify.create.recipe_for(network(), **arguments).text
         comments = "\n".join(line for line in text.splitlines() if line.lstrip().startswith("#"))
         rows = re.findall(r"^ +[\d.]+: \[(.*)\]", text, re.MULTILINE)
         params = re.findall(r"^ +params: \[(.*)\]", text, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The variables of a recipe: each has a help text, each is checked, and a mistake is one sentence."""
+"""The variables of a recipe: each has a description and is checked."""
 
 from __future__ import annotations
 

@@ -14,14 +14,14 @@ from gossamer.model import get_parameter
 from gossamer.msbench import BaseScheduler, build_sparse_scheduler
 from tests.loops import loss_at, network, sgd
 
-Place = Literal["before forward", "before step", "after step"]
-PLACES: tuple[Place, ...] = ("before forward", "before step", "after step")
+Position = Literal["before forward", "before step", "after step"]
+POSITIONS: tuple[Position, ...] = ("before forward", "before step", "after step")
 MASKS = {"mask_generator": {"type": "NormalMaskGenerator"}, "fake_sparse": {"type": "FakeSparse"}}
 TOTAL = 12
 
 
 def levels(generator: str = "NormalMaskGenerator", **kwargs: Any) -> dict[str, Any]:
-    """Three levels of four iterations, by magnitude and alike in all layers unless told otherwise."""
+    """Three levels of four iterations, by magnitude and uniform over layers by default."""
     given = {"total_iters": TOTAL, "sparsity_table": [30, 60, 90], "prun_algo": 0, "save_dir": "checkpoints", **kwargs}
     return {
         "mask_generator": {"type": generator},
@@ -70,20 +70,20 @@ def loop(
     optimizer: torch.optim.Optimizer,
     iterations: range,
     lr_scheduler: Any = None,
-    place: Place = "before forward",
+    position: Position = "before forward",
     after: Callable[[int], None] | None = None,
     loss: Callable[[nn.Module, int], Tensor] = loss_at,
 ) -> None:
-    """A user's loop with `prune_model` at one of the places where it is called in practice; `after` ends each turn."""
+    """A loop that calls `prune_model` at one of the usual positions; `after` is called after each iteration."""
     for iteration in iterations:
-        if place == "before forward":
+        if position == "before forward":
             scheduler.prune_model(model, iteration)
         optimizer.zero_grad()
         loss(model, iteration).backward()
-        if place == "before step":
+        if position == "before step":
             scheduler.prune_model(model, iteration)
         optimizer.step()
-        if place == "after step":
+        if position == "after step":
             scheduler.prune_model(model, iteration)
         if lr_scheduler is not None:
             lr_scheduler.step()

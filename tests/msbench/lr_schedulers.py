@@ -1,4 +1,4 @@
-"""Learning-rate schedulers of every build: one row each for whoever starts them over."""
+"""Learning-rate schedulers of every kind, one row each, for tests that restart them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class GradualWarmup(LRScheduler):
 
 
 class Triangle:
-    """No relative of torch's schedulers: counts by itself and sets the rate itself."""
+    """Not a subclass of torch's schedulers: counts and sets the rate itself."""
 
     def __init__(self, optimizer: Optimizer, period: int) -> None:
         self.optimizer, self.period, self.count = optimizer, period, 0
@@ -89,12 +89,12 @@ RATES: dict[str, Callable[[Optimizer], Any]] = {
     "a wrapper around cosine": lambda optimizer: GradualWarmup(
         optimizer, 2.0, 1, torch_rates.CosineAnnealingLR(optimizer, T_max=4)
     ),
-    "one's own": lambda optimizer: Triangle(optimizer, period=4),
+    "custom": lambda optimizer: Triangle(optimizer, period=4),
 }
 
 
 def step_rate(scheduler: Any, iteration: int) -> None:
-    """One step; a scheduler that watches a loss is told of one that grows."""
+    """One step; a scheduler that watches a loss gets a growing one."""
     if isinstance(scheduler, torch_rates.ReduceLROnPlateau):
         scheduler.step(1.0 + iteration)
     else:

@@ -12,16 +12,16 @@ from gossamer.errors import GossamerError
 from gossamer.msbench import build_sparse_scheduler
 from gossamer.sparse import NM
 from tests.loops import PRUNABLE, loss_at, network, sgd, zeros
-from tests.msbench.configs import PLACES, TOTAL, Place, admm, loop, pattern, prepared, same
+from tests.msbench.configs import POSITIONS, TOTAL, Position, admm, loop, pattern, prepared, same
 
 SIZES = (288, 576, 320)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("target", [0.5, 0.75, 0.9])
-def test_each_layer_ends_exactly_at_the_target(target: float, place: Place) -> None:
+def test_each_layer_ends_exactly_at_the_target(target: float, position: Position) -> None:
     scheduler, model = prepared(admm(target))
-    loop(scheduler, model, sgd(model), range(TOTAL), place=place)
+    loop(scheduler, model, sgd(model), range(TOTAL), position=position)
     assert [zeros(model.get_parameter(name)) for name in PRUNABLE] == [round(size * target) for size in SIZES]
 
 

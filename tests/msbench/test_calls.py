@@ -67,7 +67,7 @@ def test_time_does_not_go_backwards_but_may_stand_still() -> None:
     scheduler, model = prepared(levels())
     scheduler.prune_model(model, 5)
     scheduler.prune_model(model, 5)
-    with pytest.raises(GossamerError, match=r"iteration 4 lies before 5.*load_state_dict to resume"):
+    with pytest.raises(GossamerError, match=r"iteration 4 is before 5.*load_state_dict to resume"):
         scheduler.prune_model(model, 4)
 
 

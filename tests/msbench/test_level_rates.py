@@ -12,14 +12,14 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from gossamer import Manager
 from gossamer.errors import GossamerError
 from tests.loops import loss_at, network, sgd, train
-from tests.msbench.configs import PLACES, TOTAL, Place, levels, prepared
+from tests.msbench.configs import POSITIONS, TOTAL, Position, levels, prepared
 from tests.msbench.lr_schedulers import RATES, rates, step_rate
 
 kinds = pytest.mark.parametrize("kind", RATES)
 STARTS = (0, 4, 8)
 
 
-def course(kind: str, place: Place, **kwargs: Any) -> tuple[list[list[float]], dict[int, list[float]]]:
+def course(kind: str, position: Position, **kwargs: Any) -> tuple[list[list[float]], dict[int, list[float]]]:
     """The rate that each optimizer step used, and the one right behind each `prune_model`."""
     scheduler, model = prepared(levels(**kwargs))
     optimizer = sgd(model)
@@ -28,8 +28,8 @@ def course(kind: str, place: Place, **kwargs: Any) -> tuple[list[list[float]], d
     used: list[list[float]] = []
     behind: dict[int, list[float]] = {}
 
-    def prune(at: Place, iteration: int) -> None:
-        if at == place:
+    def prune(at: Position, iteration: int) -> None:
+        if at == position:
             scheduler.prune_model(model, iteration)
             behind[iteration] = rates(optimizer)
 
@@ -46,12 +46,12 @@ def course(kind: str, place: Place, **kwargs: Any) -> tuple[list[list[float]], d
 
 
 @kinds
-@pytest.mark.parametrize("place", PLACES)
-def test_behind_the_start_of_a_level_the_rate_is_that_of_iteration_0(kind: str, place: Place) -> None:
-    used, behind = course(kind, place)
+@pytest.mark.parametrize("position", POSITIONS)
+def test_behind_the_start_of_a_level_the_rate_is_that_of_iteration_0(kind: str, position: Position) -> None:
+    used, behind = course(kind, position)
     assert [behind[start] for start in STARTS] == [used[0]] * 3
     assert len({tuple(rate) for rate in used[:4]}) > 1
-    if place != "after step":
+    if position != "after step":
         assert used[4:8] == used[8:] == used[:4], "every level goes through the rates of the first"
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError
 from gossamer.msbench import build_sparse_scheduler
 from tests.loops import PRUNABLE, has_minus_zero, loss_at, network, sgd, zeros
-from tests.msbench.configs import PLACES, TOTAL, Place, levels, loop, pattern, prepared, same, trained, weights
+from tests.msbench.configs import POSITIONS, TOTAL, Position, levels, loop, pattern, prepared, same, trained, weights
 
 
 @settings(max_examples=30)
@@ -48,8 +48,8 @@ def test_in_a_run_the_sparsity_rises_there_and_nowhere_else(total: int, count: i
     assert found == [n * total // count for n in range(count)]
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_within_a_level_the_mask_is_fixed_and_the_zeros_are_real(place: Place) -> None:
+@pytest.mark.parametrize("position", POSITIONS)
+def test_within_a_level_the_mask_is_fixed_and_the_zeros_are_real(position: Position) -> None:
     scheduler, model = prepared(levels())
     seen: dict[int, list[dict[str, Tensor]]] = {}
 
@@ -57,7 +57,7 @@ def test_within_a_level_the_mask_is_fixed_and_the_zeros_are_real(place: Place) -
         assert not any(has_minus_zero(weight) for weight in weights(scheduler, model).values())
         seen.setdefault(iteration // 4, []).append(pattern(scheduler, model))
 
-    loop(scheduler, model, sgd(model), range(TOTAL), place=place, after=look)
+    loop(scheduler, model, sgd(model), range(TOTAL), position=position, after=look)
     for level, sparsity in enumerate((0.3, 0.6, 0.9)):
         first = seen[level][0]
         assert all(same(first, later) for later in seen[level])
@@ -100,7 +100,7 @@ def test_each_level_leaves_a_checkpoint_of_its_end() -> None:
         model,
         sgd(model),
         range(TOTAL),
-        place="before forward",
+        position="before forward",
         after=lambda iteration: states.update({iteration: deepcopy(dict(model.state_dict()))}),
     )
     folder = Path("a/b")
@@ -118,10 +118,10 @@ def test_each_level_leaves_a_checkpoint_of_its_end() -> None:
         assert zeros(other[3].weight) == round(576 * rate)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_checkpoint_is_at_its_sparsity_wherever_prune_model_is_called(place: Place) -> None:
+@pytest.mark.parametrize("position", POSITIONS)
+def test_a_checkpoint_is_at_its_sparsity_wherever_prune_model_is_called(position: Position) -> None:
     scheduler, model = prepared(levels())
-    loop(scheduler, model, sgd(model), range(TOTAL), place=place)
+    loop(scheduler, model, sgd(model), range(TOTAL), position=position)
     for rate in (0.3, 0.6, 0.9):
         saved = torch.load(f"checkpoints/global_sparse_rate_{rate}.pth.tar", weights_only=True)
         assert zeros(saved["model"]["3.weight"]) == round(576 * rate)
@@ -206,15 +206,6 @@ def test_the_analysis_can_be_asked_for_at_any_time() -> None:
     report = scheduler.sparse_analysis(model)
     assert report.total.zeros == tuple(sum(round(n * rate) for n in (288, 576, 320)) for rate in (0.3, 0.6, 0.9))
     assert scheduler.compute_sparse_rate(model) == 0
-
-
-def test_a_table_that_repeats_a_sparsity_is_analysed_and_trained_or_refused_at_once() -> None:
-    try:
-        scheduler, model = prepared(levels(sparsity_table=[30, 30, 60], do_sparse_analysis=True))
-    except GossamerError:
-        return
-    loop(scheduler, model, sgd(model), range(TOTAL))
-    assert zeros(model.get_parameter("3.weight")) == round(576 * 0.6)
 
 
 def test_verbose_logs_the_zeros_of_each_layer(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,9 +19,9 @@ from gossamer.msbench import BaseScheduler
 from gossamer.msbench.sparsers import ProbMaskFakeSparse, nodes
 from tests.loops import PRUNABLE, batch, loss_at, network, sgd, through_disk, zeros
 from tests.msbench.configs import (
-    PLACES,
+    POSITIONS,
     TOTAL,
-    Place,
+    Position,
     accuracy,
     digit_loss,
     loop,
@@ -51,9 +51,9 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("make", [sgd, adam])
-def test_the_sum_of_probabilities_is_within_the_budget_after_every_step(place: Place, make: Any) -> None:
+def test_the_sum_of_probabilities_is_within_the_budget_after_every_step(position: Position, make: Any) -> None:
     scheduler, model = prepared(probmask())
 
     def look(iteration: int) -> None:
@@ -65,7 +65,7 @@ def test_the_sum_of_probabilities_is_within_the_budget_after_every_step(place: P
         if budget < 0.4 * WEIGHTS:  # less than what the probabilities sum up to at first
             assert float(p.double().sum()) >= 0.9 * budget
 
-    loop(scheduler, model, make(model), range(TOTAL), place=place, after=look)
+    loop(scheduler, model, make(model), range(TOTAL), position=position, after=look)
 
 
 def test_the_budget_falls_by_a_cubic_ramp_between_warm_up_and_fine_tuning() -> None:

@@ -1,4 +1,4 @@
-"""`scheduler.recipe()`: a manager that runs it ends in the weights that the door ends in."""
+"""`scheduler.recipe()`: a manager that runs it ends with the weights that the scheduler ends with."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LEVELS: dict[str, dict[str, Any]] = {
 }
 
 
-def by_door(config: dict[str, Any], rate: str | None = None, make: Any = network) -> dict[str, Tensor]:
+def by_scheduler(config: dict[str, Any], rate: str | None = None, make: Any = network) -> dict[str, Tensor]:
     scheduler, model = prepared(config, make())
     optimizer = sgd(model)
     lr_scheduler = RATES[rate](optimizer) if rate else None
@@ -79,7 +79,7 @@ def by_manager(recipe: Any, steps: float, rate: str | None = None, make: Any = n
 @pytest.mark.parametrize("kind", LEVELS)
 def test_levels_end_in_the_same_bits(kind: str) -> None:
     recipe = build_sparse_scheduler(LEVELS[kind]).recipe(STEPS)
-    expected = by_door(LEVELS[kind], "cosine")
+    expected = by_scheduler(LEVELS[kind], "cosine")
     assert same(by_manager(recipe, STEPS, "cosine"), expected)
     assert any(zeros(expected[name]) for name in PRUNABLE)
 
@@ -87,20 +87,20 @@ def test_levels_end_in_the_same_bits(kind: str) -> None:
 @pytest.mark.parametrize("rate", ["plateau", "one cycle", "a wrapper around cosine", None])
 def test_levels_end_in_the_same_bits_under_every_rate(rate: str | None) -> None:
     recipe = build_sparse_scheduler(levels()).recipe(STEPS)
-    assert same(by_manager(recipe, STEPS, rate), by_door(levels(), rate))
+    assert same(by_manager(recipe, STEPS, rate), by_scheduler(levels(), rate))
 
 
 @pytest.mark.parametrize("steps", [1.0, 5.0, 7.0, 391.0])
 def test_epochs_may_have_any_length(steps: float) -> None:
     recipe = build_sparse_scheduler(levels(prun_algo=1)).recipe(steps)
-    assert same(by_manager(recipe, steps, "cosine"), by_door(levels(prun_algo=1), "cosine"))
+    assert same(by_manager(recipe, steps, "cosine"), by_scheduler(levels(prun_algo=1), "cosine"))
 
 
 @pytest.mark.parametrize("permute", [True, False])
 def test_ampere_ends_in_the_same_bits(permute: bool) -> None:
     config = ampere(allow_permutation=permute)
     scheduler, _model = prepared(config, wide_network())
-    expected = by_door(config, make=wide_network)
+    expected = by_scheduler(config, make=wide_network)
     assert same(by_manager(scheduler.recipe(), STEPS, make=wide_network), expected)
     assert zeros(expected["2.weight"]) == 16 * 16 * 9 // 2
 
@@ -109,7 +109,7 @@ def test_ampere_ends_in_the_same_bits(permute: bool) -> None:
 def test_admm_ends_in_the_same_bits(uniform: bool) -> None:
     config = admm(uniform=uniform, rho=0.1)
     recipe = build_sparse_scheduler(config).recipe(STEPS)
-    assert same(by_manager(recipe, STEPS), by_door(config))
+    assert same(by_manager(recipe, STEPS), by_scheduler(config))
 
 
 @pytest.mark.parametrize("start", [-5.0, -3.0])
@@ -134,7 +134,7 @@ def test_the_recipe_of_probabilities_ends_exactly_at_the_same_budget() -> None:
     found = by_manager(recipe, STEPS)
     assert sum(zeros(found[name]) for name in PRUNABLE[:2]) == round(0.8 * 864)
     assert zeros(found["7.weight"]) == 0
-    assert sum(zeros(by_door(config)[name]) for name in PRUNABLE[:2]) == round(0.8 * 864)
+    assert sum(zeros(by_scheduler(config)[name]) for name in PRUNABLE[:2]) == round(0.8 * 864)
 
 
 @pytest.mark.parametrize("config", [levels(), str_config(), probmask(), admm()], ids=lambda c: c["scheduler"]["type"])

@@ -16,9 +16,9 @@ from gossamer.errors import GossamerError
 from gossamer.msbench import BaseScheduler, build_sparse_scheduler
 from tests.loops import loss_at, network, sgd, through_disk
 from tests.msbench.configs import (
-    PLACES,
+    POSITIONS,
     TOTAL,
-    Place,
+    Position,
     admm,
     ampere,
     levels,
@@ -59,7 +59,7 @@ INTERRUPTIONS = (1, 3, 4, 7)
 
 @dataclass
 class Training:
-    """All that a script holds, built anew as a script does."""
+    """All objects of a training script."""
 
     scheduler: BaseScheduler
     model: nn.Module
@@ -84,9 +84,11 @@ class Training:
         parts = (self.model, self.optimizer, self.lr_scheduler, self.scheduler)
         return through_disk([part.state_dict() for part in parts])
 
-    def run(self, iterations: range, place: Place, saved: dict[int, Any] | None = None) -> dict[str, torch.Tensor]:
+    def run(
+        self, iterations: range, position: Position, saved: dict[int, Any] | None = None
+    ) -> dict[str, torch.Tensor]:
         keep = None if saved is None else (lambda at: saved.update({at: self.save()}))
-        loop(self.scheduler, self.model, self.optimizer, iterations, self.lr_scheduler, place, keep)
+        loop(self.scheduler, self.model, self.optimizer, iterations, self.lr_scheduler, position, keep)
         return {name: value.clone() for name, value in self.model.state_dict().items()}
 
 
@@ -97,21 +99,21 @@ def test_it_ends_in_the_same_bits(method: str) -> None:
 
 @pytest.mark.slow
 @methods
-@pytest.mark.parametrize("place", PLACES)
-def test_it_ends_in_the_same_bits_from_anywhere(method: str, place: Place) -> None:
-    expect_the_same_bits(method, place, range(TOTAL - 1))
+@pytest.mark.parametrize("position", POSITIONS)
+def test_it_ends_in_the_same_bits_from_anywhere(method: str, position: Position) -> None:
+    expect_the_same_bits(method, position, range(TOTAL - 1))
 
 
-@pytest.mark.parametrize("place", ["before step", "after step"])
-def test_levels_end_in_the_same_bits_wherever_prune_model_is_called(place: Place) -> None:
-    expect_the_same_bits("levels", place, INTERRUPTIONS)
+@pytest.mark.parametrize("position", ["before step", "after step"])
+def test_levels_end_in_the_same_bits_wherever_prune_model_is_called(position: Position) -> None:
+    expect_the_same_bits("levels", position, INTERRUPTIONS)
 
 
-def expect_the_same_bits(method: str, place: Place, interruptions: Iterable[int]) -> None:
+def expect_the_same_bits(method: str, position: Position, interruptions: Iterable[int]) -> None:
     whole = Training.new(method)
     whole.name_the_others()
     saved: dict[int, Any] = {}
-    expected = whole.run(range(TOTAL), place, saved)
+    expected = whole.run(range(TOTAL), position, saved)
     for interruption in interruptions:
         again = Training.new(method, seed=1)
         again.model.load_state_dict(saved[interruption][0])
@@ -119,7 +121,7 @@ def expect_the_same_bits(method: str, place: Place, interruptions: Iterable[int]
         again.optimizer.load_state_dict(saved[interruption][1])
         again.lr_scheduler.load_state_dict(saved[interruption][2])
         again.scheduler.load_state_dict(saved[interruption][3])
-        found = again.run(range(interruption + 1, TOTAL), place)
+        found = again.run(range(interruption + 1, TOTAL), position)
         assert same(found, expected), f"interrupted behind iteration {interruption}"
 
 

@@ -13,7 +13,7 @@ from gossamer.model import get_parameter
 from gossamer.msbench import build_sparse_scheduler
 from gossamer.msbench.sparsers import STRFakeSparse, fold, nodes
 from tests.loops import PRUNABLE, batch, has_minus_zero, loss_at, network, sgd, through_disk, train, zeros
-from tests.msbench.configs import PLACES, TOTAL, Place, loop, prepared, str_config
+from tests.msbench.configs import POSITIONS, TOTAL, Position, loop, prepared, str_config
 
 BOTH = pytest.mark.parametrize("scheduler_name", ["BaseScheduler", "STRScheduler"])
 
@@ -171,8 +171,8 @@ def test_a_model_can_be_prepared_again_after_export() -> None:
     assert zeros(again.get_parameter("3.weight")) >= exported
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_prune_rate_is_followed_and_reached(place: Place) -> None:
+@pytest.mark.parametrize("position", POSITIONS)
+def test_a_prune_rate_is_followed_and_reached(position: Position) -> None:
     scheduler, model = prepared(str_config(prune_rate=0.8, total_iterations=TOTAL))
     found: list[float] = []
     loop(
@@ -180,7 +180,7 @@ def test_a_prune_rate_is_followed_and_reached(place: Place) -> None:
         model,
         torch.optim.SGD(scheduler.param_groups(model, weight_decay=1e-4), lr=0.05, momentum=0.9),
         range(TOTAL),
-        place=place,
+        position=position,
         after=lambda _: found.append(scheduler.compute_sparse_rate(model)),
     )
     assert found[0] < 0.6 < found[TOTAL // 2 - 2]

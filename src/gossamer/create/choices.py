@@ -22,7 +22,7 @@ class Method:
     name: str
     modifier: str
     summary: str
-    """What it does, as the end of the sentence `The recipe …`."""
+    """What it does, to follow `The recipe …`."""
     sharing: Literal["either", "global", "layers", "own"] = "either"
     """How layers share the zeros: by one threshold or each by its own share, only one of the two, or as they are."""
     single_weights: bool = False
@@ -232,7 +232,7 @@ def _final_lr(lr: LearningRate | None, variables: RecipeVariables, adapted: list
         last = first * 1e-4
         adapted.append(f"final_lr is {last:g}, below the init_lr of {first:g}")
     if last > first:
-        raise _conflict("final_lr", f"{last:g} lies above init_lr {first:g}", "drop final_lr, or raise init_lr")
+        raise _conflict("final_lr", f"{last:g} is above init_lr {first:g}", "drop final_lr, or raise init_lr")
     if last == 0 and lr in ("stepped", "exponential"):
         raise _conflict("final_lr", f"lr {lr} decreases by factors and never reaches 0", "drop final_lr or lr")
     return last

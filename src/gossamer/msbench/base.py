@@ -151,7 +151,7 @@ class BaseScheduler:
             raise GossamerError(f"prune_model: iteration: expected a whole number from 0 on, found {iteration!r}")
         if self.iteration is not None and iteration < self.iteration:
             raise GossamerError(
-                f"prune_model: iteration {iteration} lies before {self.iteration}, which was already pruned for; "
+                f"prune_model: iteration {iteration} is before {self.iteration}, which was already pruned for; "
                 "use a new scheduler for a new training, or load_state_dict to resume"
             )
         result = self.advance(model, iteration)
