@@ -208,7 +208,7 @@ def inner_scale(low: float, high: float, max_ticks: int = 6) -> Scale:
     >>> inner_scale(0, 8).ticks
     (0.0, 2.0, 4.0, 6.0, 8.0)
     """
-    if high <= low:
+    if high - low < 1e-12 * max(abs(low), 1.0):
         high = low + 1.0
     step = _step((high - low) / max_ticks)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
