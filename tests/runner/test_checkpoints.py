@@ -19,7 +19,7 @@ from torch import nn
 
 import gossamer
 from gossamer.errors import GossamerError
-from gossamer.runner import checkpoint as checkpoint_file
+from gossamer.runner import checkpoint as checkpoint_module
 from gossamer.runner import checkpoint as checkpoints
 from gossamer.runner.checkpoint import CheckpointError, Checkpoints, describe, read_checkpoint
 from gossamer.runner.weights import read_weights
@@ -91,14 +91,14 @@ def test_large_tensors_are_written_and_read_without_a_second_copy(
     kept: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[int] = []
-    own = checkpoint_file._bytes_of
+    own = checkpoint_module._bytes_of
 
     def watched(tensor: torch.Tensor) -> memoryview:
         numbers = own(tensor)
         written.append(torch.frombuffer(numbers, dtype=torch.uint8).data_ptr())
         return numbers
 
-    monkeypatch.setattr(checkpoint_file, "_bytes_of", watched)
+    monkeypatch.setattr(checkpoint_module, "_bytes_of", watched)
     weight = torch.rand(100, 10)
     path = kept.save({"model": {"w": weight}}, iteration=1, epoch=0.0, metrics={}, best=False)
     assert written == [weight.data_ptr()]
@@ -292,7 +292,7 @@ def test_an_empty_or_missing_folder_has_no_checkpoint(kept: Checkpoints) -> None
 def test_a_newer_format_is_refused_and_not_passed_over(kept: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     save(kept, 10)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_file, "VERSION", 2)
+        patch.setattr(checkpoint_module, "VERSION", 2)
         save(kept, 20)
     with pytest.raises(
         CheckpointError, match="the checkpoint is newer: it has format 2, and this version reads up to 1; use gossamer"
@@ -451,7 +451,7 @@ def test_a_checkpoint_that_says_another_iteration_than_its_name_is_left_out(
     for iteration in (1, 2, 4):
         save(kept, iteration)
     path = kept.folder / "iter_00000004.safetensors"
-    checkpoint_file.write_checkpoint(path, state(), iteration=said, epoch=0.0, metrics={"top1": 50.0})
+    checkpoint_module.write_checkpoint(path, state(), iteration=said, epoch=0.0, metrics={"top1": 50.0})
     before = names(kept.folder)
     found = kept.load_latest()
     assert found is not None

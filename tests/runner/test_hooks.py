@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gossamer.errors import GossamerError
-from gossamer.runner import checkpoint as checkpoint_file
+from gossamer.runner import checkpoint as checkpoint_module
 from gossamer.runner.checkpoint import Checkpoints, read_checkpoint
 from gossamer.runner.runs import Result
 from tests.runner.running_on_digits import LENGTH, config, final_state, interrupted, resumed, same, trained
@@ -87,7 +87,7 @@ def test_a_second_interrupt_ends_at_once_and_leaves_earlier_checkpoints(tmp_path
 def test_interrupts_while_a_checkpoint_is_written_leave_whole_files_only(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = checkpoint_file._write
+    write = checkpoint_module._write
 
     def disturbed(*args: Any) -> None:
         for _ in range(count):
@@ -96,7 +96,7 @@ def test_interrupts_while_a_checkpoint_is_written_leave_whole_files_only(
 
     path = config(tmp_path)
     interrupted(path, 6)
-    monkeypatch.setattr(checkpoint_file, "_write", disturbed)
+    monkeypatch.setattr(checkpoint_module, "_write", disturbed)
     if count == 1:
         assert trained(path, "saver.auto_resume=true").iteration == 12
         assert names(tmp_path) == ["iter_00000006.safetensors", "iter_00000012.safetensors"]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gossamer.engine import Manager
+from gossamer.errors import within
 from gossamer.model import get_parameter, named_parameters, unwrap
 from gossamer.model.additions import evaluated
 from gossamer.modifiers import Modifier
@@ -147,7 +148,8 @@ class MSBenchSparsifier(Sparsifier):
     """An MSBench scheduler."""
 
     def __init__(self, config: Sparsity, length: int, folder: Path) -> None:
-        self.scheduler: BaseScheduler = build_sparse_scheduler(msbench_config(config, length, folder))
+        with within("sparsity"):
+            self.scheduler: BaseScheduler = build_sparse_scheduler(msbench_config(config, length, folder))
         self.method = type(self.scheduler).__name__.removesuffix("Scheduler")
         self.lr_cycles = len(getattr(self.scheduler, "table", [0]))
         self._modifiers: list[Modifier] = []

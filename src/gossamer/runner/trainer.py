@@ -481,7 +481,7 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Test the model, or its average, without gradients. Returns the task's metrics."""
         if self.test_data is None:
-            raise GossamerError("dataset.test: is missing; name the data to evaluate on")
+            raise GossamerError("missing; name the data to evaluate on", "dataset", "test")
         # Not wrapped by DDP, because the ranks may have different numbers of batches.
         model = self.outcome
         broadcast_buffers(model, self.place)

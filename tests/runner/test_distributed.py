@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from gossamer.errors import GossamerError
-from gossamer.runner import trainer as building
+from gossamer.runner import trainer
 from gossamer.runner.checkpoint import read_checkpoint
 from gossamer.runner.distributed import init_distributed, launch
 from gossamer.runner.records import read_records
@@ -173,6 +173,6 @@ def test_processes_that_are_there_already_start_no_others(monkeypatch: pytest.Mo
 
 
 def test_processes_that_see_different_folders_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(building, "all_gather", lambda own: [own, (12, False)])
+    monkeypatch.setattr(trainer, "all_gather", lambda own: [own, (12, False)])
     with pytest.raises(GossamerError, match=r"start from different checkpoints \(nothing, iteration 12\)"):
         trained(config(tmp_path))
