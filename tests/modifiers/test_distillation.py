@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from gossamer import GossamerError, Manager
-from gossamer.modifiers.distillation.learners import divergence, divergence_gradient
+from gossamer.modifiers.distillation.losses import divergence, divergence_gradient
 from gossamer.modifiers.distillation.outputs import replaced, tensors
 
 RECIPE = "modifiers: [!DistillationModifier {{hardness: {}, temperature: {}{}}}]"

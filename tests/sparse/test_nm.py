@@ -404,7 +404,7 @@ def test_patterns_that_do_not_exist_are_refused_with_the_remedy() -> None:
 
 
 def test_a_recipe_can_ask_for_tiles_at_their_own_sparsity_only() -> None:
-    from gossamer.modifiers.pruning import GMPruningModifier
+    from gossamer.modifiers.gradual import GMPruningModifier
 
     fields = {"params": ["a"], "init_sparsity": 0, "start_epoch": 0, "end_epoch": 1, "update_frequency": 1}
     modifier = GMPruningModifier(final_sparsity=0.5, mask_type="m4n2_2d_best", **fields)

@@ -344,7 +344,7 @@ class Pruner:
 
     def recipe(self) -> Recipe:
         """The pruning as a recipe."""
-        from gossamer.modifiers.pruning import GMPruningModifier
+        from gossamer.modifiers.gradual import GMPruningModifier
         from gossamer.recipe import Recipe
 
         if not isinstance(self.calculator, NM):

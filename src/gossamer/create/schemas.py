@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from gossamer.errors import GossamerError, Problem, nearest
-from gossamer.modifiers.masked import MaskType
+from gossamer.modifiers.pruning import MaskType
 from gossamer.quantities import MAX_EPOCHS, MAX_FACTOR, MAX_RATE
 from gossamer.validation import problems_of
 

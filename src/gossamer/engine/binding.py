@@ -27,7 +27,7 @@ from gossamer.recipe import Recipe
 if TYPE_CHECKING:
     from gossamer.engine.run import TrainingRun
     from gossamer.model.tracing.filter_groups import FilterGraph
-    from gossamer.modifiers.distillation.lessons import Lessons
+    from gossamer.modifiers.distillation.passes import Distillation
     from gossamer.modifiers.filters import FilterPlan
 
 logger = logging.getLogger("gossamer")
@@ -98,7 +98,7 @@ class BoundModifier:
         return names if stepping is None else [n for n in names if id(self.weights.parameter(n)) in stepping]
 
     @property
-    def distillation(self) -> Lessons | None:
+    def distillation(self) -> Distillation | None:
         return self._run.distillation
 
     @property

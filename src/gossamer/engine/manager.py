@@ -18,12 +18,12 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from gossamer.engine.completion import Completion, warn_of_regrowth, watch
+from gossamer.engine.distillation import distillation_for
 from gossamer.engine.learning_rate import Restart
 from gossamer.engine.optimizer import check_scaler, counting_scaler
 from gossamer.engine.run import Logger, TrainingRun, is_driven, logger
 from gossamer.engine.state import RunState
 from gossamer.engine.targets import final_shares, planned_shares, targets
-from gossamer.engine.teacher import distillation_for
 from gossamer.engine.thinning import cut_as
 from gossamer.errors import GossamerError
 from gossamer.model import expect_model, has_parameter, unwrap, weight_of

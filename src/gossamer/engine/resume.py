@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gossamer.engine.binding import BoundModifier
+from gossamer.engine.distillation import parse_teacher_state
 from gossamer.engine.learning_rate import RestartState
 from gossamer.engine.optimizer import restore_settings, settings
 from gossamer.engine.state import ModifierState, RunState, Status, matched
-from gossamer.engine.teacher import parse_teacher_state
 from gossamer.engine.thinning import CUTS, Removal, check_not_thinner, due_removals
 from gossamer.errors import GossamerError
 from gossamer.model import get_parameter, has_parameter
@@ -200,7 +200,7 @@ class Snapshot:
         self._tensors = [
             (tensor, tensor.detach().clone(), tensor.requires_grad, tensor.grad) for tensor in held.values()
         ]
-        self._teacher = None if teacher is None else (teacher, teacher.module, teacher.dismissed)
+        self._teacher = None if teacher is None else (teacher, teacher.module, teacher.released)
         states: Mapping[Any, dict[str, Any]] = {} if run.optimizer is None else run.optimizer.state
         self._moments = {key: {name: _copied(value) for name, value in held.items()} for key, held in states.items()}
         self._settings = settings(run.optimizer)
@@ -224,7 +224,7 @@ class Snapshot:
                 tensor.requires_grad_(trained)
                 tensor.grad = gradient
         if self._teacher is not None:
-            teacher, teacher.module, teacher.dismissed = self._teacher
+            teacher, teacher.module, teacher.released = self._teacher
         resize(run.module, {name: tuple(tensor.shape) for name, tensor in _tensors(run.module)})
         if run.optimizer is not None:
             run.optimizer.state.clear()

@@ -20,12 +20,12 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.engine.binding import BoundModifier
 from gossamer.engine.completion import Progress
+from gossamer.engine.distillation import load_teacher_state, teacher_state
 from gossamer.engine.learning_rate import RateCheck, Restart
 from gossamer.engine.masks import Masks
 from gossamer.engine.optimizer import Arguments, LossScale, restore_settings, settings, with_gradients
 from gossamer.engine.resume import Journal, Resume, Snapshot, plan_resume
 from gossamer.engine.state import STATE_FORMAT, RunState, frozen, reordered
-from gossamer.engine.teacher import load_teacher_state, teacher_state
 from gossamer.engine.thinning import CUTS, apply_removals, misplaced
 from gossamer.errors import MAX_SUGGESTED, GossamerError, Problem, RecipeError, SparsityError
 from gossamer.model import get_parameter, torch_mask, unwrap, weight_of
@@ -35,8 +35,8 @@ from gossamer.recipe import Recipe
 
 if TYPE_CHECKING:
     from gossamer.model.tracing.filter_groups import FilterGraph
-    from gossamer.modifiers.distillation.lessons import Lessons
-    from gossamer.modifiers.distillation.teaching import Teacher
+    from gossamer.modifiers.distillation.passes import Distillation
+    from gossamer.modifiers.distillation.teacher import Teacher
 
 logger = logging.getLogger("gossamer")
 
@@ -60,7 +60,7 @@ class TrainingRun:
         loggers: Sequence[Logger] = (),
         example_inputs: Any = None,
         restart: Restart | None = None,
-        distillation: Lessons | None = None,
+        distillation: Distillation | None = None,
         scaler: GradScaler | None = None,
         accumulation_steps: int = 1,
         calibration_data: Iterable[Any] | None = None,
@@ -181,7 +181,7 @@ class TrainingRun:
                 own.modifier.finalized(own)
         self.unhook()
         if self._copied_teacher is not None:
-            self._copied_teacher.dismiss()
+            self._copied_teacher.release()
 
     def undo_modifiers(self) -> None:
         for own in reversed(self.modifiers):
@@ -232,7 +232,7 @@ class TrainingRun:
                         own.modifier.end(own)
                         own.status = "ended"
                         if self._copied_teacher is not None and not self._distills():
-                            self._copied_teacher.dismiss()
+                            self._copied_teacher.release()
         except SparsityError as error:
             location = self.recipe.location(own.index)
             message = f"cannot prune at step {self.step}: {error}"
@@ -342,7 +342,7 @@ class TrainingRun:
             )
         self.journal.before_reordering(permutation)
         permutation.apply(self.module, self.optimizer, self.masks.by_name())
-        if self._copied_teacher is not None and not self._copied_teacher.dismissed:
+        if self._copied_teacher is not None and not self._copied_teacher.released:
             permutation.apply(self._copied_teacher.module)
         for own in self.modifiers:
             own.state = reordered(own.state, permutation, self.module)

@@ -1,9 +1,21 @@
 """What a recipe can do: one family per file, one class per modifier."""
 
-from gossamer.modifiers.admm import ADMMPruningModifier
 from gossamer.modifiers.base import Modifier, Run, find, register, registered
 from gossamer.modifiers.distillation import DistillationModifier, PerLayerDistillationModifier
-from gossamer.modifiers.dynamic import ACDCPruningModifier, RigLPruningModifier, TopKASTPruningModifier
+from gossamer.modifiers.dynamic import (
+    ACDCPruningModifier,
+    ADMMPruningModifier,
+    RigLPruningModifier,
+    TopKASTPruningModifier,
+)
+from gossamer.modifiers.gradual import (
+    GlobalMagnitudePruningModifier,
+    GMPruningModifier,
+    MagnitudePruningModifier,
+    MFACPruningModifier,
+    MovementPruningModifier,
+    OBSPruningModifier,
+)
 from gossamer.modifiers.learned import ProbMaskPruningModifier, STRPruningModifier
 from gossamer.modifiers.learning_rate import (
     LearningRateFunctionModifier,
@@ -12,25 +24,18 @@ from gossamer.modifiers.learning_rate import (
     SetLearningRateModifier,
 )
 from gossamer.modifiers.levels import LevelPruningModifier
-from gossamer.modifiers.other import EpochRangeModifier, SparsificationLoggingModifier
 from gossamer.modifiers.outlook import Outlook
-from gossamer.modifiers.parameters import (
+from gossamer.modifiers.pruning import ConstantPruningModifier, PruningModifier
+from gossamer.modifiers.quantization import QuantizationModifier
+from gossamer.modifiers.structure import LayerPruningModifier, LayerThinningModifier, StructuredPruningModifier
+from gossamer.modifiers.training import (
+    EpochRangeModifier,
     GradualParamModifier,
     SetParamModifier,
     SetWeightDecayModifier,
+    SparsificationLoggingModifier,
     TrainableParamsModifier,
 )
-from gossamer.modifiers.pruning import (
-    ConstantPruningModifier,
-    GlobalMagnitudePruningModifier,
-    GMPruningModifier,
-    MagnitudePruningModifier,
-    MovementPruningModifier,
-    PruningModifier,
-)
-from gossamer.modifiers.quantization import QuantizationModifier
-from gossamer.modifiers.second_order import MFACPruningModifier, OBSPruningModifier
-from gossamer.modifiers.structure import LayerPruningModifier, LayerThinningModifier, StructuredPruningModifier
 
 __all__ = [
     "ACDCPruningModifier",

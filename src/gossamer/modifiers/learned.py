@@ -24,7 +24,7 @@ from gossamer.errors import FieldError, ModifierError, Problem
 from gossamer.model import get_module
 from gossamer.model.recalibration import BATCHES, recalibrate, running_means
 from gossamer.modifiers.base import ParamNames, Run, register, to_step
-from gossamer.modifiers.pruning import PruningModifier, Sparsity
+from gossamer.modifiers.pruning import PruningModifier
 from gossamer.modifiers.state import LARGEST_SETTING, Item, Spec, StateField, by_target, same_names, tensors, vector
 from gossamer.quantities import (
     Epoch,
@@ -33,6 +33,7 @@ from gossamer.quantities import (
     PartialSparsity,
     PositiveRate,
     Seed,
+    Sparsity,
     Temperature,
     WeightDecay,
 )

@@ -17,10 +17,10 @@ from gossamer.errors import FieldError, ModifierError, SparsityError
 from gossamer.model import ALL_PRUNABLE
 from gossamer.modifiers.base import ParamNames, Run, register
 from gossamer.modifiers.outlook import Outlook
-from gossamer.modifiers.pruning import PruningModifier, Sparsity
+from gossamer.modifiers.pruning import PruningModifier
 from gossamer.modifiers.scoring import FilterScorer, MagnitudeScorer, Scorer
 from gossamer.modifiers.state import StateField, number
-from gossamer.quantities import Epoch, Factor, PartialSparsity
+from gossamer.quantities import Epoch, Factor, PartialSparsity, Sparsity
 from gossamer.sparse import NM, Filter, energy, erdos_renyi, uniform, zero_count
 from gossamer.sparse.scores import FilterKind
 

@@ -1,305 +1,376 @@
-"""Gradual pruning to a target, and holding the zeros a model already has.
+"""The base classes of modifiers that hold masks, and the one that holds the zeros of a sparse model.
 
-The modifier says which weights, how sparse and when; `scoring.py` ranks,
-`sparse/` makes the mask, the run holds it.
+They match the weights, compute masks in the recipe's pattern and respect the bounds of layers. Subclasses define how
+weights are ranked and when they are pruned.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
-from typing import ClassVar, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
-from gossamer.errors import FieldError, ModifierError, Problem
-from gossamer.modifiers.base import ParamName, ParamNames, Run, register
-from gossamer.modifiers.masked import EXCLUDED, PruningModifier, RankedPruningModifier, Sparsity, logger
-from gossamer.modifiers.outlook import Outlook
-from gossamer.modifiers.scoring import (
-    FILTER_KINDS,
-    MFAC,
-    OBS,
-    FilterScorer,
-    FisherDefaults,
-    FisherScorer,
-    MagnitudeScorer,
-    MovementScorer,
-    Scorer,
+from gossamer.errors import FieldError, ModifierError, SparsityError
+from gossamer.model import (
+    ALL_PRUNABLE,
+    embedding_tables,
+    has_parameter,
+    is_depthwise,
+    match,
+    match_excluded,
+    match_prunable,
+    prunable,
+    stored_weight,
 )
-from gossamer.modifiers.state import Item, Spec, StateField, by_target, tensors
-from gossamer.quantities import Epoch, Factor, Frequency
-from gossamer.sparse import NM, Filter, fraction, interpolate
-from gossamer.sparse.schedules import Interpolation
-from gossamer.sparse.scores import FilterKind
+from gossamer.model.parameters import TIED, with_norms_kept
+from gossamer.model.weights import WHOLE
+from gossamer.modifiers.base import ExcludedNames, Modifier, ParamName, ParamNames, Run, register
+from gossamer.modifiers.filters import SAVED, FilterPlan, hold_vectors, is_held, leaves, plan_filters
+from gossamer.modifiers.outlook import Certainty, Outlook, pattern_zeros
+from gossamer.modifiers.scoring import outputs_first
+from gossamer.modifiers.state import LARGEST_WEIGHT, StateField, tensors
+from gossamer.quantities import Sparsity
+from gossamer.sparse import (
+    NM,
+    Channel,
+    Filter,
+    Pattern,
+    Unstructured,
+    global_masks,
+    magnitude,
+    parse_pattern,
+    within_reach,
+    zero_count,
+)
+from gossamer.sparse.selection import refuse_nan
 
-__all__ = [
-    "EXCLUDED",
-    "FROM_PARAM",
-    "ConstantPruningModifier",
-    "GMPruningModifier",
-    "GlobalMagnitudePruningModifier",
-    "MagnitudePruningModifier",
-    "MovementPruningModifier",
-    "PruningModifier",
-    "Sparsity",
-]
-
-FROM_PARAM = "__FROM_PARAM__"
+EXCLUDED = "excluded"
+logger = logging.getLogger("gossamer")
 
 
-@register
-class GMPruningModifier(RankedPruningModifier):
-    """Prune from `init_sparsity` to `final_sparsity` between two epochs (Zhu & Gupta 2017)."""
+def _known_pattern(value: str | list[int]) -> str | list[int]:
+    parse_pattern(value)
+    return value
 
-    init_sparsity: Literal["__FROM_PARAM__"] | Sparsity
-    final_sparsity: Sparsity | dict[Sparsity, list[ParamName]]
-    start_epoch: Epoch = Field(default=...)
-    end_epoch: Epoch = Field(default=...)
-    update_frequency: Frequency = Field(default=...)
-    inter_func: Interpolation = "cubic"
-    score_type: Literal["magnitude", "movement", "MFAC", "OBS"] | FilterKind = "magnitude"
-    """How weights rank; whole filters under `magnitude` by their l1 norm."""
-    permute: bool = False
-    """Reorder channels first, so that N:M keeps larger weights; what the model computes stays the same."""
-    phased: bool = False
-    epsilon: Factor | None = None
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.end_epoch == -1:
-            raise FieldError("expected the epoch at which the final sparsity is reached, found -1", "end_epoch")
-        if self.phased:
-            raise FieldError("true is not supported; use ACDCPruningModifier for alternating phases", "phased")
-        if self.score_type in FILTER_KINDS and not isinstance(self.pattern, Filter):
-            raise FieldError(
-                f"{self.score_type} ranks whole filters and needs mask_type filter, found "
-                f"{self.mask_type!r}; set mask_type: filter, or score_type: magnitude",
-                "score_type",
-            )
-        if self.permute and not (isinstance(self.pattern, NM) and self.pattern.permutable):
-            raise FieldError(f"expected mask_type N:M, as in 2:4, beside it, found {self.mask_type!r}", "permute")
-        if isinstance(self.final_sparsity, dict):
-            if self.params:
-                raise FieldError("expected none beside a final_sparsity that lists its own, found both", "params")
-            if self.global_sparsity:
-                raise FieldError("one global threshold contradicts a final_sparsity per layer", "global_sparsity")
-            if not self.final_sparsity:
-                raise FieldError("expected a number or {sparsity: [params]}, found an empty mapping", "final_sparsity")
-        elif not self.params:
-            raise FieldError("expected the parameters to prune, found none", "params")
-        if isinstance(self.pattern, NM):
-            finals = self.final_sparsity if isinstance(self.final_sparsity, dict) else [self.final_sparsity]
-            for final in finals:
-                if abs(final - self.pattern.sparsity) > 1e-6:
-                    raise FieldError(
-                        f"mask_type {self.mask_type} means {self.pattern.sparsity:g}, found {final:g}", "final_sparsity"
-                    )
-        return self
+MaskType = Annotated[str | list[int], AfterValidator(_known_pattern)]
+"""The shape of the zeros, as `parse_pattern` reads it."""
+
+
+class PruningModifier(Modifier):
+    """What all modifiers that hold masks share: which weights, and in which pattern."""
+
+    family: ClassVar[str] = "pruning"
+    prunes: ClassVar[bool] = True
+
+    params: ParamNames = Field(default_factory=list)
+    exclude: ExcludedNames = Field(default_factory=list)
+    """Of these parameters, the ones to leave dense: names, `re:` patterns, `__DEPTHWISE__`."""
+    leave_enabled: bool = True
+    mask_type: MaskType = "unstructured"
+    params_strict: bool = True
+
+    spares_embeddings: ClassVar[bool] = True
+    """Whether `__ALL_PRUNABLE__` leaves out the weight of a layer that an embedding shares."""
+    keeps_norms: ClassVar[bool] = True
+    """Whether its masks leave a weight in every row that weight norm divides by the norm of."""
 
     @property
-    def goal(self) -> float | None:
-        return None if isinstance(self.final_sparsity, dict) else self.final_sparsity
+    def pattern(self) -> Pattern:
+        return parse_pattern(self.mask_type)
+
+    @property
+    def released_epoch(self) -> float | None:
+        return None if self.leave_enabled else super().released_epoch
+
+    def outlook(self, run: Run) -> dict[str, Outlook]:
+        share = self.sparsity_at(math.inf if self.end_epoch == -1 else self.end_epoch)
+        if share is None or self.learns_sparsity:
+            return dict.fromkeys(run.targets, self._outlook(None, "learned"))
+        return self._exact_outlook(run, dict.fromkeys(run.targets, share), "estimated")
+
+    def _exact_outlook(
+        self, run: Run, sparsity: Mapping[str, float], certainty: Certainty = "exact"
+    ) -> dict[str, Outlook]:
+        """The zeros of weights that are pruned to a sparsity each."""
+        shapes = {name: self._rows(run, name, run.weights.parameter(name)).shape for name in sparsity}
+        return {
+            name: self._outlook(pattern_zeros(self.pattern, shapes[name], share), certainty)
+            for name, share in sparsity.items()
+        }
+
+    def _outlook(self, zeros: int | None, certainty: Certainty) -> Outlook:
+        mask_type = self.mask_type
+        pattern = mask_type if isinstance(mask_type, str) else "×".join(map(str, mask_type))
+        return Outlook(zeros, pattern, certainty, self.name)
+
+    def state_fields(self, run: Run) -> Mapping[str, StateField]:
+        return {SAVED: tensors(least=-LARGEST_WEIGHT, most=LARGEST_WEIGHT, of=lambda layout: layout.tensors)}
+
+    def bind(self, run: Run) -> list[str]:
+        targets = self.bind_params(run, self.params)
+        self.bind_filters(run, targets)
+        return targets
+
+    def bind_filters(self, run: Run, targets: Sequence[str]) -> None:
+        """Find out which filters of the weights go together, where whole filters or channels go."""
+        run.plan["targets"] = list(targets)
+        if (filters := self.filters(run)) is not None:
+            for message in filters.notes:
+                logger.warning("%s: %s", self.name, message)
+            for pool in filters.pools.pools:
+                if len(pool.weights) > 1:
+                    logger.info("%s prunes together: %s", self.name, ", ".join(pool.weights))
+
+    def bind_params(self, run: Run, wanted: str | Sequence[str], field: str = "params") -> list[str]:
+        """The weights to prune; what the pattern does not fit is skipped, or refused when named exactly."""
+        matches = match_prunable(run.module, wanted, field=field, strict=self.params_strict)
+        for name, reason in matches.skipped.items():
+            run.log.skip(name, reason)
+        targets: list[str] = []
+        excluded, idle = match_excluded(run.module, self.exclude, field="exclude")
+        for pattern in idle:
+            logger.warning("%s: exclude: '%s' matches nothing", self.name, pattern)
+        every = self.spares_embeddings and ALL_PRUNABLE in ([wanted] if isinstance(wanted, str) else wanted)
+        tables = embedding_tables(run.module) if every else set[str]()
+        last, spared = next(reversed(prunable(run.module)), None), ""
+        for name in matches.names:
+            if name in excluded:
+                run.log.skip(name, EXCLUDED)
+                continue
+            parameter = run.weights.parameter(name)
+            if parameter.numel() and bool(parameter.detach().isnan().any()):
+                raise ModifierError(f"'{name}' holds NaN and cannot be pruned; repair the weights first", field)
+            reason = self._divides_by_zero(run, name)
+            if reason and name in matches.exact:
+                raise ModifierError(f"'{name}' cannot be pruned: {reason}", field)
+            if reason is None and name not in matches.exact:
+                reason = TIED if name in tables else self._spared(run, name, name == last)
+                reason = reason and f"{reason}; name it exactly to prune it"
+            if reason:
+                spared = reason
+                run.log.skip(name, reason)
+                continue
+            reason = self.pattern.fits(self._rows(run, name, parameter).shape)
+            if reason and name in matches.exact:
+                raise ModifierError(f"{self.mask_type} does not fit '{name}': {reason}", "mask_type")
+            if reason:
+                run.log.skip(name, f"mask_type {self.mask_type} does not fit: {reason}")
+            else:
+                targets.append(name)
+        if not targets and set(matches.names) <= set(excluded):
+            raise ModifierError("everything that params names is excluded; leave less out", "exclude")
+        if not targets and spared:
+            raise ModifierError(f"mask_type {self.mask_type} spares all matched parameters; the last: {spared}", field)
+        if not targets:
+            raise ModifierError(f"{self.mask_type} fits none of the matched parameters", "mask_type")
+        return targets
+
+    def end(self, run: Run) -> None:
+        if not self.leave_enabled:
+            self.release(run)
+
+    def hold(self, run: Run, masks: Mapping[str, Tensor], *, as_they_are: bool = False) -> None:
+        """Hold masks of weights, and with whole filters what belongs to them; `as_they_are` changes no value."""
+        for name, keep in masks.items():
+            run.masks.set(name, keep)
+        self._hold_vectors(run, as_they_are)
+
+    def release(self, run: Run) -> None:
+        """Let go of all masks; what was held at zero with filters gets its values back."""
+        for name in run.targets:
+            run.masks.release(name)
+        self._hold_vectors(run)
+
+    def _hold_vectors(self, run: Run, as_they_are: bool = False) -> None:
+        filters = self.filters(run)
+        if filters is not None and isinstance(self.pattern, Filter):
+            hold_vectors(run, filters.vectors, filters.graph, as_they_are)
+
+    def filters(self, run: Run) -> FilterPlan | None:
+        """Which filters or channels go together and what goes with them; None under other patterns."""
+        if not isinstance(self.pattern, Filter | Channel):
+            return None
+        names = [name for name in run.plan.get("targets", run.targets) if has_parameter(run.module, name)]
+        shapes = {name: tuple(self._rows(run, name, run.weights.parameter(name)).shape) for name in names}
+        found: FilterPlan | None = run.plan.get("filters")
+        if found is None or found.shapes != shapes:
+            groups = [[name for name in group if name in shapes] for group in run.plan.get("groups", ())]
+            found = run.plan["filters"] = plan_filters(
+                run, shapes, isinstance(self.pattern, Channel), [group for group in groups if group], self.apart(run)
+            )
+        return found
+
+    def apart(self, run: Run) -> Mapping[str, float]:
+        """Sparsities that the recipe gives to single weights: those with different ones do not share a mask."""
+        return {}
+
+    def _spared(self, run: Run, name: str, last: bool) -> str | None:
+        """Why a weight that is not named exactly keeps its filters or channels."""
+        if isinstance(self.pattern, Channel) and is_depthwise(run.module, name):
+            return "a depthwise convolution, which reads each channel on its own"
+        if not isinstance(self.pattern, Filter | Channel):
+            return None
+        graph = run.weights.filter_graph()
+        if isinstance(self.pattern, Channel):
+            first = not isinstance(graph, str) and graph.reads_input(name)
+            return "it reads the model's input, whose channels would be ignored" if first else None
+        if last and (isinstance(graph, str) or is_held(graph, name)):
+            return "the last layer: pruning its filters would remove outputs"
+        if not isinstance(graph, str) and leaves(graph, name):
+            return "its filters are outputs of the model, or of a part that was followed on its own"
+        return None
+
+    def _divides_by_zero(self, run: Run, name: str) -> str | None:
+        """Why a layer under weight norm, which divides rows by their norm, would come to compute with NaN."""
+        weight = stored_weight(run.module, name)
+        if weight is None or weight.norm in (None, WHOLE):
+            return None
+        remedy = "remove weight norm from the layer first"
+        if not self.keeps_norms:
+            return f"under weight norm a row of zeros is divided by zero, and {self.name} may leave one; {remedy}"
+        if isinstance(self.pattern, Filter | Channel):
+            return f"under weight norm a row of zeros is divided by zero; {remedy}, or choose another mask_type"
+        values = run.weights.parameter(name)
+        share, rows = self.sparsity_of(run, name, self.last_epoch), int(values.shape[weight.norm])
+        if (
+            isinstance(self.pattern, Unstructured)
+            and share
+            and zero_count(values.numel(), share) > values.numel() - rows
+        ):
+            most = 1 - rows / values.numel()
+            return f"weight norm needs a weight in each of {rows} rows, so at most {most:.1%} can be zero; {remedy}"
+        return None
+
+    def masks(self, run: Run, scores: Mapping[str, Tensor], sparsity: Mapping[str, float] | float) -> dict[str, Tensor]:
+        """Masks for a sparsity per layer, or for one number over all layers together."""
+        rows: dict[str, Tensor] = {}
+        for name, score in scores.items():
+            try:
+                refuse_nan(score)
+            except SparsityError as error:
+                raise ModifierError(f"'{name}' cannot be pruned at step {run.clock.step}: {error}") from None
+            rows[name] = self._rows(run, name, with_norms_kept(run.module, name, score))
+        if (filters := self.filters(run)) is not None:
+            units = {name: self.pattern.unit_scores(score) for name, score in rows.items()}
+            numels = {name: score.numel() for name, score in rows.items()}
+            parts = filters.pools.keep(units, sparsity, self.caps(run), numels)
+            if not isinstance(sparsity, Mapping):
+                self._report_emptied(run, filters.pools.emptied(parts))
+            kept = {name: self.pattern.expand(part, rows[name].shape) for name, part in parts.items()}
+        elif isinstance(sparsity, Mapping):
+            kept = {name: self.pattern.mask(score, sparsity[name]) for name, score in rows.items()}
+        else:
+            kept = global_masks(rows, self.pattern, sparsity, self.caps(run))
+        return {name: self._rows(run, name, keep).contiguous() for name, keep in kept.items()}
+
+    def _report_emptied(self, run: Run, names: Sequence[str]) -> None:
+        """Warn, once for each layer, that nothing is left of it."""
+        known: set[str] = run.scratch.setdefault("emptied", set())
+        if fresh := [name for name in names if name not in known]:
+            known.update(fresh)
+            logger.warning(
+                "%s leaves no %s of %s: one threshold for all layers asks for more than the others can give; "
+                "set max_layer_sparsity, or a lower sparsity",
+                self.name,
+                "channel" if isinstance(self.pattern, Channel) else "filter",
+                ", ".join(f"'{name}'" for name in fresh),
+            )
+
+    def caps(self, run: Run) -> float | Mapping[str, float]:
+        """With one threshold over all layers: the sparsity that no layer, or none of these, may exceed."""
+        return 1.0
+
+    @staticmethod
+    def _rows(run: Run, name: str, tensor: Tensor) -> Tensor:
+        """A weight-shaped tensor with output channels first (its own inverse)."""
+        return outputs_first(run, name, tensor)
+
+
+class RankedPruningModifier(PruningModifier):
+    """Modifiers that may rank the weights of all layers together, under one threshold."""
+
+    global_sparsity: bool = False
+    max_layer_sparsity: Sparsity | dict[Sparsity, list[ParamName]] = 1.0
+    """With one threshold: no layer becomes sparser than this; or `{bound: [params]}`, the others without a bound."""
 
     @property
     def ranks_by_weights(self) -> bool:
-        return type(self.scorer) in (MagnitudeScorer, FilterScorer)  # others are subclasses that use gradients
+        """Whether the weights alone determine how layers share a threshold."""
+        return False
 
-    def rank(self, run: Run) -> dict[str, Tensor]:
-        return self.scorer.scores(run, run.targets)
-
-    @property
-    def updates_every(self) -> float | None:
-        return self.update_frequency
-
-    @property
-    def scorer(self) -> Scorer:
-        match self.score_type:
-            case "movement":
-                return MovementScorer()
-            case "OBS":
-                return self._fisher(OBS, compensate=True)
-            case "MFAC":
-                return self._fisher(MFAC, compensate=False)
-            case "magnitude":
-                return MagnitudeScorer()
-            case kind:
-                return FilterScorer(kind)
-
-    def _fisher(self, defaults: FisherDefaults, *, compensate: bool) -> FisherScorer:
-        return FisherScorer(
-            lambda _: defaults.num_grads,
-            None,
-            defaults.block,
-            together=self.global_sparsity,
-            compensate=compensate,
-            needs_sampler=compensate,
-        )
-
-    @property
-    def rounds(self) -> int:
-        """How often scores are computed anew on the way to one update's sparsity."""
-        return 1
-
-    def state_fields(self, run: Run) -> Mapping[str, StateField]:
-        return {
-            **super().state_fields(run),
-            "init_sparsity": by_target(_share, required=True),
-            "sparsity": by_target(_share),
-            "movement": tensors(Spec.wide),
-            "gradients": by_target(self._gradients),
-        }
-
-    def _gradients(self, item: Item, weight: Spec) -> list[Tensor]:
-        """The last gradients of a weight, flat; no more than an update uses."""
-        flat = Spec((math.prod(weight.shape),), weight.dtype, weight.device)
-        kept = item.items()[-self.most_gradients :]
-        return [gradient.tensor(flat) for gradient in kept if gradient.shape() == flat.shape]
-
-    @property
-    def most_gradients(self) -> int:
-        """How many gradients of a weight are kept."""
-        return MFAC.num_grads
-
-    def warnings(self) -> list[Problem]:
-        ignored = Problem("has no effect in Gossamer: counts are exact", ("epsilon",))
-        return super().warnings() + [ignored] * (self.epsilon is not None)
-
-    def sparsity_at(self, epoch: float) -> float | None:
-        final = self.final_sparsity
-        if isinstance(final, dict):
-            return self._on_the_way(
-                sum(s * len(names) for s, names in final.items()) / sum(map(len, final.values())), epoch
+    @model_validator(mode="after")
+    def _bounded_together(self) -> Self:
+        if self.max_layer_sparsity != 1.0 and not self.global_sparsity:
+            raise FieldError(
+                "it bounds layers that share one threshold; set global_sparsity: true", "max_layer_sparsity"
             )
-        return self._on_the_way(final, epoch)
+        lowest = self.max_layer_sparsity
+        if isinstance(lowest, float) and self.goal is not None and lowest < self.goal:
+            raise FieldError(
+                f"expected at least the final sparsity {self.goal:g}, found {lowest:g}", "max_layer_sparsity"
+            )
+        return self
 
     def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
-        finals: dict[str, float] = run.plan.get("final", {})
-        return self._on_the_way(finals[name], epoch) if name in finals else super().sparsity_of(run, name, epoch)
+        return None if self.global_sparsity else super().sparsity_of(run, name, epoch)
 
-    def _on_the_way(self, final: float, epoch: float) -> float | None:
-        if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):
-            return None
-        start = max(self.start_epoch, 0.0)
-        initial = 0.0 if isinstance(self.init_sparsity, str) else self.init_sparsity
-        span = self.end_epoch - start
-        x = 1.0 if span <= 0 else (epoch - start) / span
-        return interpolate(initial, final, x, self.inter_func)
+    def rank(self, run: Run) -> dict[str, Tensor]:
+        """The scores of all targets, by the weights as they are now."""
+        return {name: magnitude(run.weights.parameter(name)) for name in run.targets}
 
-    def bind(self, run: Run) -> list[str]:
-        self.scorer.check(run)
-        if not isinstance(self.final_sparsity, dict):
-            return super().bind(run)
-        finals: dict[str, float] = {}
-        for sparsity, wanted in self.final_sparsity.items():
-            for name in self.bind_params(run, wanted, "final_sparsity"):
-                if finals.setdefault(name, sparsity) != sparsity:
-                    raise ModifierError(f"'{name}' is listed at two sparsities", "final_sparsity")
-        run.plan["final"] = finals
-        self.bind_filters(run, list(finals))
-        return list(finals)
-
-    def apart(self, run: Run) -> Mapping[str, float]:
-        return run.plan.get("final", {})
-
-    def start(self, run: Run) -> None:
-        initial: dict[str, float] = {}
-        for name in run.targets:
-            zeros, total = run.weights.zeros(name)
-            initial[name] = zeros / max(total, 1) if self.init_sparsity == FROM_PARAM else float(self.init_sparsity)
-        run.state["init_sparsity"] = initial
-        if self.permute and isinstance(self.pattern, NM) and self.pattern.permutable:
-            run.weights.permute(run.targets, self.pattern.n, self.pattern.m)
-        self.update(run)
-
-    def update(self, run: Run) -> None:
-        before: dict[str, float] = run.state.get("sparsity", {})
-        target = self._sparsity(run)
-        for part in range(1, self.rounds + 1):
-            share = part / self.rounds
-            step = {n: before.get(n, 0.0) + (s - before.get(n, 0.0)) * share for n, s in target.items()}
-            self._prune(run, target if part == self.rounds else step)
-        run.state["sparsity"] = target
-
-    def end(self, run: Run) -> None:
-        if run.state.get("sparsity") != self._sparsity(run):
-            self.update(run)
-        for sums in ("movement", "gradients"):
-            run.state.pop(sums, None)
-        super().end(run)
-
-    def before_step(self, run: Run) -> None:
-        self.scorer.observe(run)
-
-    def _prune(self, run: Run, sparsity: Mapping[str, float]) -> None:
-        scorer = self.scorer
-        scores = scorer.scores(run, run.targets)
-        if scorer.below_zero:
-            self._rank_masked_last(run, scores, sparsity)
-        if self.global_sparsity:
-            if unseen := run.scratch.get("unseen"):
-                raise ModifierError(
-                    f"'{unseen[0]}' has no gradient and cannot be ranked against layers that have one; "
-                    "take it out of params, or set global_sparsity: false",
-                    "global_sparsity",
-                )
-            sizes = {name: run.weights.parameter(name).numel() for name in run.targets}
-            total = sum(sizes.values())
-            shared = sum(sparsity[name] * size for name, size in sizes.items()) / max(total, 1)
-            values = set(sparsity.values())
-            masks = self.masks(run, scores, values.pop() if len(values) == 1 else shared)
-        else:
-            masks = self.masks(run, scores, sparsity)
-        del scores
-        scorer.settle(run, masks)
-        self.hold(run, masks)
-
-    @staticmethod
-    def _rank_masked_last(run: Run, scores: dict[str, Tensor], sparsity: Mapping[str, float]) -> None:
-        """A masked weight scores 0, above what training moves towards zero; it must not come back for that."""
-        for name, score in scores.items():
-            keep = run.masks.get(name)
-            before: dict[str, float] = run.state.get("sparsity", {})
-            if keep is not None and sparsity[name] >= before.get(name, 0.0):
-                scores[name] = score.masked_fill(~keep, -float("inf"))
-
-    def _sparsity(self, run: Run) -> dict[str, float]:
-        """Each target's scheduled sparsity at the run's step."""
-        assert run.clock.end is not None
-        x = fraction(run.clock.step, run.clock.start, run.clock.end)
-        finals: dict[str, float] = run.plan.get("final", {})
-        final = self.final_sparsity
-        single = 0.0 if isinstance(final, dict) else final
-        initial: dict[str, float] = run.state["init_sparsity"]
-        first = 0.0 if isinstance(self.init_sparsity, str) else self.init_sparsity
+    def outlook(self, run: Run) -> dict[str, Outlook]:
+        if self.goal is None:
+            finals: dict[str, float] = run.plan.get("final", {})
+            return self._exact_outlook(run, {name: finals[name] for name in run.targets if name in finals})
+        if not self.global_sparsity or isinstance(self.pattern, NM):
+            return self._exact_outlook(run, dict.fromkeys(run.targets, self.goal))
+        if not self.ranks_by_weights:
+            return dict.fromkeys(run.targets, self._outlook(None, "learned"))
+        masks = self.masks(run, self.rank(run), self.goal)
         return {
-            name: interpolate(initial.get(name, first), finals.get(name, single), x, self.inter_func)
-            for name in run.targets
+            name: self._outlook(keep.numel() - int(keep.count_nonzero()), "estimated") for name, keep in masks.items()
         }
 
+    def bind(self, run: Run) -> list[str]:
+        targets = super().bind(run)
+        run.plan["caps"] = caps = self._caps(run, targets)
+        if self.goal is not None and self.max_layer_sparsity != 1.0:
+            if (filters := self.filters(run)) is not None:
+                units, bounds = filters.pools.sizes(), filters.pools.bounds(caps)
+            else:
+                rows = {name: self._rows(run, name, run.weights.parameter(name).detach()) for name in targets}
+                units = {name: self.pattern.unit_scores(weight).numel() for name, weight in rows.items()}
+                bounds = caps
+            try:
+                within_reach(units, self.goal, bounds)
+            except SparsityError as error:
+                raise ModifierError(error.problems, "max_layer_sparsity") from None
+        return targets
 
-def _share(item: Item, _: Spec) -> float:
-    return item.number(0, 1)
+    def caps(self, run: Run) -> float | Mapping[str, float]:
+        return run.plan.get("caps", 1.0)
 
-
-@register
-class MagnitudePruningModifier(GMPruningModifier):
-    """Another name of `GMPruningModifier`."""
-
-
-@register
-class GlobalMagnitudePruningModifier(GMPruningModifier):
-    """`GMPruningModifier` with one threshold over all layers."""
-
-    global_sparsity: bool = True
-
-
-@register
-class MovementPruningModifier(GMPruningModifier):
-    """Gradual pruning of the weights that training moves towards zero (Sanh et al. 2020)."""
-
-    score_type: Literal["magnitude", "movement", "MFAC", "OBS"] | FilterKind = "movement"
+    def _caps(self, run: Run, targets: Sequence[str]) -> float | dict[str, float]:
+        """The bounds by name; of two for one layer, the lower."""
+        if not isinstance(self.max_layer_sparsity, dict):
+            return self.max_layer_sparsity
+        found: dict[str, float] = {}
+        for bound, wanted in self.max_layer_sparsity.items():
+            for item in wanted:
+                names = match(run.module, item, field="max_layer_sparsity", strict=self.params_strict)
+                if names and not set(names) & set(targets):
+                    raise ModifierError(
+                        f"'{item}' is none of the weights that are pruned here; name it in params, or drop its bound",
+                        "max_layer_sparsity",
+                    )
+                for name in names:
+                    found[name] = min(bound, found.get(name, 1.0))
+        return found
 
 
 @register

@@ -23,8 +23,8 @@ from gossamer.modifiers.base import (
     register,
     to_step,
 )
+from gossamer.modifiers.gradual import GMPruningModifier
 from gossamer.modifiers.outlook import Outlook
-from gossamer.modifiers.pruning import GMPruningModifier
 from gossamer.modifiers.state import Item, Layout, Spec, StateField
 from gossamer.quantities import Epoch
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from gossamer.quantization.rules import Rules
-from gossamer.quantization.schemes import SCHEMES, Numbers, Scheme, scheme_of
+from gossamer.quantization.schemes import SCHEMES, Numbers, Rules, Scheme, scheme_of
 
 if TYPE_CHECKING:
     from gossamer.quantization.emulation import Emulation, emulation_of, emulations_in, withdraw

@@ -20,8 +20,7 @@ from gossamer.export import integer_weights, read_integers, save, to_onnx
 from gossamer.export.weights.file import KIND
 from gossamer.io import read_header
 from gossamer.quantization import Numbers, is_emulated, withdraw
-from gossamer.quantization.arithmetic import rounded_weight
-from gossamer.quantization.integers import Rounded
+from gossamer.quantization.arithmetic import Rounded, rounded_weight
 from gossamer.sparse import Unstructured, magnitude
 from tests.quantization.watching import calibrated
 

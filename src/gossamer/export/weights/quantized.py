@@ -23,7 +23,7 @@ from gossamer.export.weights.states import State
 from gossamer.io import DTYPES, DTYPES_BY_NAME
 from gossamer.model import named_modules, unwrap
 from gossamer.quantization import Numbers, Scheme
-from gossamer.quantization.integers import Rounded, rounded_weights
+from gossamer.quantization.arithmetic import Rounded, rounded_weights
 from gossamer.quantization.schemes import BITS
 
 

@@ -1,9 +1,7 @@
 """Distillation: a model learns from a teacher besides its labels, from outputs or layer by layer.
 
-The modifiers say what is learned and when; `lessons.py` asks the teacher once
-per batch and mixes the gradients, `learners.py` and `features.py` have the
-formulas. These need torch's compiler, if only to be left alone by it, and are
-imported when used.
+The modifiers define what is compared and when; `passes.py` runs the teacher once per batch and mixes the gradients,
+`losses.py` has the formulas. Both import torch's compiler, to be excluded from it, so they are imported when used.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ from gossamer.modifiers.state import LARGEST_SETTING, Item, Layout, Spec, StateF
 from gossamer.quantities import Factor, Share, Temperature
 
 if TYPE_CHECKING:
-    from gossamer.modifiers.distillation.features import FeatureLearner
-    from gossamer.modifiers.distillation.lessons import Learner, Lessons
+    from gossamer.modifiers.distillation.losses import FeatureLoss
+    from gossamer.modifiers.distillation.passes import Distillation, DistillationLoss
 
 _PREFIXES = ("module.", "_orig_mod.")
 
 
-class TaughtModifier(Modifier):
-    """What both share: a learner in the run's lessons, from start to end."""
+class TeacherModifier(Modifier):
+    """The base class: adds a distillation loss to the run, from start to end."""
 
     family: ClassVar[str] = "distillation"
 
@@ -46,16 +44,16 @@ class TaughtModifier(Modifier):
 
     @property
     def learns(self) -> bool:
-        """Whether the teacher has a share in the loss at all."""
+        """Whether the teacher contributes to the loss."""
         return True
 
     @abstractmethod
-    def learner(self, run: Run, lessons: Lessons, place: int) -> Learner:
-        """What learns in this run."""
+    def distillation_loss(self, run: Run, distillation: Distillation, order: int) -> DistillationLoss:
+        """What this modifier adds to the loss of the run."""
 
     def bind(self, run: Run) -> list[str]:
         if run.distillation is not None:
-            run.plan["place"] = run.distillation.next_place()
+            run.plan["order"] = run.distillation.next_order()
         return []
 
     def start(self, run: Run) -> None:
@@ -63,13 +61,13 @@ class TaughtModifier(Modifier):
 
     def restore(self, run: Run) -> None:
         if run.distillation is not None and self.learns:
-            run.scratch["learner"] = self.learner(run, run.distillation, run.plan["place"])
-            run.distillation.join(run.scratch["learner"])
+            run.scratch["loss"] = self.distillation_loss(run, run.distillation, run.plan["order"])
+            run.distillation.add(run.scratch["loss"])
 
     def undo(self, run: Run) -> None:
         if run.distillation is not None:
-            run.distillation.leave(run.plan["place"])
-        run.scratch.pop("learner", None)
+            run.distillation.remove(run.plan["order"])
+        run.scratch.pop("loss", None)
 
     def finish(self, run: Run) -> None:
         self.undo(run)
@@ -79,19 +77,19 @@ class TaughtModifier(Modifier):
         run.state.clear()
 
     def before_step(self, run: Run) -> None:
-        if "learner" in run.scratch:
-            cast("Learner", run.scratch["learner"]).check()
+        if "loss" in run.scratch:
+            cast("DistillationLoss", run.scratch["loss"]).check()
 
     def loss(self, run: Run, loss: Tensor, outputs: Any, inputs: Any) -> Tensor:
-        if "learner" not in run.scratch or not loss.requires_grad:
+        if "loss" not in run.scratch or not loss.requires_grad:
             return loss
         if outputs is None:
             raise ModifierError("needs what the model returned: manager.loss(loss, outputs)")
-        return cast("Learner", run.scratch["learner"]).total(loss, outputs, inputs)
+        return cast("DistillationLoss", run.scratch["loss"]).total(loss, outputs, inputs)
 
 
 @register
-class DistillationModifier(TaughtModifier):
+class DistillationModifier(TeacherModifier):
     """Learn from a teacher's outputs as well as from the labels: (1 − hardness) · loss + hardness · T² · KL."""
 
     hardness: Share = 0.5
@@ -103,15 +101,15 @@ class DistillationModifier(TaughtModifier):
     def learns(self) -> bool:
         return self.hardness > 0
 
-    def learner(self, run: Run, lessons: Lessons, place: int) -> Learner:
-        from gossamer.modifiers.distillation.learners import OutputLearner
+    def distillation_loss(self, run: Run, distillation: Distillation, order: int) -> DistillationLoss:
+        from gossamer.modifiers.distillation.losses import OutputLoss
 
         keys = self.distill_output_keys
-        return OutputLearner(run, lessons, place, self.teacher_input_keys, self.hardness, self.temperature, keys)
+        return OutputLoss(run, distillation, order, self.teacher_input_keys, self.hardness, self.temperature, keys)
 
 
 @register
-class PerLayerDistillationModifier(TaughtModifier):
+class PerLayerDistillationModifier(TeacherModifier):
     """Learn from a teacher's features layer by layer: loss + gain · Σ mean((student − teacher)²)."""
 
     gain: Factor = 1.5
@@ -155,18 +153,18 @@ class PerLayerDistillationModifier(TaughtModifier):
             if key not in projections or projections[key].shape != momentum.shape:
                 raise GossamerError(f"{item.where}.momenta: '{key}' is not like its projection")
 
-    def learner(self, run: Run, lessons: Lessons, place: int) -> Learner:
-        from gossamer.modifiers.distillation.features import FeatureLearner, Pair
+    def distillation_loss(self, run: Run, distillation: Distillation, order: int) -> DistillationLoss:
+        from gossamer.modifiers.distillation.losses import FeatureLoss, Pair
 
         layers = [Pair(ours, theirs) for ours, theirs in run.plan["layers"]]
         epsilon = self.epsilon if self.normalize else None
         keys = self.teacher_input_keys
-        return FeatureLearner(run, lessons, place, keys, layers, self.gain, epsilon, self.project_features)
+        return FeatureLoss(run, distillation, order, keys, layers, self.gain, epsilon, self.project_features)
 
     def before_step(self, run: Run) -> None:
         super().before_step(run)
-        if "learner" in run.scratch:
-            cast("FeatureLearner", run.scratch["learner"]).train_projections()
+        if "loss" in run.scratch:
+            cast("FeatureLoss", run.scratch["loss"]).train_projections()
 
     def _layers(self, student: nn.Module, teacher: nn.Module | None) -> list[tuple[str, str]]:
         """Names of layers to compare: the same in both, unless the recipe says otherwise."""

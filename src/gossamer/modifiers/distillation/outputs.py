@@ -1,7 +1,6 @@
-"""What a model returns: the tensors in it, by key, and the same thing with other tensors in their places.
+"""The tensors in a model's output, by key, and replacing them.
 
-Tensors, tuples, lists, named tuples, mappings and dataclasses are understood,
-inside each other too. Knows nothing of training.
+Outputs are tensors, tuples, lists, named tuples, mappings and dataclasses, also nested.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def pairs(student: Any, teacher: Any, keys: Sequence[Key] | None) -> dict[Path, 
     for path, (ours, theirs) in found.items():
         if ours.shape != theirs.shape:
             raise ModifierError(
-                f"cannot distil {_told(path)}: the model's has shape {tuple(ours.shape)} and the teacher's "
+                f"cannot distil {_describe(path)}: the model's has shape {tuple(ours.shape)} and the teacher's "
                 f"{tuple(theirs.shape)}; take a teacher with the same outputs, or name others in {_FIELD}",
                 _FIELD,
             )
@@ -198,5 +197,5 @@ def _listed(output: Any) -> str:
     return f"a {type(output).__name__} of " + ", ".join(repr(key) for key in entries)
 
 
-def _told(path: Path) -> str:
+def _describe(path: Path) -> str:
     return "the output" if not path else "output " + ".".join(repr(key) for key in path)

@@ -165,3 +165,37 @@ def filled(run: Run, name: str, value: float | list[Any], field: str) -> Tensor:
         return torch.as_tensor(value, dtype=parameter.dtype, device=parameter.device).expand_as(parameter).clone()
     except (RuntimeError, TypeError, ValueError):
         raise ModifierError(f"the value does not fill '{name}' of shape {tuple(parameter.shape)}", field) from None
+
+
+@register
+class EpochRangeModifier(Modifier):
+    """Says how long to train, and does nothing else."""
+
+    family: ClassVar[str] = "epoch"
+
+    start_epoch: Epoch = Field(default=...)
+    end_epoch: Epoch = Field(default=...)
+
+
+@register
+class SparsificationLoggingModifier(Modifier):
+    """Log the share of zeros, over all masked weights and of each."""
+
+    family: ClassVar[str] = "logging"
+
+    update_frequency: Frequency = 1.0
+
+    @property
+    def updates_every(self) -> float | None:
+        return self.update_frequency
+
+    def start(self, run: Run) -> None:
+        self.update(run)
+
+    def update(self, run: Run) -> None:
+        counts = {name: run.weights.zeros(name) for name in run.masks.names()}
+        for name, (zeros, total) in counts.items():
+            run.log.value(f"sparsity/{name}", zeros / max(total, 1))
+        if counts:
+            zeros, total = (sum(column) for column in zip(*counts.values(), strict=True))
+            run.log.value("sparsity", zeros / max(total, 1))

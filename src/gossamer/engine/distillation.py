@@ -1,7 +1,6 @@
-"""Who teaches in a run: the module that the user gave, or a frozen copy of the model itself.
+"""The teacher of a run: the module that the user gave, or a frozen copy of the model.
 
-A copy of the model is part of the run's state, for nobody else has it. What
-is learned, and how, is the modifiers' affair.
+A copy is part of the run's state, because it exists nowhere else.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from gossamer.model.weights import duplicate
 from gossamer.modifiers.state import Item, Spec
 
 if TYPE_CHECKING:
-    from gossamer.modifiers.distillation.lessons import Lessons
-    from gossamer.modifiers.distillation.teaching import Teacher
+    from gossamer.modifiers.distillation.passes import Distillation
+    from gossamer.modifiers.distillation.teacher import Teacher
 
-_WORDS = ("self", "disable")
+_KEYWORDS = ("self", "disable")
 
 logger = logging.getLogger("gossamer")
 
 
-def distillation_for(module: nn.Module, given: object, used: bool) -> Lessons | None:
-    """The lessons of a run on `module`, by what the user gave as teacher; None when nothing is to be learned."""
+def distillation_for(module: nn.Module, given: object, used: bool) -> Distillation | None:
+    """The distillation of a run on `module`, with what the user gave as teacher; None without distillation."""
     _check(module, given)
     if not used:
         if given is not None and given is not False:
@@ -39,28 +38,28 @@ def distillation_for(module: nn.Module, given: object, used: bool) -> Lessons | 
     if given is False or given == "disable":
         logger.warning("distillation is switched off: its modifiers have no effect in this run")
         return None
-    from gossamer.modifiers.distillation.lessons import Lessons
-    from gossamer.modifiers.distillation.teaching import Teacher
+    from gossamer.modifiers.distillation.passes import Distillation
+    from gossamer.modifiers.distillation.teacher import Teacher
 
     if isinstance(given, nn.Module):
-        return Lessons(Teacher(given), unwrap(module))
+        return Distillation(Teacher(given), unwrap(module))
     if given is None:
         logger.info("no distillation_teacher was given: the model learns from a frozen copy of itself as it is now")
-    return Lessons(Teacher(frozen_copy(module), own=True), unwrap(module))
+    return Distillation(Teacher(frozen_copy(module), own=True), unwrap(module))
 
 
 def frozen_copy(module: nn.Module) -> nn.Module:
-    """The model as it is, without what recipes have attached to it; it never trains."""
-    from gossamer.modifiers.distillation.teaching import without_hooks
+    """A copy of the model that never trains, without what recipes have attached to the model."""
+    from gossamer.modifiers.distillation.teacher import without_hooks
     from gossamer.quantization import withdraw
 
     inner = unwrap(module)
     try:
         copy = duplicate(inner)
     except Exception as error:
-        told = (str(error).strip() or type(error).__name__).splitlines()[0]
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise GossamerError(
-            f"distillation_teacher: the model cannot be copied to be its own teacher ({told}); give a teacher module"
+            f"distillation_teacher: the model cannot be copied to be its own teacher ({message}); give a teacher module"
         ) from error
     withdraw(copy)
     withdraw_all(copy)
@@ -83,7 +82,7 @@ def parse_teacher_state(
         return None, "the frozen copy of the model in the state is dropped: another teacher was given"
     held = (
         dict(model)
-        if teacher.dismissed
+        if teacher.released
         else {name: Spec.of(name, tensor) for name, tensor in named_state(teacher.module)}
     )
     saved = item.entries()
@@ -97,15 +96,15 @@ def parse_teacher_state(
 def load_teacher_state(
     teacher: Teacher, saved: Mapping[str, Tensor] | None, needed: bool, module: nn.Module
 ) -> list[str]:
-    """Bring a copy of `module` to parsed weights; what did not match, a sentence each."""
+    """Load parsed weights into a copy of `module`; returns messages about what does not match."""
     if not teacher.own:
         return []
-    as_it = "is now" if teacher.dismissed else "was given to modify"
-    if teacher.dismissed and needed:
-        teacher.module, teacher.dismissed = frozen_copy(module), False
-    if teacher.dismissed or saved is None:
-        told = f"the state holds no frozen copy of the model: the teacher is the model as it {as_it}"
-        return [told] if needed else []
+    as_it = "is now" if teacher.released else "was given to modify"
+    if teacher.released and needed:
+        teacher.module, teacher.released = frozen_copy(module), False
+    if teacher.released or saved is None:
+        message = f"the state holds no frozen copy of the model: the teacher is the model as it {as_it}"
+        return [message] if needed else []
     with torch.no_grad():
         for name, tensor in named_state(teacher.module):
             if name in saved:
@@ -115,10 +114,10 @@ def load_teacher_state(
 
 def _check(module: nn.Module, given: Any) -> None:
     if isinstance(given, str):
-        if given not in _WORDS:
-            raise GossamerError(
-                f"distillation_teacher: expected a module, 'self' or 'disable', found '{given}'{nearest(given, _WORDS)}"
-            )
+        if given not in _KEYWORDS:
+            close = nearest(given, _KEYWORDS)
+            message = f"expected a module, 'self' or 'disable', found '{given}'{close}"
+            raise GossamerError(message, "distillation_teacher")
         return
     if given is None or given is False:
         return
@@ -131,6 +130,6 @@ def _check(module: nn.Module, given: Any) -> None:
     ours = {parameter.device for parameter in module.parameters()}
     theirs = {parameter.device for parameter in given.parameters()}
     if ours and theirs and not ours & theirs:
-        from gossamer.modifiers.distillation.teaching import on_another_device
+        from gossamer.modifiers.distillation.teacher import other_device_message
 
-        raise GossamerError(on_another_device(min(theirs, key=str), min(ours, key=str)))
+        raise GossamerError(other_device_message(min(theirs, key=str), min(ours, key=str)))

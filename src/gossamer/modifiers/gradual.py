@@ -1,0 +1,373 @@
+"""Gradual pruning to a target: by magnitude, movement, or second-order scores.
+
+A modifier defines which weights, how sparse and when; `scoring.py` ranks the weights, `sparse/` computes the mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, Self, cast
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from gossamer.errors import FieldError, ModifierError, Problem
+from gossamer.modifiers.base import ParamName, Run, register
+from gossamer.modifiers.pruning import RankedPruningModifier
+from gossamer.modifiers.scoring import (
+    FILTER_KINDS,
+    MFAC,
+    OBS,
+    FilterScorer,
+    FisherDefaults,
+    FisherScorer,
+    MagnitudeScorer,
+    MovementScorer,
+    Scorer,
+)
+from gossamer.modifiers.state import Item, Spec, StateField, by_target, tensors
+from gossamer.quantities import (
+    Count,
+    Epoch,
+    Factor,
+    Frequency,
+    GradientCount,
+    GradientCounts,
+    PositiveFactor,
+    RoundCount,
+    Sparsity,
+)
+from gossamer.sparse import NM, Filter, fraction, interpolate
+from gossamer.sparse.schedules import Interpolation
+from gossamer.sparse.scores import FilterKind
+
+FROM_PARAM = "__FROM_PARAM__"
+
+
+@register
+class GMPruningModifier(RankedPruningModifier):
+    """Prune from `init_sparsity` to `final_sparsity` between two epochs (Zhu & Gupta 2017)."""
+
+    init_sparsity: Literal["__FROM_PARAM__"] | Sparsity
+    final_sparsity: Sparsity | dict[Sparsity, list[ParamName]]
+    start_epoch: Epoch = Field(default=...)
+    end_epoch: Epoch = Field(default=...)
+    update_frequency: Frequency = Field(default=...)
+    inter_func: Interpolation = "cubic"
+    score_type: Literal["magnitude", "movement", "MFAC", "OBS"] | FilterKind = "magnitude"
+    """How weights rank; whole filters under `magnitude` by their l1 norm."""
+    permute: bool = False
+    """Reorder channels first, so that N:M keeps larger weights; what the model computes stays the same."""
+    phased: bool = False
+    epsilon: Factor | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.end_epoch == -1:
+            raise FieldError("expected the epoch at which the final sparsity is reached, found -1", "end_epoch")
+        if self.phased:
+            raise FieldError("true is not supported; use ACDCPruningModifier for alternating phases", "phased")
+        if self.score_type in FILTER_KINDS and not isinstance(self.pattern, Filter):
+            raise FieldError(
+                f"{self.score_type} ranks whole filters and needs mask_type filter, found "
+                f"{self.mask_type!r}; set mask_type: filter, or score_type: magnitude",
+                "score_type",
+            )
+        if self.permute and not (isinstance(self.pattern, NM) and self.pattern.permutable):
+            raise FieldError(f"expected mask_type N:M, as in 2:4, beside it, found {self.mask_type!r}", "permute")
+        if isinstance(self.final_sparsity, dict):
+            if self.params:
+                raise FieldError("expected none beside a final_sparsity that lists its own, found both", "params")
+            if self.global_sparsity:
+                raise FieldError("one global threshold contradicts a final_sparsity per layer", "global_sparsity")
+            if not self.final_sparsity:
+                raise FieldError("expected a number or {sparsity: [params]}, found an empty mapping", "final_sparsity")
+        elif not self.params:
+            raise FieldError("expected the parameters to prune, found none", "params")
+        if isinstance(self.pattern, NM):
+            finals = self.final_sparsity if isinstance(self.final_sparsity, dict) else [self.final_sparsity]
+            for final in finals:
+                if abs(final - self.pattern.sparsity) > 1e-6:
+                    raise FieldError(
+                        f"mask_type {self.mask_type} means {self.pattern.sparsity:g}, found {final:g}", "final_sparsity"
+                    )
+        return self
+
+    @property
+    def goal(self) -> float | None:
+        return None if isinstance(self.final_sparsity, dict) else self.final_sparsity
+
+    @property
+    def ranks_by_weights(self) -> bool:
+        return type(self.scorer) in (MagnitudeScorer, FilterScorer)  # others are subclasses that use gradients
+
+    def rank(self, run: Run) -> dict[str, Tensor]:
+        return self.scorer.scores(run, run.targets)
+
+    @property
+    def updates_every(self) -> float | None:
+        return self.update_frequency
+
+    @property
+    def scorer(self) -> Scorer:
+        match self.score_type:
+            case "movement":
+                return MovementScorer()
+            case "OBS":
+                return self._fisher(OBS, compensate=True)
+            case "MFAC":
+                return self._fisher(MFAC, compensate=False)
+            case "magnitude":
+                return MagnitudeScorer()
+            case kind:
+                return FilterScorer(kind)
+
+    def _fisher(self, defaults: FisherDefaults, *, compensate: bool) -> FisherScorer:
+        return FisherScorer(
+            lambda _: defaults.num_grads,
+            None,
+            defaults.block,
+            together=self.global_sparsity,
+            compensate=compensate,
+            needs_sampler=compensate,
+        )
+
+    @property
+    def rounds(self) -> int:
+        """How often scores are computed anew on the way to one update's sparsity."""
+        return 1
+
+    def state_fields(self, run: Run) -> Mapping[str, StateField]:
+        return {
+            **super().state_fields(run),
+            "init_sparsity": by_target(_share, required=True),
+            "sparsity": by_target(_share),
+            "movement": tensors(Spec.wide),
+            "gradients": by_target(self._gradients),
+        }
+
+    def _gradients(self, item: Item, weight: Spec) -> list[Tensor]:
+        """The last gradients of a weight, flat; no more than an update uses."""
+        flat = Spec((math.prod(weight.shape),), weight.dtype, weight.device)
+        kept = item.items()[-self.most_gradients :]
+        return [gradient.tensor(flat) for gradient in kept if gradient.shape() == flat.shape]
+
+    @property
+    def most_gradients(self) -> int:
+        """How many gradients of a weight are kept."""
+        return MFAC.num_grads
+
+    def warnings(self) -> list[Problem]:
+        ignored = Problem("has no effect in Gossamer: counts are exact", ("epsilon",))
+        return super().warnings() + [ignored] * (self.epsilon is not None)
+
+    def sparsity_at(self, epoch: float) -> float | None:
+        final = self.final_sparsity
+        if isinstance(final, dict):
+            return self._on_the_way(
+                sum(s * len(names) for s, names in final.items()) / sum(map(len, final.values())), epoch
+            )
+        return self._on_the_way(final, epoch)
+
+    def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
+        finals: dict[str, float] = run.plan.get("final", {})
+        return self._on_the_way(finals[name], epoch) if name in finals else super().sparsity_of(run, name, epoch)
+
+    def _on_the_way(self, final: float, epoch: float) -> float | None:
+        if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):
+            return None
+        start = max(self.start_epoch, 0.0)
+        initial = 0.0 if isinstance(self.init_sparsity, str) else self.init_sparsity
+        span = self.end_epoch - start
+        x = 1.0 if span <= 0 else (epoch - start) / span
+        return interpolate(initial, final, x, self.inter_func)
+
+    def bind(self, run: Run) -> list[str]:
+        self.scorer.check(run)
+        if not isinstance(self.final_sparsity, dict):
+            return super().bind(run)
+        finals: dict[str, float] = {}
+        for sparsity, wanted in self.final_sparsity.items():
+            for name in self.bind_params(run, wanted, "final_sparsity"):
+                if finals.setdefault(name, sparsity) != sparsity:
+                    raise ModifierError(f"'{name}' is listed at two sparsities", "final_sparsity")
+        run.plan["final"] = finals
+        self.bind_filters(run, list(finals))
+        return list(finals)
+
+    def apart(self, run: Run) -> Mapping[str, float]:
+        return run.plan.get("final", {})
+
+    def start(self, run: Run) -> None:
+        initial: dict[str, float] = {}
+        for name in run.targets:
+            zeros, total = run.weights.zeros(name)
+            initial[name] = zeros / max(total, 1) if self.init_sparsity == FROM_PARAM else float(self.init_sparsity)
+        run.state["init_sparsity"] = initial
+        if self.permute and isinstance(self.pattern, NM) and self.pattern.permutable:
+            run.weights.permute(run.targets, self.pattern.n, self.pattern.m)
+        self.update(run)
+
+    def update(self, run: Run) -> None:
+        before: dict[str, float] = run.state.get("sparsity", {})
+        target = self._sparsity(run)
+        for part in range(1, self.rounds + 1):
+            share = part / self.rounds
+            step = {n: before.get(n, 0.0) + (s - before.get(n, 0.0)) * share for n, s in target.items()}
+            self._prune(run, target if part == self.rounds else step)
+        run.state["sparsity"] = target
+
+    def end(self, run: Run) -> None:
+        if run.state.get("sparsity") != self._sparsity(run):
+            self.update(run)
+        for sums in ("movement", "gradients"):
+            run.state.pop(sums, None)
+        super().end(run)
+
+    def before_step(self, run: Run) -> None:
+        self.scorer.observe(run)
+
+    def _prune(self, run: Run, sparsity: Mapping[str, float]) -> None:
+        scorer = self.scorer
+        scores = scorer.scores(run, run.targets)
+        if scorer.below_zero:
+            self._rank_masked_last(run, scores, sparsity)
+        if self.global_sparsity:
+            if unseen := run.scratch.get("unseen"):
+                raise ModifierError(
+                    f"'{unseen[0]}' has no gradient and cannot be ranked against layers that have one; "
+                    "take it out of params, or set global_sparsity: false",
+                    "global_sparsity",
+                )
+            sizes = {name: run.weights.parameter(name).numel() for name in run.targets}
+            total = sum(sizes.values())
+            shared = sum(sparsity[name] * size for name, size in sizes.items()) / max(total, 1)
+            values = set(sparsity.values())
+            masks = self.masks(run, scores, values.pop() if len(values) == 1 else shared)
+        else:
+            masks = self.masks(run, scores, sparsity)
+        del scores
+        scorer.settle(run, masks)
+        self.hold(run, masks)
+
+    @staticmethod
+    def _rank_masked_last(run: Run, scores: dict[str, Tensor], sparsity: Mapping[str, float]) -> None:
+        """A masked weight scores 0, above what training moves towards zero; it must not come back for that."""
+        for name, score in scores.items():
+            keep = run.masks.get(name)
+            before: dict[str, float] = run.state.get("sparsity", {})
+            if keep is not None and sparsity[name] >= before.get(name, 0.0):
+                scores[name] = score.masked_fill(~keep, -float("inf"))
+
+    def _sparsity(self, run: Run) -> dict[str, float]:
+        """Each target's scheduled sparsity at the run's step."""
+        assert run.clock.end is not None
+        x = fraction(run.clock.step, run.clock.start, run.clock.end)
+        finals: dict[str, float] = run.plan.get("final", {})
+        final = self.final_sparsity
+        single = 0.0 if isinstance(final, dict) else final
+        initial: dict[str, float] = run.state["init_sparsity"]
+        first = 0.0 if isinstance(self.init_sparsity, str) else self.init_sparsity
+        return {
+            name: interpolate(initial.get(name, first), finals.get(name, single), x, self.inter_func)
+            for name in run.targets
+        }
+
+
+def _share(item: Item, _: Spec) -> float:
+    return item.number(0, 1)
+
+
+@register
+class MagnitudePruningModifier(GMPruningModifier):
+    """Another name of `GMPruningModifier`."""
+
+
+@register
+class GlobalMagnitudePruningModifier(GMPruningModifier):
+    """`GMPruningModifier` with one threshold over all layers."""
+
+    global_sparsity: bool = True
+
+
+@register
+class MovementPruningModifier(GMPruningModifier):
+    """Gradual pruning of the weights that training moves towards zero (Sanh et al. 2020)."""
+
+    score_type: Literal["magnitude", "movement", "MFAC", "OBS"] | FilterKind = "movement"
+
+
+class SecondOrderModifier(GMPruningModifier):
+    """What both share: how many gradients, and the blocks of the Fisher matrix."""
+
+    num_grads: GradientCount | GradientCounts
+    """A number, or `{sparsity: number}`: the number of the last sparsity that was reached."""
+    damp: PositiveFactor | None = None
+    """Added to the diagonal of the Fisher matrix; null: a fraction (`scoring.DAMP`) of its mean diagonal."""
+    fisher_block_size: Count | None
+    """Weights in a block; null: a whole parameter is one block."""
+    grad_sampler_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def gradients_at(self, sparsity: float) -> int:
+        """How many gradients a sparsity asks for."""
+        if isinstance(self.num_grads, int):
+            return self.num_grads
+        reached = [share for share in self.num_grads if share <= sparsity + 1e-9]
+        return self.num_grads[max(reached, default=min(self.num_grads))]
+
+    @property
+    def most_gradients(self) -> int:
+        return self.num_grads if isinstance(self.num_grads, int) else max(self.num_grads.values())
+
+    def _scorer(self, *, compensate: bool) -> Scorer:
+        return FisherScorer(
+            self.gradients_at,
+            self.damp,
+            self.fisher_block_size,
+            together=self.global_sparsity,
+            compensate=compensate,
+            needs_sampler=compensate,
+        )
+
+
+@register
+class OBSPruningModifier(SecondOrderModifier):
+    """Gradual pruning by the optimal brain surgeon on a block-wise Fisher matrix (Kurtic et al. 2022)."""
+
+    num_grads: GradientCount | GradientCounts = OBS.num_grads
+    fisher_block_size: Count | None = OBS.block
+    num_recomputations: RoundCount = 1
+    score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "OBS"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def scorer(self) -> Scorer:
+        return self._scorer(compensate=True)
+
+    @property
+    def rounds(self) -> int:
+        return self.num_recomputations
+
+
+@register
+class MFACPruningModifier(SecondOrderModifier):
+    """Gradual pruning by the Fisher saliency of the last training gradients (Frantar et al. 2021)."""
+
+    num_grads: GradientCount | GradientCounts = MFAC.num_grads
+    fisher_block_size: Count | None = MFAC.block
+    num_pages: Count = 1
+    available_devices: Any = None
+    score_type: Literal["magnitude", "movement", "MFAC", "OBS"] = "MFAC"  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_options(cls, fields: Any) -> Any:
+        """SparseML's first recipes put the fields of M-FAC into a mapping `mfac_options`."""
+        if not isinstance(fields, dict) or not isinstance(cast(dict[str, Any], fields).get("mfac_options"), dict):
+            return cast(Any, fields)
+        given = cast(dict[str, Any], fields)
+        return {**{key: value for key, value in given.items() if key != "mfac_options"}, **given["mfac_options"]}
+
+    @property
+    def scorer(self) -> Scorer:
+        return self._scorer(compensate=False)
