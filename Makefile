@@ -52,7 +52,7 @@ demo: $(STAMP) ## make a ResNet-18 sparse, smaller and faster in four ways, on d
 	@echo; echo "10. All of it on one page, to open in a browser"
 	$(GOSSAMER) report $(RUNS) --benchmark $(DEMO)/speed.json --output $(DEMO)/report.html
 
-test: lint chromium ## style, types, layers, then the tests that take seconds
+test: lint chromium ## style, types, imports, then the fast tests
 	$(PYTEST) -m "not slow"
 
 test-all: lint chromium ## the same with the slow tests
@@ -72,7 +72,7 @@ chromium:
 	  echo "Chromium could not be installed: the tests of the report in a browser are skipped"; \
 	else echo "Chromium is missing and cannot be installed here: the tests of the report in a browser are skipped"; fi
 
-lint: $(STAMP) ## style, types and layers only
+lint: $(STAMP) ## style, types and imports only
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
