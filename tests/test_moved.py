@@ -16,6 +16,7 @@ import pytest
         ("graph.thinning", "thin", "model.thin"),
         ("export.speed", "explain", "benchmark"),
         ("export.speed", "measure", "benchmark"),
+        ("export.speed.runtimes", "RUNTIMES", "benchmark.runtimes"),
         ("analysis.one_shot", "one_shot", "analysis.sensitivity"),
         ("analysis.sensitivity_map", "sensitivity_map", "analysis.sensitivity"),
         ("analysis.plot", "save_plot", "report.plots"),
