@@ -73,7 +73,7 @@ def _stretch(runner: Runner, folder: Path) -> Callable[[], object]:
     runner._after_step = lambda: None  # pyright: ignore[reportPrivateUsage]
 
     def train() -> None:
-        stop = _StopAt(runner.place, runner.iteration + STRETCH)
+        stop = _StopAt(runner.distributed, runner.iteration + STRETCH)
         with runner.display.training(10**9, runner.steps_per_epoch, runner.iteration):
             runner._run_epochs(stop)  # pyright: ignore[reportPrivateUsage]
 

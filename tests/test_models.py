@@ -96,7 +96,7 @@ def test_a_file_never_makes_us_import_a_module(tmp_path: Path, monkeypatch: pyte
         ("weights.safetensors", "does not describe its model; name the model"),
         ("nothing.safetensors", "no such file"),
         ("broken.safetensors", "is not a safetensors file, or is cut short or damaged"),
-        ("odd.safetensors", "what it says of its model cannot be read"),
+        ("odd.safetensors", "its description of the model cannot be read"),
         ("weights.pt", "does not describe its model"),
         ("empty", "a folder without config.yaml"),
         ("tests.runner.nets:Interrupt", "calling it without arguments failed"),

@@ -1,9 +1,9 @@
-"""What `MODEL` means to every command: a word becomes a model with its input, its data and its weights.
+"""Loads the MODEL argument of commands: a model with its input, its data and its weights.
 
-The word is `package.module:function`, a torchvision name, a run folder, a config, or an exported file of weights, which
+MODEL is `package.module:function`, a torchvision name, a run folder, a config, or an exported file of weights, which
 describes its model. Code named by a folder or a file runs only if the user trusts it.
 
-This module is above `gossamer.runner`: the model of a run is built by the runner from the run's config and checkpoint.
+The model of a run is built by `gossamer.runner` from the run's config and checkpoint.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ from gossamer.runner.config import Config, config_of, task_of
 from gossamer.runner.config.schema import Net, Source
 from gossamer.runner.data import Batches, ImageData, build_dataset
 from gossamer.runner.data.sources import read_run_data
+from gossamer.runner.detectors import Network, as_example, is_detector
 from gossamer.runner.display import Display
 from gossamer.runner.distributed import init_distributed
 from gossamer.runner.model_files import NAME, Export, ModelDescription, describe_model, read_description, write_model
-from gossamer.runner.networks import Network, as_example, is_detector
-from gossamer.runner.run_folder import from_command_line, load_config
-from gossamer.runner.runs import built, checkpoint_title, describe_source
-from gossamer.runner.start import file_of
+from gossamer.runner.runs import built, checkpoint_title, describe_source, from_command_line, load_config
 from gossamer.runner.tasks import Classification, ObjectDetection
 from gossamer.runner.trust import USER, Trust, reason, trust_of
-from gossamer.runner.weights import load_state, load_weights, read_weights
+from gossamer.runner.weights import file_of, load_state, load_weights, read_weights
 
 if TYPE_CHECKING:
     from gossamer.export import Written
@@ -222,7 +220,7 @@ def _of_run(
 ) -> LoadedModel:
     """The finished model of a run: its masks are applied to its weights."""
     loaded = load_config(word, [*sets, "runtime.device=cpu"], data, weights, imports)
-    with init_distributed("cpu") as place, built(loaded, place, "export", Display(shown=False)) as runner:
+    with init_distributed("cpu") as distributed, built(loaded, distributed, "export", Display(shown=False)) as runner:
         runner.finalize()
         model, image, start = runner.outcome.eval(), runner.example(), runner.start
         is_folder = Path(word).is_dir()

@@ -1,7 +1,9 @@
-"""How commands speak while they work: a bar on terminals, and nothing elsewhere."""
+"""Output of commands: a progress bar on terminals and nothing elsewhere, and a fast start."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from io import StringIO
 
 import pytest
@@ -11,7 +13,7 @@ from gossamer.cli import console
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, title: str, *, terminal: bool = True, quiet: bool = False) -> str:
-    """What stands on stderr after a bar had its say."""
+    """The output on stderr after a progress bar."""
     file = StringIO()
     monkeypatch.setattr(console, "err", Console(file=file, force_terminal=terminal, width=120))
     with console.progress(title, quiet) as show:
@@ -42,3 +44,9 @@ def test_a_message_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> N
     assert "a name" in written
     assert "\x1b" not in written
     assert "\x07" not in written
+
+
+def test_the_command_line_starts_without_importing_torch() -> None:
+    code = "import sys, gossamer.cli; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "False"]

@@ -119,7 +119,10 @@ def test_a_fixed_batch_and_another_opset_can_be_asked_for(run: Run, two_of_four:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((NET, "-f", "tflite"), "--format: there is no 'tflite'; there are onnx, pt2, safetensors, bitmask, sparse24"),
+        (
+            (NET, "-f", "tflite"),
+            "--format: unknown format 'tflite'; choose from onnx, pt2, safetensors",
+        ),
         ((NET, "-f", "bitmaks"), "nearest: 'bitmask'"),
         ((NET, "-w", "none.pt"), "none.pt: no such file of weights"),
         ((NET, "--input", "1,4,8,8"), "does not run on an input of shape (1, 4, 8, 8)"),

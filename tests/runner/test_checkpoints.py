@@ -277,9 +277,7 @@ def test_the_best_is_the_last_resort(kept: Checkpoints) -> None:
         empty(path)
     assert kept.load_latest().iteration == 10
     empty(kept.best())
-    with pytest.raises(
-        CheckpointError, match="none of 3 checkpoints can be read; remove them to start again; the last"
-    ):
+    with pytest.raises(CheckpointError, match=r"none of 3 .* be read; remove them to start again\n.*iter_"):
         kept.load_latest()
 
 

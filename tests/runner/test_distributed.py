@@ -30,13 +30,13 @@ from gossamer.runner.runs import run
 
 class Ending(Hook):
     def iteration_done(self, runner):
-        if runner.iteration == int(os.environ["STOP"]) and runner.place.rank == 1:
+        if runner.iteration == int(os.environ["STOP"]) and runner.distributed.rank == 1:
             signal.raise_signal(signal.SIGTERM)
 
     def train_ends(self, runner):
         model = unwrap(runner.model)
         zeros = {name: parameter.detach() == 0 for name, parameter in model.named_parameters()}
-        torch.save({"zeros": zeros, "model": model.state_dict()}, f"{sys.argv[2]}/rank{runner.place.rank}.pt")
+        torch.save({"zeros": zeros, "model": model.state_dict()}, f"{sys.argv[2]}/rank{runner.distributed.rank}.pt")
 
 rank = int(os.environ["RANK"])
 sys.modules["worker"] = sys.modules["__main__"]

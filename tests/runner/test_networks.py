@@ -11,7 +11,7 @@ from gossamer.errors import GossamerError
 from gossamer.export import to_onnx
 from gossamer.msbench.tracing import traced
 from gossamer.runner.config.schema import Net
-from gossamer.runner.networks import detector_networks, is_detector
+from gossamer.runner.detectors import detector_networks, is_detector
 from tests.runner.nets import build_net
 
 SMALL = {"min_size": 64, "max_size": 64}

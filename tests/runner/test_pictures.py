@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 from gossamer.runner import pictures
-from gossamer.runner.data.images import ImageFileError
+from gossamer.runner.data.examples import ImageFileError
 from gossamer.runner.pictures import draw_detections, draw_tests
 
 GREEN, FIRST, SECOND = (60, 220, 90), pictures._COLOURS[0], pictures._COLOURS[1]

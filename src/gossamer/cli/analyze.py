@@ -29,8 +29,7 @@ from gossamer.cli.console import (
 from gossamer.cli.models import Classes, Imports, Input, ModelArgument, Weights, load_batches, load_model
 from gossamer.cli.tables import amount, by_reason, list_names, percent, print_layers, shape
 from gossamer.errors import GossamerError, within
-from gossamer.io import atomic_write
-from gossamer.runner.figures import size
+from gossamer.runner.formatting import format_size
 
 if TYPE_CHECKING:
     from gossamer.analysis.hardware import Support
@@ -289,6 +288,8 @@ def _make_folder(path: Path) -> None:
 
 def _write(analysis: Analysis, folder: Path) -> list[Path]:
     """Write `analysis.json`, `layers.csv`, plots of the sensitivity and the proposed recipe, each atomically."""
+    from gossamer.io import atomic_write
+
     texts = {
         "analysis.json": json.dumps(_as_data(analysis), indent=2, ensure_ascii=False, allow_nan=False) + "\n",
         "layers.csv": analysis.table.to_csv(),
@@ -377,7 +378,8 @@ def _summary(analysis: Analysis) -> list[str]:
     inputs = " and ".join(shape(dims) for dims in _input_shapes(loaded.example))
     macs = "" if table.macs is None else f", {amount(table.macs)} MACs for an input of {inputs}"
     lines = [
-        f"{loaded.name}: {count} layers with {amount(table.parameters)} weights{macs}; {size(table.now.sizes.dense)}."
+        f"{loaded.name}: {count} layers with {amount(table.parameters)} weights{macs}; "
+        f"{format_size(table.now.sizes.dense)}."
     ]
     if loaded.checkpoint is not None:
         lines.append(f"Weights: {loaded.checkpoint}.")
@@ -411,11 +413,11 @@ def _describe_state(subject: str, verb: str, table: ModelTable, state: State) ->
         return None
     macs = "" if state.macs is None else f" and {amount(state.macs)} MACs"
     files = [
-        f"{size(bytes_)} as a {name} file"
+        f"{format_size(bytes_)} as a {name} file"
         for name, bytes_ in (("bitmask", state.sizes.bitmask), ("sparse24", state.sizes.sparse24))
         if bytes_ is not None and bytes_ < MAX_RATIO * state.sizes.dense
     ]
-    instead = f"; {', '.join(files)} instead of {size(state.sizes.dense)}" if files else ""
+    instead = f"; {', '.join(files)} instead of {format_size(state.sizes.dense)}" if files else ""
     left = f"{amount(table.parameters - state.zeros)} weights{macs} left{instead}"
     return f"{subject} {verb} {percent(state.zeros / table.parameters)} sparse: {left}."
 

@@ -20,8 +20,7 @@ from rich.table import Table
 from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json
 from gossamer.cli.models import Imports
 from gossamer.errors import GossamerError
-from gossamer.io import atomic_write
-from gossamer.runner.figures import size
+from gossamer.runner.formatting import format_size
 
 if TYPE_CHECKING:
     from gossamer.benchmark import InMemory, Timing
@@ -153,7 +152,7 @@ def _show(timings: Sequence[Timing], threads: int) -> None:
     digits = _digits(min(timing.low for timing in timings) * factor)
     rows = [
         [
-            size(timing.contents.bytes),
+            format_size(timing.contents.bytes),
             f"{timing.contents.sparsity:.1%}",
             f"{timing.median * factor:.{digits}f}",
             f"{timing.low * factor:.{digits}f}–{timing.high * factor:.{digits}f}",
@@ -200,6 +199,8 @@ def split_name(name: str, width: int) -> list[str]:
 
 
 def _write(path: Path, content: Mapping[str, object]) -> None:
+    from gossamer.io import atomic_write
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path, follow=True) as part:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from gossamer.cli.console import AsJson, err, out, reports_errors, say, show_errors, show_json, show_warnings
 from gossamer.cli.models import Classes, Data, Imports, Input, ModelArgument, Sets, Weights, load_model
 from gossamer.cli.tables import by_reason, shape, simple_table
-from gossamer.runner.figures import size
+from gossamer.runner.formatting import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,7 +114,7 @@ def _show_files(written: Sequence[Written]) -> None:
     for one in written:
         table.add_row(
             escape(one.path.name),
-            size(one.bytes),
+            format_size(one.bytes),
             f"{one.bytes / max(one.dense_bytes, 1):.2f}",
             f"{one.zeros / max(one.weights, 1):.1%}",
             "–" if one.largest_difference is None else f"{one.largest_difference:.1e}",

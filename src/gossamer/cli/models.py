@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.runner.trust import import_module
 
 if TYPE_CHECKING:
     from gossamer.models import LoadedModel
@@ -82,6 +81,8 @@ def load_model(
 
 def load_batches(name: str) -> Iterable[Any]:
     """The batches that `package.module:function` returns, for `--data`."""
+    from gossamer.runner.trust import import_module
+
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise GossamerError(f"expected package.module:function, found '{name}'", "--data")

@@ -25,7 +25,6 @@ from gossamer.cli.console import (
 from gossamer.cli.models import Classes, Imports, Input, ModelArgument, Weights, load_model
 from gossamer.cli.tables import by_reason, simple_table
 from gossamer.errors import GossamerError, Problem
-from gossamer.io import atomic_write
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -144,6 +143,7 @@ def _save_weights(model: nn.Module, path: Path) -> None:
     """Write the state dict atomically, in the format of the suffix."""
     import torch
 
+    from gossamer.io import atomic_write
     from gossamer.model.additions import without_additions
 
     own: dict[str, Tensor] = without_additions(model.state_dict())

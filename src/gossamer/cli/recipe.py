@@ -16,7 +16,6 @@ from gossamer.cli.console import AsJson, out, reports_errors, show_errors, show_
 from gossamer.cli.models import load_model
 from gossamer.cli.tables import by_reason, pairs_table
 from gossamer.errors import Problem, RecipeError, format_problems
-from gossamer.runner.trust import import_module
 
 if TYPE_CHECKING:
     from gossamer.modifiers.base import Modifier
@@ -147,6 +146,7 @@ def built_in() -> dict[str, str]:
 
 def _load(file: str, settings: list[str] | None, imports: list[str] | None) -> Recipe:
     from gossamer.recipe import load
+    from gossamer.runner.trust import import_module
 
     for name in imports or ():
         import_module(name)

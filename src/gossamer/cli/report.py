@@ -9,7 +9,7 @@ import typer
 
 from gossamer.cli.console import AsJson, progress, reports_errors, say, show_json
 from gossamer.cli.models import Imports
-from gossamer.runner.figures import size
+from gossamer.runner.formatting import format_size
 
 
 @reports_errors
@@ -45,4 +45,4 @@ def report(
     if as_json:
         show_json({"file": str(path), "bytes": path.stat().st_size, "runs": [str(folder) for folder in folders]})
         return
-    say(f"{path}: {size(path.stat().st_size)}")
+    say(f"{path}: {format_size(path.stat().st_size)}")

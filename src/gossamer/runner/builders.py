@@ -20,11 +20,9 @@ from torch import nn
 
 from gossamer.errors import GossamerError, nearest, within
 from gossamer.runner.config.schema import Net
-from gossamer.runner.detectors import set_anchors
-from gossamer.runner.networks import is_detector
-from gossamer.runner.start import file_of
+from gossamer.runner.detectors import is_detector, set_anchors
 from gossamer.runner.trust import Trust, import_module, imported, reason
-from gossamer.runner.weights import load_backbone
+from gossamer.runner.weights import file_of, load_backbone
 
 TaskName = Literal["classification", "detection"]
 

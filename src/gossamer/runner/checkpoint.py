@@ -46,7 +46,7 @@ from gossamer.io import (
 )
 from gossamer.io import bytes_of as _bytes_of
 from gossamer.runner._encoding import MAX_INT, MODEL, DecodingError, decode, encode
-from gossamer.runner.figures import metric_words
+from gossamer.runner.formatting import format_metrics
 from gossamer.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -66,11 +66,13 @@ _BEST = "best.safetensors"
 
 
 class CheckpointError(GossamerError):
-    """A file that cannot be used as a checkpoint."""
+    """A file that cannot be used as a checkpoint; `details` are further problems with it."""
 
-    def __init__(self, path: Path, reason: str, fix: str = "") -> None:
+    def __init__(self, path: Path, reason: str, fix: str = "", details: Iterable[Problem] = ()) -> None:
         self.path, self.reason = path, reason
-        super().__init__(Problem(reason, location=Location(str(path)), fix=fix))
+        location = Location(str(path))
+        problem = Problem(reason, location=location, fix=fix)
+        super().__init__([problem, *(detail.within(location=location) for detail in details)])
 
 
 class NewerCheckpointError(CheckpointError):
@@ -241,7 +243,7 @@ def title(about: Description) -> str:
     path = about.path
     last = Checkpoints(path.parent, keep=1).all()[-1:] == [path]
     which = "best checkpoint" if path.name == _BEST else "last checkpoint" if last else "checkpoint"
-    metrics = f": {metric_words(about.metrics, 1)}" if about.metrics else ""
+    metrics = f": {format_metrics(about.metrics, 1)}" if about.metrics else ""
     return f"{which}, iteration {about.iteration}{metrics}"
 
 
@@ -485,7 +487,7 @@ class Checkpoints:
             raise next(iter(unusable.values()))
         if problems:
             reason = f"none of {len(paths)} checkpoints can be read"
-            raise CheckpointError(self.folder, reason, f"remove them to start again; the last: {problems[0]}")
+            raise CheckpointError(self.folder, reason, "remove them to start again", problems[0].problems)
         return None
 
     def set_aside(self, paths: Iterable[Path]) -> None:

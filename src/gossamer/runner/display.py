@@ -25,7 +25,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from rich.text import Text
 
 from gossamer.errors import GossamerError
-from gossamer.runner.figures import duration, figure, metric_words, rate
+from gossamer.runner.formatting import format_duration, format_metrics, format_number, format_rate
 
 LOG = "log.txt"
 QUIET = 20.0
@@ -114,12 +114,12 @@ class Display:
 
     def tested(self, metrics: Mapping[str, float], iteration: int | None = None) -> None:
         """Show the metrics of a test, by default at the iteration of the last update."""
-        text = metric_words(metrics, most=3)
+        text = format_metrics(metrics, most=3)
         if self._status is None:
             self.message(f"test: {text}")
             return
         at = self._status.iteration if iteration is None else iteration
-        self._status.tested = f"{metric_words(metrics, most=2)} at {at}"
+        self._status.tested = f"{format_metrics(metrics, most=2)} at {at}"
         if self._bars is None:
             self.message(f"test at iteration {at}: {text}")
         self._refresh(at_once=True)
@@ -213,7 +213,7 @@ class _Status:
         images_per_s: float | None,
     ) -> None:
         self.iteration = iteration
-        self._numbers = [f"loss {figure(loss)}", f"lr {rate(lr)}"]
+        self._numbers = [f"loss {format_number(loss)}", f"lr {format_rate(lr)}"]
         if sparsity is not None:
             goal = f" → {100 * target:.1f}" if target is not None else ""
             self._numbers.append(f"sparsity {100 * sparsity:.1f}{goal} %")
@@ -232,7 +232,7 @@ class _Status:
         done = self.iteration - self.start
         if done > 0 and self.iteration < self.total:  # the time so far includes tests and checkpoints
             left = (self._clock() - self._start_time) / done * (self.total - self.iteration)
-            yield f"ETA {duration(left)}"
+            yield f"ETA {format_duration(left)}"
 
     def all_words(self) -> list[str]:
         return [*self.words(), *([self.tested] if self.tested else [])]

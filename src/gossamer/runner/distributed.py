@@ -15,9 +15,9 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed
+import torch.distributed as dist
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, Problem
 
 T = TypeVar("T")
 
@@ -43,24 +43,24 @@ def init_distributed(device: str) -> Generator[Distributed]:
     `device` is `auto`, `cpu`, `cuda` or `cuda:N`.
     """
     world_size, rank, local_rank = (_from_environment(name, default) for name, default in _VARIABLES)
-    if distributed.is_available() and distributed.is_initialized():  # by the caller
-        world_size, rank = distributed.get_world_size(), distributed.get_rank()
+    if dist.is_available() and dist.is_initialized():  # by the caller
+        world_size, rank = dist.get_world_size(), dist.get_rank()
     chosen = _device(device, local_rank, world_size)
     if world_size == 1:
         yield Distributed(0, 1, chosen)
         return
-    started = not distributed.is_initialized()
+    started = not dist.is_initialized()
     if started:
-        distributed.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     try:
         yield Distributed(rank, world_size, chosen)
         if started:
-            distributed.barrier()  # a process that leaves early closes connections that others still use
+            dist.barrier()  # a process that leaves early closes connections that others still use
     finally:
         if started:
             # A DDP module in a reference cycle would keep the group alive until the interpreter shuts down.
             gc.collect()
-            distributed.destroy_process_group()
+            dist.destroy_process_group()
 
 
 @contextmanager
@@ -99,89 +99,90 @@ def launch(nproc: int, arguments: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
-def broadcast_object(value: T, place: Distributed) -> T:
+def broadcast_object(value: T, distributed: Distributed) -> T:
     """The value of rank 0, on all ranks."""
-    if place.world_size == 1:
+    if distributed.world_size == 1:
         return value
     holder = [value]
-    distributed.broadcast_object_list(holder, src=0)  # pyright: ignore[reportUnknownMemberType]
+    dist.broadcast_object_list(holder, src=0)  # pyright: ignore[reportUnknownMemberType]
     return holder[0]
 
 
 def all_gather(value: T) -> list[T]:
     """The values of all ranks in order, on all ranks."""
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not (dist.is_available() and dist.is_initialized()):
         return [value]
-    values: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(values, value)  # pyright: ignore[reportUnknownMemberType]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)  # pyright: ignore[reportUnknownMemberType]
     return values
 
 
-def on_first_rank(function: Callable[[], T], place: Distributed) -> T | None:
+def on_first_rank(function: Callable[[], T], distributed: Distributed) -> T | None:
     """Call a function on rank 0 and return its result there. A `GossamerError` is raised on all ranks."""
-    if place.world_size == 1:
+    if distributed.world_size == 1:
         return function()
     result: T | None = None
-    message: str | None = None
-    if place.first:
+    problems: Sequence[Problem] = ()
+    if distributed.first:
         try:
             result = function()
         except GossamerError as error:
-            message = str(error)
-    message = broadcast_object(message, place)
-    if message is not None:
-        raise GossamerError(message)
+            problems = error.problems
+    problems = broadcast_object(problems, distributed)
+    if problems:
+        raise GossamerError(problems)
     return result
 
 
-def any_rank(flag: bool, place: Distributed) -> bool:
+def any_rank(flag: bool, distributed: Distributed) -> bool:
     """Whether the flag is set on some rank."""
-    if place.world_size == 1:
+    if distributed.world_size == 1:
         return flag
-    maximum = torch.tensor([int(flag)], device=place.device)
-    distributed.all_reduce(maximum, distributed.ReduceOp.MAX)
+    maximum = torch.tensor([int(flag)], device=distributed.device)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX)
     return bool(maximum.item())
 
 
-def broadcast_state(module: torch.nn.Module, place: Distributed) -> None:
+def broadcast_state(module: torch.nn.Module, distributed: Distributed) -> None:
     """Copy parameters and buffers of rank 0 to all ranks."""
-    if place.world_size > 1:
+    if distributed.world_size > 1:
         for tensor in module.state_dict().values():
-            distributed.broadcast(tensor, src=0)
+            dist.broadcast(tensor, src=0)
 
 
-def broadcast_buffers(module: torch.nn.Module, place: Distributed) -> None:
+def broadcast_buffers(module: torch.nn.Module, distributed: Distributed) -> None:
     """Copy buffers of rank 0 to all ranks, as DDP does before each forward pass in training."""
-    if place.world_size > 1:
+    if distributed.world_size > 1:
         for buffer in module.buffers():
-            distributed.broadcast(buffer, src=0)
+            dist.broadcast(buffer, src=0)
 
 
 class Stop:
     """Whether SIGINT or SIGTERM asked the run to save and stop."""
 
-    def __init__(self, place: Distributed) -> None:
+    def __init__(self, distributed: Distributed) -> None:
         self.requested = False
-        self._place = place
+        self._distributed = distributed
 
     def agreed(self, iteration: int) -> bool:
         """Whether all ranks stop at this iteration, because one of them received a signal.
 
         On GPUs the exchange waits for the device, so it happens every ten iterations only.
         """
-        return (self._place.device.type != "cuda" or iteration % 10 == 0) and any_rank(self.requested, self._place)
+        exchanged = self._distributed.device.type != "cuda" or iteration % 10 == 0
+        return exchanged and any_rank(self.requested, self._distributed)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
-        if self.requested and self._place.world_size == 1 and number == signal.SIGINT:
+        if self.requested and self._distributed.world_size == 1 and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
 
 
 @contextmanager
-def stop_on_signals(place: Distributed) -> Generator[Stop]:
+def stop_on_signals(distributed: Distributed) -> Generator[Stop]:
     """The first SIGINT or SIGTERM requests a stop. A second Ctrl-C raises KeyboardInterrupt at once."""
-    stop = Stop(place)
+    stop = Stop(distributed)
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

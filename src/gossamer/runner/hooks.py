@@ -22,7 +22,7 @@ ALWAYS_ON = ("auto_save_best", "auto_checkpoint")
 class Hook:
     """Base class of hooks; override the methods that you need. Each process has its own hooks.
 
-    `runner.place.first` is True on rank 0; `saved` is called there only.
+    `runner.distributed.first` is True on rank 0; `saved` is called there only.
     """
 
     def train_begins(self, runner: Trainer) -> None: ...

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from gossamer.errors import GossamerError, nearest
+from gossamer.errors import GossamerError, Location, Problem, nearest
 from gossamer.io import as_name, name_fault
 from gossamer.quantization import is_emulated
 from gossamer.runner.config.schema import Net
-from gossamer.runner.networks import Network
+from gossamer.runner.detectors import Network
 
 if TYPE_CHECKING:
     from gossamer.export import Written
@@ -54,7 +54,7 @@ class Export:
         for name in self.formats:
             if name not in FORMATS:
                 close, known = nearest(name.lower(), FORMATS), ", ".join(FORMATS)
-                raise GossamerError(f"--format: there is no '{name}'{close}; there are {known}")
+                raise GossamerError(f"unknown format '{name}'{close}; choose from {known}", "--format")
 
 
 def write_model(
@@ -69,7 +69,7 @@ def write_model(
     """Write and verify the files of a model. The model is not changed.
 
     `example` is what the model takes, a batch of one. `skipped` is called with the reason why a format has no file.
-    Where one format cannot be written the others are, and the error names both.
+    If a format cannot be written, the others are, and the error lists both.
     """
     was_training = model.training
     model.eval()
@@ -90,14 +90,14 @@ def write_model(
         raise errors[0]
     if errors:
         files = ", ".join(str(one.path) for one in written) or "none of the files"
-        raise GossamerError(f"{'; '.join(map(str, errors))}; written: {files}")
+        raise GossamerError([*(problem for error in errors for problem in error.problems), f"written: {files}"])
     return written
 
 
 def _thinned(
     model: nn.Module, example: Any, networks: Networks, stem: Path, plan: Export, skipped: Skipped
 ) -> list[Written]:
-    """The network without what is zero as a whole: its programs and its weights, measured against all of it."""
+    """The programs and weights of the network without filters and channels that are zero; sizes refer to all of it."""
     from gossamer.export import THINNED, state_bytes, thin
 
     smaller, thinned = thin(model, example)
@@ -178,7 +178,7 @@ class ModelDescription:
     name: str | None = None
     """For titles and names of files; never a path."""
     net: Net | None = None
-    """Without the arguments by which a model fetches weights."""
+    """Without the arguments with which a model downloads weights."""
     num_classes: int | None = None
     input: tuple[int, ...] | None = None
     """The shape of an input, a batch of one."""
@@ -188,7 +188,7 @@ class ModelDescription:
 def read_description(path: Path) -> ModelDescription:
     """The description in a file of weights. Raises if `describe_model` cannot have written it.
 
-    Empty for files that say nothing, as those of other programs.
+    Empty for files without one, such as those of other programs.
     """
     from gossamer.export.weights import THINNED, open_weights
 
@@ -207,11 +207,9 @@ def read_description(path: Path) -> ModelDescription:
             try:
                 fields[key] = read(about[key])
             except ValueError as error:
-                reason = f"{key}: {error}"
-                raise GossamerError(
-                    f"{path}: its description of the model cannot be read, {reason}; name the model, and the file by "
-                    f"--weights {path}"
-                ) from None
+                message = f"its description of the model cannot be read, {key}: {error}"
+                fix = f"name the model, and add --weights {path}"
+                raise GossamerError(Problem(message, location=Location(str(path)), fix=fix)) from None
     return ModelDescription(**fields, thinned=THINNED.items() <= about.items())
 
 

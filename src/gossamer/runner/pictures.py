@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 from gossamer.io import atomic_write
-from gossamer.runner.data.images import ImageFileError
+from gossamer.runner.data.examples import ImageFileError
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw

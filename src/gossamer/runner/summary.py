@@ -20,7 +20,14 @@ from rich.text import Text
 
 from gossamer.errors import GossamerError
 from gossamer.runner.checkpoint import CheckpointError, Checkpoints, Description, describe, title
-from gossamer.runner.figures import by_importance, count, duration, known_counts, metric, zero_share
+from gossamer.runner.formatting import (
+    format_count,
+    format_duration,
+    format_metric,
+    known_counts,
+    sort_metrics,
+    zero_share,
+)
 from gossamer.runner.records import read_records
 from gossamer.runner.training_state import settings_of
 
@@ -57,7 +64,7 @@ def run_summary(folder: Path) -> dict[str, Any]:
     pruned = next(reversed(_numbers(records, "sparsity")), None)
     weights = known_counts({} if about is None else about.weights, pruned)
     tested = dict.fromkeys(name for record in tests for name in record if name not in (*_FRAME, "sparsity"))
-    names = by_importance(tested)
+    names = sort_metrics(tested)
     best = checkpoints.best()
     return {
         "name": folder.resolve().name,
@@ -158,7 +165,7 @@ def comparison_table(folders: Sequence[Path]) -> Table:
             value if heading != "metric" or not name else f"{escape(name)} {value}",
             difference,
             _percent(row["sparsity"]),
-            "–" if row["nonzero"] is None else count(row["nonzero"]),
+            "–" if row["nonzero"] is None else format_count(row["nonzero"]),
             _checkpoint(row),
         )
     return table
@@ -175,7 +182,7 @@ def metrics_table(metrics: Mapping[str, float], sparsity: float | None = None) -
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
     table.add_column()
     table.add_column(justify="right")
-    for name in by_importance(metrics):
+    for name in sort_metrics(metrics):
         table.add_row(escape(name), _shown(name, metrics[name]))
     if sparsity is not None:
         table.add_row("sparsity", _percent(sparsity))
@@ -190,7 +197,7 @@ def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     epochs = round(found["epochs"], 2)
     length = f"{_counted(found['iterations'], 'iteration')}, {_counted(epochs, 'epoch')}"
     if found["seconds"] is not None:
-        length += f" in {duration(found['seconds'])}"
+        length += f" in {format_duration(found['seconds'])}"
     speed = found["images_per_s"]
     lines.append(("trained", length if speed is None else f"{length}, {speed:.0f} images/s"))
     lines.append(("folder", found["folder"]))
@@ -217,7 +224,8 @@ def _of_kinds(found: Mapping[str, Any]) -> str:
     shares = [
         f"{kind} {_percent(1 - entry['nonzero'] / max(entry['weights'], 1))}" for kind, entry in found["kinds"].items()
     ]
-    return f" ({', '.join(shares)}); {count(found['nonzero'])} of {count(found['weights'])} weights are not zero"
+    weights = f"{format_count(found['nonzero'])} of {format_count(found['weights'])} weights are not zero"
+    return f" ({', '.join(shares)}); {weights}"
 
 
 def _last(checkpoints: Checkpoints) -> Description | None:
@@ -278,7 +286,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _shown(name: str, value: float | None) -> str:
-    return "–" if value is None else metric(name, value)
+    return "–" if value is None else format_metric(name, value)
 
 
 def _signed(name: str, value: float) -> str:

@@ -19,8 +19,8 @@ from gossamer.errors import GossamerError
 from gossamer.model import named_parameters, unwrap
 from gossamer.runner.config.schema import Config
 from gossamer.runner.data import Batch
+from gossamer.runner.detectors import Network, detector_networks, is_detector
 from gossamer.runner.metrics import Accuracy, BoxPrecision, Detection, Evaluator, evaluating, excluded_boxes
-from gossamer.runner.networks import Network, detector_networks, is_detector
 
 _DETECTION_KEYS = ("boxes", "labels", "scores")
 

@@ -34,8 +34,9 @@ from gossamer.runner.checkpoint import Checkpoint, CheckpointError, Checkpoints,
 from gossamer.runner.config import Loaded, task_of
 from gossamer.runner.config.schema import Source
 from gossamer.runner.data import Batch, Batches, ImageData
-from gossamer.runner.data.images import ImageFileError
+from gossamer.runner.data.examples import ImageFileError
 from gossamer.runner.data.sources import Purpose, read_run_data
+from gossamer.runner.detectors import as_example
 from gossamer.runner.display import Display
 from gossamer.runner.distributed import (
     Distributed,
@@ -49,13 +50,11 @@ from gossamer.runner.distributed import (
 )
 from gossamer.runner.hooks import build_hooks
 from gossamer.runner.model_files import Export, describe_model, write_model
-from gossamer.runner.networks import as_example
 from gossamer.runner.optimizer import WarmUp, build_lr_scheduler, build_optimizer
 from gossamer.runner.pictures import draw_tests
 from gossamer.runner.records import Records, ScheduleLog
 from gossamer.runner.reporting.notes import Weights, weights_of
 from gossamer.runner.sparsity import Sparsifier, build_sparsifier
-from gossamer.runner.start import Start, changed_settings, describes_another_run, start_of_evaluation, start_of_training
 from gossamer.runner.tasks import Task, build_task
 from gossamer.runner.training_state import (
     MAX_CONFIG,
@@ -70,7 +69,15 @@ from gossamer.runner.training_state import (
     seed_all,
     settings_of,
 )
-from gossamer.runner.weights import check_fits, load_pretrained
+from gossamer.runner.weights import (
+    Start,
+    changed_settings,
+    check_fits,
+    describes_another_run,
+    load_pretrained,
+    start_of_evaluation,
+    start_of_training,
+)
 
 if TYPE_CHECKING:
     from gossamer.export.saving import Written
@@ -94,17 +101,17 @@ class Trainer:
     def __init__(
         self,
         loaded: Loaded,
-        place: Distributed,
+        distributed: Distributed,
         *,
         purpose: Purpose = "train",
         display: Display | None = None,
         checkpoint: Checkpoint | None = None,
         unusable: Mapping[Path, CheckpointError] = MappingProxyType({}),
     ) -> None:
-        self.loaded, self.config, self.place = loaded, loaded.config, place
+        self.loaded, self.config, self.distributed = loaded, loaded.config, distributed
         self.purpose: Purpose = purpose
         self.training = purpose == "train"
-        self.display = display or Display(shown=place.first)
+        self.display = display or Display(shown=distributed.first)
         self.folder = self.config.saver.save_dir or Path("runs") / loaded.name
         keep = 1 if self.config.trainer.only_save_latest else self.config.saver.keep
         self.checkpoints = Checkpoints(self.folder / "checkpoints", keep)
@@ -132,6 +139,11 @@ class Trainer:
         self._reported: set[str] = set()
         """Problems with images that were logged already."""
 
+    @property
+    def place(self) -> Distributed:
+        """The former name of `distributed`."""
+        return self.distributed
+
     # Building
 
     def build(self) -> None:
@@ -151,8 +163,8 @@ class Trainer:
     def build_env(self) -> None:
         """Seed the random generators, and find the checkpoint or the weights to start from."""
         # All ranks use one data order. Random layers, as dropout, differ between ranks.
-        self.seed = int(broadcast_object(self.config.runtime.seed, self.place))
-        seed_all(self.config.runtime.seed + self.place.rank)
+        self.seed = int(broadcast_object(self.config.runtime.seed, self.distributed))
+        seed_all(self.config.runtime.seed + self.distributed.rank)
         if self._checkpoint is not None:
             self.start = Start(checkpoint=self._checkpoint, source=self._checkpoint.path)
         elif self.training:
@@ -189,7 +201,7 @@ class Trainer:
         """Build the float model and its task."""
         self.model: nn.Module = build_net(self.config.net, self.num_classes, self.kind, trust=self.loaded.trust)
         channels_last = self.config.runtime.channels_last
-        self.channels_last = self.place.device.type == "cuda" if channels_last == "auto" else channels_last
+        self.channels_last = self.distributed.device.type == "cuda" if channels_last == "auto" else channels_last
         self._move_model()
         self.task: Task = build_task(self.config, self.model, self.num_classes, self.classes)
         self._check_channels()
@@ -207,8 +219,9 @@ class Trainer:
         if self.setting is not None and self.setting.start_shapes is not None:
             self.start_shapes = self.setting.start_shapes
             shrink_to(self.model, self.start_shapes)
-        broadcast_state(self.model, self.place)
-        if self.training and self.start.checkpoint is None and self.place.first and self.config.runtime.report.enable:
+        broadcast_state(self.model, self.distributed)
+        reported = self.distributed.first and self.config.runtime.report.enable
+        if self.training and self.start.checkpoint is None and reported:
             self.start_weights = weights_of(self.model)
 
     def prepare_sparse_model(self) -> None:
@@ -250,8 +263,8 @@ class Trainer:
 
     def distribute(self) -> None:
         """Wrap the model by DDP if there are several processes."""
-        if self.place.world_size > 1:
-            devices = [self.place.device] if self.place.device.type == "cuda" else None
+        if self.distributed.world_size > 1:
+            devices = [self.distributed.device] if self.distributed.device.type == "cuda" else None
             self.model = DistributedDataParallel(self.model, device_ids=devices)
 
     def build_trainer(self) -> None:
@@ -270,7 +283,7 @@ class Trainer:
                     length=max(self.length // (self.sparsifier.lr_cycles if self.sparsifier is not None else 1), 1),
                     steps_per_epoch=self.steps_per_epoch,
                 )
-        on_gpu = self.place.device.type == "cuda"
+        on_gpu = self.distributed.device.type == "cuda"
         self.half = (torch.float16 if on_gpu else torch.bfloat16) if trainer.fp16 else None
         self.scaler: Any = torch.amp.GradScaler("cuda") if self.half is torch.float16 else None  # pyright: ignore[reportPrivateImportUsage]
 
@@ -326,13 +339,13 @@ class Trainer:
             return
         with self._applying_checkpoint():
             self._restore(checkpoint, saved)
-        if len(saved.random) == self.place.world_size:
-            restore_random_states(saved.random[self.place.rank])
+        if len(saved.random) == self.distributed.world_size:
+            restore_random_states(saved.random[self.distributed.rank])
         else:
             logger.warning(
                 "the run was saved by %d processes and continues with %d: results are not identical to the bit",
                 len(saved.random),
-                self.place.world_size,
+                self.distributed.world_size,
             )
         logger.info("resuming from iteration %d of %s", self.iteration, checkpoint.path)
         if len(checkpoint.config) > MAX_CONFIG:
@@ -364,11 +377,11 @@ class Trainer:
             self.metrics = dict(self.start.checkpoint.metrics) if self.start.checkpoint is not None else {}
             return True
         with ExitStack() as stack:
-            if self.place.first:
+            if self.distributed.first:
                 self.records = stack.enter_context(
                     Records(self.folder, resumed=self.iteration, tensorboard=self.config.runtime.tensorboard)
                 )
-            stop = stack.enter_context(stop_on_signals(self.place))
+            stop = stack.enter_context(stop_on_signals(self.distributed))
             stack.enter_context(self.display.training(self.length, self.steps_per_epoch, self.iteration))
             for hook in self.hooks:
                 hook.train_begins(self)
@@ -421,10 +434,10 @@ class Trainer:
             batch = next(batches)
             self._skipped += batch.skipped
             self._notes += batch.notes
-            timer.images += len(batch) * self.place.world_size
-            batch = batch.to(self.place.device, channels_last=self.channels_last)
+            timer.images += len(batch) * self.distributed.world_size
+            batch = batch.to(self.distributed.device, channels_last=self.channels_last)
             with self._no_sync(last=index == trainer.accumulate - 1):
-                with nullcontext() if self.half is None else torch.autocast(self.place.device.type, self.half):
+                with nullcontext() if self.half is None else torch.autocast(self.distributed.device.type, self.half):
                     losses = self.task.losses(self.model, batch)
                     loss = torch.stack([value.float().sum() for value in losses.values()]).sum() / trainer.accumulate
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
@@ -484,7 +497,7 @@ class Trainer:
             raise GossamerError("missing; name the data to evaluate on", "dataset", "test")
         # Not wrapped by DDP, because the ranks may have different numbers of batches.
         model = self.outcome
-        broadcast_buffers(model, self.place)
+        broadcast_buffers(model, self.distributed)
         evaluator = self.task.evaluator()
         skipped: list[str] = []
         notes: list[str] = []
@@ -496,7 +509,7 @@ class Trainer:
                     skipped += batch.skipped
                     notes += batch.notes
                     if len(batch):  # otherwise none of its images can be read
-                        evaluator.update(model, batch.to(self.place.device, channels_last=self.channels_last))
+                        evaluator.update(model, batch.to(self.distributed.device, channels_last=self.channels_last))
                     advance()
                 metrics = evaluator.compute()
         finally:
@@ -509,7 +522,7 @@ class Trainer:
         self.metrics, self.tested_at = self.evaluate(), self.iteration
         if self.lr_scheduler is not None:
             self.lr_scheduler.tested(self.metrics[self.task.metric])
-        if self.place.first:
+        if self.distributed.first:
             if self.records is not None:
                 self.records.test(self.iteration, self.iteration / self.steps_per_epoch, self.metrics)
             self.display.tested(self.metrics, self.iteration)
@@ -544,7 +557,8 @@ class Trainer:
         if self.kind == "detection" and self.test_data is not None:
             path, data = self.folder / "pictures" / name, self.test_data
             on_first_rank(
-                lambda: draw_tests(self.outcome, self.task, data, self.classes, path, self.place.device), self.place
+                lambda: draw_tests(self.outcome, self.task, data, self.classes, path, self.distributed.device),
+                self.distributed,
             )
 
     # Saving
@@ -568,7 +582,7 @@ class Trainer:
                 best=is_best,
                 weights=count_by_kind(self.outcome),
             ),
-            self.place,
+            self.distributed,
         )
         self.saved_at = self.iteration
         if path is not None:
@@ -632,7 +646,7 @@ class Trainer:
                 folder or self.folder,
                 replace(plan or Export(self.config.saver.export), about=about),
             ),
-            self.place,
+            self.distributed,
         )
         return written or []
 
@@ -642,7 +656,7 @@ class Trainer:
         assert data is not None
         for index in range(len(data)):
             with suppress(ImageFileError):
-                return data[index][0].unsqueeze(0).to(self.place.device)
+                return data[index][0].unsqueeze(0).to(self.distributed.device)
         raise GossamerError("dataset: none of its images can be read")
 
     # Helpers of building
@@ -683,21 +697,21 @@ class Trainer:
             logger.warning("%s", self.float_weights)
 
     def _batches(self, data: ImageData, source: Source, *, train: bool) -> Batches:
-        place = self.place
+        distributed = self.distributed
         return Batches(
             data,
             source,
             train=train,
             seed=self.seed,
-            rank=place.rank,
-            world=place.world_size,
-            pin_memory=place.device.type == "cuda",
+            rank=distributed.rank,
+            world=distributed.world_size,
+            pin_memory=distributed.device.type == "cuda",
         )
 
     def _images(self, reader: Batches) -> Iterator[tuple[Any]]:
         for batch in reader.epoch(0):
             if len(batch):  # otherwise none of its images can be read
-                yield (batch.to(self.place.device, channels_last=self.channels_last).images,)
+                yield (batch.to(self.distributed.device, channels_last=self.channels_last).images,)
 
     def _check_channels(self) -> None:
         """Raise if the images have other channels than a torchvision model takes."""
@@ -714,7 +728,7 @@ class Trainer:
             )
 
     def _move_model(self) -> None:
-        self.model = self.model.to(self.place.device)
+        self.model = self.model.to(self.distributed.device)
         if self.channels_last:
             self.model = self.model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
@@ -740,7 +754,7 @@ class Trainer:
         except GossamerError as error:
             if checkpoint is None or isinstance(error, MisfitError):
                 raise
-            raise MisfitError(checkpoint.path, f"does not fit this config: {error}") from error
+            raise MisfitError(checkpoint.path, "does not fit this config", details=error.problems) from error
 
     def _restore(self, checkpoint: Checkpoint, saved: TrainingState) -> None:
         self.iteration, self.best = checkpoint.iteration, saved.best
@@ -771,7 +785,7 @@ class Trainer:
         if not math.isfinite(loss):
             worst = next(name for name, value in losses.items() if not math.isfinite(value))
             raise GossamerError(f"the loss '{worst}' is {losses[worst]} at iteration {self.iteration}: {REMEDY}")
-        if not self.place.first:
+        if not self.distributed.first:
             return
         sparsity = target = planned = None
         if self.sparsifier is not None:

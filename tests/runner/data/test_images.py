@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gossamer.runner.data.images import ImageFileError, read_image
+from gossamer.runner.data.examples import ImageFileError, read_image
 from tests.runner.data.files import noisy_picture, picture, truncated_picture
 
 

@@ -9,7 +9,7 @@ import torch
 from gossamer.errors import GossamerError
 from gossamer.runner.config.schema import Coco, Scenes
 from gossamer.runner.data import build_dataset, write_coco
-from gossamer.runner.data import scenes as composing
+from gossamer.runner.data import digits as composing
 from gossamer.runner.data.digits import digits
 
 

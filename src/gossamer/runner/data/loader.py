@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from gossamer.errors import GossamerError, Problem
 from gossamer.runner.config.schema import Source
-from gossamer.runner.data.batch import Batch, Packed, packed, unpacked
-from gossamer.runner.data.dataset import ImageData
+from gossamer.runner.data.dataset import Batch, ImageData, Packed, packed, unpacked
 
 Keys = list[tuple[int, int]]
 

@@ -61,7 +61,7 @@ def report(
 
 def note_start(runner: Runner) -> None:
     """Record what the report needs from before the training, on rank 0."""
-    if not runner.place.first or not runner.config.runtime.report.enable or runner.iteration >= runner.length:
+    if not runner.distributed.first or not runner.config.runtime.report.enable or runner.iteration >= runner.length:
         return
 
     def note() -> None:
@@ -74,7 +74,7 @@ def note_start(runner: Runner) -> None:
 
 def report_end(runner: Runner, *, complete: bool) -> None:
     """Write the report of a run that ends, complete or not, on rank 0."""
-    if not runner.place.first or not runner.config.runtime.report.enable:
+    if not runner.distributed.first or not runner.config.runtime.report.enable:
         return
     if complete:
         _guarded(runner, lambda: _note_end(runner))

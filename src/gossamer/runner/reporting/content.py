@@ -36,7 +36,7 @@ from gossamer.report.content import (
 )
 from gossamer.report.weights import count_zeros, mask_image, select_layers, weight_bins
 from gossamer.runner.checkpoint import Checkpoints
-from gossamer.runner.figures import count, duration, metric, size
+from gossamer.runner.formatting import format_count, format_duration, format_metric, format_size
 from gossamer.runner.records import read_records
 from gossamer.runner.reporting.notes import MAX_BYTES, Kind, Weights, noted_weights, read_note
 from gossamer.runner.summary import run_summary
@@ -121,18 +121,24 @@ def _cards(
     if share is not None:
         cards.append(Card("sparsity", f"{100 * share:.1f} %", of or "of all convolutions and linear layers"))
     if total is not None and nonzero is not None:
-        cards.append(Card("non-zero weights", count(nonzero), f"of {count(total)}"))
+        cards.append(Card("non-zero weights", format_count(nonzero), f"of {format_count(total)}"))
     files = _files(folder)
     if files:
         cards.append(
-            Card("file", size(files[0][1]), "; ".join([files[0][0], *(f"{n} {size(b)}" for n, b in files[1:])]))
+            Card(
+                "file",
+                format_size(files[0][1]),
+                "; ".join([files[0][0], *(f"{n} {format_size(b)}" for n, b in files[1:])]),
+            )
         )
     packed = _packed(files, total, nonzero)
     if packed is not None and not any(name.startswith("model-bitmask") for name, _ in files):
-        cards.append(Card("as bitmask", size(packed), "with gossamer export --format bitmask"))
+        cards.append(Card("as bitmask", format_size(packed), "with gossamer export --format bitmask"))
     if summary["seconds"] is not None:
         speed = summary["images_per_s"]
-        cards.append(Card("time", duration(summary["seconds"]), "" if speed is None else f"{speed:.0f} images/s"))
+        cards.append(
+            Card("time", format_duration(summary["seconds"]), "" if speed is None else f"{speed:.0f} images/s")
+        )
     return cards
 
 
@@ -159,12 +165,12 @@ def _figures(folder: Path, summary: Mapping[str, Any], weights: WeightContent) -
         figures += [(name, _metric(name, course["model"])), ("last", _metric(name, course["last"]))]
     share, _, nonzero = _sparsity(summary, weights)
     figures.append(("sparsity", "–" if share is None else f"{100 * share:.1f} %"))
-    figures.append(("non-zero", "–" if nonzero is None else count(nonzero)))
+    figures.append(("non-zero", "–" if nonzero is None else format_count(nonzero)))
     files = _files(folder)
     smallest = min(files, key=lambda file: file[1], default=None)
-    figures.append(("smallest file", "–" if smallest is None else f"{size(smallest[1])} ({smallest[0]})"))
+    figures.append(("smallest file", "–" if smallest is None else f"{format_size(smallest[1])} ({smallest[0]})"))
     figures.append(("iterations", str(summary["iterations"])))
-    figures.append(("time", "–" if summary["seconds"] is None else duration(summary["seconds"])))
+    figures.append(("time", "–" if summary["seconds"] is None else format_duration(summary["seconds"])))
     return figures
 
 
@@ -196,7 +202,7 @@ def _files(folder: Path) -> list[tuple[str, int]]:
 
 
 def _metric(name: str, value: float | None) -> str:
-    return "–" if value is None else metric(name, value)
+    return "–" if value is None else format_metric(name, value)
 
 
 def _signed(name: str, value: float) -> str:
@@ -376,8 +382,8 @@ def _tensors(folder: Path, recorded: Mapping[str, Any], *, complete: bool) -> tu
         try:
             weights = read_weights(path)
         except GossamerError as error:
-            logger.warning("%s", error)  # the page may be shared, so it shows no folders of this machine
-            why = f"{path.name} cannot be read as weights."
+            logger.warning("%s", error)
+            why = str(error).replace(f"{path.parent}/", "")  # the page may be shared: show no folders of this machine
             continue
         order = [name for name in recorded if name in weights] or list(weights)
         shown = {name: weights[name] for name in order if _is_shown(name, weights[name], recorded)}

@@ -162,7 +162,7 @@ def note_sensitivity(runner: Runner, progress: Progress | None = None, *, bounde
 def _images(runner: Runner, layers: int) -> int:
     """The largest number of images within the limits; 0 if even the smallest exceeds them."""
     train = runner.config.dataset.train
-    seen = runner.iteration * runner.config.trainer.accumulate * runner.place.world_size
+    seen = runner.iteration * runner.config.trainer.accumulate * runner.distributed.world_size
     budget = min(MAX_PASSES, MAX_SHARE * 3 * seen * (train.batch_size if train is not None else 1))
     if runner.kind == "detection":  # one image each, and large ones
         return IMAGES[-1] if layers * len(LEVELS) <= budget else 0
@@ -181,7 +181,7 @@ def _networks(runner: Runner, count: int) -> list[tuple[nn.Module, tuple[Any, ..
     images = data.read_batch([(0, index) for index in range(min(count, len(data)))], train=False).images
     if not isinstance(images, Tensor):
         raise GossamerError("dataset: its first images cannot be read")
-    return [(model, (images.to(runner.place.device),))]
+    return [(model, (images.to(runner.distributed.device),))]
 
 
 def _part_progress(progress: Progress, index: int, parts: int, names: dict[str, str]) -> Progress:

@@ -8,10 +8,10 @@ MAIN_METRICS = ("top1", "mAP", "mAP50", "top5", "mAP75")
 """The most important metrics, in order."""
 
 
-def figure(value: float) -> str:
+def format_number(value: float) -> str:
     """About four significant digits.
 
-    >>> figure(0.53217), figure(12.3456), figure(0.000012), figure(float("nan"))
+    >>> format_number(0.53217), format_number(12.3456), format_number(0.000012), format_number(float("nan"))
     ('0.5322', '12.35', '1.2e-05', 'nan')
     """
     if value and abs(value) < 1e-3:
@@ -19,18 +19,18 @@ def figure(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}" if abs(value) < 1e4 else f"{value:.4g}"
 
 
-def rate(value: float) -> str:
+def format_rate(value: float) -> str:
     """A learning rate without trailing zeros.
 
-    >>> rate(0.1), rate(0.00123456), rate(1e-7)
+    >>> format_rate(0.1), format_rate(0.00123456), format_rate(1e-7)
     ('0.1', '0.001235', '1e-07')
     """
     return f"{value:.4g}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """
-    >>> duration(72), duration(3 * 3600 + 62), duration(50 * 3600)
+    >>> format_duration(72), format_duration(3 * 3600 + 62), format_duration(50 * 3600)
     ('1:12', '3:01:02', '2 d 2 h')
     """
     whole = max(round(seconds), 0)
@@ -40,31 +40,31 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes % 60:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
-def metric(name: str, value: float) -> str:
+def format_metric(name: str, value: float) -> str:
     """A metric's value: top-k in percent, COCO's from 0 to 1.
 
-    >>> metric("top1", 91.234), metric("mAP50", 0.61234)
+    >>> format_metric("top1", 91.234), format_metric("mAP50", 0.61234)
     ('91.23', '0.612')
     """
     return f"{value:.2f}" if name.startswith("top") else f"{value:.3f}"
 
 
-def metric_words(metrics: Mapping[str, float], most: int | None = None) -> str:
+def format_metrics(metrics: Mapping[str, float], most: int | None = None) -> str:
     """
-    >>> metric_words({"top5": 99.0, "top1": 91.5})
+    >>> format_metrics({"top5": 99.0, "top1": 91.5})
     'top1 91.50, top5 99.00'
     """
-    return ", ".join(f"{name} {metric(name, metrics[name])}" for name in by_importance(metrics)[:most])
+    return ", ".join(f"{name} {format_metric(name, metrics[name])}" for name in sort_metrics(metrics)[:most])
 
 
-def by_importance(names: Iterable[str]) -> list[str]:
+def sort_metrics(names: Iterable[str]) -> list[str]:
     """Metrics by importance."""
     return sorted(names, key=lambda name: MAIN_METRICS.index(name) if name in MAIN_METRICS else len(MAIN_METRICS))
 
 
-def count(value: int) -> str:
+def format_count(value: int) -> str:
     """
-    >>> count(950), count(11_173_962)
+    >>> format_count(950), format_count(11_173_962)
     ('950', '11.17 M')
     """
     for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
@@ -73,10 +73,10 @@ def count(value: int) -> str:
     return str(value)
 
 
-def size(count: int) -> str:
+def format_size(count: int) -> str:
     """A number of bytes.
 
-    >>> size(44_775_912), size(445_112), size(1200), size(0)
+    >>> format_size(44_775_912), format_size(445_112), format_size(1200), format_size(0)
     ('44.8 MB', '0.45 MB', '1.2 kB', '0.0 kB')
     """
     if count < 1e5:
