@@ -22,7 +22,7 @@ from benchmarks.measuring import Row, Watch
 from gossamer import Manager
 from gossamer.analysis.proposal import known_allocations, propose
 from gossamer.model.parameters import get_parameter, prunable
-from gossamer.sparse.selection import smallest
+from gossamer.sparse.masks import smallest
 
 SEEDS = (3, 4, 5)
 """Not those of the networks on which the method was worked out."""

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from benchmarks.fashion_mnist import EPOCHS, SEEDS, Split, accuracy, dense_network, load, sgd, steps_per_epoch, train
 from benchmarks.measuring import Row, Watch, shown
 from gossamer import Manager
+from gossamer.model.counting import positions
 from gossamer.model.parameters import get_parameter
-from gossamer.model.tracing.macs import positions
 
 AGAIN = 2
 """Epochs of training after pruning."""

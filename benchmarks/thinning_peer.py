@@ -29,7 +29,7 @@ from benchmarks.fashion_mnist import SEEDS, SmallResNet, Split, accuracy, sgd, t
 from benchmarks.measuring import Row, Watch, shown
 from gossamer import Manager
 from gossamer.export import thin
-from gossamer.model.tracing.macs import macs
+from gossamer.model.counting import macs
 
 RATIO = 0.5
 POINTS = 0.5

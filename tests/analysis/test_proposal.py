@@ -18,7 +18,7 @@ from gossamer import GossamerError, Manager, load
 from gossamer.analysis.accuracy import Labelled, Score, classifier_score
 from gossamer.analysis.proposal import Proposal, halves, known_allocations, propose
 from gossamer.model import get_parameter, prunable
-from gossamer.sparse.selection import smallest
+from gossamer.sparse.masks import smallest
 from tests.analysis.labelled_digits import Batches, parts, trained
 
 TRAINING, CALIBRATION, TEST = parts()

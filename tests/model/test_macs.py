@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gossamer.errors import GossamerError
 from gossamer.model import get_parameter
-from gossamer.model.tracing.macs import macs, positions
+from gossamer.model.counting import macs, positions
 from gossamer.model.tracing.tracer import Untraceable
 
 

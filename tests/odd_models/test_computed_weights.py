@@ -18,7 +18,7 @@ from gossamer.errors import GossamerError
 from gossamer.export import save, semi_structured, thin
 from gossamer.export.load import load
 from gossamer.model import left_dense, prunable
-from gossamer.model.tracing.macs import macs
+from gossamer.model.counting import macs
 from tests.odd_models.architectures import built, mlp, rows
 from tests.odd_models.front_ends import computed_weight, optimizer_of, step
 

@@ -14,7 +14,7 @@ from gossamer.errors import GossamerError
 from gossamer.export import save
 from gossamer.export.load import load
 from gossamer.model import left_dense, prunable
-from gossamer.model.tracing.macs import macs
+from gossamer.model.counting import macs
 from gossamer.sparse import NM
 from tests.odd_models.architectures import built
 from tests.odd_models.front_ends import optimizer_of, step

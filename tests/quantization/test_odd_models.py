@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
 
 from gossamer import Manager
-from gossamer.model.tracing.macs import macs
+from gossamer.model.counting import macs
 from gossamer.quantization import emulation_of
 from tests.loops import batch, network, sgd
 from tests.quantization.watching import CHANNEL, calibrated, emulated, layers, sums, watched

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gossamer.errors import SparsityError
-from gossamer.sparse import NM, NM2d, global_masks, magnitude, nm
-from gossamer.sparse.nm import _kernels as nm_kernels
-from gossamer.sparse.nm import _tiles as nm_tiles
+from gossamer.sparse import NM, NM2d, _nm, global_masks, magnitude
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 GROUPS = [(2, 4), (1, 2), (1, 4), (3, 4), (4, 8), (2, 7), (5, 17), (20, 70)]
@@ -73,10 +71,10 @@ def test_kernel_and_torch_operations_equal_a_stable_sort(n: int, m: int, data: s
     for signed in (True, False):
         values = weight if signed else weight.abs()
         expected = plain_reference(values, n, m)
-        kernel = nm.rank_by_kernel(weight, n, m, signed)
+        kernel = _nm.rank_by_kernel(weight, n, m, signed)
         assert kernel.is_contiguous()
         assert torch.equal(kernel, expected)
-        assert torch.equal(nm.rank_by_torch(in_groups(values, m), n).reshape(weight.shape), expected)
+        assert torch.equal(_nm.rank_by_torch(in_groups(values, m), n).reshape(weight.shape), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,7 +101,7 @@ def test_masks_do_not_depend_on_the_number_of_threads(threads: int, monkeypatch:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     alone = [pattern.keep_largest(weight) for pattern in patterns]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(nm_kernels, "GRAIN", 1)
+    monkeypatch.setattr(_nm, "GRAIN", 1)
     for pattern, expected in zip(patterns, alone, strict=True):
         assert torch.equal(pattern.keep_largest(weight), expected)
 
@@ -188,7 +186,7 @@ def all_masks(n: int, m: int) -> Tensor:
 
 @pytest.mark.parametrize(("n", "m", "count"), [(1, 2, 2), (1, 3, 6), (2, 3, 6), (1, 4, 24), (2, 4, 90), (3, 4, 24)])
 def test_the_tables_hold_every_mask_once(n: int, m: int, count: int) -> None:
-    table = nm_tiles.table(n, m)
+    table = _nm.table(n, m)
     begins = [0, *table.ends[:-1].tolist()]
     bottoms = [range(begin, end) for begin, end in zip(begins, table.ends.tolist(), strict=True)]
     masks = [
@@ -245,10 +243,10 @@ def test_tile_kernels_choose_what_torch_operations_choose(
     grid = weight.reshape(out // m, m, channels // m, m, math.prod(kernel))
     for signed in (True, False):
         tiles = in_tiles(weight if signed else weight.abs(), m)
-        kernel_keep = nm_tiles.best_by_kernel(grid, n, signed)
+        kernel_keep = _nm.best_by_kernel(grid, n, signed)
         assert kernel_keep is not None
-        assert torch.equal(in_tiles(kernel_keep.reshape(weight.shape), m), nm_tiles.best_by_torch(tiles, n))
-        assert torch.equal(nm_tiles.greedy_by_kernel(tiles, n), nm_tiles.greedy_by_torch(tiles, n))
+        assert torch.equal(in_tiles(kernel_keep.reshape(weight.shape), m), _nm.best_by_torch(tiles, n))
+        assert torch.equal(_nm.greedy_by_kernel(tiles, n), _nm.greedy_by_torch(tiles, n))
 
 
 @pytest.mark.parametrize(("n", "m"), [(4, 8), (3, 7), (5, 16)])
@@ -258,7 +256,7 @@ def test_larger_tiles_are_greedy_alike_on_both_ways(n: int, m: int) -> None:
         torch.randn(300, m, m, generator=generator),
         torch.randint(0, 3, (300, m, m), generator=generator).float(),
     ):
-        assert torch.equal(nm_tiles.greedy_by_kernel(tiles, n), nm_tiles.greedy_by_torch(tiles, n))
+        assert torch.equal(_nm.greedy_by_kernel(tiles, n), _nm.greedy_by_torch(tiles, n))
 
 
 @pytest.mark.parametrize("m", [5, 8, 12])
@@ -266,7 +264,7 @@ def test_one_of_m_is_the_best_assignment(m: int) -> None:
     from scipy.optimize import linear_sum_assignment
 
     tiles = torch.rand(60, m, m, generator=torch.Generator().manual_seed(m), dtype=torch.float64)
-    kept = (tiles * nm_tiles.best_by_cycles(tiles, 1)).sum(dim=(1, 2))
+    kept = (tiles * _nm.best_by_cycles(tiles, 1)).sum(dim=(1, 2))
     best = [tile[linear_sum_assignment(tile, maximize=True)].sum() for tile in tiles.numpy()]
     assert kept.tolist() == pytest.approx(best, rel=1e-9)
 
@@ -277,7 +275,7 @@ def test_half_of_eight_by_eight_is_the_best_linear_programme() -> None:
     tiles = torch.randn(12, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sides = [[float(q // 8 == r) for q in range(64)] for r in range(8)]
     sides += [[float(q % 8 == c) for q in range(64)] for c in range(8)]
-    kept = (tiles * nm_tiles.best_by_cycles(tiles, 4)).sum(dim=(1, 2))
+    kept = (tiles * _nm.best_by_cycles(tiles, 4)).sum(dim=(1, 2))
     for tile, total in zip(tiles, kept, strict=True):
         found = linprog(-tile.flatten().numpy(), A_eq=sides, b_eq=[4.0] * 16, bounds=(0, 1))
         assert float(total) == pytest.approx(-found.fun, rel=1e-9)
@@ -285,7 +283,7 @@ def test_half_of_eight_by_eight_is_the_best_linear_programme() -> None:
 
 def test_table_and_cycles_find_masks_of_the_same_sum() -> None:
     tiles = torch.randint(-9, 10, (2000, 4, 4), generator=torch.Generator().manual_seed(0)).float()
-    sums = [(tiles * find(tiles, 2)).sum(dim=(1, 2)) for find in (nm_tiles.best_by_torch, nm_tiles.best_by_cycles)]
+    sums = [(tiles * find(tiles, 2)).sum(dim=(1, 2)) for find in (_nm.best_by_torch, _nm.best_by_cycles)]
     assert torch.equal(*sums)
 
 

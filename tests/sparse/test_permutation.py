@@ -19,9 +19,9 @@ from torch import Tensor
 
 from gossamer.errors import SparsityError
 from gossamer.sparse import NM
+from gossamer.sparse import _permutation_kernels as kernels
+from gossamer.sparse import permutation as annealing
 from gossamer.sparse.permutation import Found, Matrix, kept_magnitude, search, search_each
-from gossamer.sparse.permutation import _annealing as annealing
-from gossamer.sparse.permutation import _kernels as kernels
 
 PATTERNS = [(2, 4), (1, 4), (3, 4), (1, 2), (2, 8), (4, 8), (5, 8), (2, 3)]
 
@@ -417,7 +417,7 @@ def test_slots_are_drawn_evenly() -> None:
     assert np.array_equal(taken, order[range(1000), slots])
 
 
-@pytest.mark.parametrize("name", ["permutation._kernels", "permutation._annealing", "permutation"])
+@pytest.mark.parametrize("name", ["_permutation_kernels", "permutation"])
 def test_importing_the_search_needs_neither_numba_nor_scipy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for heavy in ("numba", "scipy"):
         monkeypatch.setitem(sys.modules, heavy, None)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossamer.errors import SparsityError
-from gossamer.sparse.selection import smallest
+from gossamer.sparse.masks import smallest
 
 
 @given(

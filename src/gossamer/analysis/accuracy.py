@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from gossamer.errors import GossamerError
 from gossamer.model import unwrap
-from gossamer.model.inputs import batch_arguments
-from gossamer.model.tracing.tracer import preserved
+from gossamer.model.tracing.tracer import batch_arguments, preserved
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError, SparsityError, nearest
 from gossamer.io import atomic_write
 from gossamer.model import expect_model, layer_path, left_dense, prunable, weight_of
+from gossamer.model.counting import macs as count_macs
 from gossamer.model.parameters import nothing_to_prune
-from gossamer.model.tracing.macs import macs as count_macs
 from gossamer.sparse import energy_removed, zero_count
 
 FORMAT = 1

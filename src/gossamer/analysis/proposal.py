@@ -28,7 +28,7 @@ from gossamer.model.tracing.tracer import preserved
 from gossamer.modifiers import EpochRangeModifier, GMPruningModifier
 from gossamer.recipe import Recipe
 from gossamer.sparse import Unstructured, erdos_renyi, global_masks, magnitude, zero_count
-from gossamer.sparse.selection import smallest
+from gossamer.sparse.masks import smallest
 
 _RECOVERY = 8
 """Training steps that show whether an allocation can recover."""

@@ -28,11 +28,10 @@ from gossamer.analysis.accuracy import (
 )
 from gossamer.errors import GossamerError, SparsityError, nearest
 from gossamer.model import first_names, get_parameter, is_transposed, prunable, unwrap, weight_of
-from gossamer.model.inputs import batch_arguments
 from gossamer.model.parameters import with_norms_kept
 from gossamer.model.tracing.coupling import couple
 from gossamer.model.tracing.filter_groups import FilterGraph, FilterGroup
-from gossamer.model.tracing.tracer import Untraceable, preserved
+from gossamer.model.tracing.tracer import Untraceable, batch_arguments, preserved
 from gossamer.sparse import NM, Channel, Filter, Pattern, Unstructured, magnitude, parse_pattern, zero_count
 
 MAX_BATCHES = 2

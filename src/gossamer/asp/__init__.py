@@ -20,16 +20,19 @@ import torch
 from torch import nn
 
 from gossamer.analysis.hardware import ineligible
-from gossamer.asp.layers import (
+from gossamer.asp.pruner import (
     LAYERS,
     MaskCalculator,
+    Pruner,
+    Search,
     leaves_by_type,
+    mask_buffers,
     outputs_first,
     parse_calculator,
     reason_dense,
+    save_graph,
     select_weights,
 )
-from gossamer.asp.pruner import Pruner, Search, mask_buffers, save_graph
 from gossamer.errors import GossamerError
 from gossamer.model import embedding_tables, expect_model, get_parameter, left_dense, prunable, unwrap
 from gossamer.model.additions import drop_buffers

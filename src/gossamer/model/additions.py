@@ -1,23 +1,26 @@
 """What sparse training adds to a model: ASP's mask buffers, MSBench's sparsers, weights that are replaced in `forward`.
 
 This module holds the only list of their names. A `Substitution` replaces a weight by another tensor while the model
-computes; the parameter itself stays registered under its name, for the optimizer and for checkpoints.
+computes; the parameter itself stays registered under its name, for the optimizer and for checkpoints. `uncompiled` and
+`recompile` make hooks work with `torch.compile`.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gossamer.model.compiling import recompile
 from gossamer.model.parameters import first_names, get_module, unwrap
 
+F = TypeVar("F", bound=Callable[..., Any])
+V = TypeVar("V")
 Substitute = Callable[[nn.Module, Tensor], Tensor]
 """From the layer that holds the weight, and the weight, to the tensor to compute with."""
 
@@ -128,13 +131,44 @@ def _users(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, str, str]]
                 yield get_module(unwrap(module), user), inner, leaf
 
 
+# Hooks and torch.compile
+
+
+def uncompiled(function: F) -> F:
+    """Decorator: the compiler calls the function as it is. Imports the compiler, which takes a second."""
+    return cast(F, torch.compiler.disable(function))
+
+
+def recompile(modules: Iterable[nn.Module]) -> None:
+    """Have compiled code that uses these modules compiled again when it is next called.
+
+    torch.compile does not notice hooks that come and go. It does check the types of the dicts in which it looks up
+    parameters, buffers and children, so each module gets dicts of a new type. Other models are not affected.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return
+    kind = cast(type[_Registry], type("_Registry", (_Registry,), {}))
+    for module in modules:
+        if not isinstance(module, torch.jit.ScriptModule):
+            for name in ("_parameters", "_buffers", "_modules"):
+                vars(module)[name] = kind(vars(module)[name])
+
+
+class _Registry(dict[str, Any]):
+    """A module's parameters, buffers or children; copied and pickled as the plain dict that it stands for."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (), None, None, iter(self.items())
+
+
+# Names
+
+
 MASK, PRUNED = "mask", "pruned_p"
 """ASP's two buffers: where a weight is kept, and the values that are masked."""
 SPARSER = "_fake_sparse"
 """Behind a weight's name: the module of MSBench that decides what the layer computes with."""
-
 _BUFFER = re.compile(rf"(.*\.)?__.+_mma_({MASK}|{PRUNED})")
-V = TypeVar("V")
 
 
 def buffer_name(leaf: str, kind: str) -> str:

@@ -46,7 +46,7 @@ from gossamer.sparse import (
     within_reach,
     zero_count,
 )
-from gossamer.sparse.selection import refuse_nan
+from gossamer.sparse.masks import refuse_nan
 
 EXCLUDED = "excluded"
 logger = logging.getLogger("gossamer")

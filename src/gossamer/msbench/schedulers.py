@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from gossamer.asp import ASP
-from gossamer.asp.layers import parse_calculator
+from gossamer.asp.pruner import parse_calculator
 from gossamer.errors import GossamerError, Key, Problem, Problems, within
 from gossamer.io import atomic_write
 from gossamer.model import ALL_PRUNABLE, DEPTHWISE, get_parameter, layer_path, unwrap, weight_of

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import GossamerError
 from gossamer.model import named_modules, unwrap
-from gossamer.model.compiling import recompile, uncompiled
+from gossamer.model.additions import recompile, uncompiled
 from gossamer.quantization.forward import Forward
 from gossamer.quantization.schemes import Scheme
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gossamer.model.compiling import uncompiled
+from gossamer.model.additions import uncompiled
 from gossamer.quantization.arithmetic import affine, observed, rounded, rounded_weight, weight_scale
 from gossamer.quantization.schemes import Numbers, Scheme
 

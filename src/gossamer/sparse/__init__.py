@@ -9,9 +9,8 @@ from gossamer.sparse.allocation import (
     uniform,
     within_reach,
 )
-from gossamer.sparse.masking import pack, unpack, zero_where
-from gossamer.sparse.nm import NM, NM2d
-from gossamer.sparse.patterns import Block, Channel, Filter, Pattern, Unstructured, parse_nm, parse_pattern
+from gossamer.sparse.masks import pack, share_of_zeros, smallest, unpack, zero_count, zero_where
+from gossamer.sparse.patterns import NM, Block, Channel, Filter, NM2d, Pattern, Unstructured, parse_nm, parse_pattern
 from gossamer.sparse.reparameterization import (
     hard_masks,
     initial_probabilities,
@@ -26,7 +25,6 @@ from gossamer.sparse.reparameterization import (
 )
 from gossamer.sparse.schedules import cosine, fraction, interpolate
 from gossamer.sparse.scores import BlockFisher, filter_median_distance, filter_norm, filter_nuclear, magnitude, movement
-from gossamer.sparse.selection import share_of_zeros, smallest, zero_count
 
 __all__ = [
     "NM",

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gossamer.errors import SparsityError
+from gossamer.sparse.masks import refuse_nan, smallest, zero_count
 from gossamer.sparse.patterns import NM, Pattern
-from gossamer.sparse.selection import refuse_nan, smallest, zero_count
 
 _Ascending = NDArray[np.float64]
 """Numbers of one layer, none negative, in rising order."""

@@ -1,7 +1,8 @@
 """Patterns: which shape the zeros of a weight may take.
 
-A pattern splits a weight `(out, in, *kernel)` into units that are kept or zeroed as a whole. A mask keeps the units
-with the highest scores, and zeroes exactly the number that the sparsity asks for.
+A pattern splits a weight `(out, in, *kernel)` into units that are kept or zeroed as a whole, or, as N:M, limits how
+many weights of a group are kept. A mask keeps the highest scores, and zeroes exactly the number that the sparsity asks
+for.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from gossamer.errors import SparsityError, nearest
-from gossamer.sparse.nm import NM, NM2d
-from gossamer.sparse.selection import smallest, zero_count
+from gossamer.sparse._nm import BEST_UP_TO, KERNEL_UP_TO, best_tiles, greedy_tiles, rank_by_kernel, rank_by_torch, suit
+from gossamer.sparse.masks import refuse_nan, smallest, zero_count
 
 
 class Pattern(Protocol):
@@ -140,6 +141,143 @@ class Channel(_Units):
 
     def expand(self, units: Tensor, shape: Sequence[int]) -> Tensor:
         return units.reshape(1, -1, *[1] * (len(shape) - 2)).expand(tuple(shape)).contiguous()
+
+
+@dataclass(frozen=True)
+class NM:
+    """Keep the `n` best of every `m` neighbouring input channels, at each kernel position.
+
+    Below its own sparsity of 1 − n/m the mask takes the lowest scores among
+    those that the full pattern would remove, so that a gradual schedule leads
+    up to the pattern and no group ever loses more than m − n.
+
+    >>> NM(2, 4).keep_largest(torch.tensor([[1.0, -4.0, 2.0, -3.0]]))
+    tensor([[False,  True, False,  True]])
+    """
+
+    n: int
+    m: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.n < self.m:
+            raise SparsityError(f"{self.n}:{self.m} is no pattern; write N:M with 0 < N < M, as in 2:4")
+
+    @property
+    def sparsity(self) -> float:
+        return 1 - self.n / self.m
+
+    @property
+    def permutable(self) -> bool:
+        """Whether `permutation.search` serves the pattern: groups lie along input channels only."""
+        return True
+
+    def reached(self, sparsity: float) -> bool:
+        """Whether a schedule at `sparsity` has reached the full pattern."""
+        return sparsity >= self.sparsity - 1e-9
+
+    def fits(self, shape: Sequence[int]) -> str | None:
+        """Why a weight of this shape cannot take the pattern, or None."""
+        if len(shape) < 2:
+            return "N:M needs a weight with input and output channels"
+        one = shape[1] == 1
+        reason = f"{shape[1]} input channel{'s' * (not one)} do{'es' * one} not divide by {self.m}"
+        return None if shape[1] % self.m == 0 else reason
+
+    def unit_scores(self, scores: Tensor) -> Tensor:
+        """The scores, flat; what the full pattern keeps counts as infinite and goes last."""
+        keep = self._keep(scores.detach(), signed=True)
+        return scores.detach().masked_fill(keep, float("inf")).reshape(-1)
+
+    def expand(self, units: Tensor, shape: Sequence[int]) -> Tensor:
+        """Flat values in the weight's shape."""
+        return units.reshape(tuple(shape))
+
+    def mask(self, scores: Tensor, sparsity: float) -> Tensor:
+        """The mask of the highest scores: the full pattern once the sparsity has reached it."""
+        self._check(scores.shape)
+        if self.reached(sparsity):
+            return self._keep(scores.detach(), signed=True)
+        zeros = smallest(self.unit_scores(scores), zero_count(scores.numel(), sparsity))
+        return self.expand(zeros.logical_not_(), scores.shape)
+
+    def keep_largest(self, weight: Tensor) -> Tensor:
+        """The full pattern's mask of the largest magnitudes of a weight."""
+        self._check(weight.shape)
+        return self._keep(weight.detach(), signed=False)
+
+    def violations(self, weight: Tensor) -> int:
+        """How many groups hold more than `n` weights."""
+        self._check(weight.shape)
+        return int(((self._groups(weight) != 0).sum(dim=2) > self.n).count_nonzero())
+
+    def _check(self, shape: Sequence[int]) -> None:
+        if reason := self.fits(shape):
+            raise SparsityError(f"{self} does not fit shape {tuple(shape)}: {reason}")
+
+    def _keep(self, scores: Tensor, signed: bool) -> Tensor:
+        if suit(scores) and self.m <= KERNEL_UP_TO:
+            return rank_by_kernel(scores, self.n, self.m, signed)
+        refuse_nan(scores)
+        return rank_by_torch(self._groups(scores if signed else scores.abs()), self.n).reshape(scores.shape)
+
+    def _groups(self, weight: Tensor) -> Tensor:
+        """`(out, in, *kernel)` as `(out, groups, m, positions)`."""
+        out, channels, *kernel = weight.shape
+        return weight.reshape(out, channels // self.m, self.m, math.prod(kernel))
+
+
+@dataclass(frozen=True)
+class NM2d(NM):
+    """Keep exactly `n` in every row and column of each `m`×`m` tile of output by input channels.
+
+    So a weight and its transpose are both N:M. `best` finds the mask that
+    keeps most in sum; `greedy` takes the largest first while its row and
+    column have room, then completes the tile.
+
+    >>> NM2d(1, 2).keep_largest(torch.tensor([[5.0, 4.0], [4.0, 1.0]]))
+    tensor([[False,  True],
+            [ True, False]])
+    >>> NM2d(1, 2, "greedy").keep_largest(torch.tensor([[5.0, 4.0], [4.0, 1.0]]))
+    tensor([[ True, False],
+            [False,  True]])
+    """
+
+    method: Literal["best", "greedy"] = "best"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.method not in ("best", "greedy"):
+            raise SparsityError(f"method '{self.method}' of {self.n}:{self.m} tiles is unknown; known: best, greedy")
+        if self.method == "best" and self.m > BEST_UP_TO:
+            raise SparsityError(
+                f"the best {self.n}:{self.m} tile takes too long to find above {BEST_UP_TO}×{BEST_UP_TO}; "
+                "use the method 'greedy'"
+            )
+
+    @property
+    def permutable(self) -> bool:
+        return False
+
+    def fits(self, shape: Sequence[int]) -> str | None:
+        reason = super().fits(shape)
+        if reason or shape[0] % self.m == 0:
+            return reason
+        return f"{shape[0]} output channels do not divide by {self.m}"
+
+    def violations(self, weight: Tensor) -> int:
+        """How many rows and columns of tiles hold more than `n` weights."""
+        self._check(weight.shape)
+        kept = self._tiles(weight) != 0
+        return sum(int((kept.sum(dim=side) > self.n).count_nonzero()) for side in (1, 3))
+
+    def _keep(self, scores: Tensor, signed: bool) -> Tensor:
+        find = best_tiles if self.method == "best" else greedy_tiles
+        return find(self._tiles(scores), self.n, signed).reshape(scores.shape)
+
+    def _tiles(self, weight: Tensor) -> Tensor:
+        """`(out, in, *kernel)` as `(out / m, m, in / m, m, positions)`."""
+        out, channels, *kernel = weight.shape
+        return weight.reshape(out // self.m, self.m, channels // self.m, self.m, math.prod(kernel))
 
 
 _NAMES = "unstructured, block4, [rows, cols], N:M, tensorrt, mMnN_1d, mMnN_2d_best, mMnN_2d_greedy, filter, channel"

@@ -17,9 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 from torch.utils import _pytree as pytree
 
-from gossamer.model.inputs import as_arguments, guesses
 from gossamer.model.parameters import named_state, prunable
-from gossamer.model.tracing.tracer import Arguments, Observer, Tracer, storage_of, tensors_in
+from gossamer.model.tracing.tracer import Arguments, Observer, Tracer, as_arguments, guesses, storage_of, tensors_in
 
 Noise = Callable[[Tensor], Tensor]
 """From normal noise to the numbers of an input."""

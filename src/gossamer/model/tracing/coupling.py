@@ -17,20 +17,22 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils import _pytree as pytree
 
-from gossamer.model.inputs import as_arguments, guesses, unguessable, with_values
 from gossamer.model.parameters import named_state, unwrap
-from gossamer.model.tracing.channels import Channels, Classes, Layout
+from gossamer.model.tracing.channels import Channels, Classes, Layout, Tensors
 from gossamer.model.tracing.rules import observe
-from gossamer.model.tracing.tensors import Tensors
 from gossamer.model.tracing.tracer import (
     DATA_DEPENDENT,
     Arguments,
     Observer,
     Tracer,
     Untraceable,
+    as_arguments,
     fake_mode,
+    guesses,
     storage_of,
     tensors_in,
+    unguessable,
+    with_values,
 )
 from gossamer.model.weights import hooks_that_compute
 

@@ -14,9 +14,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gossamer.model.inputs import as_arguments, guesses, with_values
 from gossamer.model.parameters import first_names, named_modules, owner_of, prunable, unwrap
-from gossamer.model.tracing.tracer import DATA_DEPENDENT, Observer, Tracer, Untraceable, fake_mode
+from gossamer.model.tracing.tracer import (
+    DATA_DEPENDENT,
+    Observer,
+    Tracer,
+    Untraceable,
+    as_arguments,
+    fake_mode,
+    guesses,
+    with_values,
+)
 from gossamer.model.weights import weights_of
 
 _ENTRIES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)

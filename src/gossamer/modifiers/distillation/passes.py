@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import ModifierError
-from gossamer.model.compiling import recompile, uncompiled
+from gossamer.model.additions import recompile, uncompiled
 from gossamer.modifiers.base import Run, placed
 from gossamer.modifiers.distillation.outputs import Path, replaced, tensors
 from gossamer.modifiers.distillation.teacher import Hook, Teacher, TeacherOutput

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import ModifierError, nearest
-from gossamer.model.compiling import uncompiled
+from gossamer.model.additions import uncompiled
 from gossamer.modifiers.distillation.outputs import replaced, tensors
 
 
