@@ -100,7 +100,7 @@ def test_pruning_and_rate_can_be_left_out(create: Any, word: str) -> None:
 def test_with_data_the_reasons_are_measured(create: Any) -> None:
     result = create("--data", "nets_for_create:batches")
     assert result.exit_code == 0, result.output
-    assert "it moves the outputs by" in gossamer.load(result.stdout).text
+    assert "it changes the outputs by" in gossamer.load(result.stdout).text
 
 
 def test_a_file_is_written_and_told(create: Any, tmp_path: Path) -> None:

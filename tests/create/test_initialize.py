@@ -125,7 +125,7 @@ def test_a_model_with_more_zeros_than_its_target_is_reported(caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, "gossamer"):
         start(half_sparse(), quantization=False, recipe_variables={"sparsity": 0.3})
     assert [record.getMessage() for record in caplog.records] == [
-        "recipe_variables.sparsity: the model has 50 % of zeros already and will have 30 %; "
+        "recipe_variables.sparsity: the model already has 50 % zeros, and the target is 30 %; "
         "pruning constant keeps them all"
     ]
 

@@ -49,7 +49,7 @@ def test_the_ends_of_the_network_depth_wise_and_tiny_layers_stay_dense() -> None
     assert {name for name, layer in found.items() if layer.takes_part} == {"pointwise.weight", "wide.weight"}
     assert found["stem.weight"].why.startswith("the first convolution")
     assert found["head.weight"].why.startswith("the head")
-    assert found["depthwise.weight"].why.startswith("depth-wise")
+    assert found["depthwise.weight"].why.startswith("depthwise")
     assert found["tiny.weight"].why == "tiny: 4 weights"
 
 
@@ -125,7 +125,7 @@ def test_what_lies_behind_a_choice_by_values_is_found_on_real_ones() -> None:
     assert (found.unreached, found.followed) == ({"rare.weight"}, "by values")
     made = design(TwoStages(), choose(**arguments))
     assert [layer.name for layer in made.layers if layer.takes_part] == ["fine.weight"]
-    assert "Note: the path of the model depends on values" in made.recipe.text
+    assert "Note: the model has data-dependent control flow" in made.recipe.text
     assert "layers that were not reached (1) are left dense" in made.warnings[0].message
 
 
@@ -137,7 +137,7 @@ def test_a_model_that_cannot_be_traced_is_reported_with_the_fix() -> None:
     made = design(TwoInputs(), choose(quantization=False))
     assert "could not be traced" in made.warnings[0].message
     assert made.warnings[0].key == ("example_inputs",)
-    assert "taken for the first convolution: it is defined first" in made.recipe.text
+    assert "assumed to be the first convolution: it is defined first" in made.recipe.text
     images = torch.zeros(1, 3, 16, 16)
     assert design(TwoInputs(), choose(quantization=False), example_inputs=(images, images)).warnings == ()
 
@@ -159,7 +159,7 @@ def test_a_head_for_training_alone_is_left_dense_and_not_counted() -> None:
         (aux,) = [layer for layer in made.layers if layer.name == "aux.weight"]
         assert not aux.takes_part
         assert "it does not run in evaluation mode" in aux.why
-        assert "2 of 3 layers take part, with 6,144 weights, 96 % of all" in made.recipe.text
+        assert "Prunes 2 of 3 layers, with 6,144 weights (96 % of all)" in made.recipe.text
         assert made.warnings == ()
 
 
@@ -267,7 +267,7 @@ def test_where_whole_filters_go_the_head_keeps_all_of_them(measured: bool) -> No
     model = trained()
     data = batches(0) if measured else None
     found = planned(model, data, recipe_variables={"mask_type": "filter"})
-    assert found[HEAD].why == "the head: without a filter it would lack an output"
+    assert found[HEAD].why == "the head: each of its filters is an output"
     assert not found[HEAD].takes_part
     with pytest.raises(
         GossamerError, match="no layer of the model can be pruned: 'weight': the head: without a filter"
@@ -350,7 +350,7 @@ def test_with_data_the_layers_that_move_the_outputs_more_give_less_and_the_total
     fragile, robust = sorted(MIDDLE, key=lambda name: -moved[name])
     assert gives[fragile] < gives[robust]
     assert max(gives[FIRST], gives[HEAD]) <= 0.4, "the ends give at most half of what is asked for"
-    assert "the first convolution, given less" in made.recipe.text
+    assert "the first convolution, less sparse" in made.recipe.text
     Manager(made.recipe).apply(model)
     weights = [model.get_parameter(layer.name) for layer in made.layers if layer.takes_part]
     assert sum(int((w == 0).sum()) for w in weights) == round(sum(w.numel() for w in weights) * 0.8)

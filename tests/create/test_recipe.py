@@ -111,5 +111,5 @@ def test_the_same_model_gives_the_same_text() -> None:
 def test_where_whole_units_go_the_sparsity_is_told_as_their_share(units: str) -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 32), nn.Linear(32, 4))
     text = sparsify.create.recipe_for(model, quantization=False, recipe_variables={"mask_type": units}).text
-    assert f"prune away 50 % of {units}s (magnitude, {units})" in text
-    assert f"# the share of {units}s that go, in the layers that take part" in text
+    assert f"prune 50 % of {units}s (magnitude, {units})" in text
+    assert f"# the share of {units}s removed from the pruned layers" in text

@@ -185,7 +185,7 @@ USUAL = (
     "its filters are outputs of the model",
     "the head",
     "the first convolution",
-    "depth-wise",
+    "depthwise",
     "does not divide",
     "computes in floats",
     "1 input channel",

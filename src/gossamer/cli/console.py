@@ -37,7 +37,7 @@ def reports_errors(command: Callable[P, R]) -> Callable[P, R]:
         try:
             return command(*args, **kwargs)
         except GossamerError as error:
-            show_errors(str(error).splitlines())
+            show_errors([str(problem) for problem in error.problems])
             raise typer.Exit(1) from None
 
     return guarded

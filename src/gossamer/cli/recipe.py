@@ -58,7 +58,7 @@ def check(
     except RecipeError as error:
         if not as_json:
             raise
-        show_json({"ok": False, "recipe": file, "errors": str(error).splitlines()})
+        show_json({"ok": False, "recipe": file, "errors": [str(problem) for problem in error.problems]})
         raise typer.Exit(1) from None
     bindings = _bind(recipe, model, imports)
     errors = [line for binding in bindings or () for line in (binding["error"] or "").splitlines()]

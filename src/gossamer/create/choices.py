@@ -1,14 +1,13 @@
-"""What a recipe shall do, resolved from the arguments of `initialize`: method, pattern, sparsity and learning rate.
+"""Resolves the arguments of `initialize`: method, pattern, sparsity and learning rate, independent of the model.
 
-Options that were given are kept, and a contradiction between two of them is an error. Options that were left out
-adapt to the others. Nothing here depends on the model.
+Given options are kept, and a contradiction between two of them is an error. Other options adapt to the given ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from gossamer.create.schemas import RecipeVariables, as_variables
 from gossamer.errors import GossamerError, Problem, format_value, nearest
@@ -22,7 +21,7 @@ class Method:
     name: str
     modifier: str
     summary: str
-    """What it does, to follow `The recipe …`."""
+    """What it does, as the end of `pruning: …`."""
     sharing: Literal["either", "global", "layers", "own"] = "either"
     """How layers share the zeros: by one threshold or each by its own share, only one of the two, or as they are."""
     single_weights: bool = False
@@ -38,34 +37,44 @@ class Method:
 
 
 MAGNITUDE = Method("magnitude", "GMPruningModifier", "removes the smallest weights, a few more at every update")
-CONSTANT = Method("constant", "ConstantPruningModifier", "holds the zeros that the model has", sharing="own")
+CONSTANT = Method("constant", "ConstantPruningModifier", "keeps the zeros of the model", sharing="own")
 
 METHODS: tuple[Method, ...] = (
     MAGNITUDE,
     Method(
         "movement",
         "MovementPruningModifier",
-        "removes what training moves towards zero, step by step",
+        "removes the weights that training moves towards zero",
         by_gradient=True,
     ),
-    Method("acdc", "ACDCPruningModifier", "takes turns between dense and sparse phases"),
+    Method("acdc", "ACDCPruningModifier", "alternates between dense and sparse phases"),
     Method(
         "obs",
         "OBSPruningModifier",
-        "removes what costs least by curvature and corrects the rest",
+        "removes the weights with the least second-order effect on the loss and updates the rest",
         by_gradient=True,
         needs_sampler=True,
     ),
-    Method("mfac", "MFACPruningModifier", "removes what costs least by recent gradients", by_gradient=True),
+    Method(
+        "mfac",
+        "MFACPruningModifier",
+        "removes the weights with the least effect on the loss, estimated from recent gradients",
+        by_gradient=True,
+    ),
     Method(
         "rigl",
         "RigLPruningModifier",
-        "is sparse from the start and moves weights to where gradients ask",
+        "is sparse from the start and moves weights to where gradients are largest",
         sharing="layers",
         single_weights=True,
         by_gradient=True,
     ),
-    Method("topkast", "TopKASTPruningModifier", "runs on the largest weights and trains more", single_weights=True),
+    Method(
+        "topkast",
+        "TopKASTPruningModifier",
+        "computes with the largest weights and trains a larger set",
+        single_weights=True,
+    ),
     Method(
         "str",
         "STRPruningModifier",
@@ -77,13 +86,13 @@ METHODS: tuple[Method, ...] = (
     Method(
         "probmask",
         "ProbMaskPruningModifier",
-        "learns for each weight the chance to be kept",
+        "learns a keep probability for each weight",
         sharing="global",
         single_weights=True,
         by_gradient=True,
     ),
-    Method("admm", "ADMMPruningModifier", "draws the weights to the pattern, then cuts them"),
-    Method("levels", "LevelPruningModifier", "goes through a table of sparsities"),
+    Method("admm", "ADMMPruningModifier", "pulls the weights towards the pattern, then prunes them"),
+    Method("levels", "LevelPruningModifier", "prunes to a table of sparsities, one after the other"),
     Method("structured", "StructuredPruningModifier", "removes whole filters, a few more at every update"),
     CONSTANT,
 )
@@ -97,7 +106,7 @@ _BY_NAME: Mapping[str, Method] = {
 NAMES = tuple(_BY_NAME)
 
 LearningRate = Literal["linear", "cosine", "cyclic_linear", "constant", "stepped", "exponential"]
-LEARNING_RATES: tuple[LearningRate, ...] = ("linear", "cosine", "cyclic_linear", "constant", "stepped", "exponential")
+LEARNING_RATES: tuple[LearningRate, ...] = get_args(LearningRate)
 _TARGET_PATTERNS: dict[str, tuple[str, Pattern]] = {"vnni": ("block4", Block(1, 4)), "tensorrt": ("2:4", NM(2, 4))}
 _UNIT_SPARSITY = 0.5
 """The default sparsity of whole filters and channels, which is lower because all of their weights go."""
@@ -105,7 +114,7 @@ _UNIT_SPARSITY = 0.5
 
 @dataclass(frozen=True)
 class Choices:
-    """Everything about a recipe that does not depend on the model."""
+    """The resolved arguments of `initialize`."""
 
     method: Method | None
     holds_zeros: bool
@@ -163,7 +172,7 @@ def choose(
     method = method_of(pruning)
     for name, value in (("quantization", quantization), ("distillation", distillation)):
         if not isinstance(value, bool):
-            raise GossamerError(Problem(f"expected True or False, found {value!r}", (name,)))
+            raise GossamerError(f"expected True or False, found {value!r}", name)
     rate = _learning_rate(lr)
     adapted: list[str] = []
     final_lr = _final_lr(rate, variables, adapted)
@@ -196,7 +205,7 @@ def method_of(pruning: object) -> Method | None:
     if pruning is True:
         return MAGNITUDE
     if not isinstance(pruning, str):
-        raise GossamerError(Problem(f"expected true, false or the name of a method, found {pruning!r}", ("pruning",)))
+        raise GossamerError(f"expected true, false or the name of a method, found {pruning!r}", "pruning")
     plain = {name.replace("-", ""): method for name, method in _BY_NAME.items()}
     method = plain.get("".join(letter for letter in pruning.lower() if letter.isalnum()))
     if method is None:
@@ -283,7 +292,9 @@ def _sparsity(method: Method | None, variables: RecipeVariables, pattern: Patter
         return pattern.sparsity
     if isinstance(pattern, Filter | Channel) and not given:
         units = "filters" if isinstance(pattern, Filter) else "channels"
-        adapted.append(f"sparsity is {_UNIT_SPARSITY:g}, as a share of {units}: whole ones cost more")
+        adapted.append(
+            f"sparsity is {_UNIT_SPARSITY:g}, as a share of {units}: removing whole {units} costs more accuracy"
+        )
         return _UNIT_SPARSITY
     return sparsity
 
@@ -303,15 +314,15 @@ def _global_sparsity(method: Method | None, variables: RecipeVariables, pattern:
         return True
     if method.sharing == "layers":
         if given and value:
-            reason = f"pruning {method.name} gives each layer a share of its own"
+            reason = f"pruning {method.name} sets a sparsity for each layer"
             raise _conflict("global_sparsity", reason, _OTHER.format("global_sparsity"))
         if value:
-            adapted.append(f"global_sparsity is false: {method.name} gives each layer a share of its own")
+            adapted.append(f"global_sparsity is false: {method.name} sets a sparsity for each layer")
         return False
     if isinstance(pattern, NM):
         if given and value:
             option, chosen = _pattern_option(variables)
-            reason = f"{option} {chosen} means the same share in every layer"
+            reason = f"{option} {chosen} has the same sparsity in every layer"
             raise _conflict("global_sparsity", reason, f"drop global_sparsity or {option}")
         return False
     return value
@@ -352,7 +363,7 @@ def _conflict(name: str, message: str, fix: str) -> GossamerError:
 
 
 def _constant_conflict(name: str) -> GossamerError:
-    message = f"pruning {CONSTANT.name} holds the zeros that the model has and makes no new ones"
+    message = f"pruning {CONSTANT.name} keeps the zeros of the model and adds none"
     return _conflict(name, message, _OTHER.format(name))
 
 

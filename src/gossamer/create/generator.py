@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from gossamer.analysis.sensitivity import MAX_BATCHES, Progress, first_inputs
 from gossamer.create import modifiers
 from gossamer.create.choices import CONSTANT, Choices, choose
-from gossamer.create.layers import LayerPlan, percent, plan_layers
+from gossamer.create.layers import PLAIN, LayerPlan, percent, plan_layers
 from gossamer.create.modifiers import Context, Phases, phases
 from gossamer.create.schemas import RecipeVariables
 from gossamer.create.text import Entry, Row, Variable, format_recipe, name_patterns
@@ -171,7 +171,7 @@ def design(
         warnings = [note for note in notes if note is not trace_note or _guessed(network_ends)]
         warnings += [Problem(f"'{name}' stays dense: {why}") for name, why in left_dense(module).items()]
         variables, (first, *rest) = modifiers.pruning(context)
-        comments = [*_layer_comments(choices, layers, module), *(f"Note: {_sentence(note)}." for note in notes)]
+        comments = [*_layer_comments(choices, layers, module), *(f"Note: {replace(note, key=())}." for note in notes)]
         pruning = variables, [replace(first, comments=[*comments, *first.comments]), *rest]
     recipe = _assemble(module, choices, times, pruning, steps_per_epoch)
     return Design(recipe, choices, times, tuple(layers), tuple(warnings))
@@ -237,18 +237,18 @@ def _evaluated(value: object, variables: Mapping[str, object]) -> object:
 
 
 def _trace_note(network_ends: Ends) -> Problem | None:
-    """What to report about a model that could not be traced as it is."""
+    """A note about a model that could not be traced as a whole."""
     if network_ends.followed == "not":
         message = (
-            "the model could not be traced from its input to its output, so the layers that are defined first and "
-            "last count as its ends"
+            "the model could not be traced from its input to its output; the layers that are defined first and last "
+            "are assumed to be its first and last layers"
         )
         if network_ends.reason is not None:
             return Problem(f"{message}; {network_ends.reason}")
         return Problem(message, ("example_inputs",), fix="pass what the model takes")
     if network_ends.followed == "whole":
         return None
-    message = "the path of the model depends on values, and where it leads was seen on one example"
+    message = "the model has data-dependent control flow and was traced on one example"
     if network_ends.unreached:
         message += f"; layers that were not reached ({len(network_ends.unreached)}) are left dense"
     return Problem(message)
@@ -260,29 +260,28 @@ def _guessed(network_ends: Ends) -> bool:
 
 
 def _sparse_note(context: Context) -> Problem | None:
-    """What to report about a model that has more zeros than its target."""
+    """A warning if the model has more zeros than its target."""
     if context.zeros <= context.choices.sparsity + 1e-3:
         return None
-    message = f"the model has {percent(context.zeros)} of zeros already and will have "
-    message += percent(context.choices.sparsity)
+    message = (
+        f"the model already has {percent(context.zeros)} zeros, and the target is {percent(context.choices.sparsity)}"
+    )
     return Problem(message, ("recipe_variables", "sparsity"), fix="pruning constant keeps them all")
-
-
-def _sentence(note: Problem) -> str:
-    return f"{note.message}; {note.fix}" if note.fix else note.message
 
 
 def _head(module: nn.Module, choices: Choices, times: Phases, prunes: bool) -> list[str]:
     method, parts = choices.method, list[str]()
     if method is CONSTANT or (method is None and prunes):
-        parts.append("hold its zeros")
+        parts.append("keep its zeros")
     elif method is not None:
-        target = f"to {percent(choices.sparsity)}"
-        if choices.unit_name:
-            target = f"away {percent(choices.sparsity)} of {choices.unit_name}"
+        target = (
+            f"{percent(choices.sparsity)} of {choices.unit_name}"
+            if choices.unit_name
+            else f"to {percent(choices.sparsity)}"
+        )
         parts.append(f"prune {target} ({method.name}, {choices.mask_type})")
     parts += ["quantize"] * choices.quantization + ["distil"] * choices.distillation
-    lines = [f"A recipe for {type(module).__name__}, made by gossamer.create: {', '.join(parts) or 'train'}.", ""]
+    lines = [f"Recipe for {type(module).__name__}, written by gossamer.create: {', '.join(parts) or 'train'}.", ""]
     for start, end, what in _timeline(choices, times, prunes):
         lines.append(f"  epoch {start:g} to {end:g}: {what}")
     if choices.adapted:
@@ -294,10 +293,10 @@ def _head(module: nn.Module, choices: Choices, times: Phases, prunes: bool) -> l
 def _timeline(choices: Choices, times: Phases, holds: bool) -> list[tuple[float, float, str]]:
     spans: list[tuple[float, float, str]] = []
     if choices.method is not None and choices.method is not CONSTANT:
-        spans.append((0.0, times.pruning_end, f"pruning: it {choices.method.summary}"))
-        spans.append((times.pruning_end, times.quantization_start, "fine-tuning: the zeros are held"))
+        spans.append((0.0, times.pruning_end, f"pruning: {choices.method.summary}"))
+        spans.append((times.pruning_end, times.quantization_start, "fine-tuning with fixed masks"))
     else:
-        spans.append((0.0, times.quantization_start, "training: the zeros are held" if holds else "training"))
+        spans.append((0.0, times.quantization_start, "training with fixed masks" if holds else "training"))
     if choices.quantization:
         text = f"quantization-aware training; ranges are frozen at {times.freeze:g}"
         spans.append((times.quantization_start, times.num_epochs, text))
@@ -305,20 +304,20 @@ def _timeline(choices: Choices, times: Phases, holds: bool) -> list[tuple[float,
 
 
 def _layer_comments(choices: Choices, layers: Sequence[LayerPlan], module: nn.Module) -> list[str]:
-    """The reason for what happens to each layer; layers with the same reason together."""
+    """How many layers are pruned, and the reasons, each with its layers."""
     pruned = [layer for layer in layers if layer.takes_part]
     running = [layer for layer in layers if layer.role != "idle"]
     total, count = sum(layer.weights for layer in running), sum(layer.weights for layer in pruned)
     share = percent(count / max(total, 1))
-    lines = [f"{len(pruned)} of {len(running)} layers take part, with {count:,} weights, {share} of all."]
+    lines = [f"Prunes {len(pruned)} of {len(running)} layers, with {count:,} weights ({share} of all)."]
     if choices.is_nm:
-        lines.append(f"Each has the pattern's own share, {choices.sparsity:g}.")
+        lines.append(f"The pattern sets their sparsity, {choices.sparsity:g}.")
     elif choices.global_sparsity:
-        lines.append("One threshold says which of their weights go: layers that can spare more give more.")
+        lines.append("One threshold over all of them selects the weights, so their sparsities differ.")
     groups: dict[str, list[str]] = {}
     for layer in layers:
         reason = layer.why if layer.takes_part else f"left dense ({layer.why})"
-        if reason != "takes part":
+        if reason != PLAIN:
             groups.setdefault(reason, []).append(layer.name)
     for reason, names in groups.items():
         lines.append(f"  {', '.join(name_patterns(names, module))}: {reason}.")

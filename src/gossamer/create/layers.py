@@ -1,7 +1,6 @@
-"""Which layers of a model a recipe prunes, and how sparse each becomes, with the reason.
+"""Selects the layers that a recipe prunes and their sparsities, with the reason for each.
 
-Decides by shapes, by the position of a layer in the network and, with data, by how far pruning a layer moves the
-outputs.
+The criteria are shapes, the position in the network and, with data, how far pruning a layer changes the outputs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from gossamer.model.tracing.flow import Ends
 from gossamer.sparse import Block, Channel, Filter, Pattern, Unstructured, erdos_renyi, within_reach, zero_count
 
 TINY = 1024
-"""Layers with fewer weights are not worth pruning."""
+"""Layers with fewer weights stay dense."""
 TINY_TOGETHER = 0.01
 """All tiny layers together have at most this share of the weights."""
 KEPT_AT_LEAST = 4
@@ -32,21 +31,24 @@ LEAST = 0.05
 """A layer to be spared stays dense if its share would be below this."""
 
 LEEWAY = 1.25
-"""Under one threshold a layer, pruned alone, may move the outputs by this factor more than under equal distances."""
+"""Under one threshold a layer, pruned alone, may change the outputs by this factor more than with its own share."""
 _SPARSITY = ("recipe_variables", "sparsity")
 
 Role = Literal["first", "head", "depthwise", "unreached", "idle"]
-_SPARED: dict[Role, str] = {
-    "first": "the first convolution: few weights, and everything behind it depends on them",
-    "head": "the head: nothing behind it could make up for what it loses",
-    "depthwise": "depth-wise: few weights, and each channel has only its own",
-    "unreached": "not reached: the path of the model depends on values, and it may be a head",
-    "idle": "it does not run in evaluation mode: a head for training alone, or not in use",
+_SPARED: dict[Role, tuple[str, str]] = {
+    "first": ("the first convolution", "few weights, and all later layers depend on them"),
+    "head": ("the head", "no later layer can compensate for what it loses"),
+    "depthwise": ("depthwise", "few weights, and one filter for each channel"),
+    "unreached": ("not reached", "the traced example does not use it; it may be a head"),
+    "idle": ("unused", "it does not run in evaluation mode, such as a head for training alone"),
 }
-_BY_ORDER: dict[Role, str] = {
-    "first": "taken for the first convolution: it is defined first",
-    "head": "taken for the head: it is defined last",
+"""Layers that stay dense: what they are, and the reason."""
+_BY_ORDER: dict[Role, tuple[str, str]] = {
+    "first": ("assumed to be the first convolution", "it is defined first"),
+    "head": ("assumed to be the head", "it is defined last"),
 }
+PLAIN = "pruned"
+"""The reason of a layer that is pruned like most others."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class LayerPlan:
     """Under one threshold: the highest sparsity of this layer."""
     why: str
     moved: float | None = None
-    """With data: how far the outputs move when this layer alone is pruned to the target sparsity."""
+    """With data: how far the outputs change when this layer alone is pruned to the target sparsity."""
 
 
 def plan_layers(
@@ -112,7 +114,7 @@ def _layer(module: nn.Module, name: str, choices: Choices, tied: bool) -> LayerP
     shape, method = tuple(rows.shape), choices.method
     reason = choices.pattern.fits(shape)
     if reason is not None and is_depthwise(module, name):
-        reason = _SPARED["depthwise"]
+        reason = ": ".join(_SPARED["depthwise"])
     elif reason is not None:
         reason = f"mask_type {choices.mask_type} does not fit: {reason}"
     elif tied:
@@ -122,7 +124,7 @@ def _layer(module: nn.Module, name: str, choices: Choices, tied: bool) -> LayerP
     units = _units(shape, choices.pattern) if reason is None else weight.numel()
     fits = reason is None
     sparsity = None if fits else 0.0
-    return LayerPlan(name, shape, weight.numel(), units, None, fits, fits, sparsity, None, reason or "takes part")
+    return LayerPlan(name, shape, weight.numel(), units, None, fits, fits, sparsity, None, reason or PLAIN)
 
 
 def _units(shape: tuple[int, ...], pattern: Pattern) -> int:
@@ -141,9 +143,10 @@ def _spared(module: nn.Module, layers: list[LayerPlan], choices: Choices, networ
     """Leave small and important layers dense, unless there is little else to prune."""
     layers = [replace(layer, role=_role(module, layer.name, network_ends)) for layer in layers]
     whole = sum(layer.weights for layer in layers if layer.role != "idle")
-    out = {"idle": _SPARED["idle"]}
+    out = {"idle": ": ".join(_SPARED["idle"])}
     if isinstance(choices.pattern, Filter):
-        out |= {"head": "the head: without a filter it would lack an output", "unreached": _SPARED["unreached"]}
+        out["head"] = "the head: each of its filters is an output"
+        out["unreached"] = ": ".join(_SPARED["unreached"])
     layers = [replace(_left_dense(la, out[la.role]), fits=False) if la.role in out else la for la in layers]
     fitting = [layer for layer in layers if layer.takes_part]
     if not fitting:
@@ -157,24 +160,24 @@ def _spared(module: nn.Module, layers: list[LayerPlan], choices: Choices, networ
         if any(layer.name not in slow and layer.name not in reasons for layer in fitting):
             reasons = {name: f"sparse tensor cores cannot run it: {why}" for name, why in slow.items()} | reasons
         else:
-            why = "takes part, though sparse tensor cores cannot run it: "
+            why = "pruned, although sparse tensor cores cannot run it: "
             layers = [replace(layer, why=why + slow[layer.name]) if layer.name in slow else layer for layer in layers]
             fitting = [layer for layer in layers if layer.takes_part]
     if all(layer.name in reasons for layer in fitting):
         chosen = max(fitting, key=lambda layer: layer.weights)
-        why = "takes part: there is no other layer to prune"
+        why = "pruned: the model has no other layer to prune"
         reasons.pop(chosen.name)
         layers = [replace(layer, role=None, why=why) if layer is chosen else layer for layer in layers]
     return [_left_dense(layer, reasons[layer.name]) if layer.name in reasons else layer for layer in layers]
 
 
-def _reasons(fitting: Sequence[LayerPlan], whole: int, spared: Mapping[Role, str]) -> dict[str, str]:
+def _reasons(fitting: Sequence[LayerPlan], whole: int, spared: Mapping[Role, tuple[str, str]]) -> dict[str, str]:
     """Why layers that could be pruned stay dense: their position in the network, or their size."""
     reasons: dict[str, str] = {}
     for layer in fitting:
         too_large_to_spare = layer.role != "depthwise" and layer.weights > whole / 2
         if layer.role is not None and not too_large_to_spare:
-            reasons[layer.name] = spared[layer.role]
+            reasons[layer.name] = ": ".join(spared[layer.role])
     total = 0
     for layer in sorted((layer for layer in fitting if layer.weights < TINY), key=lambda layer: layer.weights):
         total += layer.weights
@@ -242,7 +245,7 @@ def _with_share(layer: LayerPlan, share: float | None, why: str) -> LayerPlan:
 def _by_measure(
     module: nn.Module, layers: Sequence[LayerPlan], choices: Choices, data: Iterable[Any], progress: Progress | None
 ) -> list[LayerPlan]:
-    """Shares, or bounds under one threshold, by how far pruning a layer alone moves the outputs.
+    """Shares, or bounds under one threshold, by how far pruning a layer alone changes the outputs.
 
     Layers that stay dense without data are measured as well, and become at most half as sparse as the target.
     """
@@ -280,10 +283,12 @@ def _measured_plan(
     if curve is None:
         return layer
     layer = replace(layer, moved=curve.at(choices.sparsity))
-    moved = f"pruned alone to {percent(choices.sparsity)} it moves the outputs by {percent(curve.at(choices.sparsity))}"
+    moved = (
+        f"pruned alone to {percent(choices.sparsity)} it changes the outputs by {percent(curve.at(choices.sparsity))}"
+    )
     if layer.name not in shares:
         return replace(layer, why=f"{layer.why}; {moved}")
-    why = f"{layer.why.partition(':')[0]}, given less: {moved}" if layer.name in caps else moved
+    why = f"{_SPARED[layer.role][0]}, less sparse: {moved}" if layer.role and layer.name in caps else moved
     taking = replace(layer, takes_part=True, sparsity=None, why=why)
     if not choices.global_sparsity:
         return _with_share(taking, shares[layer.name], why)

@@ -41,11 +41,11 @@ class Phases:
 
     num_epochs: float
     pruning_end: float
-    """Pruning starts at 0; from here on the zeros are held and the rest recovers."""
+    """Pruning starts at 0; masks are fixed from here on."""
     quantization_start: float
     """`num_epochs` without quantization."""
     freeze: float
-    """From here on ranges and batch-norm statistics are frozen."""
+    """Ranges and batch-norm statistics are frozen from here on."""
 
 
 def phases(num_epochs: float, quantization: bool) -> Phases:
@@ -71,12 +71,12 @@ DROPS = 4
 """The number of drops of `stepped`, at equal distances."""
 _SHORT_RUN_DROPS = 9
 _LR_COMMENTS = {
-    "linear": "The learning rate falls in a straight line.",
-    "cosine": "The learning rate falls along half a cosine.",
-    "cyclic_linear": "The learning rate falls in a straight line, again and again.",
-    "constant": "The learning rate stays the same.",
-    "stepped": "The learning rate falls in steps of one factor.",
-    "exponential": "The learning rate falls by one factor after every epoch, in a run of more than one.",
+    "linear": "The learning rate falls linearly.",
+    "cosine": "The learning rate falls along half a period of a cosine.",
+    "cyclic_linear": "The learning rate falls linearly in several cycles.",
+    "constant": "The learning rate is constant.",
+    "stepped": "The learning rate falls by the same factor at each step.",
+    "exponential": "The learning rate falls by the same factor after every epoch.",
 }
 
 
@@ -84,18 +84,18 @@ def learning_rate(choices: Choices, steps_per_epoch: float | None) -> tuple[list
     """Variables and modifiers for the learning rate; neither if the recipe does not set it."""
     if choices.lr is None:
         return [], []
-    variables = [Variable("init_lr", choices.variables.init_lr, "the learning rate at the beginning")]
+    variables = [Variable("init_lr", choices.variables.init_lr, "the initial learning rate")]
     comments = [_LR_COMMENTS[choices.lr]]
     if choices.lr == "constant":
         fields: Fields = {"start_epoch": 0.0, "learning_rate": "eval(init_lr)"}
         return variables, [Entry("SetLearningRateModifier", fields, comments)]
-    variables.append(Variable("final_lr", choices.final_lr, "and at the end"))
+    variables.append(Variable("final_lr", choices.final_lr, "the final learning rate"))
     if choices.lr in ("stepped", "exponential"):
         return variables, [_by_factor(choices.lr, choices.variables.num_epochs, comments)]
     fields = {**WHOLE_RUN, "lr_func": choices.lr, "init_lr": "eval(init_lr)", "final_lr": "eval(final_lr)"}
     if choices.lr == "cyclic_linear":
         count = _cycles(choices.variables.num_epochs, steps_per_epoch)
-        remark = "from init_lr to final_lr; whole cycles fill the run"
+        remark = "the length of a cycle; the run has a whole number of cycles"
         variables.append(Variable("cycle_epochs", f"eval(num_epochs / {count})", remark))
         fields["cycle_epochs"] = "eval(cycle_epochs)"
     return variables, [Entry("LearningRateFunctionModifier", fields, comments)]
@@ -109,7 +109,7 @@ def _by_factor(kind: str, num_epochs: float, comments: list[str]) -> Entry:
         lr_class, drops = "MultiStepLR", DROPS
         if kind == "exponential":
             drops = _SHORT_RUN_DROPS
-            comments = [f"The learning rate falls by one factor, {drops} times in the run."]
+            comments = [f"The learning rate falls by the same factor {drops} times."]
         kwargs = {
             "gamma": f"eval((final_lr / init_lr) ** (1 / {drops}))",
             "milestones": [f"eval(num_epochs * {drop} / {drops + 1})" for drop in range(1, drops + 1)],
@@ -143,13 +143,13 @@ ACDC_PHASES = 6
 """An even number: dense first, sparse last."""
 
 _FREQUENCIES = {
-    "movement": ("eval(min(0.1, pruning_end / 50))", "small: the scores are fresh only where training goes on"),
+    "movement": ("eval(min(0.1, pruning_end / 50))", "short: only weights that still train get new scores"),
     "obs": ("eval(pruning_end / 8)", "each update costs num_grads backward passes"),
     "acdc": (
         f"eval(pruning_end / {ACDC_PHASES})",
-        "the length of a phase; an even number of them: dense first, sparse last",
+        "the length of a phase; an even number of phases, dense first, sparse last",
     ),
-    "admm": ("eval(min(0.5, pruning_end / 10))", "epochs between two looks at the pattern"),
+    "admm": ("eval(min(0.5, pruning_end / 10))", "epochs between two projections onto the pattern"),
 }
 _DEFAULT_FREQUENCY = ("eval(min(0.5, pruning_end / 20))", "epochs between two updates of the masks")
 _BOUND = f"eval(1 - (1 - sparsity) / {KEPT_AT_LEAST})"
@@ -216,12 +216,12 @@ def pruning(context: Context) -> tuple[list[Variable], list[Entry]]:
     method, units = context.method, context.choices.unit_name
     variables: list[Variable] = []
     if not context.has_shares:
-        remark = "the share of zeros in the layers that take part"
+        remark = "the sparsity of the pruned layers"
         if units:
-            remark = f"the share of {units} that go, in the layers that take part"
+            remark = f"the share of {units} removed from the pruned layers"
         variables.append(Variable("sparsity", context.choices.sparsity, remark))
     end = "eval(quantization_start / 2)" if context.choices.quantization else "eval(num_epochs / 2)"
-    variables.append(Variable("pruning_end", end, "from here on the zeros are held and the rest recovers"))
+    variables.append(Variable("pruning_end", end, "masks are fixed from here on, and the model recovers"))
     if method.name not in ("str", "probmask", "levels"):
         variables.append(Variable("update_frequency", *_FREQUENCIES.get(method.name, _DEFAULT_FREQUENCY)))
     make: Callable[[Context], list[Entry]] = _MAKERS.get(method.name, _gradual)
@@ -229,7 +229,7 @@ def pruning(context: Context) -> tuple[list[Variable], list[Entry]]:
 
 
 def held_zeros(model: nn.Module, choices: Choices) -> list[Entry]:
-    """Hold the zeros that the model has. A weight that is all zero is not pruned but not yet trained."""
+    """Keep the zeros of the model, except in weights that are all zero: those are not trained yet."""
     weights = {name: get_parameter(model, name).detach() for name in prunable(model)}
     zeros = {name: 0 if w.is_meta else w.numel() - int(w.count_nonzero()) for name, w in weights.items()}
     empty = [name for name, weight in weights.items() if weight.numel() and zeros[name] == weight.numel()]
@@ -237,13 +237,13 @@ def held_zeros(model: nn.Module, choices: Choices) -> list[Entry]:
     if held == 0 and choices.method is not CONSTANT:
         return []
     total = sum(weight.numel() for weight in weights.values())
-    comment = "Holds the zeros that the model has when training starts"
+    comment = "Keeps the zeros that the model has when training starts"
     if held == 0:
         comment += ". It has none yet: load the sparse weights first."
     else:
         comment += f": {held:,} of {total:,} weights ({percent(held / max(total, 1))})."
     fields: Fields = {"params": ALL_PRUNABLE, "start_epoch": 0.0, **({"exclude": empty} if empty else {})}
-    remarks = {"exclude": "all zero: not pruned, but yet to learn"} if empty else {}
+    remarks = {"exclude": "all zero: not trained yet, so not pruned"} if empty else {}
     return [Entry("ConstantPruningModifier", fields, [comment], remarks)]
 
 
@@ -268,9 +268,9 @@ def _threshold(context: Context) -> Fields:
 def _threshold_remarks(context: Context) -> dict[str, str]:
     if not context.choices.global_sparsity:
         return {}
-    remark = "no layer keeps less than a quarter of the average"
+    remark = "every layer keeps at least a quarter of the average density"
     if context.measured:
-        remark = "what a layer may give at most, by what it does to the outputs"
+        remark = "the highest sparsity of each layer, by its measured effect on the outputs"
     return {"global_sparsity": "one threshold for all layers", "max_layer_sparsity": remark}
 
 
@@ -303,7 +303,7 @@ def _gradual(context: Context) -> list[Entry]:
     remarks = _threshold_remarks(context)
     if context.zeros > FIRST:
         first = "__FROM_PARAM__"
-        remarks["init_sparsity"] = "the model has zeros already"
+        remarks["init_sparsity"] = "the model already has zeros"
     elif name != "movement":
         first = f"eval(min({FIRST}, sparsity))"
         if own:
@@ -402,7 +402,7 @@ def _levels(context: Context) -> list[Entry]:
         fields["allocation"] = "uniform"
     elif context.choices.global_sparsity:
         fields |= {"allocation": "energy", "max_layer_sparsity": _BOUND}
-        remarks["allocation"] = "one threshold for all layers, on the energy that each would lose"
+        remarks["allocation"] = "one threshold for all layers, on the share of energy that each layer loses"
     else:
         fields["allocation"] = "erk"
         remarks["allocation"] = "by size: small layers stay denser"
@@ -441,10 +441,10 @@ def quantization(choices: Choices) -> tuple[list[Variable], list[Entry]]:
         "freeze_bn_stats_epoch": freeze,
     }
     comment = (
-        "The model computes as its 8-bit version would. Half-way the ranges of activations and the batch-norm "
+        "The model emulates 8-bit arithmetic. After half of these epochs the ranges of activations and the batch-norm "
         "statistics are frozen."
     )
-    remarks = {"scheme": "right on every CPU" if choices.scheme == "default" else f"for target {choices.scheme}"}
+    remarks = {"scheme": "works on every CPU" if choices.scheme == "default" else f"for target {choices.scheme}"}
     return variables, [Entry("QuantizationModifier", fields, [comment], remarks)]
 
 
@@ -452,9 +452,9 @@ def distillation(choices: Choices) -> tuple[list[Variable], list[Entry]]:
     if not choices.distillation:
         return [], []
     variables = [
-        Variable("hardness", choices.variables.hardness, "how much the teacher counts, from 0 to 1"),
-        Variable("temperature", choices.variables.temperature, "how soft the outputs are made"),
+        Variable("hardness", choices.variables.hardness, "the weight of the teacher, from 0 to 1"),
+        Variable("temperature", choices.variables.temperature, "the temperature of the softmax"),
     ]
     fields: Fields = {"start_epoch": 0.0, "hardness": "eval(hardness)", "temperature": "eval(temperature)"}
-    comment = "The model also learns from a teacher: itself as it was at first, unless another is given."
+    comment = "Distillation from a teacher: the model as it was before training, unless another is given."
     return variables, [Entry("DistillationModifier", fields, [comment])]

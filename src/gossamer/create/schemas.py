@@ -1,6 +1,6 @@
 """The variables of a generated recipe: `RecipeVariables`, with a description of every field.
 
-Each value is checked on its own here; contradictions between them are found in `choices.py`.
+Each value is checked on its own; `choices.py` checks combinations.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from gossamer.errors import GossamerError, Problem, nearest
+from gossamer.errors import GossamerError, nearest
 from gossamer.modifiers.pruning import MaskType
 from gossamer.quantities import MAX_EPOCHS, MAX_FACTOR, MAX_RATE
 from gossamer.validation import problems_of
 
 TARGETS = ("vnni", "tensorrt")
-_KEY = ("recipe_variables",)
+_KEY = "recipe_variables"
 
 
 def _number(value: Any) -> Any:
@@ -29,7 +29,7 @@ Number = Annotated[float, BeforeValidator(_number), Field(strict=True, allow_inf
 
 
 class RecipeVariables(BaseModel):
-    """The variables of a recipe. Those that are left out adapt to the others; those that are given are kept.
+    """The variables of a recipe. Given ones are kept; the others adapt to them.
 
     >>> RecipeVariables(num_epochs=30, target="vnni").sparsity
     0.8
@@ -41,19 +41,18 @@ class RecipeVariables(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_assignment=True, hide_input_in_errors=True)
 
     num_epochs: Number = Field(default=20.0, gt=0, le=MAX_EPOCHS, description="The length of the recipe in epochs.")
-    init_lr: Number = Field(default=1e-3, gt=0, le=MAX_RATE, description="The learning rate at the beginning.")
-    final_lr: Number = Field(default=1e-7, ge=0, le=MAX_RATE, description="The learning rate at the end.")
+    init_lr: Number = Field(default=1e-3, gt=0, le=MAX_RATE, description="The initial learning rate.")
+    final_lr: Number = Field(default=1e-7, ge=0, le=MAX_RATE, description="The final learning rate.")
     target: str | None = Field(
         default=None,
-        description="The hardware to make the model fast on: 'vnni' (CPUs with 8-bit vector instructions: blocks of "
-        "four) or 'tensorrt' (NVIDIA GPUs: 2:4). It sets mask_type, and how the model is quantized.",
+        description="The target hardware: 'vnni' (CPUs with 8-bit vector instructions: blocks of "
+        "four) or 'tensorrt' (NVIDIA GPUs: 2:4). It sets mask_type and the quantization scheme.",
     )
     sparsity: Number = Field(
         default=0.8,
         gt=0,
         lt=1,
-        description="The final share of zeros in the layers that are pruned. Where whole filters or channels are "
-        "removed, the share of those.",
+        description="The final share of zeros in the pruned layers, or of removed filters or channels.",
     )
     mask_type: MaskType = Field(
         default="unstructured",
@@ -117,11 +116,10 @@ def as_variables(given: object) -> RecipeVariables:
     if isinstance(given, Mapping):
         entries = cast(Mapping[Any, Any], given)
         if wrong := [key for key in entries if not isinstance(key, str)]:
-            raise GossamerError(Problem(f"expected names of variables, found {wrong[0]!r}", _KEY))
+            raise GossamerError(f"expected names of variables, found {wrong[0]!r}", _KEY)
         return RecipeVariables(**entries)
-    raise GossamerError(Problem(f"expected a RecipeVariables or a dict, found {type(given).__name__}", _KEY))
+    raise GossamerError(f"expected a RecipeVariables or a dict, found {type(given).__name__}", _KEY)
 
 
 def _error(error: ValidationError, given: Mapping[str, Any]) -> GossamerError:
-    problems = problems_of(error, given, RecipeVariables, noun="variable")
-    return GossamerError(problem.within(*_KEY) for problem in problems)
+    return GossamerError(problems_of(error, given, RecipeVariables, noun="variable"), _KEY)

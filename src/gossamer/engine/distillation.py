@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.errors import GossamerError, nearest
+from gossamer.errors import GossamerError, first_line, nearest
 from gossamer.model import unwrap
 from gossamer.model.additions import withdraw_all
 from gossamer.model.parameters import named_state
@@ -57,9 +57,9 @@ def frozen_copy(module: nn.Module) -> nn.Module:
     try:
         copy = duplicate(inner)
     except Exception as error:
-        message = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise GossamerError(
-            f"distillation_teacher: the model cannot be copied to be its own teacher ({message}); give a teacher module"
+            f"distillation_teacher: the model cannot be copied to be its own teacher ({first_line(error)}); "
+            "give a teacher module"
         ) from error
     withdraw(copy)
     withdraw_all(copy)

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gossamer.errors import SparsityError
+from gossamer.errors import SparsityError, within
 from gossamer.sparse.masks import refuse_nan, smallest, zero_count
 from gossamer.sparse.patterns import NM, Pattern
 
@@ -200,10 +200,8 @@ def energy_removed(scores: Tensor, name: str | None = None) -> _Ascending:
     and a layer's scale does not matter. Sums run on the CPU, where they have
     one order.
     """
-    try:
+    with within(*([] if name is None else [name])):
         refuse_nan(scores)
-    except SparsityError as error:
-        raise SparsityError(f"energy of '{name}': {error}" if name else str(error)) from None
     sorted_scores = _sorted(scores.detach().reshape(-1).abs())
     if not sorted_scores.size or sorted_scores[-1] == 0:
         return np.zeros(sorted_scores.size)

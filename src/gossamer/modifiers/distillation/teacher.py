@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gossamer.errors import ModifierError, nearest
+from gossamer.errors import ModifierError, first_line, nearest
 from gossamer.model.additions import uncompiled
 from gossamer.modifiers.distillation.outputs import replaced, tensors
 
@@ -74,10 +74,9 @@ class Teacher:
             except torch.OutOfMemoryError:
                 raise
             except (TypeError, RuntimeError, ValueError, LookupError, AttributeError) as error:
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise ModifierError(
-                    f"has a teacher that fails on the model's inputs: {reason}; give one that takes the same inputs, "
-                    "or select keywords by teacher_input_keys",
+                    f"has a teacher that fails on the model's inputs: {first_line(error)}; give one that takes the "
+                    "same inputs, or select keywords by teacher_input_keys",
                     "teacher_input_keys",
                 ) from error
             finally:

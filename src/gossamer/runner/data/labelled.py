@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gossamer.errors import Location, Problem, nearest
+from gossamer.errors import Location, Problem, first_line, nearest
 from gossamer.io import open_regular
 from gossamer.runner.config.schema import Idx, ImageFolder, ImageList, Npz
 from gossamer.runner.data.examples import LabelledArrays, LabelledFiles, Names
@@ -168,8 +168,7 @@ def _with_numpy(path: Path, read: Callable[[], Any]) -> Any:
     except OSError as error:
         raise file_error(path, f"cannot read the file ({error.strerror or error})") from None
     except Exception as error:  # noqa: BLE001  (only NumPy and zipfile run here, and they raise anything)
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise file_error(path, f"not an NPZ file of plain arrays ({reason})") from None
+        raise file_error(path, f"not an NPZ file of plain arrays ({first_line(error)})") from None
 
 
 def _idx_array(path: Path) -> NDArray[Any]:
