@@ -1,7 +1,6 @@
-"""The only error machinery: problems carry data, and this module turns them into text.
+"""Errors as data: `Problem`, the exceptions that carry problems, and `Problems`, which collects them.
 
-A `Problem` has a message, the path of the key at fault, a location and a fix. Every `GossamerError` carries problems.
-A layer that knows more about the key or the location adds it with `within`; nothing edits or matches the text.
+A caller that knows more about the key or the location of a problem adds it with `within`. Text is formatted here only.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: the message, the key it is about, its location and how to fix it.
+    """One error or warning: the message, the key it is about, its location and how to fix it.
 
     >>> problem = Problem("expected a whole number, found 'x'", ("batch_size",), fix="nearest: 8")
     >>> str(problem)
@@ -72,7 +71,7 @@ class Problem:
 
 
 class GossamerError(Exception):
-    """Base class of every error that Gossamer raises on purpose.
+    """Base class of Gossamer's errors.
 
     `problems` has at least one entry, and `str(error)` is one line for each of them. `key` goes before their own keys.
 
@@ -92,12 +91,8 @@ class GossamerError(Exception):
         return format_problems(self.problems)
 
 
-class GossamerWarning(UserWarning):
-    """Something is ignored or has no effect, and the author may care."""
-
-
 class RecipeError(GossamerError):
-    """A recipe that cannot be read or does not fit the model; has every problem, in file order.
+    """An invalid recipe, with all of its problems in file order.
 
     >>> str(RecipeError(["a.yaml: not readable", Problem("unknown field", ("x",))]))
     'a.yaml: not readable\\nx: unknown field'
@@ -115,10 +110,9 @@ class ModifierError(GossamerError):
 
 
 class FieldError(GossamerError, ValueError):
-    """A field that a validator refuses.
+    """An invalid field, raised by validators of pydantic models.
 
-    Validators of pydantic models raise it to name the field, or the key below it, that a check of several fields is
-    about. `gossamer.validation.problems_of` keeps the key.
+    The key names the field, or the key below it. `gossamer.validation.problems_of` keeps it.
 
     >>> str(FieldError("2 lies before start_epoch 5", "end_epoch"))
     'end_epoch: 2 lies before start_epoch 5'
@@ -126,7 +120,7 @@ class FieldError(GossamerError, ValueError):
 
 
 class SparsityError(GossamerError, ValueError):
-    """Numbers that cannot be pruned: NaN scores, a sparsity outside [0, 1]."""
+    """Invalid scores or sparsities: NaN, or outside [0, 1]."""
 
 
 class Problems:
@@ -158,12 +152,12 @@ class Problems:
             self.raise_if_any()
 
     def extend(self, problems: Iterable[Problem], *key: str | int, location: Location | None = None) -> None:
-        """Add several, each below `key`; those of another error are `error.problems`."""
+        """Add several problems below `key`, such as the `problems` of another error."""
         for problem in problems:
             self.add(problem, *key, location=location)
 
     def fail(self, problem: str | Problem, *key: str | int, location: Location | None = None) -> NoReturn:
-        """Raise at once, with this one problem alone: what follows it cannot be read."""
+        """Raise this problem alone, at once, because the rest of the document cannot be read."""
         single = Problems(None)
         single.add(problem, *key, location=location)
         raise (self._error_class or GossamerError)(single) from None

@@ -80,7 +80,7 @@ def test_problems_as_json_are_the_only_output(run):
     ("words", "said"),
     [
         (["check", "missing.yaml"], "missing.yaml: no such file"),
-        (["check", "zoo:resnet50"], "the zoo is closed"),
+        (["check", "zoo:resnet50"], "SparseZoo is closed"),
         (["show", "builtin:gmp-9"], "nearest: 'gmp-90'"),
         (["show", "builtin:gmp-90", "--set", "nm_epochs=3"], "nearest: 'num_epochs'"),
         (["show", "builtin:gmp-90", "--set", "num_epochs"], "expected 'name=value'"),

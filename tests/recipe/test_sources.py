@@ -95,7 +95,7 @@ def test_a_missing_file_is_named_with_its_nearest_neighbour(file: Path) -> None:
 
 def test_the_zoo_is_closed() -> None:
     message = one_problem("zoo:cv/classification/resnet_v1-50/pytorch/sparseml/imagenet/pruned-moderate")
-    assert "the zoo is closed" in message
+    assert "SparseZoo is closed" in message
     assert "gossamer recipe list" in message
 
 
@@ -104,7 +104,7 @@ def test_a_recipe_that_ships_with_the_package_is_found_by_name() -> None:
     assert recipe.modifiers
     assert recipe.where(0).startswith("builtin:gmp-90:")
     assert "nearest: 'gmp-90'" in one_problem("builtin:gmp90")
-    assert "no recipe of that name ships" in one_problem("builtin:../recipes/x")
+    assert "no built-in recipe has that name" in one_problem("builtin:../recipes/x")
 
 
 @pytest.mark.parametrize(

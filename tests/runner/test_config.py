@@ -114,7 +114,7 @@ SOURCES = "; choose one of image_folder, image_list, coco, json_lines, idx, npz,
         ("sparsity:\n  recipe: none.yaml", "2: sparsity.recipe: none.yaml: no such file"),
         (
             "sparsity:\n  recipe: builtin:gmp-9",
-            "2: sparsity.recipe: builtin:gmp-9: no recipe of that name ships with the package; nearest: 'gmp-90'",
+            "2: sparsity.recipe: builtin:gmp-9: no built-in recipe has that name; nearest: 'gmp-90'",
         ),
         (
             "sparsity:\n  scheduler:\n    type: AmpereSchedule",

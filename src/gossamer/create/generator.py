@@ -1,4 +1,4 @@
-"""Recipes for one model: `recipe_for` writes one, `initialize` also attaches it to a training run."""
+"""`recipe_for` writes a recipe for a model, and `initialize` also attaches it to a training run."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def _trace_note(network_ends: Ends) -> Problem | None:
 
 
 def _guessed(network_ends: Ends) -> bool:
-    """Whether the ends of the network may be wrong, so that a warning is due."""
+    """Whether the first and last layers are uncertain, which calls for a warning."""
     return network_ends.followed == "not" or bool(network_ends.unreached)
 
 
@@ -358,7 +358,7 @@ def _batches(data: object) -> Iterable[Any] | None:
 
 
 def _broadcast(recipe: Recipe) -> Recipe:
-    """The recipe of rank 0 on every rank: each may have measured other data."""
+    """The recipe of rank 0 on every rank, because each rank measures its own data."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return recipe

@@ -1,4 +1,4 @@
-"""The text of a generated recipe: variables with remarks, modifiers below the reason for them, names as patterns."""
+"""Format a generated recipe: variables with remarks, modifiers with comments, parameter names as patterns."""
 
 from __future__ import annotations
 
@@ -170,8 +170,8 @@ def _shortened(group: list[str], model: nn.Module) -> list[str]:
 def _listed(group: list[str], numbers: list[list[str]], position: int) -> list[str]:
     """Patterns that list the numbers at one position and keep the others."""
     parts: dict[tuple[str, ...], list[str]] = {}
-    for name, found in zip(group, numbers, strict=True):
-        parts.setdefault((*found[:position], *found[position + 1 :]), []).append(name)
+    for name, own in zip(group, numbers, strict=True):
+        parts.setdefault((*own[:position], *own[position + 1 :]), []).append(name)
     items: list[str] = []
     for part in parts.values():
         choices = "|".join(dict.fromkeys(_NUMBER.findall(name)[position] for name in part))

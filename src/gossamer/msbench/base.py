@@ -1,7 +1,7 @@
-"""The scheduler that all others extend: prepare a model, prune it while it trains, export it.
+"""`BaseScheduler`, which all schedulers extend: prepares a model, prunes it during training, exports it.
 
-A scheduler builds modifiers from its config, and a run of the engine carries them out; the user's loop moves the clock
-of that run by `prune_model(model, iteration)`. Methods that learn what to prune put sparsers into the model instead.
+A scheduler builds modifiers from its config and runs them with the engine; `prune_model(model, iteration)` advances
+that run. Methods that learn what to prune insert sparsers into the model instead.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ KWARGS = ("scheduler", "kwargs")
 
 
 class BaseScheduler:
-    """A constant sparsity, or what the sparsers of the config learn.
+    """Prunes to a constant sparsity, or trains the sparsers of the config.
 
     Layers stay dense if their name contains an entry of `no_prune_keyword` or is an entry of `no_prune_layer`. Both
     are lists separated by commas.
     """
 
     needs: ClassVar[type[sparsers.FakeSparse] | None] = None
-    """The sparser that a scheduler works with, or one that extends it; None for any that needs no scheduler."""
+    """The required class of sparser, subclasses included; None for any that needs no scheduler."""
     traces: ClassVar[bool] = True
     """Whether the model is traced with torch.fx."""
     recalibrates: ClassVar[bool] = False
@@ -271,7 +271,7 @@ class BaseScheduler:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The state to save beside model, optimizer and learning-rate scheduler, to continue to the bit."""
+        """The state to save with model, optimizer and learning-rate scheduler, to resume bit for bit."""
         return {
             "format": STATE_FORMAT,
             "scheduler": type(self).__name__,
@@ -284,7 +284,7 @@ class BaseScheduler:
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Continue from a state; call it after `prepare_sparse_model` and `set_lr_scheduler`.
 
-        Returns and logs what does not match a config that has changed since.
+        Returns and logs differences from a config that has changed since.
         """
         if not isinstance(state, Mapping) or not {"format", "scheduler", "iteration", "run"} <= set(state):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise GossamerError("load_state_dict: this is not what state_dict() of a sparse scheduler returned")
@@ -304,23 +304,23 @@ class BaseScheduler:
         assert model is not None
         if self._run is None and not self.learns and run is not None:
             raise GossamerError("load_state_dict: the model was exported; prepare it again before loading the state")
-        problems: list[str] = []
+        differences: list[str] = []
         if "config" in fields and fields["config"].text() != self.settings:
-            problems.append("the config has changed since the state was saved; pruning continues by the new one")
+            differences.append("the config has changed since the state was saved; pruning continues by the new one")
         if self._run is not None and run is not None:
-            problems += self._run.load_state_dict(run)
+            differences += self._run.load_state_dict(run)
         elif self._run is not None:
-            masks = self._parse_masks(model, fields["by_hand"].entries() if "by_hand" in fields else {}, problems)
+            masks = self._parse_masks(model, fields["by_hand"].entries() if "by_hand" in fields else {}, differences)
             self._run = self._new_run(model)
             for name, keep in masks.items():
                 self._run.modifiers[0].masks.set(name, keep)
             self._run.apply_masks()
         self.iteration, self._begun = iteration, run is not None
-        for problem in problems:
-            logger.warning("state: %s", problem)
-        return problems
+        for difference in differences:
+            logger.warning("state: %s", difference)
+        return differences
 
-    def _parse_masks(self, model: nn.Module, saved: Mapping[str, Item], problems: list[str]) -> dict[str, Tensor]:
+    def _parse_masks(self, model: nn.Module, saved: Mapping[str, Item], differences: list[str]) -> dict[str, Tensor]:
         """Masks that `update_sparsity_per_layer` set before the first `prune_model`."""
         masks: dict[str, Tensor] = {}
         for name, item in saved.items():
@@ -328,19 +328,21 @@ class BaseScheduler:
             if spec is not None and spec.shape == shape:
                 masks[name] = item.mask(spec)
             else:
-                problems.append(f"the mask of {name!r} {shape} is dropped: no weight of that name and shape is pruned")
+                differences.append(
+                    f"the mask of {name!r} {shape} is dropped: no weight of that name and shape is pruned"
+                )
         return masks
 
     @property
     def settings(self) -> str:
-        """The modifiers as text, to recognise a config that has changed."""
+        """The modifiers as text, to detect a changed config."""
         return repr([(modifier.name, modifier.model_dump(exclude_unset=True)) for modifier in self.modifiers()])
 
     # For custom schedulers
 
     @property
     def learns(self) -> bool:
-        """Whether sparsers replace the weights, and not just masks."""
+        """Whether sparsers replace the weights, instead of masks."""
         return self.sparser is not sparsers.FakeSparse
 
     @property
@@ -467,14 +469,14 @@ class BaseScheduler:
             (generators.ProbMaskGenerator, sparsers.ProbMaskFakeSparse),
         ):
             if isinstance(self.generator, kind) and not issubclass(self.sparser, sparser):
-                raise _part_error(f"{kind.__name__} needs {sparser.__name__}", "fake_sparse")
+                raise GossamerError(f"{kind.__name__} needs {sparser.__name__}", "fake_sparse")
         if self.needs is None and issubclass(self.sparser, sparsers.ProbMaskFakeSparse):
-            raise _part_error("ProbMaskFakeSparse needs ProbMaskPruneScheduler", "scheduler")
+            raise GossamerError("ProbMaskFakeSparse needs ProbMaskPruneScheduler", "scheduler")
         # A custom sparser in place of a weight would hide its masks, so a subclass of FakeSparse is refused too.
         masks_only = self.needs is sparsers.FakeSparse and self.learns
         if self.needs is not None and (masks_only or not issubclass(self.sparser, self.needs)):
             needed, given = self.needs.__name__, self.sparser.__name__
-            raise _part_error(f"{type(self).__name__} needs {needed}, found {given}", "fake_sparse")
+            raise GossamerError(f"{type(self).__name__} needs {needed}, found {given}", "fake_sparse")
 
     def _trace_networks(self, model: nn.Module, networks: Mapping[str, nn.Module]) -> None:
         """Trace each network, and exclude layers outside of them."""
@@ -583,14 +585,10 @@ _schedulers: weakref.WeakSet[BaseScheduler] = weakref.WeakSet()
 """Schedulers that may hold the zeros of a model that they have exported."""
 
 
-def _part_error(message: str, *key: str) -> GossamerError:
-    return GossamerError(Problem(message, key))
-
-
 # Selection of layers
 
 _PREFIX = "module."
-"""What DistributedDataParallel puts before names."""
+"""DistributedDataParallel's prefix of names."""
 
 
 def exclusions(keywords: str, layers: str) -> list[str]:

@@ -1,7 +1,6 @@
-"""MSBench configs, checked: which classes a config names, and with which arguments.
+"""Check MSBench configs: the classes that a config names, and their arguments.
 
-A config is a dict as in MSBench's documentation. It is never changed. All of its problems are raised together, each
-with its key.
+A config is a dict as in MSBench's documentation and is not changed. All of its problems are raised together.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from gossamer.validation import problems_of
 PARTS = ("mask_generator", "fake_sparse", "scheduler")
 KEYS = (*PARTS, "leaf_module", "fuse_bn", "sparsity")
 LOCATION = Location("sparsity_config")
-"""Where the problems of a config are, as messages show it."""
+"""The location of problems in messages."""
 
 _NOT_SUPPORTED = {"prun_hw_aware": "it needs a proprietary program of the chip vendor"}
 _DEFAULTS = {"mask_generator": "NormalMaskGenerator", "fake_sparse": "FakeSparse", "scheduler": "BaseScheduler"}

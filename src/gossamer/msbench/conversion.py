@@ -1,7 +1,7 @@
-"""`gossamer convert`: an MSBench config, or the arguments of ASP, in a file as a recipe that does the same.
+"""Convert an MSBench config or the arguments of ASP to a recipe, for `gossamer convert`.
 
-Files are YAML, JSON, or Python scripts that assign the config. Scripts are read and never run: literals and names of
-constants are evaluated here, within limits on size and depth, because `ast.literal_eval` knows neither.
+Files are YAML, JSON, or Python scripts that assign the config. Scripts are never run: literals and names of constants
+are evaluated here, because `ast.literal_eval` has no names and no limits on size and depth.
 """
 
 from __future__ import annotations
@@ -112,25 +112,27 @@ def _expect_model(model: nn.Module | None) -> nn.Module:
 
 def read_config(path: Path) -> dict[str, Any]:
     """The config in a file. In a script, it is the first dict literal with the key `scheduler` or `asp`."""
+    with within(location=Location(str(path))):
+        return _read_config(path)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
     source = open_source(path)
     if path.suffix in _PYTHON:
         return _read_script(path, source.text)
-    file = Location(str(path))
     if path.suffix not in _DATA:
-        raise GossamerError(Problem(f"expected a file that ends in {', '.join((*_DATA, *_PYTHON))}", location=file))
+        raise GossamerError(f"expected a file that ends in {', '.join((*_DATA, *_PYTHON))}")
     problems = SourceProblems(source)
     root = parse(source, problems, what="config")
     check_tags(root, problems, known=frozenset())
     config = plain_value(root, problems)
     problems.raise_if_any()
     if not isinstance(config, Mapping):
-        message = f"expected a mapping with the key 'scheduler', found {type(config).__name__}"
-        raise GossamerError(Problem(message, location=file))
+        raise GossamerError(f"expected a mapping with the key 'scheduler', found {type(config).__name__}")
     return {str(key): value for key, value in cast(Mapping[Any, Any], config).items()}
 
 
 def _read_script(path: Path, text: str) -> dict[str, Any]:
-    file = Location(str(path))
     try:
         tree = ast.parse(text, filename=str(path))
     except SyntaxError as error:
@@ -138,12 +140,11 @@ def _read_script(path: Path, text: str) -> dict[str, Any]:
             Problem(f"not valid Python: {error.msg}", location=Location(str(path), error.lineno))
         ) from None
     except (RecursionError, MemoryError):
-        raise GossamerError(Problem("nested too deeply", location=file)) from None
+        raise GossamerError("nested too deeply") from None
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict) and {"scheduler", "asp"} & {_key(key) for key in node.keys}:
             return _Script(path, text, _constants(tree)).value(node)
-    fix = "assign one, as in sparsity_config = {…}"
-    raise GossamerError(Problem("no dict with the key 'scheduler'", location=file, fix=fix))
+    raise GossamerError("no dict with the key 'scheduler'; assign one, as in sparsity_config = {…}")
 
 
 def _key(key: ast.expr | None) -> object:

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from gossamer.errors import GossamerError, Problem
+from gossamer.errors import GossamerError
 from gossamer.modifiers import LevelPruningModifier, Modifier
 from gossamer.quantities import Sparsity, Temperature
 from gossamer.sparse import magnitude, parse_pattern
@@ -96,7 +96,7 @@ class _FilterMaskGenerator(_PatternGenerator):
         super().__init__(sparsity=sparsity)
         if not structured:
             message = f"{type(self).__name__} prunes whole filters; structured must be True"
-            raise GossamerError(Problem(message, ("mask_generator", "kwargs", "structured")))
+            raise GossamerError(message, "mask_generator", "kwargs", "structured")
 
     @property
     def pattern_name(self) -> str:
@@ -170,10 +170,10 @@ class GeneratedLevels(LevelPruningModifier):
             self._generator.sparsity = sparsity[name] if isinstance(sparsity, Mapping) else sparsity
             mask = cast(object, self._generator.generate_mask(weight))
             if not isinstance(mask, Tensor) or mask.shape != score.shape:
-                found = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+                returned = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
                 raise GossamerError(
                     f"{type(self._generator).__name__}.generate_mask: expected a mask of shape {tuple(weight.shape)} "
-                    f"for '{name}', found {found}"
+                    f"for '{name}', found {returned}"
                 )
             masks[name] = mask != 0
         return masks

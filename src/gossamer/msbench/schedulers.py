@@ -1,4 +1,4 @@
-"""The schedulers that a config can name besides the base: levels (Ambarella), 2:4 (Ampere), STR, ProbMask and ADMM."""
+"""Schedulers for levels (Ambarella), 2:4 (Ampere), STR, ProbMask and ADMM."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def layer_type(entry: object) -> type[nn.Module]:
     kind = getattr(nn, entry, None) if isinstance(entry, str) and entry in LAYER_TYPES else entry
     if not isinstance(kind, type):
         message = f"expected types of layers, or names from {', '.join(LAYER_TYPES)}, found {entry!r}"
-        raise GossamerError(Problem(message, ("whitelist",)))
+        raise GossamerError(message, "whitelist")
     return kind
 
 
@@ -361,7 +361,7 @@ class STRScheduler(BaseScheduler):
     ) -> None:
         super().__init__(config, **excluded)
         if prune_rate is not None and total_iterations is None:
-            raise GossamerError(Problem("missing key; prune_rate needs it", (*KWARGS, "total_iterations")))
+            raise GossamerError("missing key; prune_rate needs it", *KWARGS, "total_iterations")
         self.rate, self.total = prune_rate, total_iterations
         self.modifiers()  # raises for invalid arguments
 
@@ -435,7 +435,7 @@ class ProbMaskPruneScheduler(BaseScheduler):
                 "expected warmup_iteration_stamps ≤ finetune_iteration_stamps ≤ total_iterations, found "
                 f"{warmup_iteration_stamps}, {finetune_iteration_stamps} and {total_iterations}"
             )
-            raise GossamerError(Problem(message, KWARGS))
+            raise GossamerError(message, *KWARGS)
         self.rate, self.start_rate, self.total = prune_rate, start_prune_rate, total_iterations
         self.warmup, self.finetune, self.seed = warmup_iteration_stamps, finetune_iteration_stamps, seed
         self._pool = sparsers.Pool(seed=seed)
@@ -551,10 +551,10 @@ class ADMMScheduler(BaseScheduler):
         super().__init__(config, **excluded)
         if "target_sparsity" not in config.sparsity:
             message = "ADMMScheduler needs {'target_sparsity': …, 'uniform': True}"
-            raise GossamerError(Problem(message, ("sparsity",)))
+            raise GossamerError(message, "sparsity")
         if self.generator.mask_type is None or self.generator.score_type != "magnitude":
             message = f"ADMMScheduler prunes by magnitude and does not support {type(self.generator).__name__}"
-            raise GossamerError(Problem(message, ("mask_generator",)))
+            raise GossamerError(message, "mask_generator")
         self.rho = rho
         self.lengths: tuple[int | None, int | None] = (total_iters, iters_per_epoch)
         self.modifiers()  # raises for invalid arguments

@@ -1,8 +1,7 @@
-"""torch.fx for models that it represents correctly; other models are used as they are.
+"""Trace a model with torch.fx if the graph is the same model; otherwise the model is used as it is.
 
-Pruning needs no graph, because parameters are pruned by name. MSBench's users expect a traced model back, and get one
-if it is the same model: same parameters in the same order, the same graph in training and evaluation, and no constant
-in it that the user's code could change later.
+MSBench's users expect a traced model. The graph must have the same parameters in the same order, be the same in
+training and evaluation, and hold no constant that the user's code could change later.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from gossamer.errors import GossamerError, Problem, nearest
+from gossamer.errors import GossamerError, nearest, within
 from gossamer.model import first_names, named_modules, prunable
 from gossamer.model.tracing.tracer import preserved
 from gossamer.msbench.config import LOCATION
@@ -68,12 +67,11 @@ def check_leaves(model: nn.Module, leaves: Sequence[Leaf], more: Set[str] = froz
     """Raise unless each leaf is a class, names a class or a module of the model, or is one of `more`."""
     known = leaf_names(model) | more
     for leaf in leaves:
-        if not isinstance(leaf, str | type):  # pyright: ignore[reportUnnecessaryIsInstance]
-            message = f"expected classes of modules or dotted names, found {leaf!r}"
-            raise GossamerError(Problem(message, ("leaf_module",), LOCATION))
-        if isinstance(leaf, str) and leaf not in known:
-            message = f"the model has no module or class '{leaf}'{nearest(leaf, known)}"
-            raise GossamerError(Problem(message, ("leaf_module",), LOCATION))
+        with within("leaf_module", location=LOCATION):
+            if not isinstance(leaf, str | type):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise GossamerError(f"expected classes of modules or dotted names, found {leaf!r}")
+            if isinstance(leaf, str) and leaf not in known:
+                raise GossamerError(f"the model has no module or class '{leaf}'{nearest(leaf, known)}")
 
 
 class _Tracer(fx.Tracer):

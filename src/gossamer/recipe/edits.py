@@ -1,4 +1,4 @@
-"""Changes to the text of a recipe that leave the rest of it unchanged.
+"""Edits to the text of a recipe that keep the rest of it.
 
 An edit replaces the characters of one value or adds lines after the last one, so comments, quotes and layout elsewhere
 stay as they are. ruamel's round-trip mode reformats what it writes, hence this module. The caller reads every edited
@@ -25,8 +25,8 @@ from gossamer.recipe.nodes import (
     pairs,
     unaliased,
 )
-from gossamer.recipe.reader import Written, distinct_name, outline_of
-from gossamer.recipe.source import Source, SourceProblems
+from gossamer.recipe.reader import ModifierNode, distinct_name, outline_of
+from gossamer.recipe.source import Source, SourceProblems, recipe_error
 from gossamer.recipe.variables import names_in
 from gossamer.recipe.writer import entry, entry_head, inline, item_lines, list_lines, plain_data
 
@@ -45,21 +45,22 @@ def override_variables(source: Source, overrides: Mapping[str, object]) -> Sourc
     """The source with other values for its variables, also those of stages and those it uses but does not define."""
     if not overrides:
         return source
-    parts = outline_of(source)
-    scopes = [(parts.root, parts.variables), *((section.body, section.variables) for section in parts.sections)]
+    outline = outline_of(source)
+    scopes = [(outline.root, outline.variables), *((section.body, section.variables) for section in outline.sections)]
     known = {name for _, variables in scopes for name in variables}
-    used = names_in(parts.root)
+    used = names_in(outline.root)
     missing = [name for name in overrides if name not in known]
     if unknown := [name for name in missing if name not in used]:
         known |= used
         messages = (f"unknown variable '{name}'{nearest(name, known)}" for name in unknown[:MAX_SUGGESTED])
         raise RecipeError(Problem(message, location=Location(source.name)) for message in messages)
-    if missing and isinstance(parts.root, ListNode):
-        raise _error(
-            source, f"a list has no variables, so '{missing[0]}' cannot be set; put the list below 'modifiers:'"
-        )
+    if missing and isinstance(outline.root, ListNode):
+        message = f"a list has no variables, so '{missing[0]}' cannot be set; put the list below 'modifiers:'"
+        raise recipe_error(source.name, message)
     edits = [
-        _appended(source.text, parts.root, name, overrides[name]) for name in missing if isinstance(parts.root, MapNode)
+        _appended(source.text, outline.root, name, overrides[name])
+        for name in missing
+        if isinstance(outline.root, MapNode)
     ]
     for body, variables in scopes:
         for name, value in overrides.items():
@@ -72,7 +73,7 @@ def set_field(source: Source, index: int, field: str, value: object) -> Source:
     """The source with one field of one modifier changed or added."""
     written = outline_of(source).modifiers[index]
     if isinstance(written.item, AliasNode) or isinstance(written.fields, AliasNode):
-        raise _error(source, f"{written.name} is used by an alias; write it out to change its '{field}'")
+        raise recipe_error(source.name, f"{written.name} is used by an alias; write it out to change its '{field}'")
     body = unaliased(written.fields)
     value = plain_data(value)
     if not isinstance(body, MapNode):
@@ -91,7 +92,7 @@ def set_metadata(source: Source, metadata: object) -> Source:
     if isinstance(root, ListNode):
         line_start = source.text.rfind("\n", 0, root.start) + 1
         if root.flow or source.text[line_start : root.start].strip() or root.anchor:
-            raise _error(source, "metadata cannot be added to this layout")
+            raise recipe_error(source.name, "metadata cannot be added to this layout")
         end = _end_of_line(source.text, root.end)
         lines = entry("metadata", value, 0)
         return _applied(
@@ -105,17 +106,17 @@ def set_metadata(source: Source, metadata: object) -> Source:
 
 def add_modifiers(source: Source, modifiers: Sequence[Modifier]) -> Source:
     """The source with modifiers after its own: a list of their own, or a stage in a staged recipe."""
-    parts = outline_of(source)
-    root, text = parts.root, source.text
+    outline = outline_of(source)
+    root, text = outline.root, source.text
     if root.flow:
-        raise _error(source, "modifiers cannot be added to this layout")
+        raise recipe_error(source.name, "modifiers cannot be added to this layout")
     end = _end_of_line(text, root.end)
     if isinstance(root, ListNode):
         lines = item_lines(modifiers, _column(text, content_start(text, root)))
         return _applied(source, [_Edit(end, end, "\n" + "\n".join(lines))])
     keys = {str(pair.key) for pair in pairs(root, SourceProblems(source))}
     indent = _column(text, root.entries[0][0].start)
-    if parts.is_staged:
+    if outline.is_staged:
         stage = entry_head(distinct_name("added_stage", keys), indent)
         lines = [*stage, *list_lines("modifiers", modifiers, indent + 2)]
     else:
@@ -162,7 +163,7 @@ def _appended(text: str, body: MapNode, key: object, value: object) -> _Edit:
     return _Edit(end, end, "\n" + "\n".join(lines))
 
 
-def _first_field(text: str, written: Written, fields: dict[str, object]) -> _Edit:
+def _first_field(text: str, written: ModifierNode, fields: dict[str, object]) -> _Edit:
     """Give fields to a modifier that is written without any."""
     node, shown = written.fields, inline(fields, literal=False)
     if node is written.item and unaliased(node).tag is None:
@@ -178,10 +179,6 @@ def _end_of_line(text: str, index: int) -> int:
     if rest is None:
         raise RecipeError("nothing can be added to this layout")
     return rest.end()
-
-
-def _error(source: Source, message: str) -> RecipeError:
-    return RecipeError(Problem(message, location=Location(source.name)))
 
 
 def _column(text: str, index: int) -> int:

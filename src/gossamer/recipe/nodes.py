@@ -1,4 +1,4 @@
-"""YAML text as a tree of nodes in which every node knows its position, and what its scalars mean.
+"""Parse YAML into a tree of nodes with positions, and read the values of its scalars.
 
 The tree is built from ruamel's events. ruamel's own composer loses the position of an alias, reports repeated anchors
 through Python's warnings, and expands aliases and nesting without a limit; the limits on hostile text are here. Nodes
@@ -31,7 +31,7 @@ from gossamer.errors import Location, RecipeError, nearest
 from gossamer.recipe.source import MAX_BYTES, Source, SourceProblems, source_of_text
 
 MAX_NODES = 50_000
-"""Values of a document, with its aliases expanded."""
+"""Maximum number of values in a document, with aliases expanded."""
 
 MAX_DEPTH = 100
 MAX_TAG = 1000
@@ -45,12 +45,13 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 """What an escape such as "\\ud83d" gives, which cannot be encoded."""
 _COLON = re.compile(r"\s*:")
 _PARSER_FAULTS = (ValueError, TypeError, AttributeError, LookupError, AssertionError, ArithmeticError, RecursionError)
-"""What ruamel raises by mistake on broken input, besides its own errors."""
+"""What ruamel raises on malformed input besides its own errors."""
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]*")
 _BASED = re.compile(r"[-+]?0(?:o[0-7]+|x[0-9a-fA-F]+|b[01]+)")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+NULLS = ("", "~", "null", "Null", "NULL")
 _KEYWORDS: Mapping[str, bool | float | None] = {
-    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(NULLS, None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
     **dict.fromkeys(("false", "False", "FALSE"), False),
     **dict.fromkeys((".inf", ".Inf", ".INF", "+.inf", "+.Inf", "+.INF"), float("inf")),
@@ -76,6 +77,10 @@ class ScalarNode:
     @property
     def is_empty(self) -> bool:
         return self.plain and self.text == ""
+
+    @property
+    def is_null(self) -> bool:
+        return self.plain and self.text in NULLS
 
 
 @dataclass(slots=True, eq=False)

@@ -1,7 +1,7 @@
-"""From the text of a recipe to its objects.
+"""Build the modifiers of a recipe from its text.
 
-`nodes` parses the text, `_outline` sorts its tree into modifiers, variables, stages and metadata by keys and shapes,
-and `read` computes the values and builds the modifiers. Everything that is wrong is reported together.
+`nodes` parses the text, `_outline` sorts the tree into modifiers, variables, stages and metadata, and `read` computes
+the values and builds the modifiers. All problems are raised together.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from gossamer.recipe.variables import BROKEN, Scope
 from gossamer.validation import problems_of
 
 MAX_MODIFIERS = 1000
-_NULLS = ("", "~", "null", "Null", "NULL")
 _EXPECTED_ITEM = "expected a modifier such as '- !EpochRangeModifier' with its fields indented below"
 
 Stages = tuple[tuple[str, tuple[Modifier, ...]], ...]
@@ -47,7 +46,7 @@ Locations = Mapping[str | None, Location]
 
 @dataclass(frozen=True)
 class Content:
-    """What a recipe consists of; those that were not read from a file have no locations."""
+    """The parts of a recipe; `locations` is empty unless it was read from text."""
 
     modifiers: tuple[Modifier, ...]
     variables: Mapping[str, Any]
@@ -59,8 +58,8 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A modifier as the file has it: its name, its list item and its fields."""
+class ModifierNode:
+    """A modifier in the tree: its name, its list item and its fields."""
 
     name: str
     item: Node
@@ -74,13 +73,13 @@ class Section:
     name: str
     is_stage: bool
     variables: dict[str, Pair] = field(default_factory=dict[str, Pair])
-    modifiers: list[Written] = field(default_factory=list[Written])
+    modifiers: list[ModifierNode] = field(default_factory=list[ModifierNode])
     body: MapNode | None = None
 
 
 @dataclass(slots=True)
 class Outline:
-    """The parts of a recipe file, before any value is computed."""
+    """The outline of a recipe file, before any value is computed."""
 
     root: ListNode | MapNode
     sections: list[Section] = field(default_factory=list[Section])
@@ -94,7 +93,7 @@ class Outline:
         return any(section.is_stage for section in self.sections)
 
     @property
-    def modifiers(self) -> list[Written]:
+    def modifiers(self) -> list[ModifierNode]:
         return [written for section in self.sections for written in section.modifiers]
 
 
@@ -108,11 +107,11 @@ def read(source: Source) -> Content:
 
 
 def outline_of(source: Source) -> Outline:
-    """The parts of a source, for edits of its text."""
+    """The outline of a source, for edits of its text."""
     problems = SourceProblems(source)
-    parts = _outline(parse(source, problems), problems)
+    outline = _outline(parse(source, problems), problems)
     problems.raise_if_any()
-    return parts
+    return outline
 
 
 def distinct_name(name: str, taken: Collection[str]) -> str:
@@ -123,42 +122,42 @@ def distinct_name(name: str, taken: Collection[str]) -> str:
 
 def _read(problems: SourceProblems) -> Content:
     source = problems.source
-    parts = _outline(parse(source, problems), problems)
-    scope = Scope(parts.variables, problems)
+    outline = _outline(parse(source, problems), problems)
+    scope = Scope(outline.variables, problems)
     variables = scope.variables()
-    if (count := len(parts.modifiers)) > MAX_MODIFIERS:
+    if (count := len(outline.modifiers)) > MAX_MODIFIERS:
         message = f"expected at most {MAX_MODIFIERS:,} modifiers, found {count:,}"
         problems.fail(message, location=Location(source.name))
-    built: list[tuple[Modifier, Locations]] = []
+    modifiers: list[tuple[Modifier, Locations]] = []
     stages: list[tuple[str, tuple[Modifier, ...]]] = []
-    for section in parts.sections:
+    for section in outline.sections:
         inner = Scope(section.variables, problems, scope) if section.is_stage else scope
         inner.variables()
         own = [modifier for written in section.modifiers if (modifier := _build(written, inner, problems)) is not None]
         name = distinct_name(section.name, [name for name, _ in stages])
         stages.append((name, tuple(modifier for modifier, _ in own)))
-        built += own
-    metadata = plain_value(parts.metadata, problems) if parts.metadata else None
-    version = plain_value(parts.version, problems) if parts.version else None
+        modifiers += own
+    metadata = plain_value(outline.metadata, problems) if outline.metadata else None
+    version = plain_value(outline.version, problems) if outline.version else None
     problems.raise_if_any()
-    empty = [Problem("the list is empty", (str(p.key),), problems.line(p.key_node.start)) for p in parts.empty_lists]
-    idle = [
+    empty = [Problem("the list is empty", (str(p.key),), problems.line(p.key_node.start)) for p in outline.empty_lists]
+    ineffective = [
         problem.within(modifier.name, location=locations.get(str(problem.key[0]), locations[None]))
-        for modifier, locations in built
+        for modifier, locations in modifiers
         for problem in modifier.warnings()
     ]
     return Content(
-        tuple(modifier for modifier, _ in built),
+        tuple(modifier for modifier, _ in modifiers),
         variables,
         metadata,
         version,
-        tuple(stages) if parts.is_staged else (),
-        tuple(locations for _, locations in built),
-        (*problems.notes, *empty, *idle),
+        tuple(stages) if outline.is_staged else (),
+        tuple(locations for _, locations in modifiers),
+        (*problems.notes, *empty, *ineffective),
     )
 
 
-def _build(written: Written, scope: Scope, problems: SourceProblems) -> tuple[Modifier, Locations] | None:
+def _build(written: ModifierNode, scope: Scope, problems: SourceProblems) -> tuple[Modifier, Locations] | None:
     """One modifier and the locations of its fields; None when a problem was reported."""
     start = written.item.start
     fields = _fields(written, problems)
@@ -201,7 +200,7 @@ def _position(key: Key, fields: Mapping[str, Pair], start: int, problems: Source
     return position
 
 
-def _fields(written: Written, problems: SourceProblems) -> dict[str, Pair] | None:
+def _fields(written: ModifierNode, problems: SourceProblems) -> dict[str, Pair] | None:
     """The fields of a modifier as they are written, by name; None when there is something else."""
     body = unaliased(written.fields)
     if isinstance(body, MapNode):
@@ -213,8 +212,7 @@ def _fields(written: Written, problems: SourceProblems) -> dict[str, Pair] | Non
                 problems.at(pair.key_node.start, message, written.name)
         return {pair.key: pair for pair in entries if isinstance(pair.key, str)}
     is_bare_name = written.fields is written.item and body.tag is None
-    is_empty = isinstance(body, ScalarNode) and body.plain and body.text in ("", "null", "~")
-    if is_bare_name or is_empty:
+    if is_bare_name or (isinstance(body, ScalarNode) and body.is_null):
         return {}
     instead = repr(body.text) if isinstance(body, ScalarNode) else "a list"
     problems.at(body.start, f"expected fields such as 'start_epoch: 0', found {instead}", written.name)
@@ -223,46 +221,46 @@ def _fields(written: Written, problems: SourceProblems) -> dict[str, Pair] | Non
 
 def _outline(body: ListNode | MapNode, problems: SourceProblems) -> Outline:
     """Sort everything at the top of the file, and everything inside each stage."""
-    parts = Outline(body)
+    outline = Outline(body)
     if name := modifier_tag(body):
         message = f"the modifier '!{name}' is not in a list; expected '- !{name}' below 'modifiers:'"
         problems.at(body.start, message)
     elif isinstance(body, ListNode):
-        parts.sections.append(Section("modifiers", False, modifiers=list(_items(body, problems))))
+        outline.sections.append(Section("modifiers", False, modifiers=list(_items(body, problems))))
     else:
         for pair in pairs(body, problems):
-            _sort_root(pair, parts, problems)
-    if not parts.modifiers and not problems:
+            _sort_root(pair, outline, problems)
+    if not outline.modifiers and not problems:
         message = "the recipe holds no modifiers; expected a list of them below a key such as 'modifiers:'"
         problems.fail_at(body.start, message)
-    return parts
+    return outline
 
 
-def _sort_root(pair: Pair, parts: Outline, problems: SourceProblems) -> None:
+def _sort_root(pair: Pair, outline: Outline, problems: SourceProblems) -> None:
     value = unaliased(pair.value)
     name = pair.key
     if not isinstance(name, str):
         problems.at(pair.key_node.start, f"expected a name, found {name!r}")
     elif name == "metadata":
         check_tags(pair.value, problems, known=_known())
-        parts.metadata = pair.value
+        outline.metadata = pair.value
     elif name == "version":
         check_tags(pair.value, problems, known=_known())
-        parts.version = pair.value
+        outline.version = pair.value
     elif isinstance(value, MapNode) and _holds_lists(value, problems):
         section = Section(name, True, body=value)
         for inner in pairs(value, problems):
-            _sort_inside(inner, section, parts, problems)
-        parts.sections.append(section)
+            _sort_inside(inner, section, outline, problems)
+        outline.sections.append(section)
     else:
         section = Section(name.replace("modifiers", "stage"), False)
-        _sort_inside(pair, section, parts, problems)
-        parts.variables.update(section.variables)
+        _sort_inside(pair, section, outline, problems)
+        outline.variables.update(section.variables)
         if section.modifiers:
-            parts.sections.append(section)
+            outline.sections.append(section)
 
 
-def _sort_inside(pair: Pair, section: Section, parts: Outline, problems: SourceProblems) -> None:
+def _sort_inside(pair: Pair, section: Section, outline: Outline, problems: SourceProblems) -> None:
     """Sort one entry of the root or of a stage."""
     value = unaliased(pair.value)
     name = pair.key
@@ -278,13 +276,13 @@ def _sort_inside(pair: Pair, section: Section, parts: Outline, problems: SourceP
     elif isinstance(value, MapNode):
         section.modifiers += _grouped(value, problems)
     if value.size == 1:
-        parts.empty_lists.append(pair)
+        outline.empty_lists.append(pair)
 
 
 def _is_list_of_modifiers(name: str, value: ScalarNode | ListNode | MapNode) -> bool:
     if "modifiers" not in name:
         return False
-    return not isinstance(value, ScalarNode) or (value.plain and value.text in _NULLS)
+    return not isinstance(value, ScalarNode) or value.is_null
 
 
 def _holds_lists(node: MapNode, problems: SourceProblems) -> bool:
@@ -293,42 +291,42 @@ def _holds_lists(node: MapNode, problems: SourceProblems) -> bool:
     return any(isinstance(pair.key, str) and _is_list_of_modifiers(pair.key, unaliased(pair.value)) for pair in inner)
 
 
-def _items(node: ListNode, problems: SourceProblems) -> Iterator[Written]:
+def _items(node: ListNode, problems: SourceProblems) -> Iterator[ModifierNode]:
     """The modifiers of a list: tagged, as a mapping of one key, or as a bare name."""
     if node.tag and modifier_tag(node):
         problems.at(node.start, f"expected a list, found the tag '{node.tag}'")
     for item in node.items:
         value = unaliased(item)
         if name := modifier_tag(value):
-            yield Written(name, item, item)
+            yield ModifierNode(name, item, item)
         elif isinstance(value, MapNode):
             yield from _untagged(item, value, problems)
         elif isinstance(value, ListNode):
             problems.at(item.start, f"{_EXPECTED_ITEM}, found a list")
         elif isinstance(name := scalar_of(value, problems), str) and name in _known():
-            yield Written(name, item, item)
+            yield ModifierNode(name, item, item)
         else:
             problems.at(item.start, f"{_EXPECTED_ITEM}, found {repr(value.text) if value.text else 'an empty item'}")
 
 
-def _untagged(item: Node, node: MapNode, problems: SourceProblems) -> Iterator[Written]:
+def _untagged(item: Node, node: MapNode, problems: SourceProblems) -> Iterator[ModifierNode]:
     entries = pairs(node, problems)
     if len(entries) != 1:
         problems.at(item.start, f"{_EXPECTED_ITEM}, found a mapping of {len(entries)} keys")
     elif isinstance(name := entries[0].key, str):
-        yield Written(name, item, entries[0].value)
+        yield ModifierNode(name, item, entries[0].value)
     else:
         problems.at(item.start, f"{_EXPECTED_ITEM}, found {name!r}")
 
 
-def _grouped(node: MapNode, problems: SourceProblems) -> Iterator[Written]:
+def _grouped(node: MapNode, problems: SourceProblems) -> Iterator[ModifierNode]:
     """The modifiers of a mapping by name, which newer recipes use in place of a list."""
     if name := modifier_tag(node):
         problems.at(node.start, f"expected a list, '- !{name}', found the modifier without its dash")
         return
     for pair in pairs(node, problems):
         if isinstance(pair.key, str):
-            yield Written(pair.key, pair.key_node, pair.value)
+            yield ModifierNode(pair.key, pair.key_node, pair.value)
         else:
             problems.at(pair.key_node.start, f"expected the name of a modifier, found {pair.key!r}")
 

@@ -1,8 +1,7 @@
-"""A recipe: modifier objects, and the text they were read from.
+"""`Recipe`: modifier objects and, for a recipe that was read, its text.
 
-Recipes are values: every change gives a new recipe. A recipe that was read keeps its text, and a change edits that
-text, so that comments and layout stay. A recipe that was made of objects has no text until someone asks for it; its
-modifiers may hold Python objects that no text can express.
+Recipes are immutable: every change returns a new one. A change of a recipe that was read edits its text and keeps
+comments and layout. The text of a recipe made from objects is written on demand.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from gossamer.io import atomic_write
 from gossamer.modifiers.base import Modifier
 from gossamer.recipe.edits import add_modifiers, override_variables, set_field, set_metadata
 from gossamer.recipe.reader import Content, Stages, distinct_name, read
-from gossamer.recipe.source import UNNAMED, Source, open_source, source_of_text
+from gossamer.recipe.source import UNNAMED, Source, open_source, recipe_error, source_of_text
 from gossamer.recipe.variables import parse_overrides
 from gossamer.recipe.writer import plain_data, recipe_text
 
@@ -43,7 +42,7 @@ def load(
 
 
 def compose(first: Recipe, second: Recipe) -> Recipe:
-    """Both recipes one after the other, as stages; the second starts where the first ends.
+    """Run two recipes one after the other, as stages; the second starts at the end of the first.
 
     The variables are not kept, because the two recipes may use one name for different values.
     """
@@ -64,7 +63,7 @@ def compose(first: Recipe, second: Recipe) -> Recipe:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Recipe:
-    """What `load` returns; see there. Make one from objects with `Recipe.of`."""
+    """A recipe, as `load` returns it and `Recipe.of` makes it from modifiers."""
 
     name: str
     """The file's name as it was given."""
@@ -96,9 +95,9 @@ class Recipe:
         """
         given = tuple(modifiers)
         if not given:
-            raise RecipeError(Problem("the recipe holds no modifiers", location=Location(name)))
+            raise recipe_error(name, "the recipe holds no modifiers")
         if reserved := [key for key in variables or {} if key in ("version", "metadata") or "modifiers" in key]:
-            raise RecipeError(Problem(f"a variable cannot be called '{reserved[0]}'", location=Location(name)))
+            raise recipe_error(name, f"a variable cannot be called '{reserved[0]}'")
         values = cast("dict[str, Any]", plain_data(variables or {}))
         recipe = _from_objects(Content(given, values, plain_data(metadata), plain_data(version)), name)
         return replace(recipe, _write=write)
@@ -127,7 +126,7 @@ class Recipe:
 
     @property
     def warnings(self) -> tuple[Problem, ...]:
-        """What is accepted without effect; `str(warning)` has the file and line."""
+        """Fields and keys without effect; `str(warning)` has the file and line."""
         return self._content.warnings
 
     @cached_property
@@ -150,13 +149,13 @@ class Recipe:
 
     @property
     def max_epochs(self) -> int:
-        """The epoch at which the last modifier starts or ends, rounded up; −1 when none says."""
+        """The epoch at which the last modifier starts or ends, rounded up; −1 if no modifier has one."""
         points = [e for modifier in self.modifiers for e in (modifier.start_epoch, modifier.end_epoch) if e >= 0]
         return math.ceil(max(points)) if points else -1
 
     @property
     def min_epochs(self) -> int:
-        """The epoch at which the first modifier starts, rounded down; −1 when none says."""
+        """The epoch at which the first modifier starts, rounded down; −1 if no modifier has one."""
         starts = [modifier.start_epoch for modifier in self.modifiers if modifier.start_epoch >= 0]
         return math.floor(min(starts)) if starts else -1
 
@@ -244,8 +243,8 @@ def _from_source(source: Source) -> Recipe:
 
 
 def _from_objects(content: Content, name: str) -> Recipe:
-    idle = (problem.within(modifier.name) for modifier in content.modifiers for problem in modifier.warnings())
-    return Recipe(name, replace(content, locations=(), warnings=tuple(idle)))
+    ineffective = (problem.within(modifier.name) for modifier in content.modifiers for problem in modifier.warnings())
+    return Recipe(name, replace(content, locations=(), warnings=tuple(ineffective)))
 
 
 def _joined_metadata(first: Any, second: Any, stages: list[str]) -> Any:
@@ -260,4 +259,4 @@ def _write_file(path: Path, text: str) -> None:
         with atomic_write(path, follow=True) as scratch:
             scratch.write_text(text, encoding="utf-8", newline="")
     except (OSError, ValueError) as error:
-        raise RecipeError(Problem(f"cannot be written: {error}", location=Location(str(path)))) from None
+        raise recipe_error(str(path), f"cannot be written: {error}") from None

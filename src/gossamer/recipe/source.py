@@ -1,6 +1,6 @@
-"""Where the text of a recipe comes from, and which part of it is YAML.
+"""Read the text of a recipe, and find the part of it that is YAML.
 
-A source is a path, an open file, a string that holds the recipe, or the name of a recipe that ships with the package.
+A source is a path, an open file, the text itself, or the name of a built-in recipe.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ import importlib.resources
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, NoReturn, cast
+from typing import IO, NoReturn, cast
 
 from gossamer.errors import Location, Problem, Problems, RecipeError, nearest
 from gossamer.io import open_regular
 
 MAX_BYTES = 1024 * 1024
-"""Size of a recipe; 20,000 parameters by name take less."""
+"""Maximum size of a recipe; 20,000 parameter names fit."""
 
 UNNAMED = "<recipe>"
 
-_ZOO_CLOSED = "the zoo is closed; `gossamer recipe list` shows the tested recipes that ship with the package"
+_ZOO_CLOSED = "SparseZoo is closed; `gossamer recipe list` lists the built-in recipes"
 _FENCE = re.compile(r"^---[ \t]*(?:\n|\Z)", re.MULTILINE)
 _CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _MORE_YAML = re.compile(r"^\w*modifiers\w*[ \t]*:|^[ \t]*- !\w", re.MULTILINE)
@@ -57,7 +58,7 @@ class Source:
 
 
 class SourceProblems(Problems):
-    """Problems of one source, each at the position of a character in it, and notes, which are not errors."""
+    """Problems of one source, located by character index, and notes, which are warnings."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(RecipeError)
@@ -78,11 +79,11 @@ class SourceProblems(Problems):
         self.add(problem, *key, location=self.location(index))
 
     def note(self, index: int, message: str) -> None:
-        """Something that is not an error, and that the author may want to know."""
+        """Add a warning."""
         self.notes.add(message, location=self.line(index))
 
     def fail_at(self, index: int, message: str) -> NoReturn:
-        """Raise at once: what follows cannot be read."""
+        """Raise at once, because the rest cannot be read."""
         self.fail(message, location=self.location(index))
 
 
@@ -95,7 +96,12 @@ def open_source(given: str | os.PathLike[str] | IO[str] | IO[bytes]) -> Source:
         return _from_string(path) if path.startswith("zoo:") else _from_file(path)
     if hasattr(given, "read"):
         return _from_stream(given)
-    raise _error(UNNAMED, f"expected a path, an open file or the text of a recipe, found {type(given).__name__}")
+    raise recipe_error(UNNAMED, f"expected a path, an open file or the text of a recipe, found {type(given).__name__}")
+
+
+def recipe_error(file: str, message: str) -> RecipeError:
+    """An error of a whole file."""
+    return RecipeError(Problem(message, location=Location(file)))
 
 
 def source_of_text(text: str, name: str = UNNAMED) -> Source:
@@ -104,13 +110,13 @@ def source_of_text(text: str, name: str = UNNAMED) -> Source:
 
 
 def _from_string(given: str) -> Source:
-    word = given.strip()
-    if "\n" not in word:
-        if word.startswith("zoo:"):
-            raise _error(word, _ZOO_CLOSED)
-        if word.startswith("builtin:"):
-            return _from_package(word)
-        if word and os.path.exists(given):
+    address = given.strip()
+    if "\n" not in address:
+        if address.startswith("zoo:"):
+            raise recipe_error(address, _ZOO_CLOSED)
+        if address.startswith("builtin:"):
+            return _from_package(address)
+        if address and os.path.exists(given):
             return _from_file(given)
     if _LOOKS_LIKE_TEXT.search(given):
         return _source(UNNAMED, given)
@@ -122,48 +128,48 @@ def _from_package(given: str) -> Source:
     folder = importlib.resources.files("gossamer") / "recipes"
     shipped = {file.name.removesuffix(".yaml"): file for file in folder.iterdir() if file.name.endswith(".yaml")}
     if name not in shipped:
-        raise _error(given, f"no recipe of that name ships with the package{nearest(name, shipped)}")
+        raise recipe_error(given, f"no built-in recipe has that name{nearest(name, shipped)}")
     return _source(given, _decoded(given, shipped[name].read_bytes()))
 
 
 def _from_file(path: str) -> Source:
     if os.path.isdir(path):
-        raise _error(path, "expected a recipe file, found a folder")
+        raise recipe_error(path, "expected a recipe file, found a folder")
     if "\0" in path or not os.path.exists(path):
         raise _no_such_file(path)
-
-    def read() -> bytes:
-        with open_regular(path) as file:
-            return file.read(MAX_BYTES + 1)
-
-    return _source(path, _decoded(path, _guarded(path, read)))
+    with _read_errors(path), open_regular(path) as file:
+        content = file.read(MAX_BYTES + 1)
+    return _source(path, _decoded(path, content))
 
 
 def _from_stream(stream: IO[str] | IO[bytes]) -> Source:
     named: object = getattr(stream, "name", None)
     name = named if isinstance(named, str) else UNNAMED
-    content = _guarded(name, cast(Callable[[], object], lambda: stream.read(MAX_BYTES + 1)))
+    with _read_errors(name):
+        content = cast(object, stream.read(MAX_BYTES + 1))
     if isinstance(content, bytes):
         content = _decoded(name, content)
     if not isinstance(content, str):
-        raise _error(name, f"expected text or bytes from the open file, found {type(content).__name__}")
+        raise recipe_error(name, f"expected text or bytes from the open file, found {type(content).__name__}")
     return _source(name, content)
 
 
-def _guarded(name: str, read: Callable[[], Any]) -> Any:
+@contextmanager
+def _read_errors(name: str) -> Generator[None]:
     try:
-        return read()
+        yield
     except UnicodeDecodeError as error:
-        raise _error(name, f"expected UTF-8 text, found other bytes at offset {error.start}") from None
+        raise recipe_error(name, f"expected UTF-8 text, found other bytes at offset {error.start}") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise _error(name, f"cannot be read: {reason}") from None
+        raise recipe_error(name, f"cannot be read: {reason}") from None
 
 
 def _decoded(name: str, content: bytes) -> str:
     if len(content) > MAX_BYTES:
         raise _too_large(name)
-    return _guarded(name, lambda: content.decode("utf-8"))
+    with _read_errors(name):
+        return content.decode("utf-8")
 
 
 def _source(name: str, text: str) -> Source:
@@ -219,19 +225,15 @@ def _opening(text: str) -> tuple[re.Match[str] | None, bool]:
 
 def _no_such_file(path: str) -> RecipeError:
     if "\0" in path:
-        return _error(repr(path), "no such file")
+        return recipe_error(repr(path), "no such file")
     folder, name = os.path.split(path)
     try:
         neighbours = os.listdir(folder or ".")
     except (OSError, ValueError):
         neighbours = []
-    return _error(path, f"no such file{nearest(name, neighbours)}")
+    return recipe_error(path, f"no such file{nearest(name, neighbours)}")
 
 
 def _too_large(name: str) -> RecipeError:
     limit = f"{MAX_BYTES // 1024 // 1024} MB"
-    return _error(name, f"expected a recipe of at most {limit}, found more; name parameters by patterns (re:…)")
-
-
-def _error(name: str, message: str) -> RecipeError:
-    return RecipeError(Problem(message, location=Location(name)))
+    return recipe_error(name, f"expected a recipe of at most {limit}, found more; name parameters by patterns (re:…)")

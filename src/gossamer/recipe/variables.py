@@ -1,4 +1,4 @@
-"""Variables of a recipe: those in the file, computed with `eval(...)`, and those that the user gives beside it."""
+"""Variables of a recipe: `Scope` computes those in the file, and `parse_overrides` reads those that the user gives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from enum import Enum
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final, cast
 
-from gossamer.errors import MAX_SUGGESTED, Location, Problem, RecipeError, nearest
+from gossamer.errors import MAX_SUGGESTED, nearest
 from gossamer.recipe.expressions import ExpressionError, evaluate
 from gossamer.recipe.nodes import (
     MAX_NODES,
@@ -27,7 +27,7 @@ from gossamer.recipe.nodes import (
     unaliased,
     walk,
 )
-from gossamer.recipe.source import SourceProblems, source_of_text
+from gossamer.recipe.source import SourceProblems, recipe_error, source_of_text
 from gossamer.recipe.writer import plain_data
 
 _NAME = re.compile(r"[^\W\d]\w*")
@@ -44,7 +44,7 @@ BROKEN: Final = _Broken.BROKEN
 
 
 class _Budget:
-    """What the expressions of one file may still cost: values that they add, and searches for the nearest name."""
+    """The remaining budget of one file: values that expressions add, and searches for nearest names."""
 
     def __init__(self, left: int = MAX_NODES) -> None:
         self.left = left
@@ -166,7 +166,7 @@ def _weight(value: object) -> int:
 
 
 def parse_overrides(given: Mapping[str, Any] | str | None) -> dict[str, object]:
-    """Variables that the user gives beside the recipe, by name: a mapping, JSON text or `k=v,k=v`.
+    """Variables that replace those of a recipe: a mapping, JSON text or `k=v,k=v`.
 
     >>> parse_overrides("num_epochs=3, mask_type=[1, 4]")
     {'num_epochs': 3, 'mask_type': [1, 4]}
@@ -177,7 +177,7 @@ def parse_overrides(given: Mapping[str, Any] | str | None) -> dict[str, object]:
         text = given.strip()
         return _from_json(text) if text.startswith("{") else _from_pairs(text)
     if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise _error(f"expected a mapping, JSON text or 'name=value', found {type(given).__name__}")
+        raise recipe_error(_OVERRIDES, f"expected a mapping, JSON text or 'name=value', found {type(given).__name__}")
     return _checked(given)
 
 
@@ -185,7 +185,7 @@ def _from_json(text: str) -> dict[str, object]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _error(f"not valid JSON: {error}") from None
+        raise recipe_error(_OVERRIDES, f"not valid JSON: {error}") from None
     return _checked(values)
 
 
@@ -194,7 +194,7 @@ def _from_pairs(text: str) -> dict[str, object]:
     for part in _NEXT_OVERRIDE.split(text) if text else ():
         name, equals, value = part.partition("=")
         if not equals or not name.strip():
-            raise _error(f"expected 'name=value', found {part.strip()!r}")
+            raise recipe_error(_OVERRIDES, f"expected 'name=value', found {part.strip()!r}")
         values[name.strip()] = _value(value.strip())
     return values
 
@@ -211,15 +211,11 @@ def _value(text: str) -> object:
     try:
         return scalar_value(text)
     except ValueError:
-        raise _error(f"expected a number, found one of {len(text)} digits") from None
+        raise recipe_error(_OVERRIDES, f"expected a number, found one of {len(text)} digits") from None
 
 
 def _checked(values: Mapping[Any, Any]) -> dict[str, object]:
     for name in values:
         if not isinstance(name, str):
-            raise _error(f"expected names of variables, found {name!r}")
+            raise recipe_error(_OVERRIDES, f"expected names of variables, found {name!r}")
     return cast("dict[str, object]", plain_data(values))
-
-
-def _error(message: str) -> RecipeError:
-    return RecipeError(Problem(message, location=Location(_OVERRIDES)))

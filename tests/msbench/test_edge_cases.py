@@ -1,4 +1,4 @@
-"""Cases at the borders between parts: combinations, averages, edited configs, several optimizers."""
+"""Invalid combinations of parts, averaged models, edited configs and several optimizers."""
 
 from __future__ import annotations
 
