@@ -270,7 +270,7 @@ def test_where_whole_filters_go_the_head_keeps_all_of_them(measured: bool) -> No
     assert found[HEAD].why == "the head: each of its filters is an output"
     assert not found[HEAD].takes_part
     with pytest.raises(
-        GossamerError, match="no layer of the model can be pruned: 'weight': the head: without a filter"
+        GossamerError, match="no layer of the model can be pruned: 'weight': the head: each of its filters"
     ):
         planned(nn.Linear(64, 10), recipe_variables={"mask_type": "filter"})
 
