@@ -181,6 +181,7 @@ def test_values_are_yaml(path: Path):
 
 
 def test_a_path_goes_into_lists_by_index(path: Path):
+    assert config(path, "hooks[1].type=three").hooks[1].type == "three"  # as errors render it
     found = config(path, "hooks.1.type=three", "dataset.train.transforms.0.RandomResizedCrop.size=32")
     assert [hook.type for hook in found.hooks] == ["one", "three"]
     assert found.dataset.train is not None
@@ -239,7 +240,7 @@ def test_given_keys_are_reported_with_those_inside_mappings(path: Path):
         ("trainer.max_epoch=x", "trainer.max_epoch: expected a whole number, found 'x'"),
         ("hooks.2.type=x", "hooks: a list of 2 items has no index '2'"),
         ("hooks.type=x", "hooks: a list of 2 items has no index 'type'"),
-        ("num_classes.x=3", "num_classes: is 1000, which has no key 'x'"),
+        ("num_classes.x=3", "num_classes: 1000 has no key 'x'"),
         ("dataset.train.type=digits", "dataset.train.split: missing key"),
         ("num_classes", "expected a setting and its value, as in --set trainer.max_epoch=3"),
         ("a..b=3", "expected a setting and its value, as in --set trainer.max_epoch=3"),

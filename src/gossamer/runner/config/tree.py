@@ -6,6 +6,7 @@ Reads YAML with `!include`, anchors and merge keys. No object is constructed fro
 from __future__ import annotations
 
 import itertools
+import re
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -301,13 +302,17 @@ class Override:
         return self.value.content is None and ARGUMENTS not in self.key[:-1]
 
 
+_INDEX = re.compile(r"\[(\d+)\]")
+"""Errors render list items so."""
+
+
 def read_overrides(sets: Sequence[str], problems: Problems) -> list[Override]:
-    """Overrides such as `trainer.max_epoch=3`, in order."""
+    """Overrides such as `trainer.max_epoch=3` or `hooks[0].type=log`, in order; `hooks.0.type` means the same."""
     overrides: list[Override] = []
     for text in sets:
         location = Location(f"--set {text}")
         name, equals, value = text.partition("=")
-        key = tuple(step.strip() for step in name.split("."))
+        key = tuple(step.strip() for step in _INDEX.sub(r".\1", name).split("."))
         if not equals or not all(key):
             message = "expected a setting and its value, as in --set trainer.max_epoch=3"
             raise GossamerError(Problem(message, location=location))
@@ -346,7 +351,7 @@ def _override(tree: Tree, key: tuple[str, ...], override: Override) -> Tree:
         if not rest and override.removes:
             del items[int(step)]
         return replace(tree, content=items)
-    raise GossamerError(f"is {format_value(content)}, which has no key '{step}'", *above)
+    raise GossamerError(f"{format_value(content)} has no key '{step}'", *above)
 
 
 def _rivals(key: str) -> list[str]:
