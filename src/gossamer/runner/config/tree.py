@@ -6,8 +6,8 @@ Reads YAML with `!include`, anchors and merge keys. No object is constructed fro
 from __future__ import annotations
 
 import itertools
-import re
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -244,7 +244,9 @@ class _NodeReader:
             elif key.plain and name == "<<":
                 bases.append(value)
             elif name in own:
-                problems.add(f"repeated key, also in line {own[name].location.line}", name, location=at)
+                problems.add(
+                    f"duplicate key, first in line {own[name].location.line}; keep one of them", name, location=at
+                )
             else:
                 own[name] = self.tree(value, depth + 1, key_node)
         tree = Tree(own, location)
