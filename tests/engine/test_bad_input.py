@@ -213,7 +213,7 @@ def test_an_epoch_must_be_a_number(epoch: object) -> None:
 
 def test_holding_zeros_of_a_dense_model_is_said(caplog: pytest.LogCaptureFixture) -> None:
     attach("modifiers: [!ConstantPruningModifier {params: __ALL_PRUNABLE__}]", network())
-    assert "holds nothing: no weight it names has a zero" in caplog.text
+    assert "has no effect: its weights have no zeros" in caplog.text
 
 
 def test_a_weight_that_stays_dense_because_the_pattern_does_not_fit_is_said(caplog: pytest.LogCaptureFixture) -> None:

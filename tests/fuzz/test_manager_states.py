@@ -475,7 +475,7 @@ REFUSED: list[tuple[str, Callable[[Any], None], str]] = [
     ("str", change(*of("STR", "state", "thresholds", WEIGHT), to=torch.tensor(1j)), "expected floating-point numbers"),
     ("str", drop(*of("STR", "state", "momenta")), "'momenta' is missing"),
     ("admm", drop(*of("ADMM", "state", "kept", WEIGHT)), "only one of 'sums' and 'kept' has '3.weight'"),
-    ("topkast", drop(*of("TopKAST", "state", "aside", WEIGHT)), "'3.weight' is missing, and 'backward' has it"),
+    ("topkast", drop(*of("TopKAST", "state", "aside", WEIGHT)), "'3.weight' is missing, but 'backward' has it"),
     ("acdc", change(*of("ACDC", "state", "sparse"), to=1), "expected true or false, found 1"),
     ("levels", change(*of("Level", "state", "target"), to=None), "expected a number from 0 to 1, found None"),
     ("levels", change("restart", "scheduler", "T_max", to=0), "state.restart.scheduler.T_max: expected a number from"),

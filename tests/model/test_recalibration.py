@@ -292,7 +292,7 @@ def test_probmask_warns_after_a_resumed_run_too(
 def test_calibration_data_without_a_batch_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     model, manager = network(), Manager(PROBMASK)
     train(model, manager.modify(model, sgd(model), 4, calibration_data=[]), range(8))
-    assert "calibration_data holds no batch, and batch norm is not recalibrated" in caplog.text
+    assert "calibration_data is empty, batch norm is not recalibrated" in caplog.text
 
 
 def test_one_shot_pruning_without_data_warns_of_batch_norm(caplog: pytest.LogCaptureFixture) -> None:

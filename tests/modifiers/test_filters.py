@@ -213,7 +213,7 @@ def test_weights_with_sparsities_of_their_own_in_the_recipe_are_pruned_apart(
     final = "final_sparsity: {0.5: [stem.0.weight], 0.75: [a.3.weight]}"
     with caplog.at_level(logging.WARNING, "gossamer"):
         Manager(recipe(f"mask_type: filter, {final}, {SPAN}")).apply(model, example_inputs=INPUT)
-    assert "'a.3.weight' produces the same channels and is pruned apart from it" in caplog.text
+    assert "'a.3.weight' produces the same channels and is pruned separately" in caplog.text
     assert [len(removed(model, name)) for name in ("stem.0.weight", "a.3.weight")] == [4, 6]
 
 
@@ -277,7 +277,7 @@ def test_what_the_model_returns_keeps_its_filters() -> None:
     manager.apply(model, example_inputs=INPUT, finalize=False)
     skipped = manager.skipped["GMPruningModifier.0"]
     assert skipped["a.3.weight"] == (
-        "its filters are outputs of the model, or of a part that was followed on its own; name it exactly to prune it"
+        "its filters are outputs of the model, or of a part that was traced separately; name it exactly to prune it"
     )
     assert "the last layer" in skipped["head.weight"]
     assert removed(model, "stem.0.weight") == []
@@ -304,8 +304,16 @@ def test_a_model_that_cannot_be_followed_is_pruned_layer_by_layer_with_a_warning
 @pytest.mark.parametrize(
     ("text", "left_out", "sentence"),
     [
-        (FILTERS, "stem.0", "'a.3.weight' loses cannot be removed from the model: 'stem.0.weight' produces the same"),
-        (CHANNELS, "down.0", "'a.0.weight' loses cannot be removed from the model: 'down.0.weight' reads the same"),
+        (
+            FILTERS,
+            "stem.0",
+            "pruned channels of 'a.3.weight' cannot be removed from the model: 'stem.0.weight' produces the same",
+        ),
+        (
+            CHANNELS,
+            "down.0",
+            "pruned channels of 'a.0.weight' cannot be removed from the model: 'down.0.weight' reads the same",
+        ),
     ],
 )
 def test_a_layer_that_keeps_channels_alive_is_named(
@@ -313,7 +321,7 @@ def test_a_layer_that_keeps_channels_alive_is_named(
 ) -> None:
     with caplog.at_level(logging.WARNING, "gossamer"):
         Manager(text.replace("mask_type", f"exclude: [{left_out}], mask_type")).apply(made(), example_inputs=INPUT)
-    assert f"what {sentence} channels and is not pruned" in caplog.text
+    assert f"{sentence} channels and is not pruned" in caplog.text
 
 
 @pytest.mark.parametrize("text", [FILTERS, CHANNELS])
@@ -467,14 +475,14 @@ def test_no_layer_loses_all_its_filters_under_one_threshold(caplog: pytest.LogCa
     model[3].weight.data.mul_(1e-3)
     Manager(recipe(f"params: __ALL_PRUNABLE__, mask_type: filter, global_sparsity: true, {HALF}")).apply(model)
     assert (len(removed(model, "3.weight")), len(removed(model, "0.weight"))) == (7, 1)
-    assert "leaves no filter" not in caplog.text
+    assert "prunes every filter" not in caplog.text
 
 
 def test_a_layer_that_loses_all_its_filters_under_one_threshold_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     text = FILTERS.replace("final_sparsity: 0.5", "global_sparsity: true, final_sparsity: 0.99")
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     Manager(text).apply(model)
-    assert "GMPruningModifier leaves no filter of '0.weight', '2.weight'" in caplog.text
+    assert "GMPruningModifier prunes every filter of '0.weight', '2.weight'" in caplog.text
     assert caplog.text.count("set max_layer_sparsity") == 1
 
 

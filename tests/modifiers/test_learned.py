@@ -198,7 +198,7 @@ def test_a_layer_of_which_nothing_is_left_is_told(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, "gossamer"):
         manager.finalize()
     assert zeros(model[0].weight) == 288
-    assert "STRPruningModifier left nothing of '0.weight'; a smaller st_decay or st_lr keeps more" in caplog.text
+    assert "STRPruningModifier zeroed all of '0.weight'; reduce st_decay or st_lr" in caplog.text
 
 
 # Thresholds with a target
@@ -262,12 +262,12 @@ def test_a_target_out_of_reach_is_reported(caplog: pytest.LogCaptureFixture) -> 
     model = network()
     model[3].weight.data.fill_(2.0)
     Manager(TARGET).apply(model)
-    assert "STRPruningModifier reached a sparsity of 50.5 % and not 80.0 %" in caplog.text
+    assert "STRPruningModifier reached a sparsity of 50.5 %, below its target of 80.0 %" in caplog.text
 
 
 def test_what_has_no_effect_beside_a_target_is_reported() -> None:
     [warning] = load(TARGET.replace("final", "st_decay: 0.1, final")).warnings
-    assert "st_decay: has no effect beside final_sparsity" in str(warning)
+    assert "st_decay: has no effect with final_sparsity" in str(warning)
     assert not load(TARGET).warnings
 
 
@@ -535,12 +535,12 @@ def test_frozen_weights_are_left_alone_and_that_is_said(text: str) -> None:
     optimizer = manager.modify(model, sgd(model), STEPS_PER_EPOCH)
     train(model, optimizer, range(3))
     [skipped] = manager.skipped.values()
-    assert skipped == {"3.weight": "frozen: what there is to learn about a weight comes with its gradient"}
+    assert skipped == {"3.weight": "frozen: learned sparsity needs the gradient of the weight"}
     manager.finalize()
     assert zeros(model[3].weight) == 0
     again = network().requires_grad_(False)
     again[1].requires_grad_(True)
-    with pytest.raises(GossamerError, match="params: all that match are frozen; let them train"):
+    with pytest.raises(GossamerError, match="params: all matching parameters are frozen; unfreeze them"):
         Manager(text).modify(again, sgd(again), STEPS_PER_EPOCH)
 
 

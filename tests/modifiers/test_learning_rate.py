@@ -97,7 +97,7 @@ def test_param_groups_choose_groups_and_a_missing_one_is_an_error() -> None:
     assert rates(recipe.format([1]), 2, 1, groups=2) == [[0.1, 0.1], [0.1, 0.5]]
     with pytest.raises(
         GossamerError,
-        match=r"param_groups: there is no group 2; the optimizer has 2",
+        match=r"param_groups: the optimizer has no group 2, only 2",
     ):
         rates(recipe.format([2]), 2, 1, groups=2)
 

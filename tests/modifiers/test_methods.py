@@ -428,7 +428,7 @@ def test_a_bare_constant_pruning_holds_the_zeros_and_says_what_is_dense() -> Non
     train(model, optimizer, range(5))
     assert bool((model[0].weight[:, ::2] == 0).all())
     assert zeros(model[0].weight) == 144
-    assert manager.skipped["ConstantPruningModifier.0"]["3.weight"] == "dense: it has no zeros to hold"
+    assert manager.skipped["ConstantPruningModifier.0"]["3.weight"] == "dense: it has no zeros"
     assert "1.weight" in manager.skipped["ConstantPruningModifier.0"]
 
 
@@ -523,7 +523,7 @@ def test_groups_that_overlap_are_refused() -> None:
         "params: ['0.weight', '3.weight'], final_sparsity: 0.5, param_groups: [['0.weight'], ['0.weight', '3.weight']]",
         "StructuredPruningModifier",
     )
-    with pytest.raises(GossamerError, match=r"'0\.weight' stands in two groups; join them"):
+    with pytest.raises(GossamerError, match=r"'0\.weight' is in two groups; merge them"):
         Manager(text).apply(network())
 
 

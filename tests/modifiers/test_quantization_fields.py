@@ -195,9 +195,9 @@ def problem(text: str) -> str:
         (["activation_bits: 1"], 4, ["activation_bits", ">= 2", "1"]),
         (["weight_bits: 32"], 4, ["weight_bits", "<= 16", "32"]),
         (["weight_bits: eight"], 4, ["weight_bits", "'eight'"]),
-        (["tensorrt: true", "scheme: vnni"], None, ["tensorrt", "vnni", "drop one"]),
-        (["scheme: {weights: null}", "weight_bits: 4"], None, ["weight_bits", "scheme", "drop one"]),
-        (["activation_bits: 4", "scheme: {weights: null}"], None, ["activation_bits", "scheme", "drop one"]),
+        (["tensorrt: true", "scheme: vnni"], None, ["tensorrt", "vnni", "remove one"]),
+        (["scheme: {weights: null}", "weight_bits: 4"], None, ["weight_bits", "scheme", "remove one"]),
+        (["activation_bits: 4", "scheme: {weights: null}"], None, ["activation_bits", "scheme", "remove one"]),
         (["disable_quantization_observer_epoch: soon"], 4, ["disable_quantization_observer_epoch", "'soon'"]),
         (["freeze_bn_stats_epoch: -3"], 4, ["freeze_bn_stats_epoch", "-3"]),
         (["num_calibration_steps: -1"], 4, ["num_calibration_steps", "-1"]),
@@ -222,7 +222,7 @@ def test_freezing_before_the_start_is_an_error_that_names_both(field: str) -> No
     text = f"modifiers:\n  - !QuantizationModifier\n    start_epoch: 5\n    {field}: 3\n"
     found = problem(text)
     assert found.startswith("4:")
-    assert f"{field}: 3 lies before start_epoch 5" in found
+    assert f"{field}: 3 is before start_epoch 5" in found
 
 
 @pytest.mark.parametrize(

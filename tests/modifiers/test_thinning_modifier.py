@@ -237,7 +237,7 @@ def test_thinning_in_the_middle_of_pruning_is_refused_before_anything_happens() 
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ("end_epoch: 3", "what is removed does not come back"),
+        ("end_epoch: 3", "not supported: filters are removed permanently"),
         ("start_epoch: 2, update_epochs: [1.0]", "expected epochs after start_epoch 2, found 1"),
     ],
 )

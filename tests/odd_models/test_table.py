@@ -41,7 +41,7 @@ def refuses(part: str) -> Outcome:
 
 
 _UNKEPT = "which need not keep zeros where they are; call torch.nn.utils.parametrize.remove_parametrizations"
-_NORM = "under weight norm a row of zeros is divided by zero"
+_NORM = "weight norm divides a row of zeros by zero"
 _LAZY = "its shape is not known yet; run the model on one batch first"
 _META = "it is on the meta device and has no"
 _SCRIPT = "cannot be changed; give the module that torch.jit.script or torch.jit.trace was called with"
@@ -142,7 +142,7 @@ EXPECTED: dict[str, dict[str, Outcome]] = {
     },
     "quantized_by_torch": {
         "pruning": leaves("it is quantized to integers by torch.ao"),
-        "recipe_filters": refuses("mask_type filter spares all matched parameters"),
+        "recipe_filters": refuses("mask_type filter skips all matched parameters"),
         "analysis": leaves("it is quantized to integers by torch.ao"),
         "files": refuses("is a dtype and no tensor"),
         "programs": refuses("cannot export the model"),
@@ -187,7 +187,7 @@ USUAL = (
     "the first convolution",
     "depthwise",
     "does not divide",
-    "computes in floats",
+    "is not supported; it stays in floating point",
     "1 input channel",
 )
 """Why layers of any model are left alone."""

@@ -98,7 +98,7 @@ def test_the_closest_override_wins() -> None:
 def test_a_submodule_that_is_not_there_is_an_error_with_the_nearest() -> None:
     model = nn.Sequential()
     model.add_module("backbone", nn.Linear(2, 2))
-    with pytest.raises(ModifierError, match="submodules: 'bakbone' is no module of the model; nearest: 'backbone'"):
+    with pytest.raises(ModifierError, match="submodules: the model has no module 'bakbone'; nearest: 'backbone'"):
         Rules(DEFAULT, submodules=["bakbone"]).schemes(model)
 
 

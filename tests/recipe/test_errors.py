@@ -54,7 +54,7 @@ modifiers:
 
 def test_a_rule_between_fields_points_at_the_field_it_names() -> None:
     text = "modifiers:\n  - !EpochRangeModifier\n    start_epoch: 5\n    end_epoch: 2\n"
-    assert problems(text) == ["4:5: EpochRangeModifier.end_epoch: 2 lies before start_epoch 5"]
+    assert problems(text) == ["4:5: EpochRangeModifier.end_epoch: 2 is before start_epoch 5"]
 
 
 def test_an_error_for_a_modifier_of_sparseml_names_the_alternative() -> None:

@@ -137,7 +137,7 @@ class RecipeRates:
                 controlled |= set(range(len(groups))) if chosen is None else set(chosen)
         self._rates = {index: float(groups[index]["lr"]) for index in controlled if index < len(groups)}
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Undo what a scheduler has written since."""
         for index, rate in self._rates.items():
             set_rate(self._optimizer.param_groups[index], rate)
@@ -149,7 +149,7 @@ class RecipeRates:
         self._rates.clear()
 
     def _before_step(self, *_: Any) -> None:
-        self.put_back()
+        self.restore()
         self.used = self._rates.get(0)
 
     def _after_step(self, *_: Any) -> None:

@@ -24,7 +24,7 @@ from gossamer.engine.optimizer import check_scaler, counting_scaler
 from gossamer.engine.run import Logger, TrainingRun, is_driven, logger
 from gossamer.engine.state import RunState
 from gossamer.engine.targets import final_shares, planned_shares, targets
-from gossamer.engine.thinning import cut_as
+from gossamer.engine.thinning import cut_to_state
 from gossamer.errors import GossamerError
 from gossamer.model import expect_model, has_parameter, unwrap, weight_of
 from gossamer.model.recalibration import checked_batches, has_running_statistics, recalibrate
@@ -306,7 +306,7 @@ class Manager:
             run = TrainingRun(recipe, module, None, _ONE_SHOT_STEPS)
             run.bind()
         if state is not None:
-            cut_as(unwrap(module), state)
+            cut_to_state(unwrap(module), state)
         if run is not None:
             run.begin(round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS))
 

@@ -21,7 +21,7 @@ from gossamer.engine.binding import BoundModifier
 from gossamer.engine.distillation import parse_teacher_state
 from gossamer.engine.learning_rate import RestartState
 from gossamer.engine.optimizer import restore_settings, settings
-from gossamer.engine.state import ModifierState, RunState, Status, matched
+from gossamer.engine.state import ModifierState, RunState, Status, match_states
 from gossamer.engine.thinning import CUTS, Removal, check_not_thinner, due_removals
 from gossamer.errors import GossamerError
 from gossamer.model import get_parameter, has_parameter
@@ -79,7 +79,7 @@ def plan_resume(run: TrainingRun, state: RunState) -> Resume:
             f"the run resumes at step {step}, the same epoch"
         )
     specs, removals = _model(run, state)
-    keys = matched(
+    keys = match_states(
         [(own.key, own.bound) for own in run.modifiers],
         {key: entry.targets for key, entry in state.modifiers.items()},
     )
@@ -117,7 +117,7 @@ def _model(run: TrainingRun, state: RunState) -> tuple[dict[str, Spec], list[Rem
     module, uncut = run.module, run.journal.uncut()
     specs = {name: Spec.of(name, tensor) for name, tensor in _tensors(module)}
     for own in run.modifiers:
-        for path, layer in own.modifier.taken_out(own).items():
+        for path, layer in own.modifier.replaced_layers(own).items():
             specs |= {f"{path}.{name}": Spec.of(name, tensor) for name, tensor in _tensors(layer)}
     for name, whole in uncut.items():
         specs[name] = specs[name].shaped(tuple(whole.shape))
@@ -193,7 +193,7 @@ class Snapshot:
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
-        layers = [layer for own in run.modifiers for layer in own.modifier.taken_out(own).values()]
+        layers = [layer for own in run.modifiers for layer in own.modifier.replaced_layers(own).values()]
         teacher = None if run.distillation is None else run.distillation.teacher
         modules = [run.module, *layers, *([teacher.module] if teacher is not None and teacher.own else [])]
         held = {id(tensor): tensor for module in modules for _, tensor in _tensors(module)}

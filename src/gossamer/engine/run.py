@@ -26,11 +26,11 @@ from gossamer.engine.masks import Masks
 from gossamer.engine.optimizer import Arguments, LossScale, restore_settings, settings, with_gradients
 from gossamer.engine.resume import Journal, Resume, Snapshot, plan_resume
 from gossamer.engine.state import STATE_FORMAT, RunState, frozen, reordered
-from gossamer.engine.thinning import CUTS, apply_removals, misplaced
+from gossamer.engine.thinning import CUTS, apply_removals, removal_conflicts
 from gossamer.errors import MAX_SUGGESTED, GossamerError, Problem, RecipeError, SparsityError
 from gossamer.model import get_parameter, torch_mask, unwrap, weight_of
 from gossamer.model.parameters import named_state
-from gossamer.modifiers.base import placed
+from gossamer.modifiers.base import locating_errors
 from gossamer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -116,7 +116,9 @@ class TrainingRun:
         """Find the targets of all modifiers; raises `RecipeError` before anything changes."""
         found = (problem for own in self.modifiers for problem in self._bind(own))
         problems = list(islice(found, MAX_SUGGESTED))
-        problems += [problem for own, error in misplaced(self.modifiers) for problem in own.log.locate(error).problems]
+        problems += [
+            problem for own, error in removal_conflicts(self.modifiers) for problem in own.log.locate(error).problems
+        ]
         if problems:
             raise RecipeError(problems)
         pruning = [own for own in self.modifiers if own.modifier.prunes]
@@ -221,7 +223,7 @@ class TrainingRun:
 
     def _perform(self, own: BoundModifier, action: str) -> None:
         try:
-            with placed(own):
+            with locating_errors(own):
                 match action:
                     case "start":
                         own.status = "active"
@@ -278,7 +280,7 @@ class TrainingRun:
         try:
             for own in self.modifiers:
                 if own.status == "active":
-                    with placed(own):
+                    with locating_errors(own):
                         own.modifier.before_step(own)
         finally:
             self.stepping = None
@@ -308,7 +310,7 @@ class TrainingRun:
         """The loss to train on, after all active modifiers."""
         for own in self.modifiers:
             if own.status == "active":
-                with placed(own):
+                with locating_errors(own):
                     loss = own.modifier.loss(own, loss, outputs, inputs)
         return loss
 

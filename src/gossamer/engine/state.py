@@ -134,13 +134,15 @@ def _group(item: Item) -> dict[str, float]:
     return {key: value.number(0, LARGEST_SETTING) for key, value in item.fields([], SETTINGS.values()).items()}
 
 
-def matched(modifiers: Sequence[tuple[str, Sequence[str]]], saved: Mapping[str, Sequence[str]]) -> list[str | None]:
+def match_states(
+    modifiers: Sequence[tuple[str, Sequence[str]]], saved: Mapping[str, Sequence[str]]
+) -> list[str | None]:
     """For each modifier (key and targets) of a recipe the key in the state (targets by key) that is its own, or None.
 
     An entry of the same class with the same targets is the modifier's, wherever it stood; failing that, the one
     under the same key whose targets it shares.
 
-    >>> matched([("A.0", ["x"]), ("A.1", ["y"])], {"A.0": ["y"]})
+    >>> match_states([("A.0", ["x"]), ("A.1", ["y"])], {"A.0": ["y"]})
     [None, 'A.0']
     """
     found: list[str | None] = [None] * len(modifiers)

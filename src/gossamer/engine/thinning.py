@@ -154,7 +154,7 @@ def thinned_shapes(state: RunState) -> Shapes:
     return _first_and_last(removals(state))[1]
 
 
-def cut_as(
+def cut_to_state(
     module: nn.Module,
     state: RunState,
     optimizer: torch.optim.Optimizer | None = None,
@@ -189,10 +189,10 @@ def due_removals(module: nn.Module, state: RunState, sizes: Shapes, example_inpu
                 f"state: '{name}' {held}, and was thinned from {shape} to {last[name]}; "
                 "load the state into a model that is built as the run's was"
             )
-    taken_out = any(
+    replaced_layers = any(
         entry.status == "active" and "layers" in entry.state.entries() for entry in state.modifiers.values()
     )
-    if not taken_out and (odd := incoherent(module, _together(found), example_inputs)) is not None:
+    if not replaced_layers and (odd := incoherent(module, _together(found), example_inputs)) is not None:
         raise GossamerError(f"state: '{odd}' was not thinned as the layers around it; save the state again")
     return found
 
@@ -233,7 +233,7 @@ def _together(found: Iterable[Removal]) -> Cuts:
     return Cuts(kept)
 
 
-def misplaced(modifiers: Sequence[BoundModifier]) -> list[tuple[BoundModifier, ModifierError]]:
+def removal_conflicts(modifiers: Sequence[BoundModifier]) -> list[tuple[BoundModifier, ModifierError]]:
     """Removals that fall into a gradual pruning, whose shares would then count from what is left."""
     found: list[tuple[BoundModifier, ModifierError]] = []
     for own in modifiers:

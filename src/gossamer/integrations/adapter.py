@@ -19,7 +19,7 @@ from gossamer.engine import Manager
 from gossamer.engine.learning_rate import RecipeRates
 from gossamer.engine.run import Logger
 from gossamer.engine.state import RunState
-from gossamer.engine.thinning import cut_as, thinned_shapes
+from gossamer.engine.thinning import cut_to_state, thinned_shapes
 from gossamer.errors import GossamerError
 from gossamer.modifiers.base import to_step
 from gossamer.recipe import Recipe, load
@@ -159,7 +159,7 @@ class Adapter:
             for state in map(RunState.parse, states()):
                 shapes = thinned_shapes(state)
                 if shapes and all(name in weights and weights[name].shape == size for name, size in shapes.items()):
-                    cut_as(module, state, optimizer)
+                    cut_to_state(module, state, optimizer)
                     return
 
         self._load_hook = model.register_load_state_dict_pre_hook(shrink)
@@ -190,14 +190,14 @@ class Adapter:
         """The state to save in a checkpoint: of the current training, or of the last one."""
         if self._manager is None or self._rates is None:
             return self._final
-        self._rates.put_back()  # the state holds learning rates, which the library's scheduler may have changed
+        self._rates.restore()  # the state holds learning rates, which the library's scheduler may have changed
         return self._manager.state_dict()
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Load another state into the current training."""
         self.manager.load_state_dict(state)
         assert self._rates is not None
-        self._rates.take()
+        self._rates.record()
 
     def _finish(self) -> None:
         """End of training: finalize the manager, and keep the state to be saved."""

@@ -64,7 +64,7 @@ class SparsityCallback(Adapter, Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         # After the scheduler's step, so that monitors show the recipe's learning rate.
         if self._rates is not None:
-            self._rates.put_back()
+            self._rates.restore()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for name, value in self.figures().items():

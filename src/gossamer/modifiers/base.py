@@ -27,7 +27,7 @@ _NEWER = {"start": "start_epoch", "end": "end_epoch", "targets": "params"}
 
 
 def _check_names(*keywords: str) -> AfterValidator:
-    """Refuse unknown keywords and unusable patterns; the items of a list are checked on their own, for their lines."""
+    """Reject unknown keywords and invalid patterns; items of a list are validated one by one, for their locations."""
 
     def check(value: str | list[str]) -> str | list[str]:
         if isinstance(value, str) and (problem := problem_of_name(value, keywords)) is not None:
@@ -57,8 +57,8 @@ class Modifier(BaseModel):
     """One thing that a recipe does to a training run, between two epochs.
 
     A subclass overrides the hooks it needs. Order within one optimizer step:
-    `before_step` (gradients are there), the step, `after_step`, then at the
-    next step's number `end`, `start` or `update`, and then masks are applied.
+    `before_step` (with gradients), the step, `after_step`, then, with the next
+    step's number, `end`, `start` or `update`, and finally masks are applied.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, defer_build=True)
@@ -66,9 +66,9 @@ class Modifier(BaseModel):
     family: ClassVar[str] = "other"
     """`pruning`, `quantization`, `distillation`, `learning_rate`, `parameters`, `optimizer`, `epoch`, `logging`."""
     unavailable: ClassVar[str | None] = None
-    """Why the modifier loads but cannot run yet, as the end of a sentence; None when it runs."""
+    """Why the modifier can be loaded but not run; None if it can run."""
     epoch_fields: ClassVar[tuple[str, ...]] = ("start_epoch", "end_epoch")
-    """Fields that hold points in time and move when a recipe is composed behind another."""
+    """Fields that hold epochs, which shift when a recipe is composed after another."""
     structural: ClassVar[bool] = False
     """True when the modifier changes which modules the model has."""
     recalibrates: ClassVar[bool] = False
@@ -83,17 +83,17 @@ class Modifier(BaseModel):
     start_epoch: Epoch = -1.0
     end_epoch: Epoch = -1.0
     log_types: Any = None
-    """Accepted and without effect, as are the next three."""
+    """Accepted without effect, as are the next three."""
     constant_logging: bool = False
     available_gpus: Any = None
     strict: bool = True
     update_frequency: Epoch = -1.0
-    """Epochs between updates; without effect on modifiers that never update."""
+    """Epochs between updates; no effect on modifiers without updates."""
 
     @model_validator(mode="before")
     @classmethod
     def _newer_names(cls, fields: Any) -> Any:
-        """SparseML's later recipes say `start`, `end` and `targets`."""
+        """Accept `start`, `end` and `targets` of later SparseML recipes."""
         if not isinstance(fields, dict):
             return fields
         given = cast(dict[str, Any], fields)
@@ -102,7 +102,7 @@ class Modifier(BaseModel):
     @model_validator(mode="after")
     def _ends_after_it_starts(self) -> Self:
         if self.end_epoch != -1 and self.end_epoch < self.start_epoch:
-            raise FieldError(f"{self.end_epoch:g} lies before start_epoch {self.start_epoch:g}", "end_epoch")
+            raise FieldError(f"{self.end_epoch:g} is before start_epoch {self.start_epoch:g}", "end_epoch")
         return self
 
     @property
@@ -123,7 +123,7 @@ class Modifier(BaseModel):
 
     @property
     def goal(self) -> float | None:
-        """The final sparsity of all targets together; None when it sets none, or one for each target."""
+        """The final sparsity of all targets together; None if it sets none, or one per target."""
         return None
 
     @property
@@ -151,7 +151,7 @@ class Modifier(BaseModel):
         return None
 
     def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
-        """The same for one weight; None also where weights share one threshold, so that their values decide."""
+        """The same for one weight; None also if weights share one threshold, so that it depends on their values."""
         return self.sparsity_at(epoch)
 
     def learning_rate_at(self, epoch: float, steps_per_epoch: float, initial: float) -> float | None:
@@ -159,7 +159,7 @@ class Modifier(BaseModel):
         return None
 
     def outlook(self, run: Run) -> dict[str, Outlook]:
-        """By weight: what is left of it at the end, before anything trains; the modifier is bound."""
+        """By weight: its predicted zeros at the end, for a bound modifier before training."""
         return {}
 
     def shares(self, run: Run, sparsity: float) -> dict[str, float]:
@@ -193,10 +193,10 @@ class Modifier(BaseModel):
             setattr(changed, name, value)
         return changed
 
-    # What a modifier does. Each hook may be left out.
+    # Hooks. A subclass overrides those that it needs.
 
     def bind(self, run: Run) -> list[str]:
-        """Names this modifier acts on; raises `ModifierError` before anything is touched."""
+        """The names that this modifier acts on; raises `ModifierError`, and changes nothing."""
         return []
 
     def start(self, run: Run) -> None: ...
@@ -210,24 +210,24 @@ class Modifier(BaseModel):
     def after_step(self, run: Run) -> None: ...
 
     def loss(self, run: Run, loss: Tensor, outputs: Any, inputs: Any) -> Tensor:
-        """What to train on in place of `loss`, for a user who asks; `inputs` is None or what the model was given."""
+        """The loss to train on, for `manager.loss`; `inputs` are those of the model, or None."""
         return loss
 
-    # What it remembers. A saved state is parsed, all of it, before anything is changed.
+    # State. A saved state is parsed completely before anything changes.
 
     def state_fields(self, run: Run) -> Mapping[str, StateField]:
-        """What `run.state` may hold, by key, and how it is parsed when a checkpoint is loaded; nothing by default.
+        """By key of `run.state`: how it is parsed when a checkpoint is loaded; empty by default.
 
-        `modifiers/state.py` has declarations for numbers, tensors and masks. The keys do not depend on fields of the
-        recipe, which may be edited between saving and loading.
+        `modifiers/state.py` has declarations for numbers, tensors and masks. The keys must not depend on fields of
+        the recipe, which may be edited between saving and loading.
         """
         return {}
 
     def check_state(self, item: Item, state: Mapping[str, Any]) -> None:
-        """Raise `GossamerError` when parsed fields contradict each other; `item` knows where they stand."""
+        """Raise `GossamerError` if parsed fields contradict each other; `item` has their path for the message."""
 
     def parse_state(self, run: Run, item: Item, layout: Layout, *, active: bool) -> dict[str, Any]:
-        """What `run.state` becomes; changes nothing, and raises `GossamerError` for what does not fit."""
+        """The new `run.state`; changes nothing, and raises `GossamerError` for values that do not fit."""
         fields = self.state_fields(run)
         required = [key for key, declared in fields.items() if declared.required and active]
         entries = item.fields(required, fields)
@@ -236,29 +236,29 @@ class Modifier(BaseModel):
         return state
 
     def restore(self, run: Run) -> None:
-        """Put what `state` says back into effect, after a checkpoint was loaded into a fresh model."""
+        """Apply `run.state` to the model, after a checkpoint was loaded."""
 
     def undo(self, run: Run) -> None:
-        """Take back what `start` did to the model besides weights, masks and learning rates."""
+        """Undo what `start` changed in the model besides weights, masks and learning rates."""
 
-    def taken_out(self, run: Run) -> Mapping[str, nn.Module]:
-        """By name: the layers that the modifier has taken out of the model, as they come back."""
+    def replaced_layers(self, run: Run) -> Mapping[str, nn.Module]:
+        """By name: the original layers that the modifier has replaced in the model."""
         return {}
 
     def finish(self, run: Run) -> None:
-        """The run is over while the modifier is active: leave in the weights what the model computed with."""
+        """The run ends while the modifier is active: write the values that the model computes with to the weights."""
 
     def discard(self, run: Run) -> None:
-        """The run is over while the modifier is active and never trained: leave the weights as they are."""
+        """The run ends while the modifier is active and without a training step: leave the weights unchanged."""
         self.finish(run)
 
     def finalized(self, run: Run) -> None:
-        """The run is over, whether or not the modifier has ended before."""
+        """The run has ended, whether or not the modifier had ended before."""
 
 
 @contextmanager
-def placed(run: Run) -> Generator[None]:
-    """Errors of a modifier inside get their place in the recipe."""
+def locating_errors(run: Run) -> Generator[None]:
+    """Add the location in the recipe to errors of a modifier that are raised inside."""
     try:
         yield
     except ModifierError as error:
@@ -266,7 +266,7 @@ def placed(run: Run) -> Generator[None]:
 
 
 def check_gradients_may_vanish(run: Run) -> None:
-    """Raise when parameters cannot drop out of the backward pass, because of how DDP was set up."""
+    """Raise if DDP expects a gradient of every parameter, so that parameters must not drop out of the backward pass."""
     if expects_every_gradient(run.distributed.module):
         raise ModifierError("needs DistributedDataParallel(model, find_unused_parameters=True) around the model")
 
@@ -301,12 +301,12 @@ def registered() -> Mapping[str, type[Modifier]]:
 
 
 def find(name: str) -> type[Modifier]:
-    """The modifier class of that name, or a `GossamerError` that says what to use."""
+    """The modifier class of that name; raises `GossamerError` with what to use instead."""
     if name in _registry:
         return _registry[name]
     if name in NOT_OFFERED:
-        raise GossamerError(f"'{name}' is known but not built: {NOT_OFFERED[name]}")
-    close = nearest(name, _registry) or "; one of your own must be registered first (gossamer.register, or --import)"
+        raise GossamerError(f"'{name}' is not supported: {NOT_OFFERED[name]}")
+    close = nearest(name, _registry) or "; register your own modifiers first (gossamer.register, or --import)"
     raise GossamerError(f"unknown modifier '{name}'{close}")
 
 
@@ -317,7 +317,7 @@ NOT_OFFERED: Mapping[str, str] = {
     "GPTQModifier": _LANGUAGE_MODEL.format("QuantizationModifier"),
     "SmoothQuantModifier": _LANGUAGE_MODEL.format("QuantizationModifier"),
     "LogarithmicEqualizationModifier": _LANGUAGE_MODEL.format("QuantizationModifier"),
-    "ASRegModifier": "activation regularization is not part of Gossamer; leave it out of the recipe",
+    "ASRegModifier": "activation regularization is not part of Gossamer; remove it from the recipe",
     "PowerpropagationModifier": "power propagation is not part of Gossamer; use GMPruningModifier instead",
 }
 """Names that SparseML recipes use and Gossamer does not offer, with what to use instead."""

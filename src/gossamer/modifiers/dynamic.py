@@ -1,8 +1,4 @@
-"""Methods whose masks open again: ACDC, RigL and Top-KAST.
-
-They share with gradual pruning the parameters and the pattern, and nothing of
-its schedule.
-"""
+"""Dynamic sparse training, where pruned weights can grow back: AC/DC, RigL, Top-KAST and ADMM."""
 
 from __future__ import annotations
 
@@ -122,7 +118,7 @@ class ACDCPruningModifier(DynamicPruningModifier):
 class RigLPruningModifier(DynamicPruningModifier):
     """Drop the smallest weights, grow where gradients are largest, at constant sparsity (Evci et al. 2020).
 
-    The first mask keeps the largest weights, so that every rank finds the same one.
+    The first mask keeps the largest weights, so that it is the same on every rank.
     """
 
     any_pattern: ClassVar[bool] = False
@@ -162,7 +158,7 @@ class RigLPruningModifier(DynamicPruningModifier):
             run.masks.set(name, keep)
 
     def _shares(self, run: Run) -> dict[str, float]:
-        """The sparsity of each layer, which its shape decides."""
+        """The sparsity of each layer, which depends on its shape."""
         shapes = {name: tuple(run.weights.parameter(name).shape) for name in run.targets}
         if self.sparsity_strategy == "uniform":
             return uniform(shapes, self.final_sparsity)
@@ -195,7 +191,7 @@ class RigLPruningModifier(DynamicPruningModifier):
 
     @staticmethod
     def exchange(weight: Tensor, gradient: Tensor, keep: Tensor, share: float) -> Tensor:
-        """The mask after `share` of the kept weights made room for those with the largest gradients."""
+        """The mask after `share` of the kept weights, the smallest, is replaced by those with the largest gradients."""
         kept = int(keep.count_nonzero())
         moves = round(kept * share)
         if moves == 0:
@@ -203,8 +199,8 @@ class RigLPruningModifier(DynamicPruningModifier):
         infinity = torch.tensor(float("inf"), dtype=weight.dtype, device=weight.device)
         alive = torch.where(keep, weight.abs(), -infinity).reshape(-1)
         stay = ~smallest(alive, alive.numel() - kept + moves)
-        wanted = torch.where(stay, -infinity, gradient.reshape(-1).to(weight.dtype))
-        grown = ~smallest(wanted, wanted.numel() - moves)
+        candidates = torch.where(stay, -infinity, gradient.reshape(-1).to(weight.dtype))
+        grown = ~smallest(candidates, candidates.numel() - moves)
         return (stay | grown).reshape(keep.shape)
 
 
@@ -212,8 +208,8 @@ class RigLPruningModifier(DynamicPruningModifier):
 class TopKASTPruningModifier(DynamicPruningModifier):
     """Run forward on the largest weights, train a larger set (Jayakumar et al. 2021).
 
-    The weights in the larger set B but not in the forward set A are zero in
-    the model and kept aside; they come back for the optimizer's step only.
+    The weights in the larger set B but not in the forward set A are zero in the model and stored in `run.state`; they
+    are restored for the optimizer's step only.
     """
 
     any_pattern: ClassVar[bool] = False
@@ -244,7 +240,7 @@ class TopKASTPruningModifier(DynamicPruningModifier):
     def check_state(self, item: Item, state: Mapping[str, Any]) -> None:
         for name in state.get("backward", {}):
             if name not in state.get("aside", {}):
-                raise GossamerError(f"{item.where}.aside: '{name}' is missing, and 'backward' has it")
+                raise GossamerError(f"{item.where}.aside: '{name}' is missing, but 'backward' has it")
 
     def start(self, run: Run) -> None:
         run.state["aside"] = {}
@@ -266,7 +262,7 @@ class TopKASTPruningModifier(DynamicPruningModifier):
             run.masks.set(name, keep)
 
     def before_step(self, run: Run) -> None:
-        """Bring the weights outside A back, and let only B learn; A decays by λ, B∖A by λ / density of A."""
+        """Restore the weights outside A, and train only B; A decays by λ, B∖A by λ / density of A."""
         run.scratch["whole"] = []
         backward: dict[str, Tensor] = run.state.get("backward", {})
         for name in [name for name in run.targets if name in backward]:
@@ -283,7 +279,7 @@ class TopKASTPruningModifier(DynamicPruningModifier):
             run.scratch["whole"].append(name)
 
     def after_step(self, run: Run) -> None:
-        """Take the weights outside A out again; those outside B keep the value they had."""
+        """Store the weights outside A again; those outside B keep their value."""
         for name in run.scratch.pop("whole", []):
             values, inside, forward = (
                 run.weights.parameter(name).detach(),
@@ -301,7 +297,7 @@ class TopKASTPruningModifier(DynamicPruningModifier):
 
 @register
 class ADMMPruningModifier(DynamicPruningModifier):
-    """Draw the weights towards a pattern while they train, then cut them to it (Zhang et al. 2018).
+    """Pull the weights towards a pattern during training, then prune to it (Zhang et al. 2018).
 
     Every step adds ρ (W − Z + U) to the gradient, that of ρ/2 · ‖W − Z + U‖². Every update sets Z to the nearest
     tensor to W + U that has the pattern at `final_sparsity`, and then adds W − Z to U.
@@ -315,7 +311,7 @@ class ADMMPruningModifier(DynamicPruningModifier):
     @model_validator(mode="after")
     def _ends(self) -> Self:
         if self.end_epoch == -1:
-            raise FieldError("expected the epoch at which the weights are cut, found -1", "end_epoch")
+            raise FieldError("expected the epoch at which the weights are pruned, found -1", "end_epoch")
         return self
 
     def sparsity_at(self, epoch: float) -> float | None:
@@ -335,13 +331,10 @@ class ADMMPruningModifier(DynamicPruningModifier):
         self.update(run)
         sums: dict[str, Tensor] = run.state["sums"]
         for name, keep in run.state["kept"].items():
-            sums[name] = sums[name].masked_fill(~keep, 0)  # U begins at zero
+            sums[name] = sums[name].masked_fill(~keep, 0)  # U is initially zero
 
     def update(self, run: Run) -> None:
-        """Z ← projection of W + U, U ← U + W − Z; both are kept in one tensor, for where one is not zero the other is.
-
-        What was W + U is Z inside the mask and U outside.
-        """
+        """Z ← projection of W + U, U ← U + W − Z; one tensor holds both, Z inside the mask and U outside."""
         sums, kept = run.state["sums"], run.state["kept"]
         for name in run.targets:
             weight = _wide(run.weights.parameter(name))
@@ -366,6 +359,6 @@ class ADMMPruningModifier(DynamicPruningModifier):
 
 
 def _wide(parameter: Tensor) -> Tensor:
-    """The weight in at least float32: small differences add up in U."""
+    """The weight in at least float32, because U sums small differences."""
     weight = parameter.detach()
     return weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight

@@ -1,11 +1,8 @@
-"""Whole filters and input channels: which ones of several weights go together, and what else goes with them.
+"""Pruning whole filters and input channels: coupled filters share a mask, and biases and batch norm follow.
 
-A residual addition, a depthwise convolution or a shared input ties filters of
-several weights to each other: the channel can be removed only when all of
-them are zero. Such filters form a pool, which is ranked as one and gets one
-mask. With a filter go its bias and the affine parameters of the batch norm
-after it, so that a removed channel is exactly zero. Which channels are the
-same comes from `graph`; the run holds the masks.
+A residual addition, a depthwise convolution or a shared input couples filters of several weights: the channel can be
+removed only if all of them are zero. Coupled filters form a pool, which is ranked as one and gets one mask. The bias
+of a pruned filter and the affine parameters of the batch norm after it are masked too: the channel is exactly zero.
 """
 
 from __future__ import annotations
@@ -34,40 +31,40 @@ if TYPE_CHECKING:
 Bools = NDArray[np.bool_]
 
 SAVED = "removed_with_filters"
-"""The key in `run.state` of the values that parameters had before they were held at zero with a filter."""
+"""The key in `run.state` of the values that biases and batch norm had before they were masked with a filter."""
 
 
 @dataclass(frozen=True)
 class FilterPlan:
-    """Which filters (or input channels) of some weights go together, and what goes with them."""
+    """Coupled filters (or input channels), and the parameters that are masked with them."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the weights, output channels first; other shapes need another plan."""
+    """Of the weights, output channels first. The plan is valid for these shapes."""
     graph: FilterGraph | None
     pools: Pools
     vectors: Mapping[str, Vector]
     notes: Sequence[str]
-    """What the user should know."""
+    """Warnings for the user."""
 
 
 def plan_filters(
     run: Run,
     shapes: Mapping[str, tuple[int, ...]],
     channels: bool,
-    by_hand: Sequence[Sequence[str]],
-    apart: Mapping[str, float],
+    user_groups: Sequence[Sequence[str]],
+    own_sparsity: Mapping[str, float],
 ) -> FilterPlan:
-    """Find what goes together, by following the model; of one that cannot be followed, each weight is on its own."""
+    """Find coupled filters by tracing the model; in a model that cannot be traced each weight is on its own."""
     units = "channels" if channels else "filters"
-    found = run.weights.filter_graph()
-    graph = None if isinstance(found, str) else found
+    traced = run.weights.filter_graph()
+    graph = None if isinstance(traced, str) else traced
     sizes = {name: shape[int(channels)] for name, shape in shapes.items()}
-    pools = pools_of(sizes, graph, channels=channels, by_hand=by_hand, apart=apart)
+    pools = pools_of(sizes, graph, channels=channels, user_groups=user_groups, own_sparsity=own_sparsity)
     notes: list[str] = []
-    if isinstance(found, str):
-        notes.append(f"{units} that belong together are not known, and each layer is pruned on its own: {found}")
-    elif found.coupling.note is not None:
-        notes.append(f"{units} that belong together are known in parts of the model only: {found.coupling.note}")
+    if isinstance(traced, str):
+        notes.append(f"coupled {units} are unknown, and each layer is pruned on its own: {traced}")
+    elif traced.coupling.note is not None:
+        notes.append(f"coupled {units} are known in parts of the model only: {traced.coupling.note}")
     if graph is not None:
         notes += _unpruned(graph, pools, shapes, channels)
     vectors = {} if channels else vectors_of(run.module, list(shapes), graph)
@@ -75,7 +72,7 @@ def plan_filters(
 
 
 def _unpruned(graph: FilterGraph, pools: Pools, names: Collection[str], channels: bool) -> list[str]:
-    """In one sentence, the first pool whose channels stay because a weight outside it produces or reads them too."""
+    """A warning about the first pool whose channels cannot be removed, because another weight uses them too."""
     side, shares = (graph.read, "reads") if channels else (graph.produced, "produces")
     for pool in pools.pools:
         first = pool.members[0]
@@ -87,13 +84,10 @@ def _unpruned(graph: FilterGraph, pools: Pools, names: Collection[str], channels
             continue
         for name, other in side.items():
             if name not in (*pool.members, *graph.depthwise) and np.isin(other, own).any():
-                why = "is pruned apart from it" if name in names else "is not pruned"
-                lost = f"what '{first}' loses cannot be removed from the model"
-                return [f"{lost}: '{name}' {shares} the same channels and {why}"]
+                why = "is pruned separately" if name in names else "is not pruned"
+                kept = f"pruned channels of '{first}' cannot be removed from the model"
+                return [f"{kept}: '{name}' {shares} the same channels and {why}"]
     return []
-
-
-# Filters of several weights
 
 
 @dataclass(frozen=True)
@@ -103,10 +97,11 @@ class Pool:
     first: int
     last: int
     members: tuple[str, ...]
-    """Weights whose sparsity counts."""
+    """Weights whose sparsity determines that of the pool."""
     followers: tuple[str, ...] = ()
-    """Depthwise convolutions, which lose what the members lose."""
-    by_hand: bool = False
+    """Depthwise convolutions, which get the mask of the members."""
+    user_defined: bool = False
+    """Whether it is a list of `param_groups`."""
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -119,7 +114,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Pools:
-    """The filters (or input channels) of some weights as units that go together."""
+    """The filters (or input channels) of some weights, in pools."""
 
     units: Mapping[str, Tensor]
     """By weight: the unit that each of its filters belongs to."""
@@ -127,7 +122,7 @@ class Pools:
 
     @cached_property
     def by_key(self) -> dict[str, Pool]:
-        """The pools by a readable key; a weight on its own goes by its name."""
+        """The pools by a readable key: the names of their members."""
         found: dict[str, Pool] = {}
         for pool in self.pools:
             key = " + ".join(pool.members)
@@ -138,7 +133,7 @@ class Pools:
         return {key: pool.last - pool.first for key, pool in self.by_key.items()}
 
     def bounds(self, caps: float | Mapping[str, float]) -> float | dict[str, float]:
-        """Bounds of weights as bounds of pools: the lowest of the members'."""
+        """The bounds of pools: the lowest of the members' bounds."""
         if not isinstance(caps, Mapping):
             return caps
         found = {key: [caps[name] for name in pool.members if name in caps] for key, pool in self.by_key.items()}
@@ -151,11 +146,11 @@ class Pools:
         caps: float | Mapping[str, float],
         numels: Mapping[str, int],
     ) -> dict[str, Tensor]:
-        """By weight: True for each filter that stays; `scores` has one number per filter.
+        """By weight: True for each filter that is kept; `scores` has one number per filter.
 
-        In each pool exactly round(units · sparsity) units go. Members with different sparsities get their mean, by
-        size. With one number for all weights, exactly that share of all units goes, under one threshold, and each
-        pool keeps at least one unit where the others can give enough.
+        In each pool exactly round(units · sparsity) units are pruned. Members with different sparsities get their mean,
+        weighted by size. With one number for all weights, exactly that share of all units is pruned, under one
+        threshold, and each pool keeps at least one unit if the others have enough to prune.
         """
         ranks, scored = self._ranks(scores, relative=isinstance(sparsity, Mapping))
         pools = {key: pool for key, pool in self.by_key.items() if bool(scored[pool.span].any())}
@@ -179,7 +174,7 @@ class Pools:
         return {name: keep[self.units[name]].to(score.device) for name, score in scores.items()}
 
     def emptied(self, kept: Mapping[str, Tensor]) -> list[str]:
-        """The first weight of each pool that has no filter left, given which filters of each weight stay."""
+        """The first weight of each pool that has no filter left, given the kept filters of each weight."""
         keep = torch.zeros(max((pool.last for pool in self.pools), default=0), dtype=torch.bool)
         for name, part in kept.items():
             keep[self.units[name][part.cpu()]] = True
@@ -187,18 +182,18 @@ class Pools:
         return [pool.members[0] for pool in known if not bool(keep[pool.span].any())]
 
     def _ranks(self, scores: Mapping[str, Tensor], relative: bool) -> tuple[Tensor, Tensor]:
-        """The mean score of each unit over its weights, and whether there is any; of pools made by hand, the sum.
+        """The mean score of each unit over its weights (the sum, in user-defined pools), and whether it has a score.
 
-        Relative scores are divided by their mean in each weight: the weights of a pool have an equal say, whatever
-        their scale. Under one threshold for all layers, scores stay as they are, and those of followers do not count:
-        the few weights of a depthwise filter are larger than those of others.
+        Relative scores are divided by their mean in each weight, so that the weights of a pool count equally. Under
+        one threshold for all layers scores are not scaled, and followers are ignored, because the few weights of a
+        depthwise filter are larger than those of other layers.
         """
         count = max((pool.last for pool in self.pools), default=0)
         totals, votes = torch.zeros(2, count, dtype=torch.float64)
         shared, summed = torch.zeros(2, count, dtype=torch.bool)
         for pool in self.pools:
-            shared[pool.span] = len(pool.weights) > 1 and not pool.by_hand
-            summed[pool.span] = pool.by_hand
+            shared[pool.span] = len(pool.weights) > 1 and not pool.user_defined
+            summed[pool.span] = pool.user_defined
         led = {name for pool in self.pools if scores.keys() & set(pool.members) for name in pool.followers}
         for name, score in scores.items():
             if not relative and name in led:
@@ -216,7 +211,7 @@ class Pools:
 def _share(pool: Pool, sparsity: Mapping[str, float], numels: Mapping[str, int]) -> float:
     shares = {name: sparsity[name] for name in pool.members if name in sparsity}
     shares = shares or {name: sparsity[name] for name in pool.followers if name in sparsity}
-    if pool.by_hand or len(set(shares.values())) == 1:
+    if pool.user_defined or len(set(shares.values())) == 1:
         return next(iter(shares.values()))
     return sum(share * numels[name] for name, share in shares.items()) / sum(numels[name] for name in shares)
 
@@ -226,23 +221,23 @@ def pools_of(
     graph: FilterGraph | None,
     *,
     channels: bool = False,
-    by_hand: Sequence[Sequence[str]] = (),
-    apart: Mapping[str, float] | None = None,
+    user_groups: Sequence[Sequence[str]] = (),
+    own_sparsity: Mapping[str, float] | None = None,
 ) -> Pools:
     """Weights, with their numbers of filters (or of input channels), in pools.
 
-    Without a graph each weight is a pool of its own, apart from those grouped `by_hand`. Weights with different
-    values in `apart` are not pooled.
+    Without a graph each weight is a pool, except for those in `user_groups`. Weights with different values in
+    `own_sparsity` are not pooled.
     """
     builder = _Builder()
-    for group in by_hand:
+    for group in user_groups:
         first = builder.count
         for name in group:
             builder.units[name] = torch.arange(first, first + sizes[name])
-        builder.add(sizes[group[0]], tuple(group), by_hand=True)
+        builder.add(sizes[group[0]], tuple(group), user_defined=True)
     known = {} if graph is None else _classes(graph, sizes, channels)
     free = {name: classes for name, classes in known.items() if name not in builder.units}
-    kinds = apart or {}
+    kinds = own_sparsity or {}
     for kind in dict.fromkeys(kinds.get(name) for name in free):
         builder.couple({n: c for n, c in free.items() if kinds.get(n) == kind}, graph.depthwise if graph else set())
     for name, size in sizes.items():
@@ -252,7 +247,7 @@ def pools_of(
 
 
 def _classes(graph: FilterGraph, sizes: Mapping[str, int], channels: bool) -> dict[str, Ints]:
-    """The class of each filter of the weights whose channels can be removed as far as is known."""
+    """By weight whose channels can be removed: the class of each of its filters."""
     found: dict[str, Ints] = {}
     side = graph.read if channels else graph.produced
     for name, size in sizes.items():
@@ -268,8 +263,10 @@ class _Builder:
         self.pools: list[Pool] = []
         self.count = 0
 
-    def add(self, size: int, members: tuple[str, ...], followers: tuple[str, ...] = (), by_hand: bool = False) -> None:
-        self.pools.append(Pool(self.count, self.count + size, members, followers, by_hand))
+    def add(
+        self, size: int, members: tuple[str, ...], followers: tuple[str, ...] = (), user_defined: bool = False
+    ) -> None:
+        self.pools.append(Pool(self.count, self.count + size, members, followers, user_defined))
         self.count += size
 
     def alone(self, name: str, size: int) -> None:
@@ -296,21 +293,18 @@ class _Builder:
         self.units |= {name: torch.tensor([unit[number] for number in own.tolist()]) for name, own in classes.items()}
 
 
-# What goes with a filter
-
-
 @dataclass(frozen=True)
 class Vector:
     """A bias, or an affine parameter of batch norm."""
 
     weight: str | None
-    """Of a bias: the weight beside it, whose filters it belongs to one by one."""
+    """Of a bias: the weight of the same layer, with one filter per entry."""
     classes: Ints | None
-    """The channel at each position, where known."""
+    """The channel of each entry, if known."""
 
 
 def vectors_of(module: nn.Module, names: Sequence[str], graph: FilterGraph | None) -> dict[str, Vector]:
-    """The parameters that belong to filters of the named weights, save those that are outputs of the model."""
+    """The parameters that belong to filters of the named weights, except those that are outputs of the model."""
     first, found, last = first_names(module), dict[str, Vector](), next(reversed(prunable(module)), None)
     weights, in_parts = set(names), graph is not None and graph.coupling.note is not None
     if graph is not None:
@@ -326,10 +320,10 @@ def vectors_of(module: nn.Module, names: Sequence[str], graph: FilterGraph | Non
 
 
 def hold_vectors(run: Run, vectors: Mapping[str, Vector], graph: FilterGraph | None, zeros_only: bool = False) -> None:
-    """Hold at zero what belongs to the filters that this modifier's masks remove; give back what comes back.
+    """Mask the biases and batch norm parameters of pruned filters; restore the values of filters that came back.
 
-    A bias goes with its filter. The affine parameters of batch norm go where every filter of a channel is removed.
-    With `zeros_only`, only what is zero already is held.
+    A bias is masked with its filter, the affine parameters of batch norm if every filter of a channel is pruned. With
+    `zeros_only`, only values that are zero already are masked.
     """
     rows = {name: dead for name in run.targets if (dead := _dead_rows(run, name)) is not None}
     gone = _dead_classes(graph, rows) if graph is not None else None
@@ -363,7 +357,7 @@ def hold_vectors(run: Run, vectors: Mapping[str, Vector], graph: FilterGraph | N
 
 
 def _dead_rows(run: Run, name: str) -> Tensor | None:
-    """True for each filter of a weight that this modifier removes as a whole."""
+    """True for each filter of a weight that this modifier's mask zeroes entirely."""
     keep = run.masks.get(name)
     if keep is None or keep.dim() < 2:
         return None
@@ -371,7 +365,7 @@ def _dead_rows(run: Run, name: str) -> Tensor | None:
 
 
 def _dead_classes(graph: FilterGraph, rows: Mapping[str, Tensor]) -> Bools:
-    """Channels that can be removed and whose filters are removed in every weight that produces them."""
+    """Channels that can be removed and whose filters are pruned in every weight that produces them."""
     size = len(graph.coupling.classes.colour)
     some, every = np.zeros(size, np.bool_), np.ones(size, np.bool_)
     for name, classes in graph.produced.items():
@@ -388,10 +382,10 @@ def _dead_classes(graph: FilterGraph, rows: Mapping[str, Tensor]) -> Bools:
 
 
 def is_held(graph: FilterGraph, name: str) -> bool:
-    """Whether a weight produces channels that cannot be removed, or that are not known."""
+    """Whether a weight produces channels that cannot be removed, or that are unknown."""
     return name not in graph.produced or not graph.held.keys().isdisjoint(graph.produced[name].reshape(-1).tolist())
 
 
 def leaves(graph: FilterGraph, name: str) -> bool:
-    """Whether the model, or a part that was followed on its own, returns or keeps what a weight produces."""
+    """Whether the output of a weight leaves the model, or a part of it that was traced separately."""
     return name in graph.produced and not graph.coupling.leaving.isdisjoint(graph.produced[name].reshape(-1).tolist())

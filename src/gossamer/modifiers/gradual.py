@@ -22,7 +22,6 @@ from gossamer.modifiers.scoring import (
     FilterScorer,
     FisherDefaults,
     FisherScorer,
-    MagnitudeScorer,
     MovementScorer,
     Scorer,
 )
@@ -100,7 +99,7 @@ class GMPruningModifier(RankedPruningModifier):
 
     @property
     def ranks_by_weights(self) -> bool:
-        return type(self.scorer) in (MagnitudeScorer, FilterScorer)  # others are subclasses that use gradients
+        return not self.scorer.uses_gradients
 
     def rank(self, run: Run) -> dict[str, Tensor]:
         return self.scorer.scores(run, run.targets)
@@ -115,27 +114,20 @@ class GMPruningModifier(RankedPruningModifier):
             case "movement":
                 return MovementScorer()
             case "OBS":
-                return self._fisher(OBS, compensate=True)
+                return self._fisher(OBS, surgeon=True)
             case "MFAC":
-                return self._fisher(MFAC, compensate=False)
+                return self._fisher(MFAC, surgeon=False)
             case "magnitude":
-                return MagnitudeScorer()
+                return Scorer()
             case kind:
                 return FilterScorer(kind)
 
-    def _fisher(self, defaults: FisherDefaults, *, compensate: bool) -> FisherScorer:
-        return FisherScorer(
-            lambda _: defaults.num_grads,
-            None,
-            defaults.block,
-            together=self.global_sparsity,
-            compensate=compensate,
-            needs_sampler=compensate,
-        )
+    def _fisher(self, defaults: FisherDefaults, *, surgeon: bool) -> FisherScorer:
+        return FisherScorer(lambda _: defaults.num_grads, None, defaults.block, self.global_sparsity, surgeon)
 
     @property
     def rounds(self) -> int:
-        """How often scores are computed anew on the way to one update's sparsity."""
+        """How often scores are recomputed within one update."""
         return 1
 
     def state_fields(self, run: Run) -> Mapping[str, StateField]:
@@ -165,16 +157,16 @@ class GMPruningModifier(RankedPruningModifier):
     def sparsity_at(self, epoch: float) -> float | None:
         final = self.final_sparsity
         if isinstance(final, dict):
-            return self._on_the_way(
+            return self._interpolated(
                 sum(s * len(names) for s, names in final.items()) / sum(map(len, final.values())), epoch
             )
-        return self._on_the_way(final, epoch)
+        return self._interpolated(final, epoch)
 
     def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
         finals: dict[str, float] = run.plan.get("final", {})
-        return self._on_the_way(finals[name], epoch) if name in finals else super().sparsity_of(run, name, epoch)
+        return self._interpolated(finals[name], epoch) if name in finals else super().sparsity_of(run, name, epoch)
 
-    def _on_the_way(self, final: float, epoch: float) -> float | None:
+    def _interpolated(self, final: float, epoch: float) -> float | None:
         if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):
             return None
         start = max(self.start_epoch, 0.0)
@@ -188,15 +180,15 @@ class GMPruningModifier(RankedPruningModifier):
         if not isinstance(self.final_sparsity, dict):
             return super().bind(run)
         finals: dict[str, float] = {}
-        for sparsity, wanted in self.final_sparsity.items():
-            for name in self.bind_params(run, wanted, "final_sparsity"):
+        for sparsity, params in self.final_sparsity.items():
+            for name in self.bind_params(run, params, "final_sparsity"):
                 if finals.setdefault(name, sparsity) != sparsity:
                     raise ModifierError(f"'{name}' is listed at two sparsities", "final_sparsity")
         run.plan["final"] = finals
         self.bind_filters(run, list(finals))
         return list(finals)
 
-    def apart(self, run: Run) -> Mapping[str, float]:
+    def own_sparsity(self, run: Run) -> Mapping[str, float]:
         return run.plan.get("final", {})
 
     def start(self, run: Run) -> None:
@@ -231,7 +223,7 @@ class GMPruningModifier(RankedPruningModifier):
     def _prune(self, run: Run, sparsity: Mapping[str, float]) -> None:
         scorer = self.scorer
         scores = scorer.scores(run, run.targets)
-        if scorer.below_zero:
+        if scorer.signed:
             self._rank_masked_last(run, scores, sparsity)
         if self.global_sparsity:
             if unseen := run.scratch.get("unseen"):
@@ -248,12 +240,12 @@ class GMPruningModifier(RankedPruningModifier):
         else:
             masks = self.masks(run, scores, sparsity)
         del scores
-        scorer.settle(run, masks)
+        scorer.compensate(run, masks)
         self.hold(run, masks)
 
     @staticmethod
     def _rank_masked_last(run: Run, scores: dict[str, Tensor], sparsity: Mapping[str, float]) -> None:
-        """A masked weight scores 0, above what training moves towards zero; it must not come back for that."""
+        """Keep masked weights masked: their score is 0, more than that of a weight that moves towards zero."""
         for name, score in scores.items():
             keep = run.masks.get(name)
             before: dict[str, float] = run.state.get("sparsity", {})
@@ -299,10 +291,10 @@ class MovementPruningModifier(GMPruningModifier):
 
 
 class SecondOrderModifier(GMPruningModifier):
-    """What both share: how many gradients, and the blocks of the Fisher matrix."""
+    """The base class of second-order methods: the number of gradients, and the blocks of the Fisher matrix."""
 
     num_grads: GradientCount | GradientCounts
-    """A number, or `{sparsity: number}`: the number of the last sparsity that was reached."""
+    """A number, or `{sparsity: number}`, which applies from that sparsity on."""
     damp: PositiveFactor | None = None
     """Added to the diagonal of the Fisher matrix; null: a fraction (`scoring.DAMP`) of its mean diagonal."""
     fisher_block_size: Count | None
@@ -310,7 +302,7 @@ class SecondOrderModifier(GMPruningModifier):
     grad_sampler_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     def gradients_at(self, sparsity: float) -> int:
-        """How many gradients a sparsity asks for."""
+        """The number of gradients at a sparsity."""
         if isinstance(self.num_grads, int):
             return self.num_grads
         reached = [share for share in self.num_grads if share <= sparsity + 1e-9]
@@ -320,15 +312,8 @@ class SecondOrderModifier(GMPruningModifier):
     def most_gradients(self) -> int:
         return self.num_grads if isinstance(self.num_grads, int) else max(self.num_grads.values())
 
-    def _scorer(self, *, compensate: bool) -> Scorer:
-        return FisherScorer(
-            self.gradients_at,
-            self.damp,
-            self.fisher_block_size,
-            together=self.global_sparsity,
-            compensate=compensate,
-            needs_sampler=compensate,
-        )
+    def _scorer(self, *, surgeon: bool) -> Scorer:
+        return FisherScorer(self.gradients_at, self.damp, self.fisher_block_size, self.global_sparsity, surgeon)
 
 
 @register
@@ -342,7 +327,7 @@ class OBSPruningModifier(SecondOrderModifier):
 
     @property
     def scorer(self) -> Scorer:
-        return self._scorer(compensate=True)
+        return self._scorer(surgeon=True)
 
     @property
     def rounds(self) -> int:
@@ -370,4 +355,4 @@ class MFACPruningModifier(SecondOrderModifier):
 
     @property
     def scorer(self) -> Scorer:
-        return self._scorer(compensate=False)
+        return self._scorer(surgeon=False)

@@ -1,9 +1,8 @@
-"""Sparsity that training itself finds: learned thresholds (STR) and learned probabilities (ProbMask).
+"""Learned sparsity: learned thresholds (STR) and learned mask probabilities (ProbMask).
 
-Layers compute with a function of the weight; the weight itself stays dense
-until the end, and then becomes what the layers computed with. What is learned
-gets its gradient from the weight's own, so that loss scales, accumulation,
-`zero_grad` and several processes need no care here.
+Layers compute with a function of the weight. The weight itself stays dense until the end and is then replaced by that
+function's value. The gradient of what is learned is derived from the weight's gradient, so that loss scaling,
+accumulation, `zero_grad` and DDP need no special handling.
 """
 
 from __future__ import annotations
@@ -54,28 +53,28 @@ from gossamer.sparse import (
 )
 
 TRAVEL, SLOWEST, FASTEST = 5.0, 6e-3, 0.2
-"""How far Adam may move a probability in one run, and the learning rates within which that holds."""
+"""The default learning rate of probabilities is TRAVEL / steps, between SLOWEST and FASTEST."""
 CONTROLLED = 5e-4
-"""How far the sparsity under learned thresholds may be from its schedule; at the end epoch it is exact."""
+"""How far the sparsity under learned thresholds may be from its schedule; it is exact at the end epoch."""
 MISSED = 0.01
-"""How far below its target a sparsity is reported."""
+"""A sparsity further below its target than this is reported."""
 STATISTICS = ("first_statistics", "statistics")
-"""Under which keys the running means at the start of ProbMask and after its last step are noted."""
+"""The state keys of batch norm's running means at the start of ProbMask and after its last step."""
 ADAM = ("probabilities", "first", "second")
-"""What Adam trains, and its two moments."""
+"""The state keys of what Adam trains, and of its two moments."""
 
 logger = logging.getLogger("gossamer")
 
 
 class LearnedPruningModifier(PruningModifier):
-    """What both share: layers that compute with something else than the weight, from start to end."""
+    """The base class: layers compute with a function of the weight from start to end."""
 
     params: ParamNames = Field(default=...)
 
     keeps_norms: ClassVar[bool] = False
     learns_sparsity: ClassVar[bool] = True
     learned: ClassVar[str]
-    """The key of the state under which each weight has what is learned about it."""
+    """The state key of the learned values, by weight."""
 
     def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
         return None  # one budget for all layers
@@ -88,25 +87,24 @@ class LearnedPruningModifier(PruningModifier):
 
     @abstractmethod
     def value(self, run: Run, name: str) -> Callable[[Tensor, bool], Tensor]:
-        """What layers compute with, given the weight and whether they train."""
+        """The function that layers compute with in place of the weight: (weight, training) -> value."""
 
     @abstractmethod
     def settle(self, run: Run) -> None:
-        """Leave in the weights what layers computed with, and hold their zeros."""
+        """Write the values that layers compute with to the weights, and mask the zeros."""
 
     def bind(self, run: Run) -> list[str]:
         targets = super().bind(run)
-        # Without an optimizer nothing is learned, and a frozen weight is like any other.
         trains = run.optimizer.instance is not None
         frozen = [name for name in targets if trains and not run.weights.parameter(name).requires_grad]
         for name in frozen:
-            run.log.skip(name, "frozen: what there is to learn about a weight comes with its gradient")
+            run.log.skip(name, "frozen: learned sparsity needs the gradient of the weight")
         if len(frozen) == len(targets):
-            raise ModifierError("all that match are frozen; let them train, or name others", "params")
+            raise ModifierError("all matching parameters are frozen; unfreeze them, or name others", "params")
         return [name for name in targets if name not in frozen]
 
     def names(self, run: Run) -> list[str]:
-        """The targets about which something is learned, without layers that are taken out at the moment."""
+        """The targets with learned values, without layers that are replaced at the moment."""
         return [name for name in run.targets if name in run.state.get(self.learned, {})]
 
     def restore(self, run: Run) -> None:
@@ -131,25 +129,25 @@ class LearnedPruningModifier(PruningModifier):
 
 @register
 class STRPruningModifier(LearnedPruningModifier):
-    """Soft thresholds that are learned, one for each weight tensor (Kusupati et al. 2020).
+    """Learned soft thresholds, one per weight tensor (Kusupati et al. 2020).
 
-    Layers compute with sign(W) · ReLU(|W| − σ(s)). Weight decay pulls s up from far below zero and the loss holds
-    against it, so that each layer finds its own sparsity: more `st_decay`, a higher `s_init`, a higher `st_lr` or
-    longer training give more zeros. With `final_sparsity` the decay is controlled: after every step all s are
-    pulled with one common strength, so that the sparsity of all layers together follows a cubic schedule to its
-    target, and the gradients decide how layers share it.
+    Layers compute with sign(W) · ReLU(|W| − σ(s)). Weight decay pulls s up from far below zero against the gradient of
+    the loss, so that each layer reaches its own sparsity: more `st_decay`, a higher `s_init`, a higher `st_lr` or
+    longer training give more zeros. With `final_sparsity` the decay is controlled: after every step all s are pulled
+    with one common strength, so that the sparsity of all layers together follows a cubic schedule to its target, and
+    the gradients determine how layers share it.
     """
 
     learned: ClassVar[str] = "thresholds"
 
     final_sparsity: PartialSparsity | None = None
-    """The sparsity of all layers together, reached halfway between start and end; None: whatever comes out."""
+    """The sparsity of all layers together, reached halfway between start and end; None: not controlled."""
     s_init: Logit = -5.0
-    """The first s; what lies within σ(s) of zero is zero, 0.0067 for −5."""
+    """The initial s; weights within σ(s) of zero are zero, 0.0067 for −5."""
     st_decay: WeightDecay = 5e-4
-    """Weight decay on s; without effect beside `final_sparsity`."""
+    """Weight decay on s; no effect with `final_sparsity`."""
     st_lr: LearningRate | None = None
-    """The learning rate of s; None: that of the weight at each step."""
+    """The learning rate of s; None: the weight's current learning rate."""
 
     @model_validator(mode="after")
     def _ends_at_its_target(self) -> Self:
@@ -161,7 +159,7 @@ class STRPruningModifier(LearnedPruningModifier):
 
     def warnings(self) -> list[Problem]:
         idle = self.final_sparsity is not None and "st_decay" in self.model_fields_set
-        ignored = Problem("has no effect beside final_sparsity, which controls the decay", ("st_decay",))
+        ignored = Problem("has no effect with final_sparsity, which controls the decay", ("st_decay",))
         return super().warnings() + [ignored] * idle
 
     @property
@@ -174,11 +172,11 @@ class STRPruningModifier(LearnedPruningModifier):
 
     @property
     def ramp_end(self) -> float:
-        """The epoch from which on the sparsity is final."""
+        """The epoch at which the final sparsity is reached."""
         return (max(self.start_epoch, 0.0) + self.end_epoch) / 2
 
     def sparsity_at(self, epoch: float) -> float | None:
-        """The least at an epoch; more, up to the final sparsity, comes of the gradients."""
+        """The minimum at an epoch; gradients may raise it, up to the final sparsity."""
         ended = epoch >= self.end_epoch and not self.leave_enabled
         if self.final_sparsity is None or epoch < self.start_epoch or ended:
             return None
@@ -197,12 +195,12 @@ class STRPruningModifier(LearnedPruningModifier):
         self.restore(run)
 
     def update(self, run: Run) -> None:
-        """Say how sparse the model has become: no mask tells it yet."""
+        """Log the sparsity, which no mask shows before the end."""
         run.log.value("effective_sparsity", effective_sparsity(run))
 
     def value(self, run: Run, name: str) -> Callable[[Tensor, bool], Tensor]:
         def thresholded(weight: Tensor, training: bool) -> Tensor:
-            # A copy of the model, such as an average, goes on to compute like this after the end.
+            # A copy of the model, such as an average, keeps this function after the end.
             s = run.state.get("thresholds", {}).get(name)
             return weight if s is None else soft_threshold(weight, s)
 
@@ -254,14 +252,14 @@ class STRPruningModifier(LearnedPruningModifier):
     def settle(self, run: Run) -> None:
         ended = run.clock.step >= (run.clock.end or 0)
         if self.final_sparsity is not None:
-            # Exact at the end only: a run that is over before it keeps the thresholds that it was evaluated with.
+            # Exact at the end only: a run that stops earlier keeps the thresholds that it was evaluated with.
             self._control(run, run.clock.step, tolerance=0.0 if ended else CONTROLLED)
         reached = effective_sparsity(run)
         run.log.value("effective_sparsity", reached)
         if self.final_sparsity is not None and ended and reached < self.final_sparsity - MISSED:
             logger.warning(
-                "%s reached a sparsity of %.1f %% and not %.1f %%: "
-                "no threshold reaches a weight of 1 or more, and each layer keeps its largest weights",
+                "%s reached a sparsity of %.1f %%, below its target of %.1f %%: thresholds are below 1, so weights of "
+                "1 or more are never zeroed, and each layer keeps its largest weights",
                 self.name,
                 100 * reached,
                 100 * self.final_sparsity,
@@ -269,8 +267,8 @@ class STRPruningModifier(LearnedPruningModifier):
         for name in self.names(run):
             effective = soft_threshold(run.weights.parameter(name).detach(), run.state["thresholds"][name])
             if not bool(effective.any()):
-                turned = "st_decay" if self.final_sparsity is None else "final_sparsity"
-                logger.warning("%s left nothing of '%s'; a smaller %s or st_lr keeps more", self.name, name, turned)
+                field = "st_decay" if self.final_sparsity is None else "final_sparsity"
+                logger.warning("%s zeroed all of '%s'; reduce %s or st_lr", self.name, name, field)
             run.weights.write(name, effective)
             run.masks.set(name, effective != 0)
         run.state.pop("momenta", None)
@@ -279,7 +277,7 @@ class STRPruningModifier(LearnedPruningModifier):
 def controlled_pull(
     weights: Mapping[str, Tensor], thresholds: Mapping[str, Tensor], final: float, x: float, tolerance: float = 0.0
 ) -> float:
-    """The strength for all thresholds at a share `x` of the way: to the scheduled sparsity or more, up to the final."""
+    """The common pull on all thresholds at progress `x` that gives at least the scheduled sparsity, at most `final`."""
     total = sum(weight.numel() for weight in weights.values())
     least, most = (zero_count(total, share) for share in (interpolate(0.0, final, x), final))
     return threshold_pull(weights, thresholds, least, most, int(tolerance * total))
@@ -294,7 +292,7 @@ def effective_sparsity(run: Run) -> float:
 
 
 def _settings(run: Run) -> dict[Tensor, tuple[float, float]]:
-    """The optimizer's learning rate and momentum of each parameter; Adam's relatives have their first beta for it."""
+    """The optimizer's learning rate and momentum (Adam: first beta) of each parameter."""
     found: dict[Tensor, tuple[float, float]] = {}
     for group in run.optimizer.param_groups:
         setting = float(group["lr"]), float(group.get("momentum", group.get("betas", (0.0,))[0]))
@@ -304,11 +302,11 @@ def _settings(run: Run) -> dict[Tensor, tuple[float, float]]:
 
 @register
 class ProbMaskPruningModifier(LearnedPruningModifier):
-    """A probability to be kept for each weight, learned under one budget for all layers (Zhou et al. 2021).
+    """A learned probability to keep each weight, under one budget for all layers (Zhou et al. 2021).
 
-    At first p is |W| / max|W| of its own layer. Training computes with W · σ((logit p + logistic noise) / τ); after
-    every step p is projected so that Σp is within (1 − sparsity) · N. Evaluation, and the end, keep exactly that many
-    weights, those of the largest p, as they are.
+    Initially p is |W| / max|W| of the layer. Training computes with W · σ((logit p + logistic noise) / τ); after every
+    step p is projected so that Σp ≤ (1 − sparsity) · N. Evaluation, and the end, keep exactly that many weights, those
+    with the largest p.
     """
 
     epoch_fields: ClassVar[tuple[str, ...]] = ("start_epoch", "end_epoch", "finetune_epoch")
@@ -320,13 +318,13 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
     init_sparsity: Sparsity = 0.0
     final_sparsity: Sparsity
     finetune_epoch: Epoch | None = None
-    """When the sparsity is final, between start and end; None: halfway."""
+    """The epoch at which the final sparsity is reached, between start and end; None: halfway."""
     score_lr: PositiveRate | None = None
     """The learning rate of Adam on p; None: 5 over the number of steps, at least 0.006 and at most 0.2."""
     tau_end: Temperature = 0.03
-    """The temperature τ at the end; it falls linearly from 1."""
+    """The temperature τ at the end; it decreases linearly from 1."""
     seed: Seed = 0
-    """Of the noise."""
+    """The seed of the noise."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -391,7 +389,7 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         note_statistics(run.module, run.state)
 
     def value(self, run: Run, name: str) -> Callable[[Tensor, bool], Tensor]:
-        # torch.compile cannot take the ranking of all weights into a layer's graph; what it finds, it can.
+        # torch.compile cannot trace the ranking of all weights within the graph of one layer.
         rank = cast(Callable[[Run], dict[str, Tensor]], torch.compiler.disable(self._rank))
 
         def masked(weight: Tensor, training: bool) -> Tensor:
@@ -439,7 +437,7 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
             run.masks.set(name, masks[name])
 
     def finish(self, run: Run) -> None:
-        """Recalibrate batch norm, which has seen masks drawn by chance, where the user gave data for that."""
+        """Recalibrate batch norm, whose statistics are those of sampled masks, if there is calibration data."""
         if run.data.calibration is not None:
             self._recalibrate(run, islice(run.data.calibration, BATCHES))
         super().finish(run)
@@ -455,7 +453,7 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         warn_of_stale_statistics(run.module, run.state, self.name, "pass calibration_data to modify(), or ")
 
     def _recalibrate(self, run: Run, batches: Iterable[Any]) -> None:
-        # Not settled yet: in evaluation mode, layers compute with the final mask already.
+        # Before `settle`: in evaluation mode layers already compute with the final mask.
         for first in batches:
             names = recalibrate(run.module, chain([first], batches))
             layers = [get_module(run.module, name) for name in names]
@@ -463,7 +461,7 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
                 [getattr(layer, key) for layer in layers for key in ("running_mean", "running_var")]
             )
             return
-        logger.warning("%s: calibration_data holds no batch, and batch norm is not recalibrated", self.name)
+        logger.warning("%s: calibration_data is empty, batch norm is not recalibrated", self.name)
 
     def _sparsity(self, run: Run) -> float:
         x = fraction(run.clock.step, run.clock.start, to_step(self.ramp[1], run.clock.steps_per_epoch))
@@ -475,11 +473,11 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
 
     def _rate(self, run: Run) -> float:
         assert run.clock.end is not None
-        needed = TRAVEL / max(run.clock.end - run.clock.start, 1)  # 6e-3, Zhou et al.'s, leads nowhere in a short run
+        needed = TRAVEL / max(run.clock.end - run.clock.start, 1)  # the paper's 6e-3 is too small for a short run
         return min(max(needed, SLOWEST), FASTEST) if self.score_lr is None else self.score_lr
 
     def _draw(self, run: Run) -> None:
-        """The masks of this step: one draw for all its forward passes, and anew for the next."""
+        """Sample the masks of this step, which all its forward passes share."""
         probabilities: dict[str, Tensor] = run.state["probabilities"]
         tau = self._temperature(run)
         run.scratch["drawn"] = {
@@ -489,27 +487,27 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         run.scratch.pop("kept", None)
 
     def _rank(self, run: Run) -> dict[str, Tensor]:
-        """The masks without chance, found when an evaluation first asks for them."""
+        """The deterministic masks, computed when an evaluation first needs them."""
         run.scratch["kept"] = hard_masks(run.state["probabilities"], self._sparsity(run))
         return run.scratch["kept"]
 
 
 def note_statistics(module: nn.Module, noted: dict[str, Any]) -> None:
-    """Note batch norm's statistics as they are after a step with drawn masks, or before the first."""
+    """Record batch norm's running means after a step with sampled masks, or before the first step."""
     if (found := running_means(module)) is not None:
         noted.setdefault(STATISTICS[0], found)
         noted[STATISTICS[1]] = found
 
 
 def warn_of_stale_statistics(module: nn.Module, noted: Mapping[str, Any], caller: str, advice: str = "") -> None:
-    """Warn if batch norm's statistics come from drawn masks: steps changed them, and nothing has since."""
+    """Warn if batch norm's statistics come from sampled masks: training changed them, and nothing has since."""
     now = running_means(module)
     if now is None or any(key not in noted for key in STATISTICS):
         return
     first, last = (noted[key].to(now.device) for key in STATISTICS)
     if torch.equal(now, last) and not torch.equal(now, first):
         logger.warning(
-            "%s: batch norm has the statistics of masks drawn by chance, not of the final one; "
+            "%s: the statistics of batch norm come from sampled masks, not from the final mask; "
             "%scall gossamer.recalibrate(model, batches)",
             caller,
             advice,

@@ -1,7 +1,6 @@
-"""Learning rates over time. Each modifier is a pure function of the step: `rate(...)`.
+"""Learning-rate schedules; `rate(...)` of each modifier is a pure function of the step.
 
-Between two modifiers the one that started later has the last word, so a
-warm-up hands over whatever the order in the file.
+If two modifiers overlap, the one that started later sets the rate, whatever their order in the recipe.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ def chosen_groups(run: Run, param_groups: Sequence[int] | None) -> list[dict[str
     for index in param_groups:
         if not 0 <= index < len(groups):
             raise ModifierError(
-                f"there is no group {index}; the optimizer has {len(groups)} (0 to {len(groups) - 1})",
+                f"the optimizer has no group {index}, only {len(groups)} (0 to {len(groups) - 1})",
                 "param_groups",
             )
     return [groups[index] for index in param_groups]
 
 
 class RateModifier(Modifier):
-    """What all learning-rate modifiers share."""
+    """The base class of learning-rate modifiers."""
 
     family: ClassVar[str] = "learning_rate"
 
@@ -104,7 +103,7 @@ _LIMITS: dict[str, tuple[float, float]] = {
 
 @register
 class LearningRateModifier(RateModifier):
-    """A classic schedule; its `lr_kwargs` are in epochs, milestones counted from the run's beginning."""
+    """A schedule of torch; `lr_kwargs` are in epochs, milestones are counted from the start of the run."""
 
     start_epoch: Epoch = Field(default=...)
     lr_class: Literal["ExponentialLR", "StepLR", "MultiStepLR", "CosineAnnealingWarmRestarts"]
@@ -161,7 +160,7 @@ class LearningRateModifier(RateModifier):
                 return cosine(first, self._number("lr_min"), (passed % cycle) / cycle)
 
     def _decayed(self, first: float, times: int) -> float:
-        """first · gammaᵗ, at most the largest rate: a gamma above 1 grows without bound."""
+        """first · gammaᵗ, limited to the largest rate, because gamma may be above 1."""
         try:
             return min(first * self._number("gamma") ** times, max(first, MAX_RATE))
         except OverflowError:
@@ -180,7 +179,7 @@ class LearningRateModifier(RateModifier):
 
 @register
 class LearningRateFunctionModifier(RateModifier):
-    """From `init_lr` to `final_lr` in a straight line, half a cosine, or cycles of straight lines."""
+    """From `init_lr` to `final_lr`: linear, half a cosine, or linear in cycles."""
 
     start_epoch: Epoch = Field(default=...)
     end_epoch: Epoch = Field(default=...)

@@ -1,8 +1,4 @@
-"""Pruning in levels: a table of sparsities, each held by a fixed mask for an equal share of the time.
-
-At each level the learning rate may start over. How layers share a level's
-sparsity is an allocation of `sparse/`.
-"""
+"""Pruning in levels: a list of sparsities, each with a fixed mask for an equal share of the training time."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from gossamer.model import ALL_PRUNABLE
 from gossamer.modifiers.base import ParamNames, Run, register
 from gossamer.modifiers.outlook import Outlook
 from gossamer.modifiers.pruning import PruningModifier
-from gossamer.modifiers.scoring import FilterScorer, MagnitudeScorer, Scorer
+from gossamer.modifiers.scoring import FilterScorer, Scorer
 from gossamer.modifiers.state import StateField, number
 from gossamer.quantities import Epoch, Factor, PartialSparsity, Sparsity
 from gossamer.sparse import NM, Filter, energy, erdos_renyi, uniform, zero_count
@@ -31,9 +27,8 @@ Allocation = Literal["uniform", "erk", "global", "energy"]
 class LevelPruningModifier(PruningModifier):
     """Prune to each sparsity of `levels` in turn; level n starts n/L of the way from start to end.
 
-    Within a level the mask is fixed. At the next level's start it is computed
-    anew from what survives, and the learning-rate scheduler that was given to
-    the manager (`modify(…, lr_scheduler=…)`) starts over.
+    Within a level the mask is fixed. At the start of the next level a new mask is computed from the remaining weights,
+    and the learning-rate scheduler that was given to the manager (`modify(…, lr_scheduler=…)`) restarts.
     """
 
     params: ParamNames = ALL_PRUNABLE
@@ -41,13 +36,13 @@ class LevelPruningModifier(PruningModifier):
     start_epoch: Epoch = 0.0
     end_epoch: Epoch = Field(default=...)
     allocation: Allocation = "uniform"
-    """How layers share a level: alike, by Erdős–Rényi-kernel, by one threshold on magnitudes or one on energy."""
+    """How layers share a level: equally, by Erdős–Rényi-kernel, or by one threshold on magnitudes or on energy."""
     energy_slope: Factor = 0.5
-    """With `energy`: by how much small layers are spared; 0 takes the same share of energy from all."""
+    """With `energy`: how much less small layers are pruned; 0 removes the same share of energy from all."""
     max_layer_sparsity: Sparsity = 0.99
     """With `energy`: no layer becomes sparser than this."""
     tolerance: Sparsity = 0.015
-    """With `energy`: how far a level may stay behind its target when all layers are at their maximum."""
+    """With `energy`: how far a level may be below its target if all layers are at their maximum."""
     score_type: Literal["magnitude"] | FilterKind = "magnitude"
     restart_lr: bool = True
 
@@ -83,7 +78,7 @@ class LevelPruningModifier(PruningModifier):
 
     @property
     def scorer(self) -> Scorer:
-        return MagnitudeScorer() if self.score_type == "magnitude" else FilterScorer(self.score_type)
+        return Scorer() if self.score_type == "magnitude" else FilterScorer(self.score_type)
 
     def state_fields(self, run: Run) -> Mapping[str, StateField]:
         # A recipe that was edited may have fewer levels than the state.
@@ -98,7 +93,7 @@ class LevelPruningModifier(PruningModifier):
         return self.levels[min(int(share * len(self.levels)), len(self.levels) - 1)]
 
     def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
-        """For `uniform` and `erk`; under the others the weights at the level's start decide."""
+        """Known for `uniform` and `erk`; the other allocations depend on the weights at the start of the level."""
         level = self.sparsity_at(epoch)
         if level is None or self.allocation == "uniform":
             return level
@@ -118,7 +113,7 @@ class LevelPruningModifier(PruningModifier):
         }
 
     def starts(self, start: int, end: int) -> list[int]:
-        """The step at which each level starts: n·total // L steps behind the start."""
+        """The step at which each level starts: n·total // L steps after the start."""
         return [start + n * (end - start) // len(self.levels) for n in range(len(self.levels))]
 
     def bind(self, run: Run) -> list[str]:
@@ -133,9 +128,9 @@ class LevelPruningModifier(PruningModifier):
     def start(self, run: Run) -> None:
         level = self._level(run)
         if run.clock.step > self._starts(run)[level] and self._is_at(run, self.levels[level]):
-            # Entered within a level, with its weights but without its state: the zeros are the mask.
+            # Started within a level, with pruned weights but without the state: the zeros are the mask.
             masks = {name: run.weights.parameter(name).detach() != 0 for name in run.targets}
-            self.hold(run, masks, as_they_are=True)
+            self.hold(run, masks, zeros_only=True)
             run.state.update(level=level, target=self.levels[level])
         else:
             self._enter(run, level)
@@ -148,12 +143,12 @@ class LevelPruningModifier(PruningModifier):
                 run.optimizer.restart_learning_rate()
 
     def end(self, run: Run) -> None:
-        if run.state.get("target") != self.levels[-1]:  # the clock leapt over the last level's start
+        if run.state.get("target") != self.levels[-1]:  # the clock skipped the start of the last level
             self._enter(run, len(self.levels) - 1)
         super().end(run)
 
     def prune_to(self, run: Run, sparsity: Mapping[str, float] | float) -> bool:
-        """Hold masks of one sparsity over all layers together, or of one for each layer that is named."""
+        """Set masks for one sparsity over all layers, or for one sparsity per named layer."""
         names = [name for name in run.targets if name in sparsity] if isinstance(sparsity, Mapping) else run.targets
         self.hold(run, self.masks(run, self.scorer.scores(run, names), sparsity))
         return True

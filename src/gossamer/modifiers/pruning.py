@@ -62,22 +62,22 @@ MaskType = Annotated[str | list[int], AfterValidator(_known_pattern)]
 
 
 class PruningModifier(Modifier):
-    """What all modifiers that hold masks share: which weights, and in which pattern."""
+    """The base class of modifiers with masks: matches the weights and applies the pattern."""
 
     family: ClassVar[str] = "pruning"
     prunes: ClassVar[bool] = True
 
     params: ParamNames = Field(default_factory=list)
     exclude: ExcludedNames = Field(default_factory=list)
-    """Of these parameters, the ones to leave dense: names, `re:` patterns, `__DEPTHWISE__`."""
+    """Parameters to leave dense: names, `re:` patterns, `__DEPTHWISE__`."""
     leave_enabled: bool = True
     mask_type: MaskType = "unstructured"
     params_strict: bool = True
 
     spares_embeddings: ClassVar[bool] = True
-    """Whether `__ALL_PRUNABLE__` leaves out the weight of a layer that an embedding shares."""
+    """Whether `__ALL_PRUNABLE__` excludes weights that are tied to an embedding."""
     keeps_norms: ClassVar[bool] = True
-    """Whether its masks leave a weight in every row that weight norm divides by the norm of."""
+    """Whether its masks keep a weight in every row that weight norm normalizes."""
 
     @property
     def pattern(self) -> Pattern:
@@ -117,7 +117,7 @@ class PruningModifier(Modifier):
         return targets
 
     def bind_filters(self, run: Run, targets: Sequence[str]) -> None:
-        """Find out which filters of the weights go together, where whole filters or channels go."""
+        """Find coupled filters, if the pattern is whole filters or channels."""
         run.plan["targets"] = list(targets)
         if (filters := self.filters(run)) is not None:
             for message in filters.notes:
@@ -126,16 +126,16 @@ class PruningModifier(Modifier):
                 if len(pool.weights) > 1:
                     logger.info("%s prunes together: %s", self.name, ", ".join(pool.weights))
 
-    def bind_params(self, run: Run, wanted: str | Sequence[str], field: str = "params") -> list[str]:
-        """The weights to prune; what the pattern does not fit is skipped, or refused when named exactly."""
-        matches = match_prunable(run.module, wanted, field=field, strict=self.params_strict)
+    def bind_params(self, run: Run, params: str | Sequence[str], field: str = "params") -> list[str]:
+        """The weights to prune; those that the pattern does not fit are skipped, or an error if named exactly."""
+        matches = match_prunable(run.module, params, field=field, strict=self.params_strict)
         for name, reason in matches.skipped.items():
             run.log.skip(name, reason)
         targets: list[str] = []
         excluded, idle = match_excluded(run.module, self.exclude, field="exclude")
         for pattern in idle:
             logger.warning("%s: exclude: '%s' matches nothing", self.name, pattern)
-        every = self.spares_embeddings and ALL_PRUNABLE in ([wanted] if isinstance(wanted, str) else wanted)
+        every = self.spares_embeddings and ALL_PRUNABLE in ([params] if isinstance(params, str) else params)
         tables = embedding_tables(run.module) if every else set[str]()
         last, spared = next(reversed(prunable(run.module)), None), ""
         for name in matches.names:
@@ -144,7 +144,7 @@ class PruningModifier(Modifier):
                 continue
             parameter = run.weights.parameter(name)
             if parameter.numel() and bool(parameter.detach().isnan().any()):
-                raise ModifierError(f"'{name}' holds NaN and cannot be pruned; repair the weights first", field)
+                raise ModifierError(f"'{name}' contains NaN and cannot be pruned; fix the weights first", field)
             reason = self._divides_by_zero(run, name)
             if reason and name in matches.exact:
                 raise ModifierError(f"'{name}' cannot be pruned: {reason}", field)
@@ -163,9 +163,9 @@ class PruningModifier(Modifier):
             else:
                 targets.append(name)
         if not targets and set(matches.names) <= set(excluded):
-            raise ModifierError("everything that params names is excluded; leave less out", "exclude")
+            raise ModifierError("excludes all parameters that match params; exclude fewer", "exclude")
         if not targets and spared:
-            raise ModifierError(f"mask_type {self.mask_type} spares all matched parameters; the last: {spared}", field)
+            raise ModifierError(f"mask_type {self.mask_type} skips all matched parameters; the last: {spared}", field)
         if not targets:
             raise ModifierError(f"{self.mask_type} fits none of the matched parameters", "mask_type")
         return targets
@@ -174,25 +174,25 @@ class PruningModifier(Modifier):
         if not self.leave_enabled:
             self.release(run)
 
-    def hold(self, run: Run, masks: Mapping[str, Tensor], *, as_they_are: bool = False) -> None:
-        """Hold masks of weights, and with whole filters what belongs to them; `as_they_are` changes no value."""
+    def hold(self, run: Run, masks: Mapping[str, Tensor], *, zeros_only: bool = False) -> None:
+        """Set masks, with those of biases and batch norm for whole filters; `zeros_only` changes no value."""
         for name, keep in masks.items():
             run.masks.set(name, keep)
-        self._hold_vectors(run, as_they_are)
+        self._hold_vectors(run, zeros_only)
 
     def release(self, run: Run) -> None:
-        """Let go of all masks; what was held at zero with filters gets its values back."""
+        """Release all masks; biases and batch norm parameters that were masked with filters are restored."""
         for name in run.targets:
             run.masks.release(name)
         self._hold_vectors(run)
 
-    def _hold_vectors(self, run: Run, as_they_are: bool = False) -> None:
+    def _hold_vectors(self, run: Run, zeros_only: bool = False) -> None:
         filters = self.filters(run)
         if filters is not None and isinstance(self.pattern, Filter):
-            hold_vectors(run, filters.vectors, filters.graph, as_they_are)
+            hold_vectors(run, filters.vectors, filters.graph, zeros_only)
 
     def filters(self, run: Run) -> FilterPlan | None:
-        """Which filters or channels go together and what goes with them; None under other patterns."""
+        """The coupled filters or channels; None for other patterns."""
         if not isinstance(self.pattern, Filter | Channel):
             return None
         names = [name for name in run.plan.get("targets", run.targets) if has_parameter(run.module, name)]
@@ -201,16 +201,20 @@ class PruningModifier(Modifier):
         if found is None or found.shapes != shapes:
             groups = [[name for name in group if name in shapes] for group in run.plan.get("groups", ())]
             found = run.plan["filters"] = plan_filters(
-                run, shapes, isinstance(self.pattern, Channel), [group for group in groups if group], self.apart(run)
+                run,
+                shapes,
+                isinstance(self.pattern, Channel),
+                [group for group in groups if group],
+                self.own_sparsity(run),
             )
         return found
 
-    def apart(self, run: Run) -> Mapping[str, float]:
-        """Sparsities that the recipe gives to single weights: those with different ones do not share a mask."""
+    def own_sparsity(self, run: Run) -> Mapping[str, float]:
+        """Sparsities that the recipe sets per weight; weights with different ones do not share a mask."""
         return {}
 
     def _spared(self, run: Run, name: str, last: bool) -> str | None:
-        """Why a weight that is not named exactly keeps its filters or channels."""
+        """Why filters or channels of a weight that is not named exactly are not pruned."""
         if isinstance(self.pattern, Channel) and is_depthwise(run.module, name):
             return "a depthwise convolution, which reads each channel on its own"
         if not isinstance(self.pattern, Filter | Channel):
@@ -222,19 +226,19 @@ class PruningModifier(Modifier):
         if last and (isinstance(graph, str) or is_held(graph, name)):
             return "the last layer: pruning its filters would remove outputs"
         if not isinstance(graph, str) and leaves(graph, name):
-            return "its filters are outputs of the model, or of a part that was followed on its own"
+            return "its filters are outputs of the model, or of a part that was traced separately"
         return None
 
     def _divides_by_zero(self, run: Run, name: str) -> str | None:
-        """Why a layer under weight norm, which divides rows by their norm, would come to compute with NaN."""
+        """Why a layer with weight norm, which divides rows by their norm, would compute NaN."""
         weight = stored_weight(run.module, name)
         if weight is None or weight.norm in (None, WHOLE):
             return None
         remedy = "remove weight norm from the layer first"
         if not self.keeps_norms:
-            return f"under weight norm a row of zeros is divided by zero, and {self.name} may leave one; {remedy}"
+            return f"weight norm divides a row of zeros by zero, and {self.name} may leave one; {remedy}"
         if isinstance(self.pattern, Filter | Channel):
-            return f"under weight norm a row of zeros is divided by zero; {remedy}, or choose another mask_type"
+            return f"weight norm divides a row of zeros by zero; {remedy}, or choose another mask_type"
         values = run.weights.parameter(name)
         share, rows = self.sparsity_of(run, name, self.last_epoch), int(values.shape[weight.norm])
         if (
@@ -269,12 +273,12 @@ class PruningModifier(Modifier):
         return {name: self._rows(run, name, keep).contiguous() for name, keep in kept.items()}
 
     def _report_emptied(self, run: Run, names: Sequence[str]) -> None:
-        """Warn, once for each layer, that nothing is left of it."""
+        """Warn once per layer that all its filters or channels are pruned."""
         known: set[str] = run.scratch.setdefault("emptied", set())
         if fresh := [name for name in names if name not in known]:
             known.update(fresh)
             logger.warning(
-                "%s leaves no %s of %s: one threshold for all layers asks for more than the others can give; "
+                "%s prunes every %s of %s: the other layers have too few to reach the sparsity over all layers; "
                 "set max_layer_sparsity, or a lower sparsity",
                 self.name,
                 "channel" if isinstance(self.pattern, Channel) else "filter",
@@ -282,7 +286,7 @@ class PruningModifier(Modifier):
             )
 
     def caps(self, run: Run) -> float | Mapping[str, float]:
-        """With one threshold over all layers: the sparsity that no layer, or none of these, may exceed."""
+        """With one threshold over all layers: the largest sparsity of every layer, or by layer."""
         return 1.0
 
     @staticmethod
@@ -296,7 +300,7 @@ class RankedPruningModifier(PruningModifier):
 
     global_sparsity: bool = False
     max_layer_sparsity: Sparsity | dict[Sparsity, list[ParamName]] = 1.0
-    """With one threshold: no layer becomes sparser than this; or `{bound: [params]}`, the others without a bound."""
+    """With one threshold: the largest sparsity of a layer, or `{bound: [params]}` for some layers."""
 
     @property
     def ranks_by_weights(self) -> bool:
@@ -307,7 +311,7 @@ class RankedPruningModifier(PruningModifier):
     def _bounded_together(self) -> Self:
         if self.max_layer_sparsity != 1.0 and not self.global_sparsity:
             raise FieldError(
-                "it bounds layers that share one threshold; set global_sparsity: true", "max_layer_sparsity"
+                "applies to layers that share one threshold; set global_sparsity: true", "max_layer_sparsity"
             )
         lowest = self.max_layer_sparsity
         if isinstance(lowest, float) and self.goal is not None and lowest < self.goal:
@@ -356,16 +360,16 @@ class RankedPruningModifier(PruningModifier):
         return run.plan.get("caps", 1.0)
 
     def _caps(self, run: Run, targets: Sequence[str]) -> float | dict[str, float]:
-        """The bounds by name; of two for one layer, the lower."""
+        """The bounds by name; the lower of two for one layer."""
         if not isinstance(self.max_layer_sparsity, dict):
             return self.max_layer_sparsity
         found: dict[str, float] = {}
-        for bound, wanted in self.max_layer_sparsity.items():
-            for item in wanted:
+        for bound, params in self.max_layer_sparsity.items():
+            for item in params:
                 names = match(run.module, item, field="max_layer_sparsity", strict=self.params_strict)
                 if names and not set(names) & set(targets):
                     raise ModifierError(
-                        f"'{item}' is none of the weights that are pruned here; name it in params, or drop its bound",
+                        f"'{item}' is not pruned by this modifier; add it to params, or remove its bound",
                         "max_layer_sparsity",
                     )
                 for name in names:
@@ -375,7 +379,7 @@ class RankedPruningModifier(PruningModifier):
 
 @register
 class ConstantPruningModifier(PruningModifier):
-    """Hold the zeros that the weights have at the start."""
+    """Mask the zeros that the weights have at the start."""
 
     only_holds: ClassVar[bool] = True
     spares_embeddings: ClassVar[bool] = False
@@ -394,12 +398,12 @@ class ConstantPruningModifier(PruningModifier):
         for name in run.targets:
             keep = run.weights.parameter(name).detach() != 0
             if bool(keep.all()):
-                run.log.skip(name, "dense: it has no zeros to hold")
+                run.log.skip(name, "dense: it has no zeros")
             else:
                 masks[name] = keep
-        self.hold(run, masks, as_they_are=True)
+        self.hold(run, masks, zeros_only=True)
         if not any(run.masks.get(name) is not None for name in run.targets):
-            logger.warning("%s holds nothing: no weight it names has a zero; load the sparse weights first", self.name)
+            logger.warning("%s has no effect: its weights have no zeros; load the sparse weights first", self.name)
 
     def end(self, run: Run) -> None:
         self.release(run)

@@ -1,8 +1,4 @@
-"""Quantization-aware training: from an epoch on, the model computes as its integer version would.
-
-The modifier says where and when; `quantization/` rounds, and the run keeps
-the ranges. Weights and their names stay as they are.
-"""
+"""Quantization-aware training: from an epoch on, the model emulates integer arithmetic (`gossamer.quantization`)."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ if TYPE_CHECKING:
     from gossamer.quantization import Emulation
 
 Bits = Annotated[int, Field(ge=BITS.start, le=BITS[-1])]
-_NOT_HELD = 0.05
+_SPARSE = 0.05
 """From this share of zeros on, a weight counts as sparse."""
 _FLOATS = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.EmbeddingBag)
 
@@ -38,7 +34,7 @@ logger = logging.getLogger("gossamer")
 
 @register
 class QuantizationModifier(Modifier):
-    """Quantization-aware training from an epoch on; it has no end."""
+    """Quantization-aware training from `start_epoch` on; it has no end."""
 
     family: ClassVar[str] = "quantization"
     epoch_fields: ClassVar[tuple[str, ...]] = (
@@ -77,19 +73,19 @@ class QuantizationModifier(Modifier):
     def _consistent(self) -> Self:
         if self.end_epoch != -1:
             raise FieldError(
-                f"quantization cannot be switched off again; expected -1, found {self.end_epoch:g}", "end_epoch"
+                f"quantization cannot be turned off again; expected -1, found {self.end_epoch:g}", "end_epoch"
             )
         if self.tensorrt and self.scheme not in (None, "tensorrt"):
-            raise FieldError(f"true contradicts scheme {self.scheme!r}; drop one of the two", "tensorrt")
+            raise FieldError(f"true contradicts scheme {self.scheme!r}; remove one of the two", "tensorrt")
         if self.scheme is not None:
             older = {"activation_bits", "weight_bits"} & self.model_fields_set
             if older and isinstance(self.scheme, dict):
                 field = min(older)
-                raise FieldError("the scheme says num_bits itself; drop one of the two", field)
+                raise FieldError("the scheme has its own num_bits; remove one of the two", field)
         for field in ("disable_quantization_observer_epoch", "freeze_bn_stats_epoch"):
             epoch = getattr(self, field)
             if epoch is not None and -1 < epoch < self.start_epoch:
-                raise FieldError(f"{epoch:g} lies before start_epoch {self.start_epoch:g}", field)
+                raise FieldError(f"{epoch:g} is before start_epoch {self.start_epoch:g}", field)
         try:
             _ = self.rules
         except ModifierError as error:
@@ -102,7 +98,7 @@ class QuantizationModifier(Modifier):
 
     @property
     def rules(self) -> Rules:
-        """Where is rounded, and into which numbers."""
+        """The schemes by class and module name; raises `ModifierError` for an invalid scheme."""
         base = self._base()
         for given in (self.scheme_overrides or {}).values():
             scheme_of(given, "scheme_overrides", base)
@@ -128,14 +124,14 @@ class QuantizationModifier(Modifier):
             weights = replace(weights, reduced=self.reduce_range)
             if weights.bounds[1] < 1:
                 raise ModifierError(
-                    f"weight_bits {weights.bits} cannot be reduced; drop one of the two", "reduce_range"
+                    f"not supported with weight_bits {weights.bits}; remove one of the two", "reduce_range"
                 )
         return replace(scheme, inputs=inputs, weights=weights, before_curves=self.quantize_conv_activations)
 
     def warnings(self) -> list[Problem]:
         idle = {
-            "model_fuse_fn_name": "nothing has to be fused beforehand",
-            "model_fuse_fn_kwargs": "nothing has to be fused beforehand",
+            "model_fuse_fn_name": "no fusing is needed",
+            "model_fuse_fn_kwargs": "no fusing is needed",
             "activation_qconfig_kwargs": "use scheme",
             "weight_qconfig_kwargs": "use scheme",
         }
@@ -159,17 +155,19 @@ class QuantizationModifier(Modifier):
             raise ModifierError(error.problems) from None
         for path, layer in named_modules(run.module):
             if isinstance(layer, torch.jit.ScriptModule):
-                run.log.skip(path, "it is compiled by TorchScript, so that nothing can be rounded inside it")
+                run.log.skip(path, "TorchScript modules cannot be quantized")
             if isinstance(layer, _FLOATS):
-                run.log.skip(path, f"{type(layer).__name__} computes in floats: it has no integer form here")
+                run.log.skip(
+                    path, f"quantization of {type(layer).__name__} is not supported; it stays in floating point"
+                )
         run.plan["schemes"] = rules.schemes(run.module)
         for field, name in rules.idle(run.module):
-            # A class of torch that this model does not use is no mistake.
+            # To ignore a torch class that the model does not use is not a mistake.
             level = logging.INFO if field == "ignore" and hasattr(nn, name) else logging.WARNING
             logger.log(level, "%s: %s: '%s' matches no module of the model", self.name, field, name)
         weights = [path for path, layer in named_modules(run.module) if _has_weights(layer)]
         if not any(run.plan["schemes"].get(path) is not None for path in weights):
-            raise ModifierError("finds nothing to quantize: no weight of two or more dimensions is left in")
+            raise ModifierError("nothing to quantize: every weight of two or more dimensions is excluded")
         return []
 
     def state_fields(self, run: Run) -> Mapping[str, StateField]:
@@ -183,7 +181,7 @@ class QuantizationModifier(Modifier):
         run.state["ranges"] = {} if before is None else dict(before.ranges)
         self.restore(run)
         self._calibrate(run)
-        logger.info("%s: the model computes as in %s from step %d on", self.name, self._told(), run.clock.step)
+        logger.info("%s: emulating %s from step %d on", self.name, self._describe(), run.clock.step)
 
     def restore(self, run: Run) -> None:
         from gossamer.quantization import Emulation, emulation_of
@@ -191,13 +189,12 @@ class QuantizationModifier(Modifier):
         ranges = cast(dict[str, Tensor], run.state.setdefault("ranges", {}))
         before = emulation_of(run.module)
         earlier: Mapping[str, Scheme | None] = {} if before is None else before.schemes
-        # What another modifier has quantized stays so.
+        # Layers that another modifier has quantized keep their scheme.
         schemes = {path: scheme or earlier.get(path) for path, scheme in run.plan["schemes"].items()}
         run.scratch["emulation"] = Emulation(run.module, schemes, ranges)
         self.update(run)
 
     def update(self, run: Run) -> None:
-        """What is frozen is a matter of time alone."""
         emulation = self._emulation(run)
         emulation.frozen = _reached(self.disable_quantization_observer_epoch, run)
         emulation.norms_frozen = _reached(self.freeze_bn_stats_epoch, run)
@@ -205,10 +202,10 @@ class QuantizationModifier(Modifier):
     def before_step(self, run: Run) -> None:
         if not run.scratch.get("warned"):
             run.scratch["warned"] = True
-            self._warn_of_loose_zeros(run)  # Now that all that starts at the same step has started.
+            self._warn_of_unmasked_zeros(run)  # not in `start`: other modifiers may start at the same step
 
     def after_step(self, run: Run) -> None:
-        """Processes see different batches and must round alike."""
+        """Ranks see different batches and must round with the same ranges."""
         emulation = self._emulation(run)
         if not emulation.frozen:
             run.distributed.average_named(emulation.ranges)
@@ -221,7 +218,7 @@ class QuantizationModifier(Modifier):
             before.install(run.module)
 
     def finish(self, run: Run) -> None:
-        """The model goes on to compute in emulated integers, with the ranges it has now."""
+        """The model keeps emulating quantization, with its present ranges."""
         self._emulation(run).frozen = True
 
     @staticmethod
@@ -229,7 +226,7 @@ class QuantizationModifier(Modifier):
         return cast("Emulation", run.scratch["emulation"])
 
     def _calibrate(self, run: Run) -> None:
-        """Take ranges from given batches, in evaluation mode, before training goes on."""
+        """Initialize the ranges from calibration batches, in evaluation mode."""
         batches = run.data.calibration
         if batches is None or self.num_calibration_steps == 0:
             if self.num_calibration_steps:
@@ -247,42 +244,42 @@ class QuantizationModifier(Modifier):
                     _call(module, batch)
                     count += 1
             if not count:
-                logger.warning("%s: calibration_data holds no batch, and has no effect", self.name)
+                logger.warning("%s: calibration_data is empty and has no effect", self.name)
         finally:
             for layer, training in modes:
                 layer.training = training
         run.distributed.average_named(emulation.ranges)
 
-    def _warn_of_loose_zeros(self, run: Run) -> None:
+    def _warn_of_unmasked_zeros(self, run: Run) -> None:
         held = set(run.masks.names())
-        loose: list[tuple[str, float]] = []
+        unmasked: list[tuple[str, float]] = []
         for name in prunable(run.module):
             zeros, total = run.weights.zeros(name)
-            if name not in held and total and zeros / total >= _NOT_HELD:
-                loose.append((name, zeros / total))
-        if loose:
-            name, share = loose[0]
-            more = f" and {len(loose) - 1} more" if len(loose) > 1 else ""
+            if name not in held and total and zeros / total >= _SPARSE:
+                unmasked.append((name, zeros / total))
+        if unmasked:
+            name, share = unmasked[0]
+            more = f" and {len(unmasked) - 1} more" if len(unmasked) > 1 else ""
             logger.warning(
-                "%s starts on a sparse model whose zeros nothing holds ('%s', %.0f %% zero%s): training will fill "
-                "them; add a ConstantPruningModifier, or let the pruning modifier keep leave_enabled: true",
+                "%s starts on a sparse model whose zeros are not masked ('%s', %.0f %% zero%s): training will regrow "
+                "them; add a ConstantPruningModifier, or set leave_enabled: true in the pruning modifier",
                 self.name,
                 name,
                 100 * share,
                 more,
             )
 
-    def _told(self) -> str:
+    def _describe(self) -> str:
         base = self._base()
 
-        def words(numbers: Numbers | None) -> str:
+        def bits(numbers: Numbers | None) -> str:
             return "floats" if numbers is None else f"{numbers.bits - numbers.reduced} bits"
 
-        return f"{words(base.inputs)} for activations and {words(base.weights)} for weights"
+        return f"{bits(base.inputs)} for activations and {bits(base.weights)} for weights"
 
 
 def _ranges(item: Item, layout: Layout) -> dict[str, Tensor]:
-    """By call site: the least and the greatest value."""
+    """By call site: the minimum and maximum."""
     return {site: entry.tensor(Spec((2,), torch.float32, layout.device)) for site, entry in item.entries().items()}
 
 
@@ -300,7 +297,7 @@ def _reached(epoch: float | None, run: Run) -> bool:
 
 
 def _call(module: nn.Module, batch: Any) -> None:
-    """Run a batch: a tensor, a mapping of arguments, or inputs with labels behind them."""
+    """Run a batch: a tensor, a mapping of arguments, or a sequence that begins with the inputs."""
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
 
     def moved(value: Any) -> Any:
@@ -315,6 +312,6 @@ def _call(module: nn.Module, batch: Any) -> None:
             module(moved(batch))
     except (TypeError, RuntimeError) as error:
         raise ModifierError(
-            f"calibration_data: the model does not take a batch ({error}); give tensors, pairs of inputs and labels, "
-            "or dicts of the arguments of forward"
+            f"calibration_data: the model does not accept a batch ({error}); pass tensors, pairs of inputs and "
+            "labels, or dicts of the arguments of forward"
         ) from error

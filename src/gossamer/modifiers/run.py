@@ -1,7 +1,4 @@
-"""What a modifier sees of a training run: a few objects with a few methods each.
-
-The engine implements these protocols; modifiers know nothing else of it.
-"""
+"""The interface of a training run for modifiers: protocols that the engine implements."""
 
 from __future__ import annotations
 
@@ -209,12 +206,12 @@ class Run(Protocol):
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What `bind` determined; not saved, because `bind` can determine it again."""
+        """Results of `bind`; not saved, because `bind` computes them again."""
         ...
 
     @property
     def scratch(self) -> dict[str, Any]:
-        """What one hook leaves for the next; not saved, and cleared when a state is loaded."""
+        """Values passed between hooks; not saved, and cleared when a state is loaded."""
         ...
 
     @property

@@ -1,8 +1,6 @@
-"""How a gradual pruning modifier ranks weights: by magnitude, movement, curvature or filter.
+"""Scorers rank weights for gradual pruning: by magnitude, movement, second-order saliency, or whole filters.
 
-A scorer is chosen by a modifier's fields, reads weights and gradients through
-`Run`, and keeps its sums in `run.state`. It does not decide how many weights
-go.
+A scorer reads weights and gradients through `Run` and keeps its sums in `run.state`.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, Protocol, get_args
+from typing import ClassVar, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +25,7 @@ FILTER_KINDS: tuple[FilterKind, ...] = get_args(FilterKind)
 
 
 class FisherDefaults(NamedTuple):
-    """Gradients and block size that a method takes unless the recipe says otherwise."""
+    """The default number of gradients and block size of a second-order method."""
 
     num_grads: int
     block: int
@@ -36,53 +34,34 @@ class FisherDefaults(NamedTuple):
 OBS = FisherDefaults(1024, 50)
 MFAC = FisherDefaults(64, 2000)
 DAMP = 0.3
-"""The damp where the recipe gives none, as a fraction of the Fisher matrix's mean diagonal."""
-
-
-class Scorer(Protocol):
-    """One way to rank weights; higher scores are kept."""
-
-    @property
-    def below_zero(self) -> bool:
-        """Whether a weight that counts for something can score less than one that is zero."""
-        ...
-
-    def check(self, run: Run) -> None:
-        """Raise when the run lacks what the scorer needs."""
-        ...
-
-    def observe(self, run: Run) -> None:
-        """Called before each optimizer step, when gradients are there."""
-        ...
-
-    def scores(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]: ...
-
-    def settle(self, run: Run, masks: Mapping[str, Tensor]) -> None:
-        """Called with masks about to be held; may move the weights that stay."""
-        ...
+"""The default damp, as a fraction of the Fisher matrix's mean diagonal."""
 
 
 @dataclass(frozen=True)
-class MagnitudeScorer:
-    """|w|."""
+class Scorer:
+    """Ranks weights by magnitude, |w|; subclasses by other scores. Higher scores are kept."""
 
-    @property
-    def below_zero(self) -> bool:
-        return False
+    uses_gradients: ClassVar[bool] = False
+    """Whether scores depend on gradients, and not on the weights alone."""
+    signed: ClassVar[bool] = False
+    """Whether a weight can score less than a masked one, whose score is 0."""
 
-    def check(self, run: Run) -> None: ...
+    def check(self, run: Run) -> None:
+        """Raise if the run lacks what the scorer needs."""
 
-    def observe(self, run: Run) -> None: ...
+    def observe(self, run: Run) -> None:
+        """Called before each optimizer step, with gradients."""
 
     def scores(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]:
         return {name: magnitude(run.weights.parameter(name)) for name in names}
 
-    def settle(self, run: Run, masks: Mapping[str, Tensor]) -> None: ...
+    def compensate(self, run: Run, masks: Mapping[str, Tensor]) -> None:
+        """Called before masks are set; may change the weights that are kept."""
 
 
 @dataclass(frozen=True)
-class FilterScorer(MagnitudeScorer):
-    """One number per filter, the same at each of its weights."""
+class FilterScorer(Scorer):
+    """One score per filter, the same for each of its weights."""
 
     kind: FilterKind
 
@@ -90,19 +69,18 @@ class FilterScorer(MagnitudeScorer):
         return {name: self._spread(run, name) for name in names}
 
     def _spread(self, run: Run, name: str) -> Tensor:
-        """Rounded to float32, filters that differ by round-off are equals; as float64, their mean is exact."""
+        """Rounded to float32, so that filters that differ by round-off tie; as float64, so that their mean is exact."""
         weight = outputs_first(run, name, run.weights.parameter(name).detach())
         numbers = filter_scores(weight, self.kind).float().double()
         return outputs_first(run, name, numbers.reshape(-1, *[1] * (weight.dim() - 1)).expand_as(weight))
 
 
 @dataclass(frozen=True)
-class MovementScorer(MagnitudeScorer):
-    """The sum over steps of −w·∂L/∂w; by magnitude until a gradient was seen."""
+class MovementScorer(Scorer):
+    """The sum over steps of −w·∂L/∂w; the magnitude before the first gradient."""
 
-    @property
-    def below_zero(self) -> bool:
-        return True
+    uses_gradients: ClassVar[bool] = True
+    signed: ClassVar[bool] = True
 
     def observe(self, run: Run) -> None:
         sums: dict[str, Tensor] = run.state.setdefault("movement", {})
@@ -120,26 +98,26 @@ class MovementScorer(MagnitudeScorer):
 
 
 @dataclass(frozen=True)
-class FisherScorer(MagnitudeScorer):
+class FisherScorer(Scorer):
     """w² / (2·diag(F⁻¹)) from sampled gradients, or from those of the last training steps.
 
-    With `compensate`, the weights that stay are moved to make up for those
-    that go (optimal brain surgeon). Before any gradient was seen weights rank
-    by magnitude.
+    With `surgeon` (optimal brain surgeon), gradients come from the user's sampler, and the kept weights are updated to
+    compensate for the pruned ones. The score is the magnitude before the first gradient.
     """
 
+    uses_gradients: ClassVar[bool] = True
+
     num_grads: Callable[[float], int]
-    """How many gradients to use at a sparsity."""
+    """The number of gradients to use at a sparsity."""
     damp: float | None
-    """None: relative to the mean diagonal of the Fisher matrix over the weights that are ranked together."""
+    """None: a fraction of the mean diagonal of the Fisher matrix over the weights that are ranked together."""
     block_size: int | None
     together: bool
     """Whether the weights of all layers are ranked together."""
-    compensate: bool
-    needs_sampler: bool
+    surgeon: bool
 
     def check(self, run: Run) -> None:
-        if self.needs_sampler and run.data.grad_sampler is None:
+        if self.surgeon and run.data.grad_sampler is None:
             raise ModifierError(
                 "needs gradients of single batches: pass grad_sampler= to modify(), a mapping with "
                 "'data_loader_builder' and 'loss_function', or a function that takes the model and yields losses"
@@ -161,7 +139,7 @@ class FisherScorer(MagnitudeScorer):
     def scores(self, run: Run, names: Sequence[str]) -> dict[str, Tensor]:
         fisher = self._sampled(run, names) if run.data.grad_sampler is not None else self._kept(run, names)
         damp = self._damp(fisher)
-        if self.compensate:
+        if self.surgeon:
             run.scratch["fisher"] = {name: (matrix, damp[name]) for name, matrix in fisher.items()}
         return _or_magnitude(
             run,
@@ -169,7 +147,7 @@ class FisherScorer(MagnitudeScorer):
             {name: matrix.saliency(run.weights.parameter(name), damp[name]) for name, matrix in fisher.items()},
         )
 
-    def settle(self, run: Run, masks: Mapping[str, Tensor]) -> None:
+    def compensate(self, run: Run, masks: Mapping[str, Tensor]) -> None:
         fisher: dict[str, tuple[BlockFisher, float]] = run.scratch.pop("fisher", {})
         for name in fisher.keys() & masks.keys():
             matrix, damp = fisher[name]
@@ -178,8 +156,7 @@ class FisherScorer(MagnitudeScorer):
     def _damp(self, fisher: Mapping[str, BlockFisher]) -> dict[str, float]:
         """The damp by name: the recipe's, or a fraction of the mean diagonal.
 
-        Layers that are ranked together share one, so that it adds the same to the cost of a weight in each of them:
-        the larger it is, the nearer are the scores to the squared magnitude, whose order is that of all layers.
+        Layers that are ranked together share one, so that it adds the same to the score of a weight in each of them.
         """
         means = {name: matrix.mean_diagonal() for name, matrix in fisher.items()}
         for name, mean in means.items():
@@ -205,10 +182,10 @@ class FisherScorer(MagnitudeScorer):
         return fisher
 
     def _sampled(self, run: Run, names: Sequence[str]) -> dict[str, BlockFisher]:
-        """One gradient per loss that the sampler yields; the model's own gradients and statistics are put back.
+        """One gradient per loss that the sampler yields; restores gradients, buffers and modes of the model.
 
-        Batch norm uses its running statistics meanwhile: the Fisher matrix is made of gradients of independent
-        samples, and statistics of a batch would hide what a change of a filter's scale does to the model.
+        Batch norm uses its running statistics meanwhile: the Fisher matrix assumes independent samples, and batch
+        statistics would hide the effect of a filter's scale.
         """
         parameters = {name: run.weights.parameter(name) for name in names}
         count = self.num_grads(_reached(run))
@@ -217,16 +194,16 @@ class FisherScorer(MagnitudeScorer):
         buffers: dict[str, Tensor] = {name: buffer.clone() for name, buffer in run.module.named_buffers()}
         frozen = [parameter for parameter in parameters.values() if not parameter.requires_grad]
         norms = [(module, module.training) for module in run.module.modules() if isinstance(module, _BatchNorm)]
-        # By a hook as well, for a sampler that calls `model.train()`.
+        # A hook too, because a sampler may call `model.train()`.
         hooks = [norm.register_forward_pre_hook(_evaluate) for norm, _ in norms]
-        found = False
+        sampled = False
         try:
             for parameter in frozen:
                 parameter.requires_grad_(True)
             for norm, _ in norms:
                 norm.eval()
             for loss in islice(self._losses(run), count):
-                found = True
+                sampled = True
                 run.module.zero_grad(set_to_none=True)
                 loss.backward()
                 for name, parameter in parameters.items():
@@ -242,7 +219,7 @@ class FisherScorer(MagnitudeScorer):
                 buffer.copy_(buffers[name])
             for parameter in frozen:
                 parameter.requires_grad_(False)
-        if not found:
+        if not sampled:
             raise ModifierError("the gradient sampler yielded no loss; give it at least one batch")
         return fisher
 
@@ -261,13 +238,13 @@ def outputs_first(run: Run, name: str, tensor: Tensor) -> Tensor:
     return tensor.transpose(0, 1) if tensor.dim() > 1 and is_transposed(run.module, name) else tensor
 
 
-def _or_magnitude(run: Run, names: Sequence[str], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Scores by name; layers that never had a gradient rank by magnitude, and that is said."""
-    unseen = [name for name in names if name not in found]
-    run.scratch["unseen"] = unseen if found else []
+def _or_magnitude(run: Run, names: Sequence[str], scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All scores by name; layers without a gradient are ranked by magnitude and reported."""
+    unseen = [name for name in names if name not in scores]
+    run.scratch["unseen"] = unseen if scores else []
     for name in run.scratch["unseen"]:
         run.log.skip(name, "no gradient was seen: ranked by magnitude")
-    return {name: found[name] if name in found else magnitude(run.weights.parameter(name)) for name in names}
+    return {name: scores[name] if name in scores else magnitude(run.weights.parameter(name)) for name in names}
 
 
 def _reached(run: Run) -> float:

@@ -1,8 +1,7 @@
-"""What modifiers keep in `run.state`: declared field by field, so that a saved state can be parsed.
+"""Declarations of what modifiers keep in `run.state`, and the parser of saved states.
 
 A saved state comes from a file. Every value is checked against its declaration and against the model before anything
-is changed or memory is allocated, and what comes out has the type that the modifier works with. Nothing here knows a
-run.
+changes or memory is allocated.
 """
 
 from __future__ import annotations
@@ -21,35 +20,35 @@ from gossamer.sparse import unpack
 BITS = "__bits__"
 """The key under which a bool tensor is saved as packed bits."""
 LARGEST_STEP = 2**40
-"""More optimizer steps than 30 years of training have."""
+"""The largest number of optimizer steps that a state may hold."""
 LARGEST_SETTING = 1e6
 """The largest learning rate or weight decay that a state may set."""
 LARGEST_WEIGHT = 1e9
-"""The largest magnitude of what is added to weights or gradients."""
+"""The largest magnitude of values that are added to weights or gradients."""
 LARGEST = 1e20
-"""The largest magnitude of any other number that is computed with: its square over a small number is still finite."""
+"""The largest magnitude of any other number; its square divided by a small number is still finite."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PLAIN = (Tensor, nn.Parameter)
 _CPU = torch.device("cpu")
 _STATISTICS = {"running_mean": (-LARGEST_WEIGHT, LARGEST_WEIGHT), "running_var": (0.0, LARGEST_WEIGHT)}
 """The bounds of batch norm's buffers."""
 _MOST_DIMS = 64
-"""torch has no tensors of more dimensions."""
+"""The most dimensions that a torch tensor has."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Shape, dtype and device that a tensor has to have; a dtype of None accepts every floating-point one."""
+    """The expected shape, dtype and device of a tensor; dtype None accepts every floating-point type."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None = torch.float32
     device: torch.device = _CPU
     bounds: tuple[float, float] = (-LARGEST_WEIGHT, LARGEST_WEIGHT)
-    """Of the values that a parameter or buffer may be given."""
+    """The range of the values of a parameter or buffer."""
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> Spec:
-        """Of a parameter or buffer with this name; a buffer may hold infinity, as masks of attention do."""
+        """Of a parameter or buffer with this name; buffers may hold infinity, as attention masks do."""
         bounds = cls.bounds if isinstance(tensor, nn.Parameter) else (-math.inf, math.inf)
         bounds = _STATISTICS.get(name.rpartition(".")[2], bounds)
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device, bounds)
@@ -58,27 +57,27 @@ class Spec:
         return replace(self, shape=shape)
 
     def wide(self) -> Spec:
-        """The same in float32, or in float64 where it is that already."""
+        """The same in float32, or in float64 if it already is."""
         return replace(self, dtype=torch.float64 if self.dtype == torch.float64 else torch.float32)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the state of one modifier is parsed against: its targets, and the model as it will be."""
+    """What the state of one modifier is parsed against: its targets, and the model after loading."""
 
     targets: Sequence[str]
     """What `bind` returned."""
     tensors: Mapping[str, Spec]
     """The parameters and buffers of the model by name."""
     device: torch.device = _CPU
-    """Of tensors that belong to no parameter."""
+    """The device of tensors that belong to no parameter."""
     unchanged: Collection[str] = ()
-    """Parameters that have the shape that they had when the state was saved."""
+    """Parameters whose shape did not change since the state was saved."""
     dropped: dict[str, str] = field(default_factory=dict[str, str])
-    """By name: why what the state holds for it does not fit this recipe and model."""
+    """By name: why its saved values do not fit this recipe and model."""
 
     def drop(self, name: str, shape: Sequence[int] | None = None) -> None:
-        """Leave out what the state holds for a parameter, because the recipe or the model was changed."""
+        """Ignore the saved values of a parameter, because the recipe or the model was changed."""
         if name not in self.tensors:
             reason = "it is not in the model"
         elif name not in self.targets:
@@ -91,7 +90,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Item:
-    """A value of a saved state with its path in there; each method returns the value as a type, or raises."""
+    """A value of a saved state with its path; each method returns the value as one type, or raises."""
 
     value: Any
     where: str = "state"
@@ -100,7 +99,7 @@ class Item:
         return GossamerError(f"{self.where}: expected {expected}, found {_shown(self.value)}")
 
     def entries(self) -> dict[str, Item]:
-        """A mapping from text to anything."""
+        """The values of a mapping, by its keys, which must be strings."""
         if not isinstance(self.value, Mapping):
             raise self.error("a mapping")
         entries = cast(Mapping[Any, Any], self.value)
@@ -110,7 +109,7 @@ class Item:
         return {key: Item(value, f"{self.where}.{short(key)}") for key, value in entries.items()}
 
     def fields(self, required: Collection[str], optional: Collection[str] = ()) -> dict[str, Item]:
-        """A mapping with these keys and no others."""
+        """The same for a mapping with a fixed set of keys."""
         entries = self.entries()
         for key in required:
             if key not in entries:
@@ -153,11 +152,11 @@ class Item:
         return self.value
 
     def shape(self) -> tuple[int, ...]:
-        """Of a tensor, or of a mask that is packed to bits; nothing is unpacked."""
+        """The shape of a tensor, or of a packed mask without unpacking it."""
         return self._packed()[1] if isinstance(self.value, Mapping) else tuple(self._plain().shape)
 
     def tensor(self, spec: Spec, least: float = -LARGEST, most: float = LARGEST) -> Tensor:
-        """A copy of a tensor of numbers with this shape and its values within bounds, as the dtype of `spec`."""
+        """A copy of a floating-point tensor with the shape of `spec` and values within bounds, in its dtype."""
         found = self._plain()
         if tuple(found.shape) != spec.shape:
             raise GossamerError(f"{self.where}: expected shape {spec.shape}, found {tuple(found.shape)}")
@@ -168,7 +167,7 @@ class Item:
         return copied
 
     def weight(self, spec: Spec) -> Tensor:
-        """A tensor of this shape to copy into a parameter or buffer of this dtype; not a copy itself."""
+        """A tensor to copy into a parameter or buffer of this shape and dtype; not a copy itself."""
         if self.shape() != spec.shape:
             raise GossamerError(f"{self.where}: expected shape {spec.shape}, found {self.shape()}")
         found = unpack(self._packed()[0]) if isinstance(self.value, Mapping) else self._plain().detach()
@@ -180,7 +179,7 @@ class Item:
         return found
 
     def positions(self, size: int) -> Tensor:
-        """Ascending indices into a dimension of this size, at least one."""
+        """Ascending indices, at least one, into a dimension of this size."""
         found = self._plain()
         if found.dtype != torch.int64 or found.dim() != 1 or not 0 < found.numel() <= size:
             raise GossamerError(f"{self.where}: expected 1 to {size} positions of torch.int64")
@@ -189,7 +188,7 @@ class Item:
         return found.detach().clone()
 
     def mask(self, spec: Spec) -> Tensor:
-        """A mask that was packed to bits; its shape is compared before it is unpacked."""
+        """A packed mask; its shape is compared before it is unpacked."""
         packed, shape = self._packed()
         if shape != spec.shape:
             raise GossamerError(f"{self.where}: expected shape {spec.shape}, found {shape}")
@@ -197,7 +196,9 @@ class Item:
 
     def _check_values(self, found: Tensor, least: float, most: float) -> None:
         if found.numel() and not (float(found.min()) >= least and float(found.max()) <= most):  # false for NaN
-            raise GossamerError(f"{self.where}: expected numbers from {least:g} to {most:g}, found NaN or one beyond")
+            raise GossamerError(
+                f"{self.where}: expected numbers from {least:g} to {most:g}, found NaN or a value out of range"
+            )
 
     def _packed(self) -> tuple[dict[str, Any], tuple[int, ...]]:
         packed = self.fields([BITS])[BITS].fields(["bits", "shape"])
@@ -209,7 +210,7 @@ class Item:
         return {"bits": bits, "shape": list(shape)}, shape
 
     def _plain(self) -> Tensor:
-        """A tensor whose values are in memory: not sparse, quantized, on the meta device or expanded."""
+        """A dense tensor with all its values in memory: not sparse, quantized, expanded or on the meta device."""
         if type(self.value) not in _PLAIN:
             raise self.error("a tensor")
         found = cast(Tensor, self.value)
@@ -262,7 +263,7 @@ def vector(*, required: bool = False) -> StateField:
 
 
 def by_target(parse: Callable[[Item, Spec], Any], *, required: bool = False) -> StateField:
-    """A mapping from targets to values that `parse` returns; what is no target of an edited recipe is left out."""
+    """A mapping from targets to values that `parse` returns; names that are no longer targets are ignored."""
 
     def parsed(item: Item, layout: Layout) -> dict[str, Any]:
         known = set(layout.targets)
@@ -280,8 +281,8 @@ def tensors(
     of: Callable[[Layout], Collection[str]] = lambda layout: layout.targets,
     required: bool = False,
 ) -> StateField:
-    """A mapping from targets, or the names that `of` returns, to tensors; `spec` says what a weight's own is like."""
-    return _fitting(spec, lambda item, wanted: item.tensor(wanted, least, most), of, required)
+    """A mapping from targets, or the names that `of` returns, to tensors with the `spec` of their weight."""
+    return _fitting(spec, lambda item, expected: item.tensor(expected, least, most), of, required)
 
 
 def masks(*, required: bool = False) -> StateField:
@@ -301,11 +302,11 @@ def _fitting(
             if name not in known or name not in layout.tensors:
                 layout.drop(name)
                 continue
-            wanted = spec(layout.tensors[name])
-            if (shape := entry.shape()) != wanted.shape and name not in layout.unchanged:
+            expected = spec(layout.tensors[name])
+            if (shape := entry.shape()) != expected.shape and name not in layout.unchanged:
                 layout.drop(name, shape)
             else:
-                found[name] = parse(entry, wanted)
+                found[name] = parse(entry, expected)
         return found
 
     return StateField(parsed, required)
@@ -319,7 +320,7 @@ def _vector(item: Item, layout: Layout) -> Tensor:
 
 
 def same_names(item: Item, state: Mapping[str, Any], *keys: str) -> None:
-    """Raise unless these entries, where any is there, hold values for the same parameters."""
+    """Raise unless these entries hold values for the same parameters."""
     held = {key: set(cast(Mapping[str, Any], state.get(key, {}))) for key in keys}
     for key in keys[1:]:
         if odd := sorted(held[keys[0]] ^ held[key]):
@@ -327,7 +328,7 @@ def same_names(item: Item, state: Mapping[str, Any], *keys: str) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message: short, and without its content where that may be large."""
+    """Format a value for a message, without content that may be large."""
     if value is None or isinstance(value, bool | float):
         return repr(value)
     if isinstance(value, int):
@@ -338,7 +339,7 @@ def _shown(value: Any) -> str:
 
 
 def short(text: str) -> str:
-    """A name from a state in a message."""
+    """Shorten and escape a name for a message."""
     cut = text if len(text) <= 60 else f"{text[:57]}..."
     return cut if cut.isprintable() else ascii(cut)[1:-1]
 

@@ -1,4 +1,4 @@
-"""Whole filters, channels and layers: masks in groups, layers taken out, and filters of zeros removed for good."""
+"""Structured pruning: masks of whole filters or channels, replacing layers, and removing filters from the model."""
 
 from __future__ import annotations
 
@@ -33,10 +33,8 @@ from gossamer.quantities import Epoch
 class StructuredPruningModifier(GMPruningModifier):
     """Gradual pruning of whole filters or input channels.
 
-    Weights whose filters (or channels) can be removed only together lose the
-    same ones. The weights of one list in `param_groups` do so whatever the
-    model, ranked by the sum of their scores; a weight in a list of its own is
-    pruned on its own.
+    Weights whose filters (or channels) can be removed only together share a mask. So do the weights of one list in
+    `param_groups`, ranked by the sum of their scores; a weight that is alone in its list is pruned on its own.
     """
 
     mask_type: str | list[int] = "filter"
@@ -59,14 +57,16 @@ class StructuredPruningModifier(GMPruningModifier):
         groups = [match(run.module, names, field="param_groups") for names in self.param_groups]
         repeated = [name for name, count in Counter(name for group in groups for name in group).items() if count > 1]
         if repeated:
-            raise ModifierError(f"'{repeated[0]}' stands in two groups; join them", "param_groups")
+            raise ModifierError(f"'{repeated[0]}' is in two groups; merge them", "param_groups")
         for group in groups:
             if missing := [name for name in group if name not in targets]:
-                raise ModifierError(f"'{missing[0]}' is not among params", "param_groups")
+                raise ModifierError(f"'{missing[0]}' is not in params", "param_groups")
             counts = {name: self._units(run, name) for name in group}
             if len(set(counts.values())) > 1:
                 shown = ", ".join(f"{name} has {count}" for name, count in counts.items())
-                raise ModifierError(f"one group needs as many {self.mask_type}s everywhere: {shown}", "param_groups")
+                raise ModifierError(
+                    f"the weights of a group must have the same number of {self.mask_type}s: {shown}", "param_groups"
+                )
         run.plan["groups"] = groups
         super().bind_filters(run, targets)
 
@@ -76,7 +76,7 @@ class StructuredPruningModifier(GMPruningModifier):
 
 @register
 class LayerPruningModifier(Modifier):
-    """Replace layers by `Identity` from the start until the end; their weights come back then."""
+    """Replace layers by `Identity` from start to end; they are restored with their weights at the end."""
 
     family: ClassVar[str] = "pruning"
     structural: ClassVar[bool] = True
@@ -86,9 +86,8 @@ class LayerPruningModifier(Modifier):
     def bind(self, run: Run) -> list[str]:
         check_gradients_may_vanish(run)
         names = [name for name, _ in named_modules(run.module) if name]
-        wanted = [self.layers] if isinstance(self.layers, str) else self.layers
-        found: list[str] = []
-        for item in wanted:
+        matches: list[str] = []
+        for item in [self.layers] if isinstance(self.layers, str) else self.layers:
             if item == ALL_PRUNABLE:
                 hits = [layer_path(name) for name in prunable(run.module)]
             elif item.startswith(PREFIX):
@@ -98,33 +97,33 @@ class LayerPruningModifier(Modifier):
             if not hits:
                 close = hint(item, names, [ALL_PRUNABLE], whole=True) or nearest(item, names)
                 raise ModifierError(f"'{item}' matches none of {len(names)} modules{close}", "layers")
-            found += hits
-        return [name for name in dict.fromkeys(found) if not any(name.startswith(f"{other}.") for other in found)]
+            matches += hits
+        return [name for name in dict.fromkeys(matches) if not any(name.startswith(f"{other}.") for other in matches)]
 
     def state_fields(self, run: Run) -> Mapping[str, StateField]:
         return {"layers": StateField(lambda item, layout: self._parse_layers(run, item, layout), required=True)}
 
     def _parse_layers(self, run: Run, item: Item, layout: Layout) -> dict[str, dict[str, Tensor]]:
-        """The weights with which layers come back; those that the model has where the state holds none that fit."""
-        saved, out, found = item.entries(), self.taken_out(run), dict[str, dict[str, Tensor]]()
+        """The weights to restore layers with; the model's own where the saved ones do not fit."""
+        saved, replaced, weights = item.entries(), self.replaced_layers(run), dict[str, dict[str, Tensor]]()
         for name in run.targets:
-            layer = out[name] if name in out else get_module(run.module, name)
+            layer = replaced[name] if name in replaced else get_module(run.module, name)
             own: dict[str, Tensor] = layer.state_dict(keep_vars=True) if run.clock.end is not None else {}
             given = saved[name].entries() if name in saved else {}
             specs = {key: layout.tensors.get(f"{name}.{key}", Spec.of(key, value)) for key, value in own.items()}
             fits = given.keys() == own.keys() and all(given[key].shape() == specs[key].shape for key in given)
             if not fits and own:
-                layout.dropped[name] = "its saved weights are not those of the layer, which comes back as it is now"
+                layout.dropped[name] = "its saved weights do not fit the layer, which keeps its present ones"
             if fits:
                 own = {key: given[key].weight(spec) for key, spec in specs.items()}
-            found[name] = {key: value.detach().clone() for key, value in own.items()}
-        return found
+            weights[name] = {key: value.detach().clone() for key, value in own.items()}
+        return weights
 
     def outlook(self, run: Run) -> dict[str, Outlook]:
         inside = [n for n in prunable(run.module) if any(n.startswith(f"{layer}.") for layer in run.targets)]
         return {name: Outlook(run.weights.parameter(name).numel(), "layer", "removed", self.name) for name in inside}
 
-    def taken_out(self, run: Run) -> Mapping[str, nn.Module]:
+    def replaced_layers(self, run: Run) -> Mapping[str, nn.Module]:
         return run.plan.get("originals", {})
 
     def start(self, run: Run) -> None:
@@ -134,11 +133,11 @@ class LayerPruningModifier(Modifier):
             else {}
             for name in run.targets
         }
-        self._take_out(run)
+        self._replace_layers(run)
 
     def restore(self, run: Run) -> None:
         if "layers" in run.state:
-            self._take_out(run)
+            self._replace_layers(run)
 
     def end(self, run: Run) -> None:
         saved: dict[str, Any] = run.state.pop("layers", {})
@@ -155,7 +154,7 @@ class LayerPruningModifier(Modifier):
         for name, layer in originals.items():
             _replace(run.module, name, layer)
 
-    def _take_out(self, run: Run) -> None:
+    def _replace_layers(self, run: Run) -> None:
         originals: dict[str, nn.Module] = run.plan.setdefault("originals", {})
         for name in run.targets:
             if name not in originals:
@@ -166,25 +165,25 @@ class LayerPruningModifier(Modifier):
 
 @register
 class LayerThinningModifier(Modifier):
-    """Remove the filters and channels that are zero as a whole, for good; training goes on with a smaller model.
+    """Remove filters and channels that are entirely zero from the model, which then trains on with fewer parameters.
 
-    It acts at the start and at each of `update_epochs`. What the model computes stays the same.
+    Acts at the start and at each of `update_epochs`. The outputs of the model do not change.
     """
 
     family: ClassVar[str] = "pruning"
     epoch_fields: ClassVar[tuple[str, ...]] = ("start_epoch", "end_epoch", "update_epochs")
 
     params: ParamNames = "__ALL_PRUNABLE__"
-    """Whose filters may go."""
+    """Weights whose filters may be removed."""
     param_group_dependency_map: Any = None
-    """Accepted and without effect, as is the next: which layers depend on each other is found in the model itself."""
+    """Accepted without effect, as is the next: dependencies between layers are found by tracing the model."""
     structure_type: Literal["filter", "channel"] = "filter"
     update_epochs: list[Epoch] = Field(default_factory=list[float])
 
     @model_validator(mode="after")
-    def _for_good(self) -> Self:
+    def _has_no_end(self) -> Self:
         if self.end_epoch != -1:
-            raise FieldError("what is removed does not come back; leave it out", "end_epoch")
+            raise FieldError("not supported: filters are removed permanently; remove this field", "end_epoch")
         early = [epoch for epoch in self.update_epochs if not epoch > self.start_epoch]
         if early:
             raise FieldError(
@@ -203,7 +202,7 @@ class LayerThinningModifier(Modifier):
     def warnings(self) -> list[Problem]:
         if self.param_group_dependency_map is None:
             return super().warnings()
-        message = "has no effect: dependencies are found in the model"
+        message = "has no effect: dependencies are found by tracing the model"
         return [*super().warnings(), Problem(message, ("param_group_dependency_map",))]
 
     def shifted(self, epochs: float) -> Self:

@@ -1,4 +1,4 @@
-"""Which parameters train, their values, and the optimizer's weight decay."""
+"""Training settings: trainable parameters, parameter values, weight decay, epochs and logging."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gossamer.sparse.schedules import Interpolation
 
 
 class ParameterModifier(Modifier):
-    """Acts on parameters of any kind, by name."""
+    """The base class of modifiers of parameters, by name."""
 
     family: ClassVar[str] = "parameters"
 
@@ -39,7 +39,7 @@ class ParameterModifier(Modifier):
 
 @register
 class TrainableParamsModifier(ParameterModifier):
-    """Let parameters train, or freeze them; at the end they are as they were before."""
+    """Set `requires_grad` of parameters from start to end."""
 
     trainable: bool = True
 
@@ -89,7 +89,7 @@ class SetParamModifier(ParameterModifier):
 
 @register
 class GradualParamModifier(ParameterModifier):
-    """Lead parameters from one value to another."""
+    """Interpolate parameters from one value to another."""
 
     init_val: Values
     final_val: Values
@@ -151,7 +151,7 @@ class SetWeightDecayModifier(Modifier):
 
 
 def _trained(item: Item, parameter: Spec) -> bool:
-    """Whether a parameter was trained; one of integers cannot be."""
+    """The saved `requires_grad`, which must be false for integer parameters."""
     trained, dtype = item.flag(), parameter.dtype
     if trained and dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
         raise item.error(f"false for a parameter of {dtype}")
@@ -169,7 +169,7 @@ def filled(run: Run, name: str, value: float | list[Any], field: str) -> Tensor:
 
 @register
 class EpochRangeModifier(Modifier):
-    """Says how long to train, and does nothing else."""
+    """Sets the number of epochs to train."""
 
     family: ClassVar[str] = "epoch"
 

@@ -1,7 +1,6 @@
-"""Integer arithmetic, emulated while a model trains: rounding of weights and activations where runtimes will round.
+"""Emulated quantization: weights and activations are rounded during training where an integer runtime rounds them.
 
-The emulation needs torch's compiler, if only to be left alone by it, and is
-imported when it is first used.
+`emulation` imports torch's compiler, which is slow to load, so it is imported on first use.
 """
 
 import sys
@@ -30,7 +29,7 @@ __all__ = [
 
 
 def is_emulated(module: nn.Module) -> bool:
-    """Whether a model computes in emulated integers; no import tells that it does not."""
+    """Whether a model computes in emulated integers. False, without an import, if nothing was emulated so far."""
     loaded = sys.modules.get("gossamer.quantization.emulation")
     return loaded is not None and loaded.emulation_of(module) is not None
 

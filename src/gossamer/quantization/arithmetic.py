@@ -1,7 +1,6 @@
-"""From ranges to scales, and from values to what is left of them after rounding.
+"""Scales from value ranges, and rounding of activations and weights.
 
-torch's own fake-quantize operators round, so that gradients pass straight
-through inside the range and stop outside it. Nothing here knows a model.
+Rounding uses torch's fake-quantize operators: gradients pass unchanged inside the range and are zero outside it.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ if TYPE_CHECKING:
 
 
 AVERAGING = 0.01
-"""How much a batch counts in the moving average of a range."""
+"""The weight of a new batch in the moving average of a range."""
 _SMALLEST = 1e-8
-"""No scale is smaller: a tensor of zeros stays zeros."""
+"""The smallest scale, so that a tensor of zeros stays zeros."""
 
 
 def observed(values: Tensor, before: Tensor | None) -> Tensor | None:
-    """The range (least, greatest) after one more batch: a moving average that starts at the first batch.
+    """The range (minimum, maximum) after one more batch: a moving average that starts at the first batch.
 
-    A batch with NaN or infinite values changes nothing.
+    A batch with NaN or infinite values is ignored.
     """
     least, greatest = torch.aminmax(values.detach())
     batch = torch.stack([least, greatest]).float()
@@ -40,7 +39,7 @@ def observed(values: Tensor, before: Tensor | None) -> Tensor | None:
 
 
 def affine(range_: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:
-    """The scale, and the integer that stands for 0, of a range; 0 is always one of the values."""
+    """The scale and zero point of a range, which is extended to contain 0."""
     low, high = numbers.bounds
     least, greatest = range_[0].clamp(max=0.0), range_[1].clamp(min=0.0)
     if numbers.symmetric:
@@ -51,16 +50,16 @@ def affine(range_: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:
 
 
 def rounded(values: Tensor, scale: Any, zero_point: Any, numbers: Numbers) -> Tensor:
-    """Activations as their integers would give them back; scale and zero point as tensors or as numbers."""
+    """Activations quantized and dequantized; scale and zero point are tensors or numbers."""
     low, high = numbers.bounds
-    # Integers of a file have one more below zero; runtimes fuse only what uses all of them.
+    # Exported int8 has one more value below zero, and runtimes fuse only tensors that use the full range.
     low -= numbers.symmetric
     result = torch.fake_quantize_per_tensor_affine(values.float(), scale, zero_point, low, high)
     return result.to(values.dtype)
 
 
 def weight_scale(weight: Tensor, numbers: Numbers, axis: int | None) -> Tensor:
-    """The largest magnitude of each channel, or of the whole weight, falls on the largest integer."""
+    """The scale that maps the largest magnitude of each channel, or of the weight, to the largest integer."""
     magnitudes = weight.detach().float().abs()
     if axis is None:
         most = magnitudes.amax() if magnitudes.numel() else magnitudes.new_zeros(())
@@ -70,7 +69,7 @@ def weight_scale(weight: Tensor, numbers: Numbers, axis: int | None) -> Tensor:
 
 
 def rounded_weight(weight: Tensor, numbers: Numbers, axis: int | None, scale: Tensor | None = None) -> Tensor:
-    """A weight as its integers would give it back; a zero stays exactly zero. Without a scale it has its own."""
+    """A weight quantized and dequantized, with `weight_scale` unless a scale is given; zeros stay exactly zero."""
     scale = weight_scale(weight, numbers, axis) if scale is None else scale
     zero = torch.zeros_like(scale, dtype=torch.int32)
     wide = weight.float()
@@ -84,7 +83,7 @@ _PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weig
 
 @dataclass(frozen=True)
 class Rounded:
-    """How a weight is rounded: into which numbers, with a scale for each entry along `axis`, or one for all."""
+    """How a weight is rounded: number format, and one scale per entry along `axis`, or one scale if it is None."""
 
     numbers: Numbers
     axis: int | None
@@ -96,17 +95,17 @@ class Rounded:
     def integers(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The integers of a weight as the emulation computes them, and their scales in float32."""
         if not bool(weight.isfinite().all()):
-            raise GossamerError("it holds NaN or infinite values, which no integer can stand for")
+            raise GossamerError("NaN or infinite values cannot be quantized")
         wide = weight.detach().float()
         scale = weight_scale(wide, self.numbers, self.axis)
         steps = rounded_weight(wide, self.numbers, self.axis, scale) / self._spread(scale, wide.dim())
         return torch.round(steps).to(self.dtype), scale
 
     def floats(self, integers: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A weight of which `integers` gives back these integers and these scales.
+        """The inverse of `integers`: a weight that quantizes to exactly these integers and scales.
 
-        A scale is the largest magnitude of its channel, divided by the largest integer and rounded. So the entries
-        with the largest integer get the magnitude of which that division gives this very scale.
+        A scale is the largest magnitude of its channel divided by the largest integer, rounded to float32. Entries
+        with the largest integer therefore get the magnitude whose quotient rounds to this scale.
         """
         high = self.numbers.bounds[1]
         spread = self._spread(scale, integers.dim())
@@ -121,7 +120,7 @@ class Rounded:
 
 
 def rounded_weights(module: nn.Module, emulation: Emulation) -> dict[str, Rounded]:
-    """By first name: how each weight of a layer is rounded; without those that layers round in different ways."""
+    """By first name: how each weight is rounded, without weights that several layers round differently."""
     names = first_names(module)
     found: dict[str, set[Rounded | None]] = {}
     for alias, how in _layer_weights(module, emulation):
@@ -132,25 +131,25 @@ def rounded_weights(module: nn.Module, emulation: Emulation) -> dict[str, Rounde
 
 
 def _layer_weights(module: nn.Module, emulation: Emulation) -> Iterator[tuple[str, Rounded | None]]:
-    """The weights of layers under each of their names; None where a layer takes one in floats."""
+    """The weights of layers under each of their names; None where a layer uses a weight in floating point."""
     within_attention: set[str] = set()
     for path, layer in named_modules(module):
         scheme = emulation.schemes.get(path)
         numbers = None if scheme is None else scheme.weights
         start = f"{path}." if path else ""
-        if isinstance(layer, nn.MultiheadAttention):  # which uses the weight of its output projection itself
+        if isinstance(layer, nn.MultiheadAttention):  # reads the weight of its output projection directly
             within_attention.add(f"{start}out_proj")
             for leaf in _PROJECTIONS:
-                yield f"{start}{leaf}", _how(numbers, 0)
+                yield f"{start}{leaf}", _rounding(numbers, 0)
         elif isinstance(layer, nn.Embedding):
-            yield f"{start}weight", _how(numbers, None)
+            yield f"{start}weight", _rounding(numbers, None)
         elif isinstance(layer, nn.modules.conv._ConvNd):  # pyright: ignore[reportPrivateUsage]
-            yield f"{start}weight", _how(numbers, 0 if not layer.transposed else 1 if layer.groups == 1 else None)
+            yield f"{start}weight", _rounding(numbers, 0 if not layer.transposed else 1 if layer.groups == 1 else None)
         elif isinstance(layer, nn.Linear) and path not in within_attention:
-            yield f"{start}weight", _how(numbers, 0)
+            yield f"{start}weight", _rounding(numbers, 0)
 
 
-def _how(numbers: Numbers | None, axis: int | None) -> Rounded | None:
+def _rounding(numbers: Numbers | None, axis: int | None) -> Rounded | None:
     return None if numbers is None else Rounded(numbers, axis if numbers.by_channel else None)
 
 

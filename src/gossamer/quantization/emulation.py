@@ -1,9 +1,7 @@
-"""A model that computes as its integer version would, while it trains: rounding at every call, nothing renamed.
+"""Emulates integer arithmetic on a model in place, through hooks on its modules and a torch function mode.
 
-Hooks on the user's own modules tell where in the model a function is called,
-and a mode of torch looks at each call while the model computes; parameters,
-their names and the optimizer are left alone. A copy of the model, or one that
-was pickled, has its own emulation. Nothing here knows a training run.
+Module hooks track which module is running, and the mode (`forward.Forward`) rounds the operands of each function call.
+Parameters, their names and the optimizer do not change. A copied or unpickled model has its own emulation.
 """
 
 from __future__ import annotations
@@ -28,43 +26,43 @@ logger = logging.getLogger("gossamer")
 
 
 class Emulation:
-    """Integer arithmetic on one model; `schemes` says by module name what is rounded there, None for nothing."""
+    """Integer arithmetic on one model; `schemes` has the scheme by module name, None for floating point."""
 
     def __init__(self, module: nn.Module, schemes: Mapping[str, Scheme | None], ranges: dict[str, Tensor]) -> None:
         self.schemes = dict(schemes)
         self.ranges = ranges
-        """By call site: the least and the greatest value seen; kept up to date in place."""
+        """By call site: the minimum and maximum that were observed; updated in place."""
         self.frozen = False
-        """Whether ranges stay as they are."""
+        """Whether ranges are no longer updated."""
         self.norms_frozen = False
-        """Whether batch norm uses and keeps its running statistics."""
+        """Whether batch norm uses its running statistics and does not update them."""
         self.calibrating = False
-        """Whether ranges are taken in evaluation mode too."""
+        """Whether ranges are also updated in evaluation mode."""
         self.constants: dict[str, Any] | None = None
-        """While the model is exported: the scales by call site."""
+        """During export: the scales by call site; otherwise None."""
         self.unknown: list[str] = []
-        """While the model is exported: call sites that training never reached, and that stay in floats."""
-        self._told_of_autocast = False
+        """During export: call sites without a range, which stay in floating point."""
+        self._autocast_warned = False
         self.install(module)
 
     def install(self, module: nn.Module) -> None:
-        """Let a model compute so, and no longer by another emulation that it had."""
+        """Attach to a model, in place of an earlier emulation."""
         withdraw(module)
         for path, layer in named_modules(module):
             if isinstance(layer, torch.jit.ScriptModule):  # takes no hooks
                 continue
-            place = _Place(self, path)
-            # First of all hooks behind a module: what others do with its output is not part of the model.
-            place.handles = (
-                layer.register_forward_pre_hook(place.enter),
-                layer.register_forward_hook(place.leave, prepend=True, always_call=True),
+            hooks = _ModuleHooks(self, path)
+            # Before other forward hooks: what they do with the output is not part of the model.
+            hooks.handles = (
+                layer.register_forward_pre_hook(hooks.enter),
+                layer.register_forward_hook(hooks.leave, prepend=True, always_call=True),
             )
             _guard(layer)
         recompile(module.modules())
 
     @contextmanager
     def exporting(self) -> Generator[None]:
-        """Ranges and scales stay as they are. The first forward pass inside notes the scales, and tracing uses them."""
+        """Freeze the ranges. The first forward pass inside records the scales as constants for tracing."""
         frozen, self.frozen, self.constants = self.frozen, True, {}
         self.unknown.clear()
         try:
@@ -74,7 +72,7 @@ class Emulation:
 
     @contextmanager
     def calibration(self) -> Generator[None]:
-        """Take ranges in evaluation mode."""
+        """Update ranges in evaluation mode."""
         self.calibrating = True
         try:
             yield
@@ -82,38 +80,37 @@ class Emulation:
             self.calibrating = False
 
     def begin(self, layer: nn.Module) -> Forward:
-        """A pass that begins with this module."""
-        held = ExitStack()
+        """Start a forward pass with this module as the outermost."""
+        contexts = ExitStack()
         device = next((parameter.device.type for parameter in layer.parameters()), "cpu")
         if torch.is_autocast_enabled(device):
-            if not self._told_of_autocast:
-                self._told_of_autocast = True
+            if not self._autocast_warned:
+                self._autocast_warned = True
                 logger.warning(
-                    "quantization is active: mixed precision is off inside the model from here on (autocast is left "
-                    "where it stands, without effect there); this takes more memory, a smaller batch may be needed"
+                    "Quantization is active: autocast has no effect inside the model from now on. This needs more "
+                    "memory; reduce the batch size if necessary"
                 )
-            held.enter_context(torch.autocast(device, enabled=False))
-        return Forward(self, device, layer.training, held)
+            contexts.enter_context(torch.autocast(device, enabled=False))
+        return Forward(self, device, layer.training, contexts)
 
 
 def emulation_of(module: nn.Module) -> Emulation | None:
     """The emulation that a model computes with, or None."""
-    return next((place.emulation for place in _places(unwrap(module))), None)
+    return next((hooks.emulation for hooks in _hooks_on(unwrap(module))), None)
 
 
 def emulations_in(module: nn.Module) -> list[Emulation]:
     """The emulations of a model and of models inside it, each once."""
-    found = {id(place.emulation): place.emulation for layer in module.modules() for place in _places(layer)}
-    return list(found.values())
+    return list({id(hooks.emulation): hooks.emulation for m in module.modules() for hooks in _hooks_on(m)}.values())
 
 
 def withdraw(module: nn.Module) -> None:
-    """Let a model, or a copy of one, compute in floats again."""
+    """Remove the emulation from a model, or from a copy of one."""
     removed = False
     for layer in module.modules():
         for kind in ("_forward_pre_hooks", "_forward_hooks"):
             hooks = cast(dict[int, object], getattr(layer, kind))
-            for key in [key for key, hook in hooks.items() if _place(hook) is not None]:
+            for key in [key for key, hook in hooks.items() if _owner(hook) is not None]:
                 removed = True
                 del hooks[key]
                 layer._forward_hooks_always_called.pop(key, None)  # pyright: ignore[reportPrivateUsage]
@@ -125,23 +122,23 @@ def withdraw(module: nn.Module) -> None:
         recompile(module.modules())
 
 
-def _place(hook: object) -> _Place | None:
-    place = getattr(hook, "__self__", None)
-    return place if isinstance(place, _Place) else None
+def _owner(hook: object) -> _ModuleHooks | None:
+    owner = getattr(hook, "__self__", None)
+    return owner if isinstance(owner, _ModuleHooks) else None
 
 
-def _places(layer: nn.Module) -> list[_Place]:
+def _hooks_on(layer: nn.Module) -> list[_ModuleHooks]:
     hooks = cast(Mapping[int, object], layer._forward_pre_hooks)  # pyright: ignore[reportPrivateUsage]
-    return [place for hook in hooks.values() if (place := _place(hook)) is not None]
+    return [owner for hook in hooks.values() if (owner := _owner(hook)) is not None]
 
 
-class _Place:
-    """The two hooks on a module, which know its name and not the module."""
+class _ModuleHooks:
+    """The forward hooks of one module; they refer to its name and not to the module, so that copies work."""
 
     def __init__(self, emulation: Emulation, path: str) -> None:
         self.emulation, self.path = emulation, path
         self.handles: tuple[RemovableHandle, ...] = ()
-        """Pickled with the hooks, they keep their numbers free in another process."""
+        """Pickled with the hooks, so that another process does not reuse their ids."""
 
     @uncompiled
     def enter(self, layer: nn.Module, args: object) -> None:
@@ -149,13 +146,12 @@ class _Place:
         if forward is None:
             if self.emulation.constants is None and torch.compiler.is_exporting():
                 raise GossamerError(
-                    "a model that emulates quantization is exported by gossamer.export.to_onnx: torch.export alone "
-                    "would write its floats"
+                    "torch.export does not support a model with emulated quantization; use gossamer.export.to_onnx"
                 )
             if not _is_guarded(layer):
-                _guard(layer)  # From the next call on: a copy of a model has no guards yet.
+                _guard(layer)  # a copy of a model has no guards yet; this one is used from the next call on
             forward = self.emulation.begin(layer)
-        forward.go_in(self.path)
+        forward.enter_module(self.path)
         if self.emulation.norms_frozen and isinstance(layer, _BatchNorm) and layer.training:
             layer.__dict__["_norm_was_training"] = True
             layer.training = False
@@ -164,18 +160,18 @@ class _Place:
     def leave(self, layer: nn.Module, args: object, output: Any) -> Any:
         _unfreeze(layer)
         forward = Forward.of(self.emulation)
-        if forward is None or not forward.is_in(self.path):
-            return None  # A hook of somebody else has raised before `enter`.
-        changed = forward.go_out(output)
+        if forward is None or not forward.is_inside(self.path):
+            return None  # another hook raised before `enter` was called
+        changed = forward.leave_module(output)
         if forward.done:
             forward.close()
         return changed
 
 
 class _Guard:
-    """Stands where a module keeps its compiled call: calls it as it was written, and tidies up behind an interrupt.
+    """Replaces a module's compiled call: runs it uncompiled, and cleans up after Ctrl-C.
 
-    torch's own hooks that run always do not run behind Ctrl-C.
+    torch does not run `always_call` hooks after a KeyboardInterrupt.
     """
 
     def __init__(self, module: nn.Module, emulation: Emulation) -> None:
@@ -187,18 +183,18 @@ class _Guard:
         outermost = Forward.of(self._emulation) is None
         try:
             return self._call(*args, **kwargs)
-        except BaseException:  # Ctrl-C is one, and is raised again.
+        except BaseException:  # includes KeyboardInterrupt
             _unfreeze(self._module)
             if outermost and (left := Forward.of(self._emulation)) is not None:
                 left.close()
             raise
 
     def __deepcopy__(self, memo: object) -> None:
-        """A copy of the module gets a guard of its own when it is called."""
+        """A copy of the module gets its own guard when it is called."""
 
 
 class _Replicate:
-    """Makes what DataParallel runs on each device: a replica that calls itself, and not the module it was made from."""
+    """Makes a replica for DataParallel that calls itself, and not the module that it was made from."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -211,8 +207,8 @@ class _Replicate:
 
 
 def _guard(module: nn.Module) -> None:
-    """Hooks that come after torch.compile would not be heard, and compiled code does not take a mode of torch."""
-    module._compiled_call_impl = _Guard(module, _places(module)[0].emulation)  # pyright: ignore[reportPrivateUsage]
+    """torch.compile ignores hooks that are added later, and compiled code ignores torch function modes."""
+    module._compiled_call_impl = _Guard(module, _hooks_on(module)[0].emulation)  # pyright: ignore[reportPrivateUsage]
     module.__dict__["_replicate_for_data_parallel"] = _Replicate(module)
 
 
@@ -222,6 +218,6 @@ def _is_guarded(module: nn.Module) -> bool:
 
 
 def _unfreeze(module: nn.Module) -> None:
-    """Batch norm says again that it trains."""
+    """Set a batch norm that was frozen for this call back to training mode."""
     if module.__dict__.pop("_norm_was_training", False):
         module.training = True

@@ -1,8 +1,7 @@
-"""Which of torch's functions compute in integers, and which pass values on.
+"""Rounds the operands of torch functions while a model runs, where an integer runtime rounds them.
 
-A tensor is rounded when an integer operation is about to take it, and once
-for all that take it: behind a ReLU and not before it, on both sides of a
-residual addition, before and after pooling. Runtimes fuse exactly that.
+A tensor is rounded when the first integer operation reads it, once for all readers: after a ReLU and not before it,
+on both sides of a residual addition, before and after pooling. Runtimes fuse exactly this.
 """
 
 from __future__ import annotations
@@ -32,40 +31,40 @@ if TYPE_CHECKING:
 
 
 class Role(Enum):
-    """What a function means for the tensors around it."""
+    """How a function treats its operands."""
 
     LAYER = auto()
     """Input and weight are rounded."""
     EMBEDDING = auto()
     """The weight is rounded."""
     SUM = auto()
-    """Both operands are rounded, when one of them comes from a convolution."""
+    """Both operands are rounded if one of them comes from a convolution."""
     PRODUCT = auto()
-    """The same, for a product of the elements."""
+    """As SUM, for an elementwise product."""
     MATMUL = auto()
-    """Both operands are rounded, when they are stacks of matrices."""
+    """Both operands are rounded if they are batches of matrices."""
     JOIN = auto()
-    """All operands are rounded, when one of them comes from a convolution."""
+    """All operands are rounded if one of them comes from a convolution."""
     SELECT = auto()
-    """The operand is rounded, when it comes from a convolution, and the result has its numbers."""
+    """The operand is rounded if it comes from a convolution, and the result has its scale."""
     AVERAGE = auto()
-    """The operand is rounded, when it comes from a convolution."""
+    """The operand is rounded if it comes from a convolution."""
     MOVE = auto()
-    """Values in another shape: what is known of the operand holds for the result."""
+    """Changes the shape only: the result has the `TensorInfo` of the operand."""
     NORM = auto()
-    """Batch norm: becomes part of the convolution before it."""
+    """Batch norm, which is folded into the convolution before it."""
     CLIP = auto()
-    """ReLU and its like, which become part of the operation before them; dropout, which is gone in the end."""
-    CURVE = auto()
-    """Computes in floats: the result of a convolution is rounded before it."""
+    """ReLU and similar functions, which are fused into the operation before them, and dropout."""
+    FLOAT = auto()
+    """Computes in floating point: the result of a convolution is rounded before it."""
     ATTENTION = auto()
-    """A function in Python whose parts are looked at one by one."""
+    """A composite Python function, whose inner calls are rounded one by one."""
 
 
 def _methods(*names: str) -> list[Callable[..., Any]]:
-    """Functions of these names, in torch and as methods of tensors, where they exist."""
-    homes: Iterable[Any] = (torch, Tensor, functional)
-    return [getattr(home, name) for name in names for home in homes if hasattr(home, name)]
+    """The functions of these names in torch, torch.nn.functional and Tensor, where they exist."""
+    namespaces: Iterable[Any] = (torch, Tensor, functional)
+    return [getattr(namespace, name) for name in names for namespace in namespaces if hasattr(namespace, name)]
 
 
 _TABLE: Mapping[Role, Iterable[Callable[..., Any]]] = {
@@ -96,7 +95,7 @@ _TABLE: Mapping[Role, Iterable[Callable[..., Any]]] = {
         *_methods("relu", "relu_", "relu6", "hardtanh", "hardtanh_", "clamp", "clamp_", "clamp_min", "clip"),
         *_methods("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
     ],
-    Role.CURVE: [
+    Role.FLOAT: [
         *_methods("silu", "hardswish", "hardsigmoid", "sigmoid", "gelu", "elu", "leaky_relu", "leaky_relu_", "mish"),
         *_methods("tanh", "prelu", "softplus", "softsign", "selu", "celu", "glu", "rrelu", "threshold", "hardshrink"),
         *_methods("silu_", "hardswish_", "hardsigmoid_", "sigmoid_", "elu_", "tanh_", "selu_", "celu_", "threshold_"),
@@ -111,76 +110,76 @@ _TABLE: Mapping[Role, Iterable[Callable[..., Any]]] = {
 
 ROLES: Mapping[Callable[..., Any], Role] = {function: role for role, all_ in _TABLE.items() for function in all_}
 IN_PLACE = frozenset({"add_", "mul_", "__iadd__", "__imul__"})
-"""Sums and products that write into their first operand, by the name of the function."""
+"""Names of sums and products that write into their first operand."""
 TRANSPOSED = frozenset(_methods("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
 CONVOLUTIONS = frozenset(set(_TABLE[Role.LAYER]) - {functional.linear})
 
 
 @dataclass(frozen=True)
 class Affine:
-    """How values are rounded at one call site; numbers or tensors."""
+    """Scale and zero point at one call site, as tensors or as numbers."""
 
     scale: Any
     zero_point: Any
     numbers: Numbers
     key: str
-    """The call site whose range it is."""
+    """The call site that the range belongs to."""
 
 
 @dataclass
-class Known:
-    """What is known of a tensor, as long as nobody writes into it."""
+class TensorInfo:
+    """Where a tensor comes from; valid until the tensor is written to."""
 
     version: int
     convolved: bool = False
-    """It comes from a convolution, by way of what computes in integers too."""
+    """It comes from a convolution, through operations that compute in integers."""
     fresh: bool = False
-    """It is what a convolution gave, before or behind batch norm and ReLU."""
+    """It is the output of a convolution, before or after batch norm and ReLU."""
     source: Affine | None = None
-    """Its values are those that this rounds to, or were taken from a tensor that is rounded by it."""
+    """The rounding that its values, or the tensor that they were selected from, went through."""
     result: Tensor | None = None
-    """The tensor after rounding."""
+    """The rounded tensor."""
     is_result: bool = False
-    """It is a tensor after rounding itself."""
+    """Whether it is a rounded tensor itself."""
     saver: object = None
-    """What kept tensors for the backward pass when it was rounded; another one is a part that is computed anew."""
+    """The saved-tensor hooks that were active when it was rounded. Others mean that checkpointing recomputes."""
 
 
-NOTHING = Known(0)
+UNKNOWN = TensorInfo(0)
 
 
 class Rounding:
-    """The tensors of one pass; what is known of one goes when it goes."""
+    """Rounds the tensors of one forward pass, and keeps a `TensorInfo` for each tensor that is alive."""
 
     def __init__(
         self, ranges: dict[str, Tensor], observes: bool, constants: dict[str, Any] | None, unknown: list[str]
     ) -> None:
         self._ranges, self._observes, self._constants, self._unknown = ranges, observes, constants, unknown
         self._calls: Counter[str] = Counter()
-        self._known = cast(MutableMapping[Tensor, Known], WeakIdKeyDictionary())
+        self._known = cast(MutableMapping[Tensor, TensorInfo], WeakIdKeyDictionary())
         self._weights = cast(MutableMapping[Tensor, tuple[object, Tensor]], WeakIdKeyDictionary())
 
-    def of(self, value: Any) -> Known:
-        """What is known of a value; nothing, when it is no activation."""
+    def of(self, value: Any) -> TensorInfo:
+        """The info of a tensor; `UNKNOWN` for what is not an activation."""
         if not is_activation(value):
-            return NOTHING
+            return UNKNOWN
         known = self._known.get(value)
-        return known if known is not None and known.version == _version(value) else NOTHING
+        return known if known is not None and known.version == _version(value) else UNKNOWN
 
-    def learn(self, value: Any, convolved: bool = False, fresh: bool = False, source: Affine | None = None) -> None:
-        """From now on this, and only this, is known of a tensor."""
+    def record(self, value: Any, convolved: bool = False, fresh: bool = False, source: Affine | None = None) -> None:
+        """Replace the info of a tensor."""
         if isinstance(value, Tensor):
-            self._known[value] = Known(_version(value), convolved, fresh, source, saver=_saver())
+            self._known[value] = TensorInfo(_version(value), convolved, fresh, source, saver=_saved_tensor_hooks())
 
     def activation(self, values: Any, site: str, numbers: Numbers) -> Any:
-        """The tensor after rounding, the same one for all who ask; as it is, while its range is not known."""
+        """The rounded tensor, the same one for every reader; the tensor itself while its range is unknown."""
         if not is_activation(values):
             return values
         key, known = self._key(site), self.of(values)
         source = known.source if known.source is not None and known.source.numbers == numbers else None
         if values.is_inference() and key in self._ranges:
-            source = None  # Nobody tells whether it was written into; training knew.
-        saver = _saver()
+            source = None  # inference tensors have no version counter, so a write cannot be detected
+        saver = _saved_tensor_hooks()
         if source is not None and known.saver == saver and not values.is_inference():
             if self._observes:
                 self._ranges[key] = self._ranges[source.key]
@@ -194,18 +193,18 @@ class Rounding:
         if self._observes and how.key != key:
             self._ranges[key] = self._ranges[how.key]
         result = rounded(values, how.scale, how.zero_point, numbers)
-        if known is NOTHING:
-            known = self._known[values] = Known(_version(values))
+        if known is UNKNOWN:
+            known = self._known[values] = TensorInfo(_version(values))
         known.source, known.result, known.saver = how, result, saver
-        self._known[result] = Known(_version(result), known.convolved, source=how, is_result=True, saver=saver)
+        self._known[result] = TensorInfo(_version(result), known.convolved, source=how, is_result=True, saver=saver)
         return result
 
     def weight(self, weight: Any, site: str, numbers: Numbers, axis: int | None) -> Any:
-        """The weight after rounding, with scales of its own; `axis` counts output channels."""
+        """The rounded weight; `axis` is the dimension of output channels."""
         if not isinstance(weight, Tensor) or not weight.is_floating_point():
             return weight
         axis = axis if numbers.by_channel and weight.dim() > 1 else None
-        held, what = self._weights.get(weight), (numbers, axis, _version(weight), _saver())
+        held, what = self._weights.get(weight), (numbers, axis, _version(weight), _saved_tensor_hooks())
         if held is not None and held[0] == what:
             return held[1]
         scale = None
@@ -215,12 +214,12 @@ class Rounding:
                 self._constants[key] = weight_scale(weight, numbers, axis)
             scale = cast(Tensor, self._constants[key])
         result = rounded_weight(weight, numbers, axis, scale)
-        if torch.is_grad_enabled() or self._constants is not None:  # Else rounding again is cheaper than holding it.
+        if torch.is_grad_enabled() or self._constants is not None:  # otherwise rounding again is cheaper than memory
             self._weights[weight] = (what, result)
         return result
 
     def _affine(self, values: Tensor, site: str, key: str, numbers: Numbers) -> Affine | None:
-        """Scale and zero point at a call site, its range brought up to date before."""
+        """Scale and zero point at a call site, after its range is updated."""
         if self._observes and values.numel():
             before = self._ranges.get(key)
             after = observed(values, None if before is None else before.to(values.device))
@@ -228,7 +227,7 @@ class Rounding:
                 self._ranges[key] = after
         calls = self._calls[site] - 1
         while key not in self._ranges and calls > 0:
-            calls -= 1  # Called more often than in training: as the last time there.
+            calls -= 1  # called more often than in training: use the range of the last call there
             key = _numbered(site, calls)
         if key not in self._ranges:
             if self._constants is not None:
@@ -243,14 +242,14 @@ class Rounding:
         return how
 
     def _key(self, site: str) -> str:
-        """The call site, with a number when it is not the first call there in this pass."""
+        """The call site, with a number unless it is the first call there in this pass."""
         calls = self._calls[site]
         self._calls[site] += 1
         return _numbered(site, calls)
 
 
 def is_activation(value: Any) -> bool:
-    """Whether a value is a tensor of floats that the model computed: no parameter, no number."""
+    """Whether a value is a floating-point tensor that the model computed, and not a parameter or scalar."""
     return (
         isinstance(value, Tensor)
         and value.is_floating_point()
@@ -263,8 +262,8 @@ def _numbered(site: str, calls: int) -> str:
     return f"{site}#{calls}" if calls else site
 
 
-def _saver() -> object:
-    """Who keeps what the backward pass will need: checkpointing puts hooks of its own there, `no_grad` nobody."""
+def _saved_tensor_hooks() -> object:
+    """The active saved-tensor hooks, which activation checkpointing replaces, and whether gradients are recorded."""
     hooks = cast(Any, torch._C)._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportPrivateUsage]
     return hooks, torch.is_grad_enabled()
 
@@ -279,7 +278,7 @@ Keywords = dict[str, Any]
 
 
 _local = threading.local()
-"""Per thread, for DataParallel computes in several: the passes that go on, the innermost last."""
+"""The running passes of each thread (DataParallel uses several), innermost last."""
 
 
 def _forwards() -> list[Forward]:
@@ -287,29 +286,29 @@ def _forwards() -> list[Forward]:
 
 
 class Forward(TorchFunctionMode):
-    """Entered when the outermost module of a model is called, and left with it.
+    """The torch function mode that is active while the outermost module of a model runs.
 
-    For each `Role` there is a method, in `_methods`, which calls the function.
+    `_methods` has the method for each `Role`.
     """
 
-    def __init__(self, emulation: Emulation, device: str, training: bool, held: ExitStack) -> None:
+    def __init__(self, emulation: Emulation, device: str, training: bool, contexts: ExitStack) -> None:
         super().__init__()
         self._device = device
         self._emulation = emulation
         in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
-        # What is computed anew in the backward pass (checkpointing) has been observed before.
+        # What checkpointing recomputes in the backward pass was observed in the forward pass.
         observes = (training or emulation.calibrating) and not emulation.frozen and not in_backward
         self._tensors = Rounding(emulation.ranges, observes, emulation.constants, emulation.unknown)
-        self._held = held
+        self._contexts = contexts
         self._stack: list[tuple[str, Scheme | None]] = []
         _forwards().append(self)
         self.__enter__()
 
-    # Where the model is
+    # Module stack
 
     @staticmethod
     def of(emulation: Emulation) -> Forward | None:
-        """The pass through this model that this thread is in."""
+        """The pass of this emulation that runs in this thread."""
         return next((forward for forward in _forwards() if forward._emulation is emulation), None)
 
     def is_innermost(self) -> bool:
@@ -319,16 +318,15 @@ class Forward(TorchFunctionMode):
     def done(self) -> bool:
         return not self._stack
 
-    def is_in(self, path: str) -> bool:
-        """Whether the module of that name is the one that computes."""
+    def is_inside(self, path: str) -> bool:
+        """Whether the module of that name is the innermost that runs."""
         return bool(self._stack) and self._stack[-1][0] == path
 
-    def go_in(self, path: str) -> None:
-        """A module is called."""
+    def enter_module(self, path: str) -> None:
         self._stack.append((path, self._emulation.schemes.get(path)))
 
-    def go_out(self, output: Any) -> Any:
-        """A module returns: its output after rounding, where its scheme says so, else None."""
+    def leave_module(self, output: Any) -> Any:
+        """Returns the module's rounded output if its scheme rounds outputs, otherwise None."""
         scheme, changed = self._scheme, None
         if scheme is not None and scheme.outputs is not None and isinstance(output, Tensor):
             changed = self._tensors.activation(output, self._site("output"), scheme.outputs)
@@ -338,7 +336,7 @@ class Forward(TorchFunctionMode):
     def close(self) -> None:
         _forwards().remove(self)
         self.__exit__(None, None, None)
-        self._held.close()
+        self._contexts.close()
 
     @property
     def _scheme(self) -> Scheme | None:
@@ -346,7 +344,7 @@ class Forward(TorchFunctionMode):
 
     @property
     def _numbers(self) -> Numbers | None:
-        """Into what activations are rounded here."""
+        """The format of activations in the current module."""
         return self._scheme.inputs if self._scheme is not None else None
 
     def _site(self, operand: str) -> str:
@@ -356,36 +354,36 @@ class Forward(TorchFunctionMode):
     def _rounded(self, value: Any, operand: str, numbers: Numbers) -> Any:
         return self._tensors.activation(value, self._site(operand), numbers)
 
-    # What it calls
+    # Function calls
 
     @uncompiled
     def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Keywords | None = None) -> Any:
         kwargs = kwargs or {}
         if not self.is_innermost():
-            return func(*args, **kwargs)  # Another model computes inside this one, by rules of its own.
-        if torch.is_autocast_enabled(self._device):  # The model itself has switched it on.
+            return func(*args, **kwargs)  # another emulated model runs inside this one
+        if torch.is_autocast_enabled(self._device):  # turned on inside the model
             with torch.autocast(self._device, enabled=False):
                 return self._call(func, args, kwargs)
         return self._call(func, args, kwargs)
 
     def _call(self, func: Function, args: Args, kwargs: Keywords) -> Any:
         role = ROLES.get(func)
-        looked_at = self._emulation.constants is None and any(_is_fake(value) for value in _values(args, kwargs))
-        method = None if role is None or looked_at else self._methods[role]  # Somebody looks at shapes.
+        tracing = self._emulation.constants is None and any(_is_fake(value) for value in _arguments(args, kwargs))
+        method = None if role is None or tracing else self._methods[role]
         result = func(*args, **kwargs) if method is None else method(self, func, args, kwargs)
         if role is None or "out" in kwargs:
             for written in (*args[: _writes(func.__name__)], kwargs.get("out")):
-                self._tensors.learn(written)
+                self._tensors.record(written)
         return result
 
     def _layer(self, func: Function, args: Args, kwargs: Keywords) -> Any:
-        args, kwargs = _in_order(args, kwargs, "input", "weight")
+        args, kwargs = _positional(args, kwargs, "input", "weight")
         scheme = self._scheme
         if scheme is None:
             return func(*args, **kwargs)
         values, weight = args[0], args[1]
         if isinstance(values, Tensor) and values.is_floating_point() and values.dtype != weight.dtype:
-            values = values.to(weight.dtype)  # Halves, where mixed precision was on.
+            values = values.to(weight.dtype)  # half precision, from before autocast was disabled
         if scheme.inputs is not None:
             values = self._rounded(values, "input", scheme.inputs)
         if scheme.weights is not None:
@@ -393,30 +391,30 @@ class Forward(TorchFunctionMode):
             weight = self._tensors.weight(weight, self._site("weight"), scheme.weights, axis)
         result = func(values, weight, *args[2:], **kwargs)
         if func in CONVOLUTIONS:
-            self._tensors.learn(result, convolved=True, fresh=True)
+            self._tensors.record(result, convolved=True, fresh=True)
         return result
 
     def _embedding(self, func: Function, args: Args, kwargs: Keywords) -> Any:
-        args, kwargs = _in_order(args, kwargs, "input", "weight", "padding_idx", "max_norm", "norm_type")
+        args, kwargs = _positional(args, kwargs, "input", "weight", "padding_idx", "max_norm", "norm_type")
         scheme = self._scheme
         if scheme is not None and scheme.weights is not None:
             indices, weight, *rest = args
-            if len(rest) > 1 and rest[1] is not None:  # What is too long is shortened in the weight itself.
+            if len(rest) > 1 and rest[1] is not None:  # max_norm renormalizes the weight in place
                 torch.embedding_renorm_(weight.detach(), indices, rest[1], rest[2] if len(rest) > 2 else 2.0)
                 rest[1] = None
             args = (indices, self._tensors.weight(weight, self._site("weight"), scheme.weights, None), *rest)
         return func(*args, **kwargs)
 
     def _pair(self, func: Function, args: Args, kwargs: Keywords) -> Any:
-        args, kwargs = _in_order(args, kwargs, "input", "other")
+        args, kwargs = _positional(args, kwargs, "input", "other")
         numbers, pair = self._numbers, args[:2]
         if numbers is None or not self._is_convolved(pair):
             known = [self._tensors.of(value) for value in pair]
-            # A convolution that is scaled or shifted by a number is a convolution.
+            # A convolution scaled or shifted by a scalar counts as a convolution.
             fresh = any(one.fresh for one in known) and any(isinstance(value, int | float) for value in pair)
             convolved = any(one.convolved for one in known)
             result = func(*args, **kwargs)
-            self._tensors.learn(result, convolved, fresh)
+            self._tensors.record(result, convolved, fresh)
             return result
         kind = "product" if "mul" in func.__name__ else "sum"
         operands = [self._rounded(value, f"{kind}.{index}", numbers) for index, value in enumerate(pair)]
@@ -425,7 +423,7 @@ class Forward(TorchFunctionMode):
             result = args[0].copy_(plain(*operands, *args[2:], **kwargs))
         else:
             result = func(*operands, *args[2:], **kwargs)
-        self._tensors.learn(result, convolved=True)
+        self._tensors.record(result, convolved=True)
         return result
 
     def _matmul(self, func: Function, args: Args, kwargs: Keywords) -> Any:
@@ -436,52 +434,52 @@ class Forward(TorchFunctionMode):
         return func(*operands, *args[2:], **kwargs)
 
     def _join(self, func: Function, args: Args, kwargs: Keywords) -> Any:
-        args, kwargs = _in_order(args, kwargs, "tensors")
+        args, kwargs = _positional(args, kwargs, "tensors")
         numbers = self._numbers
         parts: Sequence[Any] = args[0]
         if numbers is None or not self._is_convolved(parts):
             return func(*args, **kwargs)
         operands = [self._rounded(part, f"join.{index}", numbers) for index, part in enumerate(parts)]
         result = func(operands, *args[1:], **kwargs)
-        self._tensors.learn(result, convolved=True)
+        self._tensors.record(result, convolved=True)
         return result
 
     def _average(self, func: Function, args: Args, kwargs: Keywords) -> Any:
-        args, kwargs = _in_order(args, kwargs, "input")
+        args, kwargs = _positional(args, kwargs, "input")
         numbers = self._numbers
         if numbers is None or not self._is_convolved(args[:1]):
             return func(*args, **kwargs)
         result = func(self._rounded(args[0], "pool", numbers), *args[1:], **kwargs)
-        self._tensors.learn(result, convolved=True)
+        self._tensors.record(result, convolved=True)
         return result
 
     def _select(self, func: Function, args: Args, kwargs: Keywords) -> Any:
-        args, kwargs = _in_order(args, kwargs, "input")
+        args, kwargs = _positional(args, kwargs, "input")
         result = self._average(func, args, kwargs)
         known = self._tensors.of(args[0])
         if known.convolved and known.source is not None:
-            self._tensors.learn(_parts(result)[0], convolved=True, source=known.source)
+            self._tensors.record(_parts(result)[0], convolved=True, source=known.source)
         return result
 
     def _move(self, func: Function, args: Args, kwargs: Keywords) -> Any:
-        args, kwargs = _in_order(args, kwargs, "input")
+        args, kwargs = _positional(args, kwargs, "input")
         known = self._tensors.of(args[0])
         result = func(*args, **kwargs)
         if known.convolved or known.source is not None:
             for part in _parts(result):
                 if part is not args[0]:
-                    self._tensors.learn(part, known.convolved, known.fresh, known.source)
+                    self._tensors.record(part, known.convolved, known.fresh, known.source)
         return result
 
     def _norm(self, func: Function, args: Args, kwargs: Keywords) -> Any:
-        args, kwargs = _in_order(args, kwargs, "input")
+        args, kwargs = _positional(args, kwargs, "input")
         known = self._tensors.of(args[0])
         result = func(*args, **kwargs)
-        self._tensors.learn(result, known.convolved, known.fresh)
+        self._tensors.record(result, known.convolved, known.fresh)
         return result
 
-    def _curve(self, func: Function, args: Args, kwargs: Keywords) -> Any:
-        args, kwargs = _in_order(args, kwargs, "input")
+    def _float(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        args, kwargs = _positional(args, kwargs, "input")
         scheme, operands = self._scheme, list(args)
         known = [self._tensors.of(value) for value in args]
         if scheme is not None and scheme.inputs is not None and scheme.before_curves:
@@ -491,13 +489,13 @@ class Forward(TorchFunctionMode):
         if operands[0] is not args[0] and (kwargs.get("inplace") is True or _writes(func.__name__)):
             operands[0] = args[0].copy_(operands[0])
         result = func(*operands, **kwargs)
-        self._tensors.learn(result, any(one.convolved for one in known))
+        self._tensors.record(result, any(one.convolved for one in known))
         return result
 
     def _attention(self, func: Function, args: Args, kwargs: Keywords) -> Any:
-        """Run the function's own code, so that the calls inside are seen."""
+        """Run the function's own code under this mode, so that its inner calls are rounded."""
         with self:
-            return _opened(func)(*args, **kwargs)
+            return _without_override_check(func)(*args, **kwargs)
 
     _methods: ClassVar[Mapping[Role, Callable[..., Any]]] = {
         Role.LAYER: _layer,
@@ -511,7 +509,7 @@ class Forward(TorchFunctionMode):
         Role.MOVE: _move,
         Role.NORM: _norm,
         Role.CLIP: _norm,
-        Role.CURVE: _curve,
+        Role.FLOAT: _float,
         Role.ATTENTION: _attention,
     }
 
@@ -533,16 +531,16 @@ def _parts(result: Any) -> Sequence[Any]:
     return cast(Sequence[Any], result) if isinstance(result, tuple | list) else [result]
 
 
-def _values(args: Args, kwargs: Keywords) -> Iterator[Any]:
-    """The arguments, and those in a list that comes first."""
+def _arguments(args: Args, kwargs: Keywords) -> Iterator[Any]:
+    """All arguments, including those in a list that is the first one."""
     yield from args
     yield from kwargs.values()
     if args and isinstance(args[0], tuple | list):
         yield from cast(Sequence[Any], args[0])
 
 
-def _in_order(args: Args, kwargs: Keywords, *names: str) -> tuple[Args, Keywords]:
-    """The first arguments by position, however they were given."""
+def _positional(args: Args, kwargs: Keywords, *names: str) -> tuple[Args, Keywords]:
+    """The named arguments moved to the front of `args`."""
     kwargs = dict(kwargs)
     while len(args) < len(names) and names[len(args)] in kwargs:
         args = (*args, kwargs.pop(names[len(args)]))
@@ -554,8 +552,8 @@ def _groups(args: Args, kwargs: Keywords) -> int:
     return int(kwargs.get("groups", args[6] if len(args) > 6 else 1))
 
 
-def _opened(func: Function) -> Function:
-    """The same function, which does not hand itself over to a mode first."""
+def _without_override_check(func: Function) -> Function:
+    """A copy of the function that does not dispatch to a mode first."""
     source = cast(python_types.FunctionType, func)
     names: dict[str, Any] = {**source.__globals__, "has_torch_function": _never}
     copy = python_types.FunctionType(source.__code__, names, source.__name__, source.__defaults__, source.__closure__)

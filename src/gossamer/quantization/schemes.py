@@ -1,7 +1,6 @@
-"""Into how many numbers tensors are rounded: bit widths, symmetry, and the schemes that have names.
+"""Quantization schemes: bit widths, symmetry, the named schemes, and the rules that assign schemes to modules.
 
-A scheme belongs to the hardware that will run the model, never to the machine
-that trains it. Nothing here knows a model.
+A scheme describes the hardware that will run the model, not the machine that trains it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ BITS = range(2, 17)
 
 @dataclass(frozen=True)
 class Numbers:
-    """The integers that stand for a tensor's values.
+    """The integer format of a tensor.
 
     >>> Numbers(8, symmetric=False).bounds, Numbers(8, symmetric=True).bounds
     ((0, 255), (-127, 127))
@@ -33,13 +32,13 @@ class Numbers:
     bits: int = 8
     symmetric: bool = True
     reduced: bool = False
-    """One bit less, so that sums of products of an 8-bit CPU instruction do not saturate."""
+    """Use one bit less, so that 8-bit CPU instructions do not saturate when they add products."""
     by_channel: bool = True
-    """Weights only: one scale for each output channel."""
+    """Weights only: one scale per output channel."""
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The smallest and the largest; symmetric ones lie as far from 0 on both sides, so that signs can swap."""
+        """The smallest and the largest integer; symmetric formats have the same magnitude on both sides."""
         if not self.symmetric:
             return 0, 2 ** (self.bits - self.reduced) - 1
         most = 2 ** (self.bits - 1 - self.reduced) - 1
@@ -48,13 +47,13 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Scheme:
-    """What is rounded around a layer, and into which numbers; None leaves a tensor as it is."""
+    """The integer formats of a layer's tensors; None leaves a tensor in floating point."""
 
     inputs: Numbers | None
     weights: Numbers | None
     outputs: Numbers | None = None
     before_curves: bool = True
-    """Whether what a convolution gives is rounded before a function that computes in floats, as SiLU does."""
+    """Whether the output of a convolution is rounded before a floating-point activation function such as SiLU."""
 
 
 _ACTIVATIONS = Numbers(symmetric=False)
@@ -64,14 +63,14 @@ SCHEMES: Mapping[str, Scheme] = {
     "vnni": Scheme(_ACTIVATIONS, Numbers()),
     "tensorrt": Scheme(Numbers(), Numbers()),
 }
-"""`default` is right on every CPU; `vnni` needs instructions that do not saturate; `tensorrt` is symmetric."""
+"""`default` is correct on every CPU; `vnni` needs instructions that do not saturate; `tensorrt` is symmetric."""
 _ALIASES = {"deepsparse": "default"}
 
 
 def scheme_of(given: Any, field: str, base: Scheme = SCHEMES["default"]) -> Scheme:
     """A scheme from its name or from a mapping of `input_activations`, `weights` and `output_activations`.
 
-    What a mapping leaves out stays as in `base`, and null switches it off.
+    Keys that a mapping omits are those of `base`; null turns rounding off.
     """
     if given is None:
         return base
@@ -113,7 +112,7 @@ def _numbers(given: Any, path: Key, base: Numbers | None) -> Numbers | None:
             case "num_bits" if type(value) is int and value in BITS:
                 numbers = replace(numbers, bits=value)
             case "symmetric" if isinstance(value, bool):
-                # Weights are symmetric always: zeros stay zeros and batch norm can be folded without loss.
+                # Weights are always symmetric, so that zeros stay zeros and batch norm can be folded exactly.
                 numbers = replace(numbers, symmetric=value or path[-1] == "weights")
             case "reduce_range" if isinstance(value, bool):
                 numbers = replace(numbers, reduced=value)
@@ -133,26 +132,26 @@ def _numbers(given: Any, path: Key, base: Numbers | None) -> Numbers | None:
     if "reduce_range" not in entries:
         numbers = replace(numbers, reduced=numbers.reduced and numbers.bits == 8)
     if numbers.bounds[1] < 1:
-        raise ModifierError(f"{numbers.bits} bits cannot be reduced; drop it", *path, "reduce_range")
+        raise ModifierError(f"not supported with {numbers.bits} bits; remove it", *path, "reduce_range")
     return numbers
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a recipe says about where to round."""
+    """Assigns a scheme to each module, from the fields of a `QuantizationModifier`."""
 
     base: Scheme
     overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    """By class or module name: the scheme there, or None for floats."""
+    """By class or module name: the scheme, or None for floating point."""
     ignore: Sequence[str] = ()
-    """Classes, module names and `re:` patterns that compute in floats, with all that is inside."""
+    """Classes, module names and `re:` patterns that stay in floating point, with their submodules."""
     submodules: Sequence[str] = ()
-    """Module names; when there are any, everything outside computes in floats."""
+    """Module names; if not empty, all other modules stay in floating point."""
     outputs_of: Sequence[str] = ()
-    """Classes whose outputs are rounded too."""
+    """Classes whose outputs are also rounded."""
 
     def schemes(self, module: nn.Module) -> dict[str, Scheme | None]:
-        """By module name: the scheme, or None where nothing is rounded."""
+        """By module name: the scheme, or None for floating point."""
         self._check(module)
         schemes = {
             name: None if given is None else scheme_of(given, "scheme_overrides", self.base)
@@ -167,7 +166,7 @@ class Rules:
             if outside or id(layer) in ignored:
                 found[path] = None
                 continue
-            # A class first, then a module that holds this one, then the module itself.
+            # Precedence: class name, pattern, then module names, the longest last.
             applying = [name for name in schemes if path in named[name] or _within(path, name)]
             hits = sorted(applying, key=lambda name: _closeness(name, path))
             scheme = schemes[hits[-1]] if hits else self.base
@@ -176,11 +175,11 @@ class Rules:
             found[path] = scheme
         if all(scheme is None for path, scheme in found.items() if path or len(found) == 1):
             field = "scheme_overrides" if self.overrides and not self.ignore else "ignore"
-            raise ModifierError("everything is left out, nothing would be quantized; leave less out", field)
+            raise ModifierError("excludes every module, so that nothing would be quantized; exclude fewer", field)
         return found
 
     def idle(self, module: nn.Module) -> list[tuple[str, str]]:
-        """Fields and names that match nothing in the model."""
+        """(field, name) pairs that match no module of the model."""
         layers = list(named_modules(module))
         return [
             (field, name)
@@ -190,7 +189,7 @@ class Rules:
         ]
 
     def _ignored(self, module: nn.Module) -> set[int]:
-        """The ids of modules to leave out, for a module may have several names; never the model itself."""
+        """The ids of ignored modules (a module may have several names); never the model itself."""
         paths: set[str] = set()
         found: set[int] = set()
         every = list(cast(Iterable[tuple[str, nn.Module]], unwrap(module).named_modules(remove_duplicate=False)))
@@ -206,7 +205,7 @@ class Rules:
         for name in self.submodules:
             if name not in names:
                 close = nearest(name, names) or ""
-                raise ModifierError(f"'{name}' is no module of the model{close}", "submodules")
+                raise ModifierError(f"the model has no module '{name}'{close}", "submodules")
 
 
 def _within(path: str, name: str) -> bool:
@@ -214,7 +213,7 @@ def _within(path: str, name: str) -> bool:
 
 
 def _named(given: Iterable[str], layers: Sequence[tuple[str, nn.Module]], field: str) -> dict[str, set[str]]:
-    """By class name, module name or pattern: the modules that it means."""
+    """By class name, module name or pattern: the paths of matching modules."""
     return {
         name: set(matching(name, [path for path, _ in layers], field=field))
         if name.startswith(PREFIX)
@@ -224,7 +223,7 @@ def _named(given: Iterable[str], layers: Sequence[tuple[str, nn.Module]], field:
 
 
 def _closeness(name: str, path: str) -> int:
-    """How closely a name means a module: by class 0, by pattern 1, by name the longer the closer."""
+    """The precedence of an override: 0 for a class, 1 for a pattern, more for longer module names."""
     if name.startswith(PREFIX):
         return 1
     return len(name) + 2 if _within(path, name) else 0

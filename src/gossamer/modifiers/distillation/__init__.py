@@ -43,7 +43,7 @@ class TeacherModifier(Modifier):
         return keys
 
     @property
-    def learns(self) -> bool:
+    def uses_teacher(self) -> bool:
         """Whether the teacher contributes to the loss."""
         return True
 
@@ -60,7 +60,7 @@ class TeacherModifier(Modifier):
         self.restore(run)
 
     def restore(self, run: Run) -> None:
-        if run.distillation is not None and self.learns:
+        if run.distillation is not None and self.uses_teacher:
             run.scratch["loss"] = self.distillation_loss(run, run.distillation, run.plan["order"])
             run.distillation.add(run.scratch["loss"])
 
@@ -98,7 +98,7 @@ class DistillationModifier(TeacherModifier):
     """T: the logits of both are divided by it."""
 
     @property
-    def learns(self) -> bool:
+    def uses_teacher(self) -> bool:
         return self.hardness > 0
 
     def distillation_loss(self, run: Run, distillation: Distillation, order: int) -> DistillationLoss:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import ModifierError
 from gossamer.model import get_module
-from gossamer.modifiers.base import Run, placed
+from gossamer.modifiers.base import Run, locating_errors
 from gossamer.modifiers.distillation.outputs import Key, Path, classes, pairs
 from gossamer.modifiers.distillation.passes import Distillation, DistillationLoss, TrainingPass
 from gossamer.modifiers.distillation.teacher import LayerHook, Teacher
@@ -185,7 +185,7 @@ class FeatureLoss(DistillationLoss):
         training_pass = self.distillation.current
         if training_pass is None:
             return
-        with placed(self.run), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+        with locating_errors(self.run), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             call = self._calls[pair.key]
             self._calls[pair.key] += 1
             if not torch.is_grad_enabled() or not features.requires_grad:

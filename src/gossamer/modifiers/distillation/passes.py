@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import ModifierError
 from gossamer.model.additions import recompile, uncompiled
-from gossamer.modifiers.base import Run, placed
+from gossamer.modifiers.base import Run, locating_errors
 from gossamer.modifiers.distillation.outputs import Path, replaced, tensors
 from gossamer.modifiers.distillation.teacher import Hook, Teacher, TeacherOutput
 
@@ -220,7 +220,7 @@ class Distillation:
         for loss in self._losses.values():
             training_pass = training_pass or TrainingPass(loss.run)
             keys = tuple(loss.input_keys or ())
-            with placed(loss.run):
+            with locating_errors(loss.run):
                 if getattr(student, "_is_replica", False):
                     raise ModifierError("cannot teach the replicas of DataParallel; use DistributedDataParallel")
                 if keys not in training_pass.teacher_outputs:
@@ -243,7 +243,7 @@ class Distillation:
         added: dict[Path, Tensor] = {}
         for order, loss in self._losses.items():
             loss.forward_passes += 1
-            with placed(loss.run), torch.no_grad():
+            with locating_errors(loss.run), torch.no_grad():
                 found = loss.gradients(training_pass, output)
             for path, gradient in found.items():
                 share = gradient * self.factor(order)
