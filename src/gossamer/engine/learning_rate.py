@@ -122,12 +122,12 @@ class RecipeRates:
 
     def begin(self) -> None:
         """Record the rates that the manager set, now and after each step."""
-        self.take()
+        self.record()
         if self._starts:
             # After the manager's own hooks, which are registered by now: it writes, then this reads.
             self._handles.append(self._optimizer.register_step_post_hook(self._after_step))
 
-    def take(self) -> None:
+    def record(self) -> None:
         """Record the present rates of the groups that the recipe controls by now."""
         step = self._manager.step if self._starts else 0
         groups: list[dict[str, Any]] = self._optimizer.param_groups
@@ -153,7 +153,7 @@ class RecipeRates:
         self.used = self._rates.get(0)
 
     def _after_step(self, *_: Any) -> None:
-        self.take()
+        self.record()
 
 
 # Restarting a scheduler
