@@ -55,7 +55,7 @@ DEFAULT_CLASSES = 1000
 class LoadedModel:
     """A model that a command works on."""
 
-    word: str
+    argument: str
     """As given on the command line."""
     name: str
     """Short, for titles and file names."""
@@ -106,8 +106,8 @@ class LoadedModel:
             warnings.append(f"num_classes not given; assuming {self.assumed_classes}. Override with --num-classes")
         if self.float_weights is not None:
             warnings.append(self.float_weights)
-        if self.source is None and ":" not in self.word:  # a function of the user may have loaded weights itself
-            warnings.append(f"{self.word} has its initial weights; load trained ones with --weights")
+        if self.source is None and ":" not in self.argument:  # a function of the user may have loaded weights itself
+            warnings.append(f"{self.argument} has its initial weights; load trained ones with --weights")
         return warnings
 
     def batches(self, part: Literal["train", "test"]) -> LabelledBatches | None:
@@ -124,7 +124,7 @@ class LoadedModel:
         """The parts with tensors as inputs and outputs, which export writes; `model` may be a changed copy."""
         image = self.image
         if image is None:
-            raise GossamerError(f"{self.word}: the shape of its input is unknown; give it with --input 1,3,224,224")
+            raise GossamerError(f"{self.argument}: the shape of its input is unknown; give it with --input 1,3,224,224")
         kind = ObjectDetection if self.kind == "detection" else Classification
         try:
             with torch.no_grad():
@@ -133,7 +133,9 @@ class LoadedModel:
             raise
         except Exception as error:
             shape = tuple(image.shape)
-            raise GossamerError(f"{self.word}: does not run on an input of shape {shape}: {reason(error)}") from error
+            raise GossamerError(
+                f"{self.argument}: does not run on an input of shape {shape}: {reason(error)}"
+            ) from error
 
     def half(self) -> LoadedModel:
         """The same with a model in 16-bit floats."""
@@ -176,7 +178,7 @@ class LabelledBatches:
 
 
 def load_model(
-    word: str,
+    argument: str,
     *,
     weights: Path | None = None,
     data: str | None = None,
@@ -185,47 +187,51 @@ def load_model(
     num_classes: int | None = None,
     imports: Sequence[str] = (),
 ) -> LoadedModel:
-    """The model that a word names.
+    """The model that MODEL names.
 
     `weights` is a file or a run folder, `data` is `tiny` or a folder, `input_shape` is text such as `1,3,224,224`,
     `sets` are settings of a config such as `runtime.seed=1`, `num_classes` is passed to the function that makes the
     model. `imports` are packages whose code may run if a run folder or a file names it.
     """
-    path = Path(word)
+    path = Path(argument)
     by_name = not path.is_dir() and path.suffix not in (*CONFIGS, *PROGRAMS, *WEIGHTS) and data is None and not sets
     if num_classes is not None and not by_name:
-        origin = word if data is None else data
+        origin = argument if data is None else data
         raise GossamerError(f"--num-classes: {origin} defines the number of classes; remove the option")
     if num_classes is not None and num_classes < 1:
         raise GossamerError(f"--num-classes: expected a positive number, found {num_classes}")
     if path.is_dir() or path.suffix in CONFIGS:
-        loaded = _of_run(word, weights, data, sets, imports)
+        loaded = _of_run(argument, weights, data, sets, imports)
     elif path.suffix in PROGRAMS:
-        raise GossamerError(f"{word}: an exported program is not a PyTorch model; name the run or the model it is from")
+        raise GossamerError(
+            f"{argument}: an exported program is not a PyTorch model; name the run or the model it is from"
+        )
     elif path.suffix in WEIGHTS:
         loaded = _of_file(path, weights, data, sets, imports)
-    elif "/" in word and ":" not in word and not word.startswith(FAMILIES):
+    elif "/" in argument and ":" not in argument and not argument.startswith(FAMILIES):
         raise GossamerError(
-            f"{word}: no such run folder or file; runs are in runs/ unless saver.save_dir says otherwise"
+            f"{argument}: no such run folder or file; runs are in runs/ unless saver.save_dir says otherwise"
         )
     elif data is not None or sets:
-        loaded = _on_data(word, config_of({"net": {"type": word}}, word, sets, data).config, _file(weights), USER)
+        loaded = _on_data(
+            argument, config_of({"net": {"type": argument}}, argument, sets, data).config, _file(weights), USER
+        )
     else:
-        loaded = _of_function(word, _file(weights), num_classes)
+        loaded = _of_function(argument, _file(weights), num_classes)
     return loaded if input_shape is None else _with_shape(loaded, input_shape)
 
 
 def _of_run(
-    word: str, weights: Path | None, data: str | None, sets: Sequence[str], imports: Sequence[str]
+    argument: str, weights: Path | None, data: str | None, sets: Sequence[str], imports: Sequence[str]
 ) -> LoadedModel:
     """The finished model of a run: its masks are applied to its weights."""
-    loaded = load_config(word, [*sets, "runtime.device=cpu"], data, weights, imports)
+    loaded = load_config(argument, [*sets, "runtime.device=cpu"], data, weights, imports)
     with init_distributed("cpu") as distributed, built(loaded, distributed, "export", Display(shown=False)) as runner:
         runner.finalize()
         model, image, start = runner.outcome.eval(), runner.example(), runner.start
-        is_folder = Path(word).is_dir()
+        is_folder = Path(argument).is_dir()
         return LoadedModel(
-            word=word,
+            argument=argument,
             name=runner.folder.resolve().name if is_folder else loaded.name,
             model=model,
             kind=runner.kind,
@@ -267,7 +273,7 @@ def _of_file(
         model = build_net(net, classes, trust=trust)
     load_weights(model.eval(), path)
     return LoadedModel(
-        word=str(path),
+        argument=str(path),
         name=about.name or path.stem,
         model=model,
         kind=_kind(model),
@@ -279,7 +285,7 @@ def _of_file(
     )
 
 
-def _on_data(word: str, config: Config, weights: Path | None, trust: Trust) -> LoadedModel:
+def _on_data(argument: str, config: Config, weights: Path | None, trust: Trust) -> LoadedModel:
     """A model for a dataset, which defines the number of classes."""
     kind = task_of(config)
     run_data = read_run_data(config, kind, 0, "export")
@@ -289,8 +295,8 @@ def _on_data(word: str, config: Config, weights: Path | None, trust: Trust) -> L
     images = run_data.test or run_data.train
     assert images is not None
     return LoadedModel(
-        word=word,
-        name=_short_name(word),
+        argument=argument,
+        name=_short_name(argument),
         model=model,
         kind=kind,
         given=as_example(model, images[0][0].unsqueeze(0)),
@@ -302,27 +308,27 @@ def _on_data(word: str, config: Config, weights: Path | None, trust: Trust) -> L
     )
 
 
-def _of_function(word: str, weights: Path | None, num_classes: int | None = None) -> LoadedModel:
+def _of_function(argument: str, weights: Path | None, num_classes: int | None = None) -> LoadedModel:
     """The model that a function makes: one of torchvision, or `package.module:function`."""
-    make = builder(word, USER)
+    make = builder(argument, USER)
     classes, assumed = num_classes, None
     if num_classes is None and _requires_classes(make):
         classes = assumed = DEFAULT_CLASSES
-    model = _call(word, make, {} if classes is None else {"num_classes": classes})
+    model = _call(argument, make, {} if classes is None else {"num_classes": classes})
     if weights is not None:
         state = read_weights(weights)
         trained = _classes_of_weights(model, state) if num_classes is None else None
         if trained is not None:
             classes, assumed = trained, None
-            model = _call(word, make, {"num_classes": classes})
+            model = _call(argument, make, {"num_classes": classes})
         load_state(model, state, weights)
     return LoadedModel(
-        word=word,
-        name=_short_name(word),
+        argument=argument,
+        name=_short_name(argument),
         model=model.eval(),
         kind=_kind(model),
         num_classes=classes,
-        net=Net(type=word, kwargs={} if classes is None or ":" not in word else {"num_classes": classes}),
+        net=Net(type=argument, kwargs={} if classes is None or ":" not in argument else {"num_classes": classes}),
         source=weights,
         assumed_classes=assumed,
         thinned=weights is not None and is_thinned(weights),
@@ -337,14 +343,14 @@ def _requires_classes(make: Callable[..., Any]) -> bool:
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
-def _call(word: str, make: Callable[..., Any], kwargs: Mapping[str, Any]) -> nn.Module:
+def _call(argument: str, make: Callable[..., Any], kwargs: Mapping[str, Any]) -> nn.Module:
     try:
         made = make(**kwargs)
     except Exception as error:
         how = "without arguments" if not kwargs else f"with {dict(kwargs)}"
-        raise GossamerError(f"{word}: calling it {how} failed: {reason(error)}") from error
+        raise GossamerError(f"{argument}: calling it {how} failed: {reason(error)}") from error
     if not isinstance(made, nn.Module):
-        raise GossamerError(f"{word}: expected a torch.nn.Module, found {type(made).__name__}")
+        raise GossamerError(f"{argument}: expected a torch.nn.Module, found {type(made).__name__}")
     return made
 
 
@@ -352,8 +358,8 @@ def _kind(model: nn.Module) -> Literal["classification", "detection"]:
     return "detection" if is_detector(model) else "classification"
 
 
-def _short_name(word: str) -> str:
-    return Path(word).stem if Path(word).suffix in WEIGHTS else word.rpartition(":")[2].rpartition("/")[2]
+def _short_name(argument: str) -> str:
+    return Path(argument).stem if Path(argument).suffix in WEIGHTS else argument.rpartition(":")[2].rpartition("/")[2]
 
 
 # Weights

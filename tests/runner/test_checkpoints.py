@@ -248,7 +248,7 @@ def dangle(path: Path) -> None:
         (empty, "the checkpoint is damaged: it has 0 bytes"),
         (cut, "the checkpoint is damaged: it has"),
         (make_folder, "is a folder; give a checkpoint, which is a file"),
-        (dangle, "there is no such file"),
+        (dangle, "no such file"),
     ],
 )
 def test_a_damaged_latest_is_reported_and_the_one_before_is_used(

@@ -79,12 +79,12 @@ def test_a_wrong_setting_is_one_sentence_and_leaves_nothing(run: Run, tmp_path: 
         (("train", "nope.yaml"), "nope.yaml"),
         (("train", "config.yaml", "--data", "nope"), "--data nope"),
         (("train", "config.yaml", "--nproc", "0"), "--nproc"),
-        (("resume", "nope"), "nope: there is no such run folder"),
+        (("resume", "nope"), "nope: no such run folder"),
         (("eval", "nope.yaml"), "nope.yaml"),
         (("eval", "config.yaml"), "has no checkpoint to evaluate"),
         (("train", "config.yaml", "-e"), "has no checkpoint to evaluate"),
         (("export", "config.yaml"), "has no checkpoint to evaluate"),
-        (("compare", "nope"), "nope: there is no such folder"),
+        (("compare", "nope"), "nope: no such folder"),
     ],
 )
 def test_what_is_not_there_is_one_sentence(run: Run, tmp_path: Path, words: tuple[str, ...], told: str) -> None:

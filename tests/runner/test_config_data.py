@@ -133,7 +133,7 @@ def test_classes_are_not_for_detectors():
 
 
 def test_a_word_that_is_no_folder_is_reported():
-    with pytest.raises(GossamerError, match=r"^--data tinny: expected 'tiny' or a folder"):
+    with pytest.raises(GossamerError, match=r"^--data tinny: expected 'tiny' or an existing folder"):
         read(CLASSIFIER, data="tinny")
 
 

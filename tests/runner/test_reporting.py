@@ -338,7 +338,7 @@ def test_the_command_writes_a_page_and_refuses_other_folders(levels: Path, tmp_p
     assert told["bytes"] == (folder / "report.html").stat().st_size
     result = CliRunner().invoke(app, ["report", str(tmp_path / "none")])
     assert result.exit_code == 1
-    assert "there is no such folder; give the folder of a run" in result.stderr
+    assert "no such folder; give the folder of a run" in result.stderr
 
 
 @pytest.mark.slow

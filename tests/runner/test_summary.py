@@ -175,7 +175,7 @@ def test_a_run_is_summed_up_from_what_is_left_of_it(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").unlink()
     with pytest.raises(GossamerError, match=r"a: has neither metrics.jsonl nor checkpoints; give the folder of a run"):
         run_table(folder)
-    with pytest.raises(GossamerError, match="none: there is no such folder"):
+    with pytest.raises(GossamerError, match="none: no such folder"):
         comparison_table([tmp_path / "none"])
 
 

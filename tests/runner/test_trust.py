@@ -323,7 +323,7 @@ def test_a_note_that_others_can_write_or_of_another_folder_vouches_for_nothing(s
 
 
 def test_only_so_many_runs_are_remembered(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trust, "MOST_RUNS", 3)
+    monkeypatch.setattr(trust, "MAX_RUNS", 3)
     for number in range(5):
         remember(tmp_path / str(number), ["a:b"])
         for note in (state / "runs").iterdir():

@@ -1,1 +1,1 @@
-"""What can be said about a recipe or a model without training it."""
+"""Analysis of models and recipes without training: sizes, hardware support, sensitivity and proposals."""

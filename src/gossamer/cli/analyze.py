@@ -47,7 +47,7 @@ MAX_RANKED = 20
 MIN_SPARSITY, MAX_RATIO = 0.001, 0.97
 """The summary mentions zeros from this sparsity on, and files up to this size relative to dense."""
 SUMMARY = {"tensorrt": "be 2:4", "deepsparse": "be block4", "thin": "lose channels"}
-"""What the summary says about hardware, by runtime."""
+"""Verbs in the summary of hardware support, by runtime."""
 _OPTIONS = {"data": "--data", "pattern": "--pattern", "example_inputs": "--input"}
 _FIXES = {"example_inputs": "give its shape, such as --input 1,3,224,224"}
 
@@ -315,7 +315,7 @@ def _write(analysis: Analysis, folder: Path) -> list[Path]:
 def _as_data(analysis: Analysis) -> dict[str, Any]:
     loaded, proposal = analysis.loaded, analysis.proposal
     return {
-        "model": loaded.word,
+        "model": loaded.argument,
         "name": loaded.name,
         "kind": loaded.kind,
         "weights": None if loaded.source is None else str(loaded.source),

@@ -68,7 +68,7 @@ def benchmark(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time exported files against each other, and say which differences are significant.
+    """Time exported files against each other, and report which differences are significant.
 
     Files run in a random order in each round. The table shows the median, the 5th and 95th percentile, and the speed
     relative to the first file with its 95 % interval. For files of weights, which contain no program, reading is timed.

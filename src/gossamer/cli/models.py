@@ -56,7 +56,7 @@ Imports = Annotated[
 
 
 def load_model(
-    word: str,
+    argument: str,
     weights: Path | None = None,
     data: str | None = None,
     shape: str | None = None,
@@ -69,7 +69,7 @@ def load_model(
 
     with redirect_stdout(sys.stderr):
         return models.load_model(
-            word,
+            argument,
             weights=weights,
             data=data,
             input_shape=shape,

@@ -92,7 +92,7 @@ def _launch(processes: int) -> NoReturn:
     """Run this command in several processes."""
     from gossamer.runner.distributed import launch
 
-    arguments = [word for word in sys.argv[1:] if not word.startswith("--nproc=")]
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--nproc=")]
     if "--nproc" in arguments:
         at = arguments.index("--nproc")
         del arguments[at : at + 2]

@@ -62,7 +62,7 @@ class Chart:
 
     title: str
     description: str
-    """What a screen reader says."""
+    """Text for screen readers."""
     legend: tuple[Line, ...]
     grid: str
     paths: tuple[Path, ...]

@@ -74,10 +74,10 @@ def decode(text: Any, tensors: Mapping[str, Tensor]) -> Any:
     tensor is used exactly once, so that a small file cannot need much memory.
     """
     decoder = _Decoder(dict(tensors))
-    found = decoder.value(text, (), 0)
+    value = decoder.value(text, (), 0)
     if decoder.unused:
         raise DecodingError(f"nothing uses the tensor {_shown(next(iter(decoder.unused)))}")
-    return found
+    return value
 
 
 def format_path(keys: tuple[Any, ...]) -> str:
@@ -155,9 +155,9 @@ class _Encoder:
 
     def _tensor(self, value: Tensor, at: tuple[Any, ...]) -> Any:
         if value.layout != torch.strided or value.is_meta or value.dtype not in DTYPES:
-            words = "meta" if value.is_meta else value.layout if value.layout != torch.strided else value.dtype
-            words = str(words).removeprefix("torch.")
-            raise _refused(at, f"is a tensor of the kind '{words}'", "make it a dense tensor of numbers")
+            layout = "meta" if value.is_meta else value.layout if value.layout != torch.strided else value.dtype
+            layout = str(layout).removeprefix("torch.")
+            raise _refused(at, f"is a tensor of the kind '{layout}'", "make it a dense tensor of numbers")
         if type(value) not in (Tensor, torch.nn.Parameter):
             raise _refused(at, f"is a tensor of the class {type(value).__name__}", "gather it to a plain tensor first")
         name = at[1] if len(at) == 2 and at[0] == MODEL and _is_plain(at[1]) else self._name(value, at)
@@ -218,7 +218,7 @@ class _Decoder:
         if type(text) is list:
             return self._items(text, at, depth)
         if type(text) is not dict or len(cast(dict[str, Any], text)) != 1:
-            raise _unreadable(at, "is no value")
+            raise _unreadable(at, "is not a value")
         ((kind, content),) = cast(dict[str, Any], text).items()
         if kind in _MAPPING_OF:
             return self._mapping(_MAPPING_OF[kind], content, at, depth)
@@ -226,12 +226,12 @@ class _Decoder:
             return self._sequence(_SEQUENCE_OF[kind], content, at, depth)
         reader = _READERS.get(kind)
         if reader is None:
-            raise _unreadable(at, f"is of the unknown kind {_shown(kind)}")
+            raise _unreadable(at, f"has the unknown type {_shown(kind)}")
         return reader(self, content, at)
 
     def _items(self, content: Any, at: tuple[Any, ...], depth: int) -> list[Any]:
         if type(content) is not list:
-            raise _unreadable(at, "is no list")
+            raise _unreadable(at, "is not a list")
         return [self.value(item, (*at, index), depth + 1) for index, item in enumerate(cast(list[Any], content))]
 
     def _mapping(self, kind: type, content: Any, at: tuple[Any, ...], depth: int) -> Any:
@@ -241,10 +241,10 @@ class _Decoder:
         pairs = self._pairs(content, at)
         keys = [self.value(key, at, depth + 1) for key, _ in pairs]
         self._check_keys(keys, at, "for a key", "has a key twice")
-        found = kind()
+        result = kind()
         for key, (_, item) in zip(keys, pairs, strict=True):
-            found[key] = self.value(item, (*at, key), depth + 1)
-        return found
+            result[key] = self.value(item, (*at, key), depth + 1)
+        return result
 
     def _pairs(self, content: Any, at: tuple[Any, ...]) -> list[list[Any]]:
         pairs: list[Any] = cast(list[Any], content) if type(content) is list else [None]
@@ -255,7 +255,7 @@ class _Decoder:
     def _sequence(self, kind: type[Any], content: Any, at: tuple[Any, ...], depth: int) -> Any:
         items = self._items(content, at, depth)
         if kind is torch.Size and not all(type(item) is int and 0 <= item < MAX_INT for item in items):
-            raise _unreadable(at, "is no size of a tensor")
+            raise _unreadable(at, "is not the size of a tensor")
         if kind in (set, frozenset):
             self._check_keys(items, at, "in a set", "has a value twice in a set")
         return cast(Any, kind)(items)
@@ -272,21 +272,21 @@ class _Decoder:
 
     def read_int(self, content: Any, at: tuple[Any, ...]) -> int:
         if type(content) is not str or not _INT.fullmatch(content) or -MAX_INT < int(content, 16) < MAX_INT:
-            raise _unreadable(at, "is no large integer")
+            raise _unreadable(at, "is not a large integer")
         return int(content, 16)
 
     def read_float(self, content: Any, at: tuple[Any, ...]) -> float:
         raw = self._hex(content, at)
         value = struct.unpack(">d", raw)[0] if len(raw) == 8 else 0.0
         if math.isfinite(value):
-            raise _unreadable(at, "is no infinity and no NaN")
+            raise _unreadable(at, "is neither an infinity nor NaN")
         return value
 
     def read_bytes(self, content: Any, at: tuple[Any, ...]) -> bytes:
         if type(content) is str:
             return self._hex(content, at)
         if type(content) is not list or len(cast(list[Any], content)) != 1:
-            raise _unreadable(at, "is no text of bytes")
+            raise _unreadable(at, "is not hexadecimal text")
         return self._content(cast(list[Any], content)[0], at)
 
     def read_bytearray(self, content: Any, at: tuple[Any, ...]) -> bytearray:
@@ -323,18 +323,18 @@ class _Decoder:
 
     def read_dtype(self, content: Any, at: tuple[Any, ...]) -> torch.dtype:
         if type(content) is not str or content not in _TORCH_DTYPES:
-            raise _unreadable(at, f"is no dtype: {_shown(content)}")
+            raise _unreadable(at, f"is not a dtype: {_shown(content)}")
         return _TORCH_DTYPES[content]
 
     def read_device(self, content: Any, at: tuple[Any, ...]) -> torch.device:
-        found = _DEVICE.fullmatch(content) if type(content) is str else None
-        if found is None:
-            raise _unreadable(at, f"is no device: {_shown(content)}")
-        return torch.device(found[1]) if found[2] is None else torch.device(found[1], int(found[2]))
+        match = _DEVICE.fullmatch(content) if type(content) is str else None
+        if match is None:
+            raise _unreadable(at, f"is not a device: {_shown(content)}")
+        return torch.device(match[1]) if match[2] is None else torch.device(match[1], int(match[2]))
 
     def _fields(self, content: Any, count: int, at: tuple[Any, ...]) -> list[Any]:
         if type(content) is not list or len(cast(list[Any], content)) != count:
-            raise _unreadable(at, "is no array of numbers")
+            raise _unreadable(at, "is not an array of numbers")
         return cast(list[Any], content)
 
     def _numbers(self, kind: Any, at: tuple[Any, ...]) -> np.dtype[Any]:
@@ -344,12 +344,12 @@ class _Decoder:
 
     def _array(self, raw: bytes, dtype: np.dtype[Any], at: tuple[Any, ...]) -> np.ndarray[Any, Any]:
         if dtype.kind == "b" and raw.strip(b"\0\1"):
-            raise _unreadable(at, "has truth values other than 0 and 1")
+            raise _unreadable(at, "has boolean values other than 0 and 1")
         return np.frombuffer(bytearray(raw), dtype)
 
     def _hex(self, content: Any, at: tuple[Any, ...]) -> bytes:
         if type(content) is not str or not _HEX.fullmatch(content):
-            raise _unreadable(at, "is no text of bytes")
+            raise _unreadable(at, "is not hexadecimal text")
         return bytes.fromhex(content)
 
     def _content(self, name: Any, at: tuple[Any, ...]) -> bytes:

@@ -79,26 +79,26 @@ def code_of(net: Net) -> list[tuple[str, str]]:
     return [("net.type", net.type)] if ":" in net.type else []
 
 
-def builder(word: str, trust: Trust) -> Callable[..., Any]:
+def builder(name: str, trust: Trust) -> Callable[..., Any]:
     """The function that makes a model; those of torchvision load no pretrained weights by default."""
-    if word in OWN_DETECTORS:
-        return getattr(import_module("gossamer.runner.detectors", installed=True), word)
-    if ":" in word:
-        function = imported(word, trust, "function", "net.type")
+    if name in OWN_DETECTORS:
+        return getattr(import_module("gossamer.runner.detectors", installed=True), name)
+    if ":" in name:
+        function = imported(name, trust, "function", "net.type")
         if not callable(function):
-            raise GossamerError(f"{word}: expected a function that makes a model, found {type(function).__name__}")
+            raise GossamerError(f"{name}: expected a function that makes a model, found {type(function).__name__}")
         return function
     if importlib.util.find_spec("torchvision") is None:
         raise GossamerError(
-            f"{word}: a plain name is a torchvision model, and torchvision is not installed "
+            f"{name}: a plain name is a torchvision model, and torchvision is not installed "
             "(pip install 'gossamer[vision]'); a function of your own is package.module:function"
         )
     models: Any = import_module("torchvision.models", installed=True)
     names: list[str] = models.list_models()
-    if word not in names:
-        near = nearest(word, [*names, *OWN_DETECTORS])
-        raise GossamerError(f"{word}: no such torchvision model{near}; your own is package.module:function")
-    build: Callable[..., Any] = models.get_model_builder(word)
+    if name not in names:
+        near = nearest(name, [*names, *OWN_DETECTORS])
+        raise GossamerError(f"{name}: no such torchvision model{near}; your own is package.module:function")
+    build: Callable[..., Any] = models.get_model_builder(name)
     # Without these, a model with a backbone downloads its weights.
     untrained = {name: None for name in ("weights", "weights_backbone") if name in inspect.signature(build).parameters}
     return functools.partial(build, **untrained)

@@ -170,7 +170,7 @@ def write_checkpoint(
     """Write a state atomically and flush it to the disk.
 
     `state["model"]` is the model's state dict, `state["config"]` the text of the config, if there is one. `weights` are
-    the counts of `count_by_kind`: a state dict does not tell which tensors are weights of layers.
+    the counts of `count_by_kind`: a state dict does not record which tensors are weights of layers.
     """
     text, tensors = encode(state)
     metadata = {
@@ -337,7 +337,7 @@ def _open(path: Path) -> BinaryIO:
     try:
         return open_regular(path)
     except FileNotFoundError:
-        raise CheckpointError(path, "there is no such file", "give a checkpoint") from None
+        raise CheckpointError(path, "no such file", "give a checkpoint") from None
     except IsADirectoryError:
         raise CheckpointError(path, "is a folder", "give a checkpoint, which is a file") from None
     except OSError as error:

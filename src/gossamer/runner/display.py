@@ -90,7 +90,7 @@ class Display:
             self._refresh()
         elif self._line_is_due(iteration):
             self._line_iteration = iteration
-            self.message("  ".join(self._status.words()))
+            self.message("  ".join(self._status.fields()))
 
     @contextmanager
     def testing(self, total: int) -> Generator[Callable[[], None]]:
@@ -146,7 +146,7 @@ class Display:
         if not self.shown or plain or self._bars is not None:
             yield
             return
-        bars = _Bars(self.console, lambda: [] if self._status is None else self._status.all_words())
+        bars = _Bars(self.console, lambda: [] if self._status is None else self._status.all_fields())
         with bars, _logging_above(self.console):
             self._bars, self._refreshed = bars, -math.inf
             try:
@@ -167,8 +167,8 @@ class Display:
 class _Bars(Progress):
     """Progress bars, and below them the current numbers on as few lines as the width allows."""
 
-    def __init__(self, console: Console, words: Callable[[], Iterable[str]]) -> None:
-        self._words, self._console = words, console
+    def __init__(self, console: Console, fields: Callable[[], Iterable[str]]) -> None:
+        self._fields, self._console = fields, console
         super().__init__(
             TextColumn("{task.description:<8}"),
             BarColumn(bar_width=None),
@@ -184,11 +184,11 @@ class _Bars(Progress):
         width = min(self._console.width, _MAX_WIDTH)
         yield Padding(self.make_tasks_table(self.tasks), (0, self._console.width - width, 0, 0))
         line, separator = "", _spell(" · ", self._console)
-        for word in (_spell(word, self._console) for word in self._words()):
-            if line and len(line) + len(separator) + len(word) > width:
+        for field in (_spell(field, self._console) for field in self._fields()):
+            if line and len(line) + len(separator) + len(field) > width:
                 yield Text(line, no_wrap=True, overflow="ellipsis")
                 line = ""
-            line = f"{line}{separator}{word}" if line else word
+            line = f"{line}{separator}{field}" if line else field
         if line:
             yield Text(line, no_wrap=True, overflow="ellipsis")
 
@@ -222,7 +222,7 @@ class _Status:
                 f"{images_per_s:.0f} images/s" if images_per_s >= 10 else f"{images_per_s:.1f} images/s"
             )
 
-    def words(self) -> Iterator[str]:
+    def fields(self) -> Iterator[str]:
         """Each number with its name, in the order of a line."""
         epochs = math.ceil(self.total / self.steps_per_epoch)
         epoch = min(max(math.ceil(self.iteration / self.steps_per_epoch), 1), epochs)
@@ -234,8 +234,8 @@ class _Status:
             left = (self._clock() - self._start_time) / done * (self.total - self.iteration)
             yield f"ETA {format_duration(left)}"
 
-    def all_words(self) -> list[str]:
-        return [*self.words(), *([self.tested] if self.tested else [])]
+    def all_fields(self) -> list[str]:
+        return [*self.fields(), *([self.tested] if self.tested else [])]
 
 
 def _spell(text: str, console: Console) -> str:

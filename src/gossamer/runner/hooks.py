@@ -48,10 +48,10 @@ def build_hooks(named: Sequence[Named], trust: Trust) -> list[Hook]:
 
 def import_subclass(path: str, base: type[T], key: str, trust: Trust, public_name: str) -> type[T]:
     """Import the class `package.module:Class` that a config names, a subclass of `gossamer.runner.{public_name}`."""
-    found = imported(path, trust, key=key)
-    if not (isinstance(found, type) and issubclass(found, base)):
+    value = imported(path, trust, key=key)
+    if not (isinstance(value, type) and issubclass(value, base)):
         raise GossamerError(f"'{path}' is not a subclass of gossamer.runner.{public_name}")
-    return found
+    return value
 
 
 def _build_hook(entry: Named, key: str, trust: Trust) -> Hook:

@@ -248,10 +248,10 @@ def _classes(text: str, largest: int) -> int:
 
 def _input(text: str) -> tuple[int, ...] | None:
     try:
-        found: Any = json.loads(text) if len(text) <= _MAX_TEXT else None
+        shape: Any = json.loads(text) if len(text) <= _MAX_TEXT else None
     except (ValueError, RecursionError):
-        found = None
-    sizes = cast(list[Any], found) if isinstance(found, list) else [0]
+        shape = None
+    sizes = cast(list[Any], shape) if isinstance(shape, list) else [0]
     if len(sizes) > 8 or not all(type(size) is int and size > 0 for size in sizes) or math.prod(sizes) > MAX_ELEMENTS:
         raise ValueError(f"expected the sizes of an input of up to {MAX_ELEMENTS:,} numbers, found {text[:40]!r}")
     return tuple(sizes) or None

@@ -158,13 +158,13 @@ def thinned(lines: Sequence[dict[str, Any]], now: int) -> list[dict[str, Any]]:
 
 def _window(iteration: int, now: int) -> tuple[int, int] | None:
     """Length and number of the longest window for the age of an iteration; None for the last iterations."""
-    found, scale = None, 1
+    window, scale = None, 1
     while True:
         length = WINDOW * scale
         number = (max(iteration, 1) - 1) // length
         if now - (number + 1) * length < FULL * scale:
-            return found
-        found, scale = (length, number), 2 * scale
+            return window
+        window, scale = (length, number), 2 * scale
 
 
 def _is_level(line: Mapping[str, Any]) -> bool:
@@ -173,12 +173,12 @@ def _is_level(line: Mapping[str, Any]) -> bool:
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run folder in order; of two with the same kind and iteration, the later one is used."""
-    found: dict[tuple[str, int], dict[str, Any]] = {}
+    records: dict[tuple[str, int], dict[str, Any]] = {}
     for line in _lines(folder / METRICS):
-        found[line["kind"], line["iteration"]] = {
+        records[line["kind"], line["iteration"]] = {
             name: _NUMBERS.get(value, value) if isinstance(value, str) else value for name, value in line.items()
         }
-    return list(found.values())
+    return list(records.values())
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -189,15 +189,15 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         return []
     except OSError as error:
         raise GossamerError(f"{path}: cannot be read: {error.strerror or error}; give a run folder") from None
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for line in text.splitlines():
         try:
             entry: Any = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if (record := _record(entry)) is not None:
-            found.append(record)
-    return found
+            records.append(record)
+    return records
 
 
 def _record(entry: Any) -> dict[str, Any] | None:

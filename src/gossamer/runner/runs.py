@@ -327,7 +327,7 @@ def load_config(
     if path.is_file() and (_is_run(path.parent) or (path.name == CONFIG and _is_of_run(path))):
         return load_run_config(path.parent, sets, data, imports, path.name)
     if not path.suffix and not path.exists():
-        raise GossamerError(f"{config}: there is no such run folder or config; by default runs are in runs/")
+        raise GossamerError(f"{config}: no such run folder or config; by default runs are in runs/")
     if path.suffix in _WEIGHT_SUFFIXES:
         raise GossamerError(
             f"{config}: is a file of weights; name the config or the run, and this file with --weights {config}"
@@ -340,7 +340,7 @@ def load_run_config(
 ) -> Loaded:
     """The config in a run folder, with paths changed to where the folder is now."""
     if not (folder / name).is_file():
-        what = "is a folder without config.yaml" if folder.is_dir() else "there is no such run folder"
+        what = "is a folder without config.yaml" if folder.is_dir() else "no such run folder"
         raise GossamerError(f"{folder}: {what}; name a folder that `gossamer train` wrote, as runs/res18")
     check_links(folder)
     own = [f"saver.save_dir={json.dumps(str(folder))}", "saver.resume_model=null"]

@@ -57,7 +57,7 @@ def run_summary(folder: Path) -> dict[str, Any]:
     about = checkpoints.model()
     latest = _last(checkpoints)
     if not records and about is None:
-        what = "has neither metrics.jsonl nor checkpoints" if folder.is_dir() else "there is no such folder"
+        what = "has neither metrics.jsonl nor checkpoints" if folder.is_dir() else "no such folder"
         raise GossamerError(f"{folder}: {what}; give the folder of a run, as runs/res18")
     tests = [record for record in records if record.get("kind") == "test"]
     trained = [record for record in records if record.get("kind") == "train"]
@@ -96,13 +96,13 @@ def run_summary(folder: Path) -> dict[str, Any]:
 
 def run_table(folder: Path) -> RenderableType:
     """One run as a table for a terminal."""
-    found = run_summary(folder)
+    summary = run_summary(folder)
     parts: list[RenderableType] = []
-    if found["metrics"]:
+    if summary["metrics"]:
         table = Table("", "first", "best", "at iteration", "last", box=box.SIMPLE_HEAD, pad_edge=False)
         for column in table.columns[1:]:
             column.justify = "right"
-        for name, course in found["metrics"].items():
+        for name, course in summary["metrics"].items():
             values = [_shown(name, course[key]) for key in ("first", "best", "last")]
             at = course["best_iteration"]
             table.add_row(escape(name), values[0], values[1], "–" if at is None else str(at), values[2])
@@ -110,9 +110,9 @@ def run_table(folder: Path) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column(overflow="fold")
-    for name, words in _lines(found):
-        grid.add_row(name, Text(words))
-    return Group(Text(f"{found['name']}: {found['method'] or 'a run'}", style="bold"), *parts, grid)
+    for name, text in _lines(summary):
+        grid.add_row(name, Text(text))
+    return Group(Text(f"{summary['name']}: {summary['method'] or 'a run'}", style="bold"), *parts, grid)
 
 
 def comparison(folders: Sequence[Path]) -> list[dict[str, Any]]:
@@ -153,8 +153,8 @@ def comparison_table(folders: Sequence[Path]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("run", overflow="fold", min_width=5)
     table.add_column("method", overflow="fold", min_width=5)
-    for word in (escape(heading), "change", "sparsity", "non-zero", "model"):
-        table.add_column(word, justify="right", no_wrap=True)
+    for column in (escape(heading), "change", "sparsity", "non-zero", "model"):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         name = row["metric"] or ""
         value = _shown(name, row["value"])
@@ -189,27 +189,27 @@ def metrics_table(metrics: Mapping[str, float], sparsity: float | None = None) -
     return table
 
 
-def _lines(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Names and texts of the lines below the metrics."""
     lines: list[tuple[str, str]] = []
-    if found["sparsity"]:
-        lines.append(("sparsity", _percent(found["sparsity"]) + _of_kinds(found)))
-    epochs = round(found["epochs"], 2)
-    length = f"{_counted(found['iterations'], 'iteration')}, {_counted(epochs, 'epoch')}"
-    if found["seconds"] is not None:
-        length += f" in {format_duration(found['seconds'])}"
-    speed = found["images_per_s"]
+    if summary["sparsity"]:
+        lines.append(("sparsity", _percent(summary["sparsity"]) + _of_kinds(summary)))
+    epochs = round(summary["epochs"], 2)
+    length = f"{_counted(summary['iterations'], 'iteration')}, {_counted(epochs, 'epoch')}"
+    if summary["seconds"] is not None:
+        length += f" in {format_duration(summary['seconds'])}"
+    speed = summary["images_per_s"]
     lines.append(("trained", length if speed is None else f"{length}, {speed:.0f} images/s"))
-    lines.append(("folder", found["folder"]))
-    if found["model"]["title"] is not None:
-        sparse = found["checkpoints"]["best"] is not None and found["sparsity_of_pruned_layers"]
+    lines.append(("folder", summary["folder"]))
+    if summary["model"]["title"] is not None:
+        sparse = summary["checkpoints"]["best"] is not None and summary["sparsity_of_pruned_layers"]
         note = " (of the tests at the target sparsity)" if sparse else ""
-        lines.append(("model", f"{found['model']['title']}{note}"))
-    for kind, path in found["checkpoints"].items():
+        lines.append(("model", f"{summary['model']['title']}{note}"))
+    for kind, path in summary["checkpoints"].items():
         if path is not None:
-            lines.append((kind, str(Path(path).relative_to(found["folder"]))))
-    if found["files"]:
-        lines.append(("files", ", ".join(Path(path).name for path in found["files"])))
+            lines.append((kind, str(Path(path).relative_to(summary["folder"]))))
+    if summary["files"]:
+        lines.append(("files", ", ".join(Path(path).name for path in summary["files"])))
     return lines
 
 
@@ -217,14 +217,15 @@ def _counted(number: float, noun: str) -> str:
     return f"{number:.10g} {noun}" if number == 1 else f"{number:.10g} {noun}s"
 
 
-def _of_kinds(found: Mapping[str, Any]) -> str:
+def _of_kinds(summary: Mapping[str, Any]) -> str:
     """` (convolution 51.0 %, linear 0.0 %); 5.47 M of 11.17 M weights are not zero`, if that is known."""
-    if found["nonzero"] is None:
+    if summary["nonzero"] is None:
         return " of the layers that are pruned"
     shares = [
-        f"{kind} {_percent(1 - entry['nonzero'] / max(entry['weights'], 1))}" for kind, entry in found["kinds"].items()
+        f"{kind} {_percent(1 - entry['nonzero'] / max(entry['weights'], 1))}"
+        for kind, entry in summary["kinds"].items()
     ]
-    weights = f"{format_count(found['nonzero'])} of {format_count(found['weights'])} weights are not zero"
+    weights = f"{format_count(summary['nonzero'])} of {format_count(summary['weights'])} weights are not zero"
     return f" ({', '.join(shares)}); {weights}"
 
 

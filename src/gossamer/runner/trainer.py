@@ -830,8 +830,8 @@ class Trainer:
     def _warn_of_images(self, key: str, skipped: list[str], notes: list[str]) -> None:
         """Warn once about each image that was skipped, or used although something is wrong. All ranks call this."""
         for messages, what in ((skipped, "skipped"), (notes, "used as they are")):
-            found = dict.fromkeys(message for own in all_gather(messages) for message in own)
-            new = [message for message in found if f"{key}: {message}" not in self._reported]
+            distinct = dict.fromkeys(message for own in all_gather(messages) for message in own)
+            new = [message for message in distinct if f"{key}: {message}" not in self._reported]
             self._reported.update(f"{key}: {message}" for message in new)
             if new:
                 images = "1 image is" if len(new) == 1 else f"{len(new)} images are"

@@ -27,9 +27,9 @@ logger = logging.getLogger("gossamer")
 
 STATE = "GOSSAMER_STATE_DIR"
 """The environment variable with another folder for the list of the user's runs."""
-MOST_RUNS = 2000
+MAX_RUNS = 2000
 """Runs that are remembered; older ones are forgotten."""
-MOST_BYTES = 100_000
+MAX_BYTES = 100_000
 """Size of the entry of one run; a larger file is not read."""
 
 _PACKAGE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -60,15 +60,15 @@ class Trust:
             modules = list(dict.fromkeys(_module(path) for _, path in missing))
             options = " ".join(f"--import {name}" for name in modules)
             raise GossamerError(
-                f"{self.source}: names code to run: {paths}, which neither you nor a run of yours in this folder "
-                f"vouches for; if you trust it, add {options}, in Python imports={modules}"
+                f"{self.source}: names code to run: {paths}, which you have not trained with in this folder; "
+                f"if you trust it, add {options}, in Python imports={modules}"
             )
 
-    def check_origin(self, path: str, found: Any) -> None:
+    def check_origin(self, path: str, value: Any) -> None:
         """Raise if only a package is trusted and the path leads to an object defined outside of it."""
         if self.everything or path in self.paths:
             return
-        home: Any = getattr(found, "__module__", None)
+        home: Any = getattr(value, "__module__", None)
         if not isinstance(home, str) or not self._in_packages(home):
             way_out = f"add --import {home} too" if isinstance(home, str) else "name a function or a class of it"
             raise GossamerError(f"{self.source}: {path!r} is not defined in what --import names; {way_out}")
@@ -98,13 +98,13 @@ def imported(path: str, trust: Trust, noun: str = "name", key: str = "") -> Any:
     if not module_name or not name:
         raise GossamerError(f"{path}: expected package.module:{noun}, as in 'my_package.models:small_net'")
     trust.check([(key or noun, path)])
-    found: Any = import_module(module_name)
+    value: Any = import_module(module_name)
     for part in name.split("."):
-        if not hasattr(found, part):
-            raise GossamerError(f"{path}: '{module_name}' has no '{part}'{nearest(part, dir(found))}")
-        found = getattr(found, part)
-    trust.check_origin(path, found)
-    return found
+        if not hasattr(value, part):
+            raise GossamerError(f"{path}: '{module_name}' has no '{part}'{nearest(part, dir(value))}")
+        value = getattr(value, part)
+    trust.check_origin(path, value)
+    return value
 
 
 def import_module(name: str, *, installed: bool = False) -> ModuleType:
@@ -119,7 +119,7 @@ def import_module(name: str, *, installed: bool = False) -> ModuleType:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, on one line."""
+    """An exception as one line of text."""
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 
 
@@ -133,8 +133,8 @@ def check_links(folder: Path) -> None:
     """
     home = Path(os.path.realpath(folder))
     own = is_own(folder)
-    for place, folders, names in os.walk(folder):
-        for path in (Path(place) / name for name in (*folders, *names)):
+    for parent, folders, names in os.walk(folder):
+        for path in (Path(parent) / name for name in (*folders, *names)):
             real = Path(os.path.realpath(path))
             inside = real.is_relative_to(home)
             if path.is_symlink() and not inside and not (own and real.is_dir()):
@@ -166,7 +166,7 @@ def _noted(folder: Path) -> frozenset[str] | None:
     real = str(folder.resolve())
     path = _note_of(real)
     try:
-        if not _is_private(path) or path.stat().st_size > MOST_BYTES:
+        if not _is_private(path) or path.stat().st_size > MAX_BYTES:
             return None
         note: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -186,8 +186,8 @@ def remember(folder: Path, paths: Sequence[str]) -> None:
     text = json.dumps({"folder": real, "imports": sorted({*(known or ()), *paths})}, indent=1) + "\n"
     note = _note_of(real)
     try:
-        if len(text) > MOST_BYTES:
-            raise OSError(f"{len(text)} bytes are more than the {MOST_BYTES} of one run")
+        if len(text) > MAX_BYTES:
+            raise OSError(f"{len(text)} bytes are more than the {MAX_BYTES} of one run")
         note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         note.parent.chmod(0o700)
         with atomic_write(note) as part:
@@ -234,8 +234,8 @@ def _is_private(path: Path) -> bool:
 
 
 def _forget(folder: Path) -> None:
-    """Remove the oldest runs beyond `MOST_RUNS`."""
+    """Remove the oldest runs beyond `MAX_RUNS`."""
     notes = [(entry.stat().st_mtime, entry.path) for entry in os.scandir(folder)]
-    for _, path in sorted(notes)[: max(len(notes) - MOST_RUNS, 0)]:
+    for _, path in sorted(notes)[: max(len(notes) - MAX_RUNS, 0)]:
         with contextlib.suppress(OSError):
             os.unlink(path)

@@ -51,7 +51,7 @@ def with_data(tree: Tree, data: str, early: Tree, name: str, problems: Problems)
     folder, location = Path(data), Location(f"--data {data}")
     with within(location=location):
         if not folder.is_dir():
-            raise GossamerError(f"expected '{TINY}' or a folder; there is no such folder")
+            raise GossamerError(f"expected '{TINY}' or an existing folder")
         sources = _recognize(folder, task)
     for source, part in zip(sources, ("train", "test"), strict=True):
         entries = Tree.of(dict(source), location).content
