@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, multiprocessing, nn
 
 from gossamer.errors import GossamerError
-from gossamer.runner import metrics
-from gossamer.runner.metrics import COCO
-from gossamer.runner.tasks import Classification, ObjectDetection
+from gossamer.runner import tasks as metrics
+from gossamer.runner.tasks import COCO, Classification, ObjectDetection
 from tests.ranks import in_ranks
 
 
