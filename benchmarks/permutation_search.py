@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.measuring import Row, Watch, medians
 from gossamer.asp import ASP
-from gossamer.sparse.permutation import Found, search
+from gossamer.sparse.permutation import ChannelOrder, search
 
 SHORT_EFFORT = 0.25
 """At which the search takes about the time of the floor; at 1, that of the aim."""
@@ -120,7 +120,7 @@ def permutation_of_resnet50(watch: Watch) -> Iterator[Row]:
 def _rows(case: Case, watch: Watch) -> Iterator[Row]:
     weights = case.matrix()
     channels, stripes = weights.T.contiguous(), weights.shape[1] // 4
-    found: dict[float, Found] = {}
+    found: dict[float, ChannelOrder] = {}
 
     def run(effort: float) -> None:
         found[effort] = search(weights, effort=effort)

@@ -230,6 +230,15 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in lines if line.strip()), type(error).__name__)
 
 
+def short_error(error: BaseException) -> str:
+    """The class and the message of another library's error on one line, at most 200 characters.
+
+    >>> short_error(RuntimeError("shapes differ\\n  at line 3."))
+    'RuntimeError: shapes differ at line 3'
+    """
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(".")
+
+
 def nearest(name: str, known: Iterable[str], count: int = 1) -> str:
     """`; nearest: 'a'`, ready to append to a message, or an empty string.
 

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from gossamer.errors import GossamerError
 from gossamer.export.weights import THINNED, is_thinned
 from gossamer.io import as_name
-from gossamer.model.tracing.tracer import guesses
+from gossamer.model.tracing.tracer import guess_inputs
 from gossamer.runner.builders import build_net, builder, code_of
 from gossamer.runner.config import Config, config_of, task_of
 from gossamer.runner.config.schema import Net, Source
@@ -389,7 +389,7 @@ def _with_shape(loaded: LoadedModel, text: str) -> LoadedModel:
         sizes = []
     if not sizes or min(sizes) < 1:
         raise GossamerError(f"--input: expected a shape such as 1,3,224,224, found '{text}'")
-    guess = next((guess for guess in guesses(loaded.model)), None)
+    guess = next((guess for guess in guess_inputs(loaded.model)), None)
     dtype = guess.dtype if isinstance(guess, Tensor) else torch.float32
     return replace(loaded, given=as_example(loaded.model, _noise(torch.empty(sizes, dtype=dtype))))
 
@@ -398,7 +398,7 @@ def _guess_input(model: nn.Module) -> Any:
     """The most common input on which the model runs."""
     if is_detector(model):
         return as_example(model, _noise(torch.empty(1, 3, 320, 320)).sigmoid())
-    for guess in guesses(model):
+    for guess in guess_inputs(model):
         example = _noise(guess[:1])
         try:
             with torch.no_grad():

@@ -112,7 +112,7 @@ def test_what_the_users_code_prints_stays_out_of_the_json(run: Run, tmp_path: Pa
             ["networks:small", "-o", "weights.onnx"],
             "weights.onnx: unknown format '.onnx'; use .safetensors, .pt, .pth",
         ),
-        (["networks:small", "--pattern", "5:4"], "--pattern: 5:4 is no pattern"),
+        (["networks:small", "--pattern", "5:4"], "--pattern: 5:4 is not a pattern"),
         (
             ["networks:small", "--pattern", "m4n2_2d_best"],
             "--pattern: expected a pattern along one dimension",

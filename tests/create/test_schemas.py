@@ -51,7 +51,7 @@ def test_every_variable_has_a_help_text() -> None:
         ({"target": 4}, "recipe_variables.target: expected text, found 4"),
         ({"mask_type": "blok4"}, "recipe_variables.mask_type: unknown pattern 'blok4'; nearest: 'block4'"),
         ({"mask_type": 3}, "recipe_variables.mask_type: expected text or a list, found 3"),
-        ({"mask_type": "4:2"}, "recipe_variables.mask_type: 4:2 is no pattern"),
+        ({"mask_type": "4:2"}, "recipe_variables.mask_type: 4:2 is not a pattern"),
         ({"sparsty": 0.9}, "recipe_variables.sparsty: unknown variable; nearest: 'sparsity'"),
     ],
 )

@@ -24,20 +24,20 @@ LIMIT = 1e-9
 
 
 @dataclass
-class Found:
+class ChannelOrder:
     order: Tensor
     kept_before: float = 0.0
     kept: float = 0.0
     bound: float = 0.0
 
 
-def random_search(matrices: Sequence[Matrix], n: int, m: int, *, effort: float, progress: Any) -> list[Found]:
+def random_search(matrices: Sequence[Matrix], n: int, m: int, *, effort: float, progress: Any) -> list[ChannelOrder]:
     """Every channel somewhere else."""
-    found: list[Found] = []
+    found: list[ChannelOrder] = []
     for index, matrix in enumerate(matrices):
         channels = matrix.weights().shape[1]
         order = torch.randperm(channels, generator=torch.Generator().manual_seed(channels))
-        found.append(Found(order.roll(1) if bool((order == torch.arange(channels)).all()) else order))
+        found.append(ChannelOrder(order.roll(1) if bool((order == torch.arange(channels)).all()) else order))
         progress(index, (index + 1) / len(matrices))
     return found
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from gossamer.model.additions import Substitution, withdraw_all
+from gossamer.model.additions import Substitution, remove_substitutions
 
 
 def doubled(layer: nn.Module, weight: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def model() -> Pair:
 def expected(model: Pair, inputs: Tensor = X) -> Tensor:
     """What the model computes with its first weight doubled."""
     other = deepcopy(model)
-    withdraw_all(other)
+    remove_substitutions(other)
     with torch.no_grad():
         other.first.weight.mul_(2)
     return other(inputs)
@@ -152,7 +152,7 @@ def test_a_copy_works_alone(model: Pair) -> None:
     with torch.no_grad():
         model.first.weight.zero_()
     assert torch.equal(copy(X), wanted)
-    withdraw_all(model)
+    remove_substitutions(model)
     assert torch.equal(copy(X), wanted)
     assert untouched(copy.first)
 
@@ -165,7 +165,7 @@ def test_a_model_saved_whole_works_when_it_is_loaded(model: Pair) -> None:
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
     assert torch.equal(loaded(X), wanted)
-    withdraw_all(loaded)
+    remove_substitutions(loaded)
     assert not torch.equal(loaded(X), wanted)
 
 
@@ -176,7 +176,7 @@ def test_withdraw_all_leaves_the_users_hooks(model: Pair) -> None:
     plain = deepcopy(model)(X)
     calls.clear()
     Substitution(model, "first.weight", doubled)
-    withdraw_all(model)
+    remove_substitutions(model)
     assert torch.equal(model(X), plain)
     assert calls == [1, 2]
     assert len(model.first._forward_hooks_always_called) == 1

@@ -391,7 +391,7 @@ def test_tiles_say_why_they_do_not_fit(shape: tuple[int, ...], reason: str) -> N
 
 
 def test_patterns_that_do_not_exist_are_refused_with_the_remedy() -> None:
-    with pytest.raises(SparsityError, match="4:4 is no pattern"):
+    with pytest.raises(SparsityError, match="4:4 is not a pattern"):
         NM2d(4, 4)
     with pytest.raises(SparsityError, match="known: best, greedy"):
         NM2d(2, 4, "gready")  # type: ignore[arg-type]

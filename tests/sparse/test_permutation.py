@@ -21,7 +21,7 @@ from gossamer.errors import SparsityError
 from gossamer.sparse import NM
 from gossamer.sparse import _permutation_kernels as kernels
 from gossamer.sparse import permutation as annealing
-from gossamer.sparse.permutation import Found, Matrix, kept_magnitude, search, search_each
+from gossamer.sparse.permutation import ChannelOrder, Matrix, kept_magnitude, search, search_each
 
 PATTERNS = [(2, 4), (1, 4), (3, 4), (1, 2), (2, 8), (4, 8), (5, 8), (2, 3)]
 
@@ -48,7 +48,7 @@ def row_by_row(weights: Tensor, n: int, m: int) -> float:
     return float(best[:, : weights.shape[1] // m * n].sum())
 
 
-def check(weights: Tensor, found: Found, n: int = 2, m: int = 4) -> None:
+def check(weights: Tensor, found: ChannelOrder, n: int = 2, m: int = 4) -> None:
     """What holds of every search."""
     wide = weights.double()
     assert found.order.dtype == torch.int64
@@ -328,8 +328,8 @@ def test_an_interrupted_search_ends_on_all_threads(threads: Callable[[int], None
         (torch.ones(4, 8), {"effort": 0}, "effort 0"),
         (torch.ones(4, 8), {"effort": -1.0}, "effort -1.0"),
         (torch.ones(4, 8), {"effort": float("nan")}, "effort nan"),
-        (torch.ones(4, 8), {"n": 4}, "4:4 is no pattern"),
-        (torch.ones(4, 8), {"n": 0}, "0:4 is no pattern"),
+        (torch.ones(4, 8), {"n": 4}, "4:4 is not a pattern"),
+        (torch.ones(4, 8), {"n": 0}, "0:4 is not a pattern"),
         (torch.ones(4, 8, dtype=torch.int64), {}, "floating-point"),
         (torch.ones(4, 8, 3), {}, r"\(rows, channels\)"),
     ],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, short_error
 from gossamer.model import unwrap
 from gossamer.model.tracing.tracer import batch_arguments, preserved
 
@@ -124,11 +124,6 @@ def output_tensors(value: Any) -> list[Tensor]:
     else:
         return []
     return [tensor for item in items for tensor in output_tensors(item)]
-
-
-def short_error(error: Exception) -> str:
-    """The error of a model on one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(".")
 
 
 def _labels(labels: Any, module: nn.Module, number: int) -> Tensor:

@@ -24,9 +24,8 @@ from gossamer.analysis.accuracy import (
     labelled,
     output_tensors,
     score_now,
-    short_error,
 )
-from gossamer.errors import GossamerError, SparsityError, nearest
+from gossamer.errors import GossamerError, SparsityError, nearest, short_error
 from gossamer.model import first_names, get_parameter, is_transposed, prunable, unwrap, weight_of
 from gossamer.model.parameters import with_norms_kept
 from gossamer.model.tracing.coupling import couple

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, first_line, nearest
 from gossamer.model import unwrap
-from gossamer.model.additions import withdraw_all
+from gossamer.model.additions import remove_substitutions
 from gossamer.model.parameters import named_state
 from gossamer.model.weights import duplicate
 from gossamer.modifiers.state import Item, Spec
@@ -62,7 +62,7 @@ def frozen_copy(module: nn.Module) -> nn.Module:
             "give a teacher module"
         ) from error
     withdraw(copy)
-    withdraw_all(copy)
+    remove_substitutions(copy)
     copy.zero_grad(set_to_none=True)
     return without_hooks(copy).eval().requires_grad_(False)
 

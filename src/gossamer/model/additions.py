@@ -50,7 +50,7 @@ class Substitution:
         recompile(caller for reference in self._callers if (caller := reference()) is not None)
 
 
-def withdraw_all(module: nn.Module) -> None:
+def remove_substitutions(module: nn.Module) -> None:
     """End every substitution in a model, also in a copy of one or in one that was unpickled."""
     for layer in module.modules():
         for kind in ("_forward_pre_hooks", "_forward_hooks"):
@@ -225,7 +225,7 @@ def strip(model: nn.Module) -> nn.Module:
     Meant for a copy: training cannot go on with a model that was stripped.
     """
     values = evaluated(model)
-    withdraw_all(model)
+    remove_substitutions(model)
     for weight, value in values:
         weight.copy_(value)
     drop_buffers(model)

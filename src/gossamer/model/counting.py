@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from gossamer.errors import GossamerError, Problem
+from gossamer.errors import GossamerError, Problem, short_error
 from gossamer.model.additions import evaluated
 from gossamer.model.parameters import first_names, get_parameter, get_tensor, named_modules, prunable, unwrap, weight_of
 from gossamer.model.tracing.tracer import (
@@ -27,7 +27,7 @@ from gossamer.model.tracing.tracer import (
     Untraceable,
     as_arguments,
     fake_mode,
-    guesses,
+    guess_inputs,
     storage_of,
     tensors_in,
 )
@@ -136,9 +136,8 @@ def macs(model: nn.Module, example_inputs: Any) -> dict[str, int]:
     except GossamerError:
         raise
     except Exception as error:  # any model, any reason
-        failure = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(".")
-        shown = _shown(example_inputs)
-        problem = Problem(f"cannot count MACs: the model fails on {shown} ({failure})", _KEY, fix=_FIX)
+        failure = f"the model fails on {_shown(example_inputs)} ({short_error(error)})"
+        problem = Problem(f"cannot count MACs: {failure}", _KEY, fix=_FIX)
         raise GossamerError(problem) from error
 
 
@@ -156,7 +155,7 @@ def _of_shape(module: nn.Module, shape: Sequence[int]) -> Tensor:
     """A tensor of the dtype and on the device of the first layer."""
     if min(shape) < 1:
         raise GossamerError(Problem(f"cannot count MACs: {list(shape)} is not the shape of a tensor", _KEY, fix=_FIX))
-    like = next(iter((*_first(guesses(module)), *_first(module.parameters()))), torch.empty(0))
+    like = next(iter((*_first(guess_inputs(module)), *_first(module.parameters()))), torch.empty(0))
     return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
 
 

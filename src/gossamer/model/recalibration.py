@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils import _pytree as pytree
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, short_error
 from gossamer.model.parameters import named_modules, unwrap
 from gossamer.model.tracing.tracer import batch_arguments
 
@@ -157,14 +157,13 @@ def _run(module: nn.Module, layers: Sequence[_BatchNorm], batches: Iterable[Any]
         try:
             module(*args, **kwargs)
         except Exception as error:  # any model, any reason
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(".")
-            found = GossamerError(
-                f"{argument}: the model does not run on batch {number} ({reason}); give tensors, pairs of inputs "
-                "and labels, or dicts of the arguments of forward"
+            problem = GossamerError(
+                f"{argument}: the model does not run on batch {number} ({short_error(error)}); "
+                "give tensors, pairs of inputs and labels, or dicts of the arguments of forward"
             )
             if samples != 1:
-                raise found from error
-            failure = failure or found  # batch norm may need two samples
+                raise problem from error
+            failure = failure or problem  # batch norm may need two samples
     if failure is not None:
         raise failure
     if not number:

@@ -152,7 +152,7 @@ def is_conv1d(layer: nn.Module) -> bool:
 
 
 def opaque(layer: nn.Module) -> str | None:
-    """Why the weight of a layer is no parameter: TorchScript and quantized modules; None for any other module."""
+    """Why the weight of a layer is not a parameter: TorchScript and quantized modules; None for any other module."""
     if isinstance(layer, torch.jit.ScriptModule):
         weighty = _SCRIPTED.fullmatch(str(getattr(layer, "original_name", "")))
         reason = "it is compiled by TorchScript; prune the model before torch.jit.script or torch.jit.trace"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 from gossamer.model import first_names, get_module, get_parameter, named_modules
-from gossamer.model.additions import SPARSER, Substitution, withdraw_all
+from gossamer.model.additions import SPARSER, Substitution, remove_substitutions
 from gossamer.msbench.generators import MaskGenerator, ProbMaskGenerator
 from gossamer.quantities import Logit
 from gossamer.sparse.reparameterization import (
@@ -202,7 +202,7 @@ def effective(model: nn.Module, name: str) -> Tensor:
 def fold(model: nn.Module, names: list[str]) -> None:
     """Write the effective weights into the weights, and remove the sparsers."""
     values = {name: effective(model, name) for name in names if _node(model, name) is not None}
-    withdraw_all(model)
+    remove_substitutions(model)
     for name, value in values.items():
         weight = get_parameter(model, name)
         weight.copy_(torch.where(value == 0, 0.0, value))

@@ -40,7 +40,7 @@ _CHUNK = 1 << 16
 """How many tiles torch operations take at a time, to bound their memory."""
 
 
-def suit(scores: torch.Tensor) -> bool:
+def has_kernel(scores: torch.Tensor) -> bool:
     """Whether kernels are the way to this tensor's masks."""
     floats = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
     return scores.device.type == "cpu" and scores.dtype in floats and scores.numel() >= _FROM
@@ -114,7 +114,7 @@ def best_tiles(grid: Tensor, n: int, signed: bool) -> Tensor:
     if m > _TABLE_UP_TO:
         return _tile_by_tile(grid, n, signed, best_by_cycles)
     wide = _wide(grid)
-    if suit(wide):
+    if has_kernel(wide):
         keep = best_by_kernel(wide, n, signed)
         if keep is not None:
             return keep
@@ -123,7 +123,7 @@ def best_tiles(grid: Tensor, n: int, signed: bool) -> Tensor:
 
 def greedy_tiles(grid: Tensor, n: int, signed: bool) -> Tensor:
     """The masks that take the largest first while its row and column have room, completed."""
-    return _tile_by_tile(grid, n, signed, greedy_by_kernel if suit(_wide(grid)) else greedy_by_torch)
+    return _tile_by_tile(grid, n, signed, greedy_by_kernel if has_kernel(_wide(grid)) else greedy_by_torch)
 
 
 def _tile_by_tile(grid: Tensor, n: int, signed: bool, find: Callable[[Tensor, int], Tensor]) -> Tensor:

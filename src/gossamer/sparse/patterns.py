@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import SparsityError, nearest
-from gossamer.sparse._nm import BEST_UP_TO, KERNEL_UP_TO, best_tiles, greedy_tiles, rank_by_kernel, rank_by_torch, suit
+from gossamer.sparse._nm import (
+    BEST_UP_TO,
+    KERNEL_UP_TO,
+    best_tiles,
+    greedy_tiles,
+    has_kernel,
+    rank_by_kernel,
+    rank_by_torch,
+)
 from gossamer.sparse.masks import refuse_nan, smallest, zero_count
 
 
@@ -160,7 +168,7 @@ class NM:
 
     def __post_init__(self) -> None:
         if not 0 < self.n < self.m:
-            raise SparsityError(f"{self.n}:{self.m} is no pattern; write N:M with 0 < N < M, as in 2:4")
+            raise SparsityError(f"{self.n}:{self.m} is not a pattern; write N:M with 0 < N < M, as in 2:4")
 
     @property
     def sparsity(self) -> float:
@@ -215,7 +223,7 @@ class NM:
             raise SparsityError(f"{self} does not fit shape {tuple(shape)}: {reason}")
 
     def _keep(self, scores: Tensor, signed: bool) -> Tensor:
-        if suit(scores) and self.m <= KERNEL_UP_TO:
+        if has_kernel(scores) and self.m <= KERNEL_UP_TO:
             return rank_by_kernel(scores, self.n, self.m, signed)
         refuse_nan(scores)
         return rank_by_torch(self._groups(scores if signed else scores.abs()), self.n).reshape(scores.shape)

@@ -36,7 +36,7 @@ _LOOK_EVERY = 0.1
 
 
 @dataclass(frozen=True)
-class Found:
+class ChannelOrder:
     """The best order that a search saw, and what it keeps."""
 
     order: Tensor
@@ -63,7 +63,7 @@ def search(
     effort: float = 1.0,
     progress: Callable[[float], None] | None = None,
     threads: int | None = None,
-) -> Found:
+) -> ChannelOrder:
     """Search the order of the channels of `weights` (rows, channels) whose N:M mask keeps the largest magnitudes.
 
     The same weights give the same order, whatever the number of `threads` (by default that of torch) and the
@@ -76,20 +76,20 @@ def search(
     """
     _check(weights, n, m)
     if not effort > 0 or not math.isfinite(effort):
-        raise SparsityError(f"effort {effort} is no amount of work; give a number above 0, 1 for the usual")
+        raise SparsityError(f"effort: expected a number above 0 (1 by default), found {effort}")
     channels = weights.shape[1]
     magnitudes, unit = _normalised(weights)
     before = _kept(magnitudes, n, m)
     order, kept = torch.arange(channels, device=weights.device), before
     if channels > m and before > 0:
-        for stripes in annealed(magnitudes, n, m, effort, progress or _silent, threads):
+        for stripes in anneal_orders(magnitudes, n, m, effort, progress or _silent, threads):
             candidate = torch.from_numpy(stripes).to(weights.device)
             reached = _kept(magnitudes[:, candidate], n, m)
             if reached > kept * (1 + _SAME):
                 order, kept = candidate, reached
     if progress is not None:
         progress(1.0)
-    return Found(order, before * unit, kept * unit, _bound(magnitudes, n, m) * unit)
+    return ChannelOrder(order, before * unit, kept * unit, _bound(magnitudes, n, m) * unit)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Matrix:
 
 def search_each(
     matrices: Sequence[Matrix], n: int, m: int, *, effort: float, progress: Callable[[int, float], None]
-) -> list[Found]:
+) -> list[ChannelOrder]:
     """`search` of every matrix, several at once: each on one thread, the largest first.
 
     One that alone takes longer than its share of the threads is split among all of them instead, before the others.
@@ -112,16 +112,16 @@ def search_each(
     all work that is done.
     """
     threads = torch.get_num_threads()
-    works = [work(matrix.rows, matrix.channels, m, effort) for matrix in matrices]
-    total = sum(works)
-    by_size = sorted(range(len(matrices)), key=lambda index: -works[index])
-    split = [i for i in by_size if threads == 1 or not matrices[i].on_cpu or works[i] * threads >= total]
-    found: dict[int, Found] = {}
+    costs = [search_cost(matrix.rows, matrix.channels, m, effort) for matrix in matrices]
+    total = sum(costs)
+    by_size = sorted(range(len(matrices)), key=lambda index: -costs[index])
+    split = [i for i in by_size if threads == 1 or not matrices[i].on_cpu or costs[i] * threads >= total]
+    found: dict[int, ChannelOrder] = {}
     done = [0.0] * len(matrices)
 
     def one(index: int, threads: int | None, report: Callable[[int], None]) -> None:
         def note(share: float) -> None:
-            done[index] = share * works[index]
+            done[index] = share * costs[index]
             report(index)
 
         found[index] = search(matrices[index].weights(), n, m, effort=effort, progress=note, threads=threads)
@@ -182,7 +182,7 @@ def _silent(share: float) -> None:
 
 def _check(weights: Tensor, n: int, m: int) -> None:
     if not 0 < n < m:
-        raise SparsityError(f"{n}:{m} is no pattern; write N:M with 0 < N < M, as in 2:4")
+        raise SparsityError(f"{n}:{m} is not a pattern; write N:M with 0 < N < M, as in 2:4")
     if weights.dim() != 2 or not weights.is_floating_point():
         kind = f"{weights.dtype} of shape {tuple(weights.shape)}"
         raise SparsityError(f"channels are searched in floating-point weights (rows, channels), found {kind}")
@@ -266,7 +266,7 @@ _REPORT_EVERY = 2e9
 """Terms between two reports of progress: about a fifth of a second."""
 
 
-def annealed(
+def anneal_orders(
     magnitudes: Tensor, n: int, m: int, effort: float, progress: Callable[[float], None], threads: int | None = None
 ) -> Iterator[np.ndarray[Any, np.dtype[np.int64]]]:
     """Orders of the channels of `magnitudes` (rows, channels), values 0 to 1, that keep much; each (channels,).
@@ -289,7 +289,7 @@ def annealed(
         yield order[order[:, 0].argsort()].reshape(-1)
 
 
-def work(rows: int, channels: int, m: int, effort: float) -> float:
+def search_cost(rows: int, channels: int, m: int, effort: float) -> float:
     """Terms that the annealing of such a matrix computes: what its time is proportional to, on one thread."""
     cost = round_cost(rows, channels // m)
     return _chains(cost) * _rounds(cost, m, effort) * cost
@@ -353,19 +353,19 @@ def one_chain(gain_of: GainOf, channels: int, m: int, rounds: int, progress: Cal
     every = _WARM_UP_LARGE + rounds
     for done in range(_WARM_UP_LARGE):
         progress(done / every)
-        play(gain_of, order, 0.0, state)
+        run_round(gain_of, order, 0.0, state)
     for done, spread in enumerate(cooling(temperature(gain_of, order, rounds, state), rounds), _WARM_UP_LARGE):
         progress(done / every)
-        play(gain_of, order, spread, state)
+        run_round(gain_of, order, spread, state)
     still = 0
     for _ in range(max(20, rounds // 8)):
-        still = still + 1 if play(gain_of, order, 0.0, state) == 0 else 0
+        still = still + 1 if run_round(gain_of, order, 0.0, state) == 0 else 0
         if still == 2 * m:
             break
     return [order]
 
 
-def play(gain_of: GainOf, order: Array, spread: float, state: Array) -> float:
+def run_round(gain_of: GainOf, order: Array, spread: float, state: Array) -> float:
     """One round, which changes `order`; how much more it keeps."""
     slots, taken, place = np.empty((3, order.shape[0]), np.int64)
     kernels.take_out()(order, slots, taken, state)

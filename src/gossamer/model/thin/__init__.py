@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gossamer.errors import GossamerError, Problem
+from gossamer.errors import GossamerError, Problem, short_error
 from gossamer.model.parameters import named_parameters, prunable, unwrap
 from gossamer.model.thin.cuts import Cuts, resize, spread_over_processes
 from gossamer.model.thin.plan import Group, Plan, plan
@@ -119,9 +119,8 @@ def _runner(module: nn.Module, example_inputs: Any) -> Runner:
     try:
         return Runner(module, example_inputs)
     except Exception as error:  # any model, any reason
-        shown = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(".")
         problem = Problem(
-            f"thin: the model does not run on inputs of the given shapes ({shown})",
+            f"thin: the model does not run on inputs of the given shapes ({short_error(error)})",
             fix="give example_inputs that its forward takes",
         )
         raise GossamerError(problem) from error

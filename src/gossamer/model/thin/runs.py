@@ -18,7 +18,15 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 from torch.utils import _pytree as pytree
 
 from gossamer.model.parameters import named_state, prunable
-from gossamer.model.tracing.tracer import Arguments, Observer, Tracer, as_arguments, guesses, storage_of, tensors_in
+from gossamer.model.tracing.tracer import (
+    Arguments,
+    Observer,
+    Tracer,
+    as_arguments,
+    guess_inputs,
+    storage_of,
+    tensors_in,
+)
 
 Noise = Callable[[Tensor], Tensor]
 """From normal noise to the numbers of an input."""
@@ -357,7 +365,7 @@ class Runner:
         """Whether some weights are used in training only, so that both modes are run."""
         self.runs: list[tuple[Arguments, Observed]] = []
         """Inputs, and what the model does with them."""
-        tried = [example_inputs] if example_inputs is not None else guesses(module)
+        tried = [example_inputs] if example_inputs is not None else guess_inputs(module)
         failure: Exception | None = None
         for inputs in tried:
             for dtype, tolerance in ((torch.float64, _EXACT), (None, 1e-3)):  # some models insist on their own type

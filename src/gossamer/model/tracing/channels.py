@@ -335,9 +335,9 @@ class Layouts:
 
     # Dimensions are renamed, split or merged
 
-    def renamed(self, layout: Layout, place: Callable[[int], int]) -> Layout:
-        """Dimension d becomes `place(d)`."""
-        return tuple(factor.along([place(dim) for dim in factor.dims]) for factor in layout)
+    def renamed(self, layout: Layout, new_dim: Callable[[int], int]) -> Layout:
+        """Dimension d becomes `new_dim(d)`."""
+        return tuple(factor.along([new_dim(dim) for dim in factor.dims]) for factor in layout)
 
     def viewed(self, layout: Layout, before: Shape, after: Shape, why: str) -> Layout:
         """Reshape: dimensions merge and split in groups of equal size."""
@@ -684,7 +684,7 @@ class Tensors:
     def is_neutral(self, tensor: Tensor) -> bool:
         return tensor in self._neutral and storage_of(tensor) not in self._written
 
-    def spoil(self, tensor: Tensor) -> None:
+    def mark_written(self, tensor: Tensor) -> None:
         """Something was written into a tensor: views of its memory are no longer the same everywhere."""
         self._storages.append(tensor.untyped_storage())
         self._written.add(storage_of(tensor))

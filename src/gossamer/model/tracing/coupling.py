@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.utils import _pytree as pytree
 
+from gossamer.errors import short_error
 from gossamer.model.parameters import named_state, unwrap
 from gossamer.model.tracing.channels import Channels, Classes, Layout, Tensors
 from gossamer.model.tracing.rules import observe
@@ -28,10 +29,10 @@ from gossamer.model.tracing.tracer import (
     Untraceable,
     as_arguments,
     fake_mode,
-    guesses,
+    guess_inputs,
+    reason_not_guessed,
     storage_of,
     tensors_in,
-    unguessable,
     with_values,
 )
 from gossamer.model.weights import hooks_that_compute
@@ -72,12 +73,12 @@ def couple(model: nn.Module, example_inputs: Any = None, *, parts: bool = False)
     except Untraceable:
         raise
     except Exception as error:  # any model, any reason
-        raise Untraceable(f"the model could not be traced: {_shown(error)}") from error
+        raise Untraceable(f"the model could not be traced: {short_error(error)}") from error
 
 
 def _couple(module: nn.Module, example_inputs: Any, parts: bool) -> Coupling:
-    failure, by_values = unguessable(module), False
-    for inputs in [example_inputs] if example_inputs is not None else guesses(module):
+    failure, by_values = reason_not_guessed(module), False
+    for inputs in [example_inputs] if example_inputs is not None else guess_inputs(module):
         try:
             observer = _Observer(module, fake_mode())
             observer.trace(module, [as_arguments(inputs)], INPUT, LEAVES)
@@ -85,7 +86,7 @@ def _couple(module: nn.Module, example_inputs: Any, parts: bool) -> Coupling:
         except Untraceable:
             raise
         except Exception as error:  # noqa: BLE001  (any model, any reason)
-            failure = _shown(error)
+            failure = short_error(error)
             if by_values := isinstance(error, DATA_DEPENDENT):
                 failure = f"its control flow depends on values ({failure})"
                 break
@@ -94,10 +95,6 @@ def _couple(module: nn.Module, example_inputs: Any, parts: bool) -> Coupling:
         fix = "" if example_inputs is not None or by_values else "give example_inputs"
         raise Untraceable(f"the model could not be traced: {failure}", fix=fix, data_dependent=by_values)
     return found
-
-
-def _shown(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 class _Observer(Observer):
@@ -231,7 +228,7 @@ def _span(tensor: Tensor) -> tuple[int, int, int]:
 
 def _couple_parts(module: nn.Module, example_inputs: Any, failure: str) -> Coupling | None:
     """Run the model once with values, and trace what can be traced on its own."""
-    for inputs in [example_inputs] if example_inputs is not None else map(with_values, guesses(module)):
+    for inputs in [example_inputs] if example_inputs is not None else map(with_values, guess_inputs(module)):
         observer = _Observer(module, fake_mode())
         recorder = _Recorder(observer)
         try:

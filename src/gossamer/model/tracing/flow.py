@@ -22,7 +22,7 @@ from gossamer.model.tracing.tracer import (
     Untraceable,
     as_arguments,
     fake_mode,
-    guesses,
+    guess_inputs,
     with_values,
 )
 from gossamer.model.weights import weights_of
@@ -104,14 +104,14 @@ def _candidates(module: nn.Module, example_inputs: Any) -> Iterator[Any]:
     if example_inputs is not None:
         yield example_inputs
         return
-    yield from guesses(module)
+    yield from guess_inputs(module)
     # The layer that is defined first need not be the one that runs first; the one with the fewest channels may be.
     layers = sorted(
         (layer for layer in module.modules() if isinstance(layer, _ENTRIES)),
         key=lambda layer: getattr(layer, "in_channels", 0),
     )
     for layer in {type(layer): layer for layer in reversed(layers)}.values():
-        yield from guesses(nn.Sequential(layer))
+        yield from guess_inputs(nn.Sequential(layer))
 
 
 class _Observer(Observer):

@@ -59,9 +59,9 @@ def observe(tensors: Tensors, operation: Any, args: Sequence[Any], kwargs: dict[
             tensors.make_neutral(tensor)
     elif not any(tensors.is_tracked(tensor) for tensor in inputs):
         even = torch.Tag.pointwise in operation.tags or call.name in _EVEN
-        _untracked(tensors, inputs, outputs, writes, even)
+        _observe_untracked(tensors, inputs, outputs, writes, even)
     else:
-        _tracked(call, inputs, outputs, writes, _rule(operation, call.name, writes))
+        _observe_tracked(call, inputs, outputs, writes, _rule(operation, call.name, writes))
 
 
 def _bound(tensors: Tensors, operation: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Call:
@@ -87,28 +87,28 @@ def _rule(operation: Any, name: str, writes: bool) -> Rule | None:
     return rule if not writes or rule is _batch_norm else None
 
 
-def _tracked(call: Call, inputs: list[Tensor], outputs: list[Tensor], writes: bool, rule: Rule | None) -> None:
+def _observe_tracked(call: Call, inputs: list[Tensor], outputs: list[Tensor], writes: bool, rule: Rule | None) -> None:
     """Apply the rule; without one, or when it does not cover the case, all channels are held in place."""
     tensors = call.tensors
     try:
-        found = None if rule is None else rule(call)
+        result = None if rule is None else rule(call)
     except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError):
-        found = None  # an unusual form of the operation; what the rule has stated so far only holds more in place
-    if found is None:
+        result = None  # an unusual form of the operation; what the rule has stated so far only holds more in place
+    if result is None:
         tensors.hold(inputs, f"its channels go through {call.title}, whose effect on channels is not known")
         for tensor in inputs if writes else ():
-            tensors.spoil(tensor)
+            tensors.mark_written(tensor)
         tensors.inherit(outputs, (), f"the result of {call.title}, whose effect on channels is not known")
         return
-    layouts: Sequence[Layout] = found if isinstance(found, list) else [found] * len(outputs)
-    lost = _lost(call, inputs)
+    layouts: Sequence[Layout] = result if isinstance(result, list) else [result] * len(outputs)
+    origin = _origin(call, inputs)
     for tensor, layout in zip(outputs, layouts, strict=False):
-        tensors.inherit([tensor], inputs if layout else (), lost)
+        tensors.inherit([tensor], inputs if layout else (), origin)
         if layout and not tensors.is_known(tensor):
             tensors.set(tensor, layout)
 
 
-def _lost(call: Call, inputs: list[Tensor]) -> str:
+def _origin(call: Call, inputs: list[Tensor]) -> str:
     """What to call a result without channels: of a chain of operations, the first that met something without."""
     tensors = call.tensors
     origin = next((tensors.origin(t) for t in inputs if t.dim() and not tensors.is_tracked(t)), None)
@@ -120,14 +120,16 @@ def _lost(call: Call, inputs: list[Tensor]) -> str:
     return f"something that {call.title} combines with {origin}" if met else f"what {call.title} makes of {origin}"
 
 
-def _untracked(tensors: Tensors, inputs: Sequence[Tensor], outputs: Sequence[Tensor], writes: bool, even: bool) -> None:
+def _observe_untracked(
+    tensors: Tensors, inputs: Sequence[Tensor], outputs: Sequence[Tensor], writes: bool, even: bool
+) -> None:
     """Nothing moves here; but constants stay constants only while they are filled evenly and as a whole."""
     neutral = even and all(tensors.is_neutral(tensor) for tensor in inputs)
     if writes:
         for tensor in inputs:
             whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
             if not (neutral and whole):
-                tensors.spoil(tensor)
+                tensors.mark_written(tensor)
     elif neutral and inputs:
         for tensor in outputs:
             tensors.make_neutral(tensor)
@@ -434,7 +436,7 @@ def _in_place(call: Call) -> Layout | None:
     if not all(_broadcasts(operand.shape, shape) for operand in others):
         return None
     if not own:
-        call.tensors.spoil(target)
+        call.tensors.mark_written(target)
     written = f"{call.title} writes its channels into"
     held = {dim for factor in own for dim in factor.dims}
     origin = call.tensors.origin(target)

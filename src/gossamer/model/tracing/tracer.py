@@ -2,8 +2,8 @@
 
 All analyses of a model's graph use this tracer. Parameters, buffers and inputs are replaced by stand-ins, by default
 fake tensors, which have shapes but no values; operations are seen as torch dispatches them, below all Python code of
-the model. Afterwards the model is as it was. Where no example inputs are given, `guesses` tries common shapes. Uses
-torch's FakeTensorMode and TorchDispatchMode, which are not public but have no public equivalent.
+the model. Afterwards the model is as it was. Without example inputs, `guess_inputs` tries common shapes. Uses torch's
+FakeTensorMode and TorchDispatchMode, which are not public but have no public equivalent.
 """
 
 from __future__ import annotations
@@ -398,7 +398,7 @@ def batch_arguments(batch: Any, module: nn.Module) -> tuple[tuple[Any, ...], dic
     return args, kwargs
 
 
-def guesses(module: nn.Module) -> Iterator[Any]:
+def guess_inputs(module: nn.Module) -> Iterator[Any]:
     """Arguments for `forward`, likely ones first; nothing when the model takes more than one tensor."""
     first = next((layer for layer in module.modules() if isinstance(layer, _FIRST)), None)
     if len(_needed(module)) > 1 or first is None:
@@ -422,7 +422,7 @@ def with_values(inputs: Any) -> Any:
     return pytree.tree_map_only(Tensor, filled, inputs)
 
 
-def unguessable(module: nn.Module) -> str:
+def reason_not_guessed(module: nn.Module) -> str:
     """Why no input is guessed, if none is."""
     needed = _needed(module)
     if len(needed) > 1:
