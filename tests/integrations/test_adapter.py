@@ -12,8 +12,7 @@ import torch
 import gossamer
 from gossamer.engine.learning_rate import RecipeRates
 from gossamer.errors import GossamerError
-from gossamer.integrations.adapter import Adapter
-from gossamer.integrations.state_file import NAME, read_state, write_state
+from gossamer.integrations.adapter import STATE_FILE, Adapter, read_state, write_state
 from tests.integrations.digits import RECIPE, network
 
 LIBRARIES = ("lightning", "transformers", "accelerate")
@@ -86,15 +85,15 @@ def test_groups_that_the_recipe_leaves_alone_follow_the_scheduler() -> None:
 def test_a_file_of_a_future_format_and_one_of_something_else_are_refused(tmp_path: Path) -> None:
     write_state(tmp_path, {"step": 1}, "mark")
     assert read_state(tmp_path) == ({"step": 1}, "mark")
-    torch.save({"format": 2, "mark": "", "state": {}}, tmp_path / NAME)
+    torch.save({"format": 2, "mark": "", "state": {}}, tmp_path / STATE_FILE)
     with pytest.raises(GossamerError, match="has format 2; this version of Gossamer reads up to 1"):
         read_state(tmp_path)
-    torch.save([1, 2], tmp_path / NAME)
+    torch.save([1, 2], tmp_path / STATE_FILE)
     with pytest.raises(GossamerError, match="not a recipe state"):
         read_state(tmp_path)
 
 
 def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
-    torch.save({"format": 1, "mark": "", "state": pytest.raises}, tmp_path / NAME)
+    torch.save({"format": 1, "mark": "", "state": pytest.raises}, tmp_path / STATE_FILE)
     with pytest.raises(GossamerError, match="not a recipe state, or damaged"):
         read_state(tmp_path)

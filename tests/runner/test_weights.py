@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.integrations.state_file import NAME, read_state
+from gossamer.integrations.adapter import STATE_FILE, read_state
 from gossamer.runner.weights import load_weights, read_weights
 from tests.fuzz.harness import attempt, fingerprint
 
@@ -40,7 +40,7 @@ def network() -> nn.Module:
 @pytest.mark.parametrize("archive", [True, False], ids=["archive", "plain"])
 @pytest.mark.parametrize("content", PICKLES.values(), ids=PICKLES)
 def test_a_malformed_pickle_is_refused(content: bytes, archive: bool, tmp_path: Path) -> None:
-    path = tmp_path / NAME
+    path = tmp_path / STATE_FILE
     path.write_bytes(content)
     if archive:
         with zipfile.ZipFile(path, "w") as file:
@@ -115,6 +115,6 @@ def test_weights_of_every_usual_form_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["format", "mark", "state"])
 def test_a_state_file_with_a_tensor_for_a_number_is_refused(key: str, tmp_path: Path) -> None:
-    torch.save({"format": 1, "mark": "", "state": {}, key: torch.zeros(2)}, tmp_path / NAME)
+    torch.save({"format": 1, "mark": "", "state": {}, key: torch.zeros(2)}, tmp_path / STATE_FILE)
     with pytest.raises(GossamerError, match="not a recipe state"):
         read_state(tmp_path)

@@ -10,8 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.engine import Manager
 from gossamer.errors import GossamerError
-from gossamer.integrations.adapter import Adapter, batches_in, missing
-from gossamer.integrations.state_file import read_state, write_state
+from gossamer.integrations.adapter import Adapter, batches_in, missing, read_state, write_state
 
 try:
     from accelerate import Accelerator, DistributedType

@@ -1,6 +1,8 @@
 """Base class of the adapters: a manager that is attached, saved and finalized with the training of a library.
 
-Each library's module determines when these things happen, and how many optimizer steps an epoch has.
+Each library's module determines when these things happen, and how many optimizer steps an epoch has. `write_state` and
+`read_state` keep the recipe's state as a file of `torch.save` in the checkpoint folder of a library; reading it never
+runs code. A mark in the file ties it to its checkpoint.
 """
 
 from __future__ import annotations
@@ -8,8 +10,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import IO, Any
+from pathlib import Path
+from typing import IO, Any, cast
 
 import torch
 from torch import nn
@@ -21,10 +25,13 @@ from gossamer.engine.run import Logger
 from gossamer.engine.state import RunState
 from gossamer.engine.thinning import cut_to_state, thinned_shapes
 from gossamer.errors import GossamerError
+from gossamer.io import atomic_write, load_torch
 from gossamer.modifiers.base import to_step
 from gossamer.recipe import Recipe, load
 
 logger = logging.getLogger("gossamer")
+STATE_FILE = "gossamer.pt"
+_FORMAT = 1
 
 
 class MissingLibraryError(GossamerError, ImportError):
@@ -250,3 +257,32 @@ def _last_step(recipe: Recipe, steps_per_epoch: float) -> int:
     """The step at which the recipe is complete."""
     ends = (max(modifier.start_epoch, modifier.end_epoch) for modifier in recipe.modifiers)
     return max((to_step(epoch, steps_per_epoch) for epoch in ends), default=0)
+
+
+def write_state(folder: Path, state: Mapping[str, Any], mark: str = "") -> Path:
+    """Write the file atomically."""
+    path = folder / STATE_FILE
+    try:
+        with atomic_write(path, follow=True) as scratch:
+            torch.save({"format": _FORMAT, "mark": mark, "state": dict(state)}, scratch)
+    except OSError as error:
+        raise GossamerError(f"{path}: the recipe's state cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def read_state(folder: Path) -> tuple[dict[str, Any], str]:
+    """The state and its mark."""
+    path = folder / STATE_FILE
+    try:
+        content = load_torch(path)
+    except FileNotFoundError:
+        raise GossamerError(f"{path}: the checkpoint has no recipe state; it was saved without the recipe") from None
+    except (OSError, ValueError, pickle.UnpicklingError) as error:
+        raise GossamerError(f"{path}: not a recipe state, or damaged; use another checkpoint") from error
+    entries = cast(dict[str, Any], content) if isinstance(content, dict) else {}
+    version, mark, state = entries.get("format"), entries.get("mark"), entries.get("state")
+    if type(version) is int and version > _FORMAT:
+        raise GossamerError(f"{path}: has format {version}; this version of Gossamer reads up to {_FORMAT}")
+    if type(version) is not int or version != _FORMAT or type(mark) is not str or type(state) is not dict:
+        raise GossamerError(f"{path}: not a recipe state; use another checkpoint")
+    return cast(dict[str, Any], state), mark

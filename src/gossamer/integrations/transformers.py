@@ -17,8 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.engine import Manager
 from gossamer.errors import GossamerError
-from gossamer.integrations.adapter import Adapter, batches_in, missing
-from gossamer.integrations.state_file import NAME, read_state, write_state
+from gossamer.integrations.adapter import STATE_FILE, Adapter, batches_in, missing, read_state, write_state
 from gossamer.modifiers.base import to_step
 
 try:
@@ -124,7 +123,7 @@ class SparsityCallback(Adapter, TrainerCallback):
 
     def _load_best(self, best: Path) -> None:
         """Load the state of the best checkpoint, whose weights the model has now: later masks do not fit them."""
-        if (best / NAME).exists():
+        if (best / STATE_FILE).exists():
             self._load(read_state(best)[0])
         else:
             logger.warning("%s: no recipe state; the best model gets the masks of the last step", best)
@@ -154,9 +153,9 @@ class SparsityCallback(Adapter, TrainerCallback):
 
     def _candidate_states(self, args: TrainingArguments) -> Iterator[dict[str, Any]]:
         """The recipe's states in all checkpoints that may be loaded: the Trainer reveals later which one it is."""
-        saved = sorted(Path(cast(str, args.output_dir)).rglob(f"checkpoint-*/{NAME}"))
+        saved = sorted(Path(cast(str, args.output_dir)).rglob(f"checkpoint-*/{STATE_FILE}"))
         folders = [folder for folder in (self.resume_from, args.resume_from_checkpoint) if folder is not None]
-        named = [Path(folder) / NAME for folder in folders]
+        named = [Path(folder) / STATE_FILE for folder in folders]
         for path in [*(path for path in named if path.exists()), *saved]:
             with contextlib.suppress(GossamerError):
                 yield read_state(path.parent)[0]
@@ -168,7 +167,7 @@ class SparsityCallback(Adapter, TrainerCallback):
             return None, uuid.uuid4().hex
         mark = str(entry["attributes"]["mark"])
         for folder in (self.resume_from, args.resume_from_checkpoint, _checkpoint(args, state)):
-            if folder is not None and (Path(folder) / NAME).exists():
+            if folder is not None and (Path(folder) / STATE_FILE).exists():
                 saved, saved_mark = read_state(Path(folder))
                 if saved_mark == mark:
                     return saved, mark.rpartition(":")[0]

@@ -22,9 +22,40 @@ from gossamer.model.parameters import first_names, get_tensor, is_transposed
 from gossamer.model.tracing.channels import Factor, Ints, Labels
 from gossamer.model.tracing.coupling import Coupling, couple
 from gossamer.model.tracing.tracer import Untraceable
-from gossamer.sparse.permutation import Matrix, kept_magnitude, search_each
+from gossamer.sparse.permutation import Matrix, kept_bound, kept_magnitude, search_each
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+Progress = Callable[[str, float], None]
+"""Called with what is being searched and the share of the work that is done, 0 to 1."""
+
+
+def find(
+    model: nn.Module,
+    names: Sequence[str],
+    n: int = 2,
+    m: int = 4,
+    *,
+    example_inputs: Any = None,
+    optimizer: Optimizers = None,
+    effort: float = 1.0,
+    parts: bool = False,
+    progress: Progress | None = None,
+) -> Permutation:
+    """Find the orders with which n:m keeps the most of the named weights; changes nothing, and raises for no model.
+
+    `example_inputs`: a tensor, a tuple of arguments for `forward`, or a dict of keyword arguments; without it common
+    shapes are tried. `parts`: see `couple`. An optimizer with state of a shape that cannot be reordered (Adafactor's)
+    holds its weights in place.
+    """
+    weights = {name: _Weight.of(model, name) for name in names}
+    try:
+        coupling = couple(model, example_inputs, parts=parts)
+    except Untraceable as error:
+        return Permutation({}, [weight.measured(n, m, (), str(error)) for weight in weights.values()], error)
+    odd = unordered_state(optimizer, {name: get_tensor(model, name) for name in coupling.layouts})
+    aliases = first_names(model)
+    layouts = {name: aliases.get(name, name) for name in names}
+    return _Finder(weights, layouts, n, m, coupling, odd).find(effort, progress or (lambda _, __: None))
 
 
 @dataclass(frozen=True)
@@ -126,6 +157,9 @@ class Permutation:
             raise
 
 
+# Optimizer state
+
+
 def _followers(tensor: Tensor, optimizer: Optimizers, companions: Iterable[Tensor]) -> list[Tensor]:
     """A parameter or buffer, and what is in the same order."""
     states = [value for _, value in state_of(optimizer, tensor) if value.shape == tensor.shape]
@@ -168,39 +202,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
-__all__ = ["LayerGain", "Move", "Optimizers", "Permutation", "Progress", "find", "state_of"]
-
-Progress = Callable[[str, float], None]
-"""Called with what is being searched and the share of the work that is done, 0 to 1."""
-
-
-def find(
-    model: nn.Module,
-    names: Sequence[str],
-    n: int = 2,
-    m: int = 4,
-    *,
-    example_inputs: Any = None,
-    optimizer: Optimizers = None,
-    effort: float = 1.0,
-    parts: bool = False,
-    progress: Progress | None = None,
-) -> Permutation:
-    """Find the orders with which n:m keeps the most of the named weights; changes nothing, and raises for no model.
-
-    `example_inputs`: a tensor, a tuple of arguments for `forward`, or a dict of keyword arguments; without it common
-    shapes are tried. `parts`: see `couple`. An optimizer with state of a shape that cannot be reordered (Adafactor's)
-    holds its weights in place.
-    """
-    weights = {name: _Weight.of(model, name) for name in names}
-    try:
-        coupling = couple(model, example_inputs, parts=parts)
-    except Untraceable as error:
-        return Permutation({}, [weight.measured(n, m, (), str(error)) for weight in weights.values()], error)
-    odd = unordered_state(optimizer, {name: get_tensor(model, name) for name in coupling.layouts})
-    aliases = first_names(model)
-    layouts = {name: aliases.get(name, name) for name in names}
-    return _Finder(weights, layouts, n, m, coupling, odd).find(effort, progress or (lambda _, __: None))
+# Search
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,7 @@ class _Weight:
             for move in moves:
                 moved = move.of(moved)
             kept = kept_magnitude(_flat(moved.transpose(0, 1) if self.transposed else moved), n, m) / total
-        bound = _largest(before, self.channels // m * n) / total
+        bound = kept_bound(before, n, m) / total
         return LayerGain(self.name, self.values.numel(), kept_before, kept, bound, reason)
 
 
@@ -456,14 +458,6 @@ def _stacked(group: Sequence[_View]) -> Tensor:
 def _flat(weight: Tensor) -> Tensor:
     """`(out, in, *kernel)` as magnitudes `(out · kernel, in)`."""
     return weight.movedim(1, -1).reshape(-1, weight.shape[1]).abs().float()
-
-
-def _largest(magnitudes: Tensor, count: int) -> float:
-    """The sum of the largest of each row."""
-    if magnitudes.device.type != "cpu":
-        return float(magnitudes.topk(count, dim=1, sorted=False).values.sum(dtype=torch.float64))
-    split = magnitudes.shape[1] - count
-    return float(np.partition(magnitudes.numpy(), split, axis=1)[:, split:].sum(dtype=np.float64))
 
 
 def _positions(roots: Ints, goal: Ints, labels: Labels) -> Ints:

@@ -46,7 +46,7 @@ class ChannelOrder:
     kept: float
     """The sum of kept magnitudes in the new order."""
     bound: float
-    """The best n/m of each row on its own: what no order can pass."""
+    """The sum of the n/m largest magnitudes of each row, which no order exceeds."""
 
     @property
     def efficacy(self) -> float:
@@ -76,7 +76,7 @@ def search(
     """
     _check(weights, n, m)
     if not effort > 0 or not math.isfinite(effort):
-        raise SparsityError(f"effort: expected a number above 0 (1 by default), found {effort}")
+        raise SparsityError(f"expected a number above 0 (1 by default), found {effort}", "effort")
     channels = weights.shape[1]
     magnitudes, unit = _normalised(weights)
     before = _kept(magnitudes, n, m)
@@ -89,7 +89,7 @@ def search(
                 order, kept = candidate, reached
     if progress is not None:
         progress(1.0)
-    return ChannelOrder(order, before * unit, kept * unit, _bound(magnitudes, n, m) * unit)
+    return ChannelOrder(order, before * unit, kept * unit, kept_bound(magnitudes, n, m) * unit)
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,17 @@ def kept_magnitude(weights: Tensor, n: int = 2, m: int = 4) -> float:
     return _kept(magnitudes, n, m) * unit
 
 
+def kept_bound(magnitudes: Tensor, n: int, m: int) -> float:
+    """The sum of the n/m largest of each row of `magnitudes` (rows, channels), which no N:M mask exceeds."""
+    channels = magnitudes.shape[1]
+    count = channels // m * n
+    if magnitudes.device.type != "cpu":
+        return _sum(magnitudes.topk(count, dim=1, sorted=False).values)
+    return float(
+        np.partition(magnitudes.numpy(), channels - count, axis=1)[:, channels - count :].sum(dtype=np.float64)
+    )
+
+
 def _silent(share: float) -> None:
     """Ignore progress."""
 
@@ -217,17 +228,6 @@ def _kept(magnitudes: Tensor, n: int, m: int) -> float:
     return sum(_sum(values) for values in largest)
 
 
-def _bound(magnitudes: Tensor, n: int, m: int) -> float:
-    """The sum of the n/m largest of each row."""
-    channels = magnitudes.shape[1]
-    count = channels // m * n
-    if magnitudes.device.type != "cpu":
-        return _sum(magnitudes.topk(count, dim=1, sorted=False).values)
-    return float(
-        np.partition(magnitudes.numpy(), channels - count, axis=1)[:, channels - count :].sum(dtype=np.float64)
-    )
-
-
 def _sum(values: Tensor) -> float:
     """In float64, on the CPU where the device has none."""
     if values.device.type == "mps":
@@ -244,17 +244,11 @@ _LARGE = 3e7
 """From this many terms a round is split among threads; below, threads run whole chains."""
 _CHAINS = ((1e5, 8), (3.5e5, 4), (4e6, 2))
 """Below rounds of this cost, this many chains, whose best counts; of larger matrices chains differ too little."""
-
-
 _WARM_UP, _WARM_UP_LARGE = 40, 10
 """Rounds without noise before the noise is measured against the gains."""
-
-
 _ACCEPTED, _SMALL = 0.1, 16
 """The temperature at which this share of the swaps that lose something would be taken (Metropolis), with this many
 stripes or more; of fewer, as many swaps ..."""
-
-
 _HOT, _COOLING = 0.07, 8.0
 """... times this and the logarithm of the rounds is where the noise starts; it ends at an eighth."""
 _OUTLIER = 4096.0
