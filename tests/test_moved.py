@@ -14,6 +14,7 @@ import pytest
         ("graph", "match", "model"),
         ("graph.filter_groups", "filter_groups", "model.tracing.filter_groups"),
         ("graph.thinning", "thin", "model.thin"),
+        ("graph.substitution", "_Hooks", "model.additions"),
         ("export.speed", "explain", "benchmark"),
         ("export.speed", "measure", "benchmark"),
         ("export.speed.runtimes", "RUNTIMES", "benchmark.runtimes"),

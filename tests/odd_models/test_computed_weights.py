@@ -212,7 +212,7 @@ def test_asp_masks_of_the_users_own_may_not_empty_a_row_under_weight_norm() -> N
         return torch.arange(len(weight)).lt(4).unsqueeze(1).expand_as(weight)
 
     ASP.init_model_for_pruning(model, first_rows_only, verbosity=0)
-    with pytest.raises(GossamerError, match="leaves nothing of a row that the layer divides by its norm"):
+    with pytest.raises(GossamerError, match="removes a whole row that the layer divides by its norm"):
         ASP.compute_sparse_masks(model)
     ASP.forget(model)
 
