@@ -1,7 +1,7 @@
-"""Pydantic's errors as problems: the one module that puts them into plain messages.
+"""Convert errors of pydantic to problems with plain messages.
 
-The branches of a union become one message, a misspelled name gets the nearest known one, and steps of pydantic's
-locations that are not part of the document (branches and tags of unions) are left out of the keys.
+The branches of a union become one message, an unknown name gets the nearest known one, and keys are paths in the
+document, without pydantic's branches and tags of unions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _EXPECTED = {
     "finite": "a finite number",
     "path": "a path",
 }
-"""What the first part of an error type of pydantic asks for."""
+"""What is expected, by the first part of pydantic's error type."""
 _LIMITS = {
     "greater_than": ("gt", ">"),
     "greater_than_equal": ("ge", ">="),
@@ -48,7 +48,7 @@ def problems_of(
     noun: str = "field",
     reported: Collection[str] = (),
 ) -> list[Problem]:
-    """What is wrong with `value`, which pydantic refused; the keys are paths in `value`.
+    """The problems of `value`, which failed validation; the keys are paths in `value`.
 
     `schema` is the model it was checked against and gives the known names. A key of the document is called `noun`.
     `value` may lack the fields in `reported`, whose problems are known already: there are no problems about them, nor
@@ -64,9 +64,9 @@ def problems_of(
     data.batch_size: expected a whole number, found 'x'
     data.worker: unknown field
     """
-    details = [one for one in error.errors(include_url=False)[:MAX_PROBLEMS] if _first(one) not in reported]
+    details = error.errors(include_url=False)[:MAX_PROBLEMS]
     if reported:
-        details = [one for one in details if one["loc"]]
+        details = [one for one in details if one["loc"] and one["loc"][0] not in reported]
     by_key: dict[Key, list[ErrorDetails]] = {}
     for one in details:
         by_key.setdefault(_key(one, value, schema), []).append(one)
@@ -97,8 +97,8 @@ def _problems(key: Key, group: Sequence[ErrorDetails], schema: type[BaseModel] |
             messages[f"unknown {noun}{nearest(str(key[-1]), known)}"] = None
         elif kind in ("union_tag_invalid", "union_tag_not_found"):
             yield _tag_problem(key, details, schema, noun)
-        elif (asked := _expected(details)) is not None:
-            expected[asked] = None
+        elif (phrase := _expected(details)) is not None:
+            expected[phrase] = None
         else:
             messages[str(cause) if cause is not None else details["msg"][:1].lower() + details["msg"][1:]] = None
     if expected:
@@ -133,10 +133,6 @@ def _tag_problem(key: Key, details: ErrorDetails, schema: type[BaseModel] | None
         return Problem(f"missing {noun}", (*key, name), fix=fix)
     tag = str(context["tag"])
     return Problem(f"unknown {name} {format_value(tag)}{nearest(tag, choices)}", (*key, name), fix=fix)
-
-
-def _first(details: ErrorDetails) -> str | int | None:
-    return details["loc"][0] if details["loc"] else None
 
 
 def _key(details: ErrorDetails, value: object, schema: type[BaseModel] | None) -> Key:

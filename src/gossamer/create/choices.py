@@ -174,6 +174,11 @@ def choose(
         if not isinstance(value, bool):
             raise GossamerError(f"expected True or False, found {value!r}", name)
     rate = _learning_rate(lr)
+    if method is CONSTANT:
+        for name in ("mask_type", "sparsity", "global_sparsity"):
+            if variables.given(name):
+                message = "pruning constant keeps the zeros of the model and adds none"
+                raise _conflict(name, message, _OTHER.format(name))
     adapted: list[str] = []
     final_lr = _final_lr(rate, variables, adapted)
     mask_type, pattern = _pattern(method, variables, adapted)
@@ -251,11 +256,7 @@ def _pattern(method: Method | None, variables: RecipeVariables, adapted: list[st
     """The mask type as it is written, and the pattern that it means."""
     given, target = variables.given("mask_type"), variables.target
     mask_type, pattern = variables.mask_type, parse_pattern(variables.mask_type)
-    if method is None:
-        return mask_type, pattern
-    if method is CONSTANT:
-        if given:
-            raise _constant_conflict("mask_type")
+    if method is None or method is CONSTANT:
         return mask_type, pattern
     if target is not None:
         target_type, target_pattern = _TARGET_PATTERNS[target]
@@ -276,11 +277,7 @@ def _pattern(method: Method | None, variables: RecipeVariables, adapted: list[st
 
 def _sparsity(method: Method | None, variables: RecipeVariables, pattern: Pattern, adapted: list[str]) -> float:
     given, sparsity = variables.given("sparsity"), variables.sparsity
-    if method is None:
-        return sparsity
-    if method is CONSTANT:
-        if given:
-            raise _constant_conflict("sparsity")
+    if method is None or method is CONSTANT:
         return sparsity
     if isinstance(pattern, NM):
         if given and abs(sparsity - pattern.sparsity) > 1e-6:
@@ -304,8 +301,6 @@ def _global_sparsity(method: Method | None, variables: RecipeVariables, pattern:
     if method is None:
         return value
     if method is CONSTANT:
-        if given:
-            raise _constant_conflict("global_sparsity")
         return False
     if method.sharing == "global":
         if given and not value:
@@ -360,11 +355,6 @@ _OTHER = f"drop {{}}, or choose pruning {MAGNITUDE.name}"
 
 def _conflict(name: str, message: str, fix: str) -> GossamerError:
     return GossamerError(Problem(message, ("recipe_variables", name), fix=fix))
-
-
-def _constant_conflict(name: str) -> GossamerError:
-    message = f"pruning {CONSTANT.name} keeps the zeros of the model and adds none"
-    return _conflict(name, message, _OTHER.format(name))
 
 
 def _pattern_conflict(

@@ -327,30 +327,13 @@ def _by_share(context: Context, make: Callable[[object, str | list[str]], Fields
 
 
 def _acdc(context: Context) -> list[Entry]:
-    return _by_share(
-        context,
-        lambda sparsity, params: {
-            "params": params,
-            "compression_sparsity": sparsity,
-            **_span(),
-            **context.mask_type,
-            **_threshold(context),
-        },
-    )
+    more: Fields = {**_span(), **context.mask_type, **_threshold(context)}
+    return _by_share(context, lambda sparsity, params: {"params": params, "compression_sparsity": sparsity, **more})
 
 
 def _admm(context: Context) -> list[Entry]:
-    return _by_share(
-        context,
-        lambda sparsity, params: {
-            "params": params,
-            "final_sparsity": sparsity,
-            "rho": 0.03,
-            **_span(),
-            **context.mask_type,
-            **_threshold(context),
-        },
-    )
+    more: Fields = {"rho": 0.03, **_span(), **context.mask_type, **_threshold(context)}
+    return _by_share(context, lambda sparsity, params: {"params": params, "final_sparsity": sparsity, **more})
 
 
 def _topkast(context: Context) -> list[Entry]:
@@ -370,15 +353,8 @@ def _rigl(context: Context) -> list[Entry]:
         fields: Fields = {"params": context.names_of([layer for layer in context.layers if layer.takes_part])}
         fields |= {"final_sparsity": "eval(sparsity)", "sparsity_strategy": "erdos_renyi_kernel", **_span()}
         return [Entry("RigLPruningModifier", fields, remarks={"sparsity_strategy": "small layers stay denser"})]
-    return _by_share(
-        context,
-        lambda sparsity, params: {
-            "params": params,
-            "final_sparsity": sparsity,
-            "sparsity_strategy": "uniform",
-            **_span(),
-        },
-    )
+    more: Fields = {"sparsity_strategy": "uniform", **_span()}
+    return _by_share(context, lambda sparsity, params: {"params": params, "final_sparsity": sparsity, **more})
 
 
 def _learned(context: Context) -> list[Entry]:
