@@ -194,6 +194,15 @@ def within(*keys: str | int, location: Location | None = None) -> Generator[None
         raise
 
 
+def file_error(path: object, message: str, line: int | None = None, column: int | None = None) -> GossamerError:
+    """An error about a file.
+
+    >>> str(file_error("a.npz", "cannot be read"))
+    'a.npz: cannot be read'
+    """
+    return GossamerError(Problem(message, location=Location(str(path), line, column)))
+
+
 def format_problems(problems: Iterable[Problem]) -> str:
     """One line for each problem."""
     return "\n".join(str(problem) for problem in problems)

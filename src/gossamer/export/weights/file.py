@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, file_error
 from gossamer.export.weights import packing
 from gossamer.io import (
     DTYPES,
@@ -189,7 +189,7 @@ def open_model_file(path: Path) -> Generator[ModelFile]:
     try:
         file = open_regular(path)
     except OSError as error:
-        raise GossamerError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise file_error(path, f"cannot be read: {error.strerror or error}") from None
     with file:
         yield ModelFile(file, path)
 
@@ -204,8 +204,8 @@ class ModelFile:
         self.encoding = self.metadata.get("encoding", "")
         if self.encoding not in ENCODINGS:
             known = ", ".join(ENCODINGS)
-            raise GossamerError(
-                f"{path}: its encoding '{self.encoding}' is not one of {known}; use a newer version of Gossamer"
+            raise file_error(
+                path, f"its encoding '{self.encoding}' is not one of {known}; use a newer version of Gossamer"
             )
         try:
             self.tensors = {entry.name: entry for entry in _parse_stored(self.metadata, self._parts)}
@@ -288,7 +288,7 @@ class ModelFile:
                 self._file.seek(position)
                 got: int = cast(Any, self._file).readinto(_memory(chunk))
             except OSError as error:
-                raise GossamerError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+                raise file_error(self.path, f"cannot be read: {error.strerror or error}") from None
             if got != count or position + count > part.end:
                 raise damaged(self.path, "it ends in the middle of a tensor")
             position += count
@@ -298,19 +298,19 @@ class ModelFile:
 
 
 def damaged(path: Path, reason: str) -> GossamerError:
-    return GossamerError(f"{path}: the file is damaged: {reason}; use another copy of it")
+    return file_error(path, f"the file is damaged: {reason}; use another copy of it")
 
 
 def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, str], dict[str, Part]]:
     try:
         return read_header(file, KIND, VERSION)
     except NewerFormatError as error:
-        raise GossamerError(f"{path}: the model file is newer: {error.reason}") from None
+        raise file_error(path, f"the model file is newer: {error.reason}") from None
     except DamagedError as error:
         raise damaged(path, error.reason) from None
     except SealedFileError as error:
-        raise GossamerError(
-            f"{path}: is not a model file of Gossamer, or is {error.reason}; export the model again"
+        raise file_error(
+            path, f"is not a model file of Gossamer, or is {error.reason}; export the model again"
         ) from None
 
 

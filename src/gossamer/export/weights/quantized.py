@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor, nn
 
-from gossamer.errors import GossamerError, Location, within
+from gossamer.errors import Location, file_error, within
 from gossamer.export.weights.file import RANGES, SCALE, ModelFile, damaged
 from gossamer.export.weights.states import State
 from gossamer.io import DTYPES, DTYPES_BY_NAME
@@ -75,7 +75,7 @@ def _check_rounding(name: str, weight: Tensor, how: Rounded, integers: Tensor, s
     """The float weight that a reader computes from the integers must round to the same integers."""
     again = how.integers(how.floats(integers, scale, weight.dtype))
     if not torch.equal(again[0], integers) or not torch.equal(again[1], scale):
-        raise GossamerError(f"{path}: not written: '{name}' cannot be restored exactly from its integers")
+        raise file_error(path, f"not written: '{name}' cannot be restored exactly from its integers")
 
 
 class QuantizedFile:
@@ -139,9 +139,9 @@ class QuantizedFile:
         """Raise unless the model has every module that the file quantizes."""
         missing = self.schemes.keys() - {path for path, _ in named_modules(model)}
         if missing:
-            raise GossamerError(
-                f"{self.path}: it quantizes a module '{min(missing)}', which the model lacks; build the model that was "
-                "saved"
+            raise file_error(
+                self.path,
+                f"it quantizes a module '{min(missing)}', which the model lacks; build the model that was saved",
             )
 
     def emulate(self, model: nn.Module) -> None:

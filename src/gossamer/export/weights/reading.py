@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from gossamer.errors import GossamerError, Location, nearest, within
+from gossamer.errors import Location, file_error, nearest, within
 from gossamer.export.weights.file import KIND, damaged, open_model_file
 from gossamer.export.weights.quantized import QuantizedFile
 from gossamer.export.weights.states import clean_state
@@ -139,10 +139,10 @@ def open_weights(path: str | os.PathLike[str]) -> Generator[Weights]:
     """Open a safetensors file of Gossamer or of another tool. The header is checked, tensors are not yet."""
     file = Path(path)
     if not file.is_file():
-        raise GossamerError(f"{file}: file not found; give a .safetensors file")
+        raise file_error(file, "file not found; give a .safetensors file")
     kind = sealed_kind(file)
     if kind == "gossamer checkpoint":
-        raise GossamerError(f"{file}: is a checkpoint of a run; export its model with `gossamer export` and load that")
+        raise file_error(file, "is a checkpoint of a run; export its model with `gossamer export` and load that")
     if kind is not None:
         with open_model_file(file) as model_file:
             yield QuantizedFile(model_file) if "quantized" in model_file.metadata else model_file
@@ -171,7 +171,7 @@ class ForeignFile:
             piece = file.get_slice(name)
             dtype = str(piece.get_dtype())
             if dtype not in DTYPES_BY_NAME:
-                raise GossamerError(f"{path}: '{name}' has dtype {dtype}, which is not supported")
+                raise file_error(path, f"'{name}' has dtype {dtype}, which is not supported")
             self.tensors[name] = _ForeignEntry(DTYPES_BY_NAME[dtype], tuple(piece.get_shape()))
 
     def check(self, seen: Callable[[float], None] = lambda _: None) -> None:
@@ -195,7 +195,7 @@ def _open_foreign(path: Path) -> Generator[ForeignFile]:
             metadata: dict[str, str] = file.metadata() or {}
             foreign = ForeignFile(file, path)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise GossamerError(f"{path}: {_describe(path, error)}") from None
+            raise file_error(path, f"{_describe(path, error)}") from None
         if metadata.get("kind", "").startswith("gossamer") or "packed" in metadata:
             raise damaged(path, "its header has changed since it was written")
         yield foreign
@@ -231,23 +231,23 @@ def _check_fit(own: Mapping[str, Any], entries: Mapping[str, Entry], path: Path)
     if missing or surplus:
         example = f"no '{missing[0]}'{nearest(missing[0], surplus)}" if missing else f"an unknown '{surplus[0]}'"
         counts = f"({len(missing)} names missing, {len(surplus)} unknown)"
-        raise GossamerError(
-            f"{path}: the weights are of another model: the file has {example} {counts}; build the model that was saved"
+        raise file_error(
+            path, f"the weights are of another model: the file has {example} {counts}; build the model that was saved"
         )
     for name, entry in entries.items():
         target: Any = own[name]
         if not isinstance(target, Tensor) or target.is_meta:
-            raise GossamerError(f"{path}: the model's '{name}' has no memory to load into; call model.to_empty() first")
+            raise file_error(path, f"the model's '{name}' has no memory to load into; call model.to_empty() first")
         if target.layout == torch.strided and shares_elements(target):
-            raise GossamerError(f"{path}: elements of the model's '{name}' share memory; make it contiguous() first")
+            raise file_error(path, f"elements of the model's '{name}' share memory; make it contiguous() first")
         if tuple(target.shape) != entry.shape:
             shapes = f"{entry.shape} in the file and {tuple(target.shape)} in the model"
-            raise GossamerError(f"{path}: '{name}' has shape {shapes}; build the model that was saved")
+            raise file_error(path, f"'{name}' has shape {shapes}; build the model that was saved")
         if not _can_hold(target.dtype, entry.dtype):
             stored = dtype_name(entry.dtype)
             dtypes = f"{stored} in the file and {dtype_name(target.dtype)} in the model"
             remedy = f"call model.to(torch.{stored})" if entry.dtype.is_floating_point else "build the model it is of"
-            raise GossamerError(f"{path}: '{name}' is {dtypes}, which cannot hold it exactly; {remedy}")
+            raise file_error(path, f"'{name}' is {dtypes}, which cannot hold it exactly; {remedy}")
 
 
 def _can_hold(target: torch.dtype, stored: torch.dtype) -> bool:

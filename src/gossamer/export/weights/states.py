@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gossamer.errors import GossamerError, first_line
+from gossamer.errors import file_error, first_line
 from gossamer.export.weights.file import RANGES, SCALE, SUFFIXES, unsupported
 from gossamer.model import expect_model, is_transposed, prunable, unwrap
 from gossamer.model.additions import holds_sparsers, is_substituted, strip, without_additions
@@ -52,7 +52,7 @@ def state_of(given: nn.Module | Mapping[str, Any], path: Path) -> State:
         try:
             entries = clean_state(model)
         except Exception as error:  # of the model's own code
-            raise GossamerError(f"{path}: the model's state_dict() fails: {first_line(error)}") from error
+            raise file_error(path, f"the model's state_dict() fails: {first_line(error)}") from error
         axes = {name: 0 if is_transposed(model, name) else 1 for name in prunable(model)}
     else:
         if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -64,11 +64,9 @@ def state_of(given: nn.Module | Mapping[str, Any], path: Path) -> State:
     names: dict[Any, str] = {}
     for name, value in without_additions(entries).items():
         if not isinstance(value, Tensor):
-            raise GossamerError(
-                f"{path}: '{name}' is a {type(value).__name__}, not a tensor; remove it from the state dict"
-            )
+            raise file_error(path, f"'{name}' is a {type(value).__name__}, not a tensor; remove it from the state dict")
         if reason := unsupported(value):
-            raise GossamerError(f"{path}: '{name}' cannot be written: {reason}; make it a plain dense tensor")
+            raise file_error(path, f"'{name}' cannot be written: {reason}; make it a plain dense tensor")
         _check_name(name, path)
         # Empty tensors may all have the same address.
         memory = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride()) if value.numel() else name
@@ -85,16 +83,17 @@ def copied(model: nn.Module, path: Path) -> nn.Module:
     try:
         return duplicate(unwrap(model)).cpu().eval()
     except Exception as error:  # of the model's own code, or of torch
-        raise GossamerError(f"{path}: the model cannot be copied for export: {first_line(error)}") from error
+        raise file_error(path, f"the model cannot be copied for export: {first_line(error)}") from error
 
 
 def _from_mapping(given: Mapping[Any, Any], path: Path) -> dict[str, Any]:
     if not given or not all(isinstance(name, str) for name in given):
-        raise GossamerError(f"{path}: expected a model or its state dict, found another mapping")
+        raise file_error(path, "expected a model or its state dict, found another mapping")
     if holds_sparsers(given):
-        raise GossamerError(
-            f"{path}: the state dict is of a model prepared for training, whose weights do not hold the zeros; "
-            "pass the model, or call export_sparse_model first"
+        raise file_error(
+            path,
+            "the state dict is of a model prepared for training, whose weights do not hold the zeros; "
+            "pass the model, or call export_sparse_model first",
         )
     state: dict[str, Any] = dict(given)
     if all(name.startswith("module.") or name == "n_averaged" for name in state):  # of DDP, or of AveragedModel
@@ -113,6 +112,6 @@ def _is_weight(name: str, value: Any) -> bool:
 def _check_name(name: str, path: Path) -> None:
     reserved = (*(suffix for suffixes in SUFFIXES.values() for suffix in suffixes), SCALE, RANGES)
     if name == "__metadata__" or name.endswith(reserved):
-        raise GossamerError(f"{path}: the name '{name}' is reserved in such files; rename it in the model")
+        raise file_error(path, f"the name '{name}' is reserved in such files; rename it in the model")
     if any(0xD800 <= ord(letter) < 0xE000 for letter in name):
-        raise GossamerError(f"{path}: the name {name!r} is not valid Unicode; rename it in the model")
+        raise file_error(path, f"the name {name!r} is not valid Unicode; rename it in the model")

@@ -13,12 +13,12 @@ from typing import Any, TypeGuard, cast
 
 import numpy as np
 
-from gossamer.errors import Location, Problem, nearest
+from gossamer.errors import Location, Problem, file_error, nearest
 from gossamer.io import read_regular
 from gossamer.runner.config.schema import Coco, JsonLines
 from gossamer.runner.data.boxes import BoxRows
 from gossamer.runner.data.examples import BoxedFiles, Names
-from gossamer.runner.data.readers import DataProblems, ExistingFiles, KnownClasses, file_error, integer
+from gossamer.runner.data.readers import DataProblems, ExistingFiles, KnownClasses, integer
 
 # COCO
 

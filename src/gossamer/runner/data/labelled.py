@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gossamer.errors import Location, Problem, first_line, nearest
+from gossamer.errors import Location, Problem, file_error, first_line, nearest
 from gossamer.io import open_regular
 from gossamer.runner.config.schema import Idx, ImageFolder, ImageList, Npz
 from gossamer.runner.data.examples import LabelledArrays, LabelledFiles, Names
-from gossamer.runner.data.readers import DataProblems, ExistingFiles, KnownClasses, file_error
+from gossamer.runner.data.readers import DataProblems, ExistingFiles, KnownClasses
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 

@@ -6,10 +6,9 @@ import operator
 import os
 from collections import Counter
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from gossamer.errors import GossamerError, Location, Problem, nearest
+from gossamer.errors import GossamerError, Problem, nearest
 
 MAX_CLASSES = 100_000
 """The limit for numbered classes if nothing else bounds them; a larger label is taken for a mistake."""
@@ -103,11 +102,6 @@ def _files(folder: str) -> set[str]:
             return {entry.name for entry in entries if entry.is_file()}
     except OSError:
         return set()
-
-
-def file_error(path: Path | str, message: str, line: int | None = None, column: int | None = None) -> GossamerError:
-    """An error about a file as a whole, which is raised in both modes of `on_error`."""
-    return GossamerError(Problem(message, location=Location(str(path), line, column)))
 
 
 def integer(value: Any) -> int | None:

@@ -11,14 +11,14 @@ import logging
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, Location, format_problems
 from gossamer.io import read_regular
 from gossamer.model.additions import is_added
 from gossamer.report.content import (
@@ -383,7 +383,8 @@ def _tensors(folder: Path, recorded: Mapping[str, Any], *, complete: bool) -> tu
             weights = read_weights(path)
         except GossamerError as error:
             logger.warning("%s", error)
-            why = str(error).replace(f"{path.parent}/", "")  # the page may be shared: show no folders of this machine
+            # The page may be shared, so it shows no folders of this machine.
+            why = format_problems(replace(problem, location=Location(path.name)) for problem in error.problems)
             continue
         order = [name for name in recorded if name in weights] or list(weights)
         shown = {name: weights[name] for name in order if _is_shown(name, weights[name], recorded)}
