@@ -114,8 +114,8 @@ class FieldError(GossamerError, ValueError):
 
     The key names the field, or the key below it. `gossamer.validation.problems_of` keeps it.
 
-    >>> str(FieldError("2 lies before start_epoch 5", "end_epoch"))
-    'end_epoch: 2 lies before start_epoch 5'
+    >>> str(FieldError("2 is before start_epoch 5", "end_epoch"))
+    'end_epoch: 2 is before start_epoch 5'
     """
 
 

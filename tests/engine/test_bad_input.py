@@ -84,7 +84,7 @@ def test_weights_that_hold_nan_are_refused_before_anything_happens() -> None:
     with torch.no_grad():
         model[3].weight[0, 0, 0, 0] = float("nan")
     before = model[0].weight.detach().clone()
-    with pytest.raises(GossamerError, match=r"<recipe>:3: GMPruningModifier.params: '3.weight' holds NaN"):
+    with pytest.raises(GossamerError, match=r"<recipe>:3: GMPruningModifier.params: '3.weight' contains NaN"):
         attach(GMP.format(params="__ALL_PRUNABLE__"), model)
     assert torch.equal(model[0].weight.detach(), before)
 
@@ -207,7 +207,7 @@ def test_what_is_no_state_is_refused_before_modify_as_well(state: object) -> Non
 @pytest.mark.parametrize("epoch", ["a", float("nan")])
 def test_an_epoch_must_be_a_number(epoch: object) -> None:
     model = network()
-    with pytest.raises(GossamerError, match="epoch: expected the epoch at which to enter"):
+    with pytest.raises(GossamerError, match="epoch: expected the epoch at which to start"):
         Manager(GMP.format(params="__ALL__")).modify(model, sgd(model), 4, epoch=epoch)  # type: ignore[arg-type]
 
 

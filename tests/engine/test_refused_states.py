@@ -276,7 +276,7 @@ def test_finalize_warns_about_sparsity_that_a_loaded_state_lost(
     second.finalize()
     (message,) = caplog.messages
     first = "0.weight" if together else lost[0]
-    assert f"weights are not as sparse as it says: sparsity of '{first}'" in message
+    assert f"weights are less sparse than its targets: sparsity of '{first}'" in message
     assert "of 90.0%" in message
 
 

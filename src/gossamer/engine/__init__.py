@@ -1,7 +1,28 @@
-"""The manager, and the run that it attaches to a model: clock, masks, hooks on the optimizer, state."""
+"""Attaching a recipe to a model: the manager, and the run with its clock, masks, optimizer hooks and state.
 
-from gossamer.engine.binding import Binding, BoundModifier, bindings
-from gossamer.engine.manager import Manager
-from gossamer.engine.run import TrainingRun
+Names are imported on first use, so that a front end can use one module of the engine alone.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gossamer.engine.binding import Binding, BoundModifier, bindings
+    from gossamer.engine.manager import Manager
+    from gossamer.engine.run import TrainingRun
 
 __all__ = ["Binding", "BoundModifier", "Manager", "TrainingRun", "bindings"]
+
+_MODULES = {
+    "Binding": "binding",
+    "BoundModifier": "binding",
+    "bindings": "binding",
+    "Manager": "manager",
+    "TrainingRun": "run",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'gossamer.engine' has no attribute '{name}'")
+    return getattr(import_module(f"gossamer.engine.{_MODULES[name]}"), name)

@@ -380,7 +380,7 @@ def _undistilled(sampler: Sampler, pause: Callable[[], AbstractContextManager[No
 
 @dataclass(frozen=True)
 class Binding:
-    """What one modifier does on one model."""
+    """A modifier's targets in one model, the parameters that it skips, and its problems."""
 
     modifier: Modifier
     targets: list[str]
@@ -392,13 +392,13 @@ def bindings(recipe: Recipe, module: nn.Module) -> list[Binding]:
     """Bind every modifier to a model without changing it; problems are collected, not raised."""
     from gossamer.engine.run import TrainingRun
 
-    found: list[Binding] = []
+    result: list[Binding] = []
     for own in TrainingRun(recipe, module, grad_sampler=no_losses).modifiers:
         problems = () if own.modifier.unavailable else own.bind()
         if not problems:
             own.log.skipped()
-        found.append(Binding(own.modifier, list(own.bound), dict(own.skipped), problems))
-    return found
+        result.append(Binding(own.modifier, list(own.bound), dict(own.skipped), problems))
+    return result
 
 
 def no_losses(_: nn.Module) -> Iterable[Tensor]:

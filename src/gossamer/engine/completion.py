@@ -188,7 +188,7 @@ class Completion:
             return None
         more = f" and {len(lost) - MAX_SUGGESTED} more" if len(lost) > MAX_SUGGESTED else ""
         return (
-            f"the recipe was carried out, and weights are not as sparse as it says: sparsity of "
+            f"the recipe was carried out, but weights are less sparse than its targets: sparsity of "
             f"{', '.join(lost[:MAX_SUGGESTED])}{more}. A state was loaded that did not hold their masks: "
             "load the state of this model and recipe"
         )

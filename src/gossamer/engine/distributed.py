@@ -1,7 +1,4 @@
-"""Several processes that train one model together: what they must agree on is averaged here.
-
-Knows the wrappers that tell of such processes, and nothing of modifiers.
-"""
+"""Averages tensors over the ranks that train a model with DistributedDataParallel or FSDP."""
 
 from __future__ import annotations
 
@@ -16,10 +13,9 @@ from gossamer.model import unwrap
 
 
 def average(module: nn.Module, tensors: Sequence[Tensor]) -> None:
-    """Put into each tensor its mean over the processes that train `module`, in one exchange.
+    """Replace each tensor by its mean over the ranks that train `module`, in one all-reduce.
 
-    Nothing happens when the model is not wrapped for several processes. All of them must call this with tensors of
-    the same shapes in the same order.
+    Does nothing if the model is not wrapped. All ranks must pass tensors of the same shapes in the same order.
     """
     joined, group = _group(module)
     if not joined or not tensors:
@@ -36,9 +32,9 @@ def average(module: nn.Module, tensors: Sequence[Tensor]) -> None:
 
 
 def average_named(module: nn.Module, values: dict[str, Tensor]) -> None:
-    """Put into each entry its mean over the processes that have it; a process gets what it lacks.
+    """Replace each entry by its mean over the ranks that have it; a rank also gets the entries that it lacks.
 
-    The tensors have one shape. Names may differ, where processes went different ways through the model.
+    The tensors have one shape. Names may differ between ranks if they took different branches of the model.
     """
     joined, group = _group(module)
     if not joined:
@@ -66,7 +62,7 @@ def average_named(module: nn.Module, values: dict[str, Tensor]) -> None:
 
 
 def _group(module: nn.Module) -> tuple[bool, Any]:
-    """Whether several processes train the model, and their group."""
+    """Whether several ranks train the model, and their process group."""
     wrapper = next((part for part in _wrappers(module) if _joins_processes(part)), None)
     if wrapper is None or not distributed.is_available() or not distributed.is_initialized():
         return False, None
@@ -75,7 +71,7 @@ def _group(module: nn.Module) -> tuple[bool, Any]:
 
 
 def _wrappers(module: nn.Module) -> Iterator[nn.Module]:
-    """The model as the user calls it, and what it is wrapped around, down to the user's own."""
+    """The model as the user calls it, and the modules that it wraps, down to the user's own."""
     inner = unwrap(module)
     for part in module.modules():  # A wrapper comes before what it holds.
         yield part

@@ -1,7 +1,7 @@
-"""Learning rates: those that a recipe sets beside a scheduler of the user, and restarting that scheduler.
+"""Learning rates of a recipe next to the user's scheduler, and restarting that scheduler.
 
-`RateCheck` warns when something else changes a rate that the recipe set; `RecipeRates` restores such rates where a
-library steps a scheduler of its own; `Restart` puts a scheduler back to its beginning, for pruning in levels.
+`RateCheck` warns if something else changes a rate that the recipe set; `RecipeRates` restores such rates where a
+library steps its own scheduler; `Restart` resets a scheduler to its initial state, for pruning in levels.
 """
 
 from __future__ import annotations
@@ -21,20 +21,13 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.engine.binding import BoundModifier
+from gossamer.engine.optimizer import set_option
 from gossamer.errors import GossamerError
 from gossamer.modifiers import Modifier
 from gossamer.modifiers.base import to_step
 from gossamer.modifiers.state import LARGEST_SETTING, LARGEST_STEP, Item, Spec
 
 logger = logging.getLogger("gossamer")
-
-
-def set_rate(group: dict[str, Any], rate: float) -> None:
-    """Set the learning rate of a parameter group, in place where it is a tensor."""
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 class RateCheck:
@@ -91,7 +84,7 @@ def _on_cpu(rate: object) -> bool:
 
 
 class RateSource(Protocol):
-    """What `RecipeRates` needs of a manager."""
+    """The part of a manager that `RecipeRates` uses."""
 
     @property
     def step(self) -> int: ...
@@ -128,7 +121,7 @@ class RecipeRates:
             self._handles.append(self._optimizer.register_step_post_hook(self._after_step))
 
     def record(self) -> None:
-        """Record the present rates of the groups that the recipe controls by now."""
+        """Record the present rates of the groups that the recipe controls."""
         step = self._manager.step if self._starts else 0
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         controlled: set[int] = set()
@@ -138,9 +131,9 @@ class RecipeRates:
         self._rates = {index: float(groups[index]["lr"]) for index in controlled if index < len(groups)}
 
     def restore(self) -> None:
-        """Undo what a scheduler has written since."""
+        """Set the recorded rates again, after a scheduler has changed them."""
         for index, rate in self._rates.items():
-            set_rate(self._optimizer.param_groups[index], rate)
+            set_option(self._optimizer.param_groups[index], "lr", rate)
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -163,32 +156,32 @@ class RecipeRates:
 # optimizers and other objects that it holds are left alone.
 
 _PLAIN = (int, float, str, bool, type(None), Tensor)
-"""What a state may hold."""
+"""The types of values in a saved state."""
 _VALUES = (Number, str, type(None), Enum)
 _DICTS = (dict, Counter, OrderedDict, defaultdict)
 _LISTS = (list, tuple, deque, set)
-_LEFT = object()
-"""Stands for an attribute that is neither noted nor put back."""
+_IGNORED = object()
+"""Marks an attribute that is not restored."""
 _CYCLED = ("momentum", "betas")
-"""What a scheduler that cycles momentum sets besides the learning rate."""
+"""The options that a scheduler with `cycle_momentum` sets besides the learning rate."""
 
-# Of torch's schedulers, where a state decides less than any number would:
+# Attributes of torch's schedulers whose saved values are restricted:
 _COUNTS = ("last_epoch", "_step_count")
-"""Whole numbers from −1 on."""
+"""Integers, at least −1."""
 _DIVISORS = ("T_max", "T_0", "T_i", "T_mult", "step_size", "total_iters", "total_size", "step_ratio")
-"""More than 0, because schedulers divide by them."""
+"""Positive, because schedulers divide by them."""
 _ENDLESS = ("best", "mode_worse")
-"""Infinite until there is a first metric."""
+"""May be infinite, before the first metric."""
 _PER_GROUP = ("rates", "base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "_milestones")
-"""One for each parameter group, or for each scheduler inside but one; of another length they are not taken."""
+"""Lists with one entry per parameter group or nested scheduler; ignored if the length differs."""
 _DEPTH = 4
-"""Levels of containers that a scheduler of one's own may hold."""
+"""The nesting depth of containers in a custom scheduler's state."""
 _OWN = ("total_steps", "_schedule_phases")
-"""Phases of one cycle, which belong together; they stay those of the scheduler that was given."""
+"""Phases of OneCycleLR; not loaded from a state, because they must be consistent."""
 
 
 class Restart:
-    """A scheduler together with its state at iteration 0; `rates` overrides the learning rates to go back to."""
+    """A scheduler with its initial state; `rates` overrides the learning rates to restart from."""
 
     def __init__(self, scheduler: Any, rates: float | list[float] | None = None) -> None:
         optimizer = getattr(scheduler, "optimizer", None)
@@ -200,8 +193,8 @@ class Restart:
         self.scheduler = scheduler
         self.optimizer = optimizer
         self.due = False
-        """Whether it starts over before the next optimizer step."""
-        self._beginning = _snapshot(scheduler)
+        """Whether to restart before the next optimizer step."""
+        self._initial = _snapshot(scheduler)
         keys = ("lr", *_CYCLED) if _cycles_momentum(scheduler) else ("lr",)
         self._groups = [{key: deepcopy(g[key]) for key in keys if key in g} for g in optimizer.param_groups]
         if rates is not None:
@@ -213,66 +206,63 @@ class Restart:
 
     @property
     def begun(self) -> bool:
-        """Whether the scheduler had made steps already when it was given."""
-        return int(self._beginning.get("last_epoch") or 0) > 0
+        """Whether the scheduler had already stepped when it was passed."""
+        return int(self._initial.get("last_epoch") or 0) > 0
 
     def _scale(self, rates: Sequence[float]) -> None:
-        """Begin as if the scheduler had been built on these rates: it scales from them, a warm-up from its share."""
+        """Scale the initial state as if the scheduler had been created with these base rates."""
         groups = self.optimizer.param_groups
         found: list[Any] = [group["lr"] for group in groups]
         bases = found
-        if _has_bases(self._beginning):
-            bases = _bases(self._beginning, [group.get("initial_lr", group["lr"]) for group in groups])
-        _rebase(self._beginning, bases, rates)
+        if _has_bases(self._initial):
+            bases = _bases(self._initial, [group.get("initial_lr", group["lr"]) for group in groups])
+        _rebase(self._initial, bases, rates)
         for own, group, lr, rate in zip(self._groups, groups, _scaled(found, bases, rates), rates, strict=True):
             own["lr"] = lr
             if "initial_lr" in group:
                 own["initial_lr"] = rate
 
     def __call__(self) -> None:
-        """Put the scheduler and its optimizer's learning rates back to iteration 0."""
+        """Reset the scheduler and its optimizer's learning rates to iteration 0."""
         self.due = False
-        _put_back(self.scheduler, self._beginning)
+        _restore(self.scheduler, self._initial)
         for group, values in zip(self.optimizer.param_groups, self._groups, strict=False):
             for key, value in values.items():
-                if isinstance(group.get(key), Tensor):
-                    group[key].fill_(float(value))
-                else:
-                    group[key] = deepcopy(value)
+                set_option(group, key, deepcopy(value))
 
     def state_dict(self) -> dict[str, Any]:
-        """The beginning as plain values."""
-        return {"scheduler": _plain(self._beginning), "groups": _plain(self._groups), "due": self.due}
+        """The initial state as plain values."""
+        return {"scheduler": _plain(self._initial), "groups": _plain(self._groups), "due": self.due}
 
     def parse_state(self, item: Item) -> RestartState:
-        """A beginning that fits the scheduler; what the state could not hold, or has more, stays as it was noted."""
+        """A saved initial state that fits the scheduler; missing values are taken from its own initial state."""
         fields = item.fields(["scheduler", "groups", "due"])
         due = fields["due"].flag()
-        beginning = _parsed(fields["scheduler"], self._beginning)
+        initial = _parsed(fields["scheduler"], self._initial)
         groups = fields["groups"].items()
         if len(groups) != len(self._groups):
-            groups = []  # Of an optimizer with other groups.
+            groups = []  # saved with other parameter groups
         return RestartState(
-            due, beginning, [_parsed(group, own) for group, own in zip(groups, self._groups, strict=False)]
+            due, initial, [_parsed(group, own) for group, own in zip(groups, self._groups, strict=False)]
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to a saved beginning from now on."""
-        self.take(self.parse_state(Item(state, "state.restart")))
+        """Use a saved initial state for restarts."""
+        self.replace(self.parse_state(Item(state, "state.restart")))
 
-    def take(self, state: RestartState) -> RestartState:
-        """Go back to this beginning from now on; returns the one that held before."""
-        before = RestartState(self.due, self._beginning, self._groups)
-        self.due, self._beginning, self._groups = state.due, state.beginning, state.groups or self._groups
+    def replace(self, state: RestartState) -> RestartState:
+        """Use this initial state for restarts; returns the previous one."""
+        before = RestartState(self.due, self._initial, self._groups)
+        self.due, self._initial, self._groups = state.due, state.initial, state.groups or self._groups
         return before
 
 
 @dataclass(frozen=True)
 class RestartState:
-    """A beginning to go back to, and whether the scheduler starts over before the next step."""
+    """The initial state of a scheduler, and whether it restarts before the next step."""
 
     due: bool
-    beginning: dict[str, Any]
+    initial: dict[str, Any]
     groups: list[dict[str, Any]]
 
 
@@ -281,7 +271,7 @@ def _attributes(scheduler: Any) -> dict[str, Any]:
 
 
 def _is_scheduler(value: object) -> bool:
-    if isinstance(value, torch.optim.Optimizer):  # one that wraps another has an `optimizer` and steps, too
+    if isinstance(value, torch.optim.Optimizer):  # a wrapper of another optimizer also has `optimizer` and `step`
         return False
     return callable(getattr(value, "step", None)) and isinstance(
         getattr(value, "optimizer", None), torch.optim.Optimizer
@@ -305,16 +295,16 @@ def _snapshot(scheduler: Any) -> dict[str, Any]:
         if parts := _parts(value):
             found[key] = [_snapshot(part) for part in parts]
         else:
-            found[key] = _copied(value) if _is_noted(value) else _LEFT
+            found[key] = _copied(value) if _is_restored(value) else _IGNORED
     return found
 
 
-def _is_noted(value: Any) -> bool:
-    """Plain values, and containers of them. Parameters are what is trained, and no place in a schedule."""
+def _is_restored(value: Any) -> bool:
+    """Whether an attribute is restored: plain values and containers of them, but not trainable tensors."""
     if type(value) in _DICTS:
-        return all(_is_noted(item) for item in cast(dict[Any, Any], value).values())
+        return all(_is_restored(item) for item in cast(dict[Any, Any], value).values())
     if type(value) in _LISTS:
-        return all(_is_noted(item) for item in cast(list[Any], value))
+        return all(_is_restored(item) for item in cast(list[Any], value))
     return not value.requires_grad if isinstance(value, Tensor) else isinstance(value, _VALUES)
 
 
@@ -338,58 +328,58 @@ def _like(held: Any, items: Iterable[Any]) -> Any:
     return type(held)(items)
 
 
-def _nested(beginning: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What was noted of the schedulers within."""
-    for value in beginning.values():
+def _nested(initial: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The initial states of nested schedulers."""
+    for value in initial.values():
         for part in cast(list[Any], value) if isinstance(value, list) else ():
             if isinstance(part, dict):
                 yield cast(dict[str, Any], part)
 
 
-def _has_bases(beginning: Mapping[str, Any]) -> bool:
-    return isinstance(beginning.get("base_lrs"), list) or any(_has_bases(part) for part in _nested(beginning))
+def _has_bases(initial: Mapping[str, Any]) -> bool:
+    return isinstance(initial.get("base_lrs"), list) or any(_has_bases(part) for part in _nested(initial))
 
 
-def _bases(beginning: Mapping[str, Any], otherwise: Sequence[Any]) -> Sequence[Any]:
-    own = beginning.get("base_lrs")
+def _bases(initial: Mapping[str, Any], otherwise: Sequence[Any]) -> Sequence[Any]:
+    own = initial.get("base_lrs")
     return cast(list[Any], own) if isinstance(own, list) else otherwise
 
 
-def _rebase(beginning: dict[str, Any], bases: Sequence[Any], rates: Sequence[float]) -> None:
-    """Let a scheduler and its parts scale from these rates; a part for an optimizer of other groups stays."""
-    bases = _bases(beginning, bases)
+def _rebase(initial: dict[str, Any], bases: Sequence[Any], rates: Sequence[float]) -> None:
+    """Scale a scheduler and its nested schedulers to these base rates, if the number of groups is the same."""
+    bases = _bases(initial, bases)
     for key in ("_last_lr", "base_lrs"):
-        held = beginning.get(key)
+        held = initial.get(key)
         if isinstance(held, list) and len(cast(list[Any], held)) == len(bases) == len(rates):
-            beginning[key] = _scaled(cast(list[Any], held), bases, rates)
-    for part in _nested(beginning):
+            initial[key] = _scaled(cast(list[Any], held), bases, rates)
+    for part in _nested(initial):
         _rebase(part, bases, rates)
 
 
 def _scaled(values: Sequence[Any], bases: Sequence[Any], rates: Sequence[float]) -> list[float]:
-    """Rates that stand to the new bases as the values stand to the old ones."""
+    """The values, scaled from the old base rates to the new ones."""
     return [
         rate if value == base or not base else rate * float(value) / float(base)
         for value, base, rate in zip(values, bases, rates, strict=True)
     ]
 
 
-def _put_back(scheduler: Any, beginning: Mapping[str, Any]) -> None:
+def _restore(scheduler: Any, initial: Mapping[str, Any]) -> None:
     for key in [
-        key for key, value in _attributes(scheduler).items() if key not in beginning and isinstance(value, _PLAIN)
+        key for key, value in _attributes(scheduler).items() if key not in initial and isinstance(value, _PLAIN)
     ]:
         delattr(scheduler, key)
-    for key, value in beginning.items():
+    for key, value in initial.items():
         parts = _parts(getattr(scheduler, key, None))
         if parts and isinstance(value, list):
             for part, held in zip(parts, cast(list[Any], value), strict=True):
-                _put_back(part, held)
-        elif value is not _LEFT:
+                _restore(part, held)
+        elif value is not _IGNORED:
             setattr(scheduler, key, _copied(value))
 
 
 def _plain(value: Any) -> Any:
-    """What a state may hold; entries of other kinds are left out."""
+    """A copy with plain values only; other entries are omitted."""
     if isinstance(value, Mapping):
         entries = cast(Mapping[Any, Any], value)
         return {key: _plain(item) for key, item in entries.items() if _is_plain(item)}
@@ -407,8 +397,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _parsed(item: Item, own: Any, key: str = "") -> Any:
-    """A saved value in the type of our own, which decides what is allowed; raises for any other."""
-    if own is _LEFT or own is None or item.value is None or isinstance(own, str) or key in _OWN:
+    """A saved value in the type of the scheduler's own value; raises if it does not fit."""
+    if own is _IGNORED or own is None or item.value is None or isinstance(own, str) or key in _OWN:
         return own
     if type(own) is dict:
         held, given = cast(dict[str, Any], own), item.entries()
@@ -430,7 +420,7 @@ def _parsed(item: Item, own: Any, key: str = "") -> Any:
 
 
 def _plain_item(item: Item, kind: type, depth: int = 0) -> Item:
-    """The item, when it is a container of this kind that holds numbers, text and containers, some levels deep."""
+    """The item, if it is a container of this kind with numbers, strings and nested containers; raises otherwise."""
     if not isinstance(item.value, kind) or depth == _DEPTH:
         raise item.error(f"a {kind.__name__} of plain values")
     held = cast(dict[Any, Any] | list[Any], item.value)

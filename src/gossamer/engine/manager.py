@@ -1,8 +1,4 @@
-"""The manager: attaches a recipe to a model and an optimizer, and keeps time.
-
-This is the public face of `run.py`; SparseML's names for the same things are
-in `gossamer.sparseml`.
-"""
+"""The manager: the public interface for attaching a recipe to a model and an optimizer."""
 
 from __future__ import annotations
 
@@ -20,26 +16,27 @@ from torch.amp.grad_scaler import GradScaler
 from gossamer.engine.completion import Completion, warn_of_regrowth, watch
 from gossamer.engine.distillation import distillation_for
 from gossamer.engine.learning_rate import Restart
-from gossamer.engine.optimizer import check_scaler, counting_scaler
+from gossamer.engine.optimizer import counting_scaler
 from gossamer.engine.run import Logger, TrainingRun, is_driven, logger
 from gossamer.engine.state import RunState
 from gossamer.engine.targets import final_shares, planned_shares, targets
 from gossamer.engine.thinning import cut_to_state
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, Problem
 from gossamer.model import expect_model, has_parameter, unwrap, weight_of
 from gossamer.model.recalibration import checked_batches, has_running_statistics, recalibrate
 from gossamer.modifiers import Modifier
+from gossamer.modifiers.base import to_step
 from gossamer.quantities import MAX_EPOCHS, MAX_STEPS_PER_EPOCH, MIN_STEPS_PER_EPOCH
 from gossamer.quantization import is_emulated
 from gossamer.recipe import Recipe, load
 from gossamer.sparse import share_of_zeros
 
 _ONE_SHOT_STEPS = 1000
-"""Steps that an epoch counts in one-shot application, where nothing trains."""
+"""Steps per epoch in one-shot application, where nothing trains."""
 
 
 class Manager:
-    """A recipe, and the run it drives once `modify` was called.
+    """A recipe, and its training run after `modify`.
 
     >>> model = nn.Linear(8, 4)
     >>> manager = Manager("modifiers: [!ConstantPruningModifier {params: __ALL__}]")
@@ -56,7 +53,7 @@ class Manager:
         self._pending: RunState | None = None
         self._finished = False
 
-    # What the recipe says
+    # The recipe
 
     @property
     def recipe(self) -> str:
@@ -99,7 +96,7 @@ class Manager:
         return iter(self.modifiers)
 
     def phase(self, epoch: float) -> str:
-        """`quantization`, `pruning`, `fine-tuning` (after pruning) or `training`, the first that holds."""
+        """`quantization`, `pruning`, `fine-tuning` (after pruning) or `training`: the first that applies."""
         if self.qat_active(epoch):
             return "quantization"
         gradual = [m for m in self.pruning_modifiers if m.end_epoch != -1]
@@ -137,36 +134,32 @@ class Manager:
         lr_scheduler: Any = None,
         accumulation_steps: int = 1,
     ) -> Any:
-        """Attach the recipe: from now on the optimizer's own steps drive it.
+        """Attach the recipe: from now on the optimizer's steps drive it. Changes nothing if it raises.
 
-        Returns the optimizer, or, when a GradScaler was given, a scaler to
-        use in its place (so that steps which overflow count). `epoch` enters
-        the run in the middle. `example_inputs` (a tensor, or a tuple or dict of
-        arguments for the model) is what the model is followed with, to permute
-        channels and to find filters that belong together; without it common
-        shapes are tried. `lr_scheduler` is what
-        `LevelPruningModifier` starts over. `distillation_teacher` is a module;
-        None or "self" for a frozen copy of the model as it is now; "disable" or
-        False for none. `accumulation_steps` is the number by which each loss is
-        divided when gradients of several batches are added up. Nothing is
-        touched when this raises.
+        Returns the optimizer or, if a GradScaler was given, a scaler to use in its place, so that skipped steps count.
+        `epoch` starts the run at a later epoch. `example_inputs` (a tensor, or a tuple or dict of arguments) is used to
+        trace the model, to permute channels and to find coupled filters; without it common shapes are tried.
+        `LevelPruningModifier` restarts `lr_scheduler`. `distillation_teacher` is a module; None or "self" for a frozen
+        copy of the model as it is now; "disable" or False for none. `accumulation_steps` is the number by which each
+        loss is divided when gradients of several batches are accumulated.
         """
         if wrap_optim is not None and scaler is not None and wrap_optim is not scaler:
-            raise GossamerError("wrap_optim and scaler mean the same, and two were given; give the one that you use")
+            raise GossamerError("wrap_optim and scaler are two names for one argument; pass only one of them")
         scaler = wrap_optim if wrap_optim is not None else scaler
         self._check(module, optimizer, steps_per_epoch, allow_parallel_module, scaler)
-        check_scaler(scaler, self.recipe_object, float(steps_per_epoch))
+        if scaler is not None and scaler.is_enabled():
+            self._check_quantization_start(float(steps_per_epoch))
         batches: Any = accumulation_steps
         if isinstance(batches, bool) or not isinstance(batches, Integral) or batches < 1:
             raise GossamerError(f"accumulation_steps: expected the number of batches in a step, found {batches!r}")
         if epoch is not None and not (isinstance(epoch, Real) and abs(epoch) <= MAX_EPOCHS):
-            raise GossamerError(f"epoch: expected the epoch at which to enter the run, found {epoch!r}")
+            raise GossamerError(f"epoch: expected the epoch at which to start the run, found {epoch!r}")
         for warning in self.recipe_object.warnings:
             logger.warning("%s", warning)
         if calibration_data is not None and not any(
             m.recalibrates or m.family == "quantization" for m in self.modifiers
         ):
-            logger.warning("calibration_data has no effect: the recipe holds no modifier that uses it")
+            logger.warning("calibration_data has no effect: no modifier of the recipe uses it")
         steps = float(steps_per_epoch)
         restart = None if lr_scheduler is None else Restart(lr_scheduler)
         run = TrainingRun(
@@ -186,15 +179,15 @@ class Manager:
         run.bind()
         if restart is not None and restart.begun and self._pending is None:
             logger.warning(
-                "lr_scheduler had made steps when it was given: levels will start over from there; "
+                "lr_scheduler has already stepped: levels will restart it from there; "
                 "pass it before loading its state, or load the manager's state too"
             )
         if is_driven(optimizer):
-            logger.warning("a recipe drives this optimizer already, and both will act; finalize() its manager first")
+            logger.warning("another recipe is attached to this optimizer; call finalize() of its manager first")
         if self._pending is None and is_emulated(module):
             logger.warning(
-                "the model goes on to compute in the integers that an earlier run emulates; "
-                "gossamer.quantization.withdraw(model) ends that"
+                "the model still emulates the quantization of an earlier run; "
+                "call gossamer.quantization.withdraw(model) to end that"
             )
         if self._pending is None:
             run.begin(round(max(epoch or 0.0, 0.0) * steps_per_epoch))
@@ -208,18 +201,15 @@ class Manager:
         if self.report_when_dropped:
             watch(self, run, self._completion)
         if scaler is None:
-            logger.info(
-                "time is counted in performed optimizer steps; with a GradScaler, pass scaler= to count skipped ones"
-            )
+            logger.info("counting optimizer steps; with a GradScaler, pass scaler= to count the steps that it skips")
             return optimizer
         return counting_scaler(scaler, run)
 
     def finalize(self, module: nn.Module | None = None, *, warn: bool = True) -> None:
-        """End the run: the optimizer is free again, the zeros stay in the weights.
+        """End the run: the hooks on the optimizer are removed, and the zeros stay in the weights.
 
-        Warns when the recipe was not carried out to its end; `warn=False` is for a run that you stop on purpose. If
-        the optimizer that `modify` was given never stepped, the weights were trained without masks and are left as they
-        are.
+        Warns if the recipe was not completed, unless `warn=False`. If the optimizer that was passed to `modify` never
+        stepped, the weights were trained without masks and are left unchanged.
         """
         run, completion = self._attached(), self._completion
         regrown = completion is not None and completion.regrown()
@@ -244,12 +234,12 @@ class Manager:
         example_inputs: Any = None,
         calibration_data: Iterable[Any] | None = None,
     ) -> None:
-        """One shot: bring a model to where the recipe has it at `epoch`, without training.
+        """One-shot application: bring a model to its state at `epoch` of the recipe, without training.
 
-        With `calibration_data`, batches in the forms that `gossamer.recalibrate` takes, of which the first 100 are
-        read, the statistics of batch norm are estimated again for the pruned weights; quantization that starts after
-        epoch 0 takes its ranges from the result. Data on which the model does not run is refused before anything
-        changes. Warns when a model with batch norm is pruned without data.
+        With `calibration_data`, batches as for `gossamer.recalibrate`, of which the first 100 are read, the statistics
+        of batch norm are recalibrated for the pruned weights; quantization that starts after epoch 0 takes its ranges
+        from the result. Data that the model does not accept raises before anything changes. Warns if a model with batch
+        norm is pruned without data.
         """
         self._check_free()
         expect_model(module, "model")
@@ -287,9 +277,9 @@ class Manager:
             self._run = run
 
     def apply_structure(self, module: nn.Module, epoch: float = math.inf) -> None:
-        """Only what changes which modules the model has, as before loading weights that were saved at `epoch`.
+        """Apply only the modifiers that change the modules of the model, before loading weights saved at `epoch`.
 
-        What LayerThinningModifier removed is known from the state: call `load_state_dict` first.
+        The filters that LayerThinningModifier removed are in the state: call `load_state_dict` first.
         """
         state = self._pending if self._run is None else RunState.parse(self._run.state_dict())
         if state is None and any(
@@ -325,12 +315,12 @@ class Manager:
         return self.loss(loss, student_outputs, student_inputs)
 
     def loss(self, loss: torch.Tensor, outputs: Any, inputs: Any = None) -> torch.Tensor:
-        """The loss to train on, with the teacher's part in the open: (1 − h) · loss + h · T² · KL, and layer by layer.
+        """The loss to train on, including distillation: (1 − h) · loss + h · T² · KL, and the losses of layers.
 
-        Without this call the teacher's part comes with the backward pass; with it, that stays out. `outputs` is what
-        the model returned. `inputs` (a tensor, or a tuple or mapping of the model's arguments) is needed only when
-        the model was not in training mode. With `accumulation_steps`, `loss` is divided by it already, and the
-        teacher's part is divided here. The same loss comes back when no distillation is active.
+        Without this call the distillation loss is added in the backward pass. `outputs` is what the model returned.
+        `inputs` (a tensor, or a tuple or mapping of arguments) is needed only if the model was not in training mode.
+        With `accumulation_steps`, `loss` must already be divided by it; the distillation loss is divided here. Returns
+        `loss` itself if no distillation is active.
         """
         return loss if self._run is None else self._run.loss(loss, outputs, inputs)
 
@@ -365,13 +355,13 @@ class Manager:
         """Zero the masked weights of another copy of the model, such as an average of it."""
         missing = self._attached().masks.apply_to_copy(module)
         if missing == set(self._attached().masks.names()) and missing:
-            raise GossamerError(f"apply_masks: this is no copy of the model: it has no parameter '{min(missing)}'")
+            raise GossamerError(f"apply_masks: not a copy of the model: it has no parameter '{min(missing)}'")
 
     def sparsity(self) -> dict[str, float]:
         """By pruned parameter: the share of its weights that are zero now; 0.0 for a parameter without elements.
 
-        Where a layer computes its weight (spectral norm, weight norm, `torch.nn.utils.prune`), the parameter is the
-        one that it computes it from, and the share that of the weight.
+        If a layer computes its weight (spectral norm, weight norm, `torch.nn.utils.prune`), the name is that of the
+        underlying parameter, and the share that of the computed weight.
         """
         run = self._attached()
         names = [name for name in run.pruned() if has_parameter(run.module, name)]
@@ -380,13 +370,13 @@ class Manager:
     def targets(self) -> dict[str, float]:
         """By parameter: the sparsity at the end of its pruning, where the recipe sets one for this parameter alone.
 
-        Parameters that share one threshold (`global_sparsity: true` and the like) are left out: their weights decide
-        how they divide it. `planned()` has the sparsity of all of them together.
+        Parameters that share one threshold, as with `global_sparsity: true`, are not included, because their shares
+        depend on the weights. `planned()` has the sparsity of all of them together.
         """
         return targets(self._attached().modifiers)
 
     def planned(self, step: int | None = None) -> dict[str, float]:
-        """By pruned parameter: the sparsity that the recipe's schedules ask for at a step, by default at the end.
+        """By pruned parameter: the scheduled sparsity at a step, by default at the end.
 
         Parameters that share one threshold have the sparsity of all of them together: only their mean,
         weighted by size, is the recipe's target. Under masks of filters or channels it is a share of those.
@@ -397,15 +387,15 @@ class Manager:
         return planned_shares(run.modifiers, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything the run needs to go on elsewhere; masks are packed to bits."""
+        """The state of the run, for resuming it; masks are packed to bits."""
         return self._attached().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Go on from a state: before `modify` (the cleanest way) or after it, before or after the weights are loaded.
+        """Resume from a state, before `modify` (recommended) or after it, before or after the weights are loaded.
 
-        Returns what did not match, for a recipe that was edited since, and logs it; before `modify` the model is
-        not known yet, and it is logged there. A state that is damaged, or made for another model, raises
-        `GossamerError`, here or in `modify`; run, model and optimizer are then as they were.
+        Returns and logs what does not match a recipe that was edited; before `modify`, which then logs it, the list is
+        empty. A state that is damaged or of another model raises `GossamerError`, here or in `modify`; run, model and
+        optimizer are then unchanged.
         """
         parsed = RunState.parse(state)
         if self._run is None:
@@ -418,11 +408,20 @@ class Manager:
 
     def _attached(self) -> TrainingRun:
         if self._run is None:
-            advice = "; its run is over: ask before finalize(), or" if self._finished else ";"
+            advice = "; its run has ended: call this before finalize(), or" if self._finished else ";"
             raise GossamerError(
                 f"the manager is not attached to a model{advice} call modify(model, optimizer, steps_per_epoch)"
             )
         return self._run
+
+    def _check_quantization_start(self, steps_per_epoch: float) -> None:
+        """Raise if quantization starts with the run, because mixed precision is off once it has started."""
+        for index, modifier in enumerate(self.modifiers):
+            if modifier.family == "quantization" and to_step(modifier.start_epoch, steps_per_epoch) == 0:
+                message = "starts with the run, so that mixed precision would never be in use"
+                location = self.recipe_object.location(index, "start_epoch")
+                fix = "drop the scaler, or start quantization later"
+                raise GossamerError(Problem(message, (modifier.name,), location, fix))
 
     def _check_free(self) -> None:
         if self._run is not None:

@@ -16,20 +16,16 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gossamer.errors import GossamerError, Problem
-from gossamer.modifiers.base import to_step
-from gossamer.recipe import Recipe
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 SETTINGS = {"learning_rate": "lr", "optimizer": "weight_decay"}
-"""What the modifiers of a family set in the optimizer's parameter groups."""
+"""By family of modifiers: the option of parameter groups that they set."""
 
 
 def settings(
     optimizer: torch.optim.Optimizer | None, families: Collection[str] = tuple(SETTINGS)
 ) -> list[dict[str, float]]:
-    """By parameter group: what modifiers of these families set."""
+    """By parameter group: the options that modifiers of these families set."""
     keys = [key for family, key in SETTINGS.items() if family in families]
     groups = optimizer.param_groups if optimizer is not None else []
     return [{key: float(group[key]) for key in keys if key in group} for group in groups]
@@ -40,12 +36,16 @@ def restore_settings(optimizer: torch.optim.Optimizer | None, saved: Sequence[Ma
     groups = optimizer.param_groups if optimizer is not None else []
     for group, values in zip(groups, saved, strict=False):
         for key, value in values.items():
-            if key not in group:  # The values are of an optimizer that had this setting.
-                continue
-            if isinstance(group[key], Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = value
+            if key in group:
+                set_option(group, key, value)
+
+
+def set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set an option of a parameter group, in place where it is a tensor."""
+    if isinstance(group.get(key), Tensor):
+        group[key].fill_(float(value))
+    else:
+        group[key] = value
 
 
 def with_gradients(
@@ -91,7 +91,7 @@ class StepWatch:
         self._before = weakref.WeakMethod(before)
         self._after = weakref.WeakMethod(after)
         self._trains: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
-        # torch keeps hooks for ever, so they refer to this object weakly.
+        # torch keeps global hooks alive, so they refer to this object weakly.
         pre, post = weakref.WeakMethod(self._pre), weakref.WeakMethod(self._post)
 
         def before_any(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Arguments | None:
@@ -181,17 +181,6 @@ def _goes_through(scaler: GradScaler | None, optimizer: torch.optim.Optimizer) -
         return True
     stages: dict[int, dict[str, Any]] = scaler._per_optimizer_states  # pyright: ignore[reportPrivateUsage]
     return id(optimizer) in stages and stages[id(optimizer)]["stage"] is not OptState.STEPPED
-
-
-def check_scaler(scaler: GradScaler | None, recipe: Recipe, steps_per_epoch: float) -> None:
-    """Raise when quantization starts with the run, which mixed precision excludes."""
-    if scaler is None or not scaler.is_enabled():
-        return
-    for index, modifier in enumerate(recipe.modifiers):
-        if modifier.family == "quantization" and to_step(modifier.start_epoch, steps_per_epoch) == 0:
-            message = "starts with the run, so that mixed precision would never be in use"
-            fix = "drop the scaler, or start quantization later"
-            raise GossamerError(Problem(message, (modifier.name,), recipe.location(index, "start_epoch"), fix))
 
 
 class StepCounter(Protocol):

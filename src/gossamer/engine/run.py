@@ -443,7 +443,7 @@ class TrainingRun:
                 self.masks.hold(own.index, name, keep, get_parameter(self.module, name))
         restore_settings(self.optimizer, resume.groups)
         if self.restart is not None and resume.restart is not None:
-            self.restart.take(resume.restart)
+            self.restart.replace(resume.restart)
         problems = list(resume.problems)
         if self.distillation is not None:
             messages = load_teacher_state(self.distillation.teacher, resume.teacher, self._distills(), self.module)

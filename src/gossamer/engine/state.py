@@ -1,8 +1,6 @@
-"""The state of a run as plain values: tensors, numbers, strings, lists, dicts.
+"""The state of a run as plain values: tensors, numbers, strings, lists and dicts, with masks packed to bits.
 
-Bool tensors are packed to bits. A state that is loaded is parsed in two steps: `RunState` is what can be checked
-without a model, and the run then parses the rest against its recipe and model, before it changes anything. Loading
-takes what still matches a recipe that was edited since, and names what does not.
+`RunState` parses what can be checked without a model; `resume.plan_resume` parses the rest against recipe and model.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class SavedParameter:
 
     shape: tuple[int, ...]
     zeros: int | None
-    """How many weights the modifier's mask removes; None without a mask."""
+    """The number of zeros in the modifier's mask; None without a mask."""
 
     @classmethod
     def parse(cls, item: Item) -> SavedParameter:
@@ -45,14 +43,14 @@ class SavedParameter:
 
 @dataclass(frozen=True)
 class ModifierState:
-    """What a state holds of one modifier; its values are parsed when the modifier and the model are known."""
+    """The saved state of one modifier; its values are parsed later, against the modifier and the model."""
 
     status: Status
     targets: list[str]
     state: Item
     masks: dict[str, Item]
     parameters: dict[str, SavedParameter] | None
-    """What the masks have to be like; tells damage from a model that was changed. None in states of old versions."""
+    """Shapes and zeros to check the masks against; None in states of old versions."""
 
     @classmethod
     def parse(cls, item: Item) -> ModifierState:
@@ -69,7 +67,7 @@ class ModifierState:
         return cls(status, targets, fields["state"], masks, parameters)
 
     def zeros(self, name: str) -> int | None:
-        """How many weights the mask of a parameter removes; None when the state does not say."""
+        """The number of zeros in the mask of a parameter; None if the state does not have it."""
         return None if self.parameters is None else self.parameters[name].zeros
 
 
@@ -87,7 +85,7 @@ def _check_masks(item: Item, masks: Mapping[str, Item], parameters: Mapping[str,
 
 @dataclass(frozen=True)
 class RunState:
-    """A state, as far as it can be checked without the run that it is loaded into."""
+    """A saved state, checked as far as possible without the run."""
 
     step: int
     steps_per_epoch: float
@@ -137,10 +135,10 @@ def _group(item: Item) -> dict[str, float]:
 def match_states(
     modifiers: Sequence[tuple[str, Sequence[str]]], saved: Mapping[str, Sequence[str]]
 ) -> list[str | None]:
-    """For each modifier (key and targets) of a recipe the key in the state (targets by key) that is its own, or None.
+    """For each modifier (key and targets) of a recipe: its key in the state (targets by key), or None.
 
-    An entry of the same class with the same targets is the modifier's, wherever it stood; failing that, the one
-    under the same key whose targets it shares.
+    Matches an entry of the same class with the same targets, at any position; otherwise one with the same key and a
+    common target.
 
     >>> match_states([("A.0", ["x"]), ("A.1", ["y"])], {"A.0": ["y"]})
     [None, 'A.0']

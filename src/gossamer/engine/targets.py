@@ -1,7 +1,6 @@
-"""How sparse a recipe makes each parameter, as far as its schedules say.
+"""The scheduled sparsity of each parameter, from the bound modifiers and the step alone.
 
-Pure functions of the attached modifiers and the step, independent of weights
-and masks. Under masks of filters or channels a sparsity is a share of those.
+Under masks of filters or channels a sparsity is a share of those.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ Share = Callable[[BoundModifier, Modifier, str, float], float | None]
 
 
 def targets(modifiers: Iterable[BoundModifier]) -> dict[str, float]:
-    """By parameter: the sparsity at the end, where the recipe sets one for this parameter alone."""
+    """By parameter: the final sparsity, if the recipe sets one for this parameter alone."""
     return _final(modifiers, lambda run, modifier, name, epoch: modifier.sparsity_of(run, name, epoch))
 
 
 def final_shares(modifiers: Iterable[BoundModifier]) -> dict[str, float]:
-    """By pruned parameter: the sparsity at the end; parameters under one threshold have that of all of them together.
+    """By pruned parameter: the final sparsity; parameters that share a threshold have the one of all of them together.
 
-    Of parameters that share a threshold, only the mean, weighted by size, is the recipe's target.
+    For these only the mean, weighted by size, is the recipe's target.
     """
     return _final(modifiers, _share)
 
@@ -41,10 +40,9 @@ def planned_shares(modifiers: Iterable[BoundModifier], step: int) -> dict[str, f
 
 
 def kept_shares(modifiers: Iterable[BoundModifier]) -> list[tuple[list[str], float]]:
-    """The sparsities that a model has when the recipe is over, of one parameter or of those that share a threshold.
+    """The sparsities after the recipe has ended, of one parameter or of those that share a threshold.
 
-    Only where one modifier alone decides: parameters that several prune are left out, as are patterns that prune whole
-    blocks, filters or channels.
+    Does not include parameters that several modifiers prune, and patterns of whole blocks, filters or channels.
     """
     own, found = list(modifiers), list[tuple[list[str], float]]()
     alone, pruning = targets(own), _pruning(own)
@@ -62,7 +60,7 @@ def kept_shares(modifiers: Iterable[BoundModifier]) -> list[tuple[list[str], flo
 
 
 def _epoch(bound: BoundModifier, modifier: Modifier, step: int) -> float:
-    """The epoch of a step; from the rounded steps of start and end on, at least the epochs of these."""
+    """The epoch of a step, at least the modifier's start or end epoch from the (rounded) step of it on."""
     timing, epoch = bound.timing, step / bound.clock.steps_per_epoch
     if timing.end is not None and step >= timing.end:
         return max(epoch, modifier.end_epoch)

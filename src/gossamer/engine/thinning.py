@@ -1,7 +1,6 @@
-"""Removing filters from a model that trains, with the optimizer's state, the masks and the modifiers' state.
+"""Removing filters during training from the model, the optimizer's state, the masks and the modifiers' state.
 
-What was removed is kept in the modifier's state, so that a newly built model can be cut in the same way before weights
-are loaded into it. `model.thin` determines what can be removed.
+Each removal is recorded in the modifier's state, so that a newly built model can be cut before weights are loaded.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gossamer")
 
 CUTS = "cuts"
-"""The key of what was removed, in the state of the modifier that did."""
+"""The key of the removals in the state of the modifier."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def thin_run(run: TrainingRun, own: BoundModifier, names: Collection[str]) -> None:
-    """Remove filters of these weights that are entirely zero, from the model and all that belongs to it."""
+    """Remove filters of these weights that are entirely zero."""
     from gossamer.model.permute import unordered_state
     from gossamer.model.thin import thin
 
@@ -103,12 +102,9 @@ def _like(name: str, value: Any, cuts: Cuts, shape: tuple[int, ...]) -> Any:
     return value
 
 
-# A model that was built again
-
-
 @dataclass(frozen=True)
 class Removal:
-    """One removal that a state knows of: which positions stay, and the shapes before."""
+    """One recorded removal: the kept positions, and the shapes before."""
 
     cuts: Cuts
     shapes: Shapes
@@ -141,7 +137,7 @@ def _positions(item: Item, shape: tuple[int, ...]) -> dict[int, Tensor]:
 
 
 def removals(state: RunState) -> list[Removal]:
-    """Every removal that a state knows of, in order."""
+    """All removals in a state, in order."""
     found: list[Removal] = []
     for entry in state.modifiers.values():
         held = entry.state.entries()
@@ -160,13 +156,13 @@ def cut_to_state(
     optimizer: torch.optim.Optimizer | None = None,
     example_inputs: Any = None,
 ) -> None:
-    """Cut a model as the state of a run says; one that has been cut so is left alone. All of it or nothing."""
+    """Apply the removals in a state to a model, unless it has been cut already. All of them or none."""
     sizes = {name: tuple(tensor.shape) for name, tensor in named_state(module) if not is_lazy(tensor)}
     apply_removals(module, due_removals(module, state, sizes, example_inputs), optimizer)
 
 
 def apply_removals(module: nn.Module, due: Sequence[Removal], optimizer: torch.optim.Optimizer | None) -> None:
-    """Cut a model and what an optimizer keeps for it; `due_removals` has checked that they fit."""
+    """Cut a model and its optimizer state; `due_removals` has checked that they fit."""
     for removal in due:
         removal.cuts.apply(module)
         for name, shape in removal.shapes.items():
@@ -187,12 +183,12 @@ def due_removals(module: nn.Module, state: RunState, sizes: Shapes, example_inpu
             held = f"has shape {sizes[name]}" if name in sizes else "is not in the model"
             raise GossamerError(
                 f"state: '{name}' {held}, and was thinned from {shape} to {last[name]}; "
-                "load the state into a model that is built as the run's was"
+                "load the state into a model with the run's original architecture"
             )
-    replaced_layers = any(
+    has_replaced_layers = any(
         entry.status == "active" and "layers" in entry.state.entries() for entry in state.modifiers.values()
     )
-    if not replaced_layers and (odd := incoherent(module, _together(found), example_inputs)) is not None:
+    if not has_replaced_layers and (odd := incoherent(module, _together(found), example_inputs)) is not None:
         raise GossamerError(f"state: '{odd}' was not thinned as the layers around it; save the state again")
     return found
 
@@ -234,7 +230,7 @@ def _together(found: Iterable[Removal]) -> Cuts:
 
 
 def removal_conflicts(modifiers: Sequence[BoundModifier]) -> list[tuple[BoundModifier, ModifierError]]:
-    """Removals that fall into a gradual pruning, whose shares would then count from what is left."""
+    """Removals during gradual pruning, whose sparsity would then count from the remaining filters."""
     found: list[tuple[BoundModifier, ModifierError]] = []
     for own in modifiers:
         for other in modifiers if own.modifier.removal_epochs else ():
@@ -244,7 +240,7 @@ def removal_conflicts(modifiers: Sequence[BoundModifier]) -> list[tuple[BoundMod
             for epoch in own.modifier.removal_epochs:
                 if timing.start <= to_step(epoch, own.clock.steps_per_epoch) < timing.end:
                     when = f"removes filters at epoch {max(epoch, 0.0):g}, while {pruning.name} prunes until epoch"
-                    why = f"{when} {pruning.end_epoch:g} and its shares would count from what is left; start later"
+                    why = f"{when} {pruning.end_epoch:g}, whose sparsity would count from the rest; start later"
                     found.append((own, ModifierError(why, "start_epoch")))
                     break
     return found
