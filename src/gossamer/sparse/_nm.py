@@ -41,7 +41,7 @@ _CHUNK = 1 << 16
 
 
 def has_kernel(scores: torch.Tensor) -> bool:
-    """Whether kernels are the way to this tensor's masks."""
+    """Whether a kernel computes the masks of this tensor: it is on the CPU, in a float dtype, and large."""
     floats = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
     return scores.device.type == "cpu" and scores.dtype in floats and scores.numel() >= _FROM
 

@@ -149,7 +149,7 @@ class Channels:
         return factor
 
     def fix(self, factor: Factor, dims: Sequence[int], why: str) -> None:
-        """Channels stay where they are along `dims`: all of them in place, or some within a part of the tensor."""
+        """State that channels do not move along `dims`; other dimensions of the factor may still move."""
         axes = [factor.dims.index(dim) for dim in dims]
         if not axes or not factor.atoms.size:
             return
@@ -167,11 +167,11 @@ class Channels:
             self.fix(factor, factor.dims, why)
 
     def count(self, factor: Factor, why: str) -> None:
-        """How many channels there are matters, though not their order: none can be left out, not even of zeros."""
+        """State that the number of channels matters, though not their order: none can be removed, not even zeros."""
         self._counts.append((why, factor.atoms.reshape(-1)))
 
     def unify(self, a: Factor, b: Factor, why: str) -> None:
-        """Both hold the same channels, position by position; contradictions fix the channels in question.
+        """State that both hold the same channels, position by position; contradictions fix the channels in question.
 
         The copies of one may differ from those of the other, by the same at every position: the halves of a tensor
         that are multiplied with each other hold two copies of the same channels.
@@ -559,25 +559,25 @@ class Tensors:
     # What the network is made of
 
     def add_leaf(self, name: str, tensor: Tensor) -> None:
-        """A tensor that stands for a parameter or buffer, whose channels are named when it is first used."""
+        """Add a stand-in for a parameter or buffer; it gets channels when it is first used."""
         self._leaf_names[tensor] = name
         self._memory[tensor] = storage_of(tensor)
 
     def add_input(self, tensor: Tensor, origin: str) -> None:
-        """A tensor that comes from outside."""
+        """Add an input of the network."""
         self._origins[tensor] = origin
 
     def hold_leaf(self, name: str, why: str) -> None:
-        """A parameter or buffer is held in place, whatever it is used for."""
+        """Fix a parameter or buffer, independent of how it is used."""
         self._held.setdefault(name, why)
 
     def hold_leaves(self) -> None:
-        """Hold them, when all operations have been observed."""
+        """Fix the parameters and buffers of `hold_leaf`; call it after all operations."""
         for name, why in self._held.items():
             self.channels.fix_all(self.leaves.get(name, ()), why)
 
     def hold_remaining(self, why: str, output: Any) -> None:
-        """Whatever still exists after a run is held in place: it is in the output, or the model keeps it."""
+        """Fix all tensors that still exist after a run: they are in the output, or the model keeps them."""
         returned = {id(tensor) for tensor in pytree.tree_leaves(output)}
         if any(id(tensor) not in returned for tensor in self._remaining()):
             gc.collect()  # reference cycles
@@ -669,7 +669,7 @@ class Tensors:
         return self._origins.get(tensor) or UNREGISTERED
 
     def inherit(self, outputs: Iterable[Tensor], inputs: Iterable[Tensor], otherwise: str) -> None:
-        """Results come from where their arguments without channels come from."""
+        """Give results the origin of their arguments without channels."""
         origin = next((self._origins[tensor] for tensor in inputs if tensor in self._origins), otherwise)
         for tensor in outputs:
             if tensor not in self._origins:
@@ -685,7 +685,7 @@ class Tensors:
         return tensor in self._neutral and storage_of(tensor) not in self._written
 
     def mark_written(self, tensor: Tensor) -> None:
-        """Something was written into a tensor: views of its memory are no longer the same everywhere."""
+        """Note an in-place write: the tensor and its views are no longer the same everywhere."""
         self._storages.append(tensor.untyped_storage())
         self._written.add(storage_of(tensor))
 
@@ -751,7 +751,7 @@ class Call:
         return tuple(factor for factor in layout if not chosen & set(factor.dims))
 
     def join(self, operands: Sequence[Operand], shape: Shape) -> Layout:
-        """The operands meet element by element."""
+        """The layout of an element-wise operation on the operands."""
         return self.layouts.combined(operands, shape, f"{self.title} combines different channels")
 
 

@@ -123,7 +123,7 @@ def _origin(call: Call, inputs: list[Tensor]) -> str:
 def _observe_untracked(
     tensors: Tensors, inputs: Sequence[Tensor], outputs: Sequence[Tensor], writes: bool, even: bool
 ) -> None:
-    """Nothing moves here; but constants stay constants only while they are filled evenly and as a whole."""
+    """Without channels, only track constants: they stay constant if they are filled evenly and as a whole."""
     neutral = even and all(tensors.is_neutral(tensor) for tensor in inputs)
     if writes:
         for tensor in inputs:
@@ -164,12 +164,12 @@ def _linear(call: Call) -> Layout:
 
 
 def _entering(call: Call, key: str) -> Operand:
-    """What a weight is applied to."""
+    """The operand that a weight is applied to."""
     return call.tensors.operand(call[key], "its input is")
 
 
 def _product(call: Call, left: Operand, right: Operand) -> Layout:
-    """Matrices, or stacks of them, are multiplied: what is summed over must agree."""
+    """Multiply matrices, or stacks of them: both sides must have the same order along the dimension summed over."""
     ndim = len(left.shape)
     stacked, row, col = list(range(ndim - 2)), ndim - 2, ndim - 1
     result: list[Factor] = []
@@ -421,7 +421,7 @@ def _pointwise(call: Call) -> Layout | None:
 
 
 def _in_place(call: Call) -> Layout | None:
-    """The tensor written to cannot take on channels that it has not: there may be views of it."""
+    """The target keeps its own channels, because views of it may exist."""
     target = call.get("self")
     if not isinstance(target, Tensor):
         return None
@@ -613,7 +613,7 @@ def _split(call: Call) -> list[Layout]:
     return pieces
 
 
-# Places and repetitions
+# Order and repetition
 
 
 def _flip(call: Call) -> Layout:
@@ -668,7 +668,7 @@ def _channel_shuffle(call: Call) -> Layout:
     return call.layouts.gathered(call.layout("self"), 1, order)
 
 
-# Joints
+# Joining
 
 
 def _cat(call: Call) -> Layout:
