@@ -197,9 +197,9 @@ def load_model(
     by_name = not path.is_dir() and path.suffix not in (*CONFIGS, *PROGRAMS, *WEIGHTS) and data is None and not sets
     if num_classes is not None and not by_name:
         origin = argument if data is None else data
-        raise GossamerError(f"--num-classes: {origin} defines the number of classes; remove the option")
+        raise GossamerError(f"{origin} defines the number of classes; remove the option", "--num-classes")
     if num_classes is not None and num_classes < 1:
-        raise GossamerError(f"--num-classes: expected a positive number, found {num_classes}")
+        raise GossamerError(f"expected a positive number, found {num_classes}", "--num-classes")
     if path.is_dir() or path.suffix in CONFIGS:
         loaded = _of_run(argument, weights, data, sets, imports)
     elif path.suffix in PROGRAMS:
@@ -388,7 +388,7 @@ def _with_shape(loaded: LoadedModel, text: str) -> LoadedModel:
     except ValueError:
         sizes = []
     if not sizes or min(sizes) < 1:
-        raise GossamerError(f"--input: expected a shape such as 1,3,224,224, found '{text}'")
+        raise GossamerError(f"expected a shape such as 1,3,224,224, found '{text}'", "--input")
     guess = next((guess for guess in guess_inputs(loaded.model)), None)
     dtype = guess.dtype if isinstance(guess, Tensor) else torch.float32
     return replace(loaded, given=as_example(loaded.model, _noise(torch.empty(sizes, dtype=dtype))))

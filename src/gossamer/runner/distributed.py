@@ -82,9 +82,9 @@ def deterministic(enabled: bool) -> Generator[None]:
 def launch(nproc: int, arguments: Sequence[str]) -> int:
     """Run `gossamer` with these arguments in several processes on this machine. Returns the exit code."""
     if nproc < 1:
-        raise GossamerError(f"--nproc: expected a number of processes from 1 on, found {nproc}")
+        raise GossamerError(f"expected a number of processes from 1 on, found {nproc}", "--nproc")
     if "WORLD_SIZE" in os.environ:
-        raise GossamerError("--nproc: torchrun has already started several processes; remove --nproc")
+        raise GossamerError("torchrun has already started several processes; remove --nproc", "--nproc")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     environment = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // nproc, 1)), **os.environ}
     process = subprocess.Popen([*command, "-m", "gossamer", *arguments], env=environment)
@@ -213,12 +213,12 @@ def _device(name: str, local_rank: int, world_size: int) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise GossamerError(f"runtime.device: unknown device '{name}'; use auto, cpu or cuda") from None
+        raise GossamerError(f"unknown device '{name}'; use auto, cpu or cuda", "runtime", "device") from None
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise GossamerError(f"runtime.device: '{name}' is not available; use auto or cpu")
+            raise GossamerError(f"'{name}' is not available; use auto or cpu", "runtime", "device")
         if ":" in name and world_size > 1:
-            raise GossamerError(f"runtime.device: '{name}' is one device for {world_size} processes; use cuda")
+            raise GossamerError(f"'{name}' is one device for {world_size} processes; use cuda", "runtime", "device")
         device = torch.device("cuda", local_rank if ":" not in name else device.index)
         torch.cuda.set_device(device)
     return device

@@ -74,14 +74,14 @@ def build_task(config: Config, model: nn.Module, num_classes: int, classes: Sequ
     """The task of a run; `classes` are the class names of the data, if known."""
     if classes is not None and len(classes) > num_classes:
         raise GossamerError(
-            f"num_classes: the config has {num_classes} classes, but the data has {len(classes)}; "
-            f"set 'num_classes: {len(classes)}'"
+            f"the config has {num_classes} classes, but the data has {len(classes)}; set 'num_classes: {len(classes)}'",
+            "num_classes",
         )
     kind = config.task or ("detection" if is_detector(model) else "classification")
     if kind == "classification":
         return Classification(num_classes, config.trainer.label_smoothing)
     if config.trainer.label_smoothing:
-        raise GossamerError("trainer.label_smoothing: not supported for detection; remove it")
+        raise GossamerError("not supported for detection; remove it", "trainer", "label_smoothing")
     return ObjectDetection(num_classes)
 
 
@@ -130,13 +130,15 @@ def logits_of(output: Any, num_classes: int) -> Tensor:
     logits: Any = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise GossamerError(
-            f"net: expected the model to return a tensor (images, classes) or an object with .logits, "
-            f"found {type(output).__name__}"
+            f"expected the model to return a tensor (images, classes) or an object with .logits, "
+            f"found {type(output).__name__}",
+            "net",
         )
     if logits.dim() != 2 or logits.shape[1] != num_classes:
         raise GossamerError(
-            f"num_classes: the model returns logits of shape {tuple(logits.shape)} for {num_classes} classes; "
-            "its last layer must have one output for each class"
+            f"the model returns logits of shape {tuple(logits.shape)} for {num_classes} classes; "
+            "its last layer must have one output for each class",
+            "num_classes",
         )
     return logits
 
@@ -160,7 +162,7 @@ class ObjectDetection(Task):
         losses: Any = model(list(batch.images), targets)
         if not isinstance(losses, Mapping) or not losses:
             returned = type(cast(object, losses)).__name__
-            raise GossamerError(f"net: expected a dict of losses from the detector in training, found {returned}")
+            raise GossamerError(f"expected a dict of losses from the detector in training, found {returned}", "net")
         return dict(cast(Mapping[str, Tensor], losses))
 
     def evaluator(self) -> BoxPrecision:
@@ -172,7 +174,7 @@ class ObjectDetection(Task):
             output: Any = model(list(images))
         if not isinstance(output, list) or not all(_is_detection(entry) for entry in cast(list[Any], output)):
             raise GossamerError(
-                "net: expected a list of dicts of boxes, labels and scores from the detector in evaluation"
+                "expected a list of dicts of boxes, labels and scores from the detector in evaluation", "net"
             )
         detections = [_foreground(entry) for entry in cast(list[Detection], output)]
         if detections:
@@ -186,8 +188,9 @@ class ObjectDetection(Task):
         if labels.numel() and not 1 <= int(labels.min()) <= int(labels.max()) <= self.num_classes:
             bad = int(labels.max()) if int(labels.max()) > self.num_classes else int(labels.min())
             raise GossamerError(
-                f"num_classes: a box has class {bad}, but classes are 1 to {self.num_classes}; num_classes must match "
-                "the data and the model, and does not count the background"
+                f"a box has class {bad}, but classes are 1 to {self.num_classes}; num_classes must match "
+                "the data and the model, and does not count the background",
+                "num_classes",
             )
 
 
@@ -244,7 +247,7 @@ class Accuracy(Evaluator):
         own: list[int] = [0, 0, 0] if self._counts is None else [int(count) for count in self._counts]
         top1, top5, total = (sum(column) for column in zip(*all_gather(own), strict=True))
         if not total:
-            raise GossamerError("dataset.test: none of the images can be read")
+            raise GossamerError("none of the images can be read", "dataset", "test")
         metrics = {"top1": 100.0 * top1 / total}
         return {**metrics, "top5": 100.0 * top5 / total} if self._num_classes > 5 else metrics
 
@@ -269,7 +272,7 @@ class BoxPrecision(Evaluator):
         # Sorted by image, so that ties in scores rank the same for every world size.
         results = sorted((entry for own in all_gather(self._results) for entry in own), key=lambda entry: entry[0])
         if not results:
-            raise GossamerError("dataset.test: none of the images can be read")
+            raise GossamerError("none of the images can be read", "dataset", "test")
         metric = MeanAveragePrecision(backend="faster_coco_eval", sync_on_compute=False)
         metric.warn_on_many_detections = False
         metric.update([detection for _, detection, _ in results], [truth for _, _, truth in results])

@@ -657,7 +657,7 @@ class Trainer:
         for index in range(len(data)):
             with suppress(ImageFileError):
                 return data[index][0].unsqueeze(0).to(self.distributed.device)
-        raise GossamerError("dataset: none of its images can be read")
+        raise GossamerError("none of its images can be read", "dataset")
 
     # Helpers of building
 
@@ -666,7 +666,7 @@ class Trainer:
         if self.config.trainer.max_epoch is not None:
             return self.config.trainer.max_epoch
         if self._recipe is None:
-            raise GossamerError("trainer: give max_epoch or max_iter")
+            raise GossamerError("give max_epoch or max_iter", "trainer")
         if not self._recipe.epochs:
             assert self.config.sparsity is not None
             raise GossamerError(f"{self.config.sparsity.recipe}: has no end; give trainer.max_epoch or max_iter")
@@ -677,8 +677,10 @@ class Trainer:
         batches = self.train_batches.batches_per_epoch
         if batches < trainer.accumulate:
             raise GossamerError(
-                f"trainer.accumulate: an epoch has {batches} batches, fewer than the {trainer.accumulate} of one step; "
-                "lower accumulate or dataset.train.batch_size"
+                f"an epoch has {batches} batches, fewer than the {trainer.accumulate} of one step; "
+                "lower accumulate or dataset.train.batch_size",
+                "trainer",
+                "accumulate",
             )
         self.steps_per_epoch = batches // trainer.accumulate
         self.length = trainer.max_iter if trainer.max_iter is not None else self.epochs() * self.steps_per_epoch
@@ -723,8 +725,11 @@ class Trainer:
         if channels != first.in_channels:
             split = "train" if self.training else "test"
             raise GossamerError(
-                f"dataset.{split}.transforms: images have {channels} channels after the transforms, and "
-                f"{self.config.net.type} takes {first.in_channels}; remove Grayscale, or add RGB after it"
+                f"images have {channels} channels after the transforms, and "
+                f"{self.config.net.type} takes {first.in_channels}; remove Grayscale, or add RGB after it",
+                "dataset",
+                split,
+                "transforms",
             )
 
     def _move_model(self) -> None:

@@ -85,7 +85,7 @@ def trust_of(source: str | Path, folder: Path, imports: Sequence[str], named: It
     """For names in a run folder: code that this user trained there, and what the command line names."""
     for name in imports:
         if not _PACKAGE.fullmatch(name):
-            raise GossamerError(f"--import: expected a package or a module, as my_package.models, found {name!r}")
+            raise GossamerError(f"expected a package or a module, as my_package.models, found {name!r}", "--import")
     return Trust(False, frozenset(named) | remembered(folder), tuple(imports), str(source))
 
 

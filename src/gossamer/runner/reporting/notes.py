@@ -180,7 +180,7 @@ def _networks(runner: Runner, count: int) -> list[tuple[nn.Module, tuple[Any, ..
     assert data is not None
     images = data.read_batch([(0, index) for index in range(min(count, len(data)))], train=False).images
     if not isinstance(images, Tensor):
-        raise GossamerError("dataset: its first images cannot be read")
+        raise GossamerError("its first images cannot be read", "dataset")
     return [(model, (images.to(runner.distributed.device),))]
 
 
