@@ -109,7 +109,7 @@ def test_who_stops_using_the_scaler_trains_on_plain_losses(later: Any) -> None:
 
 def test_two_scalers_are_one_too_many() -> None:
     model, one = network(), torch.amp.GradScaler("cpu")
-    with pytest.raises(GossamerError, match="wrap_optim and scaler mean the same"):
+    with pytest.raises(GossamerError, match="wrap_optim and scaler are two names for one argument"):
         _optimizer = Manager(RECIPE).modify(model, sgd(model), 4, wrap_optim=one, scaler=torch.amp.GradScaler("cpu"))
     assert Manager(RECIPE).modify(model, sgd(model), 4, wrap_optim=one, scaler=one).get_scale() == one.get_scale()
 

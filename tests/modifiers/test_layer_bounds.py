@@ -62,7 +62,7 @@ def test_a_bound_for_a_weight_that_is_not_pruned_is_refused() -> None:
     model = network()
     text = recipe("GMPruningModifier", "global_sparsity: true, max_layer_sparsity: {0.9: [0.weight]}")
     manager = Manager(text.replace("__ALL_PRUNABLE__", "[3.weight, 7.weight]"))
-    with pytest.raises(GossamerError, match=r"max_layer_sparsity: '0\.weight' is none of the weights that are pruned"):
+    with pytest.raises(GossamerError, match=r"max_layer_sparsity: '0\.weight' is not pruned by this modifier"):
         manager.modify(model, sgd(model), STEPS_PER_EPOCH)
 
 
