@@ -145,7 +145,7 @@ def test_a_keyword_in_no_name_is_told_and_prunes_all(caplog: pytest.LogCaptureFi
 
 
 def test_excluding_everything_is_an_error() -> None:
-    with pytest.raises(GossamerError, match="excluded"):
+    with pytest.raises(GossamerError, match="excludes all"):
         prepared(levels(no_prune_keyword="conv,block,depth,weighted"), Stem())
 
 
