@@ -154,7 +154,7 @@ def test_a_target_out_of_reach_is_refused_with_what_can_be_reached() -> None:
 
 
 def test_nan_is_refused_by_name() -> None:
-    with pytest.raises(SparsityError, match="'bad': 1 of 2 scores are NaN"):
+    with pytest.raises(SparsityError, match="bad: 1 of 2 scores are NaN"):
         energy({"good": torch.rand(2), "bad": torch.tensor([1, math.nan])}, 0.5)
 
 

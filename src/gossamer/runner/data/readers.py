@@ -48,6 +48,7 @@ class KnownClasses:
 class DataProblems:
     """Problems in a dataset: the first one is raised, or all are counted by reason, as `on_error` says.
 
+    >>> from gossamer.errors import Location
     >>> problems = DataProblems(refuse=False)
     >>> problems.add("boxes without area, left out", Problem("annotation 7: no area", location=Location("a.json")))
     >>> problems.notes
