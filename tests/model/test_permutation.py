@@ -395,28 +395,6 @@ def test_a_cache_that_holds_real_tensors_does_no_harm():
     assert not isinstance(model(image()), FakeTensor)
 
 
-def test_an_object_with_slots_is_put_back():
-    class Counter:
-        __slots__ = ("calls", "last")
-
-        def __init__(self) -> None:
-            self.calls, self.last = 0, None
-
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.counter, self.a, self.b = Counter(), conv(8), conv()
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.counter.calls += 1
-            self.counter.last = self.a(x)
-            return self.b(self.counter.last)
-
-    model = randomised(Counting())
-    find(model, ["b.weight"], example_inputs=image())
-    assert (model.counter.calls, model.counter.last) == (0, None)
-
-
 def test_a_model_that_seeds_its_random_numbers_is_left_alone():
     class Seeding(nn.Module):
         def __init__(self) -> None:

@@ -63,12 +63,14 @@ def thin(
     >>> thin(net).removed
     {'0.weight': (32, 8), '2.weight': (16, 4)}
     """
-    module = _own(model)
+    if reason := spread_over_processes(model):
+        raise GossamerError(f"thin: {reason}; thin the model before it is wrapped")
+    module = unwrap(model)
     if name := next((name for name, parameter in named_parameters(module) if parameter.is_complex()), None):
         raise GossamerError(
             f"thin: '{name}' is complex, which is not supported; thin the real parts of the model alone"
         )
-    report = progress or _silent
+    report = progress or (lambda _, __: None)
     report("tracing", 0.0)
     coupling = couple(module, example_inputs, parts=True)
     graph = FilterGraph(module, coupling)
@@ -86,33 +88,16 @@ def thin(
         cuts.apply(module, {name: cuts.of(name, weight) for name, weight in changed.items()})
     report("", 1.0)
     after = {name: parameter.numel() for name, parameter in named_parameters(module)}
+    notes = [] if coupling.note is None else [coupling.note]
+    if idle := [name for name in before if name not in observed.used]:
+        notes.append(f"parameters that this example does not use stay ({', '.join(idle)}); give one that uses them")
     return Thinned(
         removed={name: (before[name], after[name]) for name in prunable(module) if after[name] != before[name]},
         kept=found.kept(accepted),
         parameters=(sum(before.values()), sum(after.values())),
-        note=_note(coupling.note, [name for name in before if name not in observed.used]),
+        note="; ".join(notes) or None,
         cuts=cuts,
     )
-
-
-def _note(parts: str | None, idle: Sequence[str]) -> str | None:
-    """A note about parts that were traced on their own, and about unused weights."""
-    if not idle:
-        return parts
-    more = f" and {len(idle) - 1} more parameter{'s' * (len(idle) > 2)} take" if len(idle) > 1 else " takes"
-    left = "are left as they are" if len(idle) > 1 else "is left as it is"
-    unused = f"'{idle[0]}'{more} no part in this example and {left}; give an example that uses "
-    return "; ".join(filter(None, (parts, unused + ("them" if len(idle) > 1 else "it"))))
-
-
-def _silent(label: str, share: float) -> None:
-    """Ignore progress."""
-
-
-def _own(model: nn.Module) -> nn.Module:
-    if reason := spread_over_processes(model):
-        raise GossamerError(f"thin: {reason}; thin the model before it is wrapped")
-    return unwrap(model)
 
 
 def _runner(module: nn.Module, example_inputs: Any) -> Runner:
