@@ -294,7 +294,8 @@ def test_searches_at_once_find_what_each_finds_alone(threads: Callable[[int], No
     for count in (1, 3):
         threads(count)
         shares: list[float] = []
-        found = search_each(matrices(*shapes), 2, 4, effort=0.02, progress=lambda _, share: shares.append(share))
+        note = shares.append
+        found = search_each(matrices(*shapes), 2, 4, effort=0.02, progress=lambda _, share, note=note: note(share))
         assert [(one.order.tolist(), one.kept) for one in found] == [(one.order.tolist(), one.kept) for one in alone]
         assert max(shares) == pytest.approx(1.0)
 
