@@ -126,7 +126,7 @@ class ASP:
         pruner.recompute, pruner.permute = allow_recompute_mask, allow_permutation and allowed
         leaves = _leaves_by_type(whitelist, custom_layer_dict or {})
         named = allowed_layer_names is not None or bool(custom_layer_dict)
-        tables = set[str]() if named else embedding_tables(owner)
+        tables = [] if named else embedding_tables(owner)
         pruner.skipped = left_dense(owner)
         for name, home in _select_weights(model, leaves, allowed_layer_names, disallowed_layer_names).items():
             reason = _reason_dense(owner, name, get_parameter(owner, name), pruner.calculator, name in tables)

@@ -12,7 +12,6 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from gossamer import GossamerError
 from gossamer.export import integer_operators, to_onnx
-from gossamer.quantization import withdraw
 from tests.loops import batch
 from tests.quantization.models import Residual
 from tests.quantization.watching import calibrated, emulated
@@ -91,14 +90,6 @@ def test_a_half_precision_model_is_refused_with_the_remedy(tmp_path: Path) -> No
     calibrated(model, INPUTS)
     with pytest.raises(GossamerError, match=r"bfloat16; pass model\.float\(\)"):
         to_onnx(model.bfloat16(), tmp_path / "model.onnx", INPUTS.bfloat16())
-
-
-def test_a_withdrawn_copy_keeps_nothing_of_the_emulation() -> None:
-    model = Residual()
-    calibrated(model, INPUTS)
-    copy = deepcopy(model)
-    withdraw(copy)
-    assert all(not any(name.startswith("_replicate") for name in layer.__dict__) for layer in copy.modules())
 
 
 @pytest.mark.parametrize("between", [torch.abs, lambda x: x - 0.5, lambda x: nn.functional.silu(x * 0.5), torch.neg])

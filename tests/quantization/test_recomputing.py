@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.loops import batch, network
-from tests.quantization.models import Residual
 from tests.quantization.watching import emulated
 
 INPUTS = batch(0)[0]
@@ -53,15 +52,3 @@ def test_what_is_computed_anew_has_the_same_gradients_and_ranges(way: str) -> No
         torch.testing.assert_close(observed[key], value, msg=lambda text, key=key: f"{key}: {text}")
     for name, gradient in gradients.items():
         torch.testing.assert_close(others[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
-def test_a_whole_model_that_is_computed_anew_has_the_same_gradients(way: str) -> None:
-    found = []
-    for saving in (False, True):
-        model, _ = emulated(Residual().train())
-        inputs = INPUTS.clone().requires_grad_()
-        out = checkpoint(model, inputs, use_reentrant=way == "reentrant") if saving else model(inputs)
-        out.square().mean().backward()
-        found.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -314,11 +314,11 @@ def torch_mask(module: nn.Module, name: str) -> Tensor | None:
     return None if weight is None or weight.mask is None else cast(Tensor, getattr(owner_of(module, name), weight.mask))
 
 
-def embedding_tables(module: nn.Module) -> set[str]:
+def embedding_tables(module: nn.Module) -> list[str]:
     """The first names of the weights of all embeddings, also of those that linear layers share."""
     known = first_names(module)
     layers = [path for path, layer in named_modules(module) if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
-    return {known[name] for path in layers if (name := _joined(path, "weight")) in known}
+    return list(dict.fromkeys(known[name] for path in layers if (name := _joined(path, "weight")) in known))
 
 
 def with_norms_kept(module: nn.Module, name: str, scores: Tensor) -> Tensor:
