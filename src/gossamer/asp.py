@@ -143,8 +143,9 @@ class ASP:
     @classmethod
     def init_optimizer_for_pruning(cls, optimizer: torch.optim.Optimizer, *, model: nn.Module | None = None) -> None:
         """Mask gradients before and weights after each step of the optimizer, whose parameters identify the model."""
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            kind = type(cast(object, optimizer)).__name__
+        given: object = optimizer
+        if not isinstance(given, torch.optim.Optimizer):
+            kind = type(given).__name__
             raise GossamerError(f"init_optimizer_for_pruning: expected a torch.optim.Optimizer, found {kind}")
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         pruners = [cls._pruner(model)] if model is not None or not cls._pruners else list(cls._pruners.values())
@@ -581,8 +582,11 @@ def _search(
     visible = verbosity >= 2 and sys.stderr is not None and sys.stderr.isatty()
     with Progress(console=Console(stderr=True), transient=True, disable=not visible) as bar:
         task = bar.add_task("permuting channels", total=1.0)
-        options["progress"] = lambda _, share: bar.update(task, completed=share)
-        permutation = find(model, names, pattern.n, pattern.m, optimizer=optimizers, **options)
+
+        def report(_: str, share: float) -> None:
+            bar.update(task, completed=share)
+
+        permutation = find(model, names, pattern.n, pattern.m, optimizer=optimizers, progress=report, **options)
     if (reason := permutation.untraceable or permutation.note) and verbosity >= 1:
         logger.warning("channels are %s: %s", "permuted in part" if permutation.moves else "not permuted", reason)
     for layer in permutation.layers if verbosity >= 2 else ():

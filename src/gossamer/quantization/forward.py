@@ -505,7 +505,11 @@ def _positional(args: Args, kwargs: Keywords, *names: str) -> tuple[Args, Keywor
 def _without_override_check(func: Function) -> Function:
     """A copy of the function that does not dispatch to a mode first."""
     source = cast(python_types.FunctionType, func)
-    names: dict[str, Any] = {**source.__globals__, "has_torch_function": lambda _: False}
+
+    def never(_: object) -> bool:
+        return False
+
+    names: dict[str, Any] = {**source.__globals__, "has_torch_function": never}
     copy = python_types.FunctionType(source.__code__, names, source.__name__, source.__defaults__, source.__closure__)
     copy.__kwdefaults__ = source.__kwdefaults__
     return copy

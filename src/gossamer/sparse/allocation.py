@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -236,12 +236,24 @@ def _lost(leaves: Sequence[_Ascending], sizes: Sequence[int], total: int) -> lis
 
 
 def _bracket(layers: Sequence[_Ascending], count: int) -> tuple[list[int], list[int]]:
-    """How many numbers of each layer lie below, and up to, the `count`-th smallest of all."""
-    if count == 0:
-        return [0] * len(layers), [0] * len(layers)
-    threshold = np.partition(np.concatenate(layers), count - 1)[count - 1]
-    below, upto = ([int(np.searchsorted(layer, threshold, side)) for layer in layers] for side in ("left", "right"))
-    return below, upto
+    """How many numbers of each layer lie below, and up to, the `count`-th smallest of all.
+
+    Floats that are not negative have the order of their bits read as whole
+    numbers: the bisection ends at the number itself, after 63 steps at most.
+    """
+    low, high = 0, int(np.float64(np.inf).view(np.int64))
+    while low < high:
+        middle = (low + high) // 2
+        if sum(_counts(layers, middle, "right")) >= count:
+            high = middle
+        else:
+            low = middle + 1
+    return _counts(layers, low, "left"), _counts(layers, low, "right")
+
+
+def _counts(layers: Sequence[_Ascending], bits: int, side: Literal["left", "right"]) -> list[int]:
+    threshold = np.int64(bits).view(np.float64)
+    return [int(np.searchsorted(layer, threshold, side=side)) for layer in layers]
 
 
 def _raw_density(shape: Sequence[int], kernel: bool) -> float:

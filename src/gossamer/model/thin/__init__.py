@@ -70,7 +70,7 @@ def thin(
         raise GossamerError(
             f"thin: '{name}' is complex, which is not supported; thin the real parts of the model alone"
         )
-    report = progress or (lambda _, __: None)
+    report: Progress = progress or (lambda _, __: None)
     report("tracing", 0.0)
     coupling = couple(module, example_inputs, parts=True)
     graph = FilterGraph(module, coupling)
