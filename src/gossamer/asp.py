@@ -143,7 +143,7 @@ class ASP:
     @classmethod
     def init_optimizer_for_pruning(cls, optimizer: torch.optim.Optimizer, *, model: nn.Module | None = None) -> None:
         """Mask gradients before and weights after each step of the optimizer, whose parameters identify the model."""
-        given: object = optimizer
+        given = cast(object, optimizer)
         if not isinstance(given, torch.optim.Optimizer):
             kind = type(given).__name__
             raise GossamerError(f"init_optimizer_for_pruning: expected a torch.optim.Optimizer, found {kind}")
