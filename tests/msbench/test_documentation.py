@@ -116,7 +116,7 @@ def test_ampere_keeps_two_of_four_and_still_reads_digits(tmp_path: Path) -> None
     loop(sparse_scheduler, model, optimizer, range(80), lr_scheduler, loss=digit_loss)
     assert sparse_scheduler.layers["conv2"] is None
     assert sparse_scheduler.layers["conv3"] is None
-    assert "1 input channels do not divide by 16" in str(sparse_scheduler.layers["conv1"])
+    assert "1 input channel does not divide by 16" in str(sparse_scheduler.layers["conv1"])
     assert sparse_scheduler.compute_sparse_rate(model) == 0.5
     _expect_exported(sparse_scheduler, model, names, tolerance=0)
     for layer in (model.conv2, model.conv3):
