@@ -95,7 +95,7 @@ class LayerPruningModifier(Modifier):
             else:
                 hits = [item] if item in names else []
             if not hits:
-                close = hint(item, names, [ALL_PRUNABLE], whole=True) or nearest(item, names)
+                close = hint(item, [ALL_PRUNABLE]) or nearest(item, names)
                 raise ModifierError(f"'{item}' matches none of {len(names)} modules{close}", "layers")
             matches += hits
         return [name for name in dict.fromkeys(matches) if not any(name.startswith(f"{other}.") for other in matches)]

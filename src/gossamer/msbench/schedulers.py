@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor, distributed, nn
 
-from gossamer.asp import ASP
-from gossamer.asp.pruner import parse_calculator
+from gossamer.asp import ASP, parse_calculator
 from gossamer.errors import GossamerError, Key, Problem, Problems, within
 from gossamer.io import atomic_write
 from gossamer.model import ALL_PRUNABLE, DEPTHWISE, get_parameter, layer_path, unwrap, weight_of
