@@ -8,9 +8,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
 
-from gossamer.benchmark.contents import Contents, contents_of_onnx, contents_of_tensors
+from gossamer.benchmark.runtimes import Contents, contents_of_onnx, contents_of_tensors
 from gossamer.errors import GossamerError
 from tests.export.graphs import Graph, symmetric
 
@@ -43,25 +42,6 @@ def test_integers_behind_dequantize_linear_are_zero_at_their_zero_point(tmp_path
     found = contents_of_onnx(tmp_path / "model.onnx")
     assert (found.weights, found.integers, found.zeros) == (288, 288, int((steps == 0).sum()))
     assert found.empty_filters == 3
-
-
-@pytest.mark.parametrize("zero_point", [np.uint8(7), np.array([5, 7, 9], np.uint8)])
-def test_integers_of_matrix_products_are_zero_at_their_zero_point(tmp_path: Path, zero_point: np.ndarray) -> None:
-    steps = np.random.RandomState(1).randint(-2, 3, (6, 3))
-    constants = [
-        numpy_helper.from_array((steps + zero_point).astype(np.uint8), "w"),
-        numpy_helper.from_array(np.uint8(0), "a"),
-        numpy_helper.from_array(np.asarray(zero_point), "b"),
-    ]
-    node = helper.make_node("MatMulInteger", ["x", "w", "a", "b"], ["y"])
-    inputs = [helper.make_tensor_value_info("x", TensorProto.UINT8, (2, 6))]
-    outputs = [helper.make_tensor_value_info("y", TensorProto.INT32, (2, 3))]
-    model = helper.make_model(
-        helper.make_graph([node], "test", inputs, outputs, constants), opset_imports=[helper.make_opsetid("", 18)]
-    )
-    onnx.save(model, tmp_path / "model.onnx")
-    found = contents_of_onnx(tmp_path / "model.onnx")
-    assert (found.weights, found.integers, found.zeros) == (18, 18, int((steps == 0).sum()))
 
 
 def test_weights_in_another_file_count_in_size_and_zeros(tmp_path: Path) -> None:

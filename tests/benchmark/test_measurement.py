@@ -113,7 +113,7 @@ def test_many_zeros_without_speed_are_explained_with_the_numbers_measured() -> N
     )
     assert first == (
         "sparse in torch: runs as fast as dense, 1.00× (1.00–1.00); 90.0% of its weights are zero, "
-        "but torch does not skip zeros, and the file is as large"
+        "but torch does not skip zeros"
     )
     for remedy in ("thin", "8-bit integers", "2:4 on an NVIDIA GPU since Ampere", "skips zeros"):
         assert remedy in second
@@ -133,12 +133,6 @@ def test_a_thin_network_is_faster_for_its_fewer_weights_and_dense_ones_are_not_l
     assert explain(measure(same, rounds=5, clock=clock)) == ["again in torch: runs as fast as dense, 1.00× (1.00–1.00)"]
 
 
-def test_a_sparse_file_alone_is_told_what_to_compare_it_to() -> None:
-    clock = Clock()
-    (sentence,) = explain(measure([timed(clock, "sparse", 0.5, zeros=0.9)], rounds=3, clock=clock))
-    assert sentence.startswith("sparse: 90.0% of its weights are zero, but torch does not skip zeros; give")
-
-
 def a_timing(**other: Any) -> Timing:
     clock = Clock()
     plain = measure([timed(clock, "dense", 0.5), timed(clock, "sparse", 0.5, zeros=0.9)], rounds=3, clock=clock)[1]
@@ -151,9 +145,8 @@ def a_timing(**other: Any) -> Timing:
         (
             Ratio(1.0, 0.7, 1.4),
             "unclear",
-            "no significant difference from dense, 1.00× (0.70–1.40), and dense differs from",
+            "no significant difference from dense, 1.00× (0.70–1.40); measure longer, or on an idle machine",
         ),
-        (Ratio(0.97, 0.95, 1.02), "same", "runs about as fast as dense, 0.97× (0.95–1.02);"),
         (Ratio(0.998, 0.96, 1.02), "same", "runs as fast as dense, 1.00× (0.96–1.02);"),
         (Ratio(1.5, 1.4, 1.6), "faster", "which torch is not known to use: repeat the measurement"),
         (
@@ -254,7 +247,6 @@ def test_a_truncated_file_is_refused(folder: Path, tmp_path: Path, name: str) ->
     ("options", "sentence"),
     [
         ({"runtimes": ["onnxruntim"]}, "--runtime: there is no 'onnxruntim'; nearest: 'onnxruntime'; there are onnxr"),
-        ({"runtimes": ["onnxruntime", "torch"]}, "--runtime: 'torch' runs .pt2 and models, and no file given is one"),
         (
             {"runtimes": ["load"]},
             "a.onnx: no selected runtime supports it; add --runtime onnxruntime",
@@ -263,7 +255,7 @@ def test_a_truncated_file_is_refused(folder: Path, tmp_path: Path, name: str) ->
         ({"rounds": 2, "seconds": 1.0}, "--rounds: --seconds is given too; give one of them"),
         ({"seconds": float("nan")}, "--seconds: expected a number above 0, found nan"),
         ({"threads": -1}, "--threads: expected a number of 1 or more, found -1"),
-        ({"batch": 2}, "a.onnx: its batch is fixed at 1, not 2; export it with a dynamic batch"),
+        ({"batch": 2}, "a.onnx: its batch size is fixed, not 2; export it with a dynamic batch"),
     ],
 )
 def test_a_wrong_option_is_one_sentence(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
@@ -286,7 +278,7 @@ def test_a_runtime_that_is_missing_is_named_with_what_installs_it(
 
 def test_what_is_no_exported_file_is_refused(tmp_path: Path) -> None:
     for name, sentence in (
-        ("a.tflite", "expected a file that ends in .onnx, .pt2, .safetensors, found '.tflite'"),
+        ("a.tflite", "expected a file of gossamer export: .onnx, .pt2 or .safetensors"),
         ("a.onnx", "file not found; write it with gossamer export"),
         ("a.safetensors", "file not found; write it with gossamer export"),
     ):
