@@ -174,10 +174,10 @@ def _load_onnxruntime(path: Path, threads: int, trust: bool) -> Program:
         session: Any = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise _load_error(path, "onnxruntime", error) from error
-    names = {"float": "float32", "double": "float64"}
+    names = {"float": "float32", "double": "float64"}  # other names are those of numpy
     slots: list[Slot] = []
     for given in session.get_inputs():
-        dtype = given.type.removeprefix("tensor(").removesuffix(")")
+        dtype: str = given.type.removeprefix("tensor(").removesuffix(")")
         slots.append(_onnx_slot(path, given.name, given.shape, names.get(dtype, dtype)))
 
     def bind(arrays: Sequence[Array]) -> Run:

@@ -220,8 +220,7 @@ def test_a_file_of_another_network_is_refused_before_the_model_changes(tmp_path:
 @pytest.mark.parametrize("change", ["weights", "ranges", "schemes", "modules"])
 def test_text_that_does_not_fit_is_a_damaged_file(change: str, tmp_path: Path) -> None:
     from gossamer.export.weights import quantized as module
-    from gossamer.export.weights.file import plan, write_model_file
-    from gossamer.export.weights.states import state_of
+    from gossamer.export.weights.file import plan, state_of, write_model_file
 
     model, _ = quantized()
     path = tmp_path / "model.safetensors"

@@ -24,7 +24,7 @@ from gossamer.errors import GossamerError, first_line
 from gossamer.export.examples import ExampleInputs
 from gossamer.export.onnx.model_files import make_parent, require, write_model
 from gossamer.export.onnx.qat import quantize_qat_export
-from gossamer.export.weights import states
+from gossamer.export.weights.file import copied
 from gossamer.io import dtype_name
 from gossamer.model.additions import strip
 from gossamer.quantization import emulations_in
@@ -123,7 +123,7 @@ def export(model: nn.Module, inputs: tuple[Any, ...], target: Path, **options: A
 
 def stripped_copy(model: nn.Module, target: Path) -> nn.Module:
     """A copy in evaluation mode on the CPU, without wrappers and without what training methods added."""
-    return strip(states.copied(model, target))
+    return strip(copied(model, target))
 
 
 def is_quantized(model: ModelProto) -> bool:
