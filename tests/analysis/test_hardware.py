@@ -8,7 +8,7 @@ import torchvision
 from torch import nn
 
 from gossamer.analysis.hardware import COLUMNS, ROWS, RUNTIMES, Support, eligibility, hardware_support
-from gossamer.export.semi_structured import semi_structured
+from gossamer.export import semi_structured
 from gossamer.sparse import NM
 
 IMAGE = torch.zeros(1, 3, 64, 64)

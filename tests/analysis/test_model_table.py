@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from gossamer.analysis.layers import kind_of
 from gossamer.analysis.model_table import (
     PATTERNS,
     bitmask_bytes,
-    kind_of,
     model_table,
     patterns_of,
     sparse24_bytes,

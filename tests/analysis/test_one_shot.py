@@ -90,7 +90,10 @@ def test_curves_of_a_model_that_cannot_be_followed_say_that_layers_were_pruned_a
             return super().forward(x if float(x.sum()) > 0 else -x)
 
     layers = nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 10)
-    for model, told in ((Deciding(*layers), "others are pruned one by one"), (nn.Sequential(*layers), None)):
+    for model, told in (
+        (Deciding(*layers), "are pruned one by one"),
+        (nn.Sequential(*layers), None),
+    ):
         (curve,) = one_shot(model, CALIBRATION[:1], [0.5], pattern=Filter())
         assert told == curve.note or (told is not None and told in (curve.note or ""))
 

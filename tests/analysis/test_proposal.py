@@ -214,7 +214,7 @@ def test_bad_questions_are_refused() -> None:
         propose(trained(), CALIBRATION, 1.0)
     with pytest.raises(GossamerError, match="evaluations must be at least 1, found 0"):
         propose(trained(), CALIBRATION, 0.9, evaluations=0)
-    with pytest.raises(GossamerError, match="without labels, use sensitivity"):
+    with pytest.raises(GossamerError, match="without such labels, use sensitivity"):
         propose(trained(), [pixels for pixels, _ in CALIBRATION], 0.9)
     with pytest.raises(GossamerError, match=r"no weight 'frist.weight'; nearest: 'first.weight'"):
         propose(trained(), CALIBRATION, 0.9, names=["frist.weight"])

@@ -160,7 +160,7 @@ def test_a_model_that_returns_nothing_to_compare_is_told() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x).argmax(dim=1)
 
-    with pytest.raises(GossamerError, match="returns no floating-point tensor"):
+    with pytest.raises(GossamerError, match="returns no finite floating-point numbers"):
         sensitivity(Silent(), [torch.ones(1, 2)], [0.5])
 
 
@@ -241,7 +241,7 @@ class Masked(nn.Module):
 def test_entries_that_are_not_finite_are_left_out(value: float) -> None:
     found = sensitivity(Masked(2, value), [torch.ones(2, 4)], [0.25, 1.0])["layer.weight"]
     assert 0 <= found.moved[0] < found.moved[1] == 1.0
-    with pytest.raises(GossamerError, match=r"^data: the model returns no finite number"):
+    with pytest.raises(GossamerError, match=r"^data: the model returns no finite floating-point numbers"):
         sensitivity(Masked(4, value), [torch.ones(2, 4)], [0.5])
 
 

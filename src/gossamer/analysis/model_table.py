@@ -11,19 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gossamer.analysis.layers import LayerRow, layer_report
+from gossamer.analysis.layers import LayerRow, kind_of, layer_report, outputs_first
 from gossamer.analysis.projection import Outlook, Projection
-from gossamer.model import (
-    expect_model,
-    get_parameter,
-    is_depthwise,
-    is_transposed,
-    left_dense,
-    owner_of,
-    prunable,
-    unwrap,
-    weight_of,
-)
+from gossamer.model import expect_model, left_dense, prunable, unwrap, weight_of
 from gossamer.model.counting import WeightCount, count_weights
 from gossamer.model.parameters import named_state
 from gossamer.model.weights import check_values
@@ -203,30 +193,11 @@ def sparse24_bytes(parameters: int, value_bytes: int) -> int:
     return parameters // 2 * value_bytes + math.ceil(parameters / 2 * 2 / 8)
 
 
-def kind_of(module: nn.Module, name: str) -> str:
-    """The kind of layer that a weight belongs to."""
-    owner, shape = owner_of(module, name), get_parameter(module, name).shape
-    if len(shape) < 3:
-        return "attention" if isinstance(owner, nn.MultiheadAttention) else "linear"
-    kernel = "×".join(str(size) for size in shape[2:])
-    groups = getattr(owner, "groups", 1)
-    if is_depthwise(module, name):
-        return f"depthwise {kernel}"
-    noun = "transposed conv" if is_transposed(module, name) else "conv" if groups == 1 else f"conv in {groups} groups,"
-    return f"{noun} {kernel}"
-
-
-def rows_of(module: nn.Module, name: str) -> Tensor:
-    """A weight with its output channels first."""
-    weight = weight_of(module, name)
-    return weight.transpose(0, 1) if weight.dim() > 1 and is_transposed(module, name) else weight
-
-
 # Rows and sums
 
 
 def _row(module: nn.Module, layer: LayerRow, projection: Projection | None) -> ModelRow:
-    weight = rows_of(module, layer.weight)
+    weight = outputs_first(module, layer.weight, weight_of(module, layer.weight))
     patterns = patterns_of(weight) if layer.current_zeros else ()
     outlook = None if projection is None else projection.layers.get(layer.weight)
     if outlook is not None and outlook.certainty == "held" and patterns:
