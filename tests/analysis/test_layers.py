@@ -88,14 +88,6 @@ def test_energy_is_that_of_the_weights_which_a_mask_of_the_same_sparsity_keeps(
         assert energy == pytest.approx(float((weight * kept).square().sum()) / whole if whole else 1.0, abs=1e-9)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_huge_and_half_precision_weights_have_their_energy(dtype: torch.dtype) -> None:
-    layer = nn.Linear(4, 1, bias=False).to(dtype)
-    layer.weight.data = torch.tensor([[1.0, 2.0, 2.0, 4.0]], dtype=dtype) * (1e300 if dtype == torch.float64 else 1e30)
-    [row] = layer_report(layer, {"weight": [0.25, 0.75, 1.0]}, [0.1, 0.2, 0.3]).layers
-    assert row.energy_kept == pytest.approx((24 / 25, 16 / 25, 0.0))
-
-
 def test_zeros_of_now_are_counted_apart_from_those_of_the_levels() -> None:
     network = model()
     network.head.weight.data[:5] = 0
@@ -117,11 +109,6 @@ def test_without_inputs_there_are_no_macs() -> None:
 def test_a_weight_that_nobody_names_takes_no_part_and_says_so() -> None:
     found = layer_report(model(), {"head.weight": [0.5]}, [0.5])
     assert [row.excluded for row in found.layers] == ["no sparsity given"] * 2 + [None]
-
-
-def test_wrappers_do_not_show_in_names() -> None:
-    found = layer_report(nn.DataParallel(model()), {"head.weight": [0.5]}, [0.5], INPUTS)
-    assert found.layers[2].weight == "head.weight"
 
 
 def test_models_without_layers_or_with_broken_weights_are_refused() -> None:

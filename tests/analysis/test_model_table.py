@@ -141,11 +141,6 @@ def test_what_a_method_learns_has_no_macs_but_the_bytes_of_its_target() -> None:
     assert then.sizes.bitmask == 16 + 4 + 4 * 40
 
 
-def test_without_inputs_there_are_no_macs() -> None:
-    table = model_table(nn.Linear(4, 4))
-    assert (table.macs, table.now.macs) == (None, None)
-
-
 def test_json_and_csv_hold_every_layer() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
     table = model_table(model, [1, 16], project(load("builtin:nm-2of4"), model))

@@ -72,14 +72,6 @@ def test_an_n_of_m_pattern_is_measured_up_to_its_own_sparsity(pattern: str, leve
     assert sensitivity_map(network(), batches(), pattern=pattern).sparsities == levels
 
 
-def test_the_model_is_left_as_it_was() -> None:
-    model = network()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    sensitivity_map(model, batches(), [0.5])
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert model.training
-
-
 def test_only_as_many_batches_are_read_as_hold_the_samples() -> None:
     assert len(first_samples(batches(), 17)) == 2
     assert len(first_samples(batches(), 1000)) == 4

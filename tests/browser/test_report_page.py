@@ -185,10 +185,3 @@ def test_without_scripts_everything_can_be_read(browser: Any, pages: dict[str, s
         assert "layer0.conv" in text
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
-
-
-def test_a_link_leads_to_its_part(browser: Any, pages: dict[str, str]) -> None:
-    page = opened(browser, pages["one"])
-    page.find_element("css selector", "nav a[href='#schedule']").click()
-    top = page.execute_script("return document.getElementById('schedule').getBoundingClientRect().top")
-    assert 0 <= top < 200

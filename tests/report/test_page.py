@@ -127,12 +127,6 @@ def test_losses_that_are_no_numbers_break_the_line() -> None:
         json.loads(value, parse_constant=pytest.fail)
 
 
-def test_one_test_is_a_dot() -> None:
-    text = render([run(tests=(Series("top1", (1.0,), (80.0,)),))])
-    section = text[text.index('id="progress"') : text.index('id="schedule"')]
-    assert re.search(r'class="d"[^>]*d="M\d+ \d+h0"', section)
-
-
 def test_two_hundred_layers_are_folded_and_the_page_stays_small() -> None:
     text = render([run(layers=200)])
     assert "168 more layers" in text

