@@ -3,8 +3,7 @@
 `measure` times the files in turns, `explain` says what the results mean.
 """
 
-from gossamer.benchmark.explanation import explain, format_ratio, labels
-from gossamer.benchmark.measurement import Timing, measure
+from gossamer.benchmark.measurement import Timing, explain, format_ratio, labels, measure
 from gossamer.benchmark.runtimes import RUNTIMES, InMemory
 from gossamer.benchmark.timing import Ratio
 
