@@ -195,13 +195,6 @@ def test_files_with_different_inputs_are_not_compared(tmp_path: Path) -> None:
         measure(files, rounds=1)
 
 
-def test_an_open_size_is_asked_for_and_taken(tmp_path: Path) -> None:
-    path = relu(tmp_path / "a.onnx", ("batch", "length"))
-    with pytest.raises(GossamerError, match=r"axis 'length' of its input 'x' is dynamic; .* --input x=1,1"):
-        measure([path], rounds=1)
-    assert measure([path], rounds=1, batch=3, shapes={"x": (1, 7)})[0].batch == 3
-
-
 def tampered(good: Path, bad: Path, ran: Path) -> None:
     """The same program, one of whose weights is a pickle that creates a file when it is loaded."""
 
