@@ -78,7 +78,7 @@ def test_a_loss_that_overflows_is_infinite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batches", "said"),
+    ("batches", "message"),
     [
         ([], "no labelled samples"),
         ([PIXELS], "found another in batch 1; without such labels, use sensitivity"),
@@ -91,6 +91,6 @@ def test_a_loss_that_overflows_is_infinite() -> None:
         ([(PIXELS[:, :2], LABELS)], "fails on a batch \\(RuntimeError"),
     ],
 )
-def test_batches_without_usable_labels_are_refused(batches: Any, said: str) -> None:
-    with pytest.raises(GossamerError, match=said):
+def test_batches_without_usable_labels_are_refused(batches: Any, message: str) -> None:
+    with pytest.raises(GossamerError, match=message):
         classifier_score(nn.Linear(3, 2), batches)

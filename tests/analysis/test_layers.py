@@ -126,15 +126,15 @@ def test_models_without_layers_or_with_broken_weights_are_refused() -> None:
 
 
 def test_the_json_is_plain_and_adds_up() -> None:
-    told = json.loads(json.dumps(report().to_json(), allow_nan=False))
-    assert told["format"] == 1
-    assert told["levels"] == LEVELS
-    assert told["layers"][1]["excluded"] == "depth-wise"
-    assert sum(layer["macs"] for layer in told["layers"]) == told["total"]["macs"]
+    data = json.loads(json.dumps(report().to_json(), allow_nan=False))
+    assert data["format"] == 1
+    assert data["levels"] == LEVELS
+    assert data["layers"][1]["excluded"] == "depth-wise"
+    assert sum(layer["macs"] for layer in data["layers"]) == data["total"]["macs"]
     for level in range(3):
-        assert sum(layer["zeros"][level] for layer in told["layers"]) == told["total"]["zeros"][level]
-        assert sum(layer["macs_left"][level] for layer in told["layers"]) == told["total"]["macs_left"][level]
-    assert told["taking_part"]["layers"] == 2
+        assert sum(layer["zeros"][level] for layer in data["layers"]) == data["total"]["zeros"][level]
+        assert sum(layer["macs_left"][level] for layer in data["layers"]) == data["total"]["macs_left"][level]
+    assert data["taking_part"]["layers"] == 2
 
 
 def test_the_csv_has_a_line_for_each_layer_and_a_total() -> None:

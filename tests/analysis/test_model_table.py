@@ -96,7 +96,7 @@ def test_kinds_tell_depthwise_grouped_transposed_and_attention() -> None:
     assert kind_of(nn.MultiheadAttention(8, 2), "in_proj_weight") == "attention"
 
 
-def test_a_sparse_model_is_told_with_its_patterns_and_what_is_left() -> None:
+def test_a_sparse_model_is_reported_with_its_patterns_and_what_is_left() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
     with torch.no_grad():
         model[0].weight *= NM(2, 4).keep_largest(model[0].weight)
@@ -161,6 +161,6 @@ def test_a_model_without_layers_and_one_that_does_not_run_are_refused() -> None:
         model_table(nn.Linear(4, 4), [1, 5])
 
 
-def test_a_model_without_numbers_is_told_so() -> None:
+def test_a_model_without_numbers_is_reported_so() -> None:
     with pytest.raises(GossamerError, match="meta device"):
         model_table(nn.Linear(8, 4, device="meta"), torch.zeros(1, 8, device="meta"))

@@ -71,12 +71,12 @@ def test_curves_of_a_model_that_cannot_be_followed_say_that_layers_were_pruned_a
             return super().forward(x if float(x.sum()) > 0 else -x)
 
     layers = nn.Flatten(), nn.Linear(64, 8), nn.Linear(8, 10)
-    for model, told in (
+    for model, message in (
         (Deciding(*layers), "are pruned one by one"),
         (nn.Sequential(*layers), None),
     ):
         (curve,) = one_shot(model, CALIBRATION[:1], [0.5], pattern=Filter())
-        assert told == curve.note or (told is not None and told in (curve.note or ""))
+        assert message == curve.note or (message is not None and message in (curve.note or ""))
 
 
 def test_a_weight_behind_a_flattening_keeps_a_curve_of_its_own() -> None:

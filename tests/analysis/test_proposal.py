@@ -126,7 +126,7 @@ def test_a_last_batch_of_one_sample_does_no_harm() -> None:
     propose(model, [CALIBRATION[0], (pixels[:1], labels[:1])], 0.5, evaluations=4)
 
 
-def test_evaluations_are_bounded_and_progress_is_told() -> None:
+def test_evaluations_are_bounded_and_progress_is_reported() -> None:
     seen: list[tuple[str, float]] = []
     propose(trained(), CALIBRATION[:1], 0.9, evaluations=9, progress=lambda label, share: seen.append((label, share)))
     assert [label for label, _ in seen[:4]] == ["uniform", "erk", "global", "lamp"]

@@ -85,7 +85,7 @@ def test_outputs_come_in_several_forms(kind: str) -> None:
     assert sensitivity(Wrapped(kind), [IMAGES], [0.5])["inner.0.weight"].moved == expected
 
 
-def test_the_weights_come_back_when_the_model_fails_half_way() -> None:
+def test_the_weights_are_restored_when_the_model_fails_half_way() -> None:
     class Fails(nn.Sequential):
         calls = 0
 

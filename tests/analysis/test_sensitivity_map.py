@@ -59,7 +59,7 @@ def test_a_pattern_that_groups_layers_says_without_labels_that_it_did_not() -> N
     assert sensitivity_map(network(), inputs, [0.5]).notes == ()
 
 
-def test_layers_that_the_pattern_does_not_fit_are_told_with_the_reason() -> None:
+def test_layers_that_the_pattern_does_not_fit_are_reported_with_the_reason() -> None:
     model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4, bias=False))
     found = sensitivity_map(model, batches(), pattern="2:4")
     assert [layer.name for layer in found.layers] == ["0.weight"]

@@ -28,7 +28,7 @@ def test_other_open_axes_are_given_and_hold_wherever_their_name_stands() -> None
 
 
 @pytest.mark.parametrize(
-    ("slots", "batch", "shapes", "sentence"),
+    ("slots", "batch", "shapes", "message"),
     [
         ([IMAGE], None, {}, "m.onnx: axis 'h' of its input 'x' is dynamic; give its shape, as in --input x=1,3"),
         ([IMAGE], None, {"": (1, 4, 8, 8)}, r"m.onnx: its input 'x' is float32 \(batch, 3, h, w\); the shape"),
@@ -39,8 +39,8 @@ def test_other_open_axes_are_given_and_hold_wherever_their_name_stands() -> None
         ([Slot("x", (2, 3), "float32")], 8, {}, "m.onnx: its batch size is fixed, not 8; export it with"),
     ],
 )
-def test_what_does_not_fit_is_one_sentence(slots: list[Slot], batch: int, shapes: dict, sentence: str) -> None:
-    with pytest.raises(GossamerError, match=sentence):
+def test_what_does_not_fit_is_one_line(slots: list[Slot], batch: int, shapes: dict, message: str) -> None:
+    with pytest.raises(GossamerError, match=message):
         with_sizes(slots, "m.onnx", batch, shapes)
 
 
@@ -60,8 +60,8 @@ def test_noise_has_the_type_and_shape_and_the_same_values_each_time(dtype: str, 
 
 @pytest.mark.parametrize("batch", [10**12, 10**18, 10**30])
 def test_sizes_that_no_memory_holds_are_refused(batch: int) -> None:
-    sentence = rf"--batch, --input: an input 'x' of float32 \({batch}, 8\) does not fit into memory; give smaller sizes"
-    with pytest.raises(GossamerError, match=sentence):
+    message = rf"--batch, --input: an input 'x' of float32 \({batch}, 8\) does not fit into memory; give smaller sizes"
+    with pytest.raises(GossamerError, match=message):
         random_inputs([Slot("x", (batch, 8), "float32")])
 
 

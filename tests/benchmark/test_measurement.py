@@ -140,7 +140,7 @@ def a_timing(**other: Any) -> Timing:
 
 
 @pytest.mark.parametrize(
-    ("speed", "verdict", "sentence"),
+    ("speed", "verdict", "message"),
     [
         (
             Ratio(1.0, 0.7, 1.4),
@@ -156,14 +156,14 @@ def a_timing(**other: Any) -> Timing:
         ),
     ],
 )
-def test_no_more_is_said_than_the_interval_proves(speed: Ratio, verdict: Any, sentence: str) -> None:
+def test_no_more_is_said_than_the_interval_proves(speed: Ratio, verdict: Any, message: str) -> None:
     dense = a_timing(
         file="dense", first=None, speed=None, verdict=None, contents=a_timing().contents.__class__(840, 160)
     )
     found = explain([dense, a_timing(speed=speed, verdict=verdict, itself=Ratio(1, 0.9, 1.1))])
-    assert sentence in found[0]
+    assert message in found[0]
     assert ("does not skip zeros" in found[0]) == (speed.high < 1.15)
-    assert any("What makes a sparse model faster" in sentence for sentence in found) == (verdict != "faster")
+    assert any("What makes a sparse model faster" in message for message in found) == (verdict != "faster")
 
 
 def test_filters_that_are_zero_whole_are_said_to_be_removable(tmp_path: Path) -> None:
@@ -177,8 +177,8 @@ def test_filters_that_are_zero_whole_are_said_to_be_removable(tmp_path: Path) ->
     found = explain(
         measure([saved("a.onnx", 0), saved("b.onnx", 4)], rounds=3, runtimes=["onnxruntime"], clock=lambda: next(ticks))
     )
-    sentence = "b.onnx: 4 of its 8 filters are all zero; thinning removes them, which makes it faster"
-    assert found[1] == sentence
+    message = "b.onnx: 4 of its 8 filters are all zero; thinning removes them, which makes it faster"
+    assert found[1] == message
 
 
 def test_numbers_that_are_not_finite_are_noted(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_truncated_file_is_refused(folder: Path, tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         ({"runtimes": ["onnxruntim"]}, "--runtime: there is no 'onnxruntim'; nearest: 'onnxruntime'; there are onnxr"),
         (
@@ -251,11 +251,11 @@ def test_a_truncated_file_is_refused(folder: Path, tmp_path: Path, name: str) ->
         ({"batch": 2}, "a.onnx: its batch size is fixed, not 2; export it with a dynamic batch"),
     ],
 )
-def test_a_wrong_option_is_one_sentence(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
+def test_a_wrong_option_is_one_line(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     path = relu(tmp_path / "a.onnx", (1, 4))
     with pytest.raises(GossamerError) as error:
         measure([path], **options)
-    assert sentence in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_runtime_that_is_missing_is_named_with_what_installs_it(
@@ -270,12 +270,12 @@ def test_a_runtime_that_is_missing_is_named_with_what_installs_it(
 
 
 def test_what_is_no_exported_file_is_refused(tmp_path: Path) -> None:
-    for name, sentence in (
+    for name, message in (
         ("a.tflite", "expected a file of gossamer export: .onnx, .pt2 or .safetensors"),
         ("a.onnx", "file not found; write it with gossamer export"),
         ("a.safetensors", "file not found; write it with gossamer export"),
     ):
-        with pytest.raises(GossamerError, match=f"{name}: {sentence}"):
+        with pytest.raises(GossamerError, match=f"{name}: {message}"):
             measure([tmp_path / name], rounds=1)
     with pytest.raises(GossamerError, match="there is nothing to measure; give one file or more"):
         measure([])

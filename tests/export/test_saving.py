@@ -89,7 +89,7 @@ def assert_loaded_one_by_one(model: nn.Module, path: Path) -> None:
 # Weights that are not as expected
 
 
-def test_weights_that_are_not_2_of_4_are_told_and_still_come_back(tmp_path: Path) -> None:
+def test_weights_that_are_not_2_of_4_are_reported_and_still_are_restored(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.ConvTranspose2d(6, 8, 1))
     with torch.no_grad():
         model[0].weight[:, ::2] *= 0.0  # which leaves −0.0
@@ -117,22 +117,22 @@ def test_a_model_that_emulates_quantization_leaves_its_weights_and_says_what_is_
 
 def test_an_onnx_file_is_checked_in_onnxruntime_with_its_zeros(tmp_path: Path) -> None:
     model = pruned(network(), 0.8)
-    told: list[tuple[str, float]] = []
+    reported: list[tuple[str, float]] = []
     found = save(
         model,
         tmp_path / "model.onnx",
         "onnx",
         example_inputs=batch(0)[0][:1],
         about={"model": "mine"},
-        progress=lambda label, share: told.append((label, share)),
+        progress=lambda label, share: reported.append((label, share)),
     )
     assert found.zeros == zeros_in(model) > 0.75 * found.weights
     assert found.weights == 288 + 576 + 320
     assert found.largest_difference is not None
     assert found.largest_difference < 1e-5
     assert [(entry.key, entry.value) for entry in onnx.load(found.path).metadata_props] == [("model", "mine")]
-    assert [share for _, share in told] == sorted(share for _, share in told)
-    assert told[-1] == ("Written", 1.0)
+    assert [share for _, share in reported] == sorted(share for _, share in reported)
+    assert reported[-1] == ("Written", 1.0)
     assert model.training
 
 
@@ -263,7 +263,7 @@ def test_a_lost_zero_is_found_in_an_onnx_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "format", "more", "told"),
+    ("path", "format", "more", "message"),
     [
         ("a.onnx", "onx", {}, "format: there is no 'onx'; nearest: 'onnx'; there are onnx, pt2, safetensors"),
         ("a.bin", "bitmask", {}, "a.bin: expected a name that ends in .safetensors for the format bitmask"),
@@ -273,15 +273,15 @@ def test_a_lost_zero_is_found_in_an_onnx_file(tmp_path: Path) -> None:
         ("a.pt2", "pt2", {"example_inputs": torch.randn(2, 3)}, "a.pt2: torch.export cannot export the model: "),
     ],
 )
-def test_what_cannot_be_is_told(path: str, format: str, more: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_reported(path: str, format: str, more: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(GossamerError) as error:
         save(network(), tmp_path / path, format, **more)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
 
 
-def test_names_and_values_that_a_file_cannot_hold_are_told(tmp_path: Path) -> None:
+def test_names_and_values_that_a_file_cannot_hold_are_reported(tmp_path: Path) -> None:
     class Odd(nn.Module):
         def __init__(self, **buffers: Any) -> None:
             super().__init__()
@@ -295,19 +295,19 @@ def test_names_and_values_that_a_file_cannot_hold_are_told(tmp_path: Path) -> No
         get_extra_state = nn.Module.get_extra_state
 
     path = tmp_path / "model.safetensors"
-    for model, told in (
+    for model, message in (
         (Odd(), "'_extra_state' cannot be written: it is a dict"),
         (Plain(**{"a@mask": torch.ones(2)}), "the name 'a@mask' is reserved"),
         (Plain(a=torch.ones(2, dtype=torch.complex128)), "safetensors does not support complex128"),
         (Plain(a=torch.ones(2, 2).to_sparse()), "its layout is torch.sparse_coo"),
         (Plain(a=torch.ones(2, device="meta")), "it is on the meta device"),
     ):
-        with pytest.raises(GossamerError, match=told):
+        with pytest.raises(GossamerError, match=message):
             save(model, path, "bitmask")
         assert not path.exists()
 
 
-def test_a_place_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_to_is_reported(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     for name in ("model.safetensors", "model.pt2"):
         with pytest.raises(GossamerError, match="cannot be written: "):

@@ -49,7 +49,7 @@ def test_a_dry_run_lists_every_layer_with_its_reason_and_changes_nothing() -> No
     assert type(model[0].weight) is nn.Parameter
 
 
-def test_a_type_that_torch_does_not_take_is_told() -> None:
+def test_a_type_that_torch_does_not_take_is_reported() -> None:
     (found,) = semi_structured(network()[:1], dry_run=True, dtype=torch.float64)
     assert found.reason is not None
     assert found.reason.startswith("its weight is float64; torch supports bfloat16, float16, ")

@@ -47,7 +47,7 @@ def test_a_model_that_cannot_be_copied_is_refused_with_its_reason() -> None:
         thin(nn.Sequential(Connected(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(1, 8))
 
 
-def test_a_filter_that_stays_to_carry_constants_is_told_so_when_thinned_again() -> None:
+def test_a_filter_that_stays_to_carry_constants_is_reported_so_when_thinned_again() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
     model[0].weight.data[:8] = 0

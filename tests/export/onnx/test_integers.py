@@ -243,7 +243,7 @@ def test_a_scale_for_each_block_of_weights_is_left_as_it_is() -> None:
     assert np.array_equal(computed(quantize_qat_export(model, inplace=False), x), computed(model, x))
 
 
-def test_weights_that_are_not_numbers_are_told_by_name() -> None:
+def test_weights_that_are_not_numbers_are_reported_by_name() -> None:
     graph = Graph()
     weight = WEIGHT.copy()
     weight[0, 0, 0, 0] = np.nan
@@ -363,7 +363,7 @@ def test_a_constant_for_each_channel_is_folded(operator: str, shape: tuple[int, 
     assert operator not in types(result)
 
 
-def test_what_differs_from_place_to_place_is_not_folded() -> None:
+def test_what_differs_between_positions_is_not_folded() -> None:
     graph = Graph()
     weight = FOLDING_RANDOM.randn(CHANNELS, 4, 3, 3).astype(np.float32)
     name = graph.constant("c", FOLDING_RANDOM.randn(1, 1, 5, 5).astype(np.float32))

@@ -38,7 +38,7 @@ def one_sentence(path: Path) -> str:
     return str(error.value)
 
 
-def test_a_model_is_changed_in_place_unless_told_otherwise() -> None:
+def test_a_model_is_changed_in_place_unless_asked_otherwise() -> None:
     model = emulated()
     kept = model.SerializeToString()
     result = quantize_qat_export(model, inplace=False)
@@ -69,7 +69,7 @@ def test_weights_in_a_file_beside_the_model_are_read(tmp_path: Path) -> None:
     assert integer_weights(tmp_path / "out.onnx")["conv.weight"].any()
 
 
-def test_a_missing_file_of_weights_is_told_by_name(tmp_path: Path) -> None:
+def test_a_missing_file_of_weights_is_reported_by_name(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(emulated(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
     content = (tmp_path / "weights.bin").read_bytes()
@@ -92,14 +92,14 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path, content: bytes) -> N
     assert one_sentence(tmp_path).startswith(f"{tmp_path}: cannot be read: ")
 
 
-def test_a_model_without_emulated_quantization_is_told(tmp_path: Path) -> None:
+def test_a_model_without_emulated_quantization_is_reported(tmp_path: Path) -> None:
     graph = Graph()
     path = tmp_path / "model.onnx"
     onnx.save(graph.build(graph.add("Conv", "x", graph.constant("w", WEIGHT)), (1, 4, 7, 7)), path)
     assert one_sentence(path).startswith(f"{path}: it has no QuantizeLinear, so there is nothing to quantize")
 
 
-def test_a_model_whose_weights_alone_are_quantized_comes_back_as_it_was() -> None:
+def test_a_model_whose_weights_alone_are_quantized_is_restored_as_it_was() -> None:
     graph = Graph()
     name = graph.emulate(graph.constant("w", WEIGHT), symmetric(WEIGHT, 0), np.zeros(6, np.int8), 0)
     once = quantize_qat_export(graph.build(graph.add("Conv", "x", name), (1, 4, 7, 7)))
@@ -117,7 +117,7 @@ def test_unused_operators_and_constants_are_gone() -> None:
 
 
 @pytest.mark.parametrize("given", [None, 3, onnx.GraphProto()])
-def test_what_is_neither_a_model_nor_a_path_is_told(given: object) -> None:
+def test_what_is_neither_a_model_nor_a_path_is_reported(given: object) -> None:
     with pytest.raises(GossamerError, match="expected an ONNX model or the path of one, found"):
         quantize_qat_export(given)  # type: ignore[arg-type]
 
@@ -179,7 +179,7 @@ def test_a_model_in_the_middle_of_training_is_written_as_it_evaluates_and_stays_
     assert integer_operators(path) == {"QGemm": 1, "QLinearConv": 2}
 
 
-def test_a_model_that_the_runtime_refuses_is_one_sentence(tmp_path: Path) -> None:
+def test_a_model_that_the_runtime_refuses_is_one_line(tmp_path: Path) -> None:
     graph = Graph()
     model: Any = graph.build(graph.add("Relu", "x"), (3, 8))
     model.graph.node[0].op_type = "Rely"

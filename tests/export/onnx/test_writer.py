@@ -118,7 +118,7 @@ def refused(model: nn.Module, inputs: Any, path: Path, **options: Any) -> str:
     return str(error.value)
 
 
-def test_inputs_that_the_model_does_not_take_are_told(tmp_path: Path) -> None:
+def test_inputs_that_the_model_does_not_take_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     start = f"{path}: the model does not accept example_inputs: "
     found = refused(Plain(), torch.randn(2, 7), path)
@@ -140,7 +140,7 @@ def test_a_model_for_one_image_at_a_time_needs_a_fixed_batch(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_model_whose_path_depends_on_values_is_told_with_the_first_line_of_the_reason(tmp_path: Path) -> None:
+def test_a_model_whose_path_depends_on_values_is_reported_with_the_first_line_of_the_reason(tmp_path: Path) -> None:
     class Chooses(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x * 2 if x.sum() > 0 else x
@@ -152,7 +152,7 @@ def test_a_model_whose_path_depends_on_values_is_told_with_the_first_line_of_the
 
 
 @pytest.mark.slow
-def test_integers_of_more_than_8_bits_are_told(tmp_path: Path) -> None:
+def test_integers_of_more_than_8_bits_are_reported(tmp_path: Path) -> None:
     class Wide(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return torch.fake_quantize_per_tensor_affine(x, 0.01, 0, -2047, 2047)
@@ -196,13 +196,13 @@ def test_a_quantized_model_is_written_up_to_opset_20(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_opset_that_torch_does_not_write_is_told(tmp_path: Path) -> None:
+def test_an_opset_that_torch_does_not_write_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     found = refused(Plain(), torch.randn(2, 8), path, opset=11)
     assert found.startswith(f"{path}: torch.onnx")
 
 
-def test_a_place_that_cannot_be_written_to_is_told_before_the_work(
+def test_a_path_that_cannot_be_written_to_is_reported_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "taken").write_text("a file")
@@ -214,5 +214,5 @@ def test_a_place_that_cannot_be_written_to_is_told_before_the_work(
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "onnx" else found(name, *rest))
-    sentence = refused(Plain(), torch.randn(2, 8), tmp_path / "model.onnx")
-    assert sentence == "to_onnx needs onnx: pip install 'gossamer[onnx]'"
+    message = refused(Plain(), torch.randn(2, 8), tmp_path / "model.onnx")
+    assert message == "to_onnx needs onnx: pip install 'gossamer[onnx]'"

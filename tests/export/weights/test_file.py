@@ -216,7 +216,7 @@ def test_a_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_checkpoint_and_a_missing_file_are_told(tmp_path: Path) -> None:
+def test_a_checkpoint_and_a_missing_file_are_reported(tmp_path: Path) -> None:
     from gossamer.runner.checkpoint import write_checkpoint
 
     path = tmp_path / "best.safetensors"
@@ -230,7 +230,7 @@ def test_a_checkpoint_and_a_missing_file_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_a_model_comes_back_to_the_bit(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+def test_a_model_is_restored_to_the_bit(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     model = network(dtype)
     odd = bits(model[1].weight)
     odd[1, :3] = torch.tensor([1, -1, 1 << (8 * dtype.itemsize - 2)], dtype=odd.dtype)  # tiny, NaN, anything
@@ -320,7 +320,7 @@ def load_and_return(model: nn.Sequential, path: Path) -> nn.Sequential:
     return model
 
 
-def test_weights_of_another_model_are_told(tmp_path: Path) -> None:
+def test_weights_of_another_model_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save(network(), path, "bitmask")
     with pytest.raises(

@@ -35,7 +35,7 @@ def halved(tensor: Tensor, axis: int) -> Tensor:
 
 
 @given(st.sampled_from(DTYPES), st.integers(1, 70), st.integers(0, 2**32), st.floats(0, 1))
-def test_any_bits_come_back_from_a_mask(dtype: torch.dtype, count: int, seed: int, share: float) -> None:
+def test_any_bits_are_restored_from_a_mask(dtype: torch.dtype, count: int, seed: int, share: float) -> None:
     chance = np.random.default_rng(seed)
     content = chance.integers(0, 2 if dtype == torch.bool else 256, count * dtype.itemsize, np.uint8)
     tensor = torch.from_numpy(content).view(dtype)
@@ -44,7 +44,7 @@ def test_any_bits_come_back_from_a_mask(dtype: torch.dtype, count: int, seed: in
 
 
 @given(st.sampled_from(DTYPES[:6]), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**32))
-def test_any_bits_with_two_of_four_come_back_from_halves(
+def test_any_bits_with_two_of_four_are_restored_from_halves(
     dtype: torch.dtype, rows: int, groups: int, kernel: int, seed: int
 ) -> None:
     chance = np.random.default_rng(seed)
@@ -60,7 +60,7 @@ def test_any_bits_with_two_of_four_come_back_from_halves(
 
 
 @pytest.mark.parametrize(("row", "fits"), [([1, 0, 0, 2], True), ([0, 0, 0, 0], True), ([1, 2, 0, 3], False)])
-def test_two_of_four_is_told_apart(row: list[float], fits: bool) -> None:
+def test_two_of_four_is_recognized(row: list[float], fits: bool) -> None:
     assert file.is_two_of_four(file.bits(torch.tensor([[1.0, 2, 0, 0, *row]])), 1) is fits
 
 

@@ -157,7 +157,7 @@ class Several(nn.Module):
         return self.head(values), self.up(values.transpose(1, 2))
 
 
-def test_attention_transposed_convolutions_and_shared_weights_come_back(tmp_path: Path) -> None:
+def test_attention_transposed_convolutions_and_shared_weights_are_restored(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, tokens = Several(), torch.randint(0, 12, (2, 5))
     calibrated(model, tokens)
