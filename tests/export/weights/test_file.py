@@ -9,14 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 import gossamer
 from gossamer.errors import GossamerError
 from gossamer.export import load_into, read_about, read_state, save
+from gossamer.export.weights import file as model_file
 from gossamer.export.weights.file import bits
 from gossamer.io import header_of, write_sealed
 
@@ -348,3 +352,73 @@ def test_nothing_but_files_of_weights_is_loaded_into_a_model(tmp_path: Path) -> 
             gossamer.load(tmp_path / f"model.{ending}")
     path.rename(tmp_path / "model.weights")  # known by its first bytes
     assert set(gossamer.load(tmp_path / "model.weights")) == set(network().state_dict())
+
+
+# Packing
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.float8_e4m3fn, torch.bool]
+
+
+def masked(tensor: Tensor) -> Tensor:
+    numbers = bits(tensor)
+    out = torch.full_like(numbers, 77).reshape(-1)  # what was there before must not matter
+    mask, values = model_file.pack_mask(numbers)
+    assert len(values) == int(torch.count_nonzero(numbers))
+    model_file.unpack_mask(out.numpy(), mask, values.view(np.uint8))
+    return out.reshape(tensor.shape)
+
+
+def halved(tensor: Tensor, axis: int) -> Tensor:
+    numbers = bits(tensor)
+    moved = numbers.movedim(axis, -1)
+    out = torch.full_like(numbers, 77).reshape(-1)
+    positions, values = model_file.pack_pairs(numbers, axis)
+    assert model_file.are_positions(positions)
+    assert len(values) * 2 == tensor.numel()
+    model_file.unpack_mask(out.numpy(), model_file._MASKS[positions], values.view(np.uint8))
+    return out.reshape(moved.shape).movedim(-1, axis)
+
+
+@given(st.sampled_from(DTYPES), st.integers(1, 70), st.integers(0, 2**32), st.floats(0, 1))
+def test_any_bits_are_restored_from_a_mask(dtype: torch.dtype, count: int, seed: int, share: float) -> None:
+    chance = np.random.default_rng(seed)
+    content = chance.integers(0, 2 if dtype == torch.bool else 256, count * dtype.itemsize, np.uint8)
+    tensor = torch.from_numpy(content).view(dtype)
+    bits(tensor)[torch.from_numpy(chance.random(count) < share)] = 0
+    assert torch.equal(masked(tensor), bits(tensor))
+
+
+@given(st.sampled_from(DTYPES[:6]), st.integers(1, 5), st.integers(1, 4), st.integers(1, 3), st.integers(0, 2**32))
+def test_any_bits_with_two_of_four_are_restored_from_halves(
+    dtype: torch.dtype, rows: int, groups: int, kernel: int, seed: int
+) -> None:
+    chance = np.random.default_rng(seed)
+    content = chance.integers(0, 256, rows * groups * 4 * kernel * dtype.itemsize, np.uint8)
+    tensor = torch.from_numpy(content).view(dtype).reshape(rows, groups * 4, kernel)
+    order = torch.from_numpy(chance.random((rows, groups, 4, kernel)).argsort(2)).reshape(tensor.shape)
+    kept = int(chance.integers(0, 3))  # groups with fewer than two as well
+    bits(tensor)[order >= kept] = 0
+    assert model_file.is_two_of_four(bits(tensor), 1)
+    assert torch.equal(halved(tensor, 1), bits(tensor))
+    turned = tensor.transpose(0, 1).contiguous()
+    assert torch.equal(halved(turned, 0), bits(turned))
+
+
+@pytest.mark.parametrize(("row", "fits"), [([1, 0, 0, 2], True), ([0, 0, 0, 0], True), ([1, 2, 0, 3], False)])
+def test_two_of_four_is_recognized(row: list[float], fits: bool) -> None:
+    assert model_file.is_two_of_four(bits(torch.tensor([[1.0, 2, 0, 0, *row]])), 1) is fits
+
+
+def test_minus_zero_counts_as_a_number() -> None:
+    row = torch.tensor([[1.0, 2.0, -0.0, 0.0]])
+    assert not model_file.is_two_of_four(bits(row), 1)
+    assert torch.count_nonzero(bits(row)) == 3
+    assert torch.equal(masked(row), bits(row))
+
+
+def test_places_out_of_order_are_no_positions() -> None:
+    good = np.array([0b0100_0100], np.uint8)  # 0 and 1, twice
+    assert model_file.are_positions(good)
+    for byte in (0b0100_0001, 0b0000_0100, 0b0101_0100):
+        assert not model_file.are_positions(np.array([byte], np.uint8))
