@@ -13,8 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from gossamer.report import Bins, LayerSparsity, RunContent, ShareGrid, render
+from gossamer.report import render
 from gossamer.report.charts import GROUP_GAP, inner_scale, linear_scale, log_scale, png, rebin, simplify, split
+from gossamer.report.content import Bins, LayerSparsity, RunContent, ShareGrid
 from gossamer.report.weights import mask_image, select_layers, weight_bins
 from gossamer.sparse import NM, Pattern, Unstructured, magnitude
 

@@ -11,7 +11,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from gossamer.report import LayerSparsity, RunContent, Series, WeightHistogram, render
+from gossamer.report import render
+from gossamer.report.content import LayerSparsity, RunContent, Series, WeightHistogram
 from tests.report.contents import empty_bins, run, speed
 
 VOID = {"meta", "link", "img", "wbr", "br"}
