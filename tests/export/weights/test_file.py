@@ -301,6 +301,7 @@ def test_channels_last_and_compiled_models_are_read_and_filled_as_they_are(tmp_p
         "0.weight": ["sparse24", [8, 8, 3, 3], 1],
         "1.weight": ["sparse24", [8, 4, 3, 3], 0],
     }
+    assert all(tensor.is_contiguous() for tensor in gossamer.load(path).values())
     loaded = build()
     for tensor in loaded.state_dict().values():
         tensor.fill_(1)

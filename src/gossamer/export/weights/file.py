@@ -226,7 +226,7 @@ class ModelFile:
         tensor = torch.empty(last, dtype=entry.dtype)
         mask = parts[0] if entry.encoding == "bitmask" else _MASKS[parts[0]]
         unpack_mask(bits(tensor).reshape(-1).numpy(), mask, parts[1])
-        return tensor.movedim(-1, axis) if last else tensor
+        return tensor.movedim(-1, axis).contiguous() if last else tensor
 
     def _bytes(self, part: Part) -> Array:
         content = np.empty(part.end - part.start, np.uint8)
