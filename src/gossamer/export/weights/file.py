@@ -221,12 +221,13 @@ class ModelFile:
             tensor = torch.empty(entry.shape, dtype=entry.dtype)
             bytes_of(tensor)[:] = _memory(parts[0])
             return tensor
-        axis = entry.axis if entry.encoding == "sparse24" else len(entry.shape) - 1
-        last = [*(size for at, size in enumerate(entry.shape) if at != axis), *entry.shape[axis : axis + 1]]
-        tensor = torch.empty(last, dtype=entry.dtype)
-        mask = parts[0] if entry.encoding == "bitmask" else _MASKS[parts[0]]
+        shape, mask = list(entry.shape), parts[0]
+        if entry.encoding == "sparse24":  # the axis of the groups is last
+            shape.append(shape.pop(entry.axis))
+            mask = _MASKS[parts[0]]
+        tensor = torch.empty(shape, dtype=entry.dtype)
         unpack_mask(bits(tensor).reshape(-1).numpy(), mask, parts[1])
-        return tensor.movedim(-1, axis).contiguous() if last else tensor
+        return tensor.movedim(-1, entry.axis).contiguous() if entry.encoding == "sparse24" else tensor
 
     def _bytes(self, part: Part) -> Array:
         content = np.empty(part.end - part.start, np.uint8)
