@@ -121,9 +121,10 @@ def test_layers_that_lose_the_same_filters_are_one_row_with_its_members(analyze:
 
 def test_a_model_that_cannot_be_followed_is_told_beside_its_curves(analyze: Any, tmp_path: Path) -> None:
     given = ("--data", "nets_for_analyze:labelled", "--pattern", "filter", "-o", "found")
-    assert "others are pruned one by one" in words(analyze(*given, model="nets_for_analyze:Deciding").stdout)
+    shown = words(analyze(*given, model="nets_for_analyze:Deciding").stdout)
+    assert "could not be traced are pruned one by one" in shown
     found = json.loads((tmp_path / "found" / "analysis.json").read_text("utf-8"))["sensitivity"]
-    assert "others are pruned one by one" in found["notes"][0]
+    assert "could not be traced are pruned one by one" in found["notes"][0]
 
 
 def test_a_test_part_alone_is_named_and_no_proposal_is_made_on_it(analyze: Any, tmp_path: Path) -> None:

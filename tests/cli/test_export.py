@@ -75,7 +75,7 @@ def test_what_was_written_is_shown_with_sizes_zeros_and_differences(run: Run, tw
     told = words(done.output)
     assert "weights from weights.pt" in told
     assert "small-sparse24.safetensors" in told
-    assert "not 2:4: 0.weight: 3 input channels do not divide by 4" in told
+    assert "not 2:4, written as dense (3 input channels do not divide by 4): 0.weight" in told
     assert "0 of 3 layers become semi-structured tensors on CUDA" in told
     assert "10 output features are not a multiple of 16: 9.weight" in told
     assert gossamer.load("out/small-sparse24.safetensors")["3.weight"].dtype == torch.float16

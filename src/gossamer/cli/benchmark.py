@@ -73,8 +73,7 @@ def benchmark(
     Files run in a random order in each round. The table shows the median, the 5th and 95th percentile, and the speed
     relative to the first file with its 95 % interval. For files of weights, which contain no program, reading is timed.
     """
-    from gossamer.benchmark import explain, measure
-    from gossamer.benchmark.explanation import labels
+    from gossamer.benchmark import explain, labels, measure
 
     if output is not None and output.suffix != ".json":
         raise GossamerError(f"expected a .json file, found '{output}'", "--output")
@@ -144,7 +143,7 @@ def _parse_shape(text: str) -> tuple[str, list[int]]:
 
 def _show(timings: Sequence[Timing], threads: int) -> None:
     """Print the results of one runtime."""
-    from gossamer.benchmark.explanation import format_ratio, labels
+    from gossamer.benchmark import format_ratio, labels
 
     one, names = timings[0], labels(timings)
     unit, factor = _unit(min(timing.median for timing in timings))
