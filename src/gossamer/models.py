@@ -33,7 +33,7 @@ from gossamer.runner.detectors import Network, as_example, is_detector
 from gossamer.runner.display import Display
 from gossamer.runner.distributed import init_distributed
 from gossamer.runner.model_files import NAME, Export, ModelDescription, describe_model, read_description, write_model
-from gossamer.runner.runs import built, checkpoint_title, describe_source, from_command_line, load_config
+from gossamer.runner.runs import built, describe_source, from_command_line, load_config
 from gossamer.runner.tasks import Classification, ObjectDetection
 from gossamer.runner.trust import USER, Trust, reason, trust_of
 from gossamer.runner.weights import file_of, load_state, load_weights, read_weights
@@ -239,7 +239,7 @@ def _of_run(
             num_classes=runner.num_classes,
             net=runner.config.net,
             source=start.source or start.weights,
-            checkpoint=checkpoint_title(runner),
+            checkpoint=None if start.checkpoint is None else start.checkpoint.title,
             folder=runner.folder if is_folder else None,
             config=runner.config,
             thinned=runner.thinned,

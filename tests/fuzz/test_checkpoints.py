@@ -286,7 +286,7 @@ UNREADABLE: dict[str, tuple[Change, str]] = {
     "a negative iteration": (in_metadata("iteration", "-4"), "its 'iteration' is not"),
     "an iteration of 5000 digits": (in_metadata("iteration", "9" * 5000), "its 'iteration' is not"),
     "more zeros than weights": (in_metadata("weights", '{"linear": [1, 2]}'), "its 'weights' is not counts"),
-    "a time that a terminal obeys": (in_metadata("time", "\x1b[2J"), "its 'time' is not"),
+    "a name that a terminal obeys": (in_metadata("metrics", '{"dict": {"\\u001b[2J": 1.0}}'), "its 'metrics' is not"),
 }
 """What reading refuses: the change, and what the message says."""
 

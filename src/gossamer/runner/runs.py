@@ -20,7 +20,7 @@ from gossamer.errors import GossamerError, within
 from gossamer.io import atomic_write, open_regular, remove_leftovers
 from gossamer.model.counting import count_by_kind
 from gossamer.runner.builders import code_of
-from gossamer.runner.checkpoint import Checkpoint, CheckpointError, Checkpoints, Description, MisfitError, title
+from gossamer.runner.checkpoint import Checkpoint, CheckpointError, Checkpoints, Description, MisfitError
 from gossamer.runner.config import Config, Loaded, config_text, read_config
 from gossamer.runner.config.checking import FOLDERS
 from gossamer.runner.data.sources import Purpose
@@ -163,12 +163,6 @@ def built(loaded: Loaded, distributed: Distributed, purpose: Purpose, display: D
         yield trainer
 
 
-def checkpoint_title(trainer: Trainer) -> str | None:
-    """The checkpoint that a trainer tests or exports, by name; None for a file of weights."""
-    checkpoint = trainer.start.checkpoint
-    return None if checkpoint is None else title(checkpoint.about)
-
-
 def describe_source(checkpoint: str | None, source: Path) -> str:
     """A checkpoint by its name and its file, or a file of weights."""
     return str(source) if checkpoint is None else f"{checkpoint} ({source})"
@@ -206,8 +200,8 @@ def _train(loaded: Loaded, display: Display | None) -> Result:
             result = Result(trainer.folder, complete, trainer.iteration, dict(final.metrics), sparsity, files=files)
             if about is not None:
                 if distributed.first:
-                    logger.info("the model of the run is its %s", title(about))
-                result = replace(result, source=about.path, model=title(about), model_iteration=about.iteration)
+                    logger.info("the model of the run is its %s", about.title)
+                result = replace(result, source=about.path, model=about.title, model_iteration=about.iteration)
             return replace(result, sparsity_of_pruned_layers=pruned, first=distributed.first)
 
 
@@ -247,7 +241,7 @@ def _model_of_run(trainer: Trainer) -> tuple[Trainer, Description | None]:
     with _without_warnings():  # they were logged in the training
         final.build()
     final.iteration, final.metrics = chosen.iteration, dict(chosen.metrics)
-    return final, chosen.about
+    return final, chosen
 
 
 def _best_checkpoint(trainer: Trainer) -> Checkpoint | Description | None:
@@ -297,7 +291,7 @@ def _result_of(trainer: Trainer, folder: Path) -> Result:
         metrics={},
         sparsity=sparsity,
         source=start.source or start.weights,
-        model=checkpoint_title(trainer),
+        model=None if start.checkpoint is None else start.checkpoint.title,
         model_iteration=start.checkpoint.iteration if start.checkpoint is not None else None,
         sparsity_of_pruned_layers=pruned,
         first=trainer.distributed.first,

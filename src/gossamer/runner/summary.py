@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gossamer.errors import GossamerError
-from gossamer.runner.checkpoint import CheckpointError, Checkpoints, Description, describe, title
+from gossamer.runner.checkpoint import CheckpointError, Checkpoints, Description, describe
 from gossamer.runner.formatting import (
     format_count,
     format_duration,
@@ -62,7 +62,7 @@ def run_summary(folder: Path) -> dict[str, Any]:
     tests = [record for record in records if record.get("kind") == "test"]
     trained = [record for record in records if record.get("kind") == "train"]
     pruned = next(reversed(_numbers(records, "sparsity")), None)
-    weights = known_counts({} if about is None else about.weights, pruned)
+    weights = known_counts({} if about is None else about.counts, pruned)
     tested = dict.fromkeys(name for record in tests for name in record if name not in (*_FRAME, "sparsity"))
     names = sort_metrics(tested)
     best = checkpoints.best()
@@ -74,7 +74,7 @@ def run_summary(folder: Path) -> dict[str, Any]:
         "metrics": {name: _course(name, tests, best is not None, about) for name in names},
         "model": {
             "checkpoint": None if about is None else str(about.path),
-            "title": None if about is None else title(about),
+            "title": None if about is None else about.title,
             "iteration": None if about is None else about.iteration,
         },
         "sparsity": zero_share(weights) if weights else pruned,

@@ -182,7 +182,7 @@ def _check_state(
 def _read(path: Path) -> dict[str, Tensor]:
     if is_checkpoint(path):
         checkpoint = read_checkpoint(path)
-        return _find_state_dict(checkpoint.ema) or checkpoint.weights
+        return checkpoint.ema or checkpoint.weights
     if sealed_kind(path) is not None or path.suffix == ".safetensors":
         return read_state(path)
     state = _find_state_dict(load_torch(path))
