@@ -19,8 +19,7 @@ from gossamer.models import load_model
 from gossamer.quantization import is_emulated
 from gossamer.runner import trainer
 from gossamer.runner.checkpoint import Checkpoints, read_checkpoint
-from gossamer.runner.reporting import report
-from gossamer.runner.reporting.content import run_content
+from gossamer.runner.reporting import report, run_content
 from gossamer.runner.runs import export
 from gossamer.runner.summary import comparison, run_summary
 from tests.cli.conftest import Run, run  # noqa: F401

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gossamer.runner.records import LR_CHANGE, Records, ScheduleLog, read_records
-from gossamer.runner.reporting.content import run_content
+from gossamer.runner.reporting import run_content
 from tests.runner.running_on_digits import LENGTH, config, interrupted, resumed, trained
 
 STEPS = 6

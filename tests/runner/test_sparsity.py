@@ -9,8 +9,8 @@ import pytest
 
 from gossamer.errors import GossamerError
 from gossamer.runner.checkpoint import Checkpoints, read_checkpoint
+from gossamer.runner.notes import read_note
 from gossamer.runner.records import read_records
-from gossamer.runner.reporting.notes import read_note
 from gossamer.runner.runs import Result
 from tests.runner.running_on_digits import (
     LENGTH,

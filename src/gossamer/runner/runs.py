@@ -31,7 +31,6 @@ from gossamer.runner.hooks import import_subclass
 from gossamer.runner.lock import LOCK, locked
 from gossamer.runner.model_files import Export
 from gossamer.runner.records import METRICS
-from gossamer.runner.reporting import note_sensitivity, note_start, report_end
 from gossamer.runner.trainer import SparseRunner, Trainer
 from gossamer.runner.trust import check_links, remember, trust_of
 from gossamer.version import __version__
@@ -141,6 +140,8 @@ def measure_sensitivity(
     folder: str | Path, progress: Callable[[str, float], None] | None = None, *, imports: Sequence[str] = ()
 ) -> None:
     """Measure the sensitivity of the layers of a run's model for its report, without a limit on the time."""
+    from gossamer.runner.notes import note_sensitivity
+
     path = Path(folder)
     if Checkpoints(path / CHECKPOINTS, keep=1).model() is None and (path / CONFIG).is_file():
         raise GossamerError(f"{folder}: has no checkpoint to measure; start the run again with gossamer train")
@@ -169,6 +170,8 @@ def describe_source(checkpoint: str | None, source: Path) -> str:
 
 
 def _train(loaded: Loaded, display: Display | None) -> Result:
+    from gossamer.runner.reporting import note_start, report_end
+
     with init_distributed(loaded.config.runtime.device) as distributed:
         trainer = _trainer_class(loaded)(loaded, distributed, display=display)
         with (

@@ -158,7 +158,7 @@ def comparison_table(folders: Sequence[Path]) -> Table:
     for row in rows:
         name = row["metric"] or ""
         value = _shown(name, row["value"])
-        difference = "" if row["difference"] is None else _signed(name, row["difference"])
+        difference = "" if row["difference"] is None else signed(name, row["difference"])
         table.add_row(
             escape(row["name"]),
             escape(row["method"] or "–"),
@@ -240,7 +240,7 @@ def _last(checkpoints: Checkpoints) -> Description | None:
 
 def _course(name: str, tests: Sequence[Mapping[str, Any]], has_best: bool, about: Description | None) -> dict[str, Any]:
     """First, best and last value of a metric, and that of the model of the run."""
-    values = [(_finite(test[name]), int(test["iteration"])) for test in tests if name in test]
+    values = [(finite(test[name]), int(test["iteration"])) for test in tests if name in test]
     last = values[-1][0]
     chosen = next((entry for entry in values if about is not None and entry[1] == about.iteration), (None, None))
     best = chosen if has_best else (None, None)
@@ -277,10 +277,10 @@ def _speeds(records: Sequence[Mapping[str, Any]]) -> list[float]:
 
 def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
     """The finite values of a key."""
-    return [value for record in records if (value := _finite(record.get(key))) is not None]
+    return [value for record in records if (value := finite(record.get(key))) is not None]
 
 
-def _finite(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
     """A finite number, or None."""
     known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if known else None
@@ -290,7 +290,7 @@ def _shown(name: str, value: float | None) -> str:
     return "–" if value is None else format_metric(name, value)
 
 
-def _signed(name: str, value: float) -> str:
+def signed(name: str, value: float) -> str:
     return f"{value:+.2f}" if name.startswith("top") else f"{value:+.3f}"
 
 

@@ -53,7 +53,6 @@ from gossamer.runner.model_files import Export, describe_model, write_model
 from gossamer.runner.optimizer import WarmUp, build_lr_scheduler, build_optimizer
 from gossamer.runner.pictures import draw_tests
 from gossamer.runner.records import Records, ScheduleLog
-from gossamer.runner.reporting.notes import Weights, weights_of
 from gossamer.runner.sparsity import Sparsifier, build_sparsifier
 from gossamer.runner.tasks import Task, build_task
 from gossamer.runner.training_state import (
@@ -81,6 +80,7 @@ from gossamer.runner.weights import (
 
 if TYPE_CHECKING:
     from gossamer.export.saving import Written
+    from gossamer.runner.notes import LayerWeights
 
 logger = logging.getLogger("gossamer")
 REMEDY = (
@@ -129,7 +129,7 @@ class Trainer:
         self.sparsifier: Sparsifier | None = None
         self.average: AveragedModel | None = None
         self.records: Records | None = None
-        self.start_weights: Weights | None = None
+        self.start_weights: dict[str, LayerWeights] | None = None
         """Histograms of the weights before the first iteration; None in a resumed run."""
         self.start_shapes: dict[str, list[int]] | None = None
         """The shapes of all tensors at the start, if the run starts from a thinned model."""
@@ -222,6 +222,8 @@ class Trainer:
         broadcast_state(self.model, self.distributed)
         reported = self.distributed.first and self.config.runtime.report.enable
         if self.training and self.start.checkpoint is None and reported:
+            from gossamer.runner.notes import weights_of
+
             self.start_weights = weights_of(self.model)
 
     def prepare_sparse_model(self) -> None:

@@ -1,28 +1,30 @@
-"""What the report shows of a run folder, read from its records, notes, weights and settings.
+"""`report.html` of run folders, written at the end of a run and by `gossamer report`.
 
-No model is built: layers, histograms and masks come from the tensors in `model.safetensors` or in the checkpoint that
-is the model of the run, else from the notes. A part that cannot be shown has the reason and the command that helps.
+`notes.py` records what other files of a run do not contain, this module reads a run folder, and `gossamer.report`
+renders the page. No model is built: layers, histograms and masks come from the tensors in `model.safetensors` or in
+the checkpoint that is the model of the run, else from the notes. A part that cannot be shown has the reason and the
+command that helps. A failed report never ends a run: it is a warning, and only an interrupt is raised.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 
 from gossamer.errors import GossamerError, Location, format_problems
-from gossamer.io import read_regular
+from gossamer.io import atomic_write, open_regular, read_regular
 from gossamer.model.additions import is_added
+from gossamer.report import GENERATOR, render
 from gossamer.report.content import (
-    Bins,
     Card,
     HeatMap,
     LayerSparsity,
@@ -34,18 +36,153 @@ from gossamer.report.content import (
     TimedFile,
     WeightHistogram,
 )
-from gossamer.report.weights import count_zeros, mask_image, select_layers, weight_bins
+from gossamer.report.weights import count_zeros, mask_image, select_layers
 from gossamer.runner.checkpoint import Checkpoints
 from gossamer.runner.formatting import format_count, format_duration, format_metric, format_size
+from gossamer.runner.notes import (
+    MAX_BYTES,
+    LayerWeights,
+    N,
+    PlannedLayer,
+    PlanNote,
+    SensitivityNote,
+    WeightsNote,
+    note_plan,
+    note_sensitivity,
+    origin_of,
+    read_note,
+    weights_of,
+    write_note,
+)
 from gossamer.runner.records import read_records
-from gossamer.runner.reporting.notes import MAX_BYTES, Kind, Weights, noted_weights, read_note
-from gossamer.runner.summary import run_summary
+from gossamer.runner.summary import finite, run_summary, signed
+from gossamer.runner.trust import check_links
 from gossamer.runner.weights import read_weights
 
+if TYPE_CHECKING:
+    from gossamer.runner.trainer import Runner
+
 logger = logging.getLogger("gossamer")
+PAGE = "report.html"
 MODEL = "model.safetensors"
 MIN_SPARSITY = 0.001
 """Models below this sparsity count as dense: some weights are zero by chance."""
+
+
+def report(
+    folders: Sequence[str | Path], output: str | Path | None = None, benchmark: str | Path | None = None
+) -> Path:
+    """Write the page of one run, by default into its folder, or of several, by default into the working folder.
+
+    `benchmark` is a file that `gossamer benchmark --output` wrote. Raises `GossamerError` if a folder holds no
+    run, or if `output` exists and is not a report.
+    """
+    if not folders:
+        raise GossamerError("report: no run folder given; give one, such as runs/res18")
+    paths = [Path(folder) for folder in folders]
+    path = Path(output) if output is not None else (paths[0] / PAGE if len(paths) == 1 else Path(PAGE))
+    _check_output(path)
+    for folder in paths if output is None else ():
+        check_links(folder)
+    names = _labels(paths)
+    speed = None if benchmark is None else read_speed(Path(benchmark), paths)
+    text = render([run_content(folder, name) for folder, name in zip(paths, names, strict=True)], speed)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as part:
+            part.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise GossamerError(
+            f"{path}: cannot be written: {error.strerror or error}; choose another file with -o"
+        ) from None
+    return path
+
+
+def note_start(runner: Runner) -> None:
+    """Record what the report needs from before the training, on rank 0."""
+    if not runner.distributed.first or not runner.config.runtime.report.enable or runner.iteration >= runner.length:
+        return
+
+    def note() -> None:
+        if runner.start_weights is not None:
+            start = WeightsNote(layers=runner.start_weights, origin=origin_of(runner))
+            write_note(runner.folder, "start", start)
+        note_plan(runner)
+
+    _guarded(runner, note)
+
+
+def report_end(runner: Runner, *, complete: bool) -> None:
+    """Write the report of a run that ends, complete or not, on rank 0."""
+    if not runner.distributed.first or not runner.config.runtime.report.enable:
+        return
+    if complete:
+        _guarded(runner, lambda: _note_end(runner))
+    _guarded(runner, lambda: _page(runner))
+
+
+def _page(runner: Runner) -> None:
+    """Write the page, unless the run failed before its first record."""
+    if read_records(runner.folder) or runner.checkpoints.latest() is not None:
+        report([runner.folder])
+
+
+def _note_end(runner: Runner) -> None:
+    end = WeightsNote(layers=weights_of(runner.outcome), iteration=runner.iteration)
+    write_note(runner.folder, "end", end)
+    setting = runner.config.runtime.report.sensitivity
+    if setting is not False:
+        with runner.display.testing(100) as advance:
+            done = 0
+
+            def progress(label: str, share: float) -> None:
+                nonlocal done
+                for _ in range(done, int(100 * share)):
+                    advance()
+                done = max(done, int(100 * share))
+
+            note_sensitivity(runner, progress, bounded=setting == "auto")
+
+
+def _guarded(runner: Runner, act: Callable[[], object]) -> None:
+    """Log a warning if `act` fails; an interrupt is raised again."""
+    remedy = f"write it again with gossamer report {shlex.quote(str(runner.folder))}"
+    try:
+        act()
+    except KeyboardInterrupt:
+        logger.warning("The report is incomplete: it was interrupted; %s", remedy)
+        raise
+    except Exception as error:  # noqa: BLE001 - a report must not end a run
+        reason = " ".join(f"{error}".split()) or type(error).__name__
+        logger.warning("The report is incomplete: %s; %s", reason, remedy)
+
+
+def _check_output(path: Path) -> None:
+    """Refuse to overwrite a file that is not a report."""
+    try:
+        head = _head(path) if path.is_file() else GENERATOR
+    except OSError as error:
+        raise GossamerError(f"{path}: cannot be read: {error.strerror or error}; choose another file with -o") from None
+    if path.is_dir():
+        raise GossamerError(f"{path}: is a folder; give a file with -o, such as {path / PAGE}")
+    if head and GENERATOR not in head:
+        raise GossamerError(f"{path}: is not a report and is not overwritten; choose another file with -o")
+
+
+def _head(path: Path) -> str:
+    with open_regular(path) as file:
+        return file.read(4000).decode(errors="replace")
+
+
+def _labels(folders: Sequence[Path]) -> list[str]:
+    """The names of the folders, with parent folders or numbers if two are equal."""
+    short = [folder.resolve().name for folder in folders]
+    longer = [f"{folder.resolve().parent.name}/{folder.resolve().name}" for folder in folders]
+    names = [name if short.count(name) == 1 else longer[index] for index, name in enumerate(short)]
+    return [name if names.count(name) == 1 else f"{name} ({index})" for index, name in enumerate(names, 1)]
+
+
+# One run
 
 
 def run_content(folder: Path, name: str) -> RunContent:
@@ -53,9 +190,10 @@ def run_content(folder: Path, name: str) -> RunContent:
     summary = run_summary(folder)
     records = read_records(folder)
     notes: list[str] = []
-    start, plan, end, measured = (_noted(folder, kind, notes) for kind in ("start", "plan", "end", "sensitivity"))
+    start, end = _noted(folder, "start", WeightsNote, notes), _noted(folder, "end", WeightsNote, notes)
+    plan, measured = _noted(folder, "plan", PlanNote, notes), _noted(folder, "sensitivity", SensitivityNote, notes)
     iterations = int(summary["iterations"])
-    length = _whole(plan, "length")
+    length = None if plan is None else plan.length
     complete = length is None or iterations >= length
     if not complete:
         stopped = f"This run is incomplete: it stopped at iteration {iterations} of {length}."
@@ -88,9 +226,9 @@ def run_content(folder: Path, name: str) -> RunContent:
     )
 
 
-def _noted(folder: Path, kind: Kind, notes: list[str]) -> dict[str, Any] | None:
+def _noted(folder: Path, name: str, kind: type[N], notes: list[str]) -> N | None:
     try:
-        return read_note(folder, kind)
+        return read_note(folder, name, kind)
     except GossamerError as error:
         notes.append(str(error))
         return None
@@ -100,14 +238,14 @@ def _state(summary: Mapping[str, Any], length: int | None) -> str:
     done, epochs = int(summary["iterations"]), round(float(summary["epochs"]), 2)
     if length is not None and done < length:
         return f"stopped at iteration {done} of {length}, epoch {epochs:g}"
-    return f"{done} iterations, {epochs:g} {'epoch' if epochs == 1 else 'epochs'}"
+    return f"{done} iterations, {epochs:g} epochs"
 
 
 # Figures
 
 
 def _cards(
-    folder: Path, summary: Mapping[str, Any], start: Mapping[str, Any] | None, weights: WeightContent, tests: int
+    folder: Path, summary: Mapping[str, Any], start: WeightsNote | None, weights: WeightContent, tests: int
 ) -> list[Card]:
     cards: list[Card] = []
     name = summary["metric"]
@@ -124,16 +262,8 @@ def _cards(
         cards.append(Card("non-zero weights", format_count(nonzero), f"of {format_count(total)}"))
     files = _files(folder)
     if files:
-        cards.append(
-            Card(
-                "file",
-                format_size(files[0][1]),
-                "; ".join([files[0][0], *(f"{n} {format_size(b)}" for n, b in files[1:])]),
-            )
-        )
-    packed = _packed(files, total, nonzero)
-    if packed is not None and not any(name.startswith("model-bitmask") for name, _ in files):
-        cards.append(Card("as bitmask", format_size(packed), "with gossamer export --format bitmask"))
+        others = [f"{name} {format_size(size)}" for name, size in files[1:]]
+        cards.append(Card("file", format_size(files[0][1]), "; ".join([files[0][0], *others])))
     if summary["seconds"] is not None:
         speed = summary["images_per_s"]
         cards.append(
@@ -142,18 +272,15 @@ def _cards(
     return cards
 
 
-def _change(name: str, course: Mapping[str, Any], start: Mapping[str, Any] | None, tests: int) -> list[Card]:
+def _change(name: str, course: Mapping[str, Any], start: WeightsNote | None, tests: int) -> list[Card]:
     """The change of the metric since the initial weights if their metrics are recorded, else since the first test."""
-    if course["model"] is None:
-        return []
-    origin: Any = (start or {}).get("origin") or {}
-    try:
-        before, of = float(origin["metrics"][name]), f"against {origin['name']}, its initial weights"
-    except (KeyError, TypeError, ValueError):
+    if start is not None and start.origin is not None and name in start.origin.metrics:
+        before, of = start.origin.metrics[name], f"against {start.origin.name}, its initial weights"
+    else:
         before, of = course["first"] if tests > 1 else None, "since the first test"
-    if before is None or not math.isfinite(before):
+    if before is None or course["model"] is None:
         return []
-    return [Card("change", _signed(name, course["model"] - before), of)]
+    return [Card("change", signed(name, course["model"] - before).replace("-", "−"), of)]
 
 
 def _figures(folder: Path, summary: Mapping[str, Any], weights: WeightContent) -> list[tuple[str, str]]:
@@ -183,17 +310,6 @@ def _sparsity(summary: Mapping[str, Any], weights: WeightContent) -> tuple[float
     return summary["sparsity"], summary["weights"], summary["nonzero"]
 
 
-def _packed(files: Sequence[tuple[str, int]], total: int | None, nonzero: int | None) -> int | None:
-    """The size of the plain file in bitmask format: one bit per weight and 4 bytes per non-zero weight.
-
-    None if that saves nothing, or without a plain file.
-    """
-    if not files or files[0][0] != "model.safetensors" or total is None or nonzero is None:
-        return None
-    taken = files[0][1] - 4 * total + total // 8 + 4 * nonzero
-    return taken if 0 < taken < 0.95 * files[0][1] else None
-
-
 def _files(folder: Path) -> list[tuple[str, int]]:
     """The files of the model with their sizes, the plain one first."""
     paths = [path for path in sorted(folder.glob("model*")) if path.is_file()]
@@ -203,11 +319,6 @@ def _files(folder: Path) -> list[tuple[str, int]]:
 
 def _metric(name: str, value: float | None) -> str:
     return "–" if value is None else format_metric(name, value)
-
-
-def _signed(name: str, value: float) -> str:
-    text = f"{value:+.2f}" if name.startswith("top") else f"{value:+.3f}"
-    return text.replace("-", "−")
 
 
 # Series
@@ -226,7 +337,7 @@ def _losses(train: Sequence[Mapping[str, Any]]) -> list[Series]:
 
 
 def _series(label: str, records: Sequence[Mapping[str, Any]], key: str) -> Series | None:
-    points = [(_number(record.get("epoch")), _number(record[key])) for record in records if key in record]
+    points = [(finite(record.get("epoch")), finite(record[key])) for record in records if key in record]
     ordered = sorted((x, index, y) for index, (x, y) in enumerate(points) if x is not None)
     if not ordered:
         return None
@@ -237,65 +348,54 @@ def _schedule(label: str, records: Sequence[Mapping[str, Any]], key: str) -> Ser
     """A value in steps, as it was set, until the last iteration; sampled if the run did not record what it set."""
     trained = [record for record in records if record.get("kind") == "train"]
     changes = [record for record in records if record.get("kind") == "set" and key in record]
-    if not any(_number(record.get("epoch")) is not None for record in changes):
+    if not any(finite(record.get("epoch")) is not None for record in changes):
         return _series(label, trained, key)
     # Train records count the sparsity too, also after the last step. Their learning rate is that of the next step.
     counted = trained if key == "sparsity" else []
     merged = _series(label, [*counted, *changes], key)
     assert merged is not None
-    end = max((x for record in trained if (x := _number(record.get("epoch"))) is not None), default=merged.x[-1])
+    end = max((x for record in trained if (x := finite(record.get("epoch"))) is not None), default=merged.x[-1])
     if end > merged.x[-1]:
         return Series(label, (*merged.x, end), (*merged.y, merged.y[-1]), stepped=True)
     return Series(label, merged.x, merged.y, stepped=True)
 
 
-def _plan(plan: Mapping[str, Any] | None, missing: dict[str, str]) -> Series | None:
-    steps = _whole(plan, "steps_per_epoch")
-    if plan is None or steps is None:
+def _plan(plan: PlanNote | None, missing: dict[str, str]) -> Series | None:
+    if plan is None:
         missing["plan"] = "The planned sparsity was not recorded: the run is from an earlier version."
-        return None
-    if not plan.get("sparse"):
+    elif not plan.sparse:
         missing["plan"] = "A dense run has no sparsity schedule."
-        return None
-    points = [(_number(at), _number(share)) for at, share in _pairs(plan.get("course"))]
-    course = [(at, share) for at, share in points if at is not None and share is not None]
-    if not course:
+    elif not plan.course:
         missing["plan"] = (
             "This method has no schedule: it learns its sparsity, or keeps the zeros of the initial weights."
         )
-        return None
-    before = ((0.0, 0.0 if course[0][0] > 1 else course[0][1]),)
-    return Series(
-        "planned", *zip(*((at / steps, share) for at, share in (*before, *course)), strict=True), stepped=True
-    )
+    else:
+        before = (0.0, 0.0 if plan.course[0][0] > 1 else plan.course[0][1])
+        x, y = zip(*((at / plan.steps_per_epoch, share) for at, share in (before, *plan.course)), strict=True)
+        return Series("planned", x, y, stepped=True)
+    return None
 
 
 def _heat_map(
-    note: Mapping[str, Any] | None, iteration: int | None, missing: dict[str, str], folder: Path
+    note: SensitivityNote | None, iteration: int | None, missing: dict[str, str], folder: Path
 ) -> HeatMap | None:
-    remedy = f"Measure it with: gossamer report {shlex.quote(str(folder))} --sensitivity"
     if note is None:
-        missing["sensitivity"] = f"The sensitivity of the layers was not measured. {remedy}"
-        return None
-    if isinstance(note.get("left_out"), str):
-        missing["sensitivity"] = f"{note['left_out']} {remedy}"
-        return None
-    if iteration is not None and note.get("iteration") != iteration:
-        missing["sensitivity"] = f"The sensitivity was measured at another iteration. {remedy}"
-        return None
-    try:
-        levels = tuple(float(level) for level in note["sparsities"])
+        reason = "The sensitivity of the layers was not measured."
+    elif note.left_out is not None:
+        reason = note.left_out
+    elif iteration is not None and note.iteration != iteration:
+        reason = "The sensitivity was measured at another iteration."
+    elif not note.rows or any(len(values) != len(note.sparsities) for values in note.rows.values()):
+        reason = "The recorded sensitivity is malformed."
+    else:
         rows = tuple(
-            (str(name).removesuffix(".weight"), tuple(math.inf if value is None else float(value) for value in values))
-            for name, values in note["rows"].items()
+            (name.removesuffix(".weight"), tuple(math.inf if value is None else value for value in values))
+            for name, values in note.rows.items()
         )
-        images = int(note["images"])
-    except (KeyError, TypeError, ValueError, AttributeError):
-        rows, levels, images = (), (), 0
-    if not rows or any(len(values) != len(levels) for _, values in rows):
-        missing["sensitivity"] = f"The recorded sensitivity is malformed. {remedy}"
-        return None
-    return HeatMap(levels, rows, f"Measured on the final model with {images} {'image' if images == 1 else 'images'}.")
+        source = f"Measured on the final model, number of images: {note.images}."
+        return HeatMap(tuple(note.sparsities), rows, source)
+    missing["sensitivity"] = f"{reason} Measure it with: gossamer report {shlex.quote(str(folder))} --sensitivity"
+    return None
 
 
 def _settings(folder: Path) -> list[tuple[str, str]]:
@@ -309,23 +409,6 @@ def _settings(folder: Path) -> list[tuple[str, str]]:
                 text = f"This file cannot be read: {error.strerror or error}."
             settings.append((f"{title} ({file})", text))
     return settings
-
-
-def _pairs(value: Any) -> list[tuple[Any, Any]]:
-    entries = cast(list[Any], value) if isinstance(value, list) else []
-    lists = [cast(list[Any], entry) for entry in entries if isinstance(entry, list)]
-    return [(entry[0], entry[1]) for entry in lists if len(entry) == 2]
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) else None
-
-
-def _whole(note: Mapping[str, Any] | None, key: str) -> int | None:
-    value = None if note is None else note.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 # Weights
@@ -344,36 +427,37 @@ class WeightContent:
 def _weight_content(
     folder: Path,
     summary: Mapping[str, Any],
-    plan: Mapping[str, Any] | None,
-    start: Mapping[str, Any] | None,
-    end: Mapping[str, Any] | None,
+    plan: PlanNote | None,
+    start: WeightsNote | None,
+    end: WeightsNote | None,
     *,
     complete: bool,
 ) -> WeightContent:
     """The weights at the end of a run, or where it stopped."""
-    recorded = _recorded(plan)
+    recorded = {} if plan is None else plan.layers
     tensors, exported, why = _tensors(folder, recorded, complete=complete)
     at = summary["model"]["iteration"]
-    of_model = end is not None and (complete if at is None else end.get("iteration") == at)
-    noted = noted_weights(end) if of_model else None
-    before = noted_weights(start)
+    noted = end.layers if end is not None and (complete if at is None else end.iteration == at) else None
+    before = {} if start is None else start.layers
     if tensors and not exported and not _is_smaller(tensors, before) and _makes_zeros_late(summary, tensors):
         tensors, why = {}, "This method sets the pruned weights to zero at the end of the run."
     if not tensors and noted is None:
         return WeightContent(missing=dict.fromkeys(("layers", "histograms", "masks"), why))
-    if tensors:
-        now = Weights({n: tuple(t.shape) for n, t in tensors.items()}, {n: weight_bins(t) for n, t in tensors.items()})
-        zeros = count_zeros(tensors)
-    else:
-        assert noted is not None
-        now, zeros = noted, {name: bins.zeros for name, bins in noted.bins.items()}
-    layers = tuple(_layer(name, now, zeros[name], recorded.get(name, {})) for name in now.shapes)
+    now = {name: LayerWeights.of(tensor) for name, tensor in tensors.items()} or noted or {}
+    layers = tuple(_layer(name, weights, recorded.get(name, PlannedLayer())) for name, weights in now.items())
     picked = select_layers(layers)
+    histograms = [
+        WeightHistogram(name.removesuffix(".weight"), before[name].bins if name in before else None, weights.bins)
+        for name, weights in now.items()
+    ]
+    histograms.sort(key=lambda histogram: histogram.layer not in picked)
     masks, missing = _masks(tensors, layers, picked, recorded, why)
-    return WeightContent(layers, tuple(_histograms(now.bins, before, picked)), masks, missing)
+    return WeightContent(layers, tuple(histograms), masks, missing)
 
 
-def _tensors(folder: Path, recorded: Mapping[str, Any], *, complete: bool) -> tuple[dict[str, Tensor], bool, str]:
+def _tensors(
+    folder: Path, recorded: Mapping[str, PlannedLayer], *, complete: bool
+) -> tuple[dict[str, Tensor], bool, str]:
     """The prunable weights, whether they are from the exported model, and the reason if there are none."""
     model = Checkpoints(folder / "checkpoints", keep=1).model()
     paths = [folder / MODEL] if complete and (folder / MODEL).is_file() else []
@@ -394,13 +478,12 @@ def _tensors(folder: Path, recorded: Mapping[str, Any], *, complete: bool) -> tu
     return {}, False, why
 
 
-def _is_smaller(tensors: Mapping[str, Tensor], before: Weights | None) -> bool:
+def _is_smaller(tensors: Mapping[str, Tensor], before: Mapping[str, LayerWeights]) -> bool:
     """Whether filters were removed since the start."""
-    shapes = {} if before is None else before.shapes
-    return any(tuple(shapes.get(name, tensor.shape)) != tuple(tensor.shape) for name, tensor in tensors.items())
+    return any(name in before and before[name].shape != tuple(tensor.shape) for name, tensor in tensors.items())
 
 
-def _is_shown(name: str, tensor: Tensor, recorded: Mapping[str, Any]) -> bool:
+def _is_shown(name: str, tensor: Tensor, recorded: Mapping[str, PlannedLayer]) -> bool:
     if recorded:
         return name in recorded and tensor.is_floating_point()
     named = "weight" in name and not is_added(name)
@@ -413,37 +496,17 @@ def _makes_zeros_late(summary: Mapping[str, Any], tensors: Mapping[str, Tensor])
     return bool(pruned and pruned > 0.05) and sum(count_zeros(tensors).values()) < 0.01 * total
 
 
-def _layer(name: str, weights: Weights, zeros: int, recorded: Mapping[str, Any]) -> LayerSparsity:
-    target, dense = recorded.get("target"), recorded.get("dense")
-    return LayerSparsity(
-        name.removesuffix(".weight"),
-        weights.shapes[name],
-        weights.bins[name].total,
-        zeros,
-        float(target) if isinstance(target, int | float) and 0 <= target <= 1 else None,
-        dense if isinstance(dense, str) else None,
-    )
-
-
-def _histograms(after: Mapping[str, Bins], start: Weights | None, picked: list[str]) -> list[WeightHistogram]:
-    before = {} if start is None else start.bins
-    histograms = [
-        WeightHistogram(name.removesuffix(".weight"), _same_size(before.get(name), now), now)
-        for name, now in after.items()
-    ]
-    return sorted(histograms, key=lambda histogram: histogram.layer not in picked)
-
-
-def _same_size(before: Bins | None, after: Bins) -> Bins | None:
-    """Bins that can be drawn on one scale."""
-    return before if before is not None and len(before.counts) == len(after.counts) else None
+def _layer(name: str, weights: LayerWeights, recorded: PlannedLayer) -> LayerSparsity:
+    total = weights.bins.total
+    name = name.removesuffix(".weight")
+    return LayerSparsity(name, weights.shape, total, weights.zeros, recorded.target, recorded.dense)
 
 
 def _masks(
     tensors: Mapping[str, Tensor],
     layers: tuple[LayerSparsity, ...],
     picked: list[str],
-    recorded: Mapping[str, Mapping[str, Any]],
+    recorded: Mapping[str, PlannedLayer],
     why: str,
 ) -> tuple[tuple[MaskImage, ...], dict[str, str]]:
     if not tensors:
@@ -451,68 +514,71 @@ def _masks(
     if sum(layer.zeros for layer in layers) < MIN_SPARSITY * sum(layer.parameters for layer in layers):
         return (), {"masks": "The model is dense: there are no masks."}
     masks = [
-        mask_image(name.removesuffix(".weight"), tensor, transposed=bool(recorded.get(name, {}).get("transposed")))
+        mask_image(name.removesuffix(".weight"), tensor, transposed=name in recorded and recorded[name].transposed)
         for name, tensor in tensors.items()
         if name.removesuffix(".weight") in picked
     ]
     return tuple(masks), {}
 
 
-def _recorded(plan: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
-    """What the run recorded of each weight."""
-    layers: Any = None if plan is None else plan.get("layers")
-    if not isinstance(layers, dict):
-        return {}
-    return {name: entry for name, entry in cast(dict[str, Any], layers).items() if isinstance(entry, dict)}
-
-
 # Benchmarks
+
+
+class _Ratio(BaseModel):
+    value: float
+    low: float | None
+    high: float | None
+
+
+class _Contents(BaseModel):
+    bytes: int
+
+
+class _Timing(BaseModel):
+    name: str
+    file: Path
+    runtime: str
+    version: str | None
+    batch: int | None
+    rounds: int
+    contents: _Contents
+    sparsity: float
+    median: float
+    low: float
+    high: float
+    speed: _Ratio | None
+
+
+class _Benchmark(BaseModel):
+    threads: int
+    sentences: list[str]
+    timings: list[_Timing]
 
 
 def read_speed(path: Path, folders: Sequence[Path]) -> Speed:
     """The results of `gossamer benchmark --output`; files in a run folder have the colour of that run."""
+    expected = "expected a file written by gossamer benchmark --output"
     try:
-        content: Any = json.loads(read_regular(path, MAX_BYTES))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "is not JSON"
-        raise GossamerError(f"{path}: {reason}; expected a file written by gossamer benchmark --output") from None
+        benchmark = _Benchmark.model_validate_json(read_regular(path, MAX_BYTES))
+    except OSError as error:
+        raise GossamerError(f"{path}: {error.strerror or error}; {expected}") from None
+    except ValidationError:
+        raise GossamerError(f"{path}: is not a benchmark result; {expected}") from None
+    if not benchmark.timings:
+        raise GossamerError(f"{path}: contains no timings; {expected}")
     runs = {folder.resolve(): index for index, folder in enumerate(folders)}
-    try:
-        if not content["timings"]:
-            raise GossamerError(f"{path}: contains no timings; expected a file written by gossamer benchmark --output")
-        threads = int(content["threads"])
-        groups = groupby(cast(list[Any], content["timings"]), key=lambda timing: str(timing["runtime"]))
-        tables = tuple(_table(list(timings), threads, runs) for _, timings in groups)
-        return Speed(tables, tuple(str(conclusion) for conclusion in content["sentences"]))
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise GossamerError(
-            f"{path}: is not a benchmark result; expected a file written by gossamer benchmark --output"
-        ) from None
+    tables: list[SpeedTable] = []
+    for runtime, group in groupby(benchmark.timings, key=lambda timing: timing.runtime):
+        timings = list(group)
+        first = timings[0]
+        what = "reading the file" if first.batch is None else f"batch {first.batch}, threads: {benchmark.threads}"
+        title = f"{runtime} {first.version or ''}: {what}, rounds: {first.rounds}"
+        files = tuple(_timed(timing, runs.get(timing.file.resolve().parent)) for timing in timings)
+        tables.append(SpeedTable(title, files))
+    return Speed(tuple(tables), tuple(benchmark.sentences))
 
 
-def _table(timings: Sequence[Mapping[str, Any]], threads: int, runs: Mapping[Path, int]) -> SpeedTable:
-    first = timings[0]
-    rounds = f"{int(first['rounds'])} rounds"
-    if first["batch"] is None:
-        title = f"{first['runtime']}: reading the file, {rounds}"
-    else:
-        counted = "1 thread" if threads == 1 else f"{threads} threads"
-        title = f"{first['runtime']} {first['version']}: batch {int(first['batch'])}, {counted}, {rounds}"
-    return SpeedTable(title, tuple(_file(timing, runs) for timing in timings))
-
-
-def _file(timing: Mapping[str, Any], runs: Mapping[Path, int]) -> TimedFile:
-    speed = timing["speed"]
-    low, high = (None, None) if speed is None else (speed["low"], speed["high"])
-    return TimedFile(
-        name=str(timing["name"]),
-        bytes=int(timing["contents"]["bytes"]),
-        sparsity=float(timing["sparsity"]),
-        median=float(timing["median"]),
-        low=float(timing["low"]),
-        high=float(timing["high"]),
-        speed=None
-        if speed is None
-        else (float(speed["value"]), None if low is None else float(low), None if high is None else float(high)),
-        run=runs.get(Path(timing["file"]).resolve().parent),
-    )
+def _timed(timing: _Timing, run: int | None) -> TimedFile:
+    speed = None if timing.speed is None else (timing.speed.value, timing.speed.low, timing.speed.high)
+    figures = timing.sparsity, timing.median, timing.low, timing.high
+    return TimedFile(timing.name, timing.contents.bytes, *figures, speed, run)
