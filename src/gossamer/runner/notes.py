@@ -189,8 +189,6 @@ def note_sensitivity(runner: Runner, progress: Progress | None = None, *, bounde
     Needs no labels: it prunes one layer at a time and compares the outputs. A detector is measured network by network.
     `bounded` limits the cost relative to the training.
     """
-    from gossamer.analysis.sensitivity import sensitivity
-
     model = unwrap(runner.outcome)
     names = prunable(model)
     checkpoint = runner.start.checkpoint
@@ -200,6 +198,8 @@ def note_sensitivity(runner: Runner, progress: Progress | None = None, *, bounde
         why = "Sensitivity not measured: it takes too many forward passes for a run of this length."
         write_note(runner.folder, "sensitivity", SensitivityNote(iteration=iteration, left_out=why))
         return
+    from gossamer.analysis.sensitivity import sensitivity
+
     rows: dict[str, list[float | None]] = {}
     parts = _networks(runner, count)
     for index, (module, inputs) in enumerate(parts):
