@@ -9,7 +9,7 @@ import pytest
 
 from gossamer.errors import GossamerError
 from gossamer.runner.checkpoint import Checkpoints, read_checkpoint
-from gossamer.runner.notes import read_note
+from gossamer.runner.notes import PlanNote, read_note
 from gossamer.runner.records import read_records
 from gossamer.runner.runs import Result
 from tests.runner.running_on_digits import (
@@ -129,10 +129,10 @@ def test_layers_under_one_threshold_have_a_target_together(tmp_path: Path) -> No
     result = by_recipe(tmp_path, pruning().replace("final_sparsity", "global_sparsity: true, final_sparsity"))
     assert result.sparsity == pytest.approx(0.8, abs=2e-3)
     assert Checkpoints(tmp_path / "run" / "checkpoints", 3).best() is not None
-    plan = read_note(tmp_path / "run", "plan")
+    plan = read_note(tmp_path / "run", "plan", PlanNote)
     assert plan is not None
-    assert {layer["target"] for layer in plan["layers"].values()} == {None}
-    assert plan["course"][-1][1] == pytest.approx(0.8)
+    assert {layer.target for layer in plan.layers.values()} == {None}
+    assert plan.course[-1][1] == pytest.approx(0.8)
 
 
 def test_a_run_that_is_interrupted_and_resumed_does_not_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

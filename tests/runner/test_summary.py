@@ -39,8 +39,8 @@ def run(
     with Records(folder, tensorboard=False, clock=itertools.count(0.0, 10.0).__next__) as records:
         for index, value in enumerate(tests, 1):
             sparsity = {} if told is None else {"sparsity": told}
-            records.train(100 * index, index, {"loss": 1.0, "images_per_s": 100.0 * index, **sparsity})
-            records.test(100 * index, index, {"other": 1.0, metric: value})
+            records.write("train", 100 * index, index, {"loss": 1.0, "images_per_s": 100.0 * index, **sparsity})
+            records.write("test", 100 * index, index, {"other": 1.0, metric: value})
             best = value == max(tested for tested in tests if not math.isnan(tested))
             state["config"] = config
             checkpoints.save(

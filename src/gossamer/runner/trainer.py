@@ -526,7 +526,7 @@ class Trainer:
             self.lr_scheduler.tested(self.metrics[self.task.metric])
         if self.distributed.first:
             if self.records is not None:
-                self.records.test(self.iteration, self.iteration / self.steps_per_epoch, self.metrics)
+                self.records.write("test", self.iteration, self.iteration / self.steps_per_epoch, self.metrics)
             self.display.tested(self.metrics, self.iteration)
             values = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
             logger.info("test at iteration %d: %s", self.iteration, values)
@@ -807,7 +807,7 @@ class Trainer:
             values |= {} if len(losses) < 2 else {f"loss_{name}": value for name, value in losses.items()}
             values |= {} if sparsity is None else {"sparsity": sparsity}
             values |= {} if planned is None else {"target": planned}
-            self.records.train(self.iteration, self.iteration / self.steps_per_epoch, values)
+            self.records.write("train", self.iteration, self.iteration / self.steps_per_epoch, values)
 
     def _lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
