@@ -19,7 +19,7 @@ import torch
 from gossamer.errors import GossamerError, within
 from gossamer.io import atomic_write, open_regular, remove_leftovers
 from gossamer.model.counting import count_by_kind
-from gossamer.runner.builders import code_of
+from gossamer.runner.builders import code_of, import_subclass
 from gossamer.runner.checkpoint import Checkpoint, CheckpointError, Checkpoints, Description, MisfitError
 from gossamer.runner.config import Config, Loaded, config_text, read_config
 from gossamer.runner.config.checking import FOLDERS
@@ -27,7 +27,6 @@ from gossamer.runner.data.sources import Purpose
 from gossamer.runner.display import Display, logged
 from gossamer.runner.distributed import Distributed, broadcast_object, deterministic, init_distributed, on_first_rank
 from gossamer.runner.formatting import known_counts, zero_share
-from gossamer.runner.hooks import import_subclass
 from gossamer.runner.lock import LOCK, locked
 from gossamer.runner.model_files import Export
 from gossamer.runner.records import METRICS

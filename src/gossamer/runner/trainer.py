@@ -29,7 +29,7 @@ from gossamer.model.counting import count_by_kind
 from gossamer.model.recalibration import BATCHES, recalibrate
 from gossamer.model.thin.cuts import shrink_to
 from gossamer.quantization import is_emulated
-from gossamer.runner.builders import build_net
+from gossamer.runner.builders import build_hooks, build_net
 from gossamer.runner.checkpoint import Checkpoint, CheckpointError, Checkpoints, MisfitError
 from gossamer.runner.config import Loaded, task_of
 from gossamer.runner.config.schema import Source
@@ -48,10 +48,8 @@ from gossamer.runner.distributed import (
     on_first_rank,
     stop_on_signals,
 )
-from gossamer.runner.hooks import build_hooks
 from gossamer.runner.model_files import Export, describe_model, write_model
 from gossamer.runner.optimizer import WarmUp, build_lr_scheduler, build_optimizer
-from gossamer.runner.pictures import draw_tests
 from gossamer.runner.records import Records, ScheduleLog
 from gossamer.runner.sparsity import Sparsifier, build_sparsifier
 from gossamer.runner.tasks import Task, build_task
@@ -557,6 +555,8 @@ class Trainer:
     def draw(self, name: str) -> None:
         """Draw the detections on the first test images into the folder `pictures`."""
         if self.kind == "detection" and self.test_data is not None:
+            from gossamer.runner.pictures import draw_tests
+
             path, data = self.folder / "pictures" / name, self.test_data
             on_first_rank(
                 lambda: draw_tests(self.outcome, self.task, data, self.classes, path, self.distributed.device),
