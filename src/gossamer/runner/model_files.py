@@ -161,6 +161,7 @@ def describe_model(
 
 MAX_ELEMENTS = 2**26
 """Of an input that a file describes; an image of 1300 by 1300 pixels has 5 million."""
+_MAX_TEXT = 10_000
 _MAX_CLASSES = 10**5
 """Of a model whose tensors are smaller than that."""
 
@@ -212,6 +213,8 @@ def read_description(path: Path) -> ModelDescription:
         thinned = THINNED.items() <= weights.about.items()
         largest = max((size for entry in weights.tensors.values() for size in entry.shape), default=0)
     try:
+        if any(len(text) > _MAX_TEXT for text in known.values()):
+            raise ValueError(f"it has more than {_MAX_TEXT} characters")
         description = ModelDescription.model_validate({**known, "thinned": thinned})
         if (description.num_classes or 0) > max(largest, _MAX_CLASSES):
             raise ValueError("num_classes: there are more classes than the model has weights")
