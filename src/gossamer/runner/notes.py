@@ -8,7 +8,7 @@ number is checked when it is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -152,8 +152,7 @@ def weights_of(model: nn.Module) -> dict[str, LayerWeights]:
 def note_plan(runner: Runner) -> None:
     """Record the layers with their targets, and the planned sparsity."""
     owner, sparsifier = unwrap(runner.model), runner.sparsifier
-    targets: Mapping[str, float] = {} if sparsifier is None else sparsifier.targets()
-    dense: Mapping[str, str] = {} if sparsifier is None else sparsifier.left_dense()
+    targets, dense = sparsifier.targets(), sparsifier.left_dense()
     layers: dict[str, PlannedLayer] = {}
     for name in prunable(owner) if runner.start_weights is None else runner.start_weights:
         # Schedulers use names of layers, recipes names of weights.
@@ -162,7 +161,7 @@ def note_plan(runner: Runner) -> None:
     plan = PlanNote(
         length=runner.length,
         steps_per_epoch=runner.steps_per_epoch,
-        sparse=sparsifier is not None,
+        sparse=sparsifier.sparse,
         layers=layers,
         course=_course(runner),
     )
@@ -246,8 +245,6 @@ def _networks(runner: Runner, count: int) -> list[tuple[nn.Module, tuple[Any, ..
 
 def _course(runner: Runner) -> list[tuple[float, float]]:
     """Iterations and the planned sparsity from each of them on; empty if the method has no schedule."""
-    if runner.sparsifier is None:
-        return []
     sparsifier = runner.sparsifier
 
     def planned(at: int) -> float | None:

@@ -235,13 +235,13 @@ class ScheduleLog:
         self._masks: int | None = None
         self._planned: float | None = None
 
-    def step(self, iteration: int, lr: float, sparsifier: Sparsifier | None, model: nn.Module) -> None:
+    def step(self, iteration: int, lr: float, sparsifier: Sparsifier, model: nn.Module) -> None:
         """`iteration` counts the iterations that are done."""
         values: dict[str, float] = {}
         if self._lr is None or abs(lr - self._lr) > LR_CHANGE * max(abs(lr), abs(self._lr)):
             self._lr = values["lr"] = lr
-        if sparsifier is not None and self._masks_changed(iteration, sparsifier):
-            values["sparsity"] = sparsifier.sparsity(model)
+        if self._masks_changed(iteration, sparsifier):
+            values["sparsity"] = sparsifier.sparsity(model) or 0.0
         if values:
             self._records.write("set", iteration, iteration / self._steps_per_epoch, values)
 

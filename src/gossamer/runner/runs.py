@@ -302,9 +302,9 @@ def _result_of(trainer: Trainer, folder: Path) -> Result:
 
 def _sparsity(trainer: Trainer) -> tuple[float | None, float | None]:
     """Zeros over weights, of the pruned layers and of the model; None in a dense run."""
-    if trainer.sparsifier is None:
-        return None, None
     pruned = trainer.sparsifier.sparsity(trainer.model)
+    if pruned is None:
+        return None, None
     weights = known_counts(count_by_kind(trainer.outcome), pruned)
     return pruned, zero_share(weights) if weights else pruned
 
@@ -385,7 +385,7 @@ def prepare_folder(trainer: Trainer, open_log: Callable[[Path], None]) -> None:
         for path in remove_leftovers(folder / name):
             logger.info("%s: removed; a killed process had not finished writing it", path)
     texts = {CONFIG: f"{HEADER}\n{trainer.loaded.text}"}
-    if trainer.sparsifier is not None and trainer.sparsifier.recipe is not None:
+    if trainer.sparsifier.recipe is not None:
         texts[RECIPE] = trainer.sparsifier.recipe
     for name, text in texts.items():
         try:

@@ -124,7 +124,7 @@ class Trainer:
         """Of the last test."""
         self.tested_at: int | None = None
         self.saved_at: int | None = None
-        self.sparsifier: Sparsifier | None = None
+        self.sparsifier = Sparsifier()
         self.average: AveragedModel | None = None
         self.records: Records | None = None
         self.start_weights: dict[str, LayerWeights] | None = None
@@ -273,14 +273,14 @@ class Trainer:
         self.optimizer = build_optimizer(trainer.optimizer, self.parameter_groups())
         self.lr_scheduler: WarmUp | None = None
         if trainer.lr_scheduler is not None and self.training:
-            if self.sparsifier is not None and self.sparsifier.sets_learning_rate:
+            if self.sparsifier.sets_learning_rate:
                 logger.warning("trainer.lr_scheduler has no effect: the recipe sets the learning rate")
             else:
                 self.lr_scheduler = build_lr_scheduler(
                     trainer.lr_scheduler,
                     self.optimizer,
                     per_unit=1 if trainer.max_iter is not None else self.steps_per_epoch,
-                    length=max(self.length // (self.sparsifier.lr_cycles if self.sparsifier is not None else 1), 1),
+                    length=max(self.length // self.sparsifier.lr_cycles, 1),
                     steps_per_epoch=self.steps_per_epoch,
                 )
         on_gpu = self.distributed.device.type == "cuda"
@@ -289,8 +289,6 @@ class Trainer:
 
     def parameter_groups(self) -> Any:
         """The parameters or groups that the optimizer is built on."""
-        if self.sparsifier is None:
-            return self.model.parameters()
         weight_decay = float(self.config.trainer.optimizer.kwargs.get("weight_decay", 0.0))
         return self.sparsifier.parameter_groups(self.model, weight_decay)
 
@@ -302,7 +300,7 @@ class Trainer:
 
     def sparse_post_process(self) -> None:
         """Attach the sparsifier to optimizer and learning-rate scheduler, in the state of a resumed run."""
-        if self.sparsifier is None:
+        if not self.sparsifier.sparse:
             return
         if self.training and self.sparsifier.epochs > self.length / self.steps_per_epoch:
             epochs = self.sparsifier.epochs
@@ -388,7 +386,7 @@ class Trainer:
             with self._recording_schedule():
                 stopped = self._run_epochs(stop)
             self._report_images()
-            if not stopped and self.sparsifier is not None and not self.counts_for_best():
+            if not stopped and not self.counts_for_best():
                 logger.warning("%s; was the training long enough?", self.sparsifier.shortfall(self.model))
             if stopped:
                 logger.info("stopped by a signal at iteration %d", self.iteration)
@@ -427,8 +425,7 @@ class Trainer:
     def train_step(self, batches: Iterator[Batch], timer: _Timer) -> dict[str, Tensor]:
         """One optimizer step. Returns the mean losses of its batches by name."""
         trainer = self.config.trainer
-        if self.sparsifier is not None:
-            self.sparsifier.before_step(self.model, self.iteration)
+        self.sparsifier.before_step(self.model, self.iteration)
         means: dict[str, Tensor] = {}
         for index in range(trainer.accumulate):
             batch = next(batches)
@@ -538,7 +535,7 @@ class Trainer:
         In place, on training images in a fixed order. Gradients do not depend on the statistics, checkpoints contain
         them, and random states are restored, so that a resumed run stays identical to the bit.
         """
-        if self.average is None and (self.sparsifier is None or not self.sparsifier.recalibrates):
+        if self.average is None and not self.sparsifier.recalibrates:
             return
         assert self.train_data is not None
         assert self.config.dataset.train is not None
@@ -546,7 +543,7 @@ class Trainer:
         reader = self._batches(self.train_data, self.config.dataset.train, train=True)
         try:
             recalibrate(self.outcome, islice(self._images(reader), BATCHES))
-            if self.average is not None and self.sparsifier is not None and self.sparsifier.recalibrates:
+            if self.average is not None and self.sparsifier.recalibrates:
                 recalibrate(unwrap(self.model), islice(self._images(reader), BATCHES))
         finally:
             reader.close()
@@ -599,8 +596,6 @@ class Trainer:
 
     def counts_for_best(self) -> bool:
         """Whether the model has its final sparsity: a denser model may be better, and is not the goal of the run."""
-        if self.sparsifier is None:
-            return True
         return self.sparsifier.settled(self.model, self.iteration, at_end=self.iteration == self.length)
 
     def state(self) -> dict[str, Any]:
@@ -612,7 +607,7 @@ class Trainer:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "ema": None if self.average is None else self.average.module.state_dict(),
             "ema_steps": None if self.average is None else self.average.n_averaged,
-            "sparsity": None if self.sparsifier is None else self.sparsifier.state_dict(),
+            "sparsity": self.sparsifier.state_dict(),
             "random": all_gather(random_states()),
             "classes": self.classes,
             "length": self.length,
@@ -626,12 +621,11 @@ class Trainer:
     @property
     def thinned(self) -> bool:
         """Whether layers of the model are smaller than in the network that its code builds."""
-        return self.start_shapes is not None or (self.sparsifier is not None and self.sparsifier.thinned(self.outcome))
+        return self.start_shapes is not None or self.sparsifier.thinned(self.outcome)
 
     def finalize(self) -> None:
         """Write the zeros into the weights and remove what sparse training added."""
-        if self.sparsifier is not None:
-            self.sparsifier.finalize(self.model)
+        self.sparsifier.finalize(self.model)
 
     def export(self, folder: Path | None = None, plan: Export | None = None) -> list[Written]:
         """Finalize the model and write its files, by default those of `saver.export` into the run folder."""
@@ -794,10 +788,8 @@ class Trainer:
             raise GossamerError(f"the loss '{worst}' is {losses[worst]} at iteration {self.iteration}: {REMEDY}")
         if not self.distributed.first:
             return
-        sparsity = target = planned = None
-        if self.sparsifier is not None:
-            sparsity, target = self.sparsifier.sparsity(self.model), self.sparsifier.target()
-            planned = self.sparsifier.planned(self.iteration)
+        sparsity, target = self.sparsifier.sparsity(self.model), self.sparsifier.target()
+        planned = self.sparsifier.planned(self.iteration)
         logger.info("iteration %d: loss %.4f, lr %.4g", self.iteration, loss, lr)
         self.display.update(
             self.iteration, loss=loss, lr=lr, sparsity=sparsity, target=target, images_per_s=images_per_s
