@@ -99,7 +99,7 @@ def test_a_file_never_makes_us_import_a_module(tmp_path: Path, monkeypatch: pyte
         ("odd.safetensors", "its description of the model cannot be read"),
         ("weights.pt", "does not describe its model"),
         ("empty", "a folder without config.yaml"),
-        ("tests.runner.nets:Interrupt", "calling it without arguments failed"),
+        ("tests.runner.nets:Interrupt", "Interrupt() failed: TypeError"),
     ],
 )
 def test_a_word_that_names_no_model_is_explained_in_one_message(

@@ -89,10 +89,10 @@ def test_the_table_of_a_run_says_it_in_few_lines(tmp_path: Path) -> None:
         "first best at iteration last",
         "top1 50.00 70.00 200 60.00",
         "other 1.000 1.000 200 1.000",
-        "sparsity 25.0 % (convolution 50.0 %, linear 0.0 %); 150 of 200 weights are not zero",
-        "trained 300 iterations, 3 epochs in 1:00, 200 images/s",
+        "sparsity 25.0 %; 150 of 200 weights are not zero",
+        "trained 300 iterations to epoch 3 in 1:00, 200 images/s",
         *[" ".join(line.split()) for line in shown(run_table(folder)) if line.startswith("folder")],
-        "model best checkpoint, iteration 200: top1 70.00 (of the tests at the target sparsity)",
+        "model best checkpoint, iteration 200: top1 70.00",
         "latest checkpoints/iter_00000300.safetensors",
         "best checkpoints/best.safetensors",
         "files model.safetensors, metrics.jsonl",
@@ -121,7 +121,7 @@ def test_runs_are_compared_with_the_first_by_their_models(tmp_path: Path) -> Non
     assert body[1].split() == ["levels", "AmbaLevel", "91.90", "-0.10", "25.0", "%", "150", "best", "100"]
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [60, 120])
 def test_numbers_in_tables_stay_whole_in_narrow_terminals(tmp_path: Path, width: int) -> None:
     folders = [run(tmp_path / name, [92.0]) for name in ("a_run_with_a_rather_long_name", "b")]
     text = "\n".join(shown(comparison_table(folders), width))

@@ -69,7 +69,6 @@ def build_net(net: Net, num_classes: int, task: str | None = None, *, trust: Tru
         raise GossamerError(
             f"{net.type} is not a detector; give a custom detector a method network(images)", "net", "type"
         )
-    _check_classes(net, model, num_classes)
     return model
 
 
@@ -153,11 +152,16 @@ def _check_arguments(make: Callable[..., Any], model: nn.Module, given: Mapping[
 def _from_user(net: Net, num_classes: int, trust: Trust) -> nn.Module:
     with within("net", "type"):
         make = builder(net.type, trust)
-    try:
-        takes_classes = "num_classes" in inspect.signature(make).parameters
-    except (TypeError, ValueError):  # a function in C without a signature
-        takes_classes = False
+    takes_classes = classes_parameter(make) is not None
     return _call(net, make, {"num_classes": num_classes, **net.kwargs} if takes_classes else net.kwargs)
+
+
+def classes_parameter(make: Callable[..., Any]) -> inspect.Parameter | None:
+    """The parameter `num_classes` of a function, if it has one."""
+    try:
+        return inspect.signature(make).parameters.get("num_classes")
+    except (TypeError, ValueError):  # a function in C without a signature
+        return None
 
 
 def _from_timm(net: Net, name: str, num_classes: int, _trusted: bool) -> nn.Module:
@@ -209,20 +213,26 @@ def _library(name: str, net: Net) -> Any:
         ) from error
 
 
-def _call(net: Net, make: Callable[..., Any], kwargs: dict[str, Any], *arguments: Any) -> nn.Module:
+def _call(net: Net, make: Callable[..., Any], kwargs: Mapping[str, Any], *arguments: Any) -> nn.Module:
+    with within("net"):
+        return call_builder(net.type, make, kwargs, *arguments)
+
+
+def call_builder(name: str, make: Callable[..., Any], kwargs: Mapping[str, Any], *arguments: Any) -> nn.Module:
+    """Call the function that makes a model. Raises `GossamerError` if it fails or returns something else."""
     try:
         model = make(*arguments, **kwargs)
     except GossamerError:
         raise
     except URLError as error:
-        message = f"cannot download weights of {net.type} ({error.reason})"
+        message = f"cannot download weights of {name} ({error.reason})"
         fix = "remove net.kwargs.weights, and set net.kwargs.weights_backbone to null, to start from random weights"
-        raise GossamerError(f"{message}; {fix}", "net") from error
+        raise GossamerError(f"{message}; {fix}") from error
     except Exception as error:
-        call = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
-        raise GossamerError(f"{net.type}({call}) failed: {reason(error)}", "net") from error
+        call = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
+        raise GossamerError(f"{name}({call}) failed: {reason(error)}") from error
     if not isinstance(model, nn.Module):
-        raise GossamerError(f"{net.type}: expected a torch.nn.Module, found {type(model).__name__}", "net", "type")
+        raise GossamerError(f"{name}: expected a torch.nn.Module, found {type(model).__name__}")
     return model
 
 
@@ -236,24 +246,6 @@ def _torchvision_task(name: str, make: Any) -> TaskName:
             f"{name} is a {modules[0]} model; the runner trains classifiers and detectors", "net", "type"
         )
     return "classification"
-
-
-def _check_classes(net: Net, model: Any, num_classes: int) -> None:
-    """Raise if the last layer of a detector has another number of classes; classifiers are checked on a batch."""
-    outputs = _detector_outputs(model)
-    if outputs is not None and outputs != num_classes + 1:
-        message = f"{net.type} has {outputs - 1} classes, but the config has {num_classes}"
-        raise GossamerError(f"{message}; num_classes does not count the background", "num_classes")
-
-
-def _detector_outputs(model: Any) -> int | None:
-    """The number of classes of a torchvision detector, with the background; None for other models."""
-    head = getattr(getattr(model, "head", None), "classification_head", None)
-    for name in ("num_classes", "num_columns"):
-        if isinstance(getattr(head, name, None), int):
-            return int(getattr(head, name))
-    score = getattr(getattr(getattr(model, "roi_heads", None), "box_predictor", None), "cls_score", None)
-    return int(score.out_features) if isinstance(score, nn.Linear) else None
 
 
 # Hooks

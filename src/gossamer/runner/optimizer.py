@@ -248,25 +248,18 @@ def _check_arguments(kind: type, given: Mapping[str, Any]) -> None:
 
 def _expected(key: str, value: Any, default: Any) -> str | None:
     """What the argument expects, by its default, if the value does not fit; otherwise None."""
-    if default is None and (value is None or isinstance(value, str)):
-        return None  # the optimizer checks text itself
     if isinstance(default, bool | str):
         expected = "true or false" if isinstance(default, bool) else "text"
         return None if type(value) is type(default) else expected
-    if isinstance(default, tuple):
-        defaults = cast(tuple[Any, ...], default)
+    if isinstance(default, tuple) or (key in LISTS and isinstance(value, list)):
         numbers = cast(list[Any], value) if isinstance(value, list) else []
-        fits = len(numbers) == len(defaults) and all(
-            _is_number(number) or (number is None and default is None)
-            for number, default in zip(numbers, defaults, strict=True)
-        )
-        return None if fits else f"a list of {len(defaults)} numbers"
-    if key in LISTS and isinstance(value, list):
-        numbers = cast(list[Any], value)
-        return None if numbers and all(map(_is_number, numbers)) else "a list of numbers"
+        count = len(cast(tuple[Any, ...], default)) if isinstance(default, tuple) else len(numbers)
+        fits = 0 < len(numbers) == count and all(number is None or _is_number(number) for number in numbers)
+        return None if fits else f"a list of {count or 'some'} numbers"
+    if default is None and (value is None or isinstance(value, str | bool)):
+        return None  # the optimizer checks these itself
     least = -MAX_COUNT if isinstance(default, int | float) and default < 0 else 0
-    fits = (_is_number(value) and value >= least) or (default is None and isinstance(value, bool))
-    return None if fits else f"a number between {least:g} and {MAX_COUNT:g}"
+    return None if _is_number(value) and value >= least else f"a number between {least:g} and {MAX_COUNT:g}"
 
 
 def _is_number(value: Any) -> bool:

@@ -65,6 +65,7 @@ def run_summary(folder: Path) -> dict[str, Any]:
     weights = known_counts({} if about is None else about.counts, pruned)
     tested = dict.fromkeys(name for record in tests for name in record if name not in (*_FRAME, "sparsity"))
     names = sort_metrics(tested)
+    speeds = [speed for speed in _numbers(trained, "images_per_s") if speed]
     best = checkpoints.best()
     return {
         "name": folder.resolve().name,
@@ -85,7 +86,7 @@ def run_summary(folder: Path) -> dict[str, Any]:
         "iterations": max([0 if latest is None else latest.iteration, *(record["iteration"] for record in records)]),
         "epochs": max([0.0 if latest is None else latest.epoch, *_numbers(records, "epoch")]),
         "seconds": max(_numbers(records, "seconds"), default=None),
-        "images_per_s": median(speeds) if (speeds := _speeds(trained)) else None,
+        "images_per_s": median(speeds) if speeds else None,
         "checkpoints": {
             "latest": None if latest is None else str(latest.path),
             "best": None if best is None else str(best),
@@ -192,41 +193,25 @@ def metrics_table(metrics: Mapping[str, float], sparsity: float | None = None) -
 def _lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Names and texts of the lines below the metrics."""
     lines: list[tuple[str, str]] = []
-    if summary["sparsity"]:
-        lines.append(("sparsity", _percent(summary["sparsity"]) + _of_kinds(summary)))
-    epochs = round(summary["epochs"], 2)
-    length = f"{_counted(summary['iterations'], 'iteration')}, {_counted(epochs, 'epoch')}"
+    if summary["sparsity"] and summary["nonzero"] is None:
+        lines.append(("sparsity", f"{_percent(summary['sparsity'])} of the layers that are pruned"))
+    elif summary["sparsity"]:
+        counts = f"{format_count(summary['nonzero'])} of {format_count(summary['weights'])} weights are not zero"
+        lines.append(("sparsity", f"{_percent(summary['sparsity'])}; {counts}"))
+    length = f"{summary['iterations']} iterations to epoch {round(summary['epochs'], 2):g}"
     if summary["seconds"] is not None:
         length += f" in {format_duration(summary['seconds'])}"
     speed = summary["images_per_s"]
     lines.append(("trained", length if speed is None else f"{length}, {speed:.0f} images/s"))
     lines.append(("folder", summary["folder"]))
     if summary["model"]["title"] is not None:
-        sparse = summary["checkpoints"]["best"] is not None and summary["sparsity_of_pruned_layers"]
-        note = " (of the tests at the target sparsity)" if sparse else ""
-        lines.append(("model", f"{summary['model']['title']}{note}"))
+        lines.append(("model", summary["model"]["title"]))
     for kind, path in summary["checkpoints"].items():
         if path is not None:
             lines.append((kind, str(Path(path).relative_to(summary["folder"]))))
     if summary["files"]:
         lines.append(("files", ", ".join(Path(path).name for path in summary["files"])))
     return lines
-
-
-def _counted(number: float, noun: str) -> str:
-    return f"{number:.10g} {noun}" if number == 1 else f"{number:.10g} {noun}s"
-
-
-def _of_kinds(summary: Mapping[str, Any]) -> str:
-    """` (convolution 51.0 %, linear 0.0 %); 5.47 M of 11.17 M weights are not zero`, if that is known."""
-    if summary["nonzero"] is None:
-        return " of the layers that are pruned"
-    shares = [
-        f"{kind} {_percent(1 - entry['nonzero'] / max(entry['weights'], 1))}"
-        for kind, entry in summary["kinds"].items()
-    ]
-    weights = f"{format_count(summary['nonzero'])} of {format_count(summary['weights'])} weights are not zero"
-    return f" ({', '.join(shares)}); {weights}"
 
 
 def _last(checkpoints: Checkpoints) -> Description | None:
@@ -269,10 +254,6 @@ def _at(value: Any, *keys: str) -> Any:
     for key in keys:
         value = cast(Mapping[str, Any], value).get(key) if isinstance(value, Mapping) else None
     return value
-
-
-def _speeds(records: Sequence[Mapping[str, Any]]) -> list[float]:
-    return [speed for speed in _numbers(records, "images_per_s") if speed]
 
 
 def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
