@@ -183,7 +183,7 @@ def test_an_image_that_cannot_be_read_is_left_out_and_counted(run: Run, tmp_path
     assert result.exit_code == 0
     told = [line for line in result.stdout.splitlines() if "skipped" in line]
     assert [line.split(": ")[1] for line in told] == ["dataset.train", "dataset.test"]
-    assert "2 images are skipped" in told[0]
+    assert "images that are skipped: 2, such as" in told[0]
 
 
 def test_images_left_out_are_told_though_the_epoch_is_not_over(run: Run, tmp_path: Path) -> None:

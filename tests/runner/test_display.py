@@ -61,8 +61,8 @@ def test_bars_and_numbers_fit_the_terminal(width: int) -> None:
     with shown.training(400, 40):
         train(shown)
         shown.tested({"top5": 99.1, "top1": 91.2}, 120)
-        with shown.testing(4) as advance:
-            advance()
+        with shown.testing(4) as show:
+            show(1)
             test, training, testing, *numbers = screen(stream)
     assert test == "test at iteration 120: top1 91.20, top5 99.10"
     assert re.fullmatch(r"training ━+[╸╺ ━]* +30%", training)
@@ -75,8 +75,8 @@ def test_only_one_display_is_left_at_the_end() -> None:
     shown, stream = display(200)
     with shown.training(120, 40):
         train(shown)
-        with shown.testing(1) as advance:
-            advance()
+        with shown.testing(1) as show:
+            show(1)
     bar, numbers = screen(stream)
     assert bar.endswith("100%")
     assert numbers.startswith("epoch 3/3   iteration 120/120")
@@ -118,9 +118,9 @@ def test_without_a_terminal_there_is_a_line_for_each_epoch_and_test() -> None:
 
 def test_an_evaluation_alone_is_shown_too() -> None:
     shown, stream = display()
-    with shown.testing(2) as advance:
-        advance()
-        advance()
+    with shown.testing(2) as show:
+        show(1)
+        show(2)
     shown.tested({"top1": 91.2})
     assert screen(stream)[0].startswith("testing  ━")
     assert screen(stream)[-1] == "test: top1 91.20"
@@ -131,8 +131,8 @@ def test_other_processes_show_nothing(terminal: bool) -> None:
     shown, stream = display(terminal=terminal, shown=False)
     with shown.training(120, 40):
         train(shown)
-        with shown.testing(1) as advance:
-            advance()
+        with shown.testing(1) as show:
+            show(1)
         shown.tested({"top1": 1.0})
         shown.message("hello")
     assert stream.getvalue() == ""

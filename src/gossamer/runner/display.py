@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from io import TextIOWrapper
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -56,7 +56,7 @@ class Display:
         self._start, self._start_time = start, self._clock()
         self._line_iteration, self._line_time = start, self._start_time
         try:
-            with self._task("training", total, start) as self._advance:
+            with self._task("training", total, start) as self._set_done:
                 yield
         finally:
             self._training, self._numbers = False, []
@@ -89,7 +89,7 @@ class Display:
             numbers.append(f"ETA {format_duration(left)}")
         self._numbers = numbers
         if self._bars is not None:
-            self._advance(iteration)
+            self._set_done(iteration)
             return
         every, last = self._steps_per_epoch, self._line_iteration
         due = iteration // every > last // every or iteration >= self._total or now - self._line_time >= QUIET
@@ -97,18 +97,9 @@ class Display:
             self._line_iteration, self._line_time = iteration, now
             self.message("  ".join(numbers))
 
-    @contextmanager
-    def testing(self, total: int) -> Generator[Callable[[], None]]:
-        """Show a test of `total` batches. Yields a function to call after each of them."""
-        done = 0
-
-        def advance() -> None:
-            nonlocal done
-            done += 1
-            set_done(done)
-
-        with self._task("testing", total) as set_done:
-            yield advance
+    def testing(self, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Show a test of `total` batches. Yields a function to call with the number of batches that are done."""
+        return self._task("testing", total)
 
     def tested(self, metrics: Mapping[str, float], iteration: int | None = None) -> None:
         """Show the metrics of a test."""

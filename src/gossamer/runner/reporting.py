@@ -132,16 +132,8 @@ def _note_end(runner: Runner) -> None:
     write_note(runner.folder, "end", end)
     setting = runner.config.runtime.report.sensitivity
     if setting is not False:
-        with runner.display.testing(100) as advance:
-            done = 0
-
-            def progress(label: str, share: float) -> None:
-                nonlocal done
-                for _ in range(done, int(100 * share)):
-                    advance()
-                done = max(done, int(100 * share))
-
-            note_sensitivity(runner, progress, bounded=setting == "auto")
+        with runner.display.testing(100) as show:
+            note_sensitivity(runner, lambda label, share: show(int(100 * share)), bounded=setting == "auto")
 
 
 def _guarded(runner: Runner, act: Callable[[], object]) -> None:
@@ -159,26 +151,22 @@ def _guarded(runner: Runner, act: Callable[[], object]) -> None:
 
 def _check_output(path: Path) -> None:
     """Refuse to overwrite a file that is not a report."""
-    try:
-        head = _head(path) if path.is_file() else GENERATOR
-    except OSError as error:
-        raise GossamerError(f"{path}: cannot be read: {error.strerror or error}; choose another file with -o") from None
     if path.is_dir():
         raise GossamerError(f"{path}: is a folder; give a file with -o, such as {path / PAGE}")
-    if head and GENERATOR not in head:
+    if not path.is_file():
+        return
+    try:
+        with open_regular(path) as file:
+            head = file.read(4000)
+    except OSError as error:
+        raise GossamerError(f"{path}: cannot be read: {error.strerror or error}; choose another file with -o") from None
+    if head and GENERATOR.encode() not in head:
         raise GossamerError(f"{path}: is not a report and is not overwritten; choose another file with -o")
 
 
-def _head(path: Path) -> str:
-    with open_regular(path) as file:
-        return file.read(4000).decode(errors="replace")
-
-
 def _labels(folders: Sequence[Path]) -> list[str]:
-    """The names of the folders, with parent folders or numbers if two are equal."""
-    short = [folder.resolve().name for folder in folders]
-    longer = [f"{folder.resolve().parent.name}/{folder.resolve().name}" for folder in folders]
-    names = [name if short.count(name) == 1 else longer[index] for index, name in enumerate(short)]
+    """The names of the folders, with numbers if two are equal."""
+    names = [folder.resolve().name for folder in folders]
     return [name if names.count(name) == 1 else f"{name} ({index})" for index, name in enumerate(names, 1)]
 
 

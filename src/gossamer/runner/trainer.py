@@ -501,13 +501,13 @@ class Trainer:
         was_training = self.model.training
         model.eval()
         try:
-            with torch.no_grad(), self.display.testing(self.test_batches.batches_per_epoch) as advance:
-                for batch in self.test_batches.epoch(0):
+            with torch.no_grad(), self.display.testing(self.test_batches.batches_per_epoch) as show:
+                for number, batch in enumerate(self.test_batches.epoch(0), 1):
                     skipped += batch.skipped
                     notes += batch.notes
                     if len(batch):  # otherwise none of its images can be read
                         evaluator.update(model, batch.to(self.distributed.device, channels_last=self.channels_last))
-                    advance()
+                    show(number)
                 metrics = evaluator.compute()
         finally:
             self.model.train(was_training)
@@ -761,15 +761,6 @@ class Trainer:
         self.iteration, self.best = checkpoint.iteration, saved.best
         self.saved_at = self.iteration
         restore_optimizer(self.optimizer, saved.optimizer)
-        for part, state, key in (
-            (self.lr_scheduler, saved.lr_scheduler, "lr_scheduler"),
-            (self.scaler, saved.scaler, "scaler"),
-            (self.average, saved.ema, "ema"),
-        ):
-            if part is None and state is not None:
-                logger.warning("the config has no %s, and the saved run had one", key)
-            elif part is not None and state is None:
-                logger.warning("the config has %s, and the saved run had none", key)
         if self.lr_scheduler is not None and saved.lr_scheduler is not None:
             self.lr_scheduler.check(saved.lr_scheduler, self.iteration)
             self.lr_scheduler.load_state_dict(saved.lr_scheduler)
@@ -833,9 +824,7 @@ class Trainer:
             new = [message for message in distinct if f"{key}: {message}" not in self._reported]
             self._reported.update(f"{key}: {message}" for message in new)
             if new:
-                images = "1 image is" if len(new) == 1 else f"{len(new)} images are"
-                more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
-                logger.warning("%s: %s %s: %s%s", key, images, what, new[0], more)
+                logger.warning("%s: images that are %s: %d, such as %s", key, what, len(new), new[0])
 
 
 class SparseRunner(Trainer):
