@@ -238,7 +238,7 @@ def _of_run(
             given=as_example(model, image),
             num_classes=runner.num_classes,
             net=runner.config.net,
-            source=start.source or start.weights,
+            source=start.source,
             checkpoint=None if start.checkpoint is None else start.checkpoint.title,
             folder=runner.folder if is_folder else None,
             config=runner.config,

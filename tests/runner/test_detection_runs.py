@@ -110,12 +110,6 @@ def test_a_sparse_faster_rcnn_goes_through_all_of_it(tmp_path: Path) -> None:
     assert evaluated(run, weights=run / "model.safetensors").iteration == 0
 
 
-@pytest.mark.slow
-def test_a_narrow_retinanet_is_tested_on_one_image_at_a_time(tmp_path: Path) -> None:
-    net = {**NETS["retinanet"], "kwargs": {**NETS["retinanet"]["kwargs"], "pyramid_channels": 32}}
-    assert trained(scenes(tmp_path, "retinanet", net=net)).complete
-
-
 @pytest.mark.parametrize("way", ["pretrain_model", "resume_model"])
 def test_another_number_of_classes_is_told(way: str, tmp_path: Path) -> None:
     trained(scenes(tmp_path, "own"))

@@ -78,11 +78,6 @@ def test_weights_that_are_no_numbers_do_not_push_out_good_checkpoints(tmp_path: 
     assert not broken, f"{latest.name} holds no numbers in {broken[0]}"
 
 
-def test_a_run_counted_in_iterations_does_not_save_each_of_them_unasked(tmp_path: Path) -> None:
-    trained(config(tmp_path), "trainer.max_iter=8", "trainer.test_freq=8", "saver.keep=9")
-    assert len(names(tmp_path / "run")) < 4
-
-
 def test_frequencies_count_iterations_under_max_iter(tmp_path: Path) -> None:
     trained(config(tmp_path), "trainer.max_iter=8", "trainer.test_freq=3", "trainer.save_freq=5")
     assert {"iter_00000005.safetensors", "iter_00000008.safetensors"} <= set(names(tmp_path / "run"))
@@ -123,12 +118,6 @@ def test_a_run_without_test_data_trains_and_exports(tmp_path: Path) -> None:
     with pytest.raises(GossamerError, match=r"dataset\.test: missing"):
         evaluated(tmp_path / "run")
     assert exported(tmp_path / "run", "safetensors", output=tmp_path / "out").files
-
-
-def test_an_unknown_format_is_told(tmp_path: Path) -> None:
-    trained(config(tmp_path), "trainer.max_iter=1")
-    with pytest.raises(GossamerError, match="onnx"):
-        exported(tmp_path / "run", "onx")
 
 
 @pytest.mark.parametrize("sparsity", ["str", "probmask", "ampere"])
@@ -175,12 +164,6 @@ def test_the_log_says_why_a_run_ended(tmp_path: Path) -> None:
     with pytest.raises(GossamerError, match="is nan"):
         trained(config(tmp_path, net={"type": "tests.runner.nets:Unlucky"}))
     assert "is nan at iteration 4" in (tmp_path / "run" / "log.txt").read_text()
-
-
-def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(GossamerError, match="'SDG'; nearest: 'SGD'"):
-        trained(config(tmp_path), "trainer.optimizer.type=SDG")
-    assert not (tmp_path / "run").exists()
 
 
 def test_an_evaluation_and_an_export_make_no_run_folder(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from gossamer.errors import GossamerError
 from gossamer.runner import checkpoint as checkpoint_module
-from gossamer.runner.checkpoint import Checkpoints, read_checkpoint
+from gossamer.runner.checkpoint import Checkpoints
 from gossamer.runner.runs import Result
 from tests.runner.running_on_digits import LENGTH, config, final_state, interrupted, resumed, same, trained
 
@@ -160,12 +160,3 @@ def test_a_run_gives_back_the_settings_of_torch(tmp_path: Path) -> None:
         assert torch.backends.cudnn.benchmark == benchmark
     finally:
         torch.use_deterministic_algorithms(before)
-
-
-def test_what_a_killed_process_left_of_a_checkpoint_is_removed(tmp_path: Path) -> None:
-    interrupted(config(tmp_path), 2)
-    left = tmp_path / "run" / "checkpoints" / f".{'0' * 32}.iter_00000004.safetensors"
-    left.write_bytes(b"half")
-    assert resumed(tmp_path / "run").complete
-    assert not left.exists()
-    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "best.safetensors").iteration > 0

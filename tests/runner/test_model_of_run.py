@@ -238,7 +238,7 @@ def test_every_command_has_the_same_sparsity_of_a_model_with_computed_weights(
     assert "64.5 % sparse" in " ".join(shown.split())
 
 
-@pytest.mark.parametrize("sparsity", ["amba", "ampere", "str", "probmask", "admm"])
+@pytest.mark.parametrize("sparsity", ["amba", "str", "probmask"])
 def test_methods_of_msbench_have_one_sparsity_too(sparsity: str, tmp_path: Path) -> None:
     result = trained(config(tmp_path, sparsity))
     summary, tested = run_summary(tmp_path / "run"), evaluated(tmp_path / "run")

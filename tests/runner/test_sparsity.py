@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 
 import pytest
 
 from gossamer.errors import GossamerError
-from gossamer.runner.checkpoint import Checkpoints, read_checkpoint
+from gossamer.runner.checkpoint import Checkpoints
 from gossamer.runner.notes import PlanNote, read_note
 from gossamer.runner.records import read_records
 from gossamer.runner.runs import Result
 from tests.runner.running_on_digits import (
-    LENGTH,
     SPARSITIES,
     config,
     evaluated,
@@ -55,12 +53,6 @@ def test_each_checkpoint_evaluates_to_what_training_said_of_it(sparsity: str, tm
     for iteration, top1 in told.items():
         weights = tmp_path / "run" / "checkpoints" / f"iter_{iteration:08d}.safetensors"
         assert evaluated(path, weights=weights).metrics["top1"] == top1, iteration
-
-
-def test_the_best_of_a_run_by_levels_is_of_the_last_level(tmp_path: Path) -> None:
-    trained(config(tmp_path, "amba"))
-    best = read_checkpoint(tmp_path / "run" / "checkpoints" / "best.safetensors")
-    assert best.iteration == LENGTH
 
 
 # Ways to compute
@@ -135,20 +127,6 @@ def test_layers_under_one_threshold_have_a_target_together(tmp_path: Path) -> No
     assert plan.course[-1][1] == pytest.approx(0.8)
 
 
-def test_a_run_that_is_interrupted_and_resumed_does_not_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = config(tmp_path, "gmp")
-    interrupted(path, 3)
-    gc.collect()
-    resumed(tmp_path / "run")
-    gc.collect()
-    assert "carried out" not in log(tmp_path) + caplog.text
-
-
-def test_the_best_is_kept_though_layers_have_different_targets(tmp_path: Path) -> None:
-    by_recipe(tmp_path, pruning("['3.weight']", 0.5, 1), pruning("['9.weight']", 0.9, 1))
-    assert Checkpoints(tmp_path / "run" / "checkpoints", 3).best() is not None
-
-
 def test_a_recipe_of_the_package_is_kept_with_the_run(tmp_path: Path) -> None:
     path = config(tmp_path, "gmp")
     sets = ("sparsity.recipe=builtin:gmp-90", "trainer.max_iter=6", "trainer.save_freq=2")
@@ -168,13 +146,6 @@ def test_variables_of_a_recipe_hold_over_a_resume(tmp_path: Path) -> None:
     interrupted(path, 3, *sets)
     (tmp_path / "gmp.yaml").unlink()
     assert resumed(tmp_path / "run").sparsity == pytest.approx(0.6, abs=2e-3)
-
-
-def test_a_recipe_changed_since_the_run_began_does_not_change_the_run(tmp_path: Path) -> None:
-    path = config(tmp_path, "gmp")
-    interrupted(path, 3)
-    (tmp_path / "gmp.yaml").write_text((tmp_path / "gmp.yaml").read_text().replace("0.8", "0.4"))
-    assert resumed(tmp_path / "run").sparsity == pytest.approx(0.8, abs=2e-3)
 
 
 def test_sparse_training_without_sparsity_is_told(tmp_path: Path) -> None:

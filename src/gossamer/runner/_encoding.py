@@ -146,10 +146,10 @@ def _decoded_entries(content: Any, at: tuple[Any, ...]) -> list[tuple[Any, Any]]
     """Keys and encoded values of a dict. Integers below 2**53 have distinct hashes, so that no key takes long."""
     if type(content) is dict:
         return list(cast(dict[str, Any], content).items())
-    pairs = cast(list[Any], content) if type(content) is list else [None]
+    pairs: list[Any] = cast(list[Any], content) if type(content) is list else [None]
     if not all(type(pair) is list and len(cast(list[Any], pair)) == 2 for pair in pairs):
         raise _unreadable(at, "has keys without values")
-    keys = [key for key, _ in pairs]
+    keys: list[Any] = [key for key, _ in pairs]
     if not all(type(key) is str or (type(key) is int and abs(key) < MAX_INT) for key in keys):
         raise _unreadable(at, "has a key that is neither text nor a number")
     if len(set(keys)) != len(keys):

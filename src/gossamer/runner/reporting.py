@@ -36,7 +36,7 @@ from gossamer.report.content import (
     TimedFile,
     WeightHistogram,
 )
-from gossamer.report.weights import count_zeros, mask_image, select_layers
+from gossamer.report.weights import mask_image, select_layers
 from gossamer.runner.checkpoint import Checkpoints
 from gossamer.runner.formatting import format_count, format_duration, format_metric, format_size
 from gossamer.runner.notes import (
@@ -423,12 +423,10 @@ def _weight_content(
 ) -> WeightContent:
     """The weights at the end of a run, or where it stopped."""
     recorded = {} if plan is None else plan.layers
-    tensors, exported, why = _tensors(folder, recorded, complete=complete)
+    tensors, why = _tensors(folder, recorded, complete=complete)
     at = summary["model"]["iteration"]
     noted = end.layers if end is not None and (complete if at is None else end.iteration == at) else None
     before = {} if start is None else start.layers
-    if tensors and not exported and not _is_smaller(tensors, before) and _makes_zeros_late(summary, tensors):
-        tensors, why = {}, "This method sets the pruned weights to zero at the end of the run."
     if not tensors and noted is None:
         return WeightContent(missing=dict.fromkeys(("layers", "histograms", "masks"), why))
     now = {name: LayerWeights.of(tensor) for name, tensor in tensors.items()} or noted or {}
@@ -443,10 +441,8 @@ def _weight_content(
     return WeightContent(layers, tuple(histograms), masks, missing)
 
 
-def _tensors(
-    folder: Path, recorded: Mapping[str, PlannedLayer], *, complete: bool
-) -> tuple[dict[str, Tensor], bool, str]:
-    """The prunable weights, whether they are from the exported model, and the reason if there are none."""
+def _tensors(folder: Path, recorded: Mapping[str, PlannedLayer], *, complete: bool) -> tuple[dict[str, Tensor], str]:
+    """The prunable weights, or the reason why there are none."""
     model = Checkpoints(folder / "checkpoints", keep=1).model()
     paths = [folder / MODEL] if complete and (folder / MODEL).is_file() else []
     why = "The folder contains neither model.safetensors nor a checkpoint."
@@ -461,14 +457,9 @@ def _tensors(
         order = [name for name in recorded if name in weights] or list(weights)
         shown = {name: weights[name] for name in order if _is_shown(name, weights[name], recorded)}
         if shown:
-            return shown, path in paths, why
+            return shown, why
         why = f"{path.name} contains no weights of convolutions or linear layers."
-    return {}, False, why
-
-
-def _is_smaller(tensors: Mapping[str, Tensor], before: Mapping[str, LayerWeights]) -> bool:
-    """Whether filters were removed since the start."""
-    return any(name in before and before[name].shape != tuple(tensor.shape) for name, tensor in tensors.items())
+    return {}, why
 
 
 def _is_shown(name: str, tensor: Tensor, recorded: Mapping[str, PlannedLayer]) -> bool:
@@ -476,12 +467,6 @@ def _is_shown(name: str, tensor: Tensor, recorded: Mapping[str, PlannedLayer]) -
         return name in recorded and tensor.is_floating_point()
     named = "weight" in name and not is_added(name)
     return named and tensor.dim() >= 2 and tensor.is_floating_point()
-
-
-def _makes_zeros_late(summary: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
-    pruned = summary["sparsity_of_pruned_layers"]
-    total = sum(tensor.numel() for tensor in tensors.values())
-    return bool(pruned and pruned > 0.05) and sum(count_zeros(tensors).values()) < 0.01 * total
 
 
 def _layer(name: str, weights: LayerWeights, recorded: PlannedLayer) -> LayerSparsity:

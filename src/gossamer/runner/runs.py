@@ -292,7 +292,7 @@ def _result_of(trainer: Trainer, folder: Path) -> Result:
         iteration=0,
         metrics={},
         sparsity=sparsity,
-        source=start.source or start.weights,
+        source=start.source,
         model=None if start.checkpoint is None else start.checkpoint.title,
         model_iteration=start.checkpoint.iteration if start.checkpoint is not None else None,
         sparsity_of_pruned_layers=pruned,

@@ -42,9 +42,8 @@ from gossamer.runner.distributed import (
     Distributed,
     Stop,
     all_gather,
-    broadcast_buffers,
     broadcast_object,
-    broadcast_state,
+    broadcast_tensors,
     on_first_rank,
     stop_on_signals,
 )
@@ -55,6 +54,7 @@ from gossamer.runner.sparsity import Sparsifier, build_sparsifier
 from gossamer.runner.tasks import Task, build_task
 from gossamer.runner.training_state import (
     MAX_CONFIG,
+    RunSetting,
     TrainingState,
     random_states,
     read_training_state,
@@ -164,7 +164,7 @@ class Trainer:
         self.seed = int(broadcast_object(self.config.runtime.seed, self.distributed))
         seed_all(self.config.runtime.seed + self.distributed.rank)
         if self._checkpoint is not None:
-            self.start = Start(checkpoint=self._checkpoint, source=self._checkpoint.path)
+            self.start = Start(checkpoint=self._checkpoint)
         elif self.training:
             self.start = start_of_training(self.config.saver, self.loaded.given, self.checkpoints, self._unusable)
         else:
@@ -178,14 +178,13 @@ class Trainer:
                 f"the processes would start from different checkpoints ({found}); let all of them see the same "
                 "saver.save_dir and the same files"
             )
-        self.setting = None if checkpoint is None else run_setting(checkpoint)
+        self.setting = RunSetting() if checkpoint is None else run_setting(checkpoint)
         self.saved_state = None if checkpoint is None or not self.training else read_training_state(checkpoint)
         self._recipe = self._build_sparsifier(0) if self.sparse and self.loaded.recipe is not None else None
 
     def build_data(self) -> None:
         """Read the data sets and build their loaders."""
-        saved = self.setting.classes if self.setting is not None else None
-        data = read_run_data(self.config, self.kind, self.seed, self.purpose, saved)
+        data = read_run_data(self.config, self.kind, self.seed, self.purpose, self.setting.classes)
         self.train_data, self.test_data = data.train, data.test
         self.classes, self.num_classes = data.classes, data.num_classes
         train, test = self.config.dataset.train, self.config.dataset.test
@@ -214,10 +213,10 @@ class Trainer:
             if not self.training:
                 emulate_as(self.model, self.start.weights)
             logger.info("weights from %s", self.start.weights)
-        if self.setting is not None and self.setting.start_shapes is not None:
+        if self.setting.start_shapes is not None:
             self.start_shapes = self.setting.start_shapes
             shrink_to(self.model, self.start_shapes)
-        broadcast_state(self.model, self.distributed)
+        broadcast_tensors(self.model.state_dict().values(), self.distributed)
         reported = self.distributed.first and self.config.runtime.report.enable
         if self.training and self.start.checkpoint is None and reported:
             from gossamer.runner.notes import weights_of
@@ -228,11 +227,11 @@ class Trainer:
         """Build the sparsifier and add the parameters that it learns."""
         if not self.sparse:
             return
-        saved = None if self.setting is None else self.setting.sparsity
+        saved = self.setting.sparsity
         if not self.training and saved is None:
             self._warn_of_float_weights()
             return  # a file of weights, such as an exported model, needs nothing added
-        length = self.length if self.training or self.setting is None else self.setting.length
+        length = self.length if self.training else self.setting.length
         self.sparsifier = self._recipe or self._build_sparsifier(length)
         image = self.example()
         networks = None
@@ -311,15 +310,14 @@ class Trainer:
                 self.length / self.steps_per_epoch,
                 epochs,
             )
-        steps = self.steps_per_epoch if self.training or self.setting is None else self.setting.steps_per_epoch
         with self._applying_checkpoint():
             self.scaler = self.sparsifier.attach(
                 self.model,
                 self.optimizer,
                 self.lr_scheduler,
-                None if self.setting is None else self.setting.sparsity,
+                self.setting.sparsity,
                 scaler=self.scaler,
-                steps_per_epoch=steps,
+                steps_per_epoch=self.steps_per_epoch if self.training else self.setting.steps_per_epoch,
                 accumulation_steps=self.config.trainer.accumulate,
                 example_inputs=as_example(self.model, self.example()),
             )
@@ -333,7 +331,7 @@ class Trainer:
     def restore(self) -> None:
         """Restore the rest of a checkpoint: optimizer, schedulers, average and random states."""
         checkpoint, saved = self.start.checkpoint, self.saved_state
-        if checkpoint is None or saved is None or self.setting is None:
+        if checkpoint is None or saved is None:
             return
         with self._applying_checkpoint():
             self._restore(checkpoint, saved)
@@ -494,7 +492,7 @@ class Trainer:
             raise GossamerError("missing; name the data to evaluate on", "dataset", "test")
         # Not wrapped by DDP, because the ranks may have different numbers of batches.
         model = self.outcome
-        broadcast_buffers(model, self.distributed)
+        broadcast_tensors(model.buffers(), self.distributed)  # as DDP does before each forward pass in training
         evaluator = self.task.evaluator()
         skipped: list[str] = []
         notes: list[str] = []
@@ -689,7 +687,7 @@ class Trainer:
         """Warn about float weights if the recipe quantizes: they do not compute what the run computes."""
         if self._recipe is not None and self._recipe.quantizes and not is_emulated(self.model):
             self.float_weights = (
-                f"{self.start.source or self.start.weights}: has float weights, and the recipe quantizes: results "
+                f"{self.start.source}: has float weights, and the recipe quantizes: results "
                 "differ from those of the run; name the run itself, or its bitmask file"
             )
             logger.warning("%s", self.float_weights)

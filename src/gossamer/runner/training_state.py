@@ -55,14 +55,14 @@ class OptimizerState:
 class RunSetting:
     """What evaluation and training need to build the model of a run."""
 
-    classes: list[str] | None
-    start_shapes: dict[str, list[int]] | None
+    classes: list[str] | None = None
+    start_shapes: dict[str, list[int]] | None = None
     """The shapes of all tensors, if the run started from a thinned model."""
-    sparsity: dict[str, Any] | None
+    sparsity: dict[str, Any] | None = None
     """The state of the sparsifier, which checks it itself."""
-    length: int
+    length: int = 0
     """Iterations of the whole training; 0 if the checkpoint is not of a run."""
-    steps_per_epoch: int
+    steps_per_epoch: int = 0
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def check_fits(model: nn.Module, checkpoint: Checkpoint, *, sparse: bool | None)
     own = model.state_dict()
     for name, saved in checkpoint.weights.items():
         tensor = own.get(name)
-        if not isinstance(saved, Tensor) or not isinstance(tensor, Tensor):
+        if tensor is None or name.endswith("_extra_state"):
             continue
         if saved.shape != tensor.shape:
             fix = "change net or num_classes to what was trained"
@@ -218,9 +218,13 @@ class Start:
 
     checkpoint: Checkpoint | None = None
     weights: Path | None = None
-    source: Path | None = None
     others: bool = False
     """Whether another checkpoint of the folder can be used instead."""
+
+    @property
+    def source(self) -> Path | None:
+        """The file of the checkpoint or of the weights."""
+        return self.weights if self.checkpoint is None else self.checkpoint.path
 
 
 def start_of_training(
@@ -233,7 +237,7 @@ def start_of_training(
         _check_free(checkpoints)
         return Start(weights=file_of(saver.pretrain_model, PRETRAIN))
     if saver.auto_resume and (checkpoint := checkpoints.load_latest(unusable)) is not None:
-        return Start(checkpoint=checkpoint, source=checkpoint.path, others=True)
+        return Start(checkpoint=checkpoint, others=True)
     if saver.resume_model is not None:
         return _resumed(saver.resume_model, checkpoints, unusable)
     _check_free(checkpoints)
@@ -248,7 +252,7 @@ def start_of_evaluation(saver: Saver, given: Set[str], checkpoints: Checkpoints)
         if path is not None and (key in given or key == RESUME):
             return _checkpoint_or_weights(file_of(path, key))
     if (checkpoint := checkpoints.load_model()) is not None:
-        return Start(checkpoint=checkpoint, source=checkpoint.path)
+        return Start(checkpoint=checkpoint)
     if saver.pretrain_model is not None:
         return _checkpoint_or_weights(file_of(saver.pretrain_model, PRETRAIN))
     raise GossamerError(
@@ -321,7 +325,7 @@ def _resumed(path: Path, checkpoints: Checkpoints, unusable: Mapping[Path, Check
         raise GossamerError(f"{path} is a folder without checkpoints", *RESUME.split("."))
     if checkpoint.path.parent.resolve() != checkpoints.folder.resolve():
         _check_free(checkpoints)
-    return Start(checkpoint=checkpoint, source=checkpoint.path, others=is_folder)
+    return Start(checkpoint=checkpoint, others=is_folder)
 
 
 def _checkpoints_in(path: Path) -> Checkpoints:
@@ -330,9 +334,7 @@ def _checkpoints_in(path: Path) -> Checkpoints:
 
 
 def _checkpoint_or_weights(path: Path) -> Start:
-    if is_checkpoint(path):
-        return Start(checkpoint=read_checkpoint(path), source=path)
-    return Start(weights=path, source=path)
+    return Start(checkpoint=read_checkpoint(path)) if is_checkpoint(path) else Start(weights=path)
 
 
 def _check_free(checkpoints: Checkpoints) -> None:
