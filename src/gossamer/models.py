@@ -31,7 +31,6 @@ from gossamer.runner.data import Batches, ImageData, build_dataset
 from gossamer.runner.data.sources import read_run_data
 from gossamer.runner.detectors import Network, as_example, is_detector
 from gossamer.runner.display import Display
-from gossamer.runner.distributed import init_distributed
 from gossamer.runner.model_files import NAME, Export, ModelDescription, describe_model, read_description, write_model
 from gossamer.runner.runs import built, describe_source, from_command_line, load_config
 from gossamer.runner.tasks import Classification, ObjectDetection
@@ -226,7 +225,7 @@ def _of_run(
 ) -> LoadedModel:
     """The finished model of a run: its masks are applied to its weights."""
     loaded = load_config(argument, [*sets, "runtime.device=cpu"], data, weights, imports)
-    with init_distributed("cpu") as distributed, built(loaded, distributed, "export", Display(shown=False)) as runner:
+    with built(loaded, "export", Display(shown=False)) as runner:
         runner.finalize()
         model, image, start = runner.outcome.eval(), runner.example(), runner.start
         is_folder = Path(argument).is_dir()

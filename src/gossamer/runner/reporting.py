@@ -191,13 +191,14 @@ def run_content(folder: Path, name: str) -> RunContent:
     heat = _heat_map(measured, summary["model"]["iteration"], missing, folder)
     course = _plan(plan, missing)
     train = [record for record in records if record.get("kind") == "train"]
+    cards = tuple(_cards(folder, summary, start, weights, sum(record.get("kind") == "test" for record in records)))
     sparsity = _schedule("sparsity", records, "sparsity")
     return RunContent(
         name=name,
         method=str(summary["method"] or "a run"),
         state=_state(summary, length),
-        cards=tuple(_cards(folder, summary, start, weights, sum(record.get("kind") == "test" for record in records))),
-        figures=tuple(_figures(folder, summary, weights)),
+        cards=cards,
+        figures=tuple((card.title, card.value) for card in cards),
         metric=str(summary["metric"] or "metric"),
         tests=tuple(_tests(records, list(summary["metrics"]))),
         sparsity=None if sparsity is None or (course is None and not any(sparsity.y)) else sparsity,
@@ -239,7 +240,8 @@ def _cards(
     name = summary["metric"]
     if name is not None:
         course = summary["metrics"][name]
-        cards.append(Card(name, _metric(name, course["model"]), (summary["model"]["title"] or "").partition(":")[0]))
+        value = "–" if course["model"] is None else format_metric(name, course["model"])
+        cards.append(Card(name, value, (summary["model"]["title"] or "").partition(":")[0]))
         cards += _change(name, course, start, tests)
     share, total, nonzero = _sparsity(summary, weights)
     pruned = summary["sparsity_of_pruned_layers"]
@@ -271,24 +273,6 @@ def _change(name: str, course: Mapping[str, Any], start: WeightsNote | None, tes
     return [Card("change", signed(name, course["model"] - before).replace("-", "−"), of)]
 
 
-def _figures(folder: Path, summary: Mapping[str, Any], weights: WeightContent) -> list[tuple[str, str]]:
-    """A row of a comparison."""
-    figures: list[tuple[str, str]] = []
-    name = summary["metric"]
-    if name is not None:
-        course = summary["metrics"][name]
-        figures += [(name, _metric(name, course["model"])), ("last", _metric(name, course["last"]))]
-    share, _, nonzero = _sparsity(summary, weights)
-    figures.append(("sparsity", "–" if share is None else f"{100 * share:.1f} %"))
-    figures.append(("non-zero", "–" if nonzero is None else format_count(nonzero)))
-    files = _files(folder)
-    smallest = min(files, key=lambda file: file[1], default=None)
-    figures.append(("smallest file", "–" if smallest is None else f"{format_size(smallest[1])} ({smallest[0]})"))
-    figures.append(("iterations", str(summary["iterations"])))
-    figures.append(("time", "–" if summary["seconds"] is None else format_duration(summary["seconds"])))
-    return figures
-
-
 def _sparsity(summary: Mapping[str, Any], weights: WeightContent) -> tuple[float | None, int | None, int | None]:
     """Sparsity, weights and non-zero weights: of the model if counted, else of the layers on the page."""
     if summary["weights"] is None and weights.layers:
@@ -303,10 +287,6 @@ def _files(folder: Path) -> list[tuple[str, int]]:
     paths = [path for path in sorted(folder.glob("model*")) if path.is_file()]
     paths.sort(key=lambda path: path.name != "model.safetensors")
     return [(path.name, path.stat().st_size) for path in paths]
-
-
-def _metric(name: str, value: float | None) -> str:
-    return "–" if value is None else format_metric(name, value)
 
 
 # Series

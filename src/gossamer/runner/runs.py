@@ -25,7 +25,7 @@ from gossamer.runner.config import Config, Loaded, config_text, read_config
 from gossamer.runner.config.checking import FOLDERS
 from gossamer.runner.data.sources import Purpose
 from gossamer.runner.display import Display, logged
-from gossamer.runner.distributed import Distributed, broadcast_object, deterministic, init_distributed, on_first_rank
+from gossamer.runner.distributed import broadcast_object, deterministic, init_distributed, on_first_rank
 from gossamer.runner.formatting import known_counts, zero_share
 from gossamer.runner.lock import LOCK, locked
 from gossamer.runner.model_files import Export
@@ -100,10 +100,7 @@ def evaluate(
 ) -> Result:
     """Test the given weights, or the model of the run. `config` may be a run folder."""
     loaded = load_config(config, sets, data, weights, imports)
-    with (
-        init_distributed(loaded.config.runtime.device) as distributed,
-        built(loaded, distributed, "test", display) as trainer,
-    ):
+    with built(loaded, "test", display) as trainer:
         metrics = trainer.evaluate()
         if trainer.folder.is_dir():
             trainer.draw("evaluation.png")
@@ -127,10 +124,7 @@ def export(
     """Write the files of the given weights, or of the model of the run. `config` may be a run folder."""
     plan = Export(formats, opset, dynamic_batch)
     loaded = load_config(config, sets, data, weights, imports)
-    with (
-        init_distributed(loaded.config.runtime.device) as distributed,
-        built(loaded, distributed, "export", display) as trainer,
-    ):
+    with built(loaded, "export", display) as trainer:
         result = _result_of(trainer, output or trainer.folder)
         return replace(result, files=[one.path for one in trainer.export(result.folder, plan)])
 
@@ -144,23 +138,19 @@ def measure_sensitivity(
     path = Path(folder)
     if Checkpoints(path / CHECKPOINTS, keep=1).model() is None and (path / CONFIG).is_file():
         raise GossamerError(f"{folder}: has no checkpoint to measure; start the run again with gossamer train")
-    loaded = load_run_config(path, [], imports=imports)
-    display = Display(shown=False)
-    with (
-        init_distributed(loaded.config.runtime.device) as distributed,
-        built(loaded, distributed, "export", display) as trainer,
-    ):
+    with built(load_run_config(path, [], imports=imports), "export", Display(shown=False)) as trainer:
         trainer.finalize()
         note_sensitivity(trainer, progress)
 
 
 @contextmanager
-def built(loaded: Loaded, distributed: Distributed, purpose: Purpose, display: Display | None) -> Generator[Trainer]:
+def built(loaded: Loaded, purpose: Purpose, display: Display | None) -> Generator[Trainer]:
     """A trainer that is ready to test or export, while its warnings are shown."""
-    trainer = _trainer_class(loaded)(loaded, distributed, purpose=purpose, display=display)
-    with logged(trainer.display), deterministic(trainer.config.runtime.deterministic):
-        trainer.build()
-        yield trainer
+    with init_distributed(loaded.config.runtime.device) as distributed:
+        trainer = _trainer_class(loaded)(loaded, distributed, purpose=purpose, display=display)
+        with logged(trainer.display), deterministic(trainer.config.runtime.deterministic):
+            trainer.build()
+            yield trainer
 
 
 def describe_source(checkpoint: str | None, source: Path) -> str:
