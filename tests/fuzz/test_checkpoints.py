@@ -195,7 +195,7 @@ def test_any_state_in_a_checkpoint_is_read_or_refused(examples: int, pristine: P
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("dense", 800), ("gmp", 300), ("amba", 300))),
     ],
 )
-def test_a_run_goes_on_whatever_its_last_checkpoint_holds(name: str, examples: int, pristine: Path) -> None:
+def test_a_run_continues_whatever_its_last_checkpoint_holds(name: str, examples: int, pristine: Path) -> None:
     source = fresh(pristine, name) / "checkpoints" / LAST
     used_before: list[bool] = []
 
@@ -384,7 +384,7 @@ def test_what_cannot_be_read_is_refused_with_file_and_part(name: str, pristine: 
 
 
 @pytest.mark.parametrize("name", [*USELESS, "an unknown kind", "an epoch that is text"])
-def test_a_run_goes_on_from_the_good_checkpoint_beside(name: str, pristine: Path) -> None:
+def test_a_run_continues_from_the_good_checkpoint_beside(name: str, pristine: Path) -> None:
     folder = fresh(pristine)
     path = folder / "checkpoints" / LAST
     if name in USELESS:

@@ -315,7 +315,7 @@ def test_a_file_that_may_not_grow_leaves_the_checkpoints_before_it(kept: Checkpo
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_a_disk_that_is_full_at_the_end_is_told_too(
+def test_a_disk_that_is_full_at_the_end_is_reported_too(
     kept: Checkpoints, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     save(kept, 10)
@@ -330,7 +330,7 @@ def test_a_disk_that_is_full_at_the_end_is_told_too(
     assert names(kept.folder) == ["iter_00000010.safetensors"]
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(GossamerError, match="file/checkpoints: cannot be created: Not a directory; choose another"):
         save(Checkpoints(tmp_path / "file" / "checkpoints", keep=1), 1)
@@ -398,7 +398,7 @@ class Trap:
     ],
 )
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])
-def test_files_without_weights_are_told_in_one_sentence(
+def test_files_without_weights_are_reported_in_one_sentence(
     tmp_path: Path, content: object, words: str, suffix: str
 ) -> None:
     path = tmp_path / f"file.{suffix}"

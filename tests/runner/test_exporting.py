@@ -40,7 +40,7 @@ def exported(folder: Path, *formats: str, **more: Path | str) -> Result:
 # Checkpoints
 
 
-def test_a_full_disk_leaves_earlier_checkpoints_and_the_run_goes_on_later(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_earlier_checkpoints_and_the_run_continues_later(tmp_path: Path) -> None:
     interrupted(config(tmp_path), 6)
     before = {path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").iterdir()}
     with (
@@ -133,8 +133,8 @@ def test_what_is_exported_in_the_middle_has_the_zeros_of_that_moment(sparsity: s
     if sparsity == "ampere":
         assert zeros / sum(tensor.numel() for tensor in pruned) == result.sparsity_of_pruned_layers == 0.5
     assert zeros > 0
-    told = {line["iteration"]: line["top1"] for line in read_records(tmp_path / "run") if line["kind"] == "test"}
-    assert evaluated(path, weights=tmp_path / "out" / "model.safetensors").metrics["top1"] == told[12]
+    reported = {line["iteration"]: line["top1"] for line in read_records(tmp_path / "run") if line["kind"] == "test"}
+    assert evaluated(path, weights=tmp_path / "out" / "model.safetensors").metrics["top1"] == reported[12]
 
 
 def test_an_average_is_what_is_tested_and_exported(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ("saved 6", "SIGTERM", 6),
     ],
 )
-def test_a_signal_at_any_turn_saves_and_the_run_goes_on_to_the_bit(
+def test_a_signal_at_any_turn_saves_and_the_run_continues_to_the_bit(
     turn: str, name: str, iteration: int, tmp_path: Path, whole: dict[str, Any]
 ) -> None:
     result = hooked(config(tmp_path), turn, name)
@@ -119,7 +119,7 @@ def test_a_mistake_in_a_hook_is_not_hidden_and_the_run_can_go_on(turn: str, tmp_
 
 
 @pytest.mark.parametrize(
-    ("hook", "told"),
+    ("hook", "reported"),
     [
         ("{type: auto_save_bst}", r"hooks\[0\]\.type: no 'auto_save_bst'; nearest: 'auto_save_best'"),
         (
@@ -131,8 +131,10 @@ def test_a_mistake_in_a_hook_is_not_hidden_and_the_run_can_go_on(turn: str, tmp_
         ("{type: 'tests.runner.nets:At', kwargs: {at: 1}}", r"hooks\[0\]\.kwargs: .*'at'"),
     ],
 )
-def test_a_hook_that_cannot_be_made_is_told_before_anything_is_written(hook: str, told: str, tmp_path: Path) -> None:
-    with pytest.raises(GossamerError, match=told):
+def test_a_hook_that_cannot_be_made_is_reported_before_anything_is_written(
+    hook: str, reported: str, tmp_path: Path
+) -> None:
+    with pytest.raises(GossamerError, match=reported):
         trained(config(tmp_path), f"hooks=[{hook}]")
     assert not (tmp_path / "run").exists()
 

@@ -203,7 +203,7 @@ def test_whatever_the_lock_file_says_a_second_process_is_refused(tmp_path: Path,
     )
 
 
-def test_no_run_starts_or_goes_on_where_another_trains(tmp_path: Path) -> None:
+def test_no_run_starts_or_continues_where_another_trains(tmp_path: Path) -> None:
     path = config(tmp_path)
     trained(path, "trainer.max_epoch=1")
     before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}

@@ -75,8 +75,8 @@ def test_eval_tests_it_and_says_which(tmp_path: Path, run: Run) -> None:  # noqa
     found = Checkpoints(tmp_path / "run" / "checkpoints", 3).model()
     assert found is not None
     assert found.title in " ".join(run("eval", tmp_path / "run").output.split())
-    told = json.loads(run("eval", tmp_path / "run", "--json").stdout)
-    assert (told["model"], told["metrics"]) == (found.title, found.metrics)
+    reported = json.loads(run("eval", tmp_path / "run", "--json").stdout)
+    assert (reported["model"], reported["metrics"]) == (found.title, found.metrics)
 
 
 def test_without_tests_it_is_the_last(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_a_report_shows_the_weights_of_a_thinned_run(file: str, thin_run: Path, 
     assert found.missing["masks"] == "The model is dense: there are no masks."
 
 
-def test_a_run_starts_from_a_thinned_file_and_goes_on(thin_run: Path, tmp_path: Path) -> None:
+def test_a_run_starts_from_a_thinned_file_and_continues(thin_run: Path, tmp_path: Path) -> None:
     file = thin_run / "model.safetensors"
     found = evaluated(config(tmp_path), weights=file)
     assert found.metrics == evaluated(thin_run).metrics

@@ -90,7 +90,7 @@ def test_events_behind_the_resumed_iteration_count_no_more(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no device that is always full")
-def test_a_full_disk_is_told_in_one_sentence(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_in_one_sentence(tmp_path: Path) -> None:
     records = Records(tmp_path, tensorboard=False)
     records._file.close()
     records._file = open("/dev/full", "w")  # noqa: SIM115
@@ -149,7 +149,7 @@ def test_thinning_often_or_once_comes_to_the_same_and_an_interruption_leaves_no_
     assert thinned(kept, 1_000_000) == thinned(lines, 1_000_000)
 
 
-def test_the_file_of_a_long_run_stays_small_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_of_a_long_run_stays_small_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FULL", 1000)
     monkeypatch.setattr(module, "OFTEN", 500)
     monkeypatch.setattr(module, "WINDOW", 10)

@@ -154,8 +154,8 @@ def test_an_interrupt_goes_through_and_leaves_the_page_as_it_was(
     with pytest.raises(KeyboardInterrupt):
         resumed(folder)
     assert {path: path.read_bytes() for path in folder.rglob("*.html")} == files
-    told = f"The report is incomplete: it was interrupted; write it again with gossamer report {folder}"
-    assert caplog.messages.count(told) == 1
+    reported = f"The report is incomplete: it was interrupted; write it again with gossamer report {folder}"
+    assert caplog.messages.count(reported) == 1
 
 
 def test_a_folder_from_before_notes_has_a_page_that_says_so(levels: Path, tmp_path: Path) -> None:
@@ -173,9 +173,9 @@ def test_the_command_on_the_page_works_where_the_page_was_made(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = copied_run(levels, Path("runs/my first"))
-    told = re.search(r"Measure it with: gossamer (report .* --sensitivity)", unescape(report([folder]).read_text()))
-    assert told is not None
-    words = shlex.split(told[1])
+    reported = re.search(r"Measure it with: gossamer (report .* --sensitivity)", unescape(report([folder]).read_text()))
+    assert reported is not None
+    words = shlex.split(reported[1])
     assert words == ["report", "runs/my first", "--sensitivity"]
     assert CliRunner().invoke(app, words).exit_code == 0
     assert run_content(folder, "run").sensitivity is not None
@@ -299,13 +299,13 @@ def test_a_file_that_is_not_of_a_benchmark_is_refused(
 def test_sensitivity_is_left_out_of_a_short_run_and_measured_on_request(levels: Path, tmp_path: Path) -> None:
     folder = copied(levels, tmp_path)
     assert "too many forward passes" in run_content(folder, "run").missing["sensitivity"]
-    told: list[float] = []
-    measure_sensitivity(folder, lambda label, share: told.append(share))
+    reported: list[float] = []
+    measure_sensitivity(folder, lambda label, share: reported.append(share))
     heat = run_content(folder, "run").sensitivity
     assert heat is not None
     assert [name for name, _ in heat.rows] == [layer.name for layer in run_content(folder, "run").layers]
-    assert told[-1] == 1.0
-    assert told == sorted(told)
+    assert reported[-1] == 1.0
+    assert reported == sorted(reported)
 
 
 def test_sensitivity_of_another_iteration_is_not_shown(levels: Path, tmp_path: Path) -> None:
@@ -327,9 +327,9 @@ def test_the_command_writes_a_page_and_refuses_other_folders(levels: Path, tmp_p
     folder = copied(levels, tmp_path)
     result = CliRunner().invoke(app, ["report", str(folder), "--json"])
     assert result.exit_code == 0
-    told = json.loads(result.stdout)
-    assert told["file"] == str(folder / "report.html")
-    assert told["bytes"] == (folder / "report.html").stat().st_size
+    reported = json.loads(result.stdout)
+    assert reported["file"] == str(folder / "report.html")
+    assert reported["bytes"] == (folder / "report.html").stat().st_size
     result = CliRunner().invoke(app, ["report", str(tmp_path / "none")])
     assert result.exit_code == 1
     assert "no such folder; give the folder of a run" in result.stderr

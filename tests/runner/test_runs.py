@@ -31,7 +31,7 @@ from tests.runner.running_on_digits import (
 
 
 @pytest.mark.parametrize("sparsity", SPARSITIES)
-def test_an_interrupted_run_goes_on_to_the_bit(sparsity: str, tmp_path: Path) -> None:
+def test_an_interrupted_run_continues_to_the_bit(sparsity: str, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     whole = trained(config(tmp_path / "whole", sparsity))
     assert whole.complete
@@ -133,7 +133,7 @@ def test_a_run_from_an_average_starts_from_it(tmp_path: Path) -> None:
     assert runner.average is None
 
 
-def test_hooks_are_told_of_the_turns_of_a_run(tmp_path: Path) -> None:
+def test_hooks_are_reported_of_the_turns_of_a_run(tmp_path: Path) -> None:
     Diary.pages.clear()
     trained(
         config(tmp_path), "hooks=[{type: 'tests.runner.nets:Diary'}, {type: auto_save_best}]", "trainer.max_epoch=2"
@@ -160,7 +160,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run_with_its_remedy(tmp_path: Path
         trained(config(tmp_path, net={"type": "tests.runner.nets:Unlucky"}))
 
 
-def test_what_a_killed_process_left_of_its_files_goes_when_the_run_goes_on(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_of_its_files_goes_when_the_run_continues(tmp_path: Path) -> None:
     interrupted(config(tmp_path, "amba"), 8)
     folder = tmp_path / "run"
     names = (

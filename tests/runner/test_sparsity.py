@@ -48,9 +48,9 @@ def log(folder: Path) -> str:
 def test_each_checkpoint_evaluates_to_what_training_said_of_it(sparsity: str, tmp_path: Path) -> None:
     path = config(tmp_path, sparsity)
     trained(path)
-    told = {line["iteration"]: line["top1"] for line in read_records(tmp_path / "run") if line["kind"] == "test"}
-    assert len(told) == 3
-    for iteration, top1 in told.items():
+    reported = {line["iteration"]: line["top1"] for line in read_records(tmp_path / "run") if line["kind"] == "test"}
+    assert len(reported) == 3
+    for iteration, top1 in reported.items():
         weights = tmp_path / "run" / "checkpoints" / f"iter_{iteration:08d}.safetensors"
         assert evaluated(path, weights=weights).metrics["top1"] == top1, iteration
 
@@ -77,7 +77,7 @@ def test_layers_that_are_not_used_do_not_matter(sparsity: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("sparsity", ["ampere", "gmp"])
-def test_half_precision_goes_on_to_the_bit(sparsity: str, tmp_path: Path) -> None:
+def test_half_precision_continues_to_the_bit(sparsity: str, tmp_path: Path) -> None:
     sets = ("trainer.fp16=true", "runtime.channels_last=true", "trainer.accumulate=2")
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
@@ -110,7 +110,7 @@ def test_a_recipe_without_an_end_wants_one_from_the_config(tmp_path: Path) -> No
         by_recipe(tmp_path, "!ConstantPruningModifier {params: __ALL__}", sets=("trainer.max_epoch=null",))
 
 
-def test_a_recipe_that_is_longer_than_the_run_is_told(tmp_path: Path) -> None:
+def test_a_recipe_that_is_longer_than_the_run_is_reported(tmp_path: Path) -> None:
     result = by_recipe(tmp_path, pruning(end=30))
     assert result.sparsity is not None
     assert result.sparsity < 0.5
@@ -148,13 +148,13 @@ def test_variables_of_a_recipe_hold_over_a_resume(tmp_path: Path) -> None:
     assert resumed(tmp_path / "run").sparsity == pytest.approx(0.6, abs=2e-3)
 
 
-def test_sparse_training_without_sparsity_is_told(tmp_path: Path) -> None:
+def test_sparse_training_without_sparsity_is_reported(tmp_path: Path) -> None:
     with pytest.raises(GossamerError, match=r"sparse training needs 'sparsity'"):
         trained(config(tmp_path), "runtime.runner.type=sparse")
 
 
 @pytest.mark.parametrize(
-    ("sparsity", "told"),
+    ("sparsity", "reported"),
     [
         ("{scheduler: {type: AmpereScheduller}}", "nearest: 'AmpereScheduler'"),
         ("{recipe: nope.yaml}", r"nope\.yaml"),
@@ -162,9 +162,9 @@ def test_sparse_training_without_sparsity_is_told(tmp_path: Path) -> None:
         ("{leaf_module: []}", "set 'recipe: file.yaml'"),
     ],
 )
-def test_what_is_wrong_with_sparsity_is_told_before_anything_is_written(
-    sparsity: str, told: str, tmp_path: Path
+def test_what_is_wrong_with_sparsity_is_reported_before_anything_is_written(
+    sparsity: str, reported: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(GossamerError, match=told):
+    with pytest.raises(GossamerError, match=reported):
         trained(config(tmp_path, "amba", net={"type": "resnet18"}), f"sparsity={sparsity}")
     assert not (tmp_path / "run").exists()

@@ -48,8 +48,8 @@ def names(folder: Path) -> list[str]:
 def starts_at(path: Path, *sets: str) -> int:
     """The iteration that a run goes on from, as its log has it."""
     trained(path, *sets)
-    told = re.findall(r"resuming from iteration (\d+) of", (path.parent / "run" / "log.txt").read_text())
-    return int(told[-1]) if told else 0
+    reported = re.findall(r"resuming from iteration (\d+) of", (path.parent / "run" / "log.txt").read_text())
+    return int(reported[-1]) if reported else 0
 
 
 # Which file counts
@@ -115,7 +115,7 @@ def test_a_complete_run_stays_as_it_is_and_gives_its_model_again(tmp_path: Path,
     same(final_state(tmp_path / "run"), before)
 
 
-def test_a_moved_run_goes_on_where_it_is_now(tmp_path: Path, runs: Path) -> None:
+def test_a_moved_run_continues_where_it_is_now(tmp_path: Path, runs: Path) -> None:
     interrupted(config(tmp_path, "gmp"), 8)
     (tmp_path / "gmp.yaml").unlink()
     shutil.move(tmp_path / "run", tmp_path / "elsewhere")
@@ -171,14 +171,14 @@ def test_a_run_that_is_made_longer_does_not_raise_its_learning_rate_again(tmp_pa
     assert rates[-1] < 0.01, "the cosine of three epochs goes up behind them"
 
 
-def test_a_learning_rate_that_a_resumed_run_does_not_take_is_told(tmp_path: Path, runs: Path) -> None:
+def test_a_learning_rate_that_a_resumed_run_does_not_take_is_reported(tmp_path: Path, runs: Path) -> None:
     copied_run(runs / "stopped", tmp_path / "run")
     resumed(tmp_path / "run", "trainer.optimizer.kwargs.lr=0.001", "trainer.max_epoch=2", "trainer.log_freq=1")
     rate = next(line["lr"] for line in read_records(tmp_path / "run") if line["iteration"] == 9)
     assert rate <= 0.001 or "trainer.optimizer.kwargs is" in (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_another_batch_size_is_told_for_the_data_come_in_another_order(tmp_path: Path, runs: Path) -> None:
+def test_another_batch_size_is_reported_for_the_data_come_in_another_order(tmp_path: Path, runs: Path) -> None:
     copied_run(runs / "stopped", tmp_path / "run")
     assert "WARNING" not in (tmp_path / "run" / "log.txt").read_text()
     resumed(tmp_path / "run", "dataset.train.batch_size=64")
@@ -189,7 +189,7 @@ def test_another_batch_size_is_told_for_the_data_come_in_another_order(tmp_path:
 
 
 @pytest.mark.parametrize("way", ["resume_model", "pretrain_model"])
-def test_another_number_of_classes_is_told_with_its_remedy(way: str, tmp_path: Path, runs: Path) -> None:
+def test_another_number_of_classes_is_reported_with_its_remedy(way: str, tmp_path: Path, runs: Path) -> None:
     given = f"saver.{way}={runs / 'stopped'}"
     with pytest.raises(GossamerError, match=r"'9.weight' has the shape \(10, 128\).*; change net or num_classes"):
         trained(config(tmp_path), "num_classes=12", given)
@@ -205,7 +205,7 @@ def test_layers_that_are_named_are_not_taken_from_the_weights(tmp_path: Path, ru
         trained(config(tmp_path), given, "saver.pretrain_except=['8.']", f"saver.save_dir={tmp_path / 'other'}")
 
 
-def test_weights_of_another_model_are_told(tmp_path: Path) -> None:
+def test_weights_of_another_model_are_reported(tmp_path: Path) -> None:
     torch.save({f"body.{name}": tensor for name, tensor in small().state_dict().items()}, tmp_path / "weights.pt")
     with pytest.raises(
         GossamerError, match=r"weights of another model: it has no '0.weight'; nearest: 'body.0.weight'"
@@ -215,7 +215,7 @@ def test_weights_of_another_model_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["resume_model", "pretrain_model"])
 @pytest.mark.parametrize("kind", ["missing", "no weights", "empty folder"])
-def test_a_file_that_is_not_what_it_should_be_is_told(way: str, kind: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_what_it_should_be_is_reported(way: str, kind: str, tmp_path: Path) -> None:
     named = tmp_path / "weights.pt"
     if kind == "no weights":
         named.write_text("none")

@@ -152,9 +152,9 @@ def test_the_config_in_a_run_folder_stands_for_the_folder(copied: Path, own_run:
     assert not (own_run / "evaluation.png").exists()
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "own.yaml"])
-@pytest.mark.parametrize("left", ["checkpoints", "metrics.jsonl"])
-@pytest.mark.parametrize("command", ["eval", "check"])
+@pytest.mark.parametrize(
+    ("name", "left", "command"), [("config.yaml", "checkpoints", "eval"), ("own.yaml", "metrics.jsonl", "check")]
+)
 def test_a_config_beside_files_of_a_run_is_data_whatever_its_first_line(
     copied: Path,
     trap: Callable[[], bool],
@@ -330,7 +330,7 @@ def test_only_so_many_runs_are_remembered(state: Path, tmp_path: Path, monkeypat
     assert known == [2, 3, 4]
 
 
-def test_a_run_goes_on_where_nothing_can_be_remembered(
+def test_a_run_continues_where_nothing_can_be_remembered(
     state: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state.write_text("a file where the folder should be")
