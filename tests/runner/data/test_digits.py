@@ -23,8 +23,8 @@ def test_the_last_fifth_of_each_class_is_for_tests():
         assert sum(test[index][1] == digit for index in range(len(test))) == count // 5
     last = np.flatnonzero(target == 4)[-1]
     pixels = torch.from_numpy(np.rint(load_digits().images[last] * 255 / 16).astype(np.uint8))
-    fours = [test.original(index)[0] for index in range(len(test)) if test[index][1] == 4]
-    assert torch.equal(fours[-1], pixels.expand(3, 8, 8))
+    fours = [test[index][0] for index in range(len(test)) if test[index][1] == 4]
+    assert torch.equal(fours[-1], pixels.expand(3, 8, 8) / 255)
 
 
 def test_white_is_white_and_black_is_black():

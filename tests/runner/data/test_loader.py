@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from gossamer.errors import GossamerError
 from gossamer.runner.config.schema import Digits, ImageFolder, Scenes
 from gossamer.runner.data import Batch, Batches, build_dataset
-from gossamer.runner.data.dataset import packed, unpacked
-from gossamer.runner.data.loader import full_batches, in_order, shuffled
+from gossamer.runner.data.dataset import full_batches, in_order, packed, shuffled, unpacked
 from tests.runner.data.files import noisy_picture, truncated_picture
 
 VARIED = [{"RandomCrop": {"size": 8, "padding": 2}}, "RandomErasing"]

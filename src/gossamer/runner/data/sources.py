@@ -23,9 +23,8 @@ from gossamer.runner.config.schema import (
 from gossamer.runner.data.annotations import read_coco, read_json_lines
 from gossamer.runner.data.dataset import ImageData, TaskName
 from gossamer.runner.data.digits import read_digits, read_scenes
-from gossamer.runner.data.examples import Examples
+from gossamer.runner.data.examples import DataProblems, Examples, KnownClasses
 from gossamer.runner.data.labelled import read_idx, read_image_folder, read_image_list, read_npz
-from gossamer.runner.data.readers import DataProblems, KnownClasses
 from gossamer.runner.data.transforms import Pipeline
 
 logger = logging.getLogger("gossamer")
