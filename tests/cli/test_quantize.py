@@ -43,7 +43,7 @@ def test_it_writes_beside_the_file_and_tells_what_it_did() -> None:
     assert after < before / 3.5
     zeros = float((integer_weights("model-quantized.onnx")["conv.weight"] == 0).mean())
     assert zeros >= float((WEIGHT == 0).mean()) > 0.3
-    assert second == f"integers: 18,432 weights in 1 layer, {zeros:.1%} zero"
+    assert second == f"integers: 18,432 weights, {zeros:.1%} zero"
     assert third == "onnxruntime computes 1 of 1 products in integers: 1 QLinearConv"
 
 

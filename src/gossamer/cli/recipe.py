@@ -8,13 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.markup import escape
-from rich.table import Table
+from typer import Argument, Option
 
-from gossamer.cli.console import AsJson, out, reports_errors, show_errors, show_json, show_warnings, show_written
-from gossamer.cli.models import load_model
-from gossamer.cli.tables import by_reason, pairs_table
+from gossamer.cli.console import (
+    by_reason,
+    out,
+    pairs_table,
+    reports_errors,
+    show_errors,
+    show_json,
+    show_warnings,
+    show_written,
+    text_table,
+)
+from gossamer.cli.options import AsJson, load_model
 from gossamer.errors import Problem, RecipeError, format_problems
 
 if TYPE_CHECKING:
@@ -23,20 +31,16 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Check, show and plot recipes.", no_args_is_help=True)
 
-Source = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A recipe file, or builtin:NAME for a recipe of the package.")
-]
+Source = Annotated[str, Argument(metavar="RECIPE", help="A recipe file, or builtin:NAME for a recipe of the package.")]
 Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Set a variable of the recipe; repeatable."),
+    list[str] | None, Option("--set", metavar="NAME=VALUE", help="Set a variable of the recipe; repeatable.")
 ]
 Imports = Annotated[
-    list[str] | None,
-    typer.Option("--import", metavar="MODULE", help="Import a module with custom modifiers; repeatable."),
+    list[str] | None, Option("--import", metavar="MODULE", help="Import a module with custom modifiers; repeatable.")
 ]
 ModelName = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--model",
         metavar="MODEL",
         help="package.module:function or a torchvision model, whose parameters the recipe is matched against.",
@@ -92,12 +96,12 @@ def show(file: Source, imports: Imports = None, settings: Settings = None, as_js
 def plot(
     file: Source,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write: .png, .svg or .html.")
+        Path, Option("--output", "-o", metavar="FILE", help="The file to write: .png, .svg or .html.")
     ] = Path("schedule.png"),
-    steps_per_epoch: Annotated[int, typer.Option(min=1, help="Optimizer steps per epoch.")] = 100,
+    steps_per_epoch: Annotated[int, Option(min=1, help="Optimizer steps per epoch.")] = 100,
     init_lr: Annotated[
         float | None,
-        typer.Option(min=0, help="Learning rate of the optimizer, for recipes that scale it."),
+        Option(min=0, help="Learning rate of the optimizer, for recipes that scale it."),
     ] = None,
     imports: Imports = None,
     settings: Settings = None,
@@ -124,9 +128,7 @@ def list_(as_json: AsJson = False) -> None:
     if as_json:
         show_json([{"name": name, "recipe": f"builtin:{name}", "description": text} for name, text in recipes.items()])
         return
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("description")
+    table = text_table("recipe", "description")
     for name, description in recipes.items():
         table.add_row(f"builtin:{name}", escape(description))
     out.print(table)
@@ -223,10 +225,7 @@ def _show_summary(recipe: Recipe, fits: bool) -> None:
 
 
 def _show_modifiers(recipe: Recipe) -> None:
-    title = f"{escape(recipe.name)}: epochs {_epoch_range(recipe)}"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for column in ("modifier", "epochs", "fields"):
-        table.add_column(column, overflow="fold", no_wrap=column == "epochs")
+    table = text_table("modifier", "epochs", "fields", title=f"{escape(recipe.name)}: epochs {_epoch_range(recipe)}")
     for name, epochs, fields in _rows(recipe):
         table.add_row(escape(name), epochs, escape(fields))
     out.print(table)
@@ -235,9 +234,7 @@ def _show_modifiers(recipe: Recipe) -> None:
 def _show_variables(recipe: Recipe) -> None:
     if not recipe.variables:
         return
-    table = Table(box=box.SIMPLE_HEAD, title="variables", title_justify="left")
-    table.add_column("name")
-    table.add_column("value", overflow="fold")
+    table = text_table("name", "value", title="variables")
     for name, value in recipe.variables.items():
         table.add_row(escape(name), escape(_format(value)))
     out.print(table)
