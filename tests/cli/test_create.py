@@ -168,7 +168,3 @@ def test_what_has_no_effect_is_a_warning_beside_the_recipe(create: Any) -> None:
     assert result.exit_code == 0
     assert "warning: --sparsity: no effect: nothing is pruned" in result.stderr
     assert gossamer.load(result.stdout).max_epochs == 20
-
-
-def test_help_has_an_example(run: Any) -> None:
-    assert "gossamer create resnet18 --target tensorrt" in run("create", "--help").stdout

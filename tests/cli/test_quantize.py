@@ -101,7 +101,3 @@ def test_a_file_whose_weights_stay_floats_is_warned_about() -> None:
     sentence = "warning: activations.onnx: no weight uses QuantizeLinear, so none is converted\n"
     assert result.stderr == sentence
     assert "0 of 1 products in integers: 1 Conv" in result.stdout
-
-
-def test_help_has_an_example() -> None:
-    assert "Example: gossamer quantize-qat-export model.onnx" in run("--help").stdout

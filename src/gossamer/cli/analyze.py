@@ -77,11 +77,17 @@ class Analysis:
     proposal: Proposal | None = None
     part: str | None = None
     """The data for the sensitivity: `train`, `test`, or the function that returns batches."""
-    epochs: float = EPOCHS
-    """Length of the proposed recipe."""
     omitted: list[str] = field(default_factory=list[str])
     """What is missing, and how to get it."""
     warnings: list[str] = field(default_factory=list[str])
+
+    @property
+    def epochs(self) -> float:
+        """Length of the proposed recipe."""
+        projection, config = self.table.projection, self.loaded.config
+        if projection is not None and projection.epochs > 0:
+            return float(projection.epochs)
+        return EPOCHS if config is None else float(config.trainer.max_epoch or EPOCHS)
 
     @property
     def data(self) -> str:
@@ -119,7 +125,7 @@ def analyze(
         ),
     ] = "unstructured",
     samples: Annotated[
-        int | None, Option(metavar="N", help="Samples of the training set to use.", show_default="256")
+        int | None, Option(min=1, metavar="N", help="Samples of the training set to use.", show_default="256")
     ] = None,
     quick: Annotated[bool, Option("--quick", help="Skip the sensitivity, which runs the model many times.")] = False,
     output: Annotated[
@@ -135,7 +141,7 @@ def analyze(
     channels. With data it measures the accuracy when each layer alone is pruned, and with --target it proposes how
     layers share a sparsity. The model does not change.
     """
-    _check_options(target, samples, quick, pattern)
+    _check_target(target, quick, pattern)
     if output is not None:
         try:
             output.mkdir(parents=True, exist_ok=True)
@@ -150,7 +156,6 @@ def analyze(
         show("tracing the model", 0.0)
         analysis = Analysis(loaded, *_table_and_hardware(loaded, recipe), part=function)
         analysis.warnings += loaded.warnings
-        analysis.epochs = _epochs(analysis)
         if loaded.example is None:
             analysis.omitted.append("MACs: the input shape is not known; give it with --input 1,3,224,224")
         if quick:
@@ -166,18 +171,18 @@ def analyze(
     show_written(files)
 
 
-def _check_options(target: float | None, samples: int | None, quick: bool, pattern: str) -> None:
+def _check_target(target: float | None, quick: bool, pattern: str) -> None:
     from gossamer.sparse import Unstructured, parse_pattern
 
     with within("--pattern"):
         units = parse_pattern(pattern)
-    if target is not None and units != Unstructured():
+    if target is None:
+        return
+    if units != Unstructured():
         raise GossamerError(f"a proposal is for unstructured zeros, not {pattern}; drop --pattern", "--target")
-    if target is not None and not 0 < target < 1:
+    if not 0 < target < 1:
         raise GossamerError(f"expected a share between 0 and 1, such as 0.9, found {target:g}", "--target")
-    if samples is not None and samples < 1:
-        raise GossamerError(f"expected a positive number, found {samples}", "--samples")
-    if quick and target is not None:
+    if quick:
         raise GossamerError("--quick skips the measurement that --target needs; drop one of the two")
 
 
@@ -225,7 +230,10 @@ def _measure(
             samples=samples or MAP_SAMPLES,
             progress=lambda name, share: show(f"pruning {name}", share),
         )
-        analysis.warnings += _accuracy_warnings(analysis.sensitivity, read)
+        dense = analysis.sensitivity.dense
+        if dense is not None and dense.accuracy <= 2 / len({int(label) for _, labels in read for label in labels}):
+            accuracy = f"the dense model has an accuracy of {percent(dense.accuracy)}"
+            analysis.warnings.append(f"{accuracy}; sensitivities mean little before it is trained")
         if target is not None:
             analysis.proposal = propose(
                 loaded.model, read, target, progress=lambda name, share: show(f"proposing: {name}", share)
@@ -257,24 +265,6 @@ def _labelled_batches(analysis: Analysis, target: float | None) -> Any:
         "same images will test"
     )
     return test
-
-
-def _accuracy_warnings(measured: SensitivityMap, batches: Sequence[Any]) -> list[str]:
-    """A warning if the dense model is hardly better than chance."""
-    if measured.dense is None:
-        return []
-    classes = len({int(label) for _, labels in batches for label in labels.unique()})
-    if measured.dense.accuracy > 2 / classes:
-        return []
-    accuracy = f"{100 * measured.dense.accuracy:.1f} %"
-    return [f"the dense model has an accuracy of {accuracy}; sensitivities mean little before it is trained"]
-
-
-def _epochs(analysis: Analysis) -> float:
-    projection, config = analysis.table.projection, analysis.loaded.config
-    if projection is not None and projection.epochs > 0:
-        return float(projection.epochs)
-    return EPOCHS if config is None else float(config.trainer.max_epoch or EPOCHS)
 
 
 # Files

@@ -86,7 +86,7 @@ def permute(
     every_layer: Annotated[
         bool, Option("--every-layer", help="Include layers that hardware cannot run in 2:4.")
     ] = False,
-    effort: Annotated[float, Option(help="Search effort: 1 is the default, 4 takes four times as long.")] = 1.0,
+    effort: Annotated[float, Option(min=0.01, help="Search effort; 4 takes four times as long as 1.")] = 1.0,
     parts: Annotated[
         bool, Option("--parts", help="Trace a model with data-dependent control flow, such as a detector, in parts.")
     ] = False,
@@ -107,8 +107,6 @@ def permute(
     for path, formats in ((output, FORMATS), (plot, PLOTS)):
         if path is not None and path.suffix not in formats:
             raise GossamerError(f"{path}: unknown format '{path.suffix}'; use {', '.join(formats)}")
-    if effort <= 0:
-        raise GossamerError(f"expected a positive number, found {effort:g}", "--effort")
     loaded = load_model(model, weights, shape=input_shape, classes=classes, imports=imports)
     names, skipped = _searchable(loaded.model, chosen, every_layer)
     if not names:

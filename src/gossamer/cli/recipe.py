@@ -70,7 +70,8 @@ def check(
         data = {"ok": not errors, **_as_data(recipe), "errors": errors}
         show_json(data if bindings is None else {**data, "bindings": bindings})
     else:
-        _show_summary(recipe, fits=not errors)
+        verdict = "is valid, but does not fit the model" if errors else "is valid"
+        _show(recipe, f"{recipe.name} {verdict}: epochs {_epoch_range(recipe)}")
         _show_bindings(bindings or ())
         show_warnings(_warnings(recipe))
         show_errors(errors)
@@ -86,8 +87,7 @@ def show(file: Source, imports: Imports = None, settings: Settings = None, as_js
     if as_json:
         show_json(_as_data(recipe))
         return
-    _show_modifiers(recipe)
-    _show_variables(recipe)
+    _show(recipe, f"{recipe.name}: epochs {_epoch_range(recipe)}")
     show_warnings(_warnings(recipe))
 
 
@@ -206,38 +206,17 @@ def _warnings(recipe: Recipe) -> list[str]:
 # Terminal
 
 
-def _show_summary(recipe: Recipe, fits: bool) -> None:
-    counts: dict[str, int] = {}
-    for modifier in recipe.modifiers:
-        counts[modifier.name] = counts.get(modifier.name, 0) + 1
-    modifiers = ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())
-    lines = {"modifiers": modifiers, "epochs": _epoch_range(recipe)}
-    if recipe.stages:
-        lines["stages"] = ", ".join(name for name, _ in recipe.stages)
+def _show(recipe: Recipe, title: str) -> None:
+    """Print the modifiers and the variables."""
+    table = text_table("modifier", "epochs", "fields", title=escape(title))
+    for cells in _rows(recipe):
+        table.add_row(*map(escape, cells))
+    out.print(table)
     if recipe.variables:
-        lines["variables"] = ", ".join(f"{name} = {_format(value)}" for name, value in recipe.variables.items())
-    table = pairs_table()
-    for name, text in lines.items():
-        table.add_row(f"[dim]{name}[/]", escape(text))
-    verdict = "is valid" if fits else "is valid, but does not fit the model"
-    out.print(f"[bold]{escape(recipe.name)}[/] {verdict}", highlight=False)
-    out.print(table)
-
-
-def _show_modifiers(recipe: Recipe) -> None:
-    table = text_table("modifier", "epochs", "fields", title=f"{escape(recipe.name)}: epochs {_epoch_range(recipe)}")
-    for name, epochs, fields in _rows(recipe):
-        table.add_row(escape(name), epochs, escape(fields))
-    out.print(table)
-
-
-def _show_variables(recipe: Recipe) -> None:
-    if not recipe.variables:
-        return
-    table = text_table("name", "value", title="variables")
-    for name, value in recipe.variables.items():
-        table.add_row(escape(name), escape(_format(value)))
-    out.print(table)
+        table = text_table("name", "value", title="variables")
+        for name, value in recipe.variables.items():
+            table.add_row(escape(name), escape(_format(value)))
+        out.print(table)
 
 
 def _show_bindings(bindings: Sequence[Mapping[str, Any]]) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.multiprocessing
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from gossamer.errors import GossamerError, Location, Problem
 from gossamer.runner.config.schema import Source
@@ -108,12 +108,12 @@ class ImageData(Dataset[Sample]):
         self,
         examples: Examples,
         pipeline: Pipeline,
+        source: Source,
         *,
         task: TaskName,
         classes: list[str],
         notes: list[str],
         seed: int = 0,
-        refuse: bool = False,
     ) -> None:
         self.task: TaskName = task
         self.classes = classes
@@ -122,10 +122,11 @@ class ImageData(Dataset[Sample]):
         self._examples = examples
         self._pipeline = pipeline
         self._seed = seed % 2**64
-        self._refuse = refuse
+        self._refuse = source.on_error == "refuse"
+        self._count = min(len(examples), source.limit or len(examples))
 
     def __len__(self) -> int:
-        return len(self._examples)
+        return self._count
 
     def __getitem__(self, key: Key) -> Sample:
         epoch, index = key if isinstance(key, tuple) else (0, int(key))
@@ -258,7 +259,8 @@ class Batches:
         self._rank = rank
         self._world = world
         self._pin = pin_memory and torch.cuda.is_available()
-        self._sampler = _BatchSampler()
+        self._keys: list[Keys] = []
+        """The batches of the epoch that the workers read."""
         self._loader: DataLoader[Any] | None = None
         self.batches_per_epoch: int = (
             full_batches(len(data), self._batch_size, world)
@@ -295,7 +297,7 @@ class Batches:
         if self._loader is None:
             self._loader = DataLoader(
                 _BatchReader(self._data, self._train),
-                batch_sampler=self._sampler,
+                batch_sampler=self._keys,
                 num_workers=self._workers,
                 collate_fn=_identity,
                 pin_memory=self._pin,
@@ -304,7 +306,7 @@ class Batches:
                 generator=torch.Generator().manual_seed(0),  # otherwise DataLoader draws from the global one
                 persistent_workers=True,
             )
-        self._sampler.keys = keys
+        self._keys[:] = keys
         try:
             yield from self._loader
         except (RuntimeError, ConnectionError, EOFError, FileNotFoundError) as error:
@@ -325,19 +327,6 @@ class Failure:
 
     def pin_memory(self) -> Failure:
         return self
-
-
-class _BatchSampler(Sampler[Keys]):
-    """The batches of the next epoch."""
-
-    def __init__(self) -> None:
-        self.keys: list[Keys] = []
-
-    def __iter__(self) -> Iterator[Keys]:
-        return iter(self.keys)
-
-    def __len__(self) -> int:
-        return len(self.keys)
 
 
 class _BatchReader(Dataset[Any]):

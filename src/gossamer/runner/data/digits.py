@@ -6,7 +6,6 @@ is read, with digits of many sizes and colours on a textured background.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any, cast
@@ -116,9 +115,6 @@ class SceneExamples:
 
     def name(self, index: int) -> str:
         return f"scenes, {self.split}: scene {index}"
-
-    def first(self, count: int) -> SceneExamples:
-        return dataclasses.replace(self, count=min(count, self.count))
 
 
 def compose(pool: Pool, seed: int, split: str, index: int, size: int) -> Scene:

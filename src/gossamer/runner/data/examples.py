@@ -174,8 +174,6 @@ class Examples(Protocol):
         """The name of the image in messages."""
         ...
 
-    def first(self, count: int) -> Examples: ...
-
 
 @dataclass(frozen=True)
 class LabelledFiles:
@@ -192,9 +190,6 @@ class LabelledFiles:
 
     def name(self, index: int) -> str:
         return self.names[index]
-
-    def first(self, count: int) -> LabelledFiles:
-        return LabelledFiles(self.names[:count], self.labels[:count])
 
 
 @dataclass(frozen=True)
@@ -224,9 +219,6 @@ class BoxedFiles:
     def name(self, index: int) -> str:
         return self.names[index]
 
-    def first(self, count: int) -> BoxedFiles:
-        return BoxedFiles(self.names[:count], self.sizes[:count], self.boxes)
-
 
 @dataclass(frozen=True)
 class LabelledArrays:
@@ -251,9 +243,6 @@ class LabelledArrays:
 
     def name(self, index: int) -> str:
         return f"{self.origin}: image {self.numbers[index]}"
-
-    def first(self, count: int) -> LabelledArrays:
-        return LabelledArrays(self.pixels[:count], self.labels[:count], self.numbers[:count], self.origin)
 
 
 # Image files

@@ -80,11 +80,7 @@ def build_dataset(
     if num_classes is not None and len(names) > num_classes:
         message = f"the '{kind}' data has {len(names)} classes, but num_classes is {num_classes}"
         raise GossamerError(Problem(message, fix=f"set 'num_classes: {len(names)}'"))
-    if source.limit is not None and source.limit < len(examples):
-        examples = examples.first(source.limit)
-    return ImageData(
-        examples, pipeline, task=reader.task, classes=names, notes=notes, seed=seed, refuse=problems.refuse
-    )
+    return ImageData(examples, pipeline, source, task=reader.task, classes=names, notes=notes, seed=seed)
 
 
 def _type_of(source: type[Source]) -> str:
