@@ -167,24 +167,14 @@ def test_ranks_share_the_global_batches_of_one_rank(count, size, world, seed, ep
     alone = shuffled(count, size * world, seed=seed, epoch=epoch)
     shares = [shuffled(count, size, seed=seed, epoch=epoch, rank=rank, world=world) for rank in range(world)]
     assert {len(share) for share in shares} == {len(alone)} == {full_batches(count, size, world)}
+    shown = [index for batch in alone for index in batch]
+    assert len(shown) == len(set(shown)) > count - size * world
     for number, batch in enumerate(alone):
+        assert all(1 <= len(share[number]) <= size for share in shares)
         together = [index for share in shares for index in share[number]]
         assert set(together) == set(batch)
         if count >= world:
             assert len(together) == len(batch)
-
-
-@given(counts, sizes, worlds)
-def test_no_rank_is_without_an_image_in_training(count, size, world):
-    for rank in range(world):
-        for batch in shuffled(count, size, seed=0, epoch=0, rank=rank, world=world):
-            assert 1 <= len(batch) <= size
-
-
-@given(counts, sizes)
-def test_an_epoch_of_training_shows_no_image_twice(count, size):
-    shown = [index for batch in shuffled(count, size, seed=0, epoch=3) for index in batch]
-    assert len(shown) == len(set(shown)) > count - size
 
 
 @given(counts, sizes, worlds)
