@@ -262,20 +262,16 @@ class Batches:
         self._keys: list[Keys] = []
         """The batches of the epoch that the workers read."""
         self._loader: DataLoader[Any] | None = None
-        self.batches_per_epoch: int = (
-            full_batches(len(data), self._batch_size, world)
-            if train
-            else len(in_order(len(data), self._batch_size, rank=rank, world=world))
-        )
+        self.batches_per_epoch = len(self._order(0))
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from number `start` on; training shuffles each epoch differently."""
         keys = [[(epoch, index) for index in indices] for indices in self._order(epoch)[start:]]
         with closing(self._read_by_workers(keys) if self._workers else self._read_here(keys)) as batches:
             for batch in batches:
-                if isinstance(batch, Failure):
+                if isinstance(batch, GossamerError):
                     self.close()  # otherwise a traceback that the caller keeps would keep the workers alive
-                    raise GossamerError(batch.problems)
+                    raise batch
                 yield unpacked(batch)
 
     def close(self) -> None:
@@ -293,7 +289,7 @@ class Batches:
             batch = self._data.read_batch(each, train=self._train)
             yield batch.pin_memory() if self._pin else batch
 
-    def _read_by_workers(self, keys: list[Keys]) -> Generator[Batch | Packed | Failure]:
+    def _read_by_workers(self, keys: list[Keys]) -> Generator[Batch | Packed | GossamerError]:
         if self._loader is None:
             self._loader = DataLoader(
                 _BatchReader(self._data, self._train),
@@ -319,16 +315,6 @@ class Batches:
             raise GossamerError(Problem(f"a worker process that reads images ended ({error})", fix=fix)) from None
 
 
-@dataclass
-class Failure:
-    """The problems of a batch that a worker cannot read; the main process raises them."""
-
-    problems: tuple[Problem, ...]
-
-    def pin_memory(self) -> Failure:
-        return self
-
-
 class _BatchReader(Dataset[Any]):
     """Reads one batch at a time in a worker."""
 
@@ -336,11 +322,12 @@ class _BatchReader(Dataset[Any]):
         self._data = data
         self._train = train
 
-    def __getitems__(self, keys: Keys) -> Batch | Packed | Failure:
+    def __getitems__(self, keys: Keys) -> Batch | Packed | GossamerError:
+        """A batch, or why it cannot be read; the main process raises that."""
         try:
             return packed(self._data.read_batch(keys, train=self._train))
         except GossamerError as error:
-            return Failure(error.problems)
+            return error
 
 
 def _identity(batch: Any) -> Any:
@@ -364,15 +351,6 @@ def _context() -> BaseContext:
     # Imported once, in the process from which all workers are forked.
     context.set_forkserver_preload(["__main__", "torchvision.transforms.v2", "PIL.Image", __name__])
     return context
-
-
-def full_batches(count: int, batch_size: int, world: int) -> int:
-    """The number of full global batches in an epoch, at least 1.
-
-    >>> full_batches(100, 8, 2), full_batches(3, 8, 2)
-    (6, 1)
-    """
-    return max(1, count // (batch_size * world))
 
 
 def shuffled(count: int, batch_size: int, *, seed: int, epoch: int, rank: int = 0, world: int = 1) -> list[list[int]]:
