@@ -211,7 +211,6 @@ def test_weights_from_a_file_are_what_is_analysed(analyze: Any, tmp_path: Path) 
         (["--input", "1,5,8,8"], "--input: cannot count MACs: the model fails on an input of shape [1, 5, 8, 8]"),
         (["--input", "big"], "--input: expected a shape such as 1,3,224,224, found 'big'"),
         (["--recipe", "builtin:gmp-99"], "builtin:gmp-99"),
-        (["--data", "nets_for_analyze:labeled"], "--data: 'nets_for_analyze' has no 'labeled'; nearest: 'labelled'"),
         (["-o", "nets_for_analyze.py"], "--output: cannot create the folder nets_for_analyze.py"),
     ],
 )

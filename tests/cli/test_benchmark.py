@@ -117,9 +117,7 @@ def test_a_model_by_its_name_is_timed_in_torch(run: Run) -> None:
             [DENSE, "--input", "x=1,8,nine,9"],
             "--input: expected a shape such as 1,3,224,224, or NAME=1,3,224,224, found",
         ),
-        ([DENSE, "--input", "y=1,8,9,9"], f"{DENSE}: it has no input 'y'"),
         ([DENSE, "--batch", str(10**12)], "--batch, --input: an input 'x' of float32 (1000000000000, 8, 9, 9)"),
-        (["text.onnx"], "text.onnx: not an ONNX model, or incomplete; export it again"),
         (
             ["notes.txt"],
             "notes.txt: expected a file of gossamer export: .onnx, .pt2, .safetensors",

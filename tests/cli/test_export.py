@@ -128,11 +128,9 @@ def test_a_fixed_batch_and_another_opset_can_be_asked_for(run: Run, two_of_four:
             (NET, "-f", "tflite"),
             "--format: unknown format 'tflite'; choose from onnx, pt2, safetensors",
         ),
-        ((NET, "-f", "bitmaks"), "nearest: 'bitmask'"),
         ((NET, "-w", "none.pt"), "none.pt: no such file of weights"),
         ((NET, "--input", "1,4,8,8"), "does not run on an input of shape (1, 4, 8, 8)"),
         ((NET, "-f", "safetensors", "-o", "/proc/none"), "cannot be written"),
-        (("run7",), "run7: no such torchvision model"),
         (("runs/seven",), "no such run folder"),
     ],
 )
