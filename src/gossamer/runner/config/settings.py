@@ -248,13 +248,10 @@ class _Reader:
         bases: list[Node] = []
         for key_node, value in node.entries:
             name_node, at = unaliased(key_node), document.locate(key_node)
-            if not isinstance(name_node, ScalarNode):
-                self._problems.add("expected text as key; put it in quotes", location=at)
-                continue
-            name = self._read_scalar(name_node, document)
+            name = self._read_scalar(name_node, document) if isinstance(name_node, ScalarNode) else None
             if not isinstance(name, str):
                 self._problems.add("expected text as key; put it in quotes", location=at)
-            elif name_node.plain and name == "<<":
+            elif name == "<<" and cast(ScalarNode, name_node).plain:
                 parts = unaliased(value)
                 bases += parts.items if isinstance(parts, ListNode) else [value]
             elif name in values:

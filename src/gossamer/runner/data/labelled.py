@@ -11,16 +11,16 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gossamer.errors import file_error, first_line, nearest
+from gossamer.errors import GossamerError, file_error, first_line, format_value, nearest
 from gossamer.io import open_regular
 from gossamer.runner.config.schema import Idx, ImageFolder, ImageList, Npz
 from gossamer.runner.data.examples import DataProblems, ExistingFiles, KnownClasses, LabelledArrays, LabelledFiles
@@ -122,37 +122,22 @@ def read_idx(source: Idx, known: KnownClasses, problems: DataProblems) -> tuple[
 def read_npz(source: Npz, known: KnownClasses, problems: DataProblems) -> tuple[LabelledArrays, list[str]]:
     """Two arrays of one file, by their keys."""
     try:
-        file = open_regular(source.path)
+        with open_regular(source.path) as file:
+            arrays: Any = np.load(file, allow_pickle=False)
+            for field, key in (("image_key", source.image_key), ("label_key", source.label_key)):
+                if key not in arrays.files:
+                    near = nearest(key, arrays.files)
+                    message = f"no array {key!r} among {format_value(arrays.files)}; set '{field}'{near}"
+                    raise file_error(source.path, message)
+            images, labels = (np.atleast_1d(arrays[key]) for key in (source.image_key, source.label_key))
+    except GossamerError:
+        raise
     except OSError as error:
         raise file_error(source.path, f"cannot read the file ({error.strerror or error})") from None
-    with file:
-        content = _with_numpy(source.path, lambda: np.load(file, allow_pickle=False))
-        if not isinstance(content, np.lib.npyio.NpzFile):
-            raise file_error(source.path, "expected an NPZ file with several arrays, found a single array")
-        images, labels = (_npz_array(content, field, source) for field in ("image_key", "label_key"))
+    except Exception as error:  # noqa: BLE001  (only NumPy and zipfile run here, and they raise anything)
+        raise file_error(source.path, f"not an NPZ file of plain arrays ({first_line(error)})") from None
     path = str(source.path)
     return _labelled(images, f"{path}: {source.image_key}", labels, f"{path}: {source.label_key}", known, problems)
-
-
-def _npz_array(arrays: Any, field: str, source: Npz) -> NDArray[Any]:
-    key: str = getattr(source, field)
-    if key not in arrays.files:
-        names = ", ".join(repr(name) for name in arrays.files) or "none"
-        raise file_error(source.path, f"no array {key!r} (it has {names}); set '{field}'{nearest(key, arrays.files)}")
-    array = _with_numpy(source.path, lambda: arrays[key])
-    if not isinstance(array, np.ndarray):
-        raise file_error(source.path, f"{key!r} is not an array; write the file with numpy.savez")
-    return cast("NDArray[Any]", array)
-
-
-def _with_numpy(path: Path, read: Callable[[], Any]) -> Any:
-    """Call NumPy's reader, which raises many kinds of errors for damaged files."""
-    try:
-        return read()
-    except OSError as error:
-        raise file_error(path, f"cannot read the file ({error.strerror or error})") from None
-    except Exception as error:  # noqa: BLE001  (only NumPy and zipfile run here, and they raise anything)
-        raise file_error(path, f"not an NPZ file of plain arrays ({first_line(error)})") from None
 
 
 def _idx_array(path: Path) -> NDArray[Any]:
