@@ -125,7 +125,7 @@ def test_a_classifier_is_no_detector(tmp_path: Path) -> None:
 
 def test_data_of_classes_are_not_for_a_detector(tmp_path: Path) -> None:
     digits = {"type": "digits", "split": "train"}
-    with pytest.raises(GossamerError, match="has one class for each image and is not for detection"):
+    with pytest.raises(GossamerError, match="'digits' data is not for detection"):
         trained(scenes(tmp_path, "own", dataset={"train": digits}))
 
 

@@ -22,7 +22,7 @@ from gossamer.model.counting import count_by_kind
 from gossamer.runner.builders import code_of, import_subclass
 from gossamer.runner.checkpoint import Checkpoint, CheckpointError, Checkpoints, Description, MisfitError
 from gossamer.runner.config import Config, Loaded, config_text, read_config
-from gossamer.runner.config.checking import FOLDERS
+from gossamer.runner.config.loading import FOLDERS
 from gossamer.runner.data.sources import Purpose
 from gossamer.runner.display import Display, logged
 from gossamer.runner.distributed import broadcast_object, deterministic, init_distributed, on_first_rank

@@ -18,7 +18,7 @@ from gossamer.modifiers.base import to_step
 from gossamer.msbench import BaseScheduler, build_sparse_scheduler
 from gossamer.quantization import is_emulated
 from gossamer.recipe import Recipe
-from gossamer.runner.config.checking import msbench_config
+from gossamer.runner.config.loading import msbench_config
 from gossamer.runner.config.schema import Sparsity
 
 

@@ -715,7 +715,7 @@ class Trainer:
         first = next((part for part in self.model.modules() if isinstance(part, nn.Conv2d)), None)
         if data is None or first is None or ":" in self.config.net.type or "/" in self.config.net.type:
             return  # in other models the first convolution may not be the first layer
-        channels = data.read_batch([0], train=True).images[0].shape[0]
+        channels = data.read_batch([(0, 0)], train=True).images[0].shape[0]
         if channels != first.in_channels:
             split = "train" if self.training else "test"
             raise GossamerError(
