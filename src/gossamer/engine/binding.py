@@ -1,27 +1,29 @@
-"""One modifier in one run: its status, schedule and state, and the `Run` that its hooks see."""
+"""One modifier in one run: its status, schedule and state, and the `Run` that its hooks see.
+
+Epochs are rounded to steps once and nothing is accumulated: everything is a function of the step, so that a run can
+start at any point.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import warnings
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from gossamer.engine import distributed
-from gossamer.engine.clock import Timing
-from gossamer.engine.state import Status
 from gossamer.errors import GossamerError, ModifierError, Problem
-from gossamer.model import get_parameter, has_parameter, left_dense, prunable
+from gossamer.model import get_parameter, has_parameter, left_dense, prunable, unwrap
 from gossamer.model.additions import Substitution
 from gossamer.model.parameters import empties_a_norm
-from gossamer.modifiers import Modifier
-from gossamer.modifiers.pruning import EXCLUDED
+from gossamer.modifiers.base import EXCLUDED, Modifier, to_step
 from gossamer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gossamer")
 
+Status = Literal["pending", "active", "ended"]
 Sampler = Callable[[nn.Module], Iterable[Tensor]]
 
 _FIRST_MOMENTS = ("momentum_buffer", "exp_avg")
@@ -48,6 +51,71 @@ _MOVED = {
     "skip": "log.skip",
 }
 """Members that modifiers outside Gossamer may use under an earlier name."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Start, end and updates of one modifier; the k-th update is at round((start + k·every)·steps_per_epoch)."""
+
+    start: int
+    end: int | None
+    start_epoch: float
+    every: float | None
+    steps_per_epoch: float
+
+    @classmethod
+    def of(cls, modifier: Modifier, steps_per_epoch: float) -> Timing:
+        start_epoch = max(modifier.start_epoch, 0.0)
+        end = None if modifier.end_epoch == -1 else to_step(modifier.end_epoch, steps_per_epoch)
+        return cls(to_step(start_epoch, steps_per_epoch), end, start_epoch, modifier.updates_every, steps_per_epoch)
+
+    @property
+    def last(self) -> int:
+        """The step at which the modifier is complete."""
+        return self.start if self.end is None else self.end
+
+    def updates_at(self, step: int) -> bool:
+        """Whether an update falls on this step, between start and end, both excluded.
+
+        >>> [s for s in range(11) if Timing(0, 10, 0.0, 0.25, 10).updates_at(s)]
+        [2, 5, 8]
+        """
+        if self.every is None or step <= self.start or (self.end is not None and step >= self.end):
+            return False
+        if self.every == -1:
+            return True
+        guess = round((step / self.steps_per_epoch - self.start_epoch) / self.every)
+        return any(self._update(k) == step for k in (guess - 1, guess, guess + 1))
+
+    def next_after(self, step: int) -> int | None:
+        """The next step at which the modifier starts, updates or ends."""
+        if step < self.start:
+            return self.start
+        if self.end is not None and step >= self.end:
+            return None
+        if self.every is None:
+            return self.end
+        due = step + 1 if self.every == -1 else self._update(self.updates_until(step) + 1)
+        return due if self.end is None else min(due, self.end)
+
+    def updates_until(self, step: int) -> int:
+        """The largest k whose update falls at or before this step.
+
+        >>> [Timing(0, 10, 0.0, 0.25, 10).updates_until(s) for s in (0, 1, 2, 4, 5, 10)]
+        [0, 0, 1, 1, 2, 4]
+        """
+        if self.every is None or self.every == -1:
+            return max(step - self.start, 0)
+        k = math.floor(((step + 0.5) / self.steps_per_epoch - self.start_epoch) / self.every)
+        while self._update(k) > step:
+            k -= 1
+        while self._update(k + 1) <= step:
+            k += 1
+        return max(k, 0)
+
+    def _update(self, k: int) -> int:
+        assert self.every is not None
+        return round((self.start_epoch + k * self.every) * self.steps_per_epoch)
 
 
 class BoundModifier:
@@ -170,7 +238,6 @@ class _Weights(_View):
 
     def write(self, name: str, values: Tensor) -> None:
         parameter = self.parameter(name)
-        self._run.journal.before_write(name)
         with torch.no_grad():
             parameter.copy_(values)
         self._run.masks.touched(name)
@@ -278,10 +345,10 @@ class _Distributed(_View):
         return self._run.wrapped_module
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        distributed.average(self.module, tensors)
+        average(self.module, tensors)
 
     def average_named(self, values: dict[str, Tensor]) -> None:
-        distributed.average_named(self.module, values)
+        average_named(self.module, values)
 
 
 class _Data(_View):
@@ -320,6 +387,81 @@ class _Log(_View):
             skipped.setdefault((level, reason), []).append(f"'{name}'")
         for (level, reason), names in skipped.items():
             logger.log(level, "%s leaves %s alone: %s", own.modifier.name, ", ".join(names), reason)
+
+
+# Averages over the ranks that train a model with DistributedDataParallel or FSDP
+
+
+def average(module: nn.Module, tensors: Sequence[Tensor]) -> None:
+    """Replace each tensor by its mean over the ranks that train `module`, in one all-reduce.
+
+    Does nothing if the model is not wrapped. All ranks must pass tensors of the same shapes in the same order.
+    """
+    joined, group = _group(module)
+    if not joined or not tensors:
+        return
+    count = distributed.get_world_size(group)
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    with torch.no_grad():
+        together = torch.cat([tensor.detach().to(tensors[0].device, wide).reshape(-1) for tensor in tensors])
+        distributed.all_reduce(together, group=group)
+        together /= count
+        means: Sequence[Tensor] = torch.split(together, [tensor.numel() for tensor in tensors])
+        for tensor, mean in zip(tensors, means, strict=True):
+            tensor.copy_(mean.reshape(tensor.shape))
+
+
+def average_named(module: nn.Module, values: dict[str, Tensor]) -> None:
+    """Replace each entry by its mean over the ranks that have it; a rank also gets the entries that it lacks.
+
+    The tensors have one shape. Names may differ between ranks if they took different branches of the model.
+    """
+    joined, group = _group(module)
+    if not joined:
+        return
+    device = next(module.parameters()).device
+    names = sorted(values)
+    mark = zlib.crc32("\n".join(names).encode())
+    extremes = torch.tensor([mark, -mark], device=device)
+    distributed.all_reduce(extremes, distributed.ReduceOp.MAX, group=group)
+    if int(extremes[0]) != -int(extremes[1]):
+        gathered: list[Any] = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(gathered, names, group=group)  # pyright: ignore[reportUnknownMemberType]
+        names = sorted({name for own in gathered for name in own})
+    if not names:
+        return
+    shape = next((value.shape for value in values.values()), torch.Size([2]))
+    sums = torch.stack(
+        [values[name].to(device) if name in values else torch.zeros(shape, device=device) for name in names]
+    )
+    counts = torch.tensor([float(name in values) for name in names], device=device)
+    distributed.all_reduce(sums, group=group)
+    distributed.all_reduce(counts, group=group)
+    for name, total, count in zip(names, sums, counts, strict=True):
+        values[name] = total / count
+
+
+def _group(module: nn.Module) -> tuple[bool, Any]:
+    """Whether several ranks train the model, and their process group."""
+    wrapper = next((part for part in _wrappers(module) if _joins_processes(part)), None)
+    if wrapper is None or not distributed.is_available() or not distributed.is_initialized():
+        return False, None
+    group: Any = getattr(wrapper, "process_group", None)
+    return distributed.get_world_size(group) > 1, group
+
+
+def _wrappers(module: nn.Module) -> Iterator[nn.Module]:
+    """The model as the user calls it, and the modules that it wraps, down to the user's own."""
+    inner = unwrap(module)
+    for part in module.modules():  # A wrapper comes before what it holds.
+        yield part
+        if part is inner:
+            return
+
+
+def _joins_processes(module: nn.Module) -> bool:
+    names = {kind.__name__ for kind in type(module).__mro__}
+    return bool(names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
 # Gradient samplers, for second-order pruning

@@ -15,21 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.engine.binding import BoundModifier
 from gossamer.engine.completion import Progress
-from gossamer.engine.distillation import load_teacher_state, teacher_state
 from gossamer.engine.learning_rate import RateCheck, Restart
 from gossamer.engine.masks import Masks
 from gossamer.engine.optimizer import Arguments, LossScale, restore_settings, settings, with_gradients
-from gossamer.engine.resume import Journal, Resume, Snapshot, plan_resume
-from gossamer.engine.state import STATE_FORMAT, RunState, frozen, reordered
-from gossamer.engine.thinning import CUTS, apply_removals, removal_conflicts
+from gossamer.engine.snapshot import Snapshot, shaped_tensors
+from gossamer.engine.state import CUTS, STATE_FORMAT, Resume, RunState, frozen, plan_resume, reordered
 from gossamer.errors import MAX_SUGGESTED, GossamerError, Problem, RecipeError, SparsityError
 from gossamer.model import get_parameter, torch_mask, unwrap, weight_of
-from gossamer.model.parameters import named_state
 from gossamer.modifiers.base import locating_errors
 from gossamer.recipe import Recipe
 
@@ -83,8 +79,8 @@ class TrainingRun:
         self.step = 0
         self.skipped_steps = 0
         self.masks = Masks()
-        self.journal = Journal(self)
-        self.progress = Progress()
+        self.attached: Snapshot | None = None
+        """What attaching the recipe changed, until the first optimizer step: loading a state undoes it."""
         self.loss_scale = LossScale(scaler)
         self.stepping: set[int] | None = None
         """The ids of the parameters that are about to step, while one of several optimizers does."""
@@ -96,6 +92,8 @@ class TrainingRun:
         """Called once before the first step of the optimizer, unless a state is loaded."""
         self.hook_calls = 0
         self.modifiers = self._modifiers()
+        parts = [(own.modifier, own.timing) for own in self.modifiers if own.modifier.family != "logging"]
+        self.progress = Progress(parts, steps_per_epoch)
         self.rates = RateCheck(self.modifiers, optimizer)
         self._handles: list[RemovableHandle] = []
         self._filter_graph: tuple[Any, FilterGraph | str] | None = None
@@ -116,9 +114,11 @@ class TrainingRun:
         """Find the targets of all modifiers; raises `RecipeError` before anything changes."""
         found = (problem for own in self.modifiers for problem in self._bind(own))
         problems = list(islice(found, MAX_SUGGESTED))
-        problems += [
-            problem for own, error in removal_conflicts(self.modifiers) for problem in own.log.locate(error).problems
-        ]
+        if any(own.modifier.removal_epochs for own in self.modifiers):
+            from gossamer.engine.thinning import removal_conflicts
+
+            conflicts = removal_conflicts(self.modifiers)
+            problems += [problem for own, error in conflicts for problem in own.log.locate(error).problems]
         if problems:
             raise RecipeError(problems)
         pruning = [own for own in self.modifiers if own.modifier.prunes]
@@ -133,21 +133,14 @@ class TrainingRun:
 
     def begin(self, step: int) -> None:
         """Do what is due up to `step`; a failure leaves model and optimizer as they were."""
-        groups = settings(self.optimizer)
-        self.journal.open()
+        self.attached = before = Snapshot(self)
         try:
             self.take_over_masks()
             self.advance(step)
         except Exception:
-            self.undo_modifiers()
-            self.journal.undo()
-            restore_settings(self.optimizer, groups)
-            self.masks.clear()
-            for own in self.modifiers:
-                own.status, own.state = "pending", {}
+            before.restore()
             raise
-        finally:
-            self.journal.close()
+        before.keep_changed()
 
     def take_over_masks(self) -> None:
         """Write the zeros of `torch.nn.utils.prune` into the weights that it masks; the model computes the same."""
@@ -289,7 +282,7 @@ class TrainingRun:
         """The optimizer's post-step hook: masks are applied and time moves."""
         self.hook_calls += 1
         self.progress.stepped = True
-        self.journal.clear()
+        self.attached = None
         for own in self.modifiers:
             if own.status == "active":
                 own.modifier.after_step(own)
@@ -342,7 +335,8 @@ class TrainingRun:
                 modifier,
                 self.step,
             )
-        self.journal.before_reordering(permutation)
+        if self.attached is not None:
+            self.attached.keep_moments()
         permutation.apply(self.module, self.optimizer, self.masks.by_name())
         if self._copied_teacher is not None and not self._copied_teacher.released:
             permutation.apply(self._copied_teacher.module)
@@ -355,7 +349,7 @@ class TrainingRun:
         from gossamer.model.tracing.filter_groups import FilterGraph
         from gossamer.model.tracing.tracer import Untraceable
 
-        shapes = tuple((name, tuple(tensor.shape)) for name, tensor in self._named_state())
+        shapes = tuple((name, tuple(tensor.shape)) for name, tensor in shaped_tensors(self.module))
         if self._filter_graph is None or self._filter_graph[0] != shapes:
             try:
                 graph = FilterGraph(self.module, couple(self.module, self.example_inputs, parts=True))
@@ -363,9 +357,6 @@ class TrainingRun:
                 graph = str(error)
             self._filter_graph = (shapes, graph)
         return self._filter_graph[1]
-
-    def _named_state(self) -> list[tuple[str, Tensor]]:
-        return [(name, tensor) for name, tensor in named_state(self.module) if not is_lazy(tensor)]
 
     @property
     def _copied_teacher(self) -> Teacher | None:
@@ -382,7 +373,7 @@ class TrainingRun:
         for own in self.modifiers:
             _check_declared(own)
         self.progress.saved_step = self.step
-        shapes = {name: list(tensor.shape) for name, tensor in self._named_state()}
+        shapes = {name: list(tensor.shape) for name, tensor in shaped_tensors(self.module)}
         modifiers = {
             own.key: {
                 "status": own.status,
@@ -397,7 +388,7 @@ class TrainingRun:
             for own, masks in ((own, self.masks.of(own.index)) for own in self.modifiers)
         }
         families = {own.modifier.family for own in self.modifiers}
-        teacher = self._copied_teacher
+        teacher = self._copied_teacher if self._distills() else None
         return {
             "format": STATE_FORMAT,
             "step": self.step,
@@ -406,7 +397,7 @@ class TrainingRun:
             "groups": settings(self.optimizer, families),
             "modifiers": modifiers,
             **({"restart": self.restart.state_dict()} if self.restart is not None else {}),
-            **({"teacher": frozen(teacher_state(teacher))} if teacher is not None and self._distills() else {}),
+            **({"teacher": frozen(teacher.state_dict())} if teacher is not None else {}),
         }
 
     def load_state_dict(self, state: RunState | Mapping[str, Any]) -> list[str]:
@@ -418,19 +409,23 @@ class TrainingRun:
         resume = plan_resume(self, parsed)
         if not resume.may_fail(self.modifiers):
             return self._resume(resume)
-        snapshot = Snapshot(self)
+        snapshot = Snapshot(self, with_moments=True)
         try:
             return self._resume(resume)
         except BaseException:
             snapshot.restore()
-            self.rates.record()
             raise
 
     def _resume(self, resume: Resume) -> list[str]:
         """Become what was parsed; only a modifier that starts here, or one of the user's, can fail."""
         self.undo_modifiers()
-        self.journal.undo()
-        apply_removals(self.module, resume.removals, self.optimizer)
+        if self.attached is not None:
+            self.attached.undo()
+            self.attached = None
+        if resume.removals:
+            from gossamer.engine.thinning import apply_removals
+
+            apply_removals(self.module, resume.removals, self.optimizer)
         self.step = resume.step
         self.progress.move(resume.step)
         self.progress.restored, self.before_first_step = True, None
@@ -446,7 +441,7 @@ class TrainingRun:
             self.restart.replace(resume.restart)
         problems = list(resume.problems)
         if self.distillation is not None:
-            messages = load_teacher_state(self.distillation.teacher, resume.teacher, self._distills(), self.module)
+            messages = self.distillation.teacher.load_state(resume.teacher, self._distills(), self.module)
             problems += messages if resume.teacher_problem is None else [resume.teacher_problem]
         for own in self.modifiers:
             if own.status == "active":

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from gossamer.engine.binding import BoundModifier
-from gossamer.engine.state import RunState
+from gossamer.engine.snapshot import shaped_tensors
+from gossamer.engine.state import CUTS, RunState
 from gossamer.errors import GossamerError, ModifierError
-from gossamer.model.parameters import get_tensor, named_state
+from gossamer.model.parameters import get_tensor
 from gossamer.model.thin import incoherent
 from gossamer.model.thin.cuts import Cuts
 from gossamer.modifiers.base import to_step
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gossamer")
 
-CUTS = "cuts"
-"""The key of the removals in the state of the modifier."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -40,12 +38,14 @@ def thin_run(run: TrainingRun, own: BoundModifier, names: Collection[str]) -> No
     from gossamer.model.thin import thin
 
     module, modifier = run.module, own.modifier.name
-    before = {name: tensor.detach() for name, tensor in named_state(module)}
+    before = {name: tuple(tensor.shape) for name, tensor in shaped_tensors(module)}
     odd = unordered_state(run.optimizer, {name: get_tensor(module, name) for name in before})
     if odd:
         key = next(iter(odd.values()))
         logger.warning("%s removes nothing: the optimizer's '%s' cannot be cut with its weight", modifier, key)
         return
+    if run.attached is not None:
+        run.attached.keep_moments()
     try:
         thinned = thin(module, run.example_inputs, names=names)
     except GossamerError as error:
@@ -67,10 +67,8 @@ def thin_run(run: TrainingRun, own: BoundModifier, names: Collection[str]) -> No
             modifier,
             run.step,
         )
-    cuts, whole = thinned.cuts, {name: before[name] for name in thinned.cuts.kept}
-    shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+    cuts, shapes = thinned.cuts, {name: before[name] for name in thinned.cuts.kept}
     own.state.setdefault(CUTS, []).append(Removal(cuts, shapes).state())
-    run.journal.after_cutting(whole)
     for name, shape in shapes.items():
         cuts.cut_state(run.optimizer, name, get_tensor(module, name), torch.Size(shape))
     run.masks.cut(cuts, module)
@@ -157,7 +155,7 @@ def cut_to_state(
     example_inputs: Any = None,
 ) -> None:
     """Apply the removals in a state to a model, unless it has been cut already. All of them or none."""
-    sizes = {name: tuple(tensor.shape) for name, tensor in named_state(module) if not is_lazy(tensor)}
+    sizes = {name: tuple(tensor.shape) for name, tensor in shaped_tensors(module)}
     apply_removals(module, due_removals(module, state, sizes, example_inputs), optimizer)
 
 

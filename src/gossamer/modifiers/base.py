@@ -7,9 +7,10 @@ engine implements.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
+from importlib import import_module
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 from gossamer.errors import FieldError, GossamerError, ModifierError, Problem, nearest
 from gossamer.model import ALL_PRUNABLE, expects_every_gradient
 from gossamer.model.parameters import KEYWORDS, KEYWORDS_TO_EXCLUDE, problem_of_name
-from gossamer.modifiers.outlook import Outlook
 from gossamer.modifiers.run import Run
 from gossamer.modifiers.state import Item, Layout, StateField
 from gossamer.quantities import Epoch
 from gossamer.sparse import Pattern
 
+EXCLUDED = "excluded"
+"""The reason with which parameters that the recipe excludes are skipped."""
 _NEWER = {"start": "start_epoch", "end": "end_epoch", "targets": "params"}
 
 
@@ -51,6 +53,22 @@ ExcludedNames = Annotated[str | list[Annotated[str, _OF_EXCLUDED]], _LEFT_TO_RIG
 """The same, and `__DEPTHWISE__`."""
 LayerNames = Annotated[str | list[Annotated[str, _OF_LAYERS]], _LEFT_TO_RIGHT, _OF_LAYERS]
 """`__ALL_PRUNABLE__`, the name of a module, or a list of names and `re:` patterns."""
+
+
+Certainty = Literal["exact", "estimated", "learned", "held", "removed"]
+"""How the number of zeros is known: `exact` by arithmetic; `estimated` from the current weights; `learned` only after
+training; `held` because the zeros exist now; `removed` because the layer is taken out of the model."""
+
+
+class Outlook(NamedTuple):
+    """One weight as the recipe leaves it."""
+
+    zeros: int | None
+    """None when the method determines the number during training."""
+    pattern: str
+    """The recipe's `mask_type`, or `layer` when the layer is removed."""
+    certainty: Certainty
+    modifier: str
 
 
 class Modifier(BaseModel):
@@ -280,7 +298,39 @@ def to_step(epoch: float, steps_per_epoch: float) -> int:
     return round(max(epoch, 0.0) * steps_per_epoch)
 
 
+# The registry
+
+_FILES = {
+    "distillation": ("DistillationModifier", "PerLayerDistillationModifier"),
+    "dynamic": ("ACDCPruningModifier", "ADMMPruningModifier", "RigLPruningModifier", "TopKASTPruningModifier"),
+    "gradual": (
+        "GMPruningModifier",
+        "GlobalMagnitudePruningModifier",
+        "MFACPruningModifier",
+        "MagnitudePruningModifier",
+        "MovementPruningModifier",
+        "OBSPruningModifier",
+    ),
+    "learned": ("ProbMaskPruningModifier", "STRPruningModifier"),
+    "learning_rate": ("LearningRateFunctionModifier", "LearningRateModifier", "SetLearningRateModifier"),
+    "levels": ("LevelPruningModifier",),
+    "pruning": ("ConstantPruningModifier",),
+    "quantization": ("QuantizationModifier",),
+    "structure": ("LayerPruningModifier", "LayerThinningModifier", "StructuredPruningModifier"),
+    "training": (
+        "EpochRangeModifier",
+        "GradualParamModifier",
+        "SetParamModifier",
+        "SetWeightDecayModifier",
+        "SparsificationLoggingModifier",
+        "TrainableParamsModifier",
+    ),
+}
+BUILT_IN: Mapping[str, str] = {name: file for file, names in _FILES.items() for name in names}
+"""By name of a modifier that recipes may use: the module of this package that defines it, imported on first use."""
+
 _registry: dict[str, type[Modifier]] = {}
+"""The modifiers of users, which come before those of this package."""
 M = TypeVar("M", bound=type[Modifier])
 
 
@@ -297,16 +347,23 @@ def register(cls: M) -> M:
 
 def registered() -> Mapping[str, type[Modifier]]:
     """Every modifier that recipes may use, by name."""
-    return _registry
+    return {name: find(name) for name in known_names()}
+
+
+def known_names() -> Collection[str]:
+    """The names of all modifiers that recipes may use."""
+    return BUILT_IN.keys() | _registry.keys()
 
 
 def find(name: str) -> type[Modifier]:
     """The modifier class of that name; raises `GossamerError` with what to use instead."""
     if name in _registry:
         return _registry[name]
+    if name in BUILT_IN:
+        return getattr(import_module(f"gossamer.modifiers.{BUILT_IN[name]}"), name)
     if name in NOT_OFFERED:
         raise GossamerError(f"'{name}' is not supported: {NOT_OFFERED[name]}")
-    close = nearest(name, _registry) or "; register your own modifiers first (gossamer.register, or --import)"
+    close = nearest(name, known_names()) or "; register your own modifiers first (gossamer.register, or --import)"
     raise GossamerError(f"unknown modifier '{name}'{close}")
 
 

@@ -11,8 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gossamer.errors import FieldError, GossamerError, ModifierError, SparsityError
-from gossamer.modifiers.base import ParamNames, Run, register
-from gossamer.modifiers.outlook import Outlook
+from gossamer.modifiers.base import Outlook, ParamNames, Run
 from gossamer.modifiers.pruning import RankedPruningModifier
 from gossamer.modifiers.state import LARGEST_WEIGHT, Item, Spec, StateField, flag, masks, same_names, tensors
 from gossamer.quantities import Epoch, Frequency, GradientCount, PositiveFactor, PositiveShare, Sparsity, WeightDecay
@@ -60,7 +59,6 @@ class DynamicPruningModifier(RankedPruningModifier):
         return self.masks(run, ranked, sparsity if self.global_sparsity else dict.fromkeys(run.targets, sparsity))
 
 
-@register
 class ACDCPruningModifier(DynamicPruningModifier):
     """Alternate dense and sparse phases of `update_frequency` epochs (Peste et al. 2021).
 
@@ -114,7 +112,6 @@ class ACDCPruningModifier(DynamicPruningModifier):
         super().end(run)
 
 
-@register
 class RigLPruningModifier(DynamicPruningModifier):
     """Drop the smallest weights, grow where gradients are largest, at constant sparsity (Evci et al. 2020).
 
@@ -204,7 +201,6 @@ class RigLPruningModifier(DynamicPruningModifier):
         return (stay | grown).reshape(keep.shape)
 
 
-@register
 class TopKASTPruningModifier(DynamicPruningModifier):
     """Run forward on the largest weights, train a larger set (Jayakumar et al. 2021).
 
@@ -295,7 +291,6 @@ class TopKASTPruningModifier(DynamicPruningModifier):
         super().end(run)
 
 
-@register
 class ADMMPruningModifier(DynamicPruningModifier):
     """Pull the weights towards a pattern during training, then prune to it (Zhang et al. 2018).
 

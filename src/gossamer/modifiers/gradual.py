@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gossamer.errors import FieldError, ModifierError, Problem
-from gossamer.modifiers.base import ParamName, Run, register
+from gossamer.modifiers.base import ParamName, Run
 from gossamer.modifiers.pruning import RankedPruningModifier
 from gossamer.modifiers.scoring import (
     FILTER_KINDS,
@@ -44,7 +44,6 @@ from gossamer.sparse.scores import FilterKind
 FROM_PARAM = "__FROM_PARAM__"
 
 
-@register
 class GMPruningModifier(RankedPruningModifier):
     """Prune from `init_sparsity` to `final_sparsity` between two epochs (Zhu & Gupta 2017)."""
 
@@ -271,19 +270,16 @@ def _share(item: Item, _: Spec) -> float:
     return item.number(0, 1)
 
 
-@register
 class MagnitudePruningModifier(GMPruningModifier):
     """Another name of `GMPruningModifier`."""
 
 
-@register
 class GlobalMagnitudePruningModifier(GMPruningModifier):
     """`GMPruningModifier` with one threshold over all layers."""
 
     global_sparsity: bool = True
 
 
-@register
 class MovementPruningModifier(GMPruningModifier):
     """Gradual pruning of the weights that training moves towards zero (Sanh et al. 2020)."""
 
@@ -316,7 +312,6 @@ class SecondOrderModifier(GMPruningModifier):
         return FisherScorer(self.gradients_at, self.damp, self.fisher_block_size, self.global_sparsity, surgeon)
 
 
-@register
 class OBSPruningModifier(SecondOrderModifier):
     """Gradual pruning by the optimal brain surgeon on a block-wise Fisher matrix (Kurtic et al. 2022)."""
 
@@ -334,7 +329,6 @@ class OBSPruningModifier(SecondOrderModifier):
         return self.num_recomputations
 
 
-@register
 class MFACPruningModifier(SecondOrderModifier):
     """Gradual pruning by the Fisher saliency of the last training gradients (Frantar et al. 2021)."""
 

@@ -22,7 +22,7 @@ from torch.optim.sgd import sgd
 from gossamer.errors import FieldError, ModifierError, Problem
 from gossamer.model import get_module
 from gossamer.model.recalibration import BATCHES, recalibrate, running_means
-from gossamer.modifiers.base import ParamNames, Run, register, to_step
+from gossamer.modifiers.base import ParamNames, Run, to_step
 from gossamer.modifiers.pruning import PruningModifier
 from gossamer.modifiers.state import LARGEST_SETTING, Item, Spec, StateField, by_target, same_names, tensors, vector
 from gossamer.quantities import (
@@ -127,7 +127,6 @@ class LearnedPruningModifier(PruningModifier):
         super().end(run)
 
 
-@register
 class STRPruningModifier(LearnedPruningModifier):
     """Learned soft thresholds, one per weight tensor (Kusupati et al. 2020).
 
@@ -300,7 +299,6 @@ def _settings(run: Run) -> dict[Tensor, tuple[float, float]]:
     return found
 
 
-@register
 class ProbMaskPruningModifier(LearnedPruningModifier):
     """A learned probability to keep each weight, under one budget for all layers (Zhou et al. 2021).
 

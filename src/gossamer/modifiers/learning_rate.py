@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from gossamer.errors import FieldError, ModifierError
-from gossamer.modifiers.base import Modifier, Run, register, to_step
+from gossamer.modifiers.base import Modifier, Run, to_step
 from gossamer.modifiers.state import LARGEST_SETTING, StateField, numbers
 from gossamer.quantities import MAX_EPOCHS, MAX_RATE, MIN_EPOCHS, Epoch, Frequency, LearningRate, Period
 from gossamer.sparse import cosine, fraction, interpolate
@@ -76,7 +76,6 @@ class RateModifier(Modifier):
                 group["lr"] = value
 
 
-@register
 class SetLearningRateModifier(RateModifier):
     """Set the learning rate once."""
 
@@ -101,7 +100,6 @@ _LIMITS: dict[str, tuple[float, float]] = {
 }
 
 
-@register
 class LearningRateModifier(RateModifier):
     """A schedule of torch; `lr_kwargs` are in epochs, milestones are counted from the start of the run."""
 
@@ -177,7 +175,6 @@ class LearningRateModifier(RateModifier):
         return value
 
 
-@register
 class LearningRateFunctionModifier(RateModifier):
     """From `init_lr` to `final_lr`: linear, half a cosine, or linear in cycles."""
 

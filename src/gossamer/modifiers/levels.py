@@ -11,8 +11,7 @@ from torch import Tensor
 
 from gossamer.errors import FieldError, ModifierError, SparsityError
 from gossamer.model import ALL_PRUNABLE
-from gossamer.modifiers.base import ParamNames, Run, register
-from gossamer.modifiers.outlook import Outlook
+from gossamer.modifiers.base import Outlook, ParamNames, Run
 from gossamer.modifiers.pruning import PruningModifier
 from gossamer.modifiers.scoring import FilterScorer, Scorer
 from gossamer.modifiers.state import StateField, number
@@ -23,7 +22,6 @@ from gossamer.sparse.scores import FilterKind
 Allocation = Literal["uniform", "erk", "global", "energy"]
 
 
-@register
 class LevelPruningModifier(PruningModifier):
     """Prune to each sparsity of `levels` in turn; level n starts n/L of the way from start to end.
 

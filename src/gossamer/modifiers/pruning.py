@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Self
 
+import torch
 from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
@@ -28,9 +29,8 @@ from gossamer.model import (
 )
 from gossamer.model.parameters import TIED, with_norms_kept
 from gossamer.model.weights import WHOLE
-from gossamer.modifiers.base import ExcludedNames, Modifier, ParamName, ParamNames, Run, register
+from gossamer.modifiers.base import EXCLUDED, Certainty, ExcludedNames, Modifier, Outlook, ParamName, ParamNames, Run
 from gossamer.modifiers.filters import SAVED, FilterPlan, hold_vectors, is_held, leaves, plan_filters
-from gossamer.modifiers.outlook import Certainty, Outlook, pattern_zeros
 from gossamer.modifiers.scoring import outputs_first
 from gossamer.modifiers.state import LARGEST_WEIGHT, StateField, tensors
 from gossamer.quantities import Sparsity
@@ -48,7 +48,6 @@ from gossamer.sparse import (
 )
 from gossamer.sparse.masks import refuse_nan
 
-EXCLUDED = "excluded"
 logger = logging.getLogger("gossamer")
 
 
@@ -377,7 +376,6 @@ class RankedPruningModifier(PruningModifier):
         return found
 
 
-@register
 class ConstantPruningModifier(PruningModifier):
     """Mask the zeros that the weights have at the start."""
 
@@ -407,3 +405,17 @@ class ConstantPruningModifier(PruningModifier):
 
     def end(self, run: Run) -> None:
         self.release(run)
+
+
+def pattern_zeros(pattern: Pattern, shape: Sequence[int], sparsity: float) -> int:
+    """How many weights `(out, in, …)` a pattern zeroes at a sparsity, to the last one.
+
+    >>> from gossamer.sparse import Filter
+    >>> pattern_zeros(NM(2, 4), (8, 16, 3, 3), 0.5), pattern_zeros(Filter(), (10, 7), 0.25)
+    (576, 14)
+    """
+    size = math.prod(shape)
+    if isinstance(pattern, NM):
+        return size // pattern.m * (pattern.m - pattern.n) if pattern.reached(sparsity) else zero_count(size, sparsity)
+    units = pattern.unit_scores(torch.empty(tuple(shape), device="meta")).numel()
+    return zero_count(units, sparsity) * size // max(units, 1)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gossamer.errors import FieldError, GossamerError, Key, ModifierError, Problem
 from gossamer.model import named_modules, prunable
 from gossamer.model.weights import check_values
-from gossamer.modifiers.base import Modifier, Run, register, to_step
+from gossamer.modifiers.base import Modifier, Run, to_step
 from gossamer.modifiers.state import Item, Layout, Spec, StateField
 from gossamer.quantities import CountOrZero, Epoch
 from gossamer.quantization import Numbers, Rules, Scheme, scheme_of
@@ -32,7 +32,6 @@ _FLOATS = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.EmbeddingBag)
 logger = logging.getLogger("gossamer")
 
 
-@register
 class QuantizationModifier(Modifier):
     """Quantization-aware training from `start_epoch` on; it has no end."""
 

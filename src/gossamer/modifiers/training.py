@@ -16,7 +16,6 @@ from gossamer.modifiers.base import (
     ParamNames,
     Run,
     check_gradients_may_vanish,
-    register,
 )
 from gossamer.modifiers.learning_rate import chosen_groups
 from gossamer.modifiers.state import Item, Spec, StateField, by_target
@@ -37,7 +36,6 @@ class ParameterModifier(Modifier):
         return match(run.module, self.params, strict=self.params_strict)
 
 
-@register
 class TrainableParamsModifier(ParameterModifier):
     """Set `requires_grad` of parameters from start to end."""
 
@@ -70,7 +68,6 @@ class TrainableParamsModifier(ParameterModifier):
         run.state.pop("before", None)
 
 
-@register
 class SetParamModifier(ParameterModifier):
     """Set parameters to a value, once."""
 
@@ -87,7 +84,6 @@ class SetParamModifier(ParameterModifier):
             run.weights.write(name, filled(run, name, self.val, "val"))
 
 
-@register
 class GradualParamModifier(ParameterModifier):
     """Interpolate parameters from one value to another."""
 
@@ -129,7 +125,6 @@ class GradualParamModifier(ParameterModifier):
         self.update(run)
 
 
-@register
 class SetWeightDecayModifier(Modifier):
     """Set the optimizer's weight decay once."""
 
@@ -167,7 +162,6 @@ def filled(run: Run, name: str, value: float | list[Any], field: str) -> Tensor:
         raise ModifierError(f"the value does not fill '{name}' of shape {tuple(parameter.shape)}", field) from None
 
 
-@register
 class EpochRangeModifier(Modifier):
     """Sets the number of epochs to train."""
 
@@ -177,7 +171,6 @@ class EpochRangeModifier(Modifier):
     end_epoch: Epoch = Field(default=...)
 
 
-@register
 class SparsificationLoggingModifier(Modifier):
     """Log the share of zeros, over all masked weights and of each."""
 
