@@ -30,23 +30,17 @@ logger = logging.getLogger("gossamer")
 class RateCheck:
     """The learning rates that the recipe set, by parameter group; warns once when something else changes one.
 
-    Costs a comparison per parameter group and step, and nothing when the recipe has no learning-rate modifier.
+    Costs a comparison per parameter group and step.
     """
 
-    def __init__(self, modifiers: Sequence[BoundModifier], optimizer: torch.optim.Optimizer | None) -> None:
-        self._modifiers = [m for m in modifiers if m.modifier.family == "learning_rate" and optimizer is not None]
+    def __init__(self, modifiers: Sequence[BoundModifier], optimizer: torch.optim.Optimizer) -> None:
+        self._modifiers = [own for own in modifiers if own.modifier.family == "learning_rate"]
         self._optimizer = optimizer
         self._recorded: dict[int, float] = {}
-
-    @property
-    def active(self) -> bool:
-        return bool(self._modifiers)
 
     def record(self, *_: Any) -> None:
         """Record the rates of all groups that a learning-rate modifier sets now."""
         self._recorded.clear()
-        if self._optimizer is None:
-            return
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         for own in self._modifiers:
             if own.status == "active":
@@ -58,8 +52,6 @@ class RateCheck:
 
     def check(self, step: int) -> None:
         """Warn when a rate is not what the recipe set."""
-        if self._optimizer is None:
-            return
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         for index, rate in self._recorded.items():
             if index < len(groups) and float(groups[index]["lr"]) != rate:

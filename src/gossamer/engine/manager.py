@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral, Real
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,17 +21,17 @@ from gossamer.engine.completion import (
     warn_of_regrowth,
     watch,
 )
-from gossamer.engine.learning_rate import Restart
 from gossamer.engine.optimizer import counting_scaler
 from gossamer.engine.run import Logger, TrainingRun, is_driven, logger
-from gossamer.engine.state import RunState
 from gossamer.errors import GossamerError, Problem
 from gossamer.model import expect_model, has_parameter, unwrap, weight_of
-from gossamer.model.recalibration import checked_batches, has_running_statistics, recalibrate
 from gossamer.modifiers.base import Modifier, to_step
 from gossamer.quantities import MAX_EPOCHS, MAX_STEPS_PER_EPOCH, MIN_STEPS_PER_EPOCH
 from gossamer.recipe import Recipe, load
 from gossamer.sparse import share_of_zeros
+
+if TYPE_CHECKING:
+    from gossamer.engine.state import RunState
 
 _ONE_SHOT_STEPS = 1000
 """Steps per epoch in one-shot application, where nothing trains."""
@@ -162,7 +162,11 @@ class Manager:
         ):
             logger.warning("calibration_data has no effect: no modifier of the recipe uses it")
         steps = float(steps_per_epoch)
-        restart = None if lr_scheduler is None else Restart(lr_scheduler)
+        restart = None
+        if lr_scheduler is not None:
+            from gossamer.engine.learning_rate import Restart
+
+            restart = Restart(lr_scheduler)
         distillation = None
         if self.distillation_modifiers or distillation_teacher is not None:
             from gossamer.modifiers.distillation.teacher import distillation_for
@@ -247,6 +251,8 @@ class Manager:
         from the result. Data that the model does not accept raises before anything changes. Warns if a model with batch
         norm is pruned without data.
         """
+        from gossamer.model.recalibration import checked_batches, has_running_statistics, recalibrate
+
         self._check_free()
         expect_model(module, "model")
         data = None
@@ -287,6 +293,8 @@ class Manager:
 
         The filters that LayerThinningModifier removed are in the state: call `load_state_dict` first.
         """
+        from gossamer.engine.state import RunState
+
         state = self._pending if self._run is None else RunState.parse(self._run.state_dict())
         if state is None and any(
             max(removed, 0) <= epoch for modifier in self.modifiers for removed in modifier.removal_epochs
@@ -405,6 +413,8 @@ class Manager:
         empty. A state that is damaged or of another model raises `GossamerError`, here or in `modify`; run, model and
         optimizer are then unchanged.
         """
+        from gossamer.engine.state import RunState
+
         parsed = RunState.parse(state)
         if self._run is None:
             self._pending = parsed

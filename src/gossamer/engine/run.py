@@ -19,17 +19,17 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.engine.binding import BoundModifier
 from gossamer.engine.completion import Progress
-from gossamer.engine.learning_rate import RateCheck, Restart
 from gossamer.engine.masks import Masks
 from gossamer.engine.optimizer import Arguments, LossScale, restore_settings, settings, with_gradients
 from gossamer.engine.snapshot import Snapshot, shaped_tensors
-from gossamer.engine.state import CUTS, STATE_FORMAT, Resume, RunState, frozen, plan_resume, reordered
 from gossamer.errors import MAX_SUGGESTED, GossamerError, Problem, RecipeError, SparsityError
 from gossamer.model import get_parameter, torch_mask, unwrap, weight_of
 from gossamer.modifiers.base import locating_errors
 from gossamer.recipe import Recipe
 
 if TYPE_CHECKING:
+    from gossamer.engine.learning_rate import RateCheck, Restart
+    from gossamer.engine.state import Resume, RunState
     from gossamer.model.tracing.filter_groups import FilterGraph
     from gossamer.modifiers.distillation.passes import Distillation
     from gossamer.modifiers.distillation.teacher import Teacher
@@ -94,7 +94,12 @@ class TrainingRun:
         self.modifiers = self._modifiers()
         parts = [(own.modifier, own.timing) for own in self.modifiers if own.modifier.family != "logging"]
         self.progress = Progress(parts, steps_per_epoch)
-        self.rates = RateCheck(self.modifiers, optimizer)
+        self.rates: RateCheck | None = None
+        """Checks the learning rates that the recipe sets, if it sets any."""
+        if optimizer is not None and any(own.modifier.family == "learning_rate" for own in self.modifiers):
+            from gossamer.engine.learning_rate import RateCheck
+
+            self.rates = RateCheck(self.modifiers, optimizer)
         self._handles: list[RemovableHandle] = []
         self._filter_graph: tuple[Any, FilterGraph | str] | None = None
         """The shapes that the model had when it was last traced, and the result."""
@@ -156,7 +161,7 @@ class TrainingRun:
         if self.optimizer is not None:
             self._handles.append(self.optimizer.register_step_pre_hook(self.before_step))
             self._handles.append(self.optimizer.register_step_post_hook(self.after_step))
-            if self.rates.active:
+            if self.rates is not None:
                 self._handles.append(self.optimizer.register_load_state_dict_post_hook(self.rates.record))
 
     def unhook(self) -> None:
@@ -192,7 +197,7 @@ class TrainingRun:
         for own, action in self._due(step):
             self._perform(own, action)
         self._log()
-        if self.rates.active:
+        if self.rates is not None:
             self.rates.record()
         if self.external_clock:
             self._restart_learning_rate()
@@ -267,7 +272,7 @@ class TrainingRun:
         if optimizer is not self.optimizer or self.external_clock:
             self.stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.loss_scale.before_step(optimizer)
-        if self.rates.active:
+        if self.rates is not None:
             self.rates.check(self.step)
         self._restart_learning_rate()
         try:
@@ -319,6 +324,7 @@ class TrainingRun:
 
     def permute(self, modifier: str, names: Sequence[str], n: int, m: int) -> None:
         """Reorder channels so that n:m keeps more weights; masks and the state of optimizer and modifiers follow."""
+        from gossamer.engine.state import reordered
         from gossamer.model.permute import find
 
         permutation = find(self.module, names, n, m, example_inputs=self.example_inputs, optimizer=self.optimizer)
@@ -370,8 +376,10 @@ class TrainingRun:
     # State
 
     def state_dict(self) -> dict[str, Any]:
+        from gossamer.engine.state import STATE_FORMAT, check_declared, frozen
+
         for own in self.modifiers:
-            _check_declared(own)
+            check_declared(own)
         self.progress.saved_step = self.step
         shapes = {name: list(tensor.shape) for name, tensor in shaped_tensors(self.module)}
         modifiers = {
@@ -405,6 +413,8 @@ class TrainingRun:
 
         The state is parsed before anything changes. When this raises, run, model and optimizer are as they were.
         """
+        from gossamer.engine.state import RunState, plan_resume
+
         parsed = state if isinstance(state, RunState) else RunState.parse(state)
         resume = plan_resume(self, parsed)
         if not resume.may_fail(self.modifiers):
@@ -450,20 +460,9 @@ class TrainingRun:
             if action == "start":
                 self._perform(own, action)
         self.apply_masks()
-        self.rates.record()
+        if self.rates is not None:
+            self.rates.record()
         return problems
-
-
-def _check_declared(own: BoundModifier) -> None:
-    """Raise for what could be saved but not loaded again."""
-    known = own.modifier.state_fields(own)
-    for key in own.state:
-        if key not in known and key != CUTS:
-            raise GossamerError(
-                f"{own.modifier.name}: run.state holds '{key}', which its state_fields() does not declare; "
-                f"declare it there, for instance {{'{key}': gossamer.modifiers.state.integer()}}, so that a "
-                "checkpoint can be loaded"
-            )
 
 
 def is_driven(optimizer: torch.optim.Optimizer) -> bool:

@@ -119,7 +119,8 @@ class Snapshot:
         vars(run.progress).update(vars(self._progress))  # others refer to this object
         if run.restart is not None:
             vars(run.restart).update(vars(self._restart))
-        run.rates.record()
+        if run.rates is not None:
+            run.rates.record()
         for own in run.modifiers:
             if own.status == "active":
                 own.modifier.restore(own)

@@ -168,6 +168,18 @@ def match_states(
     return found
 
 
+def check_declared(own: BoundModifier) -> None:
+    """Raise for what could be saved but not loaded again."""
+    known = own.modifier.state_fields(own)
+    for key in own.state:
+        if key not in known and key != CUTS:
+            raise GossamerError(
+                f"{own.modifier.name}: run.state holds '{key}', which its state_fields() does not declare; "
+                f"declare it there, for instance {{'{key}': gossamer.modifiers.state.integer()}}, so that a "
+                "checkpoint can be loaded"
+            )
+
+
 def frozen(value: Any) -> Any:
     """A copy that later steps cannot change, with masks packed to bits."""
     if isinstance(value, Tensor):
