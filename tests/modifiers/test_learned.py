@@ -401,7 +401,7 @@ def test_a_recipe_behind_another_moves_the_end_of_the_ramp_too() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (PROB.replace("end_epoch: 4", "end_epoch: -1"), "end_epoch: expected the epoch at which the mask becomes"),
+        (PROB.replace("end_epoch: 4", "end_epoch: -1"), "end_epoch: expected the epoch at which the modifier ends"),
         (PROB.replace("final", "finetune_epoch: 5, final"), "finetune_epoch: expected an epoch from start_epoch (0)"),
         (PROB.replace("final", "mask_type: block4, final"), "ProbMaskPruningModifier is defined for 'unstructured'"),
         (STR.replace("s_init", "mask_type: 2:4, s_init"), "STRPruningModifier is defined for 'unstructured' only"),

@@ -324,7 +324,7 @@ class TrainingRun:
 
     def permute(self, modifier: str, names: Sequence[str], n: int, m: int) -> None:
         """Reorder channels so that n:m keeps more weights; masks and the state of optimizer and modifiers follow."""
-        from gossamer.engine.state import reordered
+        from gossamer.engine.state import with_weights
         from gossamer.model.permute import find
 
         permutation = find(self.module, names, n, m, example_inputs=self.example_inputs, optimizer=self.optimizer)
@@ -346,8 +346,9 @@ class TrainingRun:
         permutation.apply(self.module, self.optimizer, self.masks.by_name())
         if self._copied_teacher is not None and not self._copied_teacher.released:
             permutation.apply(self._copied_teacher.module)
+        shapes = {name: tuple(get_parameter(self.module, name).shape) for name in permutation.moves}
         for own in self.modifiers:
-            own.state = reordered(own.state, permutation, self.module)
+            own.state = with_weights(own.state, shapes, permutation.of)
 
     def filter_graph(self) -> FilterGraph | str:
         """Which filters depend on each other, or why that is unknown; traced again when shapes have changed."""

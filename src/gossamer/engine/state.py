@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from gossamer.engine.optimizer import SETTINGS
 from gossamer.engine.snapshot import shaped_tensors
 from gossamer.errors import GossamerError
-from gossamer.model import get_parameter
 from gossamer.model.parameters import TIED, empties_a_norm
 from gossamer.modifiers.state import BITS, LARGEST_SETTING, LARGEST_STEP, Item, Layout, Spec, short
 from gossamer.sparse import pack
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from gossamer.engine.learning_rate import RestartState
     from gossamer.engine.run import TrainingRun
     from gossamer.engine.thinning import Removal
-    from gossamer.model.permute import Permutation
 
 STATE_FORMAT = 1
 CUTS = "cuts"
@@ -191,28 +189,29 @@ def frozen(value: Any) -> Any:
     return value
 
 
-def reordered(value: Any, permutation: Permutation, module: nn.Module) -> Any:
-    """The same values with everything that belongs to a weight, by its name, in the weight's new order."""
+def with_weights(value: Any, shapes: Mapping[str, tuple[int, ...]], change: Callable[[str, Tensor], Tensor]) -> Any:
+    """The same values with `change(name, tensor)` in place of every tensor that belongs to one of these weights.
+
+    That is one number per weight under the weight's name, in the weight's shape or flat; alone or in a list.
+    """
     if not isinstance(value, Mapping):
         return value
     entries = cast(Mapping[str, Any], value)
-    moved = {
-        key: _in_order_of(key, item, permutation, tuple(get_parameter(module, key).shape))
-        if key in permutation.moves
-        else reordered(item, permutation, module)
+
+    def changed(name: str, item: Any) -> Any:
+        if isinstance(item, list):
+            return [changed(name, one) for one in cast(list[Any], item)]
+        if not isinstance(item, Tensor) or item.numel() != math.prod(shapes[name]):
+            return item
+        result = change(name, item.reshape(shapes[name]))
+        return result if item.dim() == len(shapes[name]) else result.reshape(-1)
+
+    new = {
+        key: changed(key, item) if key in shapes else with_weights(item, shapes, change)
         for key, item in entries.items()
     }
     # Whoever holds what has not changed goes on to hold it.
-    return entries if all(moved[key] is item for key, item in entries.items()) else moved
-
-
-def _in_order_of(name: str, value: Any, permutation: Permutation, shape: tuple[int, ...]) -> Any:
-    """One number per weight, in the weight's shape or flat; alone or in a list."""
-    if isinstance(value, list):
-        return [_in_order_of(name, item, permutation, shape) for item in cast(list[Any], value)]
-    if isinstance(value, Tensor) and value.numel() == math.prod(shape):
-        return permutation.of(name, value.reshape(shape)).reshape(value.shape)
-    return value
+    return entries if all(new[key] is item for key, item in entries.items()) else new
 
 
 # Resuming

@@ -6,17 +6,16 @@ Each removal is recorded in the modifier's state, so that a newly built model ca
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from gossamer.engine.binding import BoundModifier
 from gossamer.engine.snapshot import shaped_tensors
-from gossamer.engine.state import CUTS, RunState
+from gossamer.engine.state import CUTS, RunState, with_weights
 from gossamer.errors import GossamerError, ModifierError
 from gossamer.model.parameters import get_tensor
 from gossamer.model.thin import incoherent
@@ -74,30 +73,7 @@ def thin_run(run: TrainingRun, own: BoundModifier, names: Collection[str]) -> No
     run.masks.cut(cuts, module)
     for other in run.modifiers:
         if CUTS not in other.state:
-            other.state = _cut_state(other.state, cuts, shapes)
-
-
-def _cut_state(value: Any, cuts: Cuts, shapes: Shapes) -> Any:
-    """The same values with everything that belongs to a weight, by its name, cut like the weight."""
-    if not isinstance(value, Mapping):
-        return value
-    entries = cast(Mapping[str, Any], value)
-    changed = {
-        key: _like(key, item, cuts, shapes[key]) if key in shapes else _cut_state(item, cuts, shapes)
-        for key, item in entries.items()
-    }
-    # Whoever holds what has not changed goes on to hold it.
-    return entries if all(changed[key] is item for key, item in entries.items()) else changed
-
-
-def _like(name: str, value: Any, cuts: Cuts, shape: tuple[int, ...]) -> Any:
-    """One number per weight, in the weight's shape or flat; alone or in a list."""
-    if isinstance(value, list):
-        return [_like(name, item, cuts, shape) for item in cast(list[Any], value)]
-    if isinstance(value, Tensor) and value.numel() == math.prod(shape):
-        found = cuts.of(name, value.reshape(shape))
-        return found if value.dim() == len(shape) else found.reshape(-1)
-    return value
+            other.state = with_weights(other.state, shapes, cuts.of)
 
 
 @dataclass(frozen=True)

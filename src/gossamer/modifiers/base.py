@@ -39,6 +39,12 @@ def _check_names(*keywords: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _require_end(epoch: float) -> float:
+    if epoch == -1:
+        raise ValueError("expected the epoch at which the modifier ends, found -1")
+    return epoch
+
+
 _OF_PARAMS, _OF_EXCLUDED, _OF_LAYERS = (
     _check_names(*KEYWORDS),
     _check_names(*KEYWORDS_TO_EXCLUDE),
@@ -51,6 +57,8 @@ ParamNames = Annotated[str | list[ParamName], _LEFT_TO_RIGHT, _OF_PARAMS]
 """`__ALL__`, `__ALL_PRUNABLE__`, a name, or a list of names and `re:` patterns."""
 ExcludedNames = Annotated[str | list[Annotated[str, _OF_EXCLUDED]], _LEFT_TO_RIGHT, _OF_EXCLUDED]
 """The same, and `__DEPTHWISE__`."""
+EndEpoch = Annotated[Epoch, AfterValidator(_require_end)]
+"""The epoch at which a modifier ends, for those that cannot go on until the end of training."""
 LayerNames = Annotated[str | list[Annotated[str, _OF_LAYERS]], _LEFT_TO_RIGHT, _OF_LAYERS]
 """`__ALL_PRUNABLE__`, the name of a module, or a list of names and `re:` patterns."""
 
@@ -87,6 +95,8 @@ class Modifier(BaseModel):
     """Why the modifier can be loaded but not run; None if it can run."""
     epoch_fields: ClassVar[tuple[str, ...]] = ("start_epoch", "end_epoch")
     """Fields that hold epochs, which shift when a recipe is composed after another."""
+    periodic: ClassVar[bool] = False
+    """True when `update` is called every `update_frequency` epochs between start and end."""
     structural: ClassVar[bool] = False
     """True when the modifier changes which modules the model has."""
     recalibrates: ClassVar[bool] = False
@@ -130,7 +140,7 @@ class Modifier(BaseModel):
     @property
     def updates_every(self) -> float | None:
         """Epochs between updates, −1 for every step, None for no updates between start and end."""
-        return None
+        return self.update_frequency if self.periodic else None
 
     # What the modifier does to a model, for reports and plots.
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from gossamer.errors import FieldError, ModifierError, Problem
-from gossamer.modifiers.base import ParamName, Run
+from gossamer.modifiers.base import EndEpoch, ParamName, Run
 from gossamer.modifiers.pruning import RankedPruningModifier
 from gossamer.modifiers.scoring import (
     FILTER_KINDS,
@@ -47,10 +47,12 @@ FROM_PARAM = "__FROM_PARAM__"
 class GMPruningModifier(RankedPruningModifier):
     """Prune from `init_sparsity` to `final_sparsity` between two epochs (Zhu & Gupta 2017)."""
 
+    periodic: ClassVar[bool] = True
+
     init_sparsity: Literal["__FROM_PARAM__"] | Sparsity
     final_sparsity: Sparsity | dict[Sparsity, list[ParamName]]
     start_epoch: Epoch = Field(default=...)
-    end_epoch: Epoch = Field(default=...)
+    end_epoch: EndEpoch = Field(default=...)
     update_frequency: Frequency = Field(default=...)
     inter_func: Interpolation = "cubic"
     score_type: Literal["magnitude", "movement", "MFAC", "OBS"] | FilterKind = "magnitude"
@@ -62,8 +64,6 @@ class GMPruningModifier(RankedPruningModifier):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.end_epoch == -1:
-            raise FieldError("expected the epoch at which the final sparsity is reached, found -1", "end_epoch")
         if self.phased:
             raise FieldError("true is not supported; use ACDCPruningModifier for alternating phases", "phased")
         if self.score_type in FILTER_KINDS and not isinstance(self.pattern, Filter):
@@ -83,13 +83,8 @@ class GMPruningModifier(RankedPruningModifier):
                 raise FieldError("expected a number or {sparsity: [params]}, found an empty mapping", "final_sparsity")
         elif not self.params:
             raise FieldError("expected the parameters to prune, found none", "params")
-        if isinstance(self.pattern, NM):
-            finals = self.final_sparsity if isinstance(self.final_sparsity, dict) else [self.final_sparsity]
-            for final in finals:
-                if abs(final - self.pattern.sparsity) > 1e-6:
-                    raise FieldError(
-                        f"mask_type {self.mask_type} means {self.pattern.sparsity:g}, found {final:g}", "final_sparsity"
-                    )
+        for final in self.final_sparsity if isinstance(self.final_sparsity, dict) else [self.final_sparsity]:
+            self.check_final(final, "final_sparsity")
         return self
 
     @property
@@ -102,10 +97,6 @@ class GMPruningModifier(RankedPruningModifier):
 
     def rank(self, run: Run) -> dict[str, Tensor]:
         return self.scorer.scores(run, run.targets)
-
-    @property
-    def updates_every(self) -> float | None:
-        return self.update_frequency
 
     @property
     def scorer(self) -> Scorer:
@@ -153,26 +144,23 @@ class GMPruningModifier(RankedPruningModifier):
         ignored = Problem("has no effect in Gossamer: counts are exact", ("epsilon",))
         return super().warnings() + [ignored] * (self.epsilon is not None)
 
-    def sparsity_at(self, epoch: float) -> float | None:
+    def scheduled(self, epoch: float) -> float | None:
         final = self.final_sparsity
         if isinstance(final, dict):
-            return self._interpolated(
-                sum(s * len(names) for s, names in final.items()) / sum(map(len, final.values())), epoch
-            )
+            final = sum(share * len(names) for share, names in final.items()) / sum(map(len, final.values()))
         return self._interpolated(final, epoch)
 
     def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
         finals: dict[str, float] = run.plan.get("final", {})
-        return self._interpolated(finals[name], epoch) if name in finals else super().sparsity_of(run, name, epoch)
+        if name not in finals or self.sparsity_at(epoch) is None:
+            return super().sparsity_of(run, name, epoch)
+        return self._interpolated(finals[name], epoch)
 
-    def _interpolated(self, final: float, epoch: float) -> float | None:
-        if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):
-            return None
+    def _interpolated(self, final: float, epoch: float) -> float:
         start = max(self.start_epoch, 0.0)
         initial = 0.0 if isinstance(self.init_sparsity, str) else self.init_sparsity
         span = self.end_epoch - start
-        x = 1.0 if span <= 0 else (epoch - start) / span
-        return interpolate(initial, final, x, self.inter_func)
+        return interpolate(initial, final, 1.0 if span <= 0 else (epoch - start) / span, self.inter_func)
 
     def bind(self, run: Run) -> list[str]:
         self.scorer.check(run)

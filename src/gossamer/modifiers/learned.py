@@ -22,7 +22,7 @@ from torch.optim.sgd import sgd
 from gossamer.errors import FieldError, ModifierError, Problem
 from gossamer.model import get_module
 from gossamer.model.recalibration import BATCHES, recalibrate, running_means
-from gossamer.modifiers.base import ParamNames, Run, to_step
+from gossamer.modifiers.base import EndEpoch, ParamNames, Run, to_step
 from gossamer.modifiers.pruning import PruningModifier
 from gossamer.modifiers.state import LARGEST_SETTING, Item, Spec, StateField, by_target, same_names, tensors, vector
 from gossamer.quantities import (
@@ -71,6 +71,7 @@ class LearnedPruningModifier(PruningModifier):
 
     params: ParamNames = Field(default=...)
 
+    any_pattern: ClassVar[bool] = False
     keeps_norms: ClassVar[bool] = False
     learns_sparsity: ClassVar[bool] = True
     learned: ClassVar[str]
@@ -78,12 +79,6 @@ class LearnedPruningModifier(PruningModifier):
 
     def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
         return None  # one budget for all layers
-
-    @model_validator(mode="after")
-    def _single_weights(self) -> Self:
-        if self.mask_type != "unstructured":
-            raise FieldError(f"{self.name} is defined for 'unstructured' only, found {self.mask_type!r}", "mask_type")
-        return self
 
     @abstractmethod
     def value(self, run: Run, name: str) -> Callable[[Tensor, bool], Tensor]:
@@ -174,10 +169,9 @@ class STRPruningModifier(LearnedPruningModifier):
         """The epoch at which the final sparsity is reached."""
         return (max(self.start_epoch, 0.0) + self.end_epoch) / 2
 
-    def sparsity_at(self, epoch: float) -> float | None:
+    def scheduled(self, epoch: float) -> float | None:
         """The minimum at an epoch; gradients may raise it, up to the final sparsity."""
-        ended = epoch >= self.end_epoch and not self.leave_enabled
-        if self.final_sparsity is None or epoch < self.start_epoch or ended:
+        if self.final_sparsity is None:
             return None
         start = max(self.start_epoch, 0.0)
         x = 1.0 if epoch >= self.ramp_end else (epoch - start) / (self.ramp_end - start)
@@ -312,7 +306,7 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
     recalibrates: ClassVar[bool] = True
 
     start_epoch: Epoch = Field(default=...)
-    end_epoch: Epoch = Field(default=...)
+    end_epoch: EndEpoch = Field(default=...)
     init_sparsity: Sparsity = 0.0
     final_sparsity: Sparsity
     finetune_epoch: Epoch | None = None
@@ -326,8 +320,6 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
-        if self.end_epoch == -1:
-            raise FieldError("expected the epoch at which the mask becomes final, found -1", "end_epoch")
         if self.finetune_epoch is not None and not self.start_epoch <= self.finetune_epoch <= self.end_epoch:
             between = f"an epoch from start_epoch ({self.start_epoch:g}) to end_epoch ({self.end_epoch:g})"
             raise FieldError(f"expected {between}, found {self.finetune_epoch:g}", "finetune_epoch")
@@ -347,9 +339,7 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         start = max(self.start_epoch, 0.0)
         return start, (start + self.end_epoch) / 2 if self.finetune_epoch is None else self.finetune_epoch
 
-    def sparsity_at(self, epoch: float) -> float | None:
-        if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):
-            return None
+    def scheduled(self, epoch: float) -> float | None:
         start, final = self.ramp
         x = 1.0 if epoch >= final else (epoch - start) / (final - start)
         return interpolate(self.init_sparsity, self.final_sparsity, x)

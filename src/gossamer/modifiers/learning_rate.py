@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from gossamer.errors import FieldError, ModifierError
-from gossamer.modifiers.base import Modifier, Run, to_step
+from gossamer.modifiers.base import EndEpoch, Modifier, Run, to_step
 from gossamer.modifiers.state import LARGEST_SETTING, StateField, numbers
 from gossamer.quantities import MAX_EPOCHS, MAX_RATE, MIN_EPOCHS, Epoch, Frequency, LearningRate, Period
 from gossamer.sparse import cosine, fraction, interpolate
@@ -103,6 +103,8 @@ _LIMITS: dict[str, tuple[float, float]] = {
 class LearningRateModifier(RateModifier):
     """A schedule of torch; `lr_kwargs` are in epochs, milestones are counted from the start of the run."""
 
+    periodic: ClassVar[bool] = True
+
     start_epoch: Epoch = Field(default=...)
     lr_class: Literal["ExponentialLR", "StepLR", "MultiStepLR", "CosineAnnealingWarmRestarts"]
     lr_kwargs: dict[str, float | list[float]]
@@ -129,10 +131,6 @@ class LearningRateModifier(RateModifier):
                 if not low <= value <= high:
                     raise FieldError(f"expected a number from {low:g} to {high:g}, found {value:g}", key)
         return kwargs
-
-    @property
-    def updates_every(self) -> float | None:
-        return self.update_frequency
 
     def shifted(self, epochs: float) -> Self:
         moved = super().shifted(epochs)
@@ -178,23 +176,15 @@ class LearningRateModifier(RateModifier):
 class LearningRateFunctionModifier(RateModifier):
     """From `init_lr` to `final_lr`: linear, half a cosine, or linear in cycles."""
 
+    periodic: ClassVar[bool] = True
+
     start_epoch: Epoch = Field(default=...)
-    end_epoch: Epoch = Field(default=...)
+    end_epoch: EndEpoch = Field(default=...)
     lr_func: Literal["linear", "cosine", "cyclic_linear"]
     init_lr: LearningRate
     final_lr: LearningRate
     cycle_epochs: Period = 1.0
     update_frequency: Frequency = -1.0
-
-    @model_validator(mode="after")
-    def _ends(self) -> Self:
-        if self.end_epoch == -1:
-            raise FieldError("expected the epoch at which final_lr is reached, found -1", "end_epoch")
-        return self
-
-    @property
-    def updates_every(self) -> float | None:
-        return self.update_frequency
 
     def rate(self, step: int, start: int, end: int | None, steps_per_epoch: float, initial: float) -> float:
         assert end is not None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gossamer.errors import FieldError, ModifierError, SparsityError
 from gossamer.model import ALL_PRUNABLE
-from gossamer.modifiers.base import Outlook, ParamNames, Run
+from gossamer.modifiers.base import EndEpoch, Outlook, ParamNames, Run
 from gossamer.modifiers.pruning import PruningModifier
 from gossamer.modifiers.scoring import FilterScorer, Scorer
 from gossamer.modifiers.state import StateField, number
@@ -32,7 +32,7 @@ class LevelPruningModifier(PruningModifier):
     params: ParamNames = ALL_PRUNABLE
     levels: list[PartialSparsity]
     start_epoch: Epoch = 0.0
-    end_epoch: Epoch = Field(default=...)
+    end_epoch: EndEpoch = Field(default=...)
     allocation: Allocation = "uniform"
     """How layers share a level: equally, by Erdős–Rényi-kernel, or by one threshold on magnitudes or on energy."""
     energy_slope: Factor = 0.5
@@ -55,19 +55,13 @@ class LevelPruningModifier(PruningModifier):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.end_epoch == -1:
-            raise FieldError("expected the epoch at which the last level ends, found -1", "end_epoch")
         if self.score_type != "magnitude" and not isinstance(self.pattern, Filter):
             raise FieldError(f"{self.score_type} ranks whole filters; set mask_type: filter beside it", "score_type")
         if isinstance(self.pattern, NM) and self.allocation in ("erk", "energy"):
             raise FieldError(
                 f"{self.allocation} gives layers shares that mask_type {self.mask_type} lacks", "allocation"
             )
-        if isinstance(self.pattern, NM) and abs(self.levels[-1] - self.pattern.sparsity) > 1e-6:
-            raise FieldError(
-                f"mask_type {self.mask_type} means {self.pattern.sparsity:g} in the end, found {self.levels[-1]:g}",
-                "levels",
-            )
+        self.check_final(self.levels[-1], "levels")
         return self
 
     @property
@@ -83,9 +77,7 @@ class LevelPruningModifier(PruningModifier):
         level = StateField(lambda item, _: min(item.integer(), len(self.levels) - 1))
         return {**super().state_fields(run), "level": level, "target": number(0, 1, required=True)}
 
-    def sparsity_at(self, epoch: float) -> float | None:
-        if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):
-            return None
+    def scheduled(self, epoch: float) -> float | None:
         start = max(self.start_epoch, 0.0)
         share = (epoch - start) / (self.end_epoch - start) if self.end_epoch > start else 1.0
         return self.levels[min(int(share * len(self.levels)), len(self.levels) - 1)]

@@ -78,9 +78,33 @@ class PruningModifier(Modifier):
     keeps_norms: ClassVar[bool] = True
     """Whether its masks keep a weight in every row that weight norm normalizes."""
 
+    any_pattern: ClassVar[bool] = True
+    """False when the method is defined for single weights only."""
+
+    @model_validator(mode="after")
+    def _fits_the_method(self) -> Self:
+        if not self.any_pattern and self.mask_type != "unstructured":
+            raise FieldError(f"{self.name} is defined for 'unstructured' only, found {self.mask_type!r}", "mask_type")
+        return self
+
+    def check_final(self, sparsity: float, field: str) -> None:
+        """Raise if an N:M pattern means another sparsity."""
+        if isinstance(self.pattern, NM) and abs(sparsity - self.pattern.sparsity) > 1e-6:
+            raise FieldError(f"mask_type {self.mask_type} means {self.pattern.sparsity:g}, found {sparsity:g}", field)
+
     @property
     def pattern(self) -> Pattern:
         return parse_pattern(self.mask_type)
+
+    def sparsity_at(self, epoch: float) -> float | None:
+        released = self.released_epoch
+        if epoch < self.start_epoch or (released is not None and epoch >= released):
+            return None
+        return self.scheduled(epoch)
+
+    def scheduled(self, epoch: float) -> float | None:
+        """The sparsity at an epoch while masks are held; None where this modifier sets none."""
+        return None
 
     @property
     def released_epoch(self) -> float | None:

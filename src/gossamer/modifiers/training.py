@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
-from gossamer.errors import FieldError, ModifierError
+from gossamer.errors import ModifierError
 from gossamer.model import match
-from gossamer.modifiers.base import (
-    Modifier,
-    ParamNames,
-    Run,
-    check_gradients_may_vanish,
-)
+from gossamer.modifiers.base import EndEpoch, Modifier, ParamNames, Run, check_gradients_may_vanish
 from gossamer.modifiers.learning_rate import chosen_groups
 from gossamer.modifiers.state import Item, Spec, StateField, by_target
 from gossamer.quantities import Epoch, Frequency, Values, WeightDecay
@@ -87,22 +82,14 @@ class SetParamModifier(ParameterModifier):
 class GradualParamModifier(ParameterModifier):
     """Interpolate parameters from one value to another."""
 
+    periodic: ClassVar[bool] = True
+
     init_val: Values
     final_val: Values
     start_epoch: Epoch = Field(default=...)
-    end_epoch: Epoch = Field(default=...)
+    end_epoch: EndEpoch = Field(default=...)
     update_frequency: Frequency = Field(default=...)
     inter_func: Interpolation = "linear"
-
-    @model_validator(mode="after")
-    def _ends(self) -> Self:
-        if self.end_epoch == -1:
-            raise FieldError("expected the epoch at which final_val is reached, found -1", "end_epoch")
-        return self
-
-    @property
-    def updates_every(self) -> float | None:
-        return self.update_frequency
 
     def bind(self, run: Run) -> list[str]:
         names = super().bind(run)
@@ -175,12 +162,9 @@ class SparsificationLoggingModifier(Modifier):
     """Log the share of zeros, over all masked weights and of each."""
 
     family: ClassVar[str] = "logging"
+    periodic: ClassVar[bool] = True
 
     update_frequency: Frequency = 1.0
-
-    @property
-    def updates_every(self) -> float | None:
-        return self.update_frequency
 
     def start(self, run: Run) -> None:
         self.update(run)
