@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar,
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
+from torch.optim.sgd import sgd
 
 from gossamer.errors import FieldError, GossamerError, ModifierError, Problem, nearest
 from gossamer.model import ALL_PRUNABLE, expects_every_gradient
@@ -306,6 +307,33 @@ def to_step(epoch: float, steps_per_epoch: float) -> int:
     (25, 0)
     """
     return round(max(epoch, 0.0) * steps_per_epoch)
+
+
+def optimizer_settings(run: Run) -> dict[Tensor, tuple[float, float]]:
+    """The optimizer's learning rate and momentum (Adam: first beta) of each parameter."""
+    found: dict[Tensor, tuple[float, float]] = {}
+    for group in run.optimizer.param_groups:
+        setting = float(group["lr"]), float(group.get("momentum", group.get("betas", (0.0,))[0]))
+        found.update(dict.fromkeys(group["params"], setting))
+    return found
+
+
+def sgd_step(
+    value: Tensor, gradient: Tensor, momenta: dict[str, Tensor], key: str, settings: tuple[float, float], decay: float
+) -> None:
+    """One step of `torch.optim.SGD` on a tensor in place; its momentum is in `momenta` under `key`."""
+    buffers = [momenta[key].to(value) if key in momenta else None]
+    sgd(
+        *([value], [gradient], buffers),
+        lr=settings[0],
+        momentum=settings[1],
+        weight_decay=decay,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+    )
+    if buffers[0] is not None:
+        momenta[key] = buffers[0]
 
 
 # The registry

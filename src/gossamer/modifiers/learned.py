@@ -17,12 +17,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.optim.adam import adam
-from torch.optim.sgd import sgd
 
 from gossamer.errors import FieldError, ModifierError, Problem
 from gossamer.model import get_module
 from gossamer.model.recalibration import BATCHES, recalibrate, running_means
-from gossamer.modifiers.base import EndEpoch, ParamNames, Run, to_step
+from gossamer.modifiers.base import EndEpoch, ParamNames, Run, optimizer_settings, sgd_step, to_step
 from gossamer.modifiers.pruning import PruningModifier
 from gossamer.modifiers.state import LARGEST_SETTING, Item, Spec, StateField, by_target, same_names, tensors, vector
 from gossamer.quantities import (
@@ -204,28 +203,15 @@ class STRPruningModifier(LearnedPruningModifier):
         """One step on each s, with the arithmetic of `torch.optim.SGD`."""
         thresholds: dict[str, Tensor] = run.state["thresholds"]
         momenta: dict[str, Tensor] = run.state["momenta"]
-        settings = _settings(run)
+        settings = optimizer_settings(run)
+        decay = self.st_decay if self.final_sparsity is None else 0.0
         for name in self.names(run):
             gradient, weight = run.weights.gradient(name), run.weights.parameter(name)
             rate, momentum = settings.get(weight, (None, 0.0))
             rate = rate if self.st_lr is None else self.st_lr
-            if gradient is None or rate is None:
-                continue
-            s = thresholds[name] = thresholds[name].to(weight.device)
-            buffers = [momenta[name].to(s.device) if name in momenta else None]
-            sgd(
-                [s],
-                [threshold_gradient(weight, gradient, s)],
-                buffers,
-                lr=rate,
-                momentum=momentum,
-                weight_decay=self.st_decay if self.final_sparsity is None else 0.0,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-            )
-            if buffers[0] is not None:
-                momenta[name] = buffers[0]
+            if gradient is not None and rate is not None:
+                s = thresholds[name] = thresholds[name].to(weight.device)
+                sgd_step(s, threshold_gradient(weight, gradient, s), momenta, name, (rate, momentum), decay)
 
     def after_step(self, run: Run) -> None:
         if self.final_sparsity is not None:
@@ -282,15 +268,6 @@ def effective_sparsity(run: Run) -> float:
     weights = {name: run.weights.parameter(name).detach() for name in run.targets if name in thresholds}
     kept = sum(int(soft_threshold(weight, thresholds[name]).count_nonzero()) for name, weight in weights.items())
     return 1 - kept / max(sum(weight.numel() for weight in weights.values()), 1)
-
-
-def _settings(run: Run) -> dict[Tensor, tuple[float, float]]:
-    """The optimizer's learning rate and momentum (Adam: first beta) of each parameter."""
-    found: dict[Tensor, tuple[float, float]] = {}
-    for group in run.optimizer.param_groups:
-        setting = float(group["lr"]), float(group.get("momentum", group.get("betas", (0.0,))[0]))
-        found.update(dict.fromkeys(group["params"], setting))
-    return found
 
 
 class ProbMaskPruningModifier(LearnedPruningModifier):
