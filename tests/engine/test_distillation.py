@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from gossamer import GossamerError, Manager
-from gossamer.engine.binding import average
+from gossamer.modifiers.run import Distributed
 from gossamer.sparseml import ScheduledModifierManager
 from tests.loops import STEPS_PER_EPOCH, batch, loss_at, network, sgd, through_disk, train, zeros
 from tests.ranks import in_ranks
@@ -748,8 +748,8 @@ def worker(rank: int, folder: str) -> None:
     ranges = [torch.full((2,), float(rank)), torch.tensor(4.0 * rank)]
     alone = [tensor.clone() for tensor in ranges]
     model = DistributedDataParallel(student(6), find_unused_parameters=True)
-    average(model, ranges)
-    average(model.module, alone)
+    Distributed(model).average(ranges)
+    Distributed(model.module).average(alone)
     assert [tensor.tolist() for tensor in ranges] == [[0.5, 0.5], 2.0]
     assert [tensor.tolist() for tensor in alone] == [[rank, rank], 4.0 * rank]
     torch.manual_seed(100 + rank)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,13 +16,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, ModifierError, Problem
-from gossamer.model import get_parameter, has_parameter, left_dense, prunable, unwrap
+from gossamer.model import get_parameter, has_parameter, left_dense, prunable
 from gossamer.model.additions import Substitution
 from gossamer.model.parameters import empties_a_norm
 from gossamer.modifiers.base import EXCLUDED, Modifier, to_step
+from gossamer.modifiers.run import Data, Distributed
 from gossamer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -136,8 +136,11 @@ class BoundModifier:
         self.weights = _Weights(run, self)
         self.masks = _Masks(run, self)
         self.optimizer = _Optimizer(run, self)
-        self.distributed = _Distributed(run, self)
-        self.data = _Data(run, self)
+        self.distributed = Distributed(run.wrapped_module)
+        sampler = _as_sampler(run.grad_sampler, getattr(modifier, "grad_sampler_kwargs", {}))
+        if sampler is not None and run.distillation is not None:
+            sampler = _undistilled(sampler, run.distillation.pause)
+        self.data = Data(sampler, run.calibration_data)
         self.log = _Log(run, self)
         self._run = run
 
@@ -339,31 +342,6 @@ class _Optimizer(_View):
             self._run.restart.due = True
 
 
-class _Distributed(_View):
-    @property
-    def module(self) -> nn.Module:
-        return self._run.wrapped_module
-
-    def average(self, tensors: Sequence[Tensor]) -> None:
-        average(self.module, tensors)
-
-    def average_named(self, values: dict[str, Tensor]) -> None:
-        average_named(self.module, values)
-
-
-class _Data(_View):
-    @property
-    def grad_sampler(self) -> Sampler | None:
-        kwargs: Mapping[str, Any] = getattr(self._own.modifier, "grad_sampler_kwargs", {})
-        sampler = _as_sampler(self._run.grad_sampler, kwargs)
-        distillation = self._run.distillation
-        return sampler if sampler is None or distillation is None else _undistilled(sampler, distillation.pause)
-
-    @property
-    def calibration(self) -> Iterable[Any] | None:
-        return self._run.calibration_data
-
-
 class _Log(_View):
     def value(self, tag: str, value: float) -> None:
         logger.info("%s at step %d: %.6g", tag, self._run.step, value)
@@ -387,81 +365,6 @@ class _Log(_View):
             skipped.setdefault((level, reason), []).append(f"'{name}'")
         for (level, reason), names in skipped.items():
             logger.log(level, "%s leaves %s alone: %s", own.modifier.name, ", ".join(names), reason)
-
-
-# Averages over the ranks that train a model with DistributedDataParallel or FSDP
-
-
-def average(module: nn.Module, tensors: Sequence[Tensor]) -> None:
-    """Replace each tensor by its mean over the ranks that train `module`, in one all-reduce.
-
-    Does nothing if the model is not wrapped. All ranks must pass tensors of the same shapes in the same order.
-    """
-    joined, group = _group(module)
-    if not joined or not tensors:
-        return
-    count = distributed.get_world_size(group)
-    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-    with torch.no_grad():
-        together = torch.cat([tensor.detach().to(tensors[0].device, wide).reshape(-1) for tensor in tensors])
-        distributed.all_reduce(together, group=group)
-        together /= count
-        means: Sequence[Tensor] = torch.split(together, [tensor.numel() for tensor in tensors])
-        for tensor, mean in zip(tensors, means, strict=True):
-            tensor.copy_(mean.reshape(tensor.shape))
-
-
-def average_named(module: nn.Module, values: dict[str, Tensor]) -> None:
-    """Replace each entry by its mean over the ranks that have it; a rank also gets the entries that it lacks.
-
-    The tensors have one shape. Names may differ between ranks if they took different branches of the model.
-    """
-    joined, group = _group(module)
-    if not joined:
-        return
-    device = next(module.parameters()).device
-    names = sorted(values)
-    mark = zlib.crc32("\n".join(names).encode())
-    extremes = torch.tensor([mark, -mark], device=device)
-    distributed.all_reduce(extremes, distributed.ReduceOp.MAX, group=group)
-    if int(extremes[0]) != -int(extremes[1]):
-        gathered: list[Any] = [None] * distributed.get_world_size(group)
-        distributed.all_gather_object(gathered, names, group=group)  # pyright: ignore[reportUnknownMemberType]
-        names = sorted({name for own in gathered for name in own})
-    if not names:
-        return
-    shape = next((value.shape for value in values.values()), torch.Size([2]))
-    sums = torch.stack(
-        [values[name].to(device) if name in values else torch.zeros(shape, device=device) for name in names]
-    )
-    counts = torch.tensor([float(name in values) for name in names], device=device)
-    distributed.all_reduce(sums, group=group)
-    distributed.all_reduce(counts, group=group)
-    for name, total, count in zip(names, sums, counts, strict=True):
-        values[name] = total / count
-
-
-def _group(module: nn.Module) -> tuple[bool, Any]:
-    """Whether several ranks train the model, and their process group."""
-    wrapper = next((part for part in _wrappers(module) if _joins_processes(part)), None)
-    if wrapper is None or not distributed.is_available() or not distributed.is_initialized():
-        return False, None
-    group: Any = getattr(wrapper, "process_group", None)
-    return distributed.get_world_size(group) > 1, group
-
-
-def _wrappers(module: nn.Module) -> Iterator[nn.Module]:
-    """The model as the user calls it, and the modules that it wraps, down to the user's own."""
-    inner = unwrap(module)
-    for part in module.modules():  # A wrapper comes before what it holds.
-        yield part
-        if part is inner:
-            return
-
-
-def _joins_processes(module: nn.Module) -> bool:
-    names = {kind.__name__ for kind in type(module).__mro__}
-    return bool(names & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
 
 
 # Gradient samplers, for second-order pruning

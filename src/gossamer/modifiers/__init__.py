@@ -17,25 +17,23 @@ if TYPE_CHECKING:
     from gossamer.modifiers.gradual import (
         GlobalMagnitudePruningModifier,
         GMPruningModifier,
+        LevelPruningModifier,
         MagnitudePruningModifier,
         MFACPruningModifier,
         MovementPruningModifier,
         OBSPruningModifier,
     )
     from gossamer.modifiers.learned import ProbMaskPruningModifier, STRPruningModifier
-    from gossamer.modifiers.learning_rate import (
-        LearningRateFunctionModifier,
-        LearningRateModifier,
-        RateModifier,
-        SetLearningRateModifier,
-    )
-    from gossamer.modifiers.levels import LevelPruningModifier
     from gossamer.modifiers.pruning import ConstantPruningModifier, PruningModifier
     from gossamer.modifiers.quantization import QuantizationModifier
     from gossamer.modifiers.structure import LayerPruningModifier, LayerThinningModifier, StructuredPruningModifier
     from gossamer.modifiers.training import (
         EpochRangeModifier,
         GradualParamModifier,
+        LearningRateFunctionModifier,
+        LearningRateModifier,
+        RateModifier,
+        SetLearningRateModifier,
         SetParamModifier,
         SetWeightDecayModifier,
         SparsificationLoggingModifier,
@@ -83,7 +81,7 @@ __all__ = [
 ]
 
 
-_BASES = {"PruningModifier": "pruning", "RateModifier": "learning_rate"}
+_BASES = {"PruningModifier": "pruning", "RateModifier": "training"}
 
 
 def __getattr__(name: str) -> object:
