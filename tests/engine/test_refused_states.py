@@ -253,21 +253,6 @@ def test_a_state_without_shapes_of_parameters_is_loaded() -> None:
     assert fingerprint(model) == fingerprint(again)
 
 
-@pytest.mark.parametrize("steps", [3, 6])
-def test_a_step_far_beyond_the_recipe_is_reported(steps: int) -> None:
-    _, _, manager = started(f"modifiers:\n{ENDING}", steps=steps)
-    state = deepcopy(manager.state_dict())
-    assert manager.load_state_dict(state) == []
-    assert manager.load_state_dict({**state, "step": 10**9}) == [
-        "the state is at step 1000000000 and the recipe ends at step 4: check that the state is of this run"
-    ]
-
-
-def test_training_on_after_the_recipe_is_not_reported() -> None:
-    _, _, manager = started(f"modifiers:\n{ENDING}", steps=12)
-    assert manager.load_state_dict(manager.state_dict()) == []
-
-
 def test_a_modifier_of_ones_own_that_cannot_be_restored_changes_nothing() -> None:
     @register
     class Unrestorable(Modifier):

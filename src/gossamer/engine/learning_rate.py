@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from numbers import Number
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,8 +21,11 @@ from torch.utils.hooks import RemovableHandle
 from gossamer.engine.binding import BoundModifier
 from gossamer.engine.optimizer import set_option
 from gossamer.errors import GossamerError
-from gossamer.modifiers.base import Modifier, to_step
+from gossamer.modifiers.base import to_step
 from gossamer.modifiers.state import LARGEST_SETTING, LARGEST_STEP, Item, Spec
+
+if TYPE_CHECKING:
+    from gossamer.engine.manager import Manager
 
 logger = logging.getLogger("gossamer")
 
@@ -72,15 +75,6 @@ def _on_cpu(rate: object) -> bool:
     return not isinstance(rate, Tensor) or rate.device.type == "cpu"
 
 
-class RateSource(Protocol):
-    """The part of a manager that `RecipeRates` uses."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def learning_rate_modifiers(self) -> Sequence[Modifier]: ...
-
-
 class RecipeRates:
     """Restores the rates that the recipe set, from the start of its first learning-rate modifier on.
 
@@ -88,7 +82,7 @@ class RecipeRates:
     Does nothing without learning-rate modifiers.
     """
 
-    def __init__(self, manager: RateSource, optimizer: torch.optim.Optimizer, steps_per_epoch: float) -> None:
+    def __init__(self, manager: Manager, optimizer: torch.optim.Optimizer, steps_per_epoch: float) -> None:
         self._manager = manager
         self._optimizer = optimizer
         self._starts = [

@@ -196,27 +196,27 @@ class TrainingRun:
         self.progress.move(step)
         for own, action in self._due(step):
             self._perform(own, action)
-        self._log()
         if self.rates is not None:
             self.rates.record()
         if self.external_clock:
             self._restart_learning_rate()
 
     def _due(self, step: int) -> list[tuple[BoundModifier, str]]:
-        """What is due at or before `step`, in order; a modifier of no length starts and ends at once."""
-        events: list[tuple[tuple[int, int, int, int, int], BoundModifier, str]] = []
+        """What is due at or before `step`, in order; a modifier of no length starts and ends at once.
+
+        Logging modifiers come last, when the masks are applied.
+        """
+        events: list[tuple[tuple[int, ...], BoundModifier, str]] = []
         for own in self.modifiers:
-            if own.modifier.family == "logging":
-                continue
-            index, timing = own.index, own.timing
+            index, timing, last = own.index, own.timing, int(own.modifier.family == "logging")
             brief = int(timing.end != timing.start)
             ends = own.status != "ended" and timing.end is not None and timing.end <= step
             if own.status == "pending" and timing.start <= step:
-                events.append(((timing.start, brief, timing.start, index, 0), own, "start"))
+                events.append(((last, timing.start, brief, timing.start, index, 0), own, "start"))
             elif own.status == "active" and not ends and timing.updates_at(step):
-                events.append(((step, 1, timing.start, index, 0), own, "update"))
+                events.append(((last, step, 1, timing.start, index, 0), own, "update"))
             if ends and timing.end is not None:
-                events.append(((timing.end, 0, timing.start, index, 1), own, "end"))
+                events.append(((last, timing.end, 0, timing.start, index, 1), own, "end"))
         return [(own, action) for _, own, action in sorted(events, key=lambda event: event[0])]
 
     def _perform(self, own: BoundModifier, action: str) -> None:
@@ -239,18 +239,6 @@ class TrainingRun:
             raise GossamerError(Problem(message, (own.modifier.name,), location)) from error
         finally:
             self.masks.apply_changes(self.module)
-
-    def _log(self) -> None:
-        """Logging modifiers run last, when the masks are applied."""
-        for own in self.modifiers:
-            if own.modifier.family != "logging":
-                continue
-            if own.status == "pending" and own.timing.start <= self.step:
-                self._perform(own, "start")
-            elif own.status == "active" and own.timing.updates_at(self.step):
-                self._perform(own, "update")
-            if own.status == "active" and own.timing.end is not None and own.timing.end <= self.step:
-                self._perform(own, "end")
 
     def _restart_learning_rate(self) -> None:
         """Not when a modifier requests it: the user's scheduler makes its own step after the optimizer's."""

@@ -216,9 +216,6 @@ def with_weights(value: Any, shapes: Mapping[str, tuple[int, ...]], change: Call
 
 # Resuming
 
-_FAR_BEYOND = 100
-"""A state whose step is more than this many times the length of the recipe is reported."""
-
 
 @dataclass(frozen=True)
 class ResumedModifier:
@@ -275,7 +272,6 @@ def plan_resume(run: TrainingRun, state: RunState) -> Resume:
             resumed.append(_modifier(own, state.modifiers[key], specs, problems))
     unknown = [key for key in state.modifiers if key not in keys]
     problems += [f"{key} is in the state but not in the recipe, and is dropped" for key in unknown]
-    problems += _beyond(run.modifiers, resumed, step)
     restart = run.restart.parse_state(state.restart) if run.restart is not None and state.restart else None
     teacher, teacher_problem = None, None
     if run.distillation is not None:
@@ -285,16 +281,6 @@ def plan_resume(run: TrainingRun, state: RunState) -> Resume:
     return Resume(
         step, state.skipped_steps, state.groups, removals, resumed, restart, teacher, teacher_problem, problems
     )
-
-
-def _beyond(modifiers: Sequence[BoundModifier], resumed: Sequence[ResumedModifier], step: int) -> list[str]:
-    """Report a step that a run of this recipe does not reach, or only long after the recipe's end."""
-    last = max((own.timing.last for own in modifiers), default=0)
-    pairs = zip(modifiers, resumed, strict=True)
-    late = any(new.status == "active" and own.timing.end is not None and own.timing.end < step for own, new in pairs)
-    if not late and not 0 < last * _FAR_BEYOND < step:
-        return []
-    return [f"the state is at step {step} and the recipe ends at step {last}: check that the state is of this run"]
 
 
 def _model(run: TrainingRun, state: RunState) -> tuple[dict[str, Spec], list[Removal]]:

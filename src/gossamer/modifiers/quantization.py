@@ -18,7 +18,7 @@ from gossamer.model.weights import check_values
 from gossamer.modifiers.base import Modifier, Run, to_step
 from gossamer.modifiers.state import Item, Layout, Spec, StateField
 from gossamer.quantities import CountOrZero, Epoch
-from gossamer.quantization import Numbers, Rules, Scheme, scheme_of
+from gossamer.quantization import Rules, Scheme, scheme_of
 from gossamer.quantization.schemes import BITS
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class QuantizationModifier(Modifier):
         run.state["ranges"] = {} if before is None else dict(before.ranges)
         self.restore(run)
         self._calibrate(run)
-        logger.info("%s: emulating %s from step %d on", self.name, self._describe(), run.clock.step)
+        logger.info("%s: emulating integers from step %d on", self.name, run.clock.step)
 
     def restore(self, run: Run) -> None:
         from gossamer.quantization import Emulation, emulation_of
@@ -267,14 +267,6 @@ class QuantizationModifier(Modifier):
                 100 * share,
                 more,
             )
-
-    def _describe(self) -> str:
-        base = self._base()
-
-        def bits(numbers: Numbers | None) -> str:
-            return "floats" if numbers is None else f"{numbers.bits - numbers.reduced} bits"
-
-        return f"{bits(base.inputs)} for activations and {bits(base.weights)} for weights"
 
 
 def _ranges(item: Item, layout: Layout) -> dict[str, Tensor]:
