@@ -182,14 +182,6 @@ def test_a_key_that_a_modifier_does_not_declare_is_an_error_when_the_state_is_sa
         manager.state_dict()
 
 
-def test_a_modifier_without_a_state_refuses_one() -> None:
-    _, _, manager = started("modifiers: [!SetParamModifier {params: ['7.bias'], val: 0.0}]", steps=1)
-    state = manager.state_dict()
-    state["modifiers"]["SetParamModifier.0"]["state"]["val"] = 1.0
-    with pytest.raises(GossamerError, match="unknown key 'val'"):
-        manager.load_state_dict(state)
-
-
 def test_what_belongs_to_another_model_is_left_out_and_named() -> None:
     recipe = "modifiers: [!STRPruningModifier {params: __ALL_PRUNABLE__, start_epoch: 0, end_epoch: 9}]"
     _, _, manager = started(recipe)
