@@ -693,10 +693,6 @@ def test_the_teacher_of_a_quantized_model_computes_in_floats(first: str, start: 
     train(model, optimizer, range(7))
     assert len(given) == 7 - round(4 * start)
     assert all(torch.equal(plain(inputs), output) for inputs, output in given)
-    second = Manager(RECIPE)
-    second.modify(model, sgd(model), 4)
-    copy = second._run.distillation.teacher.module
-    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in copy.modules())
 
 
 # Several processes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import FieldError, GossamerError, Key, ModifierError, Problem
 from gossamer.model import named_modules, prunable
+from gossamer.model.tracing.tracer import batch_arguments
 from gossamer.model.weights import check_values
 from gossamer.modifiers.base import Modifier, Run, to_step
 from gossamer.modifiers.state import Item, Layout, Spec, StateField
@@ -288,19 +289,9 @@ def _reached(epoch: float | None, run: Run) -> bool:
 
 
 def _call(module: nn.Module, batch: Any) -> None:
-    """Run a batch: a tensor, a mapping of arguments, or a sequence that begins with the inputs."""
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-
-    def moved(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
-
     try:
-        if isinstance(batch, Mapping):
-            module(**{key: moved(value) for key, value in cast(Mapping[str, Any], batch).items()})
-        elif isinstance(batch, tuple | list) and batch:
-            module(moved(cast(Sequence[Any], batch)[0]))
-        else:
-            module(moved(batch))
+        args, kwargs = batch_arguments(batch, module)
+        module(*args, **kwargs)
     except (TypeError, RuntimeError) as error:
         raise ModifierError(
             f"calibration_data: the model does not accept a batch ({error}); pass tensors, pairs of inputs and "

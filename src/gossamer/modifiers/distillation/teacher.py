@@ -158,7 +158,7 @@ def frozen_copy(module: nn.Module) -> nn.Module:
     withdraw(copy)
     remove_substitutions(copy)
     copy.zero_grad(set_to_none=True)
-    return without_hooks(copy).eval().requires_grad_(False)
+    return copy.eval().requires_grad_(False)
 
 
 def _check_teacher(module: nn.Module, given: Any) -> None:
@@ -239,18 +239,6 @@ class LayerHook(Hook):
         first = next(found, None)
         if owner is not None and first is not None:
             self.callback(owner, first)
-
-
-def without_hooks(module: nn.Module) -> nn.Module:
-    """Remove the distillation hooks that a copy of a model has from the original."""
-    for layer in module.modules():
-        for name in ("_forward_pre_hooks", "_forward_hooks"):
-            hooks = cast(dict[int, object], getattr(layer, name))
-            for key in [key for key, hook in hooks.items() if isinstance(hook, Hook | DisabledHook)]:
-                del hooks[key]
-                for options in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
-                    cast(dict[int, bool], getattr(layer, options)).pop(key, None)
-    return module
 
 
 @contextmanager
