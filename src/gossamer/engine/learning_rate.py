@@ -1,7 +1,7 @@
 """Learning rates of a recipe next to the user's scheduler, and restarting that scheduler.
 
-`RateCheck` warns if something else changes a rate that the recipe set; `RecipeRates` restores such rates where a
-library steps its own scheduler; `Restart` resets a scheduler to its initial state, for pruning in levels.
+`RecipeRates` warns if something else changes a rate that the recipe set, or sets it again; `Restart` resets a scheduler
+to its initial state, for pruning in levels.
 """
 
 from __future__ import annotations
@@ -16,21 +16,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from gossamer.engine.binding import BoundModifier
 from gossamer.engine.optimizer import set_option
 from gossamer.errors import GossamerError
-from gossamer.modifiers.base import to_step
 from gossamer.modifiers.state import LARGEST_SETTING, LARGEST_STEP, Item, Spec
 
 if TYPE_CHECKING:
-    from gossamer.engine.manager import Manager
+    pass
 
 logger = logging.getLogger("gossamer")
 
 
-class RateCheck:
+class RecipeRates:
     """The learning rates that the recipe set, by parameter group; warns once when something else changes one.
 
     Costs a comparison per parameter group and step.
@@ -39,24 +37,44 @@ class RateCheck:
     def __init__(self, modifiers: Sequence[BoundModifier], optimizer: torch.optim.Optimizer) -> None:
         self._modifiers = [own for own in modifiers if own.modifier.family == "learning_rate"]
         self._optimizer = optimizer
-        self._recorded: dict[int, float] = {}
+        self._rates: dict[int, float] = {}
+        self._held = False
+        self.used: float | None = None
+        """If rates are held: the rate of the first group in the last step, when the recipe set it."""
+
+    def hold(self) -> None:
+        """Set the recipe's rates again before each step, from the start of its first learning-rate modifier on.
+
+        For libraries that step a scheduler of their own.
+        """
+        self._held = True
+        self.record()
 
     def record(self, *_: Any) -> None:
-        """Record the rates of all groups that a learning-rate modifier sets now."""
-        self._recorded.clear()
+        """Record the rates of all groups that a learning-rate modifier sets now, or has set if they are held."""
+        self._rates.clear()
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         for own in self._modifiers:
-            if own.status == "active":
+            if own.status == "active" or (self._held and own.status == "ended"):
                 chosen = own.modifier.learning_rate_groups
                 for index in range(len(groups)) if chosen is None else chosen:
                     # Reading a rate from a GPU would make each step wait for it.
-                    if index < len(groups) and _on_cpu(groups[index]["lr"]):
-                        self._recorded[index] = float(groups[index]["lr"])
+                    if index < len(groups) and (self._held or _on_cpu(groups[index]["lr"])):
+                        self._rates[index] = float(groups[index]["lr"])
 
-    def check(self, step: int) -> None:
-        """Warn when a rate is not what the recipe set."""
+    def restore(self) -> None:
+        """Set the recorded rates again, after a scheduler has changed them."""
+        for index, rate in self._rates.items():
+            set_option(self._optimizer.param_groups[index], "lr", rate)
+
+    def before_step(self, step: int) -> None:
+        """Restore the rates if they are held; otherwise warn when one is not what the recipe set."""
+        if self._held:
+            self.restore()
+            self.used = self._rates.get(0)
+            return
         groups: list[dict[str, Any]] = self._optimizer.param_groups
-        for index, rate in self._recorded.items():
+        for index, rate in self._rates.items():
             if index < len(groups) and float(groups[index]["lr"]) != rate:
                 logger.warning(
                     "the learning rate of parameter group %d is %.6g at step %d and the recipe set %.6g: something "
@@ -67,69 +85,12 @@ class RateCheck:
                     step,
                     rate,
                 )
-                self._modifiers, self._recorded = [], {}  # once per run
+                self._modifiers, self._rates = [], {}  # once per run
                 return
 
 
 def _on_cpu(rate: object) -> bool:
     return not isinstance(rate, Tensor) or rate.device.type == "cpu"
-
-
-class RecipeRates:
-    """Restores the rates that the recipe set, from the start of its first learning-rate modifier on.
-
-    Create it before the manager is attached, so that its hook comes first in each step; call `begin` after `modify`.
-    Does nothing without learning-rate modifiers.
-    """
-
-    def __init__(self, manager: Manager, optimizer: torch.optim.Optimizer, steps_per_epoch: float) -> None:
-        self._manager = manager
-        self._optimizer = optimizer
-        self._starts = [
-            (to_step(modifier.start_epoch, steps_per_epoch), modifier.learning_rate_groups)
-            for modifier in manager.learning_rate_modifiers
-        ]
-        self._rates: dict[int, float] = {}
-        self._handles: list[RemovableHandle] = []
-        self.used: float | None = None
-        """The rate of the first group in the last step, when the recipe set it."""
-        if self._starts:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-
-    def begin(self) -> None:
-        """Record the rates that the manager set, now and after each step."""
-        self.record()
-        if self._starts:
-            # After the manager's own hooks, which are registered by now: it writes, then this reads.
-            self._handles.append(self._optimizer.register_step_post_hook(self._after_step))
-
-    def record(self) -> None:
-        """Record the present rates of the groups that the recipe controls."""
-        step = self._manager.step if self._starts else 0
-        groups: list[dict[str, Any]] = self._optimizer.param_groups
-        controlled: set[int] = set()
-        for start, chosen in self._starts:
-            if start <= step:
-                controlled |= set(range(len(groups))) if chosen is None else set(chosen)
-        self._rates = {index: float(groups[index]["lr"]) for index in controlled if index < len(groups)}
-
-    def restore(self) -> None:
-        """Set the recorded rates again, after a scheduler has changed them."""
-        for index, rate in self._rates.items():
-            set_option(self._optimizer.param_groups[index], "lr", rate)
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._rates.clear()
-
-    def _before_step(self, *_: Any) -> None:
-        self.restore()
-        self.used = self._rates.get(0)
-
-    def _after_step(self, *_: Any) -> None:
-        self.record()
 
 
 # Restarting a scheduler

@@ -31,6 +31,7 @@ from gossamer.recipe import Recipe, load
 from gossamer.sparse import share_of_zeros
 
 if TYPE_CHECKING:
+    from gossamer.engine.learning_rate import RecipeRates
     from gossamer.engine.state import RunState
 
 _ONE_SHOT_STEPS = 1000
@@ -356,6 +357,13 @@ class Manager:
     def skipped(self) -> dict[str, dict[str, str]]:
         """By modifier: the parameters it leaves alone, with the reason."""
         return {a.key: dict(a.skipped) for a in self._attached().modifiers if a.skipped}
+
+    def hold_rates(self) -> RecipeRates | None:
+        """Let each step use the learning rates that the recipe set, whatever a scheduler sets; None if it sets none."""
+        rates = self._attached().rates
+        if rates is not None:
+            rates.hold()
+        return rates
 
     def masks(self) -> dict[str, torch.Tensor]:
         """By pruned parameter: True where the weight is kept."""

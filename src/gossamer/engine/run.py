@@ -28,7 +28,7 @@ from gossamer.modifiers.base import locating_errors
 from gossamer.recipe import Recipe
 
 if TYPE_CHECKING:
-    from gossamer.engine.learning_rate import RateCheck, Restart
+    from gossamer.engine.learning_rate import RecipeRates, Restart
     from gossamer.engine.state import Resume, RunState
     from gossamer.model.tracing.filter_groups import FilterGraph
     from gossamer.modifiers.distillation.passes import Distillation
@@ -94,12 +94,12 @@ class TrainingRun:
         self.modifiers = self._modifiers()
         parts = [(own.modifier, own.timing) for own in self.modifiers if own.modifier.family != "logging"]
         self.progress = Progress(parts, steps_per_epoch)
-        self.rates: RateCheck | None = None
-        """Checks the learning rates that the recipe sets, if it sets any."""
+        self.rates: RecipeRates | None = None
+        """The learning rates that the recipe sets, if it sets any."""
         if optimizer is not None and any(own.modifier.family == "learning_rate" for own in self.modifiers):
-            from gossamer.engine.learning_rate import RateCheck
+            from gossamer.engine.learning_rate import RecipeRates
 
-            self.rates = RateCheck(self.modifiers, optimizer)
+            self.rates = RecipeRates(self.modifiers, optimizer)
         self._handles: list[RemovableHandle] = []
         self._filter_graph: tuple[Any, FilterGraph | str] | None = None
         """The shapes that the model had when it was last traced, and the result."""
@@ -261,7 +261,7 @@ class TrainingRun:
             self.stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.loss_scale.before_step(optimizer)
         if self.rates is not None:
-            self.rates.check(self.step)
+            self.rates.before_step(self.step)
         self._restart_learning_rate()
         try:
             for own in self.modifiers:
