@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Saved:
-    """A tensor with its values; `version` is that of the tensor when nothing else should have written it since."""
+    """A tensor with its values and its version, the number of writes in place."""
 
     tensor: Tensor
     values: Tensor
@@ -36,6 +36,7 @@ class _Saved:
 
     @property
     def untouched(self) -> bool:
+        """Whether nothing has written the tensor; moving it to another device does not count."""
         return self.tensor._version == self.version  # pyright: ignore[reportPrivateUsage]
 
     @property
@@ -49,7 +50,7 @@ class _Saved:
     def restore(self) -> None:
         if self.cut:
             self.tensor.grad = None
-            self.tensor.data = self.values
+            self.tensor.data = self.values.to(self.tensor.device)
         else:
             self.tensor.copy_(self.values)
 
@@ -67,6 +68,7 @@ class Snapshot:
         self._trained = [(tensor, tensor.requires_grad, tensor.grad) for tensor in tensors.values()]
         gradients = [tensor.grad for tensor in tensors.values() if tensor.grad is not None]
         self._saved = [_Saved.of(tensor) for tensor in (*tensors.values(), *gradients)]
+        self._moments_kept = False
         self._moments: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         """The optimizer's dictionary for each parameter, and a copy of it."""
         if with_moments:
@@ -82,13 +84,15 @@ class Snapshot:
 
     def keep_moments(self) -> None:
         """Copy the optimizer's state too, which only moving or removing channels changes."""
-        if self._run.optimizer is not None and not self._moments:
-            states: Mapping[Any, dict[str, Any]] = self._run.optimizer.state
+        if not self._moments_kept:
+            self._moments_kept = True
+            states: Mapping[Any, dict[str, Any]] = {} if self._run.optimizer is None else self._run.optimizer.state
             self._moments = {id(key): (held, deepcopy(held)) for key, held in states.items()}
 
     def keep_changed(self) -> None:
         """Drop what has not changed; `undo` restores the rest, unless something else writes it from now on."""
-        self._saved = [one for one in self._saved if one.cut or not torch.equal(one.tensor.detach(), one.values)]
+        if not self._moments_kept:  # removing channels replaces data, which is not a write in place
+            self._saved = [one for one in self._saved if not one.untouched]
         for one in self._saved:
             one.touch()
 

@@ -286,27 +286,12 @@ class PruningModifier(Modifier):
             units = {name: self.pattern.unit_scores(score) for name, score in rows.items()}
             numels = {name: score.numel() for name, score in rows.items()}
             parts = filters.pools.keep(units, sparsity, self.caps(run), numels)
-            if not isinstance(sparsity, Mapping):
-                self._report_emptied(run, filters.pools.emptied(parts))
             kept = {name: self.pattern.expand(part, rows[name].shape) for name, part in parts.items()}
         elif isinstance(sparsity, Mapping):
             kept = {name: self.pattern.mask(score, sparsity[name]) for name, score in rows.items()}
         else:
             kept = global_masks(rows, self.pattern, sparsity, self.caps(run))
         return {name: self._rows(run, name, keep).contiguous() for name, keep in kept.items()}
-
-    def _report_emptied(self, run: Run, names: Sequence[str]) -> None:
-        """Warn once per layer that all its filters or channels are pruned."""
-        known: set[str] = run.scratch.setdefault("emptied", set())
-        if fresh := [name for name in names if name not in known]:
-            known.update(fresh)
-            logger.warning(
-                "%s prunes every %s of %s: the other layers have too few to reach the sparsity over all layers; "
-                "set max_layer_sparsity, or a lower sparsity",
-                self.name,
-                "channel" if isinstance(self.pattern, Channel) else "filter",
-                ", ".join(f"'{name}'" for name in fresh),
-            )
 
     def caps(self, run: Run) -> float | Mapping[str, float]:
         """With one threshold over all layers: the largest sparsity of every layer, or by layer."""
