@@ -12,8 +12,7 @@ from torch import nn
 
 import gossamer as sparsify
 from gossamer.create.modifiers import phases
-from gossamer.modifiers import GMPruningModifier, QuantizationModifier
-from gossamer.modifiers.learning_rate import RateModifier
+from gossamer.modifiers import GMPruningModifier, QuantizationModifier, RateModifier
 
 MODEL = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
 lengths = st.one_of(st.integers(1, 300).map(float), st.floats(0.01, 300))

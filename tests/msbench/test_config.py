@@ -99,7 +99,7 @@ WRONG: list[tuple[Any, str]] = [
     (levels(total_iters=-5), "total_iters: expected a number >= 1, found -5"),
     (levels(prun_algo=1, prun_algo_tuning=-1), "prun_algo_tuning"),
     (levels(prun_algo=1, sparse_rate_tolerance=-0.1), "sparse_rate_tolerance"),
-    (levels("NMMaskGenerator"), "2:4 means 0.5 in the end, found 0.9"),
+    (levels("NMMaskGenerator"), "2:4 means 0.5, found 0.9"),
     ({**levels(), "fuse_bn": True}, "fuse_bn: not supported; fuse with torch.nn.utils.fusion before"),
     (probmask(prune_rate=1.5), "prune_rate: expected a number < 1, found 1.5"),
     (probmask(start_prune_rate=-0.5), "start_prune_rate: expected a number >= 0, found -0.5"),

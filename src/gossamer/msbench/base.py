@@ -38,7 +38,7 @@ from gossamer.model import (
     unwrap,
 )
 from gossamer.modifiers import EpochRangeModifier, LevelPruningModifier, Modifier, STRPruningModifier
-from gossamer.modifiers.base import registered
+from gossamer.modifiers.base import known_names
 from gossamer.modifiers.state import Item, Spec
 from gossamer.msbench import generators, sparsers
 from gossamer.msbench.config import LOCATION, Config
@@ -457,7 +457,7 @@ class BaseScheduler:
 
     def _problem(self, problem: Problem) -> Problem:
         """A problem of a modifier as one of the config."""
-        key = problem.key[1:] if problem.key and problem.key[0] in registered() else problem.key
+        key = problem.key[1:] if problem.key and problem.key[0] in known_names() else problem.key
         keys = {"exclude": (*KWARGS, "no_prune_layer"), **self.field_keys}
         key = (*keys.get(str(key[0]), (key[0],)), *key[1:]) if key else ()
         return replace(problem, key=key, location=LOCATION)

@@ -13,9 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-import gossamer.modifiers  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from gossamer.errors import GossamerError, Key, Location, Problem
-from gossamer.modifiers.base import NOT_OFFERED, Modifier, find, registered
+from gossamer.modifiers.base import NOT_OFFERED, Modifier, find, known_names
 from gossamer.recipe.nodes import (
     ListNode,
     MapNode,
@@ -352,4 +351,4 @@ def _check_misplaced(pair: Pair, problems: SourceProblems) -> None:
 
 
 def _known() -> frozenset[str]:
-    return frozenset(registered()) | frozenset(NOT_OFFERED)
+    return frozenset(known_names()) | frozenset(NOT_OFFERED)
