@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from pydantic import ValidationError
@@ -37,18 +37,16 @@ from gossamer.model import (
     prunable,
     unwrap,
 )
+from gossamer.model.weights import duplicate
 from gossamer.modifiers import EpochRangeModifier, LevelPruningModifier, Modifier, STRPruningModifier
 from gossamer.modifiers.base import registered
 from gossamer.modifiers.state import Item, Spec
 from gossamer.msbench import generators, sparsers
 from gossamer.msbench.config import LOCATION, Config
 from gossamer.msbench.generators import GeneratedLevels, MaskGenerator
-from gossamer.msbench.tracing import check_leaves, leaf_names, traced
+from gossamer.msbench.tracing import check_leaves, traced
 from gossamer.recipe import Recipe
 from gossamer.validation import problems_of
-
-if TYPE_CHECKING:
-    from gossamer.analysis.layers import LayerReport
 
 M = TypeVar("M", bound=Modifier)
 logger = logging.getLogger("gossamer.msbench")
@@ -87,7 +85,7 @@ class BaseScheduler:
         self.skipped: dict[str, str] = {}
         self.example_inputs: Any = None
         self.in_parts = False
-        """Whether the model is traced in parts, its `networks`."""
+        """Whether `networks` were given."""
         self._reference: weakref.ref[nn.Module] | None = None
         self._run: TrainingRun | None = None
         self._begun = False
@@ -112,10 +110,9 @@ class BaseScheduler:
         """Bind the scheduler to a model; returns the model, traced if torch.fx represents it correctly.
 
         Weights keep their values and names. A `config` overrides parts of the scheduler's own. Build the optimizer
-        after this call, because methods that learn add parameters. `networks` are modules over the layers of a model
-        that cannot be traced as a whole, such as a detector: they are traced instead, the model is returned as it is,
-        and layers outside of them are not pruned. `example_inputs` are used to trace the model when channels are
-        permuted or filters depend on each other.
+        after this call, because methods that learn add parameters. `networks` are parts of a model that cannot be
+        traced as a whole, such as a detector: the model is returned as it is, and layers outside of them are not
+        pruned. `example_inputs` are used to trace the model when channels are permuted or filters depend on each other.
         """
         expect_model(model, "prepare_sparse_model")
         if config is not None:
@@ -128,11 +125,14 @@ class BaseScheduler:
                 f"prepare_sparse_model: {self.sparser.__name__} adds parameters, which {type(model).__name__} around "
                 "the model would not train; prepare the model first, then wrap it"
             )
+        check_leaves([model, *(networks or {}).values()], self.config.leaves)
+        prepared = model
         if networks is not None:
-            self._trace_networks(model, networks)
-            prepared = model
-        else:
-            prepared = traced(model, self.config.leaves) if self.traces and owner is model else model
+            inside = {id(parameter) for network in networks.values() for parameter in network.parameters()}
+            outside = [name for name in prunable(owner) if id(get_parameter(owner, name)) not in inside]
+            self.exclude = [*self.exclude, *outside]
+        elif self.traces and owner is model:
+            prepared = traced(model, self.config.leaves)
         self.example_inputs, self.in_parts = example_inputs, networks is not None
         for scheduler in list(_schedulers):
             scheduler.release(model)
@@ -203,14 +203,23 @@ class BaseScheduler:
                 weight = get_parameter(owner, name).detach()
                 self._exported.hold(0, name, weight != 0, weight)
             self._warn_early_export(owner)
-            self.exported()
         return model
 
     def export_sparse_onnx(self, model: nn.Module, dummy_input: Any, onnx_name: str | os.PathLike[str]) -> str:
-        """Write `onnx_name`.onnx with the zeros in the weights, and return its path; the model is not changed."""
-        from gossamer.msbench.onnx import write
+        """Write `onnx_name`.onnx with the zeros in the weights, and return its path; the model is not changed.
 
-        return write(self, model, dummy_input, onnx_name)
+        The batch dimension is dynamic. If the model supports only one batch size, so does the file, with a warning.
+        """
+        from gossamer.export import to_onnx
+
+        copy = self.export_sparse_model(duplicate(unwrap(model)))
+        target = f"{os.fspath(onnx_name).removesuffix('.onnx')}.onnx"
+        try:
+            return str(to_onnx(copy, target, dummy_input))
+        except GossamerError as error:
+            path = to_onnx(copy, target, dummy_input, dynamic_batch=False)  # raises if the batch is not the cause
+            logger.warning("%s: the file supports only the batch size of the example: %s", target, error)
+            return str(path)
 
     def compute_sparse_rate(self, model: nn.Module) -> float:
         """The measured share of zeros in the layers that are pruned; 0.0 if they have no weights."""
@@ -253,10 +262,6 @@ class BaseScheduler:
         model = self.prepared
         order = [*prunable(model), *left_dense(model)] if model is not None else []
         return {layer_path(name): reasons[name] for name in order if name in reasons}
-
-    def sparse_analysis(self, model: nn.Module) -> LayerReport:
-        """The effect of the config on each layer; for levels."""
-        raise GossamerError(f"sparse_analysis: {type(self).__name__} has no levels to analyse")
 
     def recipe(self, steps_per_epoch: float = 1.0) -> Recipe:
         """The config as a recipe; a manager that runs it ends with the same weights."""
@@ -421,14 +426,8 @@ class BaseScheduler:
             self._begun = True
             self._run.apply_masks()
 
-    def before_step(self) -> None:
-        """Called with the gradients computed, before the optimizer's step."""
-
     def after_step(self) -> None:
         """Called after each step of an optimizer that trains the model."""
-
-    def exported(self) -> None:
-        """Called when the prepared model itself was exported."""
 
     def release(self, model: nn.Module) -> None:
         """Stop holding the zeros of an exported model, because another scheduler prepares it."""
@@ -478,20 +477,6 @@ class BaseScheduler:
             needed, given = self.needs.__name__, self.sparser.__name__
             raise GossamerError(f"{type(self).__name__} needs {needed}, found {given}", "fake_sparse")
 
-    def _trace_networks(self, model: nn.Module, networks: Mapping[str, nn.Module]) -> None:
-        """Trace each network, and exclude layers outside of them."""
-        known = set[str]()
-        for network in networks.values():
-            own = leaf_names(network)
-            known |= own
-            if self.traces:
-                traced(network, [leaf for leaf in self.config.leaves if not isinstance(leaf, str) or leaf in own])
-        check_leaves(model, self.config.leaves, known)
-        inside = {id(parameter) for network in networks.values() for parameter in network.parameters()}
-        owner = unwrap(model)
-        outside = [name for name in prunable(owner) if id(get_parameter(owner, name)) not in inside]
-        self.exclude = [*self.exclude, *outside]
-
     def _new_run(self, model: nn.Module) -> TrainingRun:
         with self.config_errors():
             recipe, example = Recipe.of(self.modifiers(), name=LOCATION.file), self.example_inputs
@@ -504,7 +489,6 @@ class BaseScheduler:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
         self._untrained -= {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self.before_step()
         if self._run is None or not self._begun:
             return None
         if self._run.optimizer is None:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from torch import Tensor
 
 from gossamer.errors import MAX_SUGGESTED, GossamerError, Location, Problems, nearest
 from gossamer.quantities import Sparsity
@@ -113,7 +112,6 @@ def _part(
 def check_arguments(kind: type, given: Mapping[str, Any], problems: Problems, *key: str) -> dict[str, Any]:
     """Arguments of a class converted to the types that its `__init__` declares; their problems are below `key`."""
     fields = _keyword_fields(kind)
-    own = kind.__module__.startswith("gossamer.")
     fix = f"choose one of {', '.join(fields)}" if fields else f"{kind.__name__} takes no arguments"
     for name in [name for name in given if name not in fields][:MAX_SUGGESTED]:
         if name in _NOT_SUPPORTED:
@@ -125,9 +123,6 @@ def check_arguments(kind: type, given: Mapping[str, Any], problems: Problems, *k
         if name not in given:
             if required:
                 problems.add("missing key", *key, name)
-            continue
-        if own and hint is not Any and _has_tensor(given[name]):
-            problems.add("expected plain numbers or text, found a tensor", *key, name, fix="write its .tolist()")
             continue
         try:
             adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
@@ -181,13 +176,6 @@ def _sparsity(given: object, problems: Problems) -> dict[str, Any]:
         problems.add(f"expected {{'target_sparsity': …, 'uniform': …}}, found {given!r}", "sparsity")
         return {}
     return check_arguments(_SparsityArguments, cast(Mapping[str, Any], given), problems, "sparsity")
-
-
-def _has_tensor(value: object) -> bool:
-    """Whether a value is a tensor or a list with one, which pydantic would convert to numbers."""
-    if isinstance(value, list | tuple):
-        return any(_has_tensor(inner) for inner in cast(Sequence[Any], value))
-    return isinstance(value, Tensor)
 
 
 def copy_config(value: Any) -> Any:

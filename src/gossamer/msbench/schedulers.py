@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
@@ -19,14 +18,7 @@ from gossamer.errors import GossamerError, Key, Problem, Problems, within
 from gossamer.io import atomic_write
 from gossamer.model import ALL_PRUNABLE, DEPTHWISE, get_parameter, layer_path, unwrap, weight_of
 from gossamer.modifiers import ADMMPruningModifier, Modifier, ProbMaskPruningModifier, STRPruningModifier
-from gossamer.modifiers.learned import (
-    CONTROLLED,
-    STATISTICS,
-    controlled_pull,
-    note_statistics,
-    warn_of_stale_statistics,
-)
-from gossamer.modifiers.state import Item, Layout, vector
+from gossamer.modifiers.learned import CONTROLLED, controlled_pull, note_statistics, warn_of_stale_statistics
 from gossamer.msbench import sparsers
 from gossamer.msbench.base import KWARGS, BaseScheduler, logger
 from gossamer.msbench.config import Config
@@ -105,8 +97,6 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         self.save_dir = None if save_dir is None else Path(save_dir)
         self.example = default_input_custom if default_input_custom is not None else default_input_shape
         self.init_lr, self.verbose = init_lr, verbose
-        self._closing: weakref.WeakSet[torch.optim.Optimizer] | None = None
-        """In the last iteration: the optimizers whose last step is saved."""
         self.modifiers()  # raises for invalid arguments
 
     def _check_table(self, table: Sequence[float], total_iters: int) -> None:
@@ -152,7 +142,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         return self.total_iters
 
     def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
-        """A level is saved when it ends; the last one again after each optimizer's last step."""
+        """A level is saved when it ends; the last one again after each optimizer step of the last iteration."""
         if not self._begun and self.analyse:
             self._write_analysis(self.sparse_analysis(model))
         before, after = self.level, max(n for n, start in enumerate(self.level_starts) if start <= iteration)
@@ -164,21 +154,17 @@ class AmbaLevelPruneScheduler(BaseScheduler):
                 zeros = int((get_parameter(unwrap(model), name) == 0).count_nonzero())
                 logger.info("iteration %d: '%s' has %d zeros", iteration, name, zeros)
         reached = self.iteration is not None and self.iteration + 1 >= self.total_iters
-        self._closing = None
         if iteration + 1 >= self.total_iters and not reached:
             self._save_level(model, after)
-            self._closing = weakref.WeakSet()
 
     @property
     def level(self) -> int | None:
         """The current level, from 0; None before the first."""
         return self._bound.state.get("level") if self._begun and self._bound is not None else None
 
-    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        super()._after_step(optimizer)
+    def after_step(self) -> None:
         model, level = self.prepared, self.level
-        if self._closing is not None and optimizer not in self._closing and model is not None and level is not None:
-            self._closing.add(optimizer)
+        if self.iteration == self.total_iters - 1 and model is not None and level is not None:
             self._save_level(model, level)
 
     def sparse_analysis(self, model: nn.Module) -> LayerReport:
@@ -219,13 +205,8 @@ class AmbaLevelPruneScheduler(BaseScheduler):
             return
         model = unwrap(model)
         path = self.save_dir / f"global_sparse_rate_{self.table[level]}.pth.tar"
-        try:
-            own = model.state_dict()
-        except Exception as error:  # of the model's own code
-            reason = f"{type(error).__name__}: {error}"
-            raise GossamerError(f"{path}: the model's state_dict() fails ({reason}); set save_dir to null") from error
         state = {
-            "model": own,
+            "model": model.state_dict(),
             "prune_step": level,
             "sparse_rate": self.table[level],
             "sparsities": {layer_path(name): share_of_zeros(weight_of(model, name)) for name in self.names},
@@ -502,23 +483,11 @@ class ProbMaskPruneScheduler(BaseScheduler):
     def export_sparse_model(self, model: nn.Module) -> nn.Module:
         """As in the base class; warns if batch norm was not recalibrated after training with random masks."""
         prepared = self.prepared
+        super().export_sparse_model(model)
         if prepared is not None and unwrap(model) is prepared:
             warn_of_stale_statistics(prepared, self._statistics, "export_sparse_model")
-        return super().export_sparse_model(model)
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"statistics": dict(self._statistics)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        entries = Item(state, "load_state_dict").entries()
-        saved = entries["statistics"].fields([], STATISTICS) if "statistics" in entries else {}
-        statistics = {key: vector().parse(item, Layout(self.names, {})) for key, item in saved.items()}
-        problems = super().load_state_dict(state)
-        self._statistics = statistics if "statistics" in entries else self._statistics
-        return problems
-
-    def exported(self) -> None:
-        self._pool = sparsers.Pool(seed=self.seed)
+            self._pool = sparsers.Pool(seed=self.seed)
+        return model
 
 
 # ADMM
