@@ -135,14 +135,6 @@ def test_a_recipe_that_is_too_large_is_refused(file: Path, monkeypatch: pytest.M
         assert "expected a recipe of at most" in one_problem(given)
 
 
-def test_a_file_that_may_not_be_read_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: str) -> None:
-        raise PermissionError(13, "Permission denied", path)
-
-    monkeypatch.setattr(source, "open_regular", refuse)
-    assert one_problem(file) == f"{file}: cannot be read: Permission denied"
-
-
 def test_streams_that_do_not_work_are_refused(file: Path) -> None:
     closed = io.StringIO(RANGE)
     closed.close()

@@ -30,8 +30,8 @@ from gossamer.model.tracing.flow import Ends, ends
 from gossamer.modifiers import Modifier
 from gossamer.modifiers.base import find
 from gossamer.recipe import Recipe, load
-from gossamer.recipe.expressions import evaluate
 from gossamer.recipe.nodes import expression_in
+from gossamer.recipe.variables import evaluate
 from gossamer.validation import problems_of
 
 logger = logging.getLogger("gossamer")

@@ -158,7 +158,7 @@ class _Literals(ast.NodeTransformer):
     def __init__(self, path: Path, text: str, constants: Mapping[str, ast.expr]) -> None:
         self._path = path
         self._text = text
-        self._constants = constants
+        self._constants: Mapping[str, ast.expr] = constants
         self._left = MAX_NODES
 
     def evaluate(self, node: ast.AST) -> Any:
@@ -175,7 +175,7 @@ class _Literals(ast.NodeTransformer):
         if isinstance(node, ast.Name) and node.id in self._constants:
             constants, self._constants = self._constants, {}  # constants have no names in them
             literal = self.visit(constants[node.id])
-            self._constants = constants
+            self._constants: Mapping[str, ast.expr] = constants
             return literal
         if isinstance(node, ast.Attribute) and _is_torch_name(node):
             return ast.copy_location(ast.Constant(node.attr), node)  # in a whitelist

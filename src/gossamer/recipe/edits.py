@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from gossamer.errors import MAX_SUGGESTED, Location, Problem, RecipeError, nearest
 from gossamer.modifiers.base import Modifier
@@ -31,7 +30,6 @@ from gossamer.recipe.variables import names_in
 from gossamer.recipe.writer import entry, entry_head, inline, item_lines, list_lines, plain_data
 
 _REST_OF_LINE = re.compile(r"[ \t]*(?:#[^\n]*)?(?=\n|\Z)")
-_COLON = re.compile(r"\s*:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +88,7 @@ def set_metadata(source: Source, metadata: object) -> Source:
     root = outline_of(source).root
     value = plain_data(metadata)
     if isinstance(root, ListNode):
-        line_start = source.text.rfind("\n", 0, root.start) + 1
-        if root.flow or source.text[line_start : root.start].strip() or root.anchor:
-            raise recipe_error(source.name, "metadata cannot be added to this layout")
-        end = _end_of_line(source.text, root.end)
-        lines = entry("metadata", value, 0)
-        return _applied(
-            source, [_Edit(line_start, line_start, "modifiers:\n"), _Edit(end, end, "\n\n" + "\n".join(lines))]
-        )
+        raise recipe_error(source.name, "a list has no place for metadata")
     own = {pair.key: pair for pair in pairs(root, SourceProblems(source)) if not pair.merged}
     if "metadata" in own:
         return _applied(source, [_replaced(source.text, own["metadata"], value)])
@@ -143,14 +134,7 @@ def _replaced(text: str, pair: Pair, value: object) -> _Edit:
     start = content_start(text, node)
     if isinstance(node, ScalarNode) or node.flow or node.tag:
         return _Edit(node.start, node.end, anchor + shown)
-    if isinstance(node, ListNode) and isinstance(value, list) and value:
-        between = "\n" + " " * _column(text, start)
-        items = cast("list[object]", value)
-        return _Edit(start, node.end, between.join(f"- {inline(item, literal=False)}" for item in items))
-    colon = _COLON.match(text, pair.key_node.end)
-    if colon and not text[colon.end() : node.start].strip() and not text[node.start : start].strip(" \n&" + anchor):
-        return _Edit(colon.end(), node.end, f" {anchor}{shown}")
-    return _Edit(start, node.end, f"  {shown}")
+    return _Edit(start, node.end, f"  {shown}")  # further in than its key, which a list need not be
 
 
 def _appended(text: str, body: MapNode, key: object, value: object) -> _Edit:

@@ -127,7 +127,7 @@ class Pair:
     """One entry of a mapping; `merged` says that it came through `<<`."""
 
     key: object
-    key_node: ScalarNode
+    key_node: Node
     value: Node
     merged: bool = False
 
@@ -269,7 +269,7 @@ def pairs(node: MapNode, problems: SourceProblems) -> list[Pair]:
             name = scalar_of(key, problems)
             if name in own:
                 _report_duplicate(name, own[name], key_node, problems)
-            own[name] = Pair(name, _at(key, key_node), value)
+            own[name] = Pair(name, key_node, value)
     for value in merges:
         for pair in _merged(value, problems):
             own.setdefault(pair.key, pair)
@@ -317,13 +317,6 @@ def _merged(value: Node, problems: SourceProblems) -> Iterator[Pair]:
             yield from (Pair(pair.key, pair.key_node, pair.value, True) for pair in pairs(mapping, problems))
         else:
             problems.at(part.start, "expected a mapping, or a list of mappings, after '<<'")
-
-
-def _at(key: ScalarNode, written: Node) -> ScalarNode:
-    """The key at the position where it is written, also when that is an alias."""
-    if key is written:
-        return key
-    return ScalarNode(key.text, key.plain, key.tag, None, written.start, written.end)
 
 
 def _fail_syntax(error: YAMLError, source: Source, problems: SourceProblems) -> NoReturn:

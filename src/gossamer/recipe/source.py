@@ -25,6 +25,7 @@ UNNAMED = "<recipe>"
 
 _ZOO_CLOSED = "SparseZoo is closed; `gossamer recipe list` lists the built-in recipes"
 _FENCE = re.compile(r"^---[ \t]*(?:\n|\Z)", re.MULTILINE)
+_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _MORE_YAML = re.compile(r"^\w*modifiers\w*[ \t]*:|^[ \t]*- !\w", re.MULTILINE)
 _LOOKS_LIKE_TEXT = re.compile(r"[\n\r{\[]|(?:^|\s)![A-Za-z]|:\s|:$|^\s*-\s|^\s*$")
@@ -191,36 +192,22 @@ def _front_matter(name: str, text: str) -> tuple[int, int]:
     suffix = Path(name).suffix.lower()
     if suffix in (".yaml", ".yml"):
         return 0, len(text)
-    opening, leads = _opening(text)
+    outside = _COMMENT.sub(lambda comment: re.sub(r"\S", " ", comment[0]), text)
+    opening = _FENCE.search(outside)
+    closing = _FENCE.search(text, opening.end()) if opening else None
     if suffix in (".md", ".markdown"):
         if opening is None:
             message = "expected YAML front matter between two lines '---', found none"
             raise RecipeError(Problem(message, location=Location(name, 1, 1)))
-        closing = _FENCE.search(text, opening.end())
         if closing is None:
             location = Location(name, text.count("\n", 0, opening.start()) + 1, 1)
             message = "the front matter that starts here is not closed by a line '---'"
             raise RecipeError(Problem(message, location=location))
         return opening.end(), closing.start()
-    closing = _FENCE.search(text, opening.end()) if opening and leads else None
-    if opening is None or closing is None or _MORE_YAML.search(_CODE_BLOCK.sub("", text[closing.end() :])):
+    if opening is None or closing is None or outside[: opening.start()].strip():
         return 0, len(text)
-    return opening.end(), closing.start()
-
-
-def _opening(text: str) -> tuple[re.Match[str] | None, bool]:
-    """The first `---` line outside of comments, and whether only comments come before it."""
-    position, leads = 0, True
-    fence = _FENCE.search(text)
-    while fence is not None:
-        comment = text.find("<!--", position, fence.start())
-        end = text.find("-->", comment) if comment >= 0 else -1
-        if end < 0:
-            return fence, leads and not text[position : fence.start()].strip()
-        leads = leads and not text[position:comment].strip()
-        position = end + 3
-        fence = fence if fence.start() >= position else _FENCE.search(text, position)
-    return None, leads
+    more_follows = _MORE_YAML.search(_CODE_BLOCK.sub("", text[closing.end() :]))
+    return (0, len(text)) if more_follows else (opening.end(), closing.start())
 
 
 def _no_such_file(path: str) -> RecipeError:
