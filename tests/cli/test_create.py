@@ -141,7 +141,7 @@ def test_json_has_every_layer_with_its_reason(create: Any) -> None:
         ),
         (
             ["--pruning", "rigl", "--mask-type", "block4"],
-            "error: --mask-type: block4 contradicts pruning rigl, which removes single weights; "
+            "error: --mask-type: mask_type block4 contradicts pruning rigl, which removes single weights; "
             "drop mask_type, or choose pruning magnitude",
         ),
         (["--sparsity", "0.9999", "--mask-type", "filter"], "error: --sparsity: sparsity 0.9999 is out of reach"),

@@ -20,7 +20,7 @@ from gossamer.create.choices import CONSTANT, Choices, choose
 from gossamer.create.layers import PLAIN, LayerPlan, percent, plan_layers
 from gossamer.create.modifiers import Context, Phases, phases
 from gossamer.create.schemas import RecipeVariables
-from gossamer.create.text import Entry, Row, Variable, format_recipe, name_patterns
+from gossamer.create.text import Entry, Variable, format_recipe, name_patterns
 from gossamer.engine import Manager
 from gossamer.engine.manager import check_arguments
 from gossamer.errors import GossamerError, Problem
@@ -173,7 +173,7 @@ def design(
         variables, (first, *rest) = modifiers.pruning(context)
         comments = [*_layer_comments(choices, layers, module), *(f"Note: {replace(note, key=())}." for note in notes)]
         pruning = variables, [replace(first, comments=[*comments, *first.comments]), *rest]
-    recipe = _assemble(module, choices, times, pruning, steps_per_epoch)
+    recipe = _assemble(module, choices, times, pruning)
     return Design(recipe, choices, times, tuple(layers), tuple(warnings))
 
 
@@ -182,9 +182,8 @@ def _assemble(
     choices: Choices,
     times: Phases,
     pruning: tuple[list[Variable], list[Entry]],
-    steps_per_epoch: float | None,
 ) -> Recipe:
-    rate_variables, rates = modifiers.learning_rate(choices, steps_per_epoch)
+    rate_variables, rates = modifiers.learning_rate(choices)
     quantization_variables, quantization = modifiers.quantization(choices)
     distillation_variables, distillation = modifiers.distillation(choices)
     variables = [
@@ -225,11 +224,8 @@ def _evaluated(value: object, variables: Mapping[str, object]) -> object:
         return value if expression is None else evaluate(expression, variables.__getitem__)
     if isinstance(value, Mapping):
         return {key: _evaluated(item, variables) for key, item in cast(Mapping[str, object], value).items()}
-    if isinstance(value, list | tuple):
-        items = cast(Sequence[object], value)
-        if rows := [item for item in items if isinstance(item, Row)]:
-            return {row.sparsity: list(row.params) for row in rows}
-        return [_evaluated(item, variables) for item in items]
+    if isinstance(value, list):
+        return [_evaluated(item, variables) for item in cast(list[object], value)]
     return value
 
 

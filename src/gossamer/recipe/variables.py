@@ -264,7 +264,7 @@ _OPERATORS: dict[type, Callable[[Number, Number], Number]] = {
     ast.Mod: operator.mod,
     ast.Pow: _power,
 }
-_FUNCTIONS: dict[str, Callable[..., Number]] = {
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "min": lambda *numbers: min(numbers),
     "max": lambda *numbers: max(numbers),
     "abs": abs,

@@ -19,7 +19,9 @@ from gossamer.recipe.nodes import expression_in, scalar_value
 
 _SAFE_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _PLAIN_EXPRESSION = re.compile(r"eval\([\w ().+*/%-]*\)", re.ASCII)
-_WIDTH = 100
+_BLOCK_EXPRESSION = re.compile(r"eval\([\w ().,+*/%-]*\)", re.ASCII)
+"""Outside of brackets an expression may have commas."""
+_WIDTH = 112
 
 Named = Sequence[tuple[str, Sequence[Modifier]]]
 
@@ -114,7 +116,8 @@ def inline(value: object, *, literal: bool = True) -> str:
 def entry(key: object, value: object, indent: int, *, literal: bool = True) -> list[str]:
     """Lines of `key: value` in block style, indented by `indent` spaces."""
     head = f"{' ' * indent}{_key(key)}:"
-    line = f"{head} {inline(value, literal=literal)}"
+    is_plain = not literal and isinstance(value, str) and _BLOCK_EXPRESSION.fullmatch(value)
+    line = f"{head} {value if is_plain else inline(value, literal=literal)}"
     if len(line) <= _WIDTH or not value:
         return [line]
     if isinstance(value, list):
