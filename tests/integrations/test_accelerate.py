@@ -190,24 +190,6 @@ def test_a_loop_without_a_length_has_to_say_its_steps(library: Any) -> None:
     assert Sparsity(RECIPE, steps_per_epoch=4).attach(accelerator, model, optimizer, stream).epoch == 0
 
 
-def test_a_copy_of_the_model_teaches_through_accumulated_losses(library: Any) -> None:
-    recipe = "modifiers:\n  - !DistillationModifier {hardness: 1.0, temperature: 1.0}\n" + pruning(end=1)
-    loop = Loop(library, recipe, accumulate=2, distillation_teacher=nn.Sequential(nn.Linear(64, 10)))
-    before = weights(loop.plain)
-    loop.train(epochs=1)
-    assert not same(before, weights(loop.plain))
-    loop.sparsity.finalize()
-    assert zeros(loop.plain[0].weight) == 4915
-
-
-def test_what_is_no_accelerator_is_refused(library: Any) -> None:
-    from gossamer.integrations.accelerate import Sparsity
-
-    model = network()
-    with pytest.raises(GossamerError, match="expected the accelerator first, found Sequential"):
-        Sparsity(RECIPE).attach(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
-
-
 def _in_two_processes(folder: str) -> None:
     import accelerate
 

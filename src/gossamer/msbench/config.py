@@ -51,26 +51,21 @@ class Config:
         problems.raise_if_any()
 
     def overridden(self, given: object) -> dict[str, Any]:
-        """This config with parts replaced by those of another one."""
+        """This config with parts replaced by those of another one; arguments of a part of the same type are merged."""
         merged = {**self.given, **_unnested(given)}
         for part in PARTS:
             own, other = self.given.get(part), merged.get(part)
-            if isinstance(own, Mapping) and isinstance(other, Mapping) and other is not own:
-                merged[part] = _merged(cast(Mapping[str, Any], own), cast(Mapping[str, Any], other))
+            if not (isinstance(own, Mapping) and isinstance(other, Mapping)):
+                continue
+            before, after = cast(Mapping[str, Any], own), cast(Mapping[str, Any], other)
+            kwargs = before.get("kwargs") or {}, after.get("kwargs") or {}
+            if after.get("type", before.get("type")) == before.get("type") and isinstance(kwargs[1], Mapping):
+                merged[part] = {**before, **after, "kwargs": {**kwargs[0], **kwargs[1]}}
         return merged
 
     def custom_classes(self) -> list[str]:
         """The names of registered classes that do not come with Gossamer."""
         return [kind.__name__ for kind in self.types.values() if not kind.__module__.startswith("gossamer.")]
-
-
-def _merged(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """A part with the arguments of another over its own, if both are of one type."""
-    if other.get("type", own.get("type")) != own.get("type"):
-        return dict(other)
-    kwargs: Any = (own.get("kwargs") or {}, other.get("kwargs") or {})
-    merged = {**kwargs[0], **kwargs[1]} if all(isinstance(part, Mapping) for part in kwargs) else other.get("kwargs")
-    return {**own, **other, "kwargs": merged}
 
 
 def _unnested(given: object) -> dict[str, Any]:

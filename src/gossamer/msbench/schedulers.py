@@ -18,7 +18,14 @@ from gossamer.errors import GossamerError, Key, Problem, Problems, within
 from gossamer.io import atomic_write
 from gossamer.model import ALL_PRUNABLE, DEPTHWISE, get_parameter, layer_path, unwrap, weight_of
 from gossamer.modifiers import ADMMPruningModifier, Modifier, ProbMaskPruningModifier, STRPruningModifier
-from gossamer.modifiers.learned import CONTROLLED, controlled_pull, note_statistics, warn_of_stale_statistics
+from gossamer.modifiers.learned import (
+    CONTROLLED,
+    STATISTICS,
+    controlled_pull,
+    note_statistics,
+    warn_of_stale_statistics,
+)
+from gossamer.modifiers.state import Item, Layout, vector
 from gossamer.msbench import sparsers
 from gossamer.msbench.base import KWARGS, BaseScheduler, logger
 from gossamer.msbench.config import Config
@@ -488,6 +495,17 @@ class ProbMaskPruneScheduler(BaseScheduler):
             warn_of_stale_statistics(prepared, self._statistics, "export_sparse_model")
             self._pool = sparsers.Pool(seed=self.seed)
         return model
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"statistics": dict(self._statistics)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        entries = Item(state, "load_state_dict").entries()
+        saved = entries["statistics"].fields([], STATISTICS) if "statistics" in entries else {}
+        statistics = {key: vector().parse(item, Layout(self.names, {})) for key, item in saved.items()}
+        problems = super().load_state_dict(state)
+        self._statistics = statistics or self._statistics
+        return problems
 
 
 # ADMM

@@ -46,15 +46,19 @@ Locations = Mapping[str | None, Location]
 
 @dataclass(frozen=True)
 class Content:
-    """The parts of a recipe; `locations` is empty unless it was read from text."""
+    """The parts of a recipe."""
 
     modifiers: tuple[Modifier, ...]
     variables: Mapping[str, Any]
+    """The variables of the whole recipe, computed; those of stages are not included."""
     metadata: Any = None
     version: Any = None
     stages: Stages = ()
+    """Name and modifiers of each stage; empty when the recipe has none."""
     locations: tuple[Locations, ...] = ()
+    """The locations of each modifier; empty unless the recipe was read from text."""
     warnings: tuple[Problem, ...] = ()
+    """Fields and keys without effect; `str(warning)` has the file and line."""
 
 
 @dataclass(frozen=True, slots=True)
