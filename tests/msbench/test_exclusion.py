@@ -87,31 +87,6 @@ def test_other_methods_leave_out_the_same_layers(config: dict[str, Any]) -> None
     assert all("exclude" in str(scheduler.layers[name]) for name in ("conv", "conv2_head", "block.0"))
 
 
-class DistributedDataParallel(nn.Module):
-    """Stands for torch's wrapper of the same name, which needs a group of processes."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any) -> Any:
-        return self.module(*args)
-
-
-@pytest.mark.parametrize("wrapped_first", [True, False])
-def test_names_are_the_same_inside_a_wrapper(wrapped_first: bool) -> None:
-    torch.manual_seed(0)
-    config = levels(sparsity_table=[50], no_prune_keyword="conv", no_prune_layer="module.block.0")
-    if wrapped_first:
-        scheduler, model = prepared(config, DistributedDataParallel(Stem()))
-        assert type(model) is DistributedDataParallel
-    else:
-        scheduler, model = prepared(config, Stem())
-        model = DistributedDataParallel(model)
-    expect(scheduler, model, {"depthwise", "weighted"}, torch.randn(IMAGES))
-    assert scheduler.compute_sparse_rate(model) == 0.5
-
-
 def test_a_layer_that_is_really_called_module_is_found_by_its_name() -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:

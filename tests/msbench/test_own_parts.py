@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
-from gossamer.msbench import PRESETS, BaseScheduler, FakeSparse, MaskGenerator, build_sparse_scheduler, register
+from gossamer.msbench import BaseScheduler, FakeSparse, MaskGenerator, build_sparse_scheduler, register
 from gossamer.msbench.config import Config
 from gossamer.msbench.generators import NormalMaskGenerator
-from gossamer.sparse import NM
 from tests.loops import PRUNABLE, batch, network, sgd, through_disk, zeros
-from tests.msbench.configs import TOTAL, accuracy, digit_loss, levels, loop, prepared, trained_digit_net
+from tests.msbench.configs import TOTAL, levels, loop, prepared
 
 
 class EveryOther(MaskGenerator):
@@ -172,22 +171,3 @@ def test_custom_parts_cannot_be_written_into_a_recipe(kind: str) -> None:
 
 
 # Presets
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_each_preset_prunes_a_network_that_still_reads_digits(name: str) -> None:
-    config = PRESETS[name]
-    kwargs = config["scheduler"]["kwargs"]
-    if "total_iters" in kwargs:
-        kwargs["total_iters"] = 70
-    scheduler, model = prepared(config, trained_digit_net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scheduler.init_optimizer(optimizer)
-    loop(scheduler, model, optimizer, range(70), loss=digit_loss)
-    scheduler.export_sparse_model(model)
-    if name == "Ampere":
-        assert NM(2, 4).violations(model.conv2.weight.detach()) == 0
-        assert scheduler.compute_sparse_rate(model) == 0.5
-    else:
-        assert scheduler.compute_sparse_rate(model) == pytest.approx(0.9, abs=1e-4)
-    assert accuracy(model) >= 0.85

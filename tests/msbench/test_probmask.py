@@ -221,23 +221,6 @@ def test_what_is_saved_of_the_clock_is_exact_and_a_tensor() -> None:
     assert not [name for name, _ in model.named_buffers() if "fake_sparse" in name]
 
 
-def test_masks_follow_a_model_that_is_cast_between_evaluations() -> None:
-    _, model = run()
-    [first, *_] = nodes(model).values()
-    inputs = batch(50)[0]
-    model.eval()(inputs)
-    ranked = first.pool._masks
-    assert model.double()(inputs.double()).dtype == torch.float64
-    assert first.pool._masks is not ranked
-
-
-def test_a_replica_of_data_parallel_evaluates_as_its_model() -> None:
-    _, model = run()
-    for name, node in nodes(model.eval()).items():
-        replica, weight = node._replicate_for_data_parallel(), model.get_parameter(name)
-        assert torch.equal(replica(weight), node(weight))
-
-
 def test_layers_of_one_shape_have_each_their_noise_and_the_same_in_another_process() -> None:
     found = []
     for _ in range(2):

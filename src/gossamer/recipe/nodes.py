@@ -64,15 +64,20 @@ _MAX_DIGITS = 1000
 
 
 @dataclass(slots=True, eq=False)
-class ScalarNode:
-    text: str
-    plain: bool
-    tag: str | None
-    anchor: str | None
+class _Node:
     start: int
     end: int
-    size: int = 1
-    height: int = 1
+    size: int = field(default=1, kw_only=True)
+    """Values at and below it, with aliases expanded."""
+    height: int = field(default=1, kw_only=True)
+
+
+@dataclass(slots=True, eq=False)
+class ScalarNode(_Node):
+    tag: str | None
+    anchor: str | None
+    text: str
+    plain: bool
 
     @property
     def is_empty(self) -> bool:
@@ -84,39 +89,26 @@ class ScalarNode:
 
 
 @dataclass(slots=True, eq=False)
-class ListNode:
+class ListNode(_Node):
     tag: str | None
     anchor: str | None
-    start: int
-    end: int
     flow: bool
     items: list[Node] = field(default_factory=list["Node"])
-    size: int = 1
-    height: int = 1
 
 
 @dataclass(slots=True, eq=False)
-class MapNode:
+class MapNode(_Node):
     """`entries` are as written; `pairs` gives them with merge keys applied."""
 
     tag: str | None
     anchor: str | None
-    start: int
-    end: int
     flow: bool
     entries: list[tuple[Node, Node]] = field(default_factory=list[tuple["Node", "Node"]])
-    size: int = 1
-    height: int = 1
 
 
 @dataclass(slots=True, eq=False)
-class AliasNode:
-    name: str
+class AliasNode(_Node):
     target: ScalarNode | ListNode | MapNode
-    start: int
-    end: int
-    size: int
-    height: int
 
 
 Node = ScalarNode | ListNode | MapNode | AliasNode
@@ -356,7 +348,7 @@ class _Composer:
             case SequenceStartEvent() | MappingStartEvent():
                 kind = ListNode if isinstance(event, SequenceStartEvent) else MapNode
                 flow = self._source.text[end - 1 : end] in ("[", "{")
-                self._begin(kind(self._tag(event, start), cast(Any, event).anchor, start, end, flow))
+                self._begin(kind(start, end, self._tag(event, start), cast(Any, event).anchor, flow))
             case SequenceEndEvent() | MappingEndEvent():
                 self._finish(end)
             case DocumentStartEvent():
@@ -374,7 +366,7 @@ class _Composer:
             )
         if event.style in ("|", ">"):
             end = start + len(self._source.text[start:end].rstrip())
-        return ScalarNode(event.value, event.style is None, self._tag(event, start), event.anchor, start, end)
+        return ScalarNode(start, end, self._tag(event, start), event.anchor, event.value, event.style is None)
 
     def _tag(self, event: Any, start: int) -> str | None:
         tag: str | None = event.tag
@@ -389,7 +381,7 @@ class _Composer:
         node = self._anchors.get(name)
         if node is None:
             self._problems.fail_at(start, f"no anchor '&{name}' before '*{name}'{nearest(name, self._anchors)}")
-        return AliasNode(name, node, start, end, node.size, node.height)
+        return AliasNode(start, end, node, size=node.size, height=node.height)
 
     def _begin(self, node: ListNode | MapNode) -> None:
         self._open.append(node)
