@@ -166,10 +166,8 @@ def design(
         network_ends = ends(module, example_inputs)
         layers = plan_layers(module, choices, network_ends, batches, progress)
         context = Context(choices, choices.method, layers, module, times, steps_per_epoch)
-        trace_note, sparse_note = _trace_note(network_ends), _sparse_note(context)
-        notes = [note for note in (trace_note, sparse_note) if note is not None]
-        warnings = [note for note in notes if note is not trace_note or _guessed(network_ends)]
-        warnings += [Problem(f"'{name}' stays dense: {why}") for name, why in left_dense(module).items()]
+        notes = [note for note in (_trace_note(network_ends), _sparse_note(context)) if note is not None]
+        warnings = notes + [Problem(f"'{name}' stays dense: {why}") for name, why in left_dense(module).items()]
         variables, (first, *rest) = modifiers.pruning(context)
         comments = [*_layer_comments(choices, layers, module), *(f"Note: {replace(note, key=())}." for note in notes)]
         pruning = variables, [replace(first, comments=[*comments, *first.comments]), *rest]
@@ -248,11 +246,6 @@ def _trace_note(network_ends: Ends) -> Problem | None:
     if network_ends.unreached:
         message += f"; layers that were not reached ({len(network_ends.unreached)}) are left dense"
     return Problem(message)
-
-
-def _guessed(network_ends: Ends) -> bool:
-    """Whether the first and last layers are uncertain, which calls for a warning."""
-    return network_ends.followed == "not" or bool(network_ends.unreached)
 
 
 def _sparse_note(context: Context) -> Problem | None:

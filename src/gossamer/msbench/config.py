@@ -58,7 +58,7 @@ class Config:
             if not (isinstance(own, Mapping) and isinstance(other, Mapping)):
                 continue
             before, after = cast(Mapping[str, Any], own), cast(Mapping[str, Any], other)
-            kwargs = before.get("kwargs") or {}, after.get("kwargs") or {}
+            kwargs: Any = before.get("kwargs") or {}, after.get("kwargs") or {}
             if after.get("type", before.get("type")) == before.get("type") and isinstance(kwargs[1], Mapping):
                 merged[part] = {**before, **after, "kwargs": {**kwargs[0], **kwargs[1]}}
         return merged
