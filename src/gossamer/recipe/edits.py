@@ -70,8 +70,6 @@ def override_variables(source: Source, overrides: Mapping[str, object]) -> Sourc
 def set_field(source: Source, index: int, field: str, value: object) -> Source:
     """The source with one field of one modifier changed or added."""
     written = outline_of(source).modifiers[index]
-    if isinstance(written.item, AliasNode) or isinstance(written.fields, AliasNode):
-        raise recipe_error(source.name, f"{written.name} is used by an alias; write it out to change its '{field}'")
     body = unaliased(written.fields)
     value = plain_data(value)
     if not isinstance(body, MapNode):

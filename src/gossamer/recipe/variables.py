@@ -14,12 +14,10 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from enum import Enum
-from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final, cast
 
 from gossamer.errors import MAX_SUGGESTED, GossamerError, format_value, nearest
 from gossamer.recipe.nodes import (
-    MAX_NODES,
     ListNode,
     Node,
     Pair,
@@ -33,7 +31,7 @@ from gossamer.recipe.nodes import (
     unaliased,
     walk,
 )
-from gossamer.recipe.source import SourceProblems, recipe_error, source_of_text
+from gossamer.recipe.source import MAX_BYTES, SourceProblems, recipe_error, source_of_text
 from gossamer.recipe.writer import plain_data
 
 _NAME = re.compile(r"[^\W\d]\w*")
@@ -60,18 +58,18 @@ class ExpressionError(GossamerError):
 
 
 class _Budget:
-    """The remaining budget of one file: values that expressions add, and searches for nearest names."""
+    """What is left for one file: characters that expressions add, and searches for nearest names."""
 
     def __init__(self) -> None:
-        self.left = MAX_NODES
+        self.left = MAX_BYTES
         self.suggestions = MAX_SUGGESTED
 
     def spend(self, value: object) -> None:
         if self.left < 0:
             raise _AlreadyReportedError
-        self.left -= _weight(value)
+        self.left -= len(repr(value))
         if self.left < 0:
-            raise ExpressionError(f"the recipe has more than {MAX_NODES:,} values when its variables are expanded")
+            raise ExpressionError(f"the recipe exceeds {MAX_BYTES // 2**20} MB when its variables are expanded")
 
 
 class Scope:
@@ -87,17 +85,7 @@ class Scope:
 
     def variables(self) -> dict[str, object]:
         """This scope's own variables, computed."""
-        for name in self._order():
-            self._variable(name)
         return {name: self._variable(name) for name in self._variables}
-
-    def _order(self) -> list[str]:
-        """Variables after those that they use, so that a long chain of variables needs no deep recursion."""
-        uses = {name: names_in(pair.value) & self._variables.keys() for name, pair in self._variables.items()}
-        try:
-            return list(TopologicalSorter(uses).static_order())
-        except CycleError:
-            return list(self._variables)
 
     def value(self, node: Node) -> object:
         """The value of a node with every `eval(...)` in it computed, or BROKEN."""
@@ -167,20 +155,6 @@ def names_in(node: Node) -> set[str]:
     return {name for expression in expressions for name in (*_NAME.findall(expression), expression.strip())}
 
 
-def _weight(value: object) -> int:
-    total, waiting = 0, [value]
-    while waiting:
-        part = waiting.pop()
-        total += 1
-        if isinstance(part, str):
-            total += len(part) // 64
-        elif isinstance(part, list):
-            waiting.extend(cast("list[object]", part))
-        elif isinstance(part, dict):
-            waiting.extend(cast("dict[object, object]", part).values())
-    return total
-
-
 # Expressions
 
 
@@ -198,9 +172,10 @@ def evaluate(expression: str, lookup: Callable[[str], object]) -> object:
         raise ExpressionError(f"expected at most {MAX_LENGTH} characters in eval(...), found {len(text)}")
     try:
         node = ast.parse(text, mode="eval").body
-        return lookup(node.id) if isinstance(node, ast.Name) else _computed(node, text, lookup)
-    except (SyntaxError, MemoryError, RecursionError):
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise ExpressionError(f"'eval({shown})' is not an expression") from None
+    try:
+        return lookup(node.id) if isinstance(node, ast.Name) else _computed(node, text, lookup)
     except ZeroDivisionError:
         raise ExpressionError(f"division by zero in 'eval({shown})'") from None
     except OverflowError:
