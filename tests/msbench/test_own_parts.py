@@ -50,10 +50,9 @@ class Cubic(BaseScheduler):
         self.target, self.patience = target, patience
         self.after = 0
 
-    def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
+    def advance(self, model: nn.Module, iteration: int) -> None:
         if iteration == self.patience:
             self.update_sparsity_per_layer(model, self.target)
-        return {"sparsity": torch.tensor(self.compute_sparse_rate(model))}
 
     def after_step(self) -> None:
         self.after += 1
@@ -125,8 +124,8 @@ def test_a_custom_scheduler_decides_when_to_prune_and_sees_steps() -> None:
     rates = []
     optimizer = sgd(model)
     for iteration in range(4):
-        rates.append(float(scheduler.prune_model(model, iteration)["sparsity"]))
         loop(scheduler, model, optimizer, range(iteration, iteration + 1))
+        rates.append(scheduler.compute_sparse_rate(model))
     assert rates == [0, 0, 0.75, 0.75]
     assert [zeros(model.get_parameter(name)) for name in PRUNABLE] == [216, 432, 0]
     assert scheduler.after == 4

@@ -144,7 +144,7 @@ class BaseScheduler:
         self._watch = StepWatch(unwrap(prepared), self._before_step, self._after_step)
         return prepared
 
-    def prune_model(self, model: nn.Module, iteration: int) -> dict[str, Tensor]:
+    def prune_model(self, model: nn.Module, iteration: int) -> None:
         """Prune as scheduled for an iteration, counted from 0; call it once in each, preferably at its start."""
         self._check_prepared(model, "prune_model")
         if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -154,10 +154,9 @@ class BaseScheduler:
                 f"prune_model: iteration {iteration} is before {self.iteration}, which was already pruned for; "
                 "use a new scheduler for a new training, or load_state_dict to resume"
             )
-        result = self.advance(model, iteration)
+        self.advance(model, iteration)
         self.iteration = iteration
         self._warn_untrained()
-        return result or {}
 
     def init_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the optimizer. Without this call, it is the first one that steps and has parameters of the model."""
@@ -418,7 +417,7 @@ class BaseScheduler:
     def make_sparser(self, weight: Tensor) -> sparsers.FakeSparse:
         return self.sparser(weight, self.generator, **self.config.kwargs["fake_sparse"])
 
-    def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
+    def advance(self, model: nn.Module, iteration: int) -> None:
         """Prune as scheduled for an iteration."""
         if self._run is not None:
             with self.config_errors():

@@ -143,7 +143,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
     def length(self) -> int | None:
         return self.total_iters
 
-    def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
+    def advance(self, model: nn.Module, iteration: int) -> None:
         """A level is saved when it ends; the last one again after each optimizer step of the last iteration."""
         if not self._begun and self.analyse:
             self._write_analysis(self.sparse_analysis(model))
@@ -278,7 +278,7 @@ class AmpereScheduler(BaseScheduler):
             ASP.compute_sparse_masks(model, example_inputs=self.example_inputs, parts=self.in_parts)
         self._computed = True
 
-    def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
+    def advance(self, model: nn.Module, iteration: int) -> None:
         if not self._computed:
             raise GossamerError("prune_model: call init_optimizer(optimizer) first, which computes the 2:4 masks")
 
@@ -463,7 +463,7 @@ class ProbMaskPruneScheduler(BaseScheduler):
             return 0.0
         return interpolate(self.start_rate, self.rate, fraction(iteration, self.warmup, self.finetune))
 
-    def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
+    def advance(self, model: nn.Module, iteration: int) -> None:
         if not self._pool.members:
             return
         start: float = getattr(self.generator, "tau", 1.0)
@@ -581,7 +581,7 @@ class ADMMScheduler(BaseScheduler):
             raise GossamerError(Problem("the length of the training is not set", KWARGS, fix=fix))
         return super().recipe(steps_per_epoch)
 
-    def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
+    def advance(self, model: nn.Module, iteration: int) -> None:
         if self.lengths[0] is None:
             raise GossamerError("prune_model: call before_run(model, iters_per_epoch, max_iters) first")
         super().advance(model, iteration)
