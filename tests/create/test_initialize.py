@@ -271,7 +271,7 @@ def test_with_lr_false_a_scheduler_is_welcome(caplog: pytest.LogCaptureFixture) 
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 8)
 
 
-def test_groups_with_rates_of_their_own_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_groups_with_rates_of_their_own_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     model = network()
     groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[3].parameters(), "lr": 0.01}]
     with caplog.at_level(logging.WARNING, "gossamer"):

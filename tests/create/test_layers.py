@@ -102,7 +102,7 @@ def test_a_detector_whose_path_depends_on_values_shows_its_heads_before_that() -
     assert found.last == {"boxes.weight", "classes.weight", "last.weight"}
 
 
-def test_what_lies_behind_a_choice_by_values_is_found_on_real_ones() -> None:
+def test_what_follows_a_choice_by_values_is_found_on_real_ones() -> None:
     class TwoStages(nn.Module):
         def __init__(self) -> None:
             super().__init__()

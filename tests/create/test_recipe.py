@@ -92,7 +92,7 @@ def test_what_adapted_stands_in_the_head() -> None:
 
 
 @pytest.mark.parametrize("units", ["filter", "channel"])
-def test_where_whole_units_go_the_sparsity_is_told_as_their_share(units: str) -> None:
+def test_where_whole_units_go_the_sparsity_is_reported_as_their_share(units: str) -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 32), nn.Linear(32, 4))
     text = sparsify.create.recipe_for(model, quantization=False, recipe_variables={"mask_type": units}).text
     assert f"prune 50 % of {units}s (magnitude, {units})" in text

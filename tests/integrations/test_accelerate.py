@@ -152,7 +152,7 @@ def test_a_folder_without_the_recipes_state_is_refused_and_changes_nothing(libra
     assert same(weights(loop.plain), before)
 
 
-def test_the_rates_of_the_recipe_win_and_the_user_is_told(library: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_rates_of_the_recipe_win_with_a_warning(library: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gossamer"):
         loop = Loop(library, WITH_RATES)
         loop.train(epochs=2)

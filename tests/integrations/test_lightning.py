@@ -163,7 +163,7 @@ def test_accumulated_batches_are_one_step(pl: Any) -> None:
     assert zeros(model.net[0].weight) == 4915
 
 
-def test_the_rates_of_the_recipe_win_and_the_user_is_told(pl: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_rates_of_the_recipe_win_with_a_warning(pl: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = module(pl, scheduled=True)
     with caplog.at_level(logging.WARNING, "gossamer"):
         trainer(pl, callback(WITH_RATES), limit_train_batches=5).fit(model, loader())
@@ -172,7 +172,7 @@ def test_the_rates_of_the_recipe_win_and_the_user_is_told(pl: Any, caplog: pytes
     assert model.rates == pytest.approx([0.01 - 0.009 * step / 20 for step in range(20)])
 
 
-def test_a_training_that_is_too_short_is_told(pl: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_training_that_is_too_short_is_reported(pl: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gossamer"):
         trainer(pl, callback(RECIPE), max_steps=BATCHES).fit(module(pl), loader())
     assert "ends after 1 epochs and the recipe after 3" in caplog.messages[0]
@@ -216,7 +216,7 @@ def test_two_optimizers_are_refused(pl: Any) -> None:
         trainer(pl, callback(RECIPE)).fit(model, loader())
 
 
-def test_manual_optimization_needs_to_be_told_the_steps_and_then_works(pl: Any) -> None:
+def test_manual_optimization_needs_the_steps_and_then_works(pl: Any) -> None:
     def training_step(self: Any, batch: Any, index: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()

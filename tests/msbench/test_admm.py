@@ -33,7 +33,7 @@ def test_without_uniform_all_layers_together_end_exactly_at_the_target() -> None
     assert found != [round(size * 0.75) for size in SIZES]
 
 
-def test_weights_are_dense_for_the_first_third_and_the_zeros_held_behind_it() -> None:
+def test_weights_are_dense_for_the_first_third_and_the_zeros_held_after_it() -> None:
     scheduler, model = prepared(admm())
     masks: dict[int, Any] = {}
     loop(scheduler, model, sgd(model), range(TOTAL), after=lambda at: masks.update({at: pattern(scheduler, model)}))

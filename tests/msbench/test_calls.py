@@ -194,7 +194,7 @@ def test_an_average_can_be_exported_after_the_model(config: dict[str, Any]) -> N
     assert found == [zeros(model.get_parameter(name)) for name in PRUNABLE]
 
 
-def test_whoever_prepares_a_model_again_decides_about_its_zeros() -> None:
+def test_the_last_scheduler_to_prepare_a_model_decides_about_its_zeros() -> None:
     dense = network()
     weights = deepcopy(dense.state_dict())
     scheduler, model = prepared(levels(sparsity_table=[90]), dense)

@@ -108,7 +108,7 @@ def test_a_typo_in_an_exact_name_is_an_error_with_the_nearest() -> None:
     assert "no_prune_layer" in str(error.value), "the config's own word for it is what the user looks for"
 
 
-def test_a_keyword_in_no_name_is_told_and_prunes_all(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_keyword_in_no_name_is_reported_and_prunes_all(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     scheduler, _ = prepared(levels(no_prune_keyword="hed"), Stem())
     assert "hed" in caplog.text

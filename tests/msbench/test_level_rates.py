@@ -47,7 +47,7 @@ def course(kind: str, position: Position, **kwargs: Any) -> tuple[list[list[floa
 
 @kinds
 @pytest.mark.parametrize("position", POSITIONS)
-def test_behind_the_start_of_a_level_the_rate_is_that_of_iteration_0(kind: str, position: Position) -> None:
+def test_after_the_start_of_a_level_the_rate_is_that_of_iteration_0(kind: str, position: Position) -> None:
     used, behind = course(kind, position)
     assert [behind[start] for start in STARTS] == [used[0]] * 3
     assert len({tuple(rate) for rate in used[:4]}) > 1

@@ -110,13 +110,13 @@ def test_a_field_is_replaced_in_its_line(index: int, field: str, value: Any, lin
     assert before == load(TEXT), "the recipe itself does not change"
 
 
-def test_a_new_field_is_added_behind_the_others() -> None:
+def test_a_new_field_is_added_after_the_others() -> None:
     recipe = load(TEXT).with_field(0, "strict", False)
     assert recipe.text == TEXT.replace("        # end\n", "        # end\n    strict: false\n")
     assert recipe.modifiers[0].strict is False
 
 
-def test_a_field_that_is_shared_is_not_changed_behind_the_back_of_others() -> None:
+def test_a_field_that_is_shared_by_an_alias_is_not_changed() -> None:
     text = "modifiers:\n- &m !EpochRangeModifier {start_epoch: 0, end_epoch: 1}\n- *m\n"
     recipe = load(text)
     for index in (0, 1):
@@ -292,6 +292,6 @@ def test_composing_keeps_metadata_and_version() -> None:
     assert both.version == "1.0"
 
 
-def test_composing_behind_a_recipe_without_epochs_shifts_nothing_back() -> None:
+def test_composing_after_a_recipe_without_epochs_shifts_nothing_back() -> None:
     both = compose(load("- !QuantizationModifier\n"), ranged(0, 2))
     assert epochs(both)[1] == ("stage_2", [(0, 2)])

@@ -61,7 +61,7 @@ def test_an_error_for_a_modifier_of_sparseml_names_the_alternative() -> None:
     assert "use OBSPruningModifier instead" in problems("modifiers: [!SparseGPTModifier {sparsity: 0.5}]")[0]
 
 
-def test_a_wrong_value_behind_an_alias_or_expression_is_reported_at_the_field() -> None:
+def test_a_wrong_value_from_an_alias_or_expression_is_reported_at_the_field() -> None:
     text = "a: &a text\nmodifiers:\n- !EpochRangeModifier {start_epoch: *a, end_epoch: eval(a)}\n"
     found = problems(text)
     assert [problem.partition(": ")[0] for problem in found] == ["3:24", "3:41"]

@@ -28,7 +28,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Entry:
-    """One modifier: its fields in order, comments above it, and remarks behind some of its fields."""
+    """One modifier: its fields in order, comments above it, and remarks after some of its fields."""
 
     modifier: str
     fields: Mapping[str, object]
@@ -49,7 +49,7 @@ def format_recipe(head: Sequence[str], variables: Iterable[Variable], sections: 
 
 
 def _comment(text: str, indent: int = 0) -> list[str]:
-    """The text behind `#`, wrapped; leading blanks indent it."""
+    """The text after `#`, wrapped; leading blanks indent it."""
     inner = len(text) - len(text.lstrip(" "))
     prefix = " " * indent + "# " + " " * inner
     if not text.strip():
