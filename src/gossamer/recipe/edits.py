@@ -19,12 +19,11 @@ from gossamer.recipe.nodes import (
     MapNode,
     Node,
     Pair,
-    ScalarNode,
     content_start,
     pairs,
     unaliased,
 )
-from gossamer.recipe.reader import ModifierNode, distinct_name, outline_of
+from gossamer.recipe.reader import distinct_name, outline_of
 from gossamer.recipe.source import Source, SourceProblems, recipe_error
 from gossamer.recipe.variables import names_in
 from gossamer.recipe.writer import entry, entry_head, inline, item_lines, list_lines, plain_data
@@ -72,12 +71,14 @@ def set_field(source: Source, index: int, field: str, value: object) -> Source:
     written = outline_of(source).modifiers[index]
     body = unaliased(written.fields)
     value = plain_data(value)
-    if not isinstance(body, MapNode):
-        return _applied(source, [_first_field(source.text, written, {field: value})])
+    if not isinstance(body, MapNode):  # a modifier without fields: '- !Name', '- Name:' or '- Name'
+        is_bare_name = written.fields is written.item and body.tag is None
+        shown = f"{':' if is_bare_name else ''} {inline({field: value}, literal=False)}"
+        return _applied(source, [_Edit(written.fields.end, written.fields.end, shown)])
     problems = SourceProblems(source)
     own = {pair.key: pair for pair in pairs(body, problems)}
-    if field in own and not own[field].merged:
-        return _applied(source, [_replaced(source.text, own[field], value)])
+    if field in own:
+        return _applied(source, [_set_entry(source.text, body, own[field], value)])
     return _applied(source, [_appended(source.text, body, field, value)])
 
 
@@ -87,9 +88,9 @@ def set_metadata(source: Source, metadata: object) -> Source:
     value = plain_data(metadata)
     if isinstance(root, ListNode):
         raise recipe_error(source.name, "a list has no place for metadata")
-    own = {pair.key: pair for pair in pairs(root, SourceProblems(source)) if not pair.merged}
+    own = {pair.key: pair for pair in pairs(root, SourceProblems(source))}
     if "metadata" in own:
-        return _applied(source, [_replaced(source.text, own["metadata"], value)])
+        return _applied(source, [_set_entry(source.text, root, own["metadata"], value)])
     return _applied(source, [_appended(source.text, root, "metadata", value)])
 
 
@@ -114,25 +115,12 @@ def add_modifiers(source: Source, modifiers: Sequence[Modifier]) -> Source:
 
 
 def _set_entry(text: str, body: Node | None, pair: Pair, value: object) -> _Edit:
-    """Change an entry where it is written; one that was merged in gets its own line."""
+    """Write an entry again, on one line; an anchor stays, and an entry that was merged in gets its own line."""
     if pair.merged and isinstance(body, MapNode):
         return _appended(text, body, pair.key, value)
-    return _replaced(text, pair, value)
-
-
-def _replaced(text: str, pair: Pair, value: object) -> _Edit:
-    """Replace the value of a key; an anchor stays."""
-    node = pair.value
-    shown = inline(value, literal=False)
-    if isinstance(node, AliasNode):
-        return _Edit(node.start, node.end, shown)
-    anchor = f"&{node.anchor} " if node.anchor is not None else ""
-    if isinstance(node, ScalarNode) and node.is_empty and not anchor and node.tag is None:
-        return _Edit(node.start, node.end, f" {shown}" if text[node.start - 1] == ":" else f": {shown}")
-    start = content_start(text, node)
-    if isinstance(node, ScalarNode) or node.flow or node.tag:
-        return _Edit(node.start, node.end, anchor + shown)
-    return _Edit(start, node.end, f"  {shown}")  # further in than its key, which a list need not be
+    key, node = pair.key_node, pair.value
+    anchor = "" if isinstance(node, AliasNode) or node.anchor is None else f"&{node.anchor} "
+    return _Edit(key.start, node.end, f"{text[key.start : key.end]}: {anchor}{inline(value, literal=False)}")
 
 
 def _appended(text: str, body: MapNode, key: object, value: object) -> _Edit:
@@ -143,16 +131,6 @@ def _appended(text: str, body: MapNode, key: object, value: object) -> _Edit:
     end = _end_of_line(text, body.end)
     lines = entry(key, value, _column(text, body.entries[0][0].start), literal=False)
     return _Edit(end, end, "\n" + "\n".join(lines))
-
-
-def _first_field(text: str, written: ModifierNode, fields: dict[str, object]) -> _Edit:
-    """Give fields to a modifier that is written without any."""
-    node, shown = written.fields, inline(fields, literal=False)
-    if node is written.item and unaliased(node).tag is None:
-        return _Edit(node.end, node.end, f": {shown}")
-    if isinstance(node, ScalarNode) and node.is_empty:
-        return _Edit(node.end, node.end, f" {shown}")
-    return _Edit(content_start(text, node), node.end, shown)
 
 
 def _end_of_line(text: str, index: int) -> int:
