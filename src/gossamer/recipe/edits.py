@@ -26,7 +26,7 @@ from gossamer.recipe.nodes import (
 from gossamer.recipe.reader import distinct_name, outline_of
 from gossamer.recipe.source import Source, SourceProblems, recipe_error
 from gossamer.recipe.variables import names_in
-from gossamer.recipe.writer import entry, entry_head, inline, item_lines, list_lines, plain_data
+from gossamer.recipe.writer import entry, inline, item_lines, list_lines, plain_data, stage_lines
 
 _REST_OF_LINE = re.compile(r"[ \t]*(?:#[^\n]*)?(?=\n|\Z)")
 
@@ -107,8 +107,7 @@ def add_modifiers(source: Source, modifiers: Sequence[Modifier]) -> Source:
     keys = {str(pair.key) for pair in pairs(root, SourceProblems(source))}
     indent = _column(text, root.entries[0][0].start)
     if outline.is_staged:
-        stage = entry_head(distinct_name("added_stage", keys), indent)
-        lines = [*stage, *list_lines("modifiers", modifiers, indent + 2)]
+        lines = stage_lines(distinct_name("added_stage", keys), modifiers, indent)
     else:
         lines = list_lines(distinct_name("added_modifiers", keys), modifiers, indent)
     return _applied(source, [_Edit(end, end, "\n\n" + "\n".join(lines))])
