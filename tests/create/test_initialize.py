@@ -6,15 +6,19 @@ import copy
 import logging
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import gossamer as sparsify
 from gossamer import GossamerError, Manager
-from tests.loops import STEPS_PER_EPOCH, loss_at, network, sgd, train, zeros
+from tests.loops import STEPS_PER_EPOCH, batch, loss_at, network, sgd, train, zeros
+from tests.ranks import in_ranks
 
 FOUR = {"num_epochs": 4}
 
@@ -267,7 +271,7 @@ def test_with_lr_false_a_scheduler_is_welcome(caplog: pytest.LogCaptureFixture) 
         for step in range(3):
             train(model, optimizer, range(step, step + 1))
             scheduler.step()
-    assert caplog.records == []
+    assert warnings_of(caplog) == []
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 8)
 
 
@@ -277,3 +281,31 @@ def test_groups_with_rates_of_their_own_are_reported(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING, "gossamer"):
         start(model, torch.optim.SGD(groups), quantization=False)
     assert any("groups have different learning rates" in record.getMessage() for record in caplog.records)
+
+
+# Several processes
+
+
+def worker(rank: int, folder: str) -> None:
+    model = DistributedDataParallel(network(seed=rank))
+    alone = sparsify.create.recipe_for(model, quantization=False, data=[batch(50 + rank)]).text
+    variables = {"num_epochs": 2, "global_sparsity": False}
+    manager, optimizer = sparsify.create.initialize(
+        model, sgd(model), 4, quantization=False, recipe_variables=variables, data=[batch(50 + rank)]
+    )
+    for step in range(8):
+        optimizer.zero_grad()
+        loss_at(model, 10 * step + rank).backward()
+        optimizer.step()
+    torch.save([alone, manager.recipe, manager.masks()], f"{folder}/rank{rank}.pt")
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_on_a_recipe_though_each_measures_for_itself() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        in_ranks(worker, folder)
+        first, second = (torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in range(2))
+    assert first[0] != second[0], "each alone comes to numbers of its own"
+    assert first[1] == second[1]
+    assert first[2].keys() == second[2].keys()
+    assert all(torch.equal(mask, second[2][name]) for name, mask in first[2].items())

@@ -14,8 +14,18 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gossamer.errors import GossamerError
-from tests.integrations.digits import BATCHES, RECIPE, WITH_RATES, accuracy, loader, network, pruning, same, weights
-from tests.integrations.processes import in_a_new_process
+from tests.integrations.digits import (
+    BATCHES,
+    RECIPE,
+    WITH_RATES,
+    accuracy,
+    in_a_new_process,
+    loader,
+    network,
+    pruning,
+    same,
+    weights,
+)
 from tests.loops import zeros
 
 

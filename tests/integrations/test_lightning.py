@@ -18,13 +18,13 @@ from tests.integrations.digits import (
     RECIPE,
     WITH_RATES,
     accuracy,
+    in_a_new_process,
     loader,
     network,
     pruning,
     same,
     weights,
 )
-from tests.integrations.processes import in_a_new_process
 from tests.loops import zeros
 
 

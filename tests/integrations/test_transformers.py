@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 from gossamer.sparse import NM
-from tests.integrations.digits import same, weights
-from tests.integrations.processes import in_a_new_process
+from tests.integrations.digits import in_a_new_process, same, weights
 
 SENTENCES, WORDS, LENGTH = 512, 12, 6
 BATCH = 32
