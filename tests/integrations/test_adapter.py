@@ -49,16 +49,6 @@ def test_variables_beside_a_finished_recipe_are_refused() -> None:
         Adapter(gossamer.load(RECIPE), variables={"epochs": 3})
 
 
-def test_a_bad_recipe_is_refused_before_any_training() -> None:
-    with pytest.raises(gossamer.RecipeError, match="GMPruningModifer"):
-        Adapter("modifiers: [!GMPruningModifer {}]")
-
-
-def test_there_is_no_manager_outside_a_training() -> None:
-    with pytest.raises(GossamerError, match="attached only during training"):
-        _ = Adapter(RECIPE).manager
-
-
 def test_groups_that_the_recipe_leaves_alone_follow_the_scheduler() -> None:
     model = network()
     optimizer = torch.optim.SGD([{"params": layer.parameters()} for layer in (model[0], model[2])], lr=1.0)

@@ -26,7 +26,7 @@ from gossamer.engine.state import RunState
 from gossamer.engine.thinning import cut_to_state, thinned_shapes
 from gossamer.errors import GossamerError
 from gossamer.io import atomic_write, load_torch
-from gossamer.modifiers.base import to_step
+from gossamer.modifiers.base import Modifier, to_step
 from gossamer.recipe import Recipe, load
 
 logger = logging.getLogger("gossamer")
@@ -171,12 +171,12 @@ class Adapter:
 
     def _warn_of_conflicts(self, total_steps: float | None, steps_per_epoch: float, scheduler: Any) -> None:
         """Warn if training is shorter than the recipe, or if a scheduler competes with the recipe."""
-        last_step = _last_step(self.recipe, steps_per_epoch)
-        if total_steps is not None and total_steps < last_step:
+        end = last_step(self.recipe.modifiers, steps_per_epoch)
+        if total_steps is not None and total_steps < end:
             logger.warning(
                 "Training ends after %.4g epochs and the recipe after %.4g: the recipe will not complete",
                 total_steps / steps_per_epoch,
-                last_step / steps_per_epoch,
+                end / steps_per_epoch,
             )
         rates = self.manager.learning_rate_modifiers
         if rates and scheduler is not None:
@@ -243,9 +243,9 @@ def _torch_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _last_step(recipe: Recipe, steps_per_epoch: float) -> int:
-    """The step at which the recipe is complete."""
-    ends = (max(modifier.start_epoch, modifier.end_epoch) for modifier in recipe.modifiers)
+def last_step(modifiers: Iterable[Modifier], steps_per_epoch: float) -> int:
+    """The step at which the modifiers are complete."""
+    ends = (max(modifier.start_epoch, modifier.end_epoch) for modifier in modifiers)
     return max((to_step(epoch, steps_per_epoch) for epoch in ends), default=0)
 
 
