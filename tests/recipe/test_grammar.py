@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from gossamer.errors import Location, RecipeError
-from gossamer.modifiers import LayerPruningModifier, MFACPruningModifier, QuantizationModifier
+from gossamer.errors import Location, Problem, RecipeError
+from gossamer.modifiers import LayerPruningModifier, MFACPruningModifier, Modifier, QuantizationModifier, base
 from gossamer.recipe import Recipe, load
 
 RANGE = "modifiers: [!EpochRangeModifier {start_epoch: 0, end_epoch: 3}]\n"
@@ -261,3 +263,15 @@ def test_fields_that_do_nothing_on_a_modifier_are_accepted_where_tools_wrote_the
     assert isinstance(pruned, LayerPruningModifier)
     assert isinstance(quantized, QuantizationModifier)
     assert quantized.start_epoch == -1
+
+
+@pytest.mark.parametrize("warning", ["costs time", Problem("costs time")], ids=["text", "problem"])
+def test_warnings_of_a_users_modifier_may_be_plain_text(warning: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    class WarningModifier(Modifier):
+        def warnings(self) -> list[Any]:
+            return [warning]
+
+    monkeypatch.setitem(base._registry, "WarningModifier", WarningModifier)
+    recipe = load("modifiers:\n  - !WarningModifier {}\n")
+    assert [str(problem) for problem in recipe.warnings] == ["<recipe>:2: WarningModifier: costs time"]
+    assert [str(problem) for problem in Recipe.of([WarningModifier()]).warnings] == ["WarningModifier: costs time"]

@@ -216,7 +216,7 @@ def _row(module: nn.Module, layer: LayerRow, projection: Projection | None) -> M
     patterns = patterns_of(weight) if layer.current_zeros else ()
     outlook = None if projection is None else projection.layers.get(layer.weight)
     if outlook is not None and outlook.certainty == "held" and patterns:
-        outlook = replace(outlook, pattern=patterns[0])  # existing zeros stay where they are
+        outlook = outlook._replace(pattern=patterns[0])  # existing zeros stay where they are
     return ModelRow(
         layer=layer,
         kind=kind_of(module, layer.weight),

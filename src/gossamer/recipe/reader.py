@@ -7,7 +7,7 @@ the values and builds the modifiers. All problems are raised together.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,7 +147,7 @@ def _read(problems: SourceProblems) -> Content:
             modifier.name, location=locations.get(str(problem.key[0]) if problem.key else None, locations[None])
         )
         for modifier, locations in modifiers
-        for problem in modifier.warnings()
+        for problem in warnings_of(modifier)
     ]
     return Content(
         tuple(modifier for modifier, _ in modifiers),
@@ -158,6 +158,12 @@ def _read(problems: SourceProblems) -> Content:
         tuple(locations for _, locations in modifiers),
         (*problems.notes, *empty, *ineffective),
     )
+
+
+def warnings_of(modifier: Modifier) -> list[Problem]:
+    """What a modifier warns about; modifiers of users may return plain text."""
+    warnings: Sequence[Problem | str] = modifier.warnings()
+    return [Problem(warning) if isinstance(warning, str) else warning for warning in warnings]
 
 
 def _build(written: ModifierNode, scope: Scope, problems: SourceProblems) -> tuple[Modifier, Locations] | None:

@@ -19,7 +19,7 @@ from gossamer.errors import Location, Problem, RecipeError
 from gossamer.io import atomic_write
 from gossamer.modifiers.base import Modifier
 from gossamer.recipe.edits import add_modifiers, override_variables, set_field, set_metadata
-from gossamer.recipe.reader import Content, distinct_name, read
+from gossamer.recipe.reader import Content, distinct_name, read, warnings_of
 from gossamer.recipe.source import UNNAMED, Source, open_source, recipe_error, source_of_text
 from gossamer.recipe.variables import parse_overrides
 from gossamer.recipe.writer import plain_data, recipe_text
@@ -211,7 +211,7 @@ def _from_source(source: Source) -> Recipe:
 
 
 def _from_objects(content: Content, name: str, write: Callable[[], str] | None = None) -> Recipe:
-    warnings = [problem.within(modifier.name) for modifier in content.modifiers for problem in modifier.warnings()]
+    warnings = [problem.within(modifier.name) for modifier in content.modifiers for problem in warnings_of(modifier)]
     parts = content.modifiers, content.variables, content.metadata, content.version, content.stages
     return Recipe(*parts, warnings=tuple(warnings), name=name, _write=write)
 
