@@ -392,7 +392,7 @@ def registered() -> Mapping[str, type[Modifier]]:
 
 def known_names() -> Collection[str]:
     """The names of all modifiers that recipes may use."""
-    return BUILT_IN.keys() | _registry.keys()
+    return dict.fromkeys([*BUILT_IN, *_registry]).keys()
 
 
 def find(name: str) -> type[Modifier]:
