@@ -29,10 +29,12 @@ from gossamer.analysis.accuracy import (
 from gossamer.analysis.layers import outputs_first
 from gossamer.errors import GossamerError, SparsityError, nearest, short_error
 from gossamer.model import first_names, get_parameter, prunable, unwrap
+from gossamer.model.example_inputs import batch_arguments
 from gossamer.model.parameters import with_norms_kept
+from gossamer.model.preserve import preserved
 from gossamer.model.tracing.coupling import couple
 from gossamer.model.tracing.filter_groups import FilterGraph, FilterGroup
-from gossamer.model.tracing.tracer import Untraceable, batch_arguments, preserved
+from gossamer.model.tracing.tracer import Untraceable
 from gossamer.sparse import NM, Channel, Filter, Pattern, Unstructured, magnitude, parse_pattern, zero_count
 
 MAX_BATCHES = 2

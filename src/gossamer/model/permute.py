@@ -174,7 +174,7 @@ def state_of(optimizer: Optimizers, tensor: Tensor) -> list[tuple[str, Tensor]]:
         for one in several
         if tensor in one.state
         for key, held in cast(Mapping[str, Any], one.state[tensor]).items()
-        for value in _tensors_in(held)
+        for value in _state_tensors(held)
         if value.numel() > 1
     ]
 
@@ -192,13 +192,14 @@ def unordered_state(optimizer: Optimizers, parameters: Mapping[str, Tensor]) -> 
     return dict.fromkeys(parameters, min(common)) if common else {name: keys[0] for name, keys in found.items() if keys}
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
+def _state_tensors(value: Any) -> list[Tensor]:
+    """All tensors in one entry of optimizer state, which may use any mapping and sets; pytree does not open these."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
-        return _tensors_in(list(cast(Mapping[Any, Any], value).values()))
+        return _state_tensors(list(cast(Mapping[Any, Any], value).values()))
     if isinstance(value, list | tuple | set):
-        return [tensor for item in cast(Iterable[Any], value) for tensor in _tensors_in(item)]
+        return [tensor for item in cast(Iterable[Any], value) for tensor in _state_tensors(item)]
     return []
 
 

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from gossamer.errors import GossamerError, nearest, within
 from gossamer.model import first_names, named_modules, prunable
-from gossamer.model.tracing.tracer import preserved
+from gossamer.model.preserve import preserved
 from gossamer.msbench.config import LOCATION
 
 Leaf = type[nn.Module] | str

@@ -18,16 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 from torch.utils import _pytree as pytree
 
+from gossamer.model.example_inputs import Arguments, as_arguments, guess_inputs
 from gossamer.model.parameters import named_state, prunable
-from gossamer.model.tracing.tracer import (
-    Arguments,
-    Observer,
-    Tracer,
-    as_arguments,
-    guess_inputs,
-    storage_of,
-    tensors_in,
-)
+from gossamer.model.tracing.tracer import Observer, Tracer, storage_of, tensor_leaves, tensors_in
 
 Noise = Callable[[Tensor], Tensor]
 """From normal noise to the numbers of an input."""
@@ -96,7 +89,7 @@ class Example:
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the arguments, in order."""
-        return [leaf for leaf in pytree.tree_leaves(cast(Any, self.arguments)) if isinstance(leaf, Tensor)]
+        return tensor_leaves(self.arguments)
 
     def whole_numbers(self) -> Iterator[tuple[int, list[int]]]:
         """Places of tensors of whole numbers, each with the bounds that its type can hold."""

@@ -18,22 +18,18 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.utils import _pytree as pytree
 
 from gossamer.errors import short_error
+from gossamer.model.example_inputs import Arguments, as_arguments, guess_inputs, reason_not_guessed, with_values
 from gossamer.model.parameters import named_state, unwrap
 from gossamer.model.tracing.channels import Channels, Classes, Layout, Tensors
 from gossamer.model.tracing.rules import observe
 from gossamer.model.tracing.tracer import (
     DATA_DEPENDENT,
-    Arguments,
     Observer,
     Tracer,
     Untraceable,
-    as_arguments,
     fake_mode,
-    guess_inputs,
-    reason_not_guessed,
     storage_of,
     tensors_in,
-    with_values,
 )
 from gossamer.model.weights import hooks_that_compute
 
@@ -80,7 +76,7 @@ def _couple(module: nn.Module, example_inputs: Any, parts: bool) -> Coupling:
     failure, by_values = reason_not_guessed(module), False
     for inputs in [example_inputs] if example_inputs is not None else guess_inputs(module):
         try:
-            observer = _Observer(module, fake_mode())
+            observer = _CouplingObserver(module, fake_mode())
             observer.trace(module, [as_arguments(inputs)], INPUT, LEAVES)
             return observer.coupling()
         except Untraceable:
@@ -97,7 +93,7 @@ def _couple(module: nn.Module, example_inputs: Any, parts: bool) -> Coupling:
     return found
 
 
-class _Observer(Observer):
+class _CouplingObserver(Observer):
     """Applies the rules to every operation, and collects what couples channels."""
 
     def __init__(self, module: nn.Module, fake: FakeTensorMode) -> None:
@@ -229,7 +225,7 @@ def _span(tensor: Tensor) -> tuple[int, int, int]:
 def _couple_parts(module: nn.Module, example_inputs: Any, failure: str) -> Coupling | None:
     """Run the model once with values, and trace what can be traced on its own."""
     for inputs in [example_inputs] if example_inputs is not None else map(with_values, guess_inputs(module)):
-        observer = _Observer(module, fake_mode())
+        observer = _CouplingObserver(module, fake_mode())
         recorder = _Recorder(observer)
         try:
             recorder.run(as_arguments(inputs))
@@ -239,7 +235,7 @@ def _couple_parts(module: nn.Module, example_inputs: Any, failure: str) -> Coupl
     return None
 
 
-def _trace_parts(observer: _Observer, recorder: _Recorder, failure: str) -> Coupling | None:
+def _trace_parts(observer: _CouplingObserver, recorder: _Recorder, failure: str) -> Coupling | None:
     parts = dict(_parts(observer, observer.module, recorder.calls))
     for name, part in parts.items():
         alone = f"'{name}', which was traced on its own"
@@ -256,7 +252,7 @@ def _trace_parts(observer: _Observer, recorder: _Recorder, failure: str) -> Coup
 
 
 def _parts(
-    observer: _Observer, module: nn.Module, calls: Mapping[str, list[Arguments]], prefix: str = ""
+    observer: _CouplingObserver, module: nn.Module, calls: Mapping[str, list[Arguments]], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
     """The largest modules that can be traced, from the top down."""
     for child_name, child in module.named_children():
@@ -269,9 +265,9 @@ def _parts(
             yield from _parts(observer, child, calls, f"{name}.")
 
 
-def _is_traceable(observer: _Observer, part: nn.Module, calls: list[Arguments]) -> bool:
+def _is_traceable(observer: _CouplingObserver, part: nn.Module, calls: list[Arguments]) -> bool:
     try:
-        _Observer(observer.module, observer.fake).trace(part, calls, "", "")
+        _CouplingObserver(observer.module, observer.fake).trace(part, calls, "", "")
     except Untraceable:
         raise
     except Exception:  # noqa: BLE001  (any model, any reason)
@@ -285,7 +281,7 @@ class _Recorder(Observer):
     A parameter that is used by the code around a part cannot be moved with the part.
     """
 
-    def __init__(self, observer: _Observer) -> None:
+    def __init__(self, observer: _CouplingObserver) -> None:
         self.module, self.fake = observer.module, observer.fake
         self.calls: dict[str, list[Arguments]] = {}
         self.users: dict[str, set[tuple[str, ...]]] = {}
