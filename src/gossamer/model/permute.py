@@ -1,14 +1,14 @@
 """Permute the channels of a network so that N:M keeps larger weights, without changing what it computes.
 
-`find` searches orders: layers that read the same channels share one order, found on their weights together. A
-`Permutation` applies them to parameters, buffers, gradients, masks and optimizer state alike. Layers that cannot be
+`find_permutation` searches orders: layers that read the same channels share one order, found on their weights together.
+A `Permutation` applies them to parameters, buffers, gradients, masks and optimizer state alike. Layers that cannot be
 permuted are listed with the reason.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -22,14 +22,13 @@ from gossamer.model.parameters import first_names, get_tensor, is_transposed
 from gossamer.model.tracing.channels import Factor, Ints, Labels
 from gossamer.model.tracing.coupling import Coupling, couple
 from gossamer.model.tracing.tracer import Untraceable
+from gossamer.progress import Progress
 from gossamer.sparse.permutation import Matrix, kept_bound, kept_magnitude, search_each
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-Progress = Callable[[str, float], None]
-"""Called with what is being searched and the share of the work that is done, 0 to 1."""
 
 
-def find(
+def find_permutation(
     model: nn.Module,
     names: Sequence[str],
     n: int = 2,

@@ -354,7 +354,7 @@ State = Mapping[str, Tensor]
 Prepare = Callable[[], None]
 
 
-class Runner:
+class ModelComparison:
     """Runs a model, or the model with other tensors, always on the same inputs."""
 
     def __init__(self, module: nn.Module, example_inputs: Any) -> None:
@@ -517,7 +517,7 @@ class Runner:
             torch.manual_seed(_SEED)
             mode = _without_noise if training else _never
             output = tracer.run(arguments, tensors=tensors, training=mode)
-        observer.observed.outputs += [leaf.detach().clone() for leaf in _leaves(output)]
+        observer.observed.outputs += [leaf.detach().clone() for leaf in _output_tensors(output)]
         return observer.observed
 
     def _compared(self, mine: Observed, other: Observed, kept: Mapping[str, Tensor]) -> str | None:
@@ -556,7 +556,8 @@ def _without_noise(module: nn.Module) -> bool:
     return not isinstance(module, _BatchNorm | _DropoutNd)
 
 
-def _leaves(output: Any) -> list[Tensor]:
+def _output_tensors(output: Any) -> list[Tensor]:
+    """All tensors of a model's output; of an object that is not a pytree, those among its attributes."""
     found: list[Any] = pytree.tree_leaves(output)
     if not any(isinstance(leaf, Tensor) for leaf in found):  # a class of the model's own
         found = list(cast(dict[str, Any], getattr(output, "__dict__", {})).values())
