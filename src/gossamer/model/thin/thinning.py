@@ -185,12 +185,12 @@ def incoherent(model: nn.Module, cuts: Cuts, example_inputs: Any = None) -> str 
     if coupling.note is not None:
         return None
     classes = {
-        (name, factor.dims[0]): coupling.channels.resolved(factor)[0].reshape(-1)
+        (name, entry.dims[0]): coupling.channels.resolved(entry)[0].reshape(-1)
         for name, layout in coupling.layouts.items()
-        for factor in layout
-        if len(factor.dims) == 1
+        for entry in layout
+        if len(entry.dims) == 1
     }
-    gone = np.zeros(len(coupling.classes.colour), np.bool_)
+    gone = np.zeros(len(coupling.classes.signature), np.bool_)
     for name, dims in cuts.kept.items():
         for dim, kept in dims.items():
             if (name, dim) not in classes:
@@ -198,7 +198,7 @@ def incoherent(model: nn.Module, cuts: Cuts, example_inputs: Any = None) -> str 
             own = classes[name, dim]
             stays = np.isin(np.arange(len(own)), kept.cpu().numpy())
             gone[own[~stays]] = True
-    gone_and_needed = [number for number in FilterGraph(model, coupling).held if gone[number]]
+    gone_and_needed = [number for number in FilterGraph(model, coupling).why_kept if gone[number]]
     for (name, dim), own in classes.items():
         kept = cuts.kept.get(name, {}).get(dim)
         stays = np.ones(len(own), np.bool_) if kept is None else np.isin(np.arange(len(own)), kept.cpu().numpy())
@@ -246,10 +246,10 @@ class Plan:
         kept: dict[str, dict[int, Tensor]] = {}
         coupling = self.graph.coupling
         for name, layout in coupling.layouts.items():
-            for factor in layout:
-                stays = ~gone[coupling.channels.resolved(factor)[0].reshape(-1)]
-                if len(factor.dims) == 1 and not stays.all():
-                    kept.setdefault(name, {})[factor.dims[0]] = torch.from_numpy(np.flatnonzero(stays))
+            for entry in layout:
+                stays = ~gone[coupling.channels.resolved(entry)[0].reshape(-1)]
+                if len(entry.dims) == 1 and not stays.all():
+                    kept.setdefault(name, {})[entry.dims[0]] = torch.from_numpy(np.flatnonzero(stays))
         return Cuts(kept)
 
     def carried(self, groups: Sequence[Group], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -271,7 +271,7 @@ class Plan:
         return changed
 
     def _gone(self, groups: Iterable[Group]) -> Bools:
-        gone = np.zeros(len(self.graph.coupling.classes.colour), np.bool_)
+        gone = np.zeros(len(self.graph.coupling.classes.signature), np.bool_)
         for group in groups:
             gone[group.classes] = True
         return gone
@@ -302,7 +302,7 @@ def plan(
     """
     zero_rows = {name: _zero_slices(state[name], graph.output_side(name)) for name in graph.output_dim}
     found = Plan(graph, _readings(graph, state, observed), zero_rows)
-    found.reasons |= graph.held | _unsupported(graph, observed)
+    found.reasons |= graph.why_kept | _unsupported(graph, observed)
     for number, reason in _idle(graph, state, observed).items():
         found.reasons.setdefault(number, reason)
     for name, classes in graph.produced.items():
@@ -315,7 +315,7 @@ def plan(
 class _Planner:
     def __init__(self, found: Plan) -> None:
         self.plan, self.graph = found, found.graph
-        size = len(found.graph.coupling.classes.colour)
+        size = len(found.graph.coupling.classes.signature)
         self.read, self.unread = np.zeros(size, np.bool_), np.ones(size, np.bool_)
         self.unknown, self.dead = np.zeros(size, np.bool_), self._dead(size)
         self.needs: dict[str, Bools] = {}
@@ -395,8 +395,8 @@ class _Planner:
         found: set[int] = set()
         coupling = self.graph.coupling
         for layout in coupling.layouts.values():
-            for factor in layout:
-                classes = np.unique(coupling.channels.resolved(factor)[0])
+            for entry in layout:
+                classes = np.unique(coupling.channels.resolved(entry)[0])
                 if gone[classes].all() and not found & set(classes.tolist()):
                     found.add(int(classes[0]))
         return found
@@ -433,12 +433,12 @@ def _unsupported(graph: FilterGraph, observed: Observed) -> dict[int, str]:
         if product.name not in graph.depthwise and (expected is None or product.input_dim != 1 - expected):
             unsupported.add(product.name)
     for name, layout in coupling.layouts.items():
-        for factor in layout:
-            if name in unsupported or len(factor.dims) > 1:
+        for entry in layout:
+            if name in unsupported or len(entry.dims) > 1:
                 why = (
                     f"'{name}' is multiplied with in a way" if name in unsupported else f"they lie in '{name}' in a way"
                 )
-                numbers = np.unique(coupling.channels.resolved(factor)[0]).tolist()
+                numbers = np.unique(coupling.channels.resolved(entry)[0]).tolist()
                 found |= {number: f"{why} that no rule covers" for number in numbers if number not in found}
     return found
 
