@@ -50,7 +50,7 @@ from gossamer.model.additions import MASK, PRUNED, buffer_name, drop_buffers
 from gossamer.model.parameters import TIED, empties_a_norm
 from gossamer.model.permute import Permutation, find_permutation
 from gossamer.model.weights import is_conv1d, stored, unprunable
-from gossamer.sparse import NM, parse_nm, share_of_zeros, zero_where
+from gossamer.sparse import NM, measured_sparsity, parse_nm, zero_where
 
 if TYPE_CHECKING:
     from gossamer.recipe import Recipe
@@ -421,7 +421,7 @@ class Pruner:
             self.mask(name).copy_(keep)
         self.apply_masks()
         for name, keep in masks.items():
-            self._log(2, "'%s' is %.2f%% sparse", name, 100 * share_of_zeros(keep))
+            self._log(2, "'%s' is %.2f%% sparse", name, 100 * measured_sparsity(keep))
         if applied is not None and self.graph_folder is not None:
             _save_graph(applied, self.graph_folder / _GRAPH_FILE)
 
