@@ -29,7 +29,7 @@ from gossamer.analysis.accuracy import (
 from gossamer.analysis.layers import outputs_first
 from gossamer.errors import GossamerError, SparsityError, nearest, short_error
 from gossamer.model import first_names, get_parameter, prunable, unwrap
-from gossamer.model.example_inputs import batch_arguments
+from gossamer.model.example_inputs import Arguments, batch_arguments
 from gossamer.model.parameters import with_norms_kept
 from gossamer.model.preserve import preserved
 from gossamer.model.tracing.coupling import couple
@@ -44,8 +44,6 @@ BATCH_SAMPLES = 32
 """Samples of each batch that it uses."""
 _HALVINGS = 200
 logger = logging.getLogger("gossamer")
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)

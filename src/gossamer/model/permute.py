@@ -44,7 +44,7 @@ def find_permutation(
 
     `example_inputs`: a tensor, a tuple of arguments for `forward`, or a dict of keyword arguments; without it common
     shapes are tried. `parts`: see `couple`. An optimizer with state of a shape that cannot be reordered (Adafactor's)
-    holds its weights in place.
+    fixes its weights.
     """
     weights = {name: _Weight.of(model, name) for name in names}
     try:
@@ -292,7 +292,7 @@ class _Finder:
         self.target = np.arange(len(self.signature))
         self.odd: dict[int, str] = {}
         for name, key in odd.items():
-            self._hold(name, f"the optimizer's '{key}' cannot be reordered with its weight")
+            self._fix(name, f"the optimizer's '{key}' cannot be reordered with its weight")
 
     def find(self, effort: float, progress: Progress) -> Permutation:
         views: dict[int, list[_View]] = {}
@@ -416,7 +416,7 @@ class _Finder:
             if moves:
                 yield name, moves
 
-    def _hold(self, name: str, why: str) -> None:
+    def _fix(self, name: str, why: str) -> None:
         """Every channel of a tensor gets a signature of its own."""
         for entry in self.coupling.layouts.get(name, ()):
             roots = np.unique(self.coupling.channels.resolved(entry)[0])

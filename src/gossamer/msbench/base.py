@@ -103,7 +103,7 @@ class BaseScheduler:
         self._run: TrainingRun | None = None
         self._begun = False
         self._restart: Restart | None = None
-        self._watch: StepWatch | None = None
+        self._step_watch: StepWatch | None = None
         self._steps = 0
         self._untrained: set[int] = set()
         """The ids of learned parameters that no optimizer has stepped yet."""
@@ -158,7 +158,7 @@ class BaseScheduler:
         }
         self._reference = weakref.ref(unwrap(prepared))
         _schedulers.add(self)
-        self._watch = StepWatch(unwrap(prepared), self._before_step, self._after_step)
+        self._step_watch = StepWatch(unwrap(prepared), self._before_step, self._after_step)
         return prepared
 
     def prune_model(self, model: nn.Module, iteration: int) -> None:

@@ -96,7 +96,8 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         allocation = ALGORITHMS[prun_algo] if isinstance(prun_algo, int) else prun_algo
         # With 2:4 all layers have the same sparsity.
         self.allocation = "uniform" if self.generator.mask_type == "2:4" else allocation
-        self.tolerance, self.tolerances = sparse_rate_tolerance, (prune_tolerance_max, prune_tolerance_min)
+        self.rate_tolerance = sparse_rate_tolerance
+        self.layer_tolerances = prune_tolerance_max, prune_tolerance_min
         self.exclude += [DEPTHWISE] if dw_no_prune else []
         self.writes_analysis, self.output_dir = do_sparse_analysis, Path(output_dir)
         self.save_dir = None if save_dir is None else Path(save_dir)
@@ -126,12 +127,12 @@ class AmbaLevelPruneScheduler(BaseScheduler):
     def modifiers(self, steps_per_epoch: float = 1.0) -> Sequence[Modifier]:
         more: dict[str, Any] = {"allocation": self.allocation}
         if self.allocation == "energy":
-            more |= {"energy_slope": self.tuning, "tolerance": self.tolerance, **self._cap()}
+            more |= {"energy_slope": self.tuning, "tolerance": self.rate_tolerance, **self._cap()}
         return [self.levels(self.table, self.total_iters / steps_per_epoch, **more)]
 
     def _cap(self) -> dict[str, float]:
         """MSBench's two tolerances both bound a layer's sparsity at the last level; 1.0 sets no bound."""
-        most, least = self.tolerances
+        most, least = self.layer_tolerances
         bounds = [self.table[-1] * most] if most > 1 else []
         bounds += [1 - (1 - self.table[-1]) * least] if least < 1 else []
         return {"max_layer_sparsity": min(0.99, *bounds)} if bounds else {}

@@ -61,7 +61,7 @@ class Clock:
 
     def __init__(self, rate: float = 0.0, tau: float = 1.0, step: int = 0) -> None:
         # torch.compile cannot trace random numbers or the ranking of all weights in a layer's graph. These are not
-        # decorated methods of Pool, because torch.compiler.disable imports torch._dynamo, which takes seconds.
+        # decorated methods of Pool, because torch.compiler.disable imports torch._dynamo, which is slow.
         self.draw = cast(Callable[[Pool], list[Tensor]], torch.compiler.disable(Pool.draw))
         self.hard_mask = cast(Callable[[Pool, int], Tensor], torch.compiler.disable(Pool.hard_mask))
         self.set(rate, tau, step)
