@@ -48,9 +48,9 @@ from gossamer.model import (
 )
 from gossamer.model.additions import MASK, PRUNED, buffer_name, drop_buffers
 from gossamer.model.parameters import TIED, empties_a_norm
-from gossamer.model.permute import Permutation, find
+from gossamer.model.permute import Permutation, find_permutation
 from gossamer.model.weights import is_conv1d, stored, unprunable
-from gossamer.sparse import NM, parse_nm, share_of_zeros, zero_where
+from gossamer.sparse import NM, measured_sparsity, parse_nm, zero_where
 
 if TYPE_CHECKING:
     from gossamer.recipe import Recipe
@@ -421,7 +421,7 @@ class Pruner:
             self.mask(name).copy_(keep)
         self.apply_masks()
         for name, keep in masks.items():
-            self._log(2, "'%s' is %.2f%% sparse", name, 100 * share_of_zeros(keep))
+            self._log(2, "'%s' is %.2f%% sparse", name, 100 * measured_sparsity(keep))
         if applied is not None and self.graph_folder is not None:
             _save_graph(applied, self.graph_folder / _GRAPH_FILE)
 
@@ -575,7 +575,10 @@ def _search(
     verbosity: int,
     **options: Any,
 ) -> Permutation:
-    """Search a permutation, with a progress bar on a terminal, and log the result; `options` are those of `find`."""
+    """Search a permutation, with a progress bar on a terminal, and log the result.
+
+    `options` are those of `find_permutation`.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
@@ -586,7 +589,9 @@ def _search(
         def report(_: str, share: float) -> None:
             bar.update(task, completed=share)
 
-        permutation = find(model, names, pattern.n, pattern.m, optimizer=optimizers, progress=report, **options)
+        permutation = find_permutation(
+            model, names, pattern.n, pattern.m, optimizer=optimizers, progress=report, **options
+        )
     if (reason := permutation.untraceable or permutation.note) and verbosity >= 1:
         logger.warning("channels are %s: %s", "permuted in part" if permutation.moves else "not permuted", reason)
     for layer in permutation.layers if verbosity >= 2 else ():

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from gossamer.errors import GossamerError
 from gossamer.export.weights import THINNED, is_thinned
 from gossamer.io import as_name
-from gossamer.model.tracing.tracer import guess_inputs
+from gossamer.model.example_inputs import guess_inputs
 from gossamer.runner.builders import build_net, builder, call_builder, classes_parameter, code_of
 from gossamer.runner.config import Config, config_of, task_of
 from gossamer.runner.config.schema import Net, Source

@@ -24,7 +24,7 @@ import gossamer as sparsify
 from gossamer import GossamerError, Manager
 from gossamer.create import generator
 from gossamer.create.choices import LEARNING_RATES, NAMES, method_of
-from gossamer.model.tracing.flow import Ends
+from gossamer.model.tracing.ends import Ends
 from gossamer.modifiers import QuantizationModifier
 from gossamer.sparse import NM, parse_pattern
 

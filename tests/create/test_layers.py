@@ -18,7 +18,7 @@ from gossamer import GossamerError, Manager
 from gossamer.create.choices import choose
 from gossamer.create.generator import design
 from gossamer.create.layers import LayerPlan, plan_layers
-from gossamer.model.tracing.flow import ends
+from gossamer.model.tracing.ends import ends
 from gossamer.sparse import parse_pattern
 from tests.create.digits import FIRST, HEAD, MIDDLE, batches, trained
 
@@ -122,7 +122,7 @@ def test_what_follows_a_choice_by_values_is_found_on_real_ones() -> None:
     arguments: dict[str, Any] = {"pruning": "structured", "quantization": False}
     found = ends(TwoStages())
     assert found.last == {"proposals.weight", "classes.weight", "last.weight"}
-    assert (found.unreached, found.followed) == ({"rare.weight"}, "by values")
+    assert (found.unreached, found.traced) == ({"rare.weight"}, "with values")
     made = design(TwoStages(), choose(**arguments))
     assert [layer.name for layer in made.layers if layer.takes_part] == ["fine.weight"]
     assert "Note: the model has data-dependent control flow" in made.recipe.text

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from gossamer.errors import GossamerError
 from gossamer.msbench import PRESETS, build_sparse_scheduler
-from gossamer.msbench.conversion import read_config
+from gossamer.msbench.config_file import read_config
 from tests.fuzz.documents import block_text, mangled, tweaked
 from tests.fuzz.harness import attempt, fingerprint, fuzz
 from tests.fuzz.values import hostile, mutated
@@ -119,7 +119,7 @@ def run(config: Any) -> None:
     if getattr(scheduler, "save_dir", None) is not None:
         scheduler.save_dir = None  # pyright: ignore[reportAttributeAccessIssue]  # writing there is what the user asked for
     if getattr(scheduler, "analyse", False):
-        scheduler.analyse = False  # pyright: ignore[reportAttributeAccessIssue]  # the same
+        scheduler.writes_analysis = False  # pyright: ignore[reportAttributeAccessIssue]  # the same
     model = network()
     before = fingerprint(model)
     try:

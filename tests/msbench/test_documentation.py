@@ -88,7 +88,7 @@ def trained_by(section: str, iterations: int, folder: Path) -> tuple[Any, Any]:
     names = list(model.state_dict())
     scheduler = build_sparse_scheduler(sparsity_config)
     model = scheduler.prepare_sparse_model(model)
-    assert isinstance(model, GraphModule) == scheduler.traces
+    assert isinstance(model, GraphModule) == scheduler.uses_fx
     groups = scheduler.param_groups(model, 1e-4, st_decay=0.02)
     optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
     lr_scheduler = CosineAnnealingLR(optimizer, T_max=iterations // 7 if scheduler.length else iterations)

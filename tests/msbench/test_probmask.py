@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 import gossamer
 from gossamer.errors import SparsityError
 from gossamer.msbench import BaseScheduler
-from gossamer.msbench.sparsers import ProbMaskFakeSparse, nodes
+from gossamer.msbench.sparsers import ProbMaskFakeSparse, fake_sparse_modules
 from tests.loops import PRUNABLE, batch, loss_at, network, sgd, through_disk, zeros
 from tests.msbench.configs import (
     POSITIONS,
@@ -35,7 +35,11 @@ START, END = 2, 8
 
 
 def probabilities(model: nn.Module) -> Tensor:
-    scores = [node.scores.detach().flatten() for node in nodes(model).values() if isinstance(node, ProbMaskFakeSparse)]
+    scores = [
+        node.scores.detach().flatten()
+        for node in fake_sparse_modules(model).values()
+        if isinstance(node, ProbMaskFakeSparse)
+    ]
     return torch.cat(scores)
 
 
@@ -161,7 +165,7 @@ def test_probabilities_learn_in_both_directions_from_the_border() -> None:
     scheduler, model = prepared(probmask(start_prune_rate=0.5, warmup_iteration_stamps=0))
     scheduler.prune_model(model, 0)
     loss_at(model, 0).backward()
-    for node in nodes(model).values():
+    for node in fake_sparse_modules(model).values():
         assert bool(node.scores.grad.isfinite().all())
         assert bool((node.scores.grad > 0).any())
         assert bool((node.scores.grad < 0).any())
@@ -228,9 +232,9 @@ def test_layers_of_one_shape_have_each_their_noise_and_the_same_in_another_proce
         scheduler, model = prepared(probmask(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
         scheduler.prune_model(model, 5)
         with torch.no_grad():
-            for node in nodes(model).values():
+            for node in fake_sparse_modules(model).values():
                 node.scores.fill_(0.5)
-            found.append([node(torch.ones(8, 8)) for node in nodes(model).values()])
+            found.append([node(torch.ones(8, 8)) for node in fake_sparse_modules(model).values()])
     assert not torch.allclose(found[0][0], found[0][1], atol=0.1)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
@@ -238,7 +242,7 @@ def test_layers_of_one_shape_have_each_their_noise_and_the_same_in_another_proce
 def test_probabilities_that_diverged_are_refused() -> None:
     scheduler, model = prepared(probmask())
     with torch.no_grad():
-        nodes(model)["3.weight"].scores[0, 0] = float("nan")
+        fake_sparse_modules(model)["3.weight"].scores[0, 0] = float("nan")
     with pytest.raises(SparsityError, match="training diverged"):
         scheduler.prune_model(model, 5)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError
 from gossamer.model import get_parameter
 from gossamer.msbench import build_sparse_scheduler
-from gossamer.msbench.sparsers import STRFakeSparse, fold, nodes
+from gossamer.msbench.sparsers import STRFakeSparse, fake_sparse_modules, fold_into_weights
 from tests.loops import PRUNABLE, batch, has_minus_zero, loss_at, network, sgd, zeros
 from tests.msbench.configs import POSITIONS, TOTAL, Position, loop, prepared, str_config
 
@@ -19,7 +19,11 @@ BOTH = pytest.mark.parametrize("scheduler_name", ["BaseScheduler", "STRScheduler
 
 
 def thresholds(model: nn.Module) -> dict[str, Tensor]:
-    return {name: node.s.detach().clone() for name, node in nodes(model).items() if isinstance(node, STRFakeSparse)}
+    return {
+        name: node.s.detach().clone()
+        for name, node in fake_sparse_modules(model).items()
+        if isinstance(node, STRFakeSparse)
+    }
 
 
 @BOTH
@@ -48,10 +52,10 @@ def test_layers_compute_with_the_soft_threshold_of_their_weights() -> None:
 def test_thresholds_and_weights_receive_the_gradient_of_the_formula() -> None:
     _, model = prepared(str_config(-3.0))
     loss_at(model, 0).backward()
-    for node in nodes(model).values():
+    for node in fake_sparse_modules(model).values():
         assert node.s.grad is not None
         assert float(node.s.grad) != 0
-    weight, node = model.get_parameter("3.weight"), nodes(model)["3.weight"]
+    weight, node = model.get_parameter("3.weight"), fake_sparse_modules(model)["3.weight"]
     slope = torch.sigmoid(node.s) * (1 - torch.sigmoid(node.s))
     expected = -slope * (weight.sign() * weight.grad).sum()
     assert torch.allclose(node.s.grad, expected, rtol=1e-4)
@@ -73,7 +77,7 @@ def test_param_groups_hold_every_parameter_once_with_the_decay_of_its_kind() -> 
     scheduler, model = prepared(str_config())
     own, learned = scheduler.param_groups(model, weight_decay=1e-4, st_decay=5e-3)
     assert (own["weight_decay"], learned["weight_decay"]) == (1e-4, 5e-3)
-    assert {id(p) for p in learned["params"]} == {id(node.s) for node in nodes(model).values()}
+    assert {id(p) for p in learned["params"]} == {id(node.s) for node in fake_sparse_modules(model).values()}
     assert sorted(id(p) for p in own["params"] + learned["params"]) == sorted(id(p) for p in model.parameters())
     assert scheduler.param_groups(model, weight_decay=1e-4)[1]["weight_decay"] == 1e-4
     scheduler.export_sparse_model(model)
@@ -100,14 +104,14 @@ def test_exported_weights_are_those_that_the_layers_computed_with(scheduler_name
         assert not has_minus_zero(exported)
     assert list(model.state_dict()) == list(network().state_dict())
     assert scheduler.compute_sparse_rate(model) == rate > 0
-    assert not nodes(model)
+    assert not fake_sparse_modules(model)
 
 
 def test_folding_writes_only_where_there_is_a_sparser() -> None:
     _, model = prepared(str_config(-3.0))
     del model.get_submodule("3").weight_fake_sparse
     before = {name: model.get_parameter(name)._version for name in PRUNABLE}
-    fold(model, list(PRUNABLE))
+    fold_into_weights(model, list(PRUNABLE))
     assert [name for name in PRUNABLE if model.get_parameter(name)._version != before[name]] == ["0.weight", "7.weight"]
 
 
@@ -135,7 +139,7 @@ def test_a_model_can_be_prepared_again_after_export() -> None:
     exported = zeros(model.get_parameter("3.weight"))
     other = build_sparse_scheduler(str_config(-5.0))
     again = other.prepare_sparse_model(model)
-    assert set(nodes(again)) == set(PRUNABLE)
+    assert set(fake_sparse_modules(again)) == set(PRUNABLE)
     other.export_sparse_model(again)
     assert zeros(again.get_parameter("3.weight")) >= exported
 
@@ -182,6 +186,6 @@ def test_a_compiled_model_trains_its_thresholds_and_computes_the_same_after_expo
     inputs = batch(50)[0]
     expected = compiled.eval()(inputs)
     scheduler.export_sparse_model(compiled)
-    assert not nodes(model)
+    assert not fake_sparse_modules(model)
     assert torch.allclose(compiled(inputs), expected, atol=1e-6)
     assert torch.allclose(model(inputs), expected, atol=1e-6)

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from gossamer.errors import GossamerError
 from gossamer.export import to_onnx
-from gossamer.msbench.tracing import traced
+from gossamer.msbench.tracing import as_graph_module
 from gossamer.runner.config.schema import Net
 from gossamer.runner.detectors import detector_networks, is_detector
 from tests.runner.nets import build_net
@@ -40,7 +40,7 @@ def test_torch_fx_follows_the_networks_of_a_detector(name):
     networks = detector_networks(model, images())
     assert set(networks) == NAMES[name]
     for network in networks.values():
-        graph = traced(network.module, [])
+        graph = as_graph_module(network.module, [])
         assert isinstance(graph, fx.GraphModule)
         for training in (False, True):
             model.train(training)

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from gossamer.errors import GossamerError, short_error
 from gossamer.model import unwrap
-from gossamer.model.tracing.tracer import batch_arguments, preserved
+from gossamer.model.example_inputs import batch_arguments
+from gossamer.model.preserve import preserved
 
 
 @dataclass(frozen=True)

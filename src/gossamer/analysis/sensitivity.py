@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice, pairwise
@@ -29,10 +29,13 @@ from gossamer.analysis.accuracy import (
 from gossamer.analysis.layers import outputs_first
 from gossamer.errors import GossamerError, SparsityError, nearest, short_error
 from gossamer.model import first_names, get_parameter, prunable, unwrap
+from gossamer.model.example_inputs import Arguments, batch_arguments
 from gossamer.model.parameters import with_norms_kept
+from gossamer.model.preserve import preserved
 from gossamer.model.tracing.coupling import couple
 from gossamer.model.tracing.filter_groups import FilterGraph, FilterGroup
-from gossamer.model.tracing.tracer import Untraceable, batch_arguments, preserved
+from gossamer.model.tracing.tracer import Untraceable
+from gossamer.progress import Progress
 from gossamer.sparse import NM, Channel, Filter, Pattern, Unstructured, magnitude, parse_pattern, zero_count
 
 MAX_BATCHES = 2
@@ -41,10 +44,6 @@ BATCH_SAMPLES = 32
 """Samples of each batch that it uses."""
 _HALVINGS = 200
 logger = logging.getLogger("gossamer")
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Progress = Callable[[str, float], None]
-"""Receives the current layer and the completed share of the work."""
 
 
 @dataclass(frozen=True)

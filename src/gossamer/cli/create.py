@@ -133,7 +133,8 @@ def convert(
     Iterations become epochs of N steps: attach the recipe with modify(model, optimizer, steps_per_epoch=N). Prints the
     recipe without -o.
     """
-    from gossamer.msbench.conversion import read_config, to_recipe
+    from gossamer.msbench.config_file import read_config
+    from gossamer.msbench.conversion import to_recipe
 
     given = read_config(config)
     recipe, left_out = to_recipe(given, steps_per_epoch, load_model(model).model if model is not None else None)

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from gossamer.analysis.sensitivity import MAX_BATCHES, Progress, first_inputs
+from gossamer.analysis.sensitivity import MAX_BATCHES, first_inputs
 from gossamer.create import modifiers
 from gossamer.create.choices import CONSTANT, Choices, choose
 from gossamer.create.layers import PLAIN, LayerPlan, percent, plan_layers
@@ -26,9 +26,10 @@ from gossamer.engine.manager import check_arguments
 from gossamer.errors import GossamerError, Problem
 from gossamer.model import expect_model, left_dense, prunable, unwrap
 from gossamer.model.parameters import nothing_to_prune
-from gossamer.model.tracing.flow import Ends, ends
+from gossamer.model.tracing.ends import Ends, ends
 from gossamer.modifiers import Modifier
 from gossamer.modifiers.base import find
+from gossamer.progress import Progress
 from gossamer.recipe import Recipe, load
 from gossamer.recipe.nodes import expression_in
 from gossamer.recipe.variables import evaluate
@@ -232,7 +233,7 @@ def _evaluated(value: object, variables: Mapping[str, object]) -> object:
 
 def _trace_note(network_ends: Ends) -> Problem | None:
     """A note about a model that could not be traced as a whole."""
-    if network_ends.followed == "not":
+    if network_ends.traced == "no":
         message = (
             "the model could not be traced from its input to its output; the layers that are defined first and last "
             "are assumed to be its first and last layers"
@@ -240,7 +241,7 @@ def _trace_note(network_ends: Ends) -> Problem | None:
         if network_ends.reason is not None:
             return Problem(f"{message}; {network_ends.reason}")
         return Problem(message, ("example_inputs",), fix="pass what the model takes")
-    if network_ends.followed == "whole":
+    if network_ends.traced == "fully":
         return None
     message = "the model has data-dependent control flow and was traced on one example"
     if network_ends.unreached:

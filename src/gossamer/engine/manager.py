@@ -28,7 +28,7 @@ from gossamer.model import expect_model, has_parameter, unwrap, weight_of
 from gossamer.modifiers.base import Modifier, to_step
 from gossamer.quantities import MAX_EPOCHS, MAX_STEPS_PER_EPOCH, MIN_STEPS_PER_EPOCH
 from gossamer.recipe import Recipe, load
-from gossamer.sparse import share_of_zeros
+from gossamer.sparse import measured_sparsity
 
 if TYPE_CHECKING:
     from gossamer.engine.learning_rate import RecipeRates
@@ -389,7 +389,7 @@ class Manager:
         """
         run = self._attached()
         names = [name for name in run.pruned() if has_parameter(run.module, name)]
-        return {name: share_of_zeros(weight_of(run.module, name)) for name in names}
+        return {name: measured_sparsity(weight_of(run.module, name)) for name in names}
 
     def targets(self) -> dict[str, float]:
         """By parameter: the sparsity at the end of its pruning, where the recipe sets one for this parameter alone.

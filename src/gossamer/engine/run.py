@@ -313,9 +313,11 @@ class TrainingRun:
     def permute(self, modifier: str, names: Sequence[str], n: int, m: int) -> None:
         """Reorder channels so that n:m keeps more weights; masks and the state of optimizer and modifiers follow."""
         from gossamer.engine.state import with_weights
-        from gossamer.model.permute import find
+        from gossamer.model.permute import find_permutation
 
-        permutation = find(self.module, names, n, m, example_inputs=self.example_inputs, optimizer=self.optimizer)
+        permutation = find_permutation(
+            self.module, names, n, m, example_inputs=self.example_inputs, optimizer=self.optimizer
+        )
         if message := permutation.untraceable or permutation.note:
             share = "permutes in part" if permutation.moves else "continues without permutation"
             logger.warning("%s %s: %s", modifier, share, message)

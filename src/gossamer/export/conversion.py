@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError, first_line
 from gossamer.io import dtype_name
 from gossamer.model import expect_model, get_parameter, named_modules, owner_of, prunable
-from gossamer.model import thin as thinning
 from gossamer.model.additions import strip
 from gossamer.model.parameters import unwrap
-from gossamer.model.thin import Progress, Thinned
+from gossamer.model.thin import Thinned
+from gossamer.model.thin import thin as thin_in_place
 from gossamer.model.thin.cuts import spread_over_processes
 from gossamer.model.weights import check_values, duplicate
+from gossamer.progress import Progress
 from gossamer.quantization import is_emulated
 from gossamer.sparse import NM
 
@@ -53,7 +54,7 @@ def thin(
         raise GossamerError(
             f"thin: the model cannot be copied ({reason}); pass a model that copy.deepcopy supports"
         ) from error
-    return smaller, thinning.thin(smaller, example_inputs, names=names, progress=progress)
+    return smaller, thin_in_place(smaller, example_inputs, names=names, progress=progress)
 
 
 # Semi-structured tensors

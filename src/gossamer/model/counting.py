@@ -19,18 +19,9 @@ from torch.utils import _pytree as pytree
 
 from gossamer.errors import GossamerError, Problem, short_error
 from gossamer.model.additions import evaluated
+from gossamer.model.example_inputs import Arguments, as_arguments, guess_inputs
 from gossamer.model.parameters import first_names, get_parameter, get_tensor, named_modules, prunable, unwrap, weight_of
-from gossamer.model.tracing.tracer import (
-    Arguments,
-    Observer,
-    Tracer,
-    Untraceable,
-    as_arguments,
-    fake_mode,
-    guess_inputs,
-    storage_of,
-    tensors_in,
-)
+from gossamer.model.tracing.tracer import Observer, Tracer, Untraceable, fake_mode, storage_of, tensors_in
 from gossamer.model.weights import check_values, is_subclass, opaque, weights_of
 
 
@@ -155,7 +146,7 @@ def _arguments(module: nn.Module, inputs: Any) -> Arguments:
 
 
 def _count(module: nn.Module, arguments: Arguments, fake: FakeTensorMode | None) -> dict[str, int]:
-    observer = _Observer(module)
+    observer = _MacObserver(module)
     with Tracer(module, observer, fake, arguments) as tracer:
         tracer.run(arguments)
     return observer.macs
@@ -175,7 +166,7 @@ _LOOKUPS: set[Any] = {_aten.embedding, _aten.index, _aten.index_select, _aten.ga
 """What they take out of a weight is no longer that weight, even if it is as large."""
 
 
-class _Observer(Observer):
+class _MacObserver(Observer):
     """Adds up the MACs of every product with a weight.
 
     A weight is recognised by its memory, which views share. A tensor that is computed from a weight and has as many

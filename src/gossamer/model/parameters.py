@@ -15,7 +15,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from gossamer.errors import MAX_SUGGESTED, GossamerError, ModifierError, nearest
-from gossamer.model.regex import PREFIX, PatternError, matching, problem_of
+from gossamer.model.name_patterns import PREFIX, PatternError, matching, problem_of
 from gossamer.model.weights import Stored, by_norm, is_conv1d, layer_path, opaque, unprunable, weights_of, with_one_kept
 
 ALL = "__ALL__"

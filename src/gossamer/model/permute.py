@@ -1,14 +1,14 @@
 """Permute the channels of a network so that N:M keeps larger weights, without changing what it computes.
 
-`find` searches orders: layers that read the same channels share one order, found on their weights together. A
-`Permutation` applies them to parameters, buffers, gradients, masks and optimizer state alike. Layers that cannot be
+`find_permutation` searches orders: layers that read the same channels share one order, found on their weights together.
+A `Permutation` applies them to parameters, buffers, gradients, masks and optimizer state alike. Layers that cannot be
 permuted are listed with the reason.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -19,17 +19,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gossamer.model.parameters import first_names, get_tensor, is_transposed
-from gossamer.model.tracing.channels import Factor, Ints, Labels
+from gossamer.model.tracing.channels import DimChannels, Ints, Labels
 from gossamer.model.tracing.coupling import Coupling, couple
 from gossamer.model.tracing.tracer import Untraceable
+from gossamer.progress import Progress
 from gossamer.sparse.permutation import Matrix, kept_bound, kept_magnitude, search_each
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-Progress = Callable[[str, float], None]
-"""Called with what is being searched and the share of the work that is done, 0 to 1."""
 
 
-def find(
+def find_permutation(
     model: nn.Module,
     names: Sequence[str],
     n: int = 2,
@@ -45,7 +44,7 @@ def find(
 
     `example_inputs`: a tensor, a tuple of arguments for `forward`, or a dict of keyword arguments; without it common
     shapes are tried. `parts`: see `couple`. An optimizer with state of a shape that cannot be reordered (Adafactor's)
-    holds its weights in place.
+    fixes its weights.
     """
     weights = {name: _Weight.of(model, name) for name in names}
     try:
@@ -174,7 +173,7 @@ def state_of(optimizer: Optimizers, tensor: Tensor) -> list[tuple[str, Tensor]]:
         for one in several
         if tensor in one.state
         for key, held in cast(Mapping[str, Any], one.state[tensor]).items()
-        for value in _tensors_in(held)
+        for value in _state_tensors(held)
         if value.numel() > 1
     ]
 
@@ -192,13 +191,14 @@ def unordered_state(optimizer: Optimizers, parameters: Mapping[str, Tensor]) -> 
     return dict.fromkeys(parameters, min(common)) if common else {name: keys[0] for name, keys in found.items() if keys}
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
+def _state_tensors(value: Any) -> list[Tensor]:
+    """All tensors in one entry of optimizer state, which may use any mapping and sets; pytree does not open these."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
-        return _tensors_in(list(cast(Mapping[Any, Any], value).values()))
+        return _state_tensors(list(cast(Mapping[Any, Any], value).values()))
     if isinstance(value, list | tuple | set):
-        return [tensor for item in cast(Iterable[Any], value) for tensor in _tensors_in(item)]
+        return [tensor for item in cast(Iterable[Any], value) for tensor in _state_tensors(item)]
     return []
 
 
@@ -288,17 +288,17 @@ class _Finder:
     ) -> None:
         self.weights, self.layout_names, self.n, self.m = weights, layout_names, n, m
         self.coupling = coupling
-        self.colour = coupling.classes.colour.copy()
-        self.target = np.arange(len(self.colour))
+        self.signature = coupling.classes.signature.copy()
+        self.target = np.arange(len(self.signature))
         self.odd: dict[int, str] = {}
         for name, key in odd.items():
-            self._hold(name, f"the optimizer's '{key}' cannot be reordered with its weight")
+            self._fix(name, f"the optimizer's '{key}' cannot be reordered with its weight")
 
     def find(self, effort: float, progress: Progress) -> Permutation:
         views: dict[int, list[_View]] = {}
         for weight in self.weights.values():
             for view in self._views(weight):
-                views.setdefault(int(self.colour[view.classes[0]]), []).append(view)
+                views.setdefault(int(self.signature[view.classes[0]]), []).append(view)
         chosen = [self._structure(group) for group in views.values()]
         chosen = [group for group in chosen if len(group[0].classes) > self.m]
         matrices = [
@@ -333,10 +333,10 @@ class _Finder:
     # Which columns may move
 
     def _views(self, weight: _Weight) -> Iterator[_View]:
-        factor = self._input_factor(weight)
-        if factor is None or weight.unfit(self.m):
+        entry = self._input_channels(weight)
+        if entry is None or weight.unfit(self.m):
             return
-        roots, labels = self.coupling.channels.resolved(factor)
+        roots, labels = self.coupling.channels.resolved(entry)
         if roots.ndim == 1:
             yield from self._stripes(weight, slice(None), roots, labels)
             return
@@ -346,7 +346,7 @@ class _Finder:
 
     def _stripes(self, weight: _Weight, rows: slice, roots: Ints, labels: Labels) -> Iterator[_View]:
         """Whole stripes of channels that may change places, one view for each kind of channel and copy."""
-        kinds = np.stack([self.colour[roots], labels], axis=1).reshape(-1, self.m, 2)
+        kinds = np.stack([self.signature[roots], labels], axis=1).reshape(-1, self.m, 2)
         even = np.flatnonzero((kinds == kinds[:, :1]).all(axis=(1, 2)))
         by_kind: dict[tuple[int, int], list[int]] = {}
         for stripe, kind in zip(even.tolist(), kinds[even, 0].tolist(), strict=True):
@@ -363,26 +363,26 @@ class _Finder:
             cuts.setdefault(stripes[np.argsort(stripes[:, 0])].tobytes(), []).append(view)
         return max(cuts.values(), key=lambda group: sum(view.size for view in group))
 
-    def _input_factor(self, weight: _Weight) -> Factor | None:
+    def _input_channels(self, weight: _Weight) -> DimChannels | None:
         target = ((0,),) if weight.transposed else ((1,), (0, 1))
         layout = self.coupling.layouts.get(self.layout_names[weight.name], ())
-        return next((factor for factor in layout if factor.dims in target), None)
+        return next((entry for entry in layout if entry.dims in target), None)
 
     def _reason(self, weight: _Weight) -> str:
         unfit = weight.unfit(self.m)
         if unfit is not None:
             return unfit
-        factor = self._input_factor(weight)
-        if factor is None:
+        entry = self._input_channels(weight)
+        if entry is None:
             used = bool(self.coupling.layouts.get(self.layout_names[weight.name]))
             return "its input channels are not known" if used else "the network does not use it, as far as traced"
-        classes = np.unique(self.coupling.channels.resolved(factor)[0])
+        classes = np.unique(self.coupling.channels.resolved(entry)[0])
         odd = next((self.odd[root] for root in classes.tolist() if root in self.odd), None)
-        found = odd or self.coupling.classes.reasons.most_common(classes)
-        if found is None and factor.atoms.ndim == 1 and len(classes) < factor.atoms.size:
+        found = odd or self.coupling.classes.why_fixed.most_common(classes)
+        if found is None and entry.atoms.ndim == 1 and len(classes) < entry.atoms.size:
             return "each channel fills its own stripes, because it is repeated at every pixel"
         if found is None:
-            found = self.coupling.classes.limits.most_common(classes)
+            found = self.coupling.classes.why_limited.most_common(classes)
         return found or "no stripe has channels that could change places with others"
 
     def _described(self, groups: Sequence[Sequence[_View]]) -> list[dict[str, Any]]:
@@ -390,8 +390,8 @@ class _Finder:
         first = np.array([group[0].classes[0] for group in groups], np.int64)  # the others are held by the same
         holders: dict[int, set[str]] = {root: set() for root in first.tolist()}
         for name, layout in self.coupling.layouts.items():
-            for factor in layout:
-                for root in np.intersect1d(self.coupling.channels.resolved(factor)[0], first).tolist():
+            for entry in layout:
+                for root in np.intersect1d(self.coupling.channels.resolved(entry)[0], first).tolist():
                     holders[root].add(name)
         readers = [list(dict.fromkeys(view.weight.name for view in group)) for group in groups]
         return [
@@ -408,19 +408,19 @@ class _Finder:
     def _moves(self) -> Iterator[tuple[str, list[Move]]]:
         for name, layout in self.coupling.layouts.items():
             moves: list[Move] = []
-            for factor in layout:
-                roots, labels = self.coupling.channels.resolved(factor)
+            for entry in layout:
+                roots, labels = self.coupling.channels.resolved(entry)
                 goal = self.target[roots]
                 if (goal != roots).any():
-                    moves.append(Move(factor.dims, torch.from_numpy(_positions(roots, goal, labels))))
+                    moves.append(Move(entry.dims, torch.from_numpy(_positions(roots, goal, labels))))
             if moves:
                 yield name, moves
 
-    def _hold(self, name: str, why: str) -> None:
-        """Every channel of a tensor gets a colour of its own."""
-        for factor in self.coupling.layouts.get(name, ()):
-            roots = np.unique(self.coupling.channels.resolved(factor)[0])
-            self.colour[roots] = roots.astype(np.uint64)  # small numbers, which no hash comes near
+    def _fix(self, name: str, why: str) -> None:
+        """Every channel of a tensor gets a signature of its own."""
+        for entry in self.coupling.layouts.get(name, ()):
+            roots = np.unique(self.coupling.channels.resolved(entry)[0])
+            self.signature[roots] = roots.astype(np.uint64)  # small numbers, which no hash comes near
             self.odd |= dict.fromkeys(roots.tolist(), why)
 
 

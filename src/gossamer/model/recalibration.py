@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.utils import _pytree as pytree
 
 from gossamer.errors import GossamerError, short_error
+from gossamer.model.example_inputs import batch_arguments
 from gossamer.model.parameters import named_modules, unwrap
-from gossamer.model.tracing.tracer import batch_arguments
 
 _NO_BATCH = "expected at least one batch, found none; give some training data"
 BATCHES = 100

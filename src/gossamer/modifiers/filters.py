@@ -80,7 +80,7 @@ def _unpruned(graph: FilterGraph, pools: Pools, names: Collection[str], channels
         if first in graph.depthwise or classes is None or len(classes) != len(units):
             continue
         own = classes[((units >= pool.first) & (units < pool.last)).numpy()]
-        if not graph.held.keys().isdisjoint(own.reshape(-1).tolist()):
+        if not graph.why_kept.keys().isdisjoint(own.reshape(-1).tolist()):
             continue
         for name, other in side.items():
             if name not in (*pool.members, *graph.depthwise) and np.isin(other, own).any():
@@ -244,7 +244,12 @@ def _classes(graph: FilterGraph, sizes: Mapping[str, int], channels: bool) -> di
     side = graph.read if channels else graph.produced
     for name, size in sizes.items():
         classes = side.get(name)
-        if classes is not None and classes.ndim == 1 and len(classes) == size and not graph.held.keys() & set(classes):
+        if (
+            classes is not None
+            and classes.ndim == 1
+            and len(classes) == size
+            and not graph.why_kept.keys() & set(classes)
+        ):
             found[name] = classes
     return found
 
@@ -358,7 +363,7 @@ def _dead_rows(run: Run, name: str) -> Tensor | None:
 
 def _dead_classes(graph: FilterGraph, rows: Mapping[str, Tensor]) -> Bools:
     """Channels that can be removed and whose filters are pruned in every weight that produces them."""
-    size = len(graph.coupling.classes.colour)
+    size = len(graph.coupling.classes.signature)
     some, every = np.zeros(size, np.bool_), np.ones(size, np.bool_)
     for name, classes in graph.produced.items():
         if name in graph.depthwise:
@@ -369,13 +374,13 @@ def _dead_classes(graph: FilterGraph, rows: Mapping[str, Tensor]) -> Bools:
         else:
             some[classes] = True
             every[classes[~dead.numpy()]] = False
-    every[list(graph.held)] = False
+    every[list(graph.why_kept)] = False
     return some & every
 
 
 def is_held(graph: FilterGraph, name: str) -> bool:
     """Whether a weight produces channels that cannot be removed, or that are unknown."""
-    return name not in graph.produced or not graph.held.keys().isdisjoint(graph.produced[name].reshape(-1).tolist())
+    return name not in graph.produced or not graph.why_kept.keys().isdisjoint(graph.produced[name].reshape(-1).tolist())
 
 
 def leaves(graph: FilterGraph, name: str) -> bool:

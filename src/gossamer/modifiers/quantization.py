@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import FieldError, GossamerError, Key, ModifierError, Problem
 from gossamer.model import named_modules, prunable
-from gossamer.model.tracing.tracer import batch_arguments
+from gossamer.model.example_inputs import batch_arguments
 from gossamer.model.weights import check_values
 from gossamer.modifiers.base import Modifier, Run, to_step
 from gossamer.modifiers.state import Item, Layout, Spec, StateField

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from gossamer.errors import FieldError, ModifierError, Problem, nearest
 from gossamer.model import ALL_PRUNABLE, get_module, layer_path, match, named_modules, named_parameters, prunable
+from gossamer.model.name_patterns import PREFIX, matching
 from gossamer.model.parameters import hint
-from gossamer.model.regex import PREFIX, matching
 from gossamer.modifiers.base import (
     LayerNames,
     Modifier,

@@ -6,18 +6,18 @@
     model = scheduler.prepare_sparse_model(model)
 
 Every config of MSBench's documentation runs unchanged. Custom mask generators, sparsers and schedulers are added with
-`register` and named in the config.
+`register` and named in the config. `conversion.py` turns such a config, or the arguments of ASP, into a recipe.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from gossamer.errors import GossamerError, within
 from gossamer.msbench import generators, schedulers, sparsers
-from gossamer.msbench.base import BaseScheduler
+from gossamer.msbench.base import BaseScheduler, scheduler_of
 from gossamer.msbench.config import LOCATION, Config
 from gossamer.msbench.generators import MaskGenerator
 from gossamer.msbench.sparsers import FakeSparse
@@ -32,8 +32,7 @@ K = TypeVar("K", bound=type)
 def build_sparse_scheduler(sparsity_config: Mapping[str, Any]) -> BaseScheduler:
     """The scheduler that a config describes. The config is not changed, and all of its problems are raised together."""
     with within(location=LOCATION):
-        config = Config(sparsity_config, _classes)
-        return cast(BaseScheduler, config.types["scheduler"](config, **config.kwargs["scheduler"]))
+        return scheduler_of(Config(sparsity_config, _classes))
 
 
 def register(cls: K) -> K:

@@ -1,7 +1,7 @@
 """`BaseScheduler`, which all schedulers extend: prepares a model, prunes it during training, exports it.
 
 A scheduler builds modifiers from its config and runs them with the engine; `prune_model(model, iteration)` advances
-that run. Methods that learn what to prune insert sparsers into the model instead.
+that run. Methods that learn what to prune insert fake-sparse modules (sparsers) into the model instead.
 """
 
 from __future__ import annotations
@@ -40,18 +40,20 @@ from gossamer.model import (
 from gossamer.model.weights import duplicate
 from gossamer.modifiers import EpochRangeModifier, LevelPruningModifier, Modifier, STRPruningModifier
 from gossamer.modifiers.base import known_names
-from gossamer.modifiers.state import Item, Spec
+from gossamer.modifiers.state import Item, Spec, short
 from gossamer.msbench import generators, sparsers
 from gossamer.msbench.config import LOCATION, Config
-from gossamer.msbench.generators import GeneratedLevels, MaskGenerator
-from gossamer.msbench.tracing import check_leaves, traced
+from gossamer.msbench.generated_levels import GeneratedLevels
+from gossamer.msbench.generators import MaskGenerator
+from gossamer.msbench.tracing import as_graph_module, check_leaves
 from gossamer.recipe import Recipe
 from gossamer.validation import problems_of
 
 M = TypeVar("M", bound=Modifier)
 logger = logging.getLogger("gossamer.msbench")
 STATE_FORMAT = 1
-KWARGS = ("scheduler", "kwargs")
+SCHEDULER_KWARGS = ("scheduler", "kwargs")
+"""The key, in a config, of the arguments of a scheduler."""
 
 
 class BaseScheduler:
@@ -59,16 +61,27 @@ class BaseScheduler:
 
     Layers stay dense if their name contains an entry of `no_prune_keyword` or is an entry of `no_prune_layer`. Both
     are lists separated by commas.
+
+    A scheduler goes through these states, and `prepare_sparse_model` returns it to the second one from any of them:
+
+    - built: `prepared` is None.
+    - prepared: `_run` is bound to the model, but not begun; `iteration` is None.
+    - begun, by the first `prune_model`: `_begun` is True, and `iteration` is the last one pruned for.
+    - exported: `_run` is None, and `_exported` has the zeros, which are still held after each optimizer step.
+
+    If the method learns (`learns`), `_run` is always None: fake-sparse modules in the model replace the masks.
     """
 
-    needs: ClassVar[type[sparsers.FakeSparse] | None] = None
+    required_sparser: ClassVar[type[sparsers.FakeSparse] | None] = None
     """The required class of sparser, subclasses included; None for any that needs no scheduler."""
-    traces: ClassVar[bool] = True
+    uses_fx: ClassVar[bool] = True
     """Whether the model is traced with torch.fx."""
     recalibrates: ClassVar[bool] = False
     """Whether evaluation uses other weights than training, so that batch norm must be recalibrated."""
     needs_model: ClassVar[bool] = False
     """Whether the recipe depends on the shapes of the layers."""
+    extra_state_keys: ClassVar[tuple[str, ...]] = ()
+    """The keys that a subclass adds to `state_dict`."""
     field_keys: ClassVar[Mapping[str, Key]] = {"levels": ("mask_generator", "kwargs", "sparsity")}
     """The key of the config that a field of a modifier comes from."""
 
@@ -90,7 +103,7 @@ class BaseScheduler:
         self._run: TrainingRun | None = None
         self._begun = False
         self._restart: Restart | None = None
-        self._watch: StepWatch | None = None
+        self._step_watch: StepWatch | None = None
         self._steps = 0
         self._untrained: set[int] = set()
         """The ids of learned parameters that no optimizer has stepped yet."""
@@ -113,12 +126,14 @@ class BaseScheduler:
         after this call, because methods that learn add parameters. `networks` are parts of a model that cannot be
         traced as a whole, such as a detector: the model is returned as it is, and layers outside of them are not
         pruned. `example_inputs` are used to trace the model when channels are permuted or filters depend on each other.
+
+        Schedulers that have exported this model before stop holding its zeros.
         """
         expect_model(model, "prepare_sparse_model")
         if config is not None:
             self._reconfigure(config)
         owner = unwrap(model)
-        if sparsers.nodes(owner):
+        if sparsers.fake_sparse_modules(owner):
             raise GossamerError("prepare_sparse_model: the model is already prepared; call export_sparse_model first")
         if self.learns and owner is not model:
             raise GossamerError(
@@ -131,17 +146,19 @@ class BaseScheduler:
             inside = {id(parameter) for network in networks.values() for parameter in network.parameters()}
             outside = [name for name in prunable(owner) if id(get_parameter(owner, name)) not in inside]
             self.exclude = [*self.exclude, *outside]
-        elif self.traces and owner is model:
-            prepared = traced(model, self.config.leaves)
+        elif self.uses_fx and owner is model:
+            prepared = as_graph_module(model, self.config.leaves)
         self.example_inputs, self.in_parts = example_inputs, networks is not None
         for scheduler in list(_schedulers):
             scheduler.release(model)
         self._exported = Masks()
         self.install(prepared)
-        self._untrained = {id(p) for node in sparsers.nodes(unwrap(prepared)).values() for p in node.parameters()}
+        self._untrained = {
+            id(p) for module in sparsers.fake_sparse_modules(unwrap(prepared)).values() for p in module.parameters()
+        }
         self._reference = weakref.ref(unwrap(prepared))
         _schedulers.add(self)
-        self._watch = StepWatch(unwrap(prepared), self._before_step, self._after_step)
+        self._step_watch = StepWatch(unwrap(prepared), self._before_step, self._after_step)
         return prepared
 
     def prune_model(self, model: nn.Module, iteration: int) -> None:
@@ -190,7 +207,7 @@ class BaseScheduler:
         if self._run is not None:
             self._run.masks.apply_to_copy(owner)
         self._exported.apply_to_copy(owner)
-        sparsers.fold(owner, self.names)
+        sparsers.fold_into_weights(owner, self.names)
         if owner is self.prepared:
             held = list(self.names)
             if self._run is not None:
@@ -223,7 +240,7 @@ class BaseScheduler:
     def compute_sparse_rate(self, model: nn.Module) -> float:
         """The measured share of zeros in the layers that are pruned; 0.0 if they have no weights."""
         owner = self._check_copy(model, "compute_sparse_rate")
-        weights = [sparsers.effective(owner, name) for name in self.names]
+        weights = [sparsers.effective_weight(owner, name) for name in self.names]
         total = sum(weight.numel() for weight in weights)
         return sum(weight.numel() - int(weight.count_nonzero()) for weight in weights) / max(total, 1)
 
@@ -245,7 +262,9 @@ class BaseScheduler:
         `st_decay` is the weight decay of STR's thresholds and determines the sparsity; it defaults to `weight_decay`,
         as in the paper.
         """
-        learned = {id(p): p for node in sparsers.nodes(unwrap(model)).values() for p in node.parameters()}
+        learned = {
+            id(p): p for module in sparsers.fake_sparse_modules(unwrap(model)).values() for p in module.parameters()
+        }
         own = [p for p in model.parameters() if id(p) not in learned]
         groups: list[dict[str, Any]] = [{"params": own, "weight_decay": weight_decay}]
         if learned:
@@ -279,7 +298,7 @@ class BaseScheduler:
         return {
             "format": STATE_FORMAT,
             "scheduler": type(self).__name__,
-            "config": self.settings,
+            "config": self.config_fingerprint,
             "iteration": self.iteration,
             "run": self._run.state_dict() if self._run is not None and self._begun else None,
             "by_hand": frozen(self._run.masks.of(0)) if self._run is not None and not self._begun else {},
@@ -293,13 +312,14 @@ class BaseScheduler:
         if not isinstance(state, Mapping) or not {"format", "scheduler", "iteration", "run"} <= set(state):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise GossamerError("load_state_dict: this is not what state_dict() of a sparse scheduler returned")
         item = Item(state, "load_state_dict")
-        fields = item.fields(["format", "scheduler", "iteration", "run"], ["config", "by_hand", "statistics"])
-        saved = ascii(fields["scheduler"].text())[1:61].removesuffix("'"), fields["format"].integer()
+        entries = item.entries()
+        saved = entries["scheduler"].text(), entries["format"].integer()
         if saved != (type(self).__name__, STATE_FORMAT):
             raise GossamerError(
-                f"load_state_dict: the state is of {saved[0]}, format {saved[1]}, "
+                f"load_state_dict: the state is of {short(saved[0])}, format {saved[1]}, "
                 f"and this is {type(self).__name__}, format {STATE_FORMAT}"
             )
+        fields = item.fields(["format", "scheduler", "iteration", "run"], ["config", "by_hand", *self.extra_state_keys])
         if self._reference is None:
             raise GossamerError("load_state_dict: call prepare_sparse_model(model) first")
         iteration = None if fields["iteration"].value is None else fields["iteration"].integer()
@@ -309,7 +329,7 @@ class BaseScheduler:
         if self._run is None and not self.learns and run is not None:
             raise GossamerError("load_state_dict: the model was exported; prepare it again before loading the state")
         differences: list[str] = []
-        if "config" in fields and fields["config"].text() != self.settings:
+        if "config" in fields and fields["config"].text() != self.config_fingerprint:
             differences.append("the config has changed since the state was saved; pruning continues by the new one")
         if self._run is not None and run is not None:
             differences += self._run.load_state_dict(run)
@@ -338,8 +358,8 @@ class BaseScheduler:
         return masks
 
     @property
-    def settings(self) -> str:
-        """The modifiers as text, to detect a changed config."""
+    def config_fingerprint(self) -> str:
+        """The modifiers as text, to detect that a config has changed since a state was saved."""
         return repr([(modifier.name, modifier.model_dump(exclude_unset=True)) for modifier in self.modifiers()])
 
     # For custom schedulers
@@ -364,7 +384,7 @@ class BaseScheduler:
         """The model that `prepare_sparse_model` returned, without wrappers; None if it is gone."""
         return self._reference() if self._reference is not None else None
 
-    def final_shares(self) -> Mapping[str, float]:
+    def final_sparsities(self) -> Mapping[str, float]:
         """The final sparsity of each weight, if it is known before training."""
         final = self.final_sparsity
         return {} if final is None or self.learns else dict.fromkeys(self.names, final)
@@ -456,9 +476,13 @@ class BaseScheduler:
     def _problem(self, problem: Problem) -> Problem:
         """A problem of a modifier as one of the config."""
         key = problem.key[1:] if problem.key and problem.key[0] in known_names() else problem.key
-        keys = {"exclude": (*KWARGS, "no_prune_layer"), **self.field_keys}
+        keys = {"exclude": (*SCHEDULER_KWARGS, "no_prune_layer"), **self.field_keys}
         key = (*keys.get(str(key[0]), (key[0],)), *key[1:]) if key else ()
         return replace(problem, key=key, location=LOCATION)
+
+    def _check_modifiers(self) -> None:
+        """Raise for arguments from which no modifiers can be built."""
+        self.modifiers()
 
     def _check_parts(self) -> None:
         """Raise for parts that belong to other schedulers."""
@@ -468,12 +492,12 @@ class BaseScheduler:
         ):
             if isinstance(self.generator, kind) and not issubclass(self.sparser, sparser):
                 raise GossamerError(f"{kind.__name__} needs {sparser.__name__}", "fake_sparse")
-        if self.needs is None and issubclass(self.sparser, sparsers.ProbMaskFakeSparse):
+        if self.required_sparser is None and issubclass(self.sparser, sparsers.ProbMaskFakeSparse):
             raise GossamerError("ProbMaskFakeSparse needs ProbMaskPruneScheduler", "scheduler")
         # A custom sparser in place of a weight would hide its masks, so a subclass of FakeSparse is refused too.
-        masks_only = self.needs is sparsers.FakeSparse and self.learns
-        if self.needs is not None and (masks_only or not issubclass(self.sparser, self.needs)):
-            needed, given = self.needs.__name__, self.sparser.__name__
+        masks_only = self.required_sparser is sparsers.FakeSparse and self.learns
+        if self.required_sparser is not None and (masks_only or not issubclass(self.sparser, self.required_sparser)):
+            needed, given = self.required_sparser.__name__, self.sparser.__name__
             raise GossamerError(f"{type(self).__name__} needs {needed}, found {given}", "fake_sparse")
 
     def _new_run(self, model: nn.Module) -> TrainingRun:
@@ -534,18 +558,20 @@ class BaseScheduler:
         )
 
     def _reconfigure(self, config: Mapping[str, Any]) -> None:
-        from gossamer.msbench import build_sparse_scheduler
-
+        """Become the scheduler of a config with some parts overridden; nothing changes if it is not valid."""
         with within(location=LOCATION):
-            other = build_sparse_scheduler(self.config.overridden(config))
+            other = scheduler_of(self.config.overridden(config))
         if type(other) is not type(self):
             raise GossamerError(
                 f"prepare_sparse_model: the config names {type(other).__name__}, and this is {type(self).__name__}; "
                 "build one with build_sparse_scheduler(config)"
             )
-        restart = self._restart
+        self._adopt(other)
+
+    def _adopt(self, other: BaseScheduler) -> None:
+        """Take all attributes of a scheduler that was just built, except the learning-rate scheduler of this one."""
+        other._restart = self._restart
         self.__dict__.update(vars(other))
-        self._restart = restart
 
     def _check_prepared(self, model: nn.Module | None, call: str) -> None:
         prepared = self.prepared
@@ -562,6 +588,11 @@ class BaseScheduler:
             if not has_parameter(owner, name):
                 raise GossamerError(f"{call}: this is not a copy of the prepared model: it has no parameter '{name}'")
         return owner
+
+
+def scheduler_of(config: Config) -> BaseScheduler:
+    """The scheduler that a checked config describes."""
+    return cast(BaseScheduler, config.types["scheduler"](config, **config.kwargs["scheduler"]))
 
 
 _schedulers: weakref.WeakSet[BaseScheduler] = weakref.WeakSet()

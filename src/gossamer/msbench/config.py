@@ -38,6 +38,7 @@ class Config:
         if config.get("fuse_bn") is not None and config["fuse_bn"] is not False:
             fix = "fuse with torch.nn.utils.fusion before, or leave it out"
             problems.add("not supported", "fuse_bn", fix=fix)
+        self._classes = classes
         self.given = copy_config(config)
         self.types: dict[str, type] = {}
         self.kwargs: dict[str, dict[str, Any]] = {}
@@ -45,12 +46,12 @@ class Config:
             kind, kwargs = _part(part, config.get(part), classes[part], problems)
             if kind is not None:
                 self.types[part] = kind
-                self.kwargs[part] = check_arguments(kind, kwargs, problems, part, "kwargs")
+                self.kwargs[part] = parse_kwargs(kind, kwargs, problems, part, "kwargs")
         self.leaves: list[Any] = list(_leaves(config.get("leaf_module"), problems))
         self.sparsity: dict[str, Any] = _sparsity(config.get("sparsity"), problems)
         problems.raise_if_any()
 
-    def overridden(self, given: object) -> dict[str, Any]:
+    def overridden(self, given: object) -> Config:
         """This config with parts replaced by those of another one; arguments of a part of the same type are merged."""
         merged = {**self.given, **_unnested(given)}
         for part in PARTS:
@@ -61,7 +62,7 @@ class Config:
             kwargs: Any = before.get("kwargs") or {}, after.get("kwargs") or {}
             if after.get("type", before.get("type")) == before.get("type") and isinstance(kwargs[1], Mapping):
                 merged[part] = {**before, **after, "kwargs": {**kwargs[0], **kwargs[1]}}
-        return merged
+        return Config(merged, self._classes)
 
     def custom_classes(self) -> list[str]:
         """The names of registered classes that do not come with Gossamer."""
@@ -104,7 +105,7 @@ def _part(
     return classes[name], cast(Mapping[str, Any], kwargs)
 
 
-def check_arguments(kind: type, given: Mapping[str, Any], problems: Problems, *key: str) -> dict[str, Any]:
+def parse_kwargs(kind: type, given: Mapping[str, Any], problems: Problems, *key: str) -> dict[str, Any]:
     """Arguments of a class converted to the types that its `__init__` declares; their problems are below `key`."""
     fields = _keyword_fields(kind)
     fix = f"choose one of {', '.join(fields)}" if fields else f"{kind.__name__} takes no arguments"
@@ -149,7 +150,7 @@ def _keyword_fields(kind: type) -> dict[str, tuple[Any, bool]]:
 
 
 class _SparsityArguments:
-    """The keys of `sparsity` in a config."""
+    """The keys of `sparsity` in a config. Never instantiated: `parse_kwargs` reads the signature."""
 
     def __init__(self, *, target_sparsity: Sparsity, uniform: bool = True) -> None: ...
 
@@ -170,7 +171,7 @@ def _sparsity(given: object, problems: Problems) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         problems.add(f"expected {{'target_sparsity': …, 'uniform': …}}, found {given!r}", "sparsity")
         return {}
-    return check_arguments(_SparsityArguments, cast(Mapping[str, Any], given), problems, "sparsity")
+    return parse_kwargs(_SparsityArguments, cast(Mapping[str, Any], given), problems, "sparsity")
 
 
 def copy_config(value: Any) -> Any:

@@ -1,32 +1,20 @@
-"""Convert an MSBench config or the arguments of ASP to a recipe, for `gossamer convert`.
-
-Files are YAML, JSON, or Python scripts that assign the config. Scripts are never run: only literals, and names of
-constants that are literals, are read.
-"""
+"""Convert an MSBench config or the arguments of ASP to a recipe, for `gossamer convert`."""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
 from gossamer.asp import ASP
-from gossamer.errors import GossamerError, Location, Problem, Problems, within
+from gossamer.errors import GossamerError, Problem, Problems, within
 from gossamer.msbench import build_sparse_scheduler
-from gossamer.msbench.config import check_arguments
+from gossamer.msbench.config import parse_kwargs
 from gossamer.msbench.schedulers import AmbaLevelPruneScheduler, layer_type
 from gossamer.quantities import MAX_STEPS_PER_EPOCH, MIN_STEPS_PER_EPOCH, CountOrZero
 from gossamer.recipe import Recipe
-from gossamer.recipe.nodes import MAX_NODES, check_tags, parse, plain_value
-from gossamer.recipe.source import SourceProblems, open_source
 
-_SUFFIXES = (".yaml", ".yml", ".json", ".py")
-_LITERALS = (ast.Dict, ast.List, ast.Tuple, ast.Set, ast.Constant, ast.expr_context, ast.unaryop)
-_MAX_SHOWN = 60
-_MAX_BITS = 1024
 _NOT_IN_RECIPES = {
     "save_dir": "the training loop saves checkpoints when a recipe is used",
     "do_sparse_analysis": "the analysis is not part of a recipe; use scheduler.sparse_analysis(model)",
@@ -36,7 +24,10 @@ _NOT_IN_RECIPES = {
 
 
 class _ASPArguments:
-    """The arguments of `ASP.init_model_for_pruning` that a file may have."""
+    """The arguments of `ASP.init_model_for_pruning` that a file may have.
+
+    Never instantiated: `parse_kwargs` reads the signature.
+    """
 
     def __init__(
         self,
@@ -88,7 +79,7 @@ def _asp_recipe(given: object, model: nn.Module | None) -> Recipe:
     if not isinstance(given, Mapping):
         raise GossamerError(f"expected the arguments of init_model_for_pruning, found {given!r}", "asp")
     problems = Problems()
-    arguments = check_arguments(_ASPArguments, cast(Mapping[str, Any], given), problems, "asp")
+    arguments = parse_kwargs(_ASPArguments, cast(Mapping[str, Any], given), problems, "asp")
     problems.raise_if_any()
     if arguments.get("whitelist") is not None:
         with within("asp"):
@@ -105,98 +96,3 @@ def _expect_model(model: nn.Module | None) -> nn.Module:
     if model is None:
         raise GossamerError(Problem("2:4 depends on the shapes of the layers", fix="pass the model (--model)"))
     return model
-
-
-# Reading files
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The config in a file. In a script, it is the first dict literal with the key `scheduler` or `asp`."""
-    with within(location=Location(str(path))):
-        if path.suffix not in _SUFFIXES:
-            raise GossamerError(f"expected a file that ends in {', '.join(_SUFFIXES)}")
-        source = open_source(path)
-        if path.suffix == ".py":
-            return _read_script(path, source.text)
-        problems = SourceProblems(source)
-        root = parse(source, problems, what="config")
-        check_tags(root, problems, known=frozenset())
-        config = plain_value(root, problems)
-        problems.raise_if_any()
-        if not isinstance(config, Mapping):
-            raise GossamerError(f"expected a mapping with the key 'scheduler', found {type(config).__name__}")
-        return {str(key): value for key, value in cast(Mapping[Any, Any], config).items()}
-
-
-def _read_script(path: Path, text: str) -> dict[str, Any]:
-    try:
-        tree = ast.parse(text, filename=str(path))
-    except SyntaxError as error:
-        location = Location(str(path), error.lineno)
-        raise GossamerError(Problem(f"not valid Python: {error.msg}", location=location)) from None
-    except (RecursionError, MemoryError):
-        raise GossamerError("nested too deeply") from None
-    for node in ast.walk(tree):
-        keys = [key.value for key in node.keys if isinstance(key, ast.Constant)] if isinstance(node, ast.Dict) else []
-        if "scheduler" in keys or "asp" in keys:
-            return _Literals(path, text, _constants(tree)).evaluate(node)
-    raise GossamerError("no dict with the key 'scheduler'; assign one, as in sparsity_config = {…}")
-
-
-def _constants(tree: ast.Module) -> dict[str, ast.expr]:
-    """Names that the script assigns at its top level, such as `max_iter = 10000`."""
-    return {
-        node.targets[0].id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
-    }
-
-
-class _Literals(ast.NodeTransformer):
-    """Replaces names of constants by their literals, and `torch.nn.Linear` by its name; raises for any other code."""
-
-    def __init__(self, path: Path, text: str, constants: Mapping[str, ast.expr]) -> None:
-        self._path = path
-        self._text = text
-        self._constants: Mapping[str, ast.expr] = constants
-        self._left = MAX_NODES
-
-    def evaluate(self, node: ast.AST) -> Any:
-        literal = self.visit(node)
-        try:
-            return ast.literal_eval(literal)
-        except (ValueError, TypeError) as error:
-            raise self._error(node, f"not a literal: {error}") from None
-
-    def visit(self, node: ast.AST) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            raise self._error(node, f"the config has more than {MAX_NODES:,} values when its names are expanded")
-        if isinstance(node, ast.Name) and node.id in self._constants:
-            constants, self._constants = self._constants, {}  # constants have no names in them
-            literal = self.visit(constants[node.id])
-            self._constants: Mapping[str, ast.expr] = constants
-            return literal
-        if isinstance(node, ast.Attribute) and _is_torch_name(node):
-            return ast.copy_location(ast.Constant(node.attr), node)  # in a whitelist
-        is_number = isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant)
-        if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value.bit_length() > _MAX_BITS:
-            raise self._error(node, f"expected a number, found one of {node.value.bit_length():,} bits")
-        is_merged = isinstance(node, ast.Dict) and None in node.keys  # {**others}
-        if is_merged or not (is_number or isinstance(node, _LITERALS)):
-            written = " ".join((ast.get_source_segment(self._text, node) or "").split())
-            message = f"'{written[:_MAX_SHOWN]}' is code, and scripts are not executed"
-            raise self._error(node, message, fix="write the value there")
-        return self.generic_visit(node)
-
-    def _error(self, node: ast.AST, message: str, fix: str = "") -> GossamerError:
-        location = Location(str(self._path), getattr(node, "lineno", None))
-        return GossamerError(Problem(message, location=location, fix=fix))
-
-
-def _is_torch_name(node: ast.Attribute) -> bool:
-    """Whether it is a dotted name that begins with `torch` or `nn`."""
-    part: ast.expr = node
-    while isinstance(part, ast.Attribute):
-        part = part.value
-    return isinstance(part, ast.Name) and part.id in ("torch", "nn")

@@ -5,14 +5,12 @@ Each names a pattern and a score of the engine. A custom one subclasses `MaskGen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gossamer.errors import GossamerError
-from gossamer.modifiers import LevelPruningModifier, Modifier
 from gossamer.quantities import Sparsity, Temperature
 from gossamer.sparse import magnitude, parse_pattern
 from gossamer.sparse.scores import FilterKind, filter_scores
@@ -115,34 +113,3 @@ class ProbMaskGenerator(MaskGenerator):
     def __init__(self, *, tau: Temperature = 1.0) -> None:
         super().__init__()
         self.tau = tau
-
-
-class GeneratedLevels(LevelPruningModifier):
-    """Levels whose masks a custom mask generator computes; it cannot be written into a recipe."""
-
-    _generator: MaskGenerator
-
-    @classmethod
-    def of(cls, levels: Modifier, generator: MaskGenerator) -> GeneratedLevels:
-        modifier = cls.model_validate(levels.model_dump(exclude_unset=True))
-        modifier._generator = generator
-        return modifier
-
-    @property
-    def name(self) -> str:
-        return LevelPruningModifier.__name__  # the key of its state
-
-    def masks(self, run: Any, scores: Mapping[str, Tensor], sparsity: Mapping[str, float] | float) -> dict[str, Tensor]:
-        masks: dict[str, Tensor] = {}
-        for name, score in scores.items():
-            weight = run.weights.parameter(name).detach()
-            self._generator.sparsity = sparsity[name] if isinstance(sparsity, Mapping) else sparsity
-            mask = cast(object, self._generator.generate_mask(weight))
-            if not isinstance(mask, Tensor) or mask.shape != score.shape:
-                returned = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-                raise GossamerError(
-                    f"{type(self._generator).__name__}.generate_mask: expected a mask of shape {tuple(weight.shape)} "
-                    f"for '{name}', found {returned}"
-                )
-            masks[name] = mask != 0
-        return masks

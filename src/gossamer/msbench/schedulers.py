@@ -26,7 +26,7 @@ from gossamer.modifiers.learned import (
 )
 from gossamer.modifiers.state import Item, Layout, vector
 from gossamer.msbench import sparsers
-from gossamer.msbench.base import KWARGS, BaseScheduler, logger
+from gossamer.msbench.base import SCHEDULER_KWARGS, BaseScheduler, logger
 from gossamer.msbench.config import Config
 from gossamer.msbench.generators import NMMaskGenerator
 from gossamer.quantities import (
@@ -43,7 +43,7 @@ from gossamer.quantities import (
     Size,
 )
 from gossamer.recipe import Recipe
-from gossamer.sparse import fraction, interpolate, pulled, share_of_zeros
+from gossamer.sparse import fraction, interpolate, measured_sparsity, pulled
 
 if TYPE_CHECKING:
     from gossamer.analysis.layers import LayerReport
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 # Levels
 
 Algorithm = Literal[0, 1, "uniform", "energy", "erk", "global"]
-TABLE: Any = (30, 40, 50, 60, 70, 80, 90)
+DEFAULT_TABLE: Any = (30, 40, 50, 60, 70, 80, 90)
 ALGORITHMS = ("uniform", "energy")
 """The meaning of the numbers of `prun_algo`."""
 
@@ -59,13 +59,13 @@ ALGORITHMS = ("uniform", "energy")
 class AmbaLevelPruneScheduler(BaseScheduler):
     """A table of sparsities, each trained for an equal share of `total_iters`; docs/msbench.md has the arguments."""
 
-    needs = sparsers.FakeSparse
+    required_sparser = sparsers.FakeSparse
     field_keys: ClassVar[Mapping[str, Key]] = {
-        "levels": (*KWARGS, "sparsity_table"),
-        "energy_slope": (*KWARGS, "prun_algo_tuning"),
-        "tolerance": (*KWARGS, "sparse_rate_tolerance"),
-        "max_layer_sparsity": (*KWARGS, "prune_tolerance_max"),
-        "end_epoch": (*KWARGS, "total_iters"),
+        "levels": (*SCHEDULER_KWARGS, "sparsity_table"),
+        "energy_slope": (*SCHEDULER_KWARGS, "prun_algo_tuning"),
+        "tolerance": (*SCHEDULER_KWARGS, "sparse_rate_tolerance"),
+        "max_layer_sparsity": (*SCHEDULER_KWARGS, "prune_tolerance_max"),
+        "end_epoch": (*SCHEDULER_KWARGS, "total_iters"),
     }
 
     def __init__(
@@ -73,7 +73,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         config: Config,
         *,
         total_iters: Count = 10000,
-        sparsity_table: Annotated[list[Percent], Field(min_length=1)] = TABLE,
+        sparsity_table: Annotated[list[Percent], Field(min_length=1)] = DEFAULT_TABLE,
         prun_algo: Algorithm = 1,
         prun_algo_tuning: Factor = 0.5,
         dw_no_prune: bool = False,
@@ -96,21 +96,24 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         allocation = ALGORITHMS[prun_algo] if isinstance(prun_algo, int) else prun_algo
         # With 2:4 all layers have the same sparsity.
         self.allocation = "uniform" if self.generator.mask_type == "2:4" else allocation
-        self.tolerance, self.caps = sparse_rate_tolerance, (prune_tolerance_max, prune_tolerance_min)
+        self.rate_tolerance = sparse_rate_tolerance
+        self.layer_tolerances = prune_tolerance_max, prune_tolerance_min
         self.exclude += [DEPTHWISE] if dw_no_prune else []
-        self.analyse, self.output_dir = do_sparse_analysis, Path(output_dir)
+        self.writes_analysis, self.output_dir = do_sparse_analysis, Path(output_dir)
         self.save_dir = None if save_dir is None else Path(save_dir)
         self.example = default_input_custom if default_input_custom is not None else default_input_shape
         self.init_lr, self.verbose = init_lr, verbose
-        self.modifiers()  # raises for invalid arguments
+        self._check_modifiers()
 
     def _check(self, table: Sequence[float], total_iters: int) -> None:
         problems = Problems()
         if 0 < max(table) < 1:
             message = f"expected percents, as in 30 for a share of 0.3, found {list(table)}"
-            problems.add(message, *KWARGS, "sparsity_table")
+            problems.add(message, *SCHEDULER_KWARGS, "sparsity_table")
         if total_iters < len(table):
-            problems.add(f"{total_iters} iterations are too few for {len(table)} levels", *KWARGS, "total_iters")
+            problems.add(
+                f"{total_iters} iterations are too few for {len(table)} levels", *SCHEDULER_KWARGS, "total_iters"
+            )
         if self.generator.sparsity is not None and not isinstance(self.generator, NMMaskGenerator):
             fix = "set scheduler.kwargs.sparsity_table instead"
             problems.add("levels do not use it", "mask_generator", "kwargs", "sparsity", fix=fix)
@@ -124,12 +127,12 @@ class AmbaLevelPruneScheduler(BaseScheduler):
     def modifiers(self, steps_per_epoch: float = 1.0) -> Sequence[Modifier]:
         more: dict[str, Any] = {"allocation": self.allocation}
         if self.allocation == "energy":
-            more |= {"energy_slope": self.tuning, "tolerance": self.tolerance, **self._cap()}
+            more |= {"energy_slope": self.tuning, "tolerance": self.rate_tolerance, **self._cap()}
         return [self.levels(self.table, self.total_iters / steps_per_epoch, **more)]
 
     def _cap(self) -> dict[str, float]:
         """MSBench's two tolerances both bound a layer's sparsity at the last level; 1.0 sets no bound."""
-        most, least = self.caps
+        most, least = self.layer_tolerances
         bounds = [self.table[-1] * most] if most > 1 else []
         bounds += [1 - (1 - self.table[-1]) * least] if least < 1 else []
         return {"max_layer_sparsity": min(0.99, *bounds)} if bounds else {}
@@ -144,7 +147,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
 
     def advance(self, model: nn.Module, iteration: int) -> None:
         """A level is saved when it ends; the last one again after each optimizer step of the last iteration."""
-        if not self._begun and self.analyse:
+        if not self._begun and self.writes_analysis:
             self._write_analysis(self.sparse_analysis(model))
         before, after = self.level, max(n for n, start in enumerate(self.level_starts) if start <= iteration)
         if before is not None and before < after:
@@ -180,7 +183,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         by_name = {name: [share[name] for share in shares] for name in self.names}
         return layer_report(owner, by_name, self.table, self.example, self.skipped)
 
-    def final_shares(self) -> Mapping[str, float]:
+    def final_sparsities(self) -> Mapping[str, float]:
         """By the current weights; empty after the export and for custom mask generators."""
         bound = self._bound
         if bound is None or self.generator.mask_type is None:
@@ -210,7 +213,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
             "model": model.state_dict(),
             "prune_step": level,
             "sparse_rate": self.table[level],
-            "sparsities": {layer_path(name): share_of_zeros(weight_of(model, name)) for name in self.names},
+            "sparsities": {layer_path(name): measured_sparsity(weight_of(model, name)) for name in self.names},
         }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -231,9 +234,13 @@ LAYER_TYPES = ("Linear", "Conv1d", "Conv2d", "Conv3d", "MultiheadAttention")
 
 
 class AmpereScheduler(BaseScheduler):
-    """2:4 with ASP; `init_optimizer` computes the masks."""
+    """2:4 with ASP; `init_optimizer` computes the masks.
 
-    traces: ClassVar[bool] = False
+    ASP does the work that a run of modifiers does for other schedulers, so this class overrides everything that uses
+    the run, and `_run` stays None. `modifiers` are those of ASP's recipe.
+    """
+
+    uses_fx: ClassVar[bool] = False
     needs_model: ClassVar[bool] = True
 
     def __init__(
@@ -247,7 +254,7 @@ class AmpereScheduler(BaseScheduler):
         verbosity: CountOrZero = 2,
     ) -> None:
         super().__init__(config)
-        with within(*KWARGS):
+        with within(*SCHEDULER_KWARGS):
             self._pattern = parse_calculator(mask_calculator)
             types = [layer_type(entry) for entry in (["Linear", "Conv2d"] if whitelist is None else whitelist)]
         self.arguments: dict[str, Any] = {
@@ -287,7 +294,7 @@ class AmpereScheduler(BaseScheduler):
         return None if kept is None or of is None else 1 - kept / of
 
     @property
-    def settings(self) -> str:
+    def config_fingerprint(self) -> str:
         return repr(self.arguments)
 
     def modifiers(self, steps_per_epoch: float = 1.0) -> Sequence[Modifier]:
@@ -322,10 +329,10 @@ class STRScheduler(BaseScheduler):
     weight decay of the thresholds determines the sparsity.
     """
 
-    needs = sparsers.STRFakeSparse
+    required_sparser = sparsers.STRFakeSparse
     field_keys: ClassVar[Mapping[str, Key]] = {
-        "final_sparsity": (*KWARGS, "prune_rate"),
-        "end_epoch": (*KWARGS, "total_iterations"),
+        "final_sparsity": (*SCHEDULER_KWARGS, "prune_rate"),
+        "end_epoch": (*SCHEDULER_KWARGS, "total_iterations"),
     }
 
     def __init__(
@@ -338,9 +345,9 @@ class STRScheduler(BaseScheduler):
     ) -> None:
         super().__init__(config, **excluded)
         if prune_rate is not None and total_iterations is None:
-            raise GossamerError("missing key; prune_rate needs it", *KWARGS, "total_iterations")
+            raise GossamerError("missing key; prune_rate needs it", *SCHEDULER_KWARGS, "total_iterations")
         self.rate, self.total = prune_rate, total_iterations
-        self.modifiers()  # raises for invalid arguments
+        self._check_modifiers()
 
     def modifiers(self, steps_per_epoch: float = 1.0) -> Sequence[Modifier]:
         [thresholds] = super().modifiers(steps_per_epoch)
@@ -371,8 +378,11 @@ class STRScheduler(BaseScheduler):
         model = self.prepared
         if model is None or self.rate is None or self.total is None:
             return
-        nodes = {name: node for name, node in sparsers.nodes(model).items() if name in self.names}
-        thresholds = {name: node.s for name, node in nodes.items() if isinstance(node, sparsers.STRFakeSparse)}
+        thresholds = {
+            name: module.s
+            for name, module in sparsers.fake_sparse_modules(model).items()
+            if name in self.names and isinstance(module, sparsers.STRFakeSparse)
+        }
         weights = {name: get_parameter(model, name).detach() for name in thresholds}
         done = 0 if self.iteration is None else self.iteration + 1
         tolerance = 0.0 if done >= self.total else CONTROLLED
@@ -390,8 +400,9 @@ class ProbMaskPruneScheduler(BaseScheduler):
     `prune_rate` is the final sparsity. The temperature falls from `tau` of the mask generator to 0.03 of it.
     """
 
-    needs = sparsers.ProbMaskFakeSparse
+    required_sparser = sparsers.ProbMaskFakeSparse
     recalibrates: ClassVar[bool] = True
+    extra_state_keys: ClassVar[tuple[str, ...]] = ("statistics",)
     TAU_END: ClassVar[float] = 0.03
 
     def __init__(
@@ -412,7 +423,7 @@ class ProbMaskPruneScheduler(BaseScheduler):
                 "expected warmup_iteration_stamps ≤ finetune_iteration_stamps ≤ total_iterations, found "
                 f"{warmup_iteration_stamps}, {finetune_iteration_stamps} and {total_iterations}"
             )
-            raise GossamerError(message, *KWARGS)
+            raise GossamerError(message, *SCHEDULER_KWARGS)
         self.rate, self.start_rate, self.total = prune_rate, start_prune_rate, total_iterations
         self.warmup, self.finetune, self.seed = warmup_iteration_stamps, finetune_iteration_stamps, seed
         self._pool = sparsers.Pool(seed=seed)
@@ -507,12 +518,12 @@ class ADMMScheduler(BaseScheduler):
     `before_run`, or from `total_iters` and `iters_per_epoch`.
     """
 
-    needs = sparsers.FakeSparse
+    required_sparser = sparsers.FakeSparse
     field_keys: ClassVar[Mapping[str, Key]] = {
         "final_sparsity": ("sparsity", "target_sparsity"),
-        "rho": (*KWARGS, "rho"),
-        "end_epoch": (*KWARGS, "total_iters"),
-        "update_frequency": (*KWARGS, "iters_per_epoch"),
+        "rho": (*SCHEDULER_KWARGS, "rho"),
+        "end_epoch": (*SCHEDULER_KWARGS, "total_iters"),
+        "update_frequency": (*SCHEDULER_KWARGS, "iters_per_epoch"),
     }
 
     def __init__(
@@ -532,8 +543,8 @@ class ADMMScheduler(BaseScheduler):
             message = f"ADMMScheduler prunes by magnitude and does not support {type(self.generator).__name__}"
             raise GossamerError(message, "mask_generator")
         self.rho = rho
-        self.lengths: tuple[int | None, int | None] = (total_iters, iters_per_epoch)
-        self.modifiers()  # raises for invalid arguments
+        self.total_iters, self.iters_per_epoch = total_iters, iters_per_epoch
+        self._check_modifiers()
 
     @property
     def final_sparsity(self) -> float | None:
@@ -541,7 +552,7 @@ class ADMMScheduler(BaseScheduler):
 
     @property
     def length(self) -> int | None:
-        return self.lengths[0]
+        return self.total_iters
 
     def before_run(self, model: nn.Module, iters_per_epoch: int, max_iters: int) -> None:
         """Set the length of the training."""
@@ -552,13 +563,13 @@ class ADMMScheduler(BaseScheduler):
             if isinstance(length, bool) or not isinstance(length, int) or not 1 <= length <= MAX_COUNT:  # pyright: ignore[reportUnnecessaryIsInstance]
                 expected = f"a number of iterations from 1 to {MAX_COUNT:,}"
                 raise GossamerError(f"before_run: {key}: expected {expected}, found {length!r}")
-        self.lengths = max_iters, iters_per_epoch
+        self.total_iters, self.iters_per_epoch = max_iters, iters_per_epoch
         self.install(model)
 
     def modifiers(self, steps_per_epoch: float = 1.0) -> Sequence[Modifier]:
-        total, epoch = self.lengths
-        epoch = epoch or max((total or 3) // 30, 1)
-        end = max((total or 3) // epoch // 3, 1) * epoch
+        total = self.total_iters or 3
+        epoch = self.iters_per_epoch or max(total // 30, 1)
+        end = max(total // epoch // 3, 1) * epoch
         fields: dict[str, Any] = {
             "params": ALL_PRUNABLE,
             **self.excluding,
@@ -575,12 +586,12 @@ class ADMMScheduler(BaseScheduler):
         return [self.build(ADMMPruningModifier, fields)]
 
     def recipe(self, steps_per_epoch: float = 1.0) -> Recipe:
-        if self.lengths[0] is None:
+        if self.total_iters is None:
             fix = "set total_iters and iters_per_epoch"
-            raise GossamerError(Problem("the length of the training is not set", KWARGS, fix=fix))
+            raise GossamerError(Problem("the length of the training is not set", SCHEDULER_KWARGS, fix=fix))
         return super().recipe(steps_per_epoch)
 
     def advance(self, model: nn.Module, iteration: int) -> None:
-        if self.lengths[0] is None:
+        if self.total_iters is None:
             raise GossamerError("prune_model: call before_run(model, iters_per_epoch, max_iters) first")
         super().advance(model, iteration)

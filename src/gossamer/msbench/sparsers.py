@@ -1,4 +1,4 @@
-"""Sparsers: modules that replace a weight while its layer computes.
+"""Sparsers, or fake-sparse modules: modules that replace a weight while its layer computes.
 
 A sparser is a small module beside the weight, `weight_fake_sparse`, so that the user's optimizer trains its parameters
 and they are saved with the model. The weight keeps its name. A plain `FakeSparse` needs no such module: the zeros of
@@ -53,16 +53,17 @@ class STRFakeSparse(FakeSparse):
 
 
 class Clock:
-    """The progress of a training: prune rate, temperature, iteration, and the noise of that iteration.
+    """The state of ProbMask at one iteration: prune rate, temperature, and the noise of that iteration.
 
     All members of a pool share one, and so do copies of the model, so that an average evaluates at the current rate. A
     pickled model has its own, without the noise, which is a function of seed and iteration.
     """
 
     def __init__(self, rate: float = 0.0, tau: float = 1.0, step: int = 0) -> None:
-        # torch.compile cannot trace random numbers or the ranking of all weights in a layer's graph.
+        # torch.compile cannot trace random numbers or the ranking of all weights in a layer's graph. These are not
+        # decorated methods of Pool, because torch.compiler.disable imports torch._dynamo, which is slow.
         self.draw = cast(Callable[[Pool], list[Tensor]], torch.compiler.disable(Pool.draw))
-        self.rank = cast(Callable[[Pool, int], Tensor], torch.compiler.disable(Pool.hard_mask))
+        self.hard_mask = cast(Callable[[Pool, int], Tensor], torch.compiler.disable(Pool.hard_mask))
         self.set(rate, tau, step)
 
     def set(self, rate: float, tau: float, step: int) -> None:
@@ -156,7 +157,7 @@ class ProbMaskFakeSparse(FakeSparse):
     def forward(self, weight: Tensor) -> Tensor:
         clock = self.pool.clock
         if not self.training:
-            return torch.where(clock.rank(self.pool, self.index).to(weight.device), weight, 0.0)
+            return torch.where(clock.hard_mask(self.pool, self.index).to(weight.device), weight, 0.0)
         if clock.dense:
             # All weights are kept. The probabilities get a gradient anyway, because DDP waits for every one.
             return weight + 0.0 * self.scores.to(weight.dtype)
@@ -164,7 +165,7 @@ class ProbMaskFakeSparse(FakeSparse):
         return weight * relaxed_mask(self.scores, noise, clock.temperature).to(weight.dtype)
 
 
-# Nodes in a model
+# Sparsers in a model
 
 
 def attach(model: nn.Module, name: str, sparser: FakeSparse) -> Substitution:
@@ -176,7 +177,10 @@ def attach(model: nn.Module, name: str, sparser: FakeSparse) -> Substitution:
 
 
 class Through:
-    """Applies the sparser of a layer to its weight; looks it up in the layer, so that it can be copied."""
+    """The substitution that applies the sparser of a layer to its weight.
+
+    Looks the sparser up in the layer, so that a copy of the model uses its own.
+    """
 
     def __init__(self, leaf: str) -> None:
         self.leaf = leaf
@@ -185,23 +189,23 @@ class Through:
         return getattr(owner, self.leaf + SPARSER)(weight)
 
 
-def effective(model: nn.Module, name: str) -> Tensor:
+def effective_weight(model: nn.Module, name: str) -> Tensor:
     """The weight as the model evaluates with it."""
-    weight, node = get_parameter(model, name).detach(), _node(model, name)
-    if node is None:
+    weight, sparser = get_parameter(model, name).detach(), _fake_sparse_of(model, name)
+    if sparser is None:
         return weight
-    training = node.training
+    training = sparser.training
     try:
         with torch.no_grad():
-            return node.eval()(weight)
+            return sparser.eval()(weight)
     finally:
-        node.train(training)
+        sparser.train(training)
 
 
 @torch.no_grad()
-def fold(model: nn.Module, names: list[str]) -> None:
+def fold_into_weights(model: nn.Module, names: list[str]) -> None:
     """Write the effective weights into the weights, and remove the sparsers."""
-    values = {name: effective(model, name) for name in names if _node(model, name) is not None}
+    values = {name: effective_weight(model, name) for name in names if _fake_sparse_of(model, name) is not None}
     remove_substitutions(model)
     for name, value in values.items():
         weight = get_parameter(model, name)
@@ -210,15 +214,15 @@ def fold(model: nn.Module, names: list[str]) -> None:
             owner._modules.pop(leaf + SPARSER, None)  # pyright: ignore[reportPrivateUsage]
 
 
-def nodes(model: nn.Module) -> dict[str, FakeSparse]:
+def fake_sparse_modules(model: nn.Module) -> dict[str, FakeSparse]:
     """The sparsers of a model by the name of their weight."""
     return {path.removesuffix(SPARSER): child for path, child in named_modules(model) if isinstance(child, FakeSparse)}
 
 
-def _node(model: nn.Module, name: str) -> FakeSparse | None:
+def _fake_sparse_of(model: nn.Module, name: str) -> FakeSparse | None:
     path, _, leaf = name.rpartition(".")
-    node = getattr(get_module(model, path), leaf + SPARSER, None)
-    return node if isinstance(node, FakeSparse) else None
+    sparser = getattr(get_module(model, path), leaf + SPARSER, None)
+    return sparser if isinstance(sparser, FakeSparse) else None
 
 
 def _owners(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:

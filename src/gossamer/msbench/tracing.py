@@ -1,7 +1,9 @@
 """Trace a model with torch.fx if the graph is the same model; otherwise the model is used as it is.
 
-MSBench's users expect a traced model. The graph must have the same parameters in the same order, be the same in
-training and evaluation, and hold no constant that the user's code could change later.
+MSBench's users expect a `GraphModule`. The graph must have the same parameters in the same order, be the same in
+training and evaluation, and hold no constant that the user's code could change later. This is not the tracer of
+`gossamer.model.tracing`, which finds coupled channels and returns no graph. A pickled `GraphModule` refers to `_Tracer`
+by its module and name, so both stay.
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ from torch import fx, nn
 
 from gossamer.errors import GossamerError, nearest, within
 from gossamer.model import first_names, named_modules, prunable
-from gossamer.model.tracing.tracer import preserved
+from gossamer.model.preserve import preserved
 from gossamer.msbench.config import LOCATION
 
 Leaf = type[nn.Module] | str
 logger = logging.getLogger("gossamer.msbench")
 
 
-class _UntraceableError(Exception):
+class _NotSameModelError(Exception):
     """Why a graph would not be the same model."""
 
 
-def traced(model: nn.Module, leaves: Sequence[Leaf]) -> nn.Module:
+def as_graph_module(model: nn.Module, leaves: Sequence[Leaf]) -> nn.Module:
     """The model as a `torch.fx.GraphModule` with the same layers and names, or the model itself."""
     if isinstance(model, fx.GraphModule):
         return model
@@ -36,7 +38,7 @@ def traced(model: nn.Module, leaves: Sequence[Leaf]) -> nn.Module:
         _check_modules(model, leaves)
         result = _graph(model, leaves)
         _check_same(model, result)
-    except _UntraceableError as reason:
+    except _NotSameModelError as reason:
         logger.warning("the model is not traced with torch.fx: %s (list modules not to enter in leaf_module)", reason)
         return model
     for key, value in vars(model).items():  # attributes of the user's class, such as a config
@@ -84,11 +86,11 @@ def _graph(model: nn.Module, leaves: Sequence[Leaf]) -> fx.GraphModule:
             is_random = _random_states() != before
     except Exception as error:  # of the user's forward, or of torch.fx
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise _UntraceableError(f"torch.fx cannot trace it: {reason}") from error
+        raise _NotSameModelError(f"torch.fx cannot trace it: {reason}") from error
     if graphs[0].python_code("self").src != graphs[1].python_code("self").src:
-        raise _UntraceableError("it computes differently in training and evaluation")
+        raise _NotSameModelError("it computes differently in training and evaluation")
     if is_random:
-        raise _UntraceableError("it draws random numbers, which a graph would make constant")
+        raise _NotSameModelError("it draws random numbers, which a graph would make constant")
     return fx.GraphModule(model, graphs[-1], type(model).__name__)
 
 
@@ -100,20 +102,20 @@ def _check_modules(model: nn.Module, leaves: Sequence[Leaf]) -> None:
     """Raise for code that a graph would not call, and for values that it would fix."""
     parameters = inspect.signature(model.forward).parameters.values()
     if any(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-        raise _UntraceableError("its forward takes optional arguments")
+        raise _NotSameModelError("its forward takes optional arguments")
     tracer = _Tracer(leaves)
     for path, module in named_modules(model):
         if path and tracer.is_leaf_module(module, path):
             continue
         shown = path or type(model).__name__
         if module._forward_hooks or module._forward_pre_hooks:  # pyright: ignore[reportPrivateUsage]
-            raise _UntraceableError(f"'{shown}' has forward hooks, which a graph would not call")
+            raise _NotSameModelError(f"'{shown}' has forward hooks, which a graph would not call")
         if type(module).train is not nn.Module.train or type(module).eval is not nn.Module.eval:
-            raise _UntraceableError(f"'{shown}' overrides train() or eval(), which a graph would not call")
+            raise _NotSameModelError(f"'{shown}' overrides train() or eval(), which a graph would not call")
         if number := _float_read(module):
-            raise _UntraceableError(f"'{shown}' computes with its attribute '{number}', which a graph would fix")
+            raise _NotSameModelError(f"'{shown}' computes with its attribute '{number}', which a graph would fix")
     if len({module.training for module in model.modules() if next(module.children(), None) is None}) > 1:
-        raise _UntraceableError("some of its layers are in evaluation mode and others in training mode")
+        raise _NotSameModelError("some of its layers are in evaluation mode and others in training mode")
 
 
 def _float_read(module: nn.Module) -> str | None:
@@ -127,16 +129,16 @@ def _check_same(model: nn.Module, result: fx.GraphModule) -> None:
     """Raise unless the graph has the layers, parameters and buffers of the model, in its order."""
     names = set(prunable(model))
     if set(prunable(result)) != names:
-        raise _UntraceableError("a graph would split a layer")
+        raise _NotSameModelError("a graph would split a layer")
     if _state_names(result) != _state_names(model):
-        raise _UntraceableError("its forward pass does not use all of its parameters")
+        raise _NotSameModelError("its forward pass does not use all of its parameters")
     if [name for name, _ in result.named_parameters()] != [name for name, _ in model.named_parameters()]:
-        raise _UntraceableError("a graph would have its parameters in another order, which optimizer states depend on")
+        raise _NotSameModelError("a graph would have its parameters in another order, which optimizer states depend on")
     known = first_names(model)
     for node in result.graph.nodes:
         # Substitution would need hooks on the model itself, which copies of a GraphModule lose.
         if node.op == "get_attr" and known.get(str(node.target)) in names:
-            raise _UntraceableError(f"its forward pass uses '{node.target}' without calling the layer")
+            raise _NotSameModelError(f"its forward pass uses '{node.target}' without calling the layer")
 
 
 def _state_names(model: nn.Module) -> set[str]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from gossamer.errors import Key, ModifierError, nearest
 from gossamer.model import named_modules, unwrap
-from gossamer.model.regex import PREFIX, matching
+from gossamer.model.name_patterns import PREFIX, matching
 
 BITS = range(2, 17)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError
 from gossamer.io import atomic_write, read_regular
 from gossamer.model import get_parameter, is_transposed, prunable, unwrap
+from gossamer.progress import Progress
 from gossamer.report.content import Bins
 from gossamer.report.weights import BINS, weight_bins
 from gossamer.runner.checkpoint import CheckpointError, describe
@@ -46,7 +47,6 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 Size = Annotated[int, Field(ge=1, lt=2**53)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Number = Annotated[float, Field(gt=-1e100, lt=1e100)]
-Progress = Callable[[str, float], None]
 
 
 class Note(BaseModel):

@@ -209,7 +209,7 @@ class MSBenchSparsifier(Sparsifier):
         return [modifier.sparsity_at(float(iteration)) for modifier in self._modifiers if modifier.prunes]
 
     def targets(self) -> Mapping[str, float]:
-        return self.scheduler.final_shares()
+        return self.scheduler.final_sparsities()
 
     def state_dict(self) -> dict[str, Any]:
         return self.scheduler.state_dict()

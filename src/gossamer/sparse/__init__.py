@@ -9,7 +9,7 @@ from gossamer.sparse.allocation import (
     uniform,
     within_reach,
 )
-from gossamer.sparse.masks import pack, share_of_zeros, smallest, unpack, zero_count, zero_where
+from gossamer.sparse.masks import measured_sparsity, pack, smallest, unpack, zero_count, zero_where
 from gossamer.sparse.patterns import NM, Block, Channel, Filter, NM2d, Pattern, Unstructured, parse_nm, parse_pattern
 from gossamer.sparse.reparameterization import (
     hard_masks,
@@ -50,6 +50,7 @@ __all__ = [
     "interpolate",
     "logistic_noise",
     "magnitude",
+    "measured_sparsity",
     "movement",
     "pack",
     "parse_nm",
@@ -58,7 +59,6 @@ __all__ = [
     "project",
     "pulled",
     "relaxed_mask",
-    "share_of_zeros",
     "smallest",
     "soft_threshold",
     "threshold_gradient",

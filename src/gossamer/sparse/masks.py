@@ -35,10 +35,10 @@ def zero_count(units: int, sparsity: float) -> int:
     return round(units * sparsity)
 
 
-def share_of_zeros(weight: Tensor) -> float:
+def measured_sparsity(weight: Tensor) -> float:
     """How sparse a tensor is, from 0 to 1; 0 for one without elements.
 
-    >>> share_of_zeros(torch.tensor([0.0, 1.0])), share_of_zeros(torch.empty(0))
+    >>> measured_sparsity(torch.tensor([0.0, 1.0])), measured_sparsity(torch.empty(0))
     (0.5, 0.0)
     """
     return int((weight.detach() == 0).count_nonzero()) / max(weight.numel(), 1)

@@ -1,7 +1,7 @@
 """Which channels of a model's parameters and buffers belong together.
 
 A model is traced as a whole if possible. One whose control flow depends on values, such as a detector, is not: on
-request, its largest traceable parts are then traced on their own, and what enters and leaves them is held in place.
+request, its largest traceable parts are then traced on their own, and what enters and leaves them is fixed.
 """
 
 from __future__ import annotations
@@ -18,30 +18,32 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.utils import _pytree as pytree
 
 from gossamer.errors import short_error
+from gossamer.model.example_inputs import Arguments, as_arguments, guess_inputs, reason_not_guessed, with_values
 from gossamer.model.parameters import named_state, unwrap
-from gossamer.model.tracing.channels import Channels, Classes, Layout, Tensors
+from gossamer.model.tracing.channels import (
+    ChannelClasses,
+    ChannelLayout,
+    Channels,
+    Origin,
+    Reason,
+    ReasonKind,
+    Tensors,
+    Why,
+)
 from gossamer.model.tracing.rules import observe
 from gossamer.model.tracing.tracer import (
     DATA_DEPENDENT,
-    Arguments,
     Observer,
     Tracer,
     Untraceable,
-    as_arguments,
     fake_mode,
-    guess_inputs,
-    reason_not_guessed,
     storage_of,
     tensors_in,
-    with_values,
 )
 from gossamer.model.weights import hooks_that_compute
 
-INPUT = "the network's input"
-READS_INPUT = f"its input is {INPUT}"
-"""Why channels that a layer reads from the network's input are held in place."""
-LEAVES = "it reaches the network's output, or the model keeps it"
-"""Why channels that the model returns or stores are held in place."""
+_INPUT = Origin("the network's input", is_network_input=True)
+_LEAVES = Reason("it reaches the network's output, or the model keeps it", ReasonKind.LEAVES)
 _MAX_CALLS = 8
 """Of one part, with inputs of different shapes."""
 
@@ -50,8 +52,8 @@ _MAX_CALLS = 8
 class Coupling:
     """Which channels of a model's parameters and buffers are the same, by clean name."""
 
-    layouts: Mapping[str, Layout]
-    classes: Classes
+    layouts: Mapping[str, ChannelLayout]
+    classes: ChannelClasses
     channels: Channels
     note: str | None = None
     """How the model was traced if that was not possible as a whole."""
@@ -80,8 +82,8 @@ def _couple(module: nn.Module, example_inputs: Any, parts: bool) -> Coupling:
     failure, by_values = reason_not_guessed(module), False
     for inputs in [example_inputs] if example_inputs is not None else guess_inputs(module):
         try:
-            observer = _Observer(module, fake_mode())
-            observer.trace(module, [as_arguments(inputs)], INPUT, LEAVES)
+            observer = _CouplingObserver(module, fake_mode())
+            observer.trace(module, [as_arguments(inputs)], _INPUT, _LEAVES)
             return observer.coupling()
         except Untraceable:
             raise
@@ -97,7 +99,7 @@ def _couple(module: nn.Module, example_inputs: Any, parts: bool) -> Coupling:
     return found
 
 
-class _Observer(Observer):
+class _CouplingObserver(Observer):
     """Applies the rules to every operation, and collects what couples channels."""
 
     def __init__(self, module: nn.Module, fake: FakeTensorMode) -> None:
@@ -107,21 +109,19 @@ class _Observer(Observer):
         self._storages: dict[int, list[str]] = {}
         for name, tensor in self.state.items():
             self._storages.setdefault(storage_of(tensor), []).append(name)
-        self._entering = ""
-        self._leaving: set[str] = set()
+        self._entering = _INPUT
 
-    def trace(self, part: nn.Module, inputs: Sequence[Arguments], entering: str, leaving: str) -> None:
+    def trace(self, part: nn.Module, inputs: Sequence[Arguments], entering: Origin, leaving: Reason) -> None:
         """Run a part of the model in both modes; raises whatever the part raises.
 
-        `entering` names its input, `leaving` is the reason to give for what it returns or keeps.
+        `entering` is the origin of its input, `leaving` the reason to give for what it returns or keeps.
         """
         self._entering = entering
-        self._leaving.add(leaving)
         computed = [
-            (layer, leaf, vars(layer)[leaf])
+            (layer, attribute, vars(layer)[attribute])
             for layer in part.modules()
-            for leaf in hooks_that_compute(layer)
-            if leaf in vars(layer)
+            for attribute in hooks_that_compute(layer)
+            if attribute in vars(layer)
         ]
         with Tracer(self.module, self, self.fake, inputs) as tracer:
             for training in (_never, _except_batch_norm):
@@ -130,14 +130,14 @@ class _Observer(Observer):
                     output = tracer.run(arguments, part=part, training=training)
                     if torch.initial_seed() != seed:
                         raise RuntimeError("it seeds the random numbers that it draws, so they act as fixed weights")
-                    for layer, leaf, value in computed:  # weights that a hook computed are not kept by the model
-                        vars(layer)[leaf] = value
-                    self.tensors.hold_remaining(leaving, output)
+                    for layer, attribute, value in computed:  # weights that a hook computed are not kept by the model
+                        vars(layer)[attribute] = value
+                    self.tensors.fix_remaining(leaving, output)
                     del output
 
     def begin(self, tensors: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
         for name, tensor in tensors.items():
-            self.tensors.add_leaf(name, tensor)
+            self.tensors.add_state(name, tensor)
         for tensor in inputs:
             self.tensors.add_input(tensor, self._entering)
 
@@ -145,7 +145,7 @@ class _Observer(Observer):
         real = [t for t in tensors_in([args, list(kwargs.values())]) if not isinstance(t, FakeTensor)]
         for tensor in real:
             for name in self._storages.get(storage_of(tensor), ()):
-                self.tensors.hold_leaf(name, "the model also reaches its memory by another name")
+                self.tensors.fix_state(name, "the model also reaches its memory by another name")
         if real and func._schema.is_mutable:  # what the model writes into a tensor of its own is not written
             args, kwargs = fake_of((args, kwargs), self.fake)
         unchanged = func is torch.ops.aten.as_strided_.default and _keeps_strides(*args)
@@ -154,18 +154,20 @@ class _Observer(Observer):
             observe(self.tensors, func, args, kwargs, result)
         return result
 
-    def hold(self, name: str, why: str) -> None:
-        self.tensors.hold_leaf(name, why)
+    def fix(self, name: str, why: Why) -> None:
+        """Fix a parameter or buffer."""
+        self.tensors.fix_state(name, why)
 
     def coupling(self, note: str | None = None) -> Coupling:
-        """The result; what cannot be reordered on its own is held in place."""
+        """The result; what cannot be reordered on its own is fixed."""
         for name, why in (*_not_saved(self.module), *_overlapping(self.state)):
-            self.hold(name, why)
-        self.tensors.hold_leaves()
-        layouts = {name: self.tensors.leaves.get(name, ()) for name in self.state}
+            self.fix(name, why)
+        self.tensors.apply_state_fixes()
+        layouts = {name: self.tensors.state_layouts.get(name, ()) for name in self.state}
         channels = self.tensors.channels
         classes = channels.resolve(list(layouts.values()))
-        return Coupling(layouts, classes, channels, note, frozenset(channels.fixed_because(self._leaving).tolist()))
+        leaving = frozenset(channels.fixed_because(ReasonKind.LEAVES).tolist())
+        return Coupling(layouts, classes, channels, note, leaving)
 
 
 def fake_of(value: Any, fake: FakeTensorMode) -> Any:
@@ -197,8 +199,8 @@ def _not_saved(module: nn.Module) -> Iterator[tuple[str, str]]:
     names = {id(tensor): name for name, tensor in named_state(module)}
     for owner in module.modules():
         unsaved: set[str] = vars(owner).get("_non_persistent_buffers_set", set())
-        for leaf, buffer in owner.named_buffers(recurse=False):
-            if leaf in unsaved:
+        for attribute, buffer in owner.named_buffers(recurse=False):
+            if attribute in unsaved:
                 yield names[id(buffer)], "it meets a buffer that is not saved in checkpoints but computed by code"
 
 
@@ -229,7 +231,7 @@ def _span(tensor: Tensor) -> tuple[int, int, int]:
 def _couple_parts(module: nn.Module, example_inputs: Any, failure: str) -> Coupling | None:
     """Run the model once with values, and trace what can be traced on its own."""
     for inputs in [example_inputs] if example_inputs is not None else map(with_values, guess_inputs(module)):
-        observer = _Observer(module, fake_mode())
+        observer = _CouplingObserver(module, fake_mode())
         recorder = _Recorder(observer)
         try:
             recorder.run(as_arguments(inputs))
@@ -239,14 +241,15 @@ def _couple_parts(module: nn.Module, example_inputs: Any, failure: str) -> Coupl
     return None
 
 
-def _trace_parts(observer: _Observer, recorder: _Recorder, failure: str) -> Coupling | None:
+def _trace_parts(observer: _CouplingObserver, recorder: _Recorder, failure: str) -> Coupling | None:
     parts = dict(_parts(observer, observer.module, recorder.calls))
     for name, part in parts.items():
         alone = f"'{name}', which was traced on its own"
-        observer.trace(part, recorder.calls[name], f"the input of {alone}", f"it leaves {alone}")
-    for leaf, users in recorder.users.items():
+        entering, leaving = Origin(f"the input of {alone}"), Reason(f"it leaves {alone}", ReasonKind.LEAVES)
+        observer.trace(part, recorder.calls[name], entering, leaving)
+    for name, users in recorder.users.items():
         if any(parts.keys().isdisjoint(user) for user in users):
-            observer.hold(leaf, "it is also used outside the parts of the model that could be traced")
+            observer.fix(name, "it is also used outside the parts of the model that could be traced")
     if not parts:
         return None
     return observer.coupling(
@@ -256,7 +259,7 @@ def _trace_parts(observer: _Observer, recorder: _Recorder, failure: str) -> Coup
 
 
 def _parts(
-    observer: _Observer, module: nn.Module, calls: Mapping[str, list[Arguments]], prefix: str = ""
+    observer: _CouplingObserver, module: nn.Module, calls: Mapping[str, list[Arguments]], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
     """The largest modules that can be traced, from the top down."""
     for child_name, child in module.named_children():
@@ -269,9 +272,9 @@ def _parts(
             yield from _parts(observer, child, calls, f"{name}.")
 
 
-def _is_traceable(observer: _Observer, part: nn.Module, calls: list[Arguments]) -> bool:
+def _is_traceable(observer: _CouplingObserver, part: nn.Module, calls: list[Arguments]) -> bool:
     try:
-        _Observer(observer.module, observer.fake).trace(part, calls, "", "")
+        _CouplingObserver(observer.module, observer.fake).trace(part, calls, _INPUT, _LEAVES)
     except Untraceable:
         raise
     except Exception:  # noqa: BLE001  (any model, any reason)
@@ -285,17 +288,17 @@ class _Recorder(Observer):
     A parameter that is used by the code around a part cannot be moved with the part.
     """
 
-    def __init__(self, observer: _Observer) -> None:
+    def __init__(self, observer: _CouplingObserver) -> None:
         self.module, self.fake = observer.module, observer.fake
         self.calls: dict[str, list[Arguments]] = {}
         self.users: dict[str, set[tuple[str, ...]]] = {}
         self._active: list[str] = []
         self._shapes: set[str] = set()
-        self._leaves: dict[int, list[str]] = {}
+        self._names: dict[int, list[str]] = {}
         self._storages: list[object] = []
         """Kept, so that no other tensor gets their memory."""
         for name, tensor in observer.state.items():  # a closure may hold the original
-            self._leaves.setdefault(storage_of(tensor), []).append(name)
+            self._names.setdefault(storage_of(tensor), []).append(name)
 
     def run(self, arguments: Arguments) -> None:
         with Tracer(self.module, self, None, arguments) as tracer:
@@ -306,7 +309,7 @@ class _Recorder(Observer):
     def begin(self, tensors: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
         self._active.clear()
         for name, tensor in tensors.items():
-            self._leaves.setdefault(storage_of(tensor), []).append(name)
+            self._names.setdefault(storage_of(tensor), []).append(name)
             self._storages.append(tensor.untyped_storage())
 
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -323,6 +326,6 @@ class _Recorder(Observer):
 
     def operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         for tensor in tensors_in([args, list(kwargs.values())]):
-            for name in self._leaves.get(storage_of(tensor), ()):
+            for name in self._names.get(storage_of(tensor), ()):
                 self.users.setdefault(name, set()).add(tuple(self._active))
         return func(*args, **kwargs)

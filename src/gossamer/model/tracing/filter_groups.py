@@ -22,8 +22,8 @@ from gossamer.model.parameters import (
     owner_of,
     prunable,
 )
-from gossamer.model.tracing.channels import Ints
-from gossamer.model.tracing.coupling import READS_INPUT, Coupling, couple
+from gossamer.model.tracing.channels import Ints, Reason, ReasonKind
+from gossamer.model.tracing.coupling import Coupling, couple
 from gossamer.model.weights import layer_path
 
 
@@ -68,7 +68,7 @@ class FilterGraph:
         self.output_dim = {name: int(is_transposed(model, name)) for name in prunable(model)} | tables
         for name, out in self.output_dim.items():
             by_dims: Mapping[tuple[int, ...], Ints] = {
-                factor.dims: coupling.channels.resolved(factor)[0] for factor in coupling.layouts.get(name, ())
+                entry.dims: coupling.channels.resolved(entry)[0] for entry in coupling.layouts.get(name, ())
             }
             side = self.output_side(name)
             if (side,) in by_dims:
@@ -77,7 +77,10 @@ class FilterGraph:
             into = by_dims.get((1 - out,), by_dims.get((0, 1)))
             if into is not None and name not in tables and name not in self.depthwise:
                 self.read[name] = into
-        self.held = _held(coupling)
+        reasons = _reasons(coupling)
+        self.why_kept = {number: reason.text for number, reason in reasons.items()}
+        """Why a class cannot be removed, for each that cannot."""
+        self._from_input = {number for number, reason in reasons.items() if reason.kind is ReasonKind.READS_INPUT}
         self.vectors = self._vectors(model)
         """The class at each position of the biases of layers, and of the affine parameters of batch norm."""
 
@@ -85,12 +88,12 @@ class FilterGraph:
         found: dict[str, Ints] = {}
         layers = {layer_path(name) for name in self.output_dim}
         for name, parameter in named_parameters(model):
-            path, _, leaf = name.rpartition(".")
-            own_bias = leaf == "bias" and path in layers
+            path, _, attribute = name.rpartition(".")
+            own_bias = attribute == "bias" and path in layers
             if parameter.dim() == 1 and (own_bias or isinstance(owner_of(model, name), _NormBase)):
-                for factor in self.coupling.layouts.get(name, ()):
-                    if factor.dims == (0,):
-                        found[name] = self.coupling.channels.resolved(factor)[0]
+                for entry in self.coupling.layouts.get(name, ()):
+                    if entry.dims == (0,):
+                        found[name] = self.coupling.channels.resolved(entry)[0]
         return found
 
     def output_side(self, name: str) -> int:
@@ -100,11 +103,11 @@ class FilterGraph:
     def reads_input(self, name: str) -> bool:
         """Whether a weight reads channels of the network's input."""
         classes = self.read.get(name)
-        return classes is not None and any(self.held.get(n) == READS_INPUT for n in classes.reshape(-1).tolist())
+        return classes is not None and not self._from_input.isdisjoint(classes.reshape(-1).tolist())
 
     def components(self) -> list[Ints]:
         """The classes of each group, sorted; groups in the order of their first weight."""
-        size = len(self.coupling.classes.colour)
+        size = len(self.coupling.classes.signature)
         label = np.arange(size)
         for classes in self.produced.values():
             merged, own = np.arange(size), label[classes]
@@ -116,8 +119,8 @@ class FilterGraph:
         return [np.unique(np.concatenate(members)) for members in found.values()]
 
     def group(self, classes: Ints) -> FilterGroup:
-        """A group's weights and, when all its channels are held, the most common reason."""
-        kept = [self.held[number] for number in classes.tolist() if number in self.held]
+        """A group's weights and, when none of its channels can be removed, the most common reason."""
+        kept = [self.why_kept[number] for number in classes.tolist() if number in self.why_kept]
         return FilterGroup(
             filters=len(classes),
             producers=tuple(name for name, own in self.produced.items() if np.isin(own, classes).any()),
@@ -126,11 +129,11 @@ class FilterGraph:
         )
 
 
-def _held(coupling: Coupling) -> dict[int, str]:
+def _reasons(coupling: Coupling) -> dict[int, Reason]:
     """Why a class cannot be removed: it has a fixed position, belongs to a part of a tensor, or to an average."""
-    found: dict[int, str] = {}
+    found: dict[int, Reason] = {}
     classes = coupling.classes
-    for reasons in (classes.reasons, classes.counts, classes.limits):
+    for reasons in (classes.why_fixed, classes.why_required, classes.why_limited):
         for number in np.flatnonzero(reasons.number >= 0).tolist():
-            found.setdefault(number, reasons.messages[int(reasons.number[number])])
+            found.setdefault(number, reasons.reasons[int(reasons.number[number])])
     return found

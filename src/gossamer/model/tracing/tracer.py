@@ -2,26 +2,19 @@
 
 All analyses of a model's graph use this tracer. Parameters, buffers and inputs are replaced by stand-ins, by default
 fake tensors, which have shapes but no values; operations are seen as torch dispatches them, below all Python code of
-the model. Afterwards the model is as it was. Without example inputs, `guess_inputs` tries common shapes. Uses torch's
-FakeTensorMode and TorchDispatchMode, which are not public but have no public equivalent.
+the model. Afterwards the model is as it was (`gossamer.model.preserve`). Uses torch's FakeTensorMode and
+TorchDispatchMode, which are not public but have no public equivalent.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
-import inspect
 import logging
-import random
-import threading
-import types
 import weakref
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Self, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
@@ -34,10 +27,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer.errors import GossamerError, Problem
+from gossamer.model.example_inputs import Arguments
 from gossamer.model.parameters import named_state, own_tensors, unwrap
+from gossamer.model.preserve import preserved
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of a `forward`."""
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 """What a model raises on fake tensors when its control flow or its shapes depend on values."""
 
@@ -131,13 +124,13 @@ class Tracer:
             if tensors is None:
                 stand_ins = {id(tensor): self._copy(tensor) for _, tensor in named_state(self.module)}
             args, kwargs = pytree.tree_map_only(Tensor, self._input, arguments)
-        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self.observer.begin({self._names[key]: tensor for key, tensor in stand_ins.items()}, leaves)
+        inputs = tensor_leaves((args, kwargs))
+        self.observer.begin({self._names[key]: tensor for key, tensor in stand_ins.items()}, inputs)
         for child in self.module.modules():
             child.training = training(child)
         target = self.module if part is None else part
         substitutes = {name: stand_ins[id(tensor)] for name, tensor in own_tensors(target)}
-        self._made += [(weakref.ref(tensor), "") for tensor in (*stand_ins.values(), *leaves) if self.fake is not None]
+        self._made += [(weakref.ref(tensor), "") for tensor in (*stand_ins.values(), *inputs) if self.fake is not None]
         with torch.inference_mode(False), torch.no_grad(), self.fake or nullcontext(), _Dispatch(self, stand_ins):
             try:
                 return torch.func.functional_call(target, substitutes, args, kwargs, tie_weights=False)
@@ -226,12 +219,20 @@ def _drop_frames(error: BaseException | None) -> None:
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """All tensors in a value, lists and tuples opened."""
+    """All tensors in arguments or results of an operator, which are nested in lists and tuples only.
+
+    Called for every operator, where pytree would be slow; use `tensor_leaves` for values of the model's own code.
+    """
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, list | tuple):
         return [tensor for value in cast(Sequence[Any], values) for tensor in tensors_in(value)]
     return []
+
+
+def tensor_leaves(value: Any) -> list[Tensor]:
+    """All tensors in any pytree, such as the arguments or the output of a module."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -249,213 +250,3 @@ def _failures_not_logged() -> Generator[None]:
         yield
     finally:
         log.disabled = before
-
-
-# Leaving a model as it was
-
-_MAX_OBJECTS = 100_000
-_MAX_LENGTH = 10_000
-"""Longer containers hold data, not what a forward pass changes."""
-_lock = threading.RLock()
-"""Random states and the compiler's stance belong to the process."""
-_OPAQUE = (Tensor, str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, np.ndarray)
-
-
-@contextmanager
-def preserved(module: nn.Module, *others: Any) -> Generator[None]:
-    """Restore, on exit, what running the model changes: modes, attributes, containers, buffers, random states.
-
-    Covers all that attributes, containers and closures of the model (and of `others`) lead to. Within, compiled parts
-    run uncompiled, and attention without its fused fast path.
-    """
-    with ExitStack() as stack:
-        stack.enter_context(_lock)
-        restore = list(_restorers(module, *others))
-        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-        fast = torch.backends.mha.get_fastpath_enabled()
-        python, numpy = random.getstate(), np.random.get_state()
-        stack.enter_context(cast(AbstractContextManager[None], torch.random.fork_rng()))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
-            random.setstate(python)
-            np.random.set_state(numpy)
-            for undo in restore:
-                undo()
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    if buffer.layout == torch.strided and not torch.equal(buffer, before):
-                        buffer.copy_(before)
-
-
-def _restorers(*roots: Any) -> Iterator[Callable[[], None]]:
-    """One for each mutable object that the roots lead to."""
-    queue: deque[Any] = deque(roots)
-    seen: dict[int, Any] = {}
-    while queue and len(seen) < _MAX_OBJECTS:
-        thing = queue.popleft()
-        if isinstance(thing, _OPAQUE) or id(thing) in seen:
-            continue
-        seen[id(thing)] = thing
-        content, undo = _opened(thing)
-        queue.extend(content)
-        if undo is not None:
-            yield undo
-
-
-def _opened(thing: Any) -> tuple[Iterable[Any], Callable[[], None] | None]:
-    """What an object holds, and how to restore that."""
-    match thing:
-        case dict() | list() | set() | deque() if len(cast(Any, thing)) > _MAX_LENGTH:
-            return (), None
-        case dict():
-            mapping = cast(dict[Any, Any], thing)
-            before = dict(mapping)
-            return before.values(), lambda: _refill(mapping, before, mapping.update)
-        case list() | deque():
-            sequence = cast(list[Any], thing)
-            items = list(sequence)
-            return items, lambda: _refill(sequence, items, sequence.extend)
-        case set():
-            members = cast(set[Any], thing)
-            kept = set(members)
-            return kept, lambda: _refill(members, kept, members.update)
-        case tuple() | frozenset():
-            return cast(Iterable[Any], thing), None
-        case types.MethodType():
-            return (thing.__self__, thing.__func__), None
-        case functools.partial():
-            return (thing.func, thing.args, thing.keywords), None
-        case types.FunctionType():
-            return (thing.__closure__ or (), thing.__defaults__, thing.__dict__), None
-        case types.CellType():
-            return _cell(thing)
-        case _:
-            return (getattr(thing, "__dict__", None),), None
-
-
-def _cell(cell: types.CellType) -> tuple[Iterable[Any], Callable[[], None] | None]:
-    try:
-        content = cell.cell_contents
-    except ValueError:  # not filled yet
-        return (), None
-
-    def undo() -> None:
-        cell.cell_contents = content
-
-    return (content,), undo
-
-
-def _refill(container: Any, before: Any, fill: Callable[[Any], object]) -> None:
-    container.clear()
-    fill(before)
-
-
-# Inputs
-
-IMAGE_SIZES = (224, 32, 28, 64, 299, 8, 16, 48, 96, 128, 256, 384, 512, 12, 14, 20, 24, 40, 56, 112)
-"""Sides of square images, most common first."""
-LENGTHS = (16, 64, 128, 256, 512, 1024, 4096)
-CLIPS = ((16, 112), (16, 224), (8, 32), (4, 16), (8, 8))
-
-
-def as_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs, a tensor, a tuple or a dict, as arguments of a call."""
-    if isinstance(inputs, Mapping):
-        return (), dict(cast(Mapping[str, Any], inputs))
-    return (cast(tuple[Any, ...], inputs) if isinstance(inputs, tuple) else (inputs,)), {}
-
-
-def batch_arguments(batch: Any, module: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as arguments of a call, on the model's device; of a pair, the second are labels."""
-    items = list(cast(Sequence[Any], batch)) if isinstance(batch, list | tuple) else [batch]
-    inputs: Any = items[0] if len(items) in (1, 2) else tuple(items)
-    args, kwargs = as_arguments(inputs)
-    like = next(iter(module.parameters()), None)
-    if like is not None:
-        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(like.device), (args, kwargs))
-    return args, kwargs
-
-
-def guess_inputs(module: nn.Module) -> Iterator[Any]:
-    """Arguments for `forward`, likely ones first; nothing when the model takes more than one tensor."""
-    first = next((layer for layer in module.modules() if isinstance(layer, _FIRST)), None)
-    if len(_needed(module)) > 1 or first is None:
-        return
-    weight: Any = getattr(first, "weight", None)
-    for guess in _tensors_for(first, module):
-        if isinstance(weight, Tensor):
-            yield guess.to(weight.device, weight.dtype if guess.is_floating_point() else guess.dtype)
-        else:
-            yield guess
-
-
-def with_values(inputs: Any) -> Any:
-    """One sample of guessed inputs, filled with random values; the same every time."""
-    generator = torch.Generator().manual_seed(0)
-
-    def filled(tensor: Tensor) -> Tensor:
-        one = tensor[:1]
-        return torch.rand(one.shape, generator=generator).to(one) if one.is_floating_point() else torch.zeros_like(one)
-
-    return pytree.tree_map_only(Tensor, filled, inputs)
-
-
-def reason_not_guessed(module: nn.Module) -> str:
-    """Why no input is guessed, if none is."""
-    needed = _needed(module)
-    if len(needed) > 1:
-        return f"its forward takes {len(needed)} inputs ({', '.join(needed)}), which are not guessed"
-    return "it has no layer from which the shape of its input could be guessed"
-
-
-def _needed(module: nn.Module) -> list[str]:
-    return [
-        name
-        for name, parameter in inspect.signature(module.forward).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-
-
-_FIRST = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Embedding,
-)
-
-
-def _tensors_for(first: nn.Module, module: nn.Module) -> Iterator[Tensor]:
-    match first:
-        case nn.Conv2d() | nn.ConvTranspose2d():
-            for size in IMAGE_SIZES:
-                yield torch.empty(2, first.in_channels, size, size)
-        case nn.Conv1d() | nn.ConvTranspose1d():
-            for length in LENGTHS:
-                yield torch.empty(2, first.in_channels, length)
-        case nn.Conv3d() | nn.ConvTranspose3d():
-            for frames, size in CLIPS:
-                yield torch.empty(2, first.in_channels, frames, size, size)
-        case nn.Linear():
-            yield torch.empty(2, first.in_features)
-            for norm in module.modules():  # one over the batch gives its size
-                if isinstance(norm, nn.LayerNorm) and len(norm.normalized_shape) > 1:
-                    yield torch.empty(norm.normalized_shape[0], first.in_features)
-            for length in LENGTHS:
-                yield torch.empty(2, length, first.in_features)
-            for size in IMAGE_SIZES:
-                if first.in_features % size**2 == 0:
-                    yield torch.empty(2, first.in_features // size**2, size, size)
-        case nn.Embedding():
-            for length in LENGTHS:
-                yield torch.empty(2, length, dtype=torch.long)
-        case _:
-            return

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import ModifierError
 from gossamer.model.additions import recompile, uncompiled
-from gossamer.model.tracing.tracer import as_arguments
+from gossamer.model.example_inputs import as_arguments
 from gossamer.modifiers.base import Run, locating_errors
 from gossamer.modifiers.distillation.outputs import Path, replaced, tensors
 from gossamer.modifiers.distillation.teacher import Hook, Teacher, TeacherOutput

@@ -11,20 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gossamer.model.example_inputs import as_arguments, guess_inputs, with_values
 from gossamer.model.parameters import first_names, named_modules, owner_of, prunable, unwrap
-from gossamer.model.tracing.tracer import (
-    DATA_DEPENDENT,
-    Observer,
-    Tracer,
-    Untraceable,
-    as_arguments,
-    fake_mode,
-    guess_inputs,
-    with_values,
-)
+from gossamer.model.tracing.tracer import DATA_DEPENDENT, Observer, Tracer, Untraceable, fake_mode, tensor_leaves
 from gossamer.model.weights import weights_of
 
 _ENTRIES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
@@ -41,7 +32,7 @@ class Ends:
     """Of layers whose output no other layer reads."""
     unreached: frozenset[str] = frozenset()
     """Of layers that did not run."""
-    followed: Literal["whole", "by values", "not"] = "whole"
+    traced: Literal["fully", "with values", "no"] = "fully"
     """Whether the model could be traced to its end, only with values, or not at all."""
     reason: str | None = None
     """Why it could not be traced, if that is known."""
@@ -58,7 +49,7 @@ def ends(model: nn.Module, example_inputs: Any = None) -> Ends:
     module = unwrap(model)
     names, reason = prunable(module), None
     for inputs in _candidates(module, example_inputs):
-        observer = _Observer(module, names)
+        observer = _EndsObserver(module, names)
         try:
             by_values = _trace(module, inputs, observer)
         except Untraceable as error:
@@ -68,14 +59,16 @@ def ends(model: nn.Module, example_inputs: Any = None) -> Ends:
             continue
         found = observer.ends()
         if found is not None and by_values:
-            return _with_values(module, inputs if example_inputs is not None else with_values(inputs), names, found)
+            return _retraced_on_values(
+                module, inputs if example_inputs is not None else with_values(inputs), names, found
+            )
         if found is not None:
             return found
     convolutions = [name for name in names if isinstance(owner_of(module, name), _CONVOLUTIONS)]
-    return Ends(frozenset(convolutions[:1]), frozenset(names[-1:]), followed="not", reason=reason)
+    return Ends(frozenset(convolutions[:1]), frozenset(names[-1:]), traced="no", reason=reason)
 
 
-def _trace(module: nn.Module, inputs: Any, observer: _Observer) -> bool:
+def _trace(module: nn.Module, inputs: Any, observer: _EndsObserver) -> bool:
     """Run the model on fake tensors; whether it stopped because its control flow depends on values."""
     with Tracer(module, observer, fake_mode(), inputs) as tracer:
         try:
@@ -85,11 +78,11 @@ def _trace(module: nn.Module, inputs: Any, observer: _Observer) -> bool:
     return False
 
 
-def _with_values(module: nn.Module, inputs: Any, names: list[str], before: Ends) -> Ends:
+def _retraced_on_values(module: nn.Module, inputs: Any, names: list[str], before: Ends) -> Ends:
     """What the trace on fake tensors has shown, and what a run on values adds to it."""
     last, unreached = frozenset(names[-1:]), before.unreached
     if not any(parameter.is_meta for parameter in module.parameters()):
-        observer = _Observer(module, names)
+        observer = _EndsObserver(module, names)
         try:
             with Tracer(module, observer, None, inputs) as tracer:
                 tracer.run(as_arguments(inputs))
@@ -97,7 +90,7 @@ def _with_values(module: nn.Module, inputs: Any, names: list[str], before: Ends)
             observer = None
         if observer is not None and (real := observer.ends()) is not None:
             last, unreached = real.last, before.unreached & real.unreached
-    return replace(before, last=before.last | last, unreached=unreached, followed="by values")
+    return replace(before, last=before.last | last, unreached=unreached, traced="with values")
 
 
 def _candidates(module: nn.Module, example_inputs: Any) -> Iterator[Any]:
@@ -114,7 +107,7 @@ def _candidates(module: nn.Module, example_inputs: Any) -> Iterator[Any]:
         yield from guess_inputs(nn.Sequential(layer))
 
 
-class _Observer(Observer):
+class _EndsObserver(Observer):
     """Which layers run, and which of them each tensor comes from, as bits of a number."""
 
     def __init__(self, module: nn.Module, names: list[str]) -> None:
@@ -134,14 +127,14 @@ class _Observer(Observer):
     def enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module in self._layers:
             self._bits.setdefault(module, 1 << len(self._bits))
-            self._inputs[module] = self._inputs.get(module, 0) | self._from(_tensors((args, kwargs)))
+            self._inputs[module] = self._inputs.get(module, 0) | self._from(tensor_leaves((args, kwargs)))
 
     def leave(self, name: str, module: nn.Module, output: Any) -> None:
         if module in self._layers:
             self._note(output, self._bits[module])
 
     def operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        given = _tensors((args, kwargs))
+        given = tensor_leaves((args, kwargs))
         self._used.update(self._weights[id(tensor)] for tensor in given if id(tensor) in self._weights)
         result = func(*args, **kwargs)
         self._note(result, self._from(given))
@@ -172,7 +165,7 @@ class _Observer(Observer):
         return origin
 
     def _note(self, value: Any, origin: int) -> None:
-        for tensor in _tensors(value):
+        for tensor in tensor_leaves(value):
             self._origin[tensor] = self._origin.get(tensor, 0) | origin
 
 
@@ -185,7 +178,3 @@ def _weights_by_layer(module: nn.Module, names: Sequence[str]) -> dict[nn.Module
             if name is not None and name in names:
                 found.setdefault(layer, []).append(name)
     return found
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -11,7 +11,7 @@ import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossamer.model.regex import MAX_LENGTH, PatternError, matching
+from gossamer.model.name_patterns import MAX_LENGTH, PatternError, matching
 from tests.fuzz.harness import attempt
 
 RECIPES = [path for path in (Path(__file__).parent.parent / "data").rglob("*") if path.suffix in (".yaml", ".md")]

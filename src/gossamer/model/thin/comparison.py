@@ -18,16 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]
 from torch.utils import _pytree as pytree
 
+from gossamer.model.example_inputs import Arguments, as_arguments, guess_inputs
 from gossamer.model.parameters import named_state, prunable
-from gossamer.model.tracing.tracer import (
-    Arguments,
-    Observer,
-    Tracer,
-    as_arguments,
-    guess_inputs,
-    storage_of,
-    tensors_in,
-)
+from gossamer.model.tracing.tracer import Observer, Tracer, storage_of, tensor_leaves, tensors_in
 
 Noise = Callable[[Tensor], Tensor]
 """From normal noise to the numbers of an input."""
@@ -96,7 +89,7 @@ class Example:
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the arguments, in order."""
-        return [leaf for leaf in pytree.tree_leaves(cast(Any, self.arguments)) if isinstance(leaf, Tensor)]
+        return tensor_leaves(self.arguments)
 
     def whole_numbers(self) -> Iterator[tuple[int, list[int]]]:
         """Places of tensors of whole numbers, each with the bounds that its type can hold."""
@@ -361,7 +354,7 @@ State = Mapping[str, Tensor]
 Prepare = Callable[[], None]
 
 
-class Runner:
+class ModelComparison:
     """Runs a model, or the model with other tensors, always on the same inputs."""
 
     def __init__(self, module: nn.Module, example_inputs: Any) -> None:
@@ -524,7 +517,7 @@ class Runner:
             torch.manual_seed(_SEED)
             mode = _without_noise if training else _never
             output = tracer.run(arguments, tensors=tensors, training=mode)
-        observer.observed.outputs += [leaf.detach().clone() for leaf in _leaves(output)]
+        observer.observed.outputs += [leaf.detach().clone() for leaf in _output_tensors(output)]
         return observer.observed
 
     def _compared(self, mine: Observed, other: Observed, kept: Mapping[str, Tensor]) -> str | None:
@@ -563,7 +556,8 @@ def _without_noise(module: nn.Module) -> bool:
     return not isinstance(module, _BatchNorm | _DropoutNd)
 
 
-def _leaves(output: Any) -> list[Tensor]:
+def _output_tensors(output: Any) -> list[Tensor]:
+    """All tensors of a model's output; of an object that is not a pytree, those among its attributes."""
     found: list[Any] = pytree.tree_leaves(output)
     if not any(isinstance(leaf, Tensor) for leaf in found):  # a class of the model's own
         found = list(cast(dict[str, Any], getattr(output, "__dict__", {})).values())
