@@ -1,0 +1,139 @@
+"""The sparse convolution: a few output channels and a tile of positions at a time, over the non-zero weights only.
+
+For one output channel, each non-zero weight is a distance in the input and a value. The value is broadcast, multiplied
+with the inputs at that distance from the tile, and added to accumulators that stay in registers. Several channels that
+have their non-zero weights at the same positions share the loads of the inputs: dense layers, and zeros in blocks along
+output channels. Input channels come in chunks, so that what a tile reads stays in the first-level cache; between chunks
+the sums are kept in the output.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from gossamer.runtime._code import F32, I1, I16, I32, I64, POINTER, Function, Kernel, Value, integer
+from gossamer.runtime.kernels.epilogue import activate
+from gossamer.runtime.layout import LANES
+
+FIELDS = (
+    *("x", "x_image", "y", "y_image", "y_plane", "r", "r_image", "r_plane"),  # bytes in the arena
+    *("starts", "offsets", "values", "bias", "valid"),  # addresses of constants
+    *("blocks", "chunks", "tiles", "wide_tiles", "groups", "group_blocks", "head", "tail"),
+)
+_VECTOR = ir.VectorType(F32, LANES)
+_STEP = 4 * LANES
+_ZERO = ir.Constant(_VECTOR, None)
+
+
+def sparse_convolution(vectors: int, rows: int, activation: str | None, residual: bool) -> ir.Module:
+    """The kernel for tiles of `vectors` and `vectors - 1` vectors, and blocks of `rows` output channels."""
+    module = ir.Module("sparse_convolution")
+    kernel = Kernel(module, FIELDS)
+    wide = _tile(module, "wide", vectors, rows, activation, residual)
+    narrow = _tile(module, "narrow", vectors - 1, rows, activation, residual) if vectors > 1 else None
+    build = kernel.build
+    with kernel.each_item() as item:
+        group, tile, image = kernel.split(item, kernel["groups"], kernel["tiles"])
+        first = build.mul(group, kernel["group_blocks"])
+        last = kernel.call("llvm.smin.i64", I64, build.add(first, kernel["group_blocks"]), kernel["blocks"])
+        is_wide = build.icmp_signed("<", tile, kernel["wide_tiles"])
+        vector = kernel.add(kernel.mul(tile, vectors - 1), kernel.call("llvm.smin.i64", I64, tile, kernel["wide_tiles"]))
+        position = kernel.mul(vector, _STEP)
+
+        def base(name: str) -> Value:
+            return kernel.at(kernel.arena, kernel.add(kernel[name], build.mul(image, kernel[f"{name}_image"]), position))
+
+        valid = kernel.at(kernel.pointer("valid"), kernel.mul(vector, LANES // 8))
+        head = build.select(build.icmp_signed("==", tile, integer(0)), kernel["head"], integer(0))
+        is_last = build.icmp_signed("==", kernel.add(tile, integer(1)), kernel["tiles"])
+        tail = build.select(is_last, kernel["tail"], integer(0))
+        arguments = [base("x"), base("y"), base("r"), valid, kernel.arguments[1], first, last, head, tail]
+        if narrow is None:
+            build.call(wide, arguments)
+        else:
+            with build.if_else(is_wide) as (then, otherwise):
+                with then:
+                    build.call(wide, arguments)
+                with otherwise:
+                    build.call(narrow, arguments)
+    kernel.close()
+    return module
+
+
+class _Tile(Function):
+    def __init__(self, module: ir.Module, name: str) -> None:
+        super().__init__(module, name, [POINTER] * 5 + [I64] * 4)
+        self.function.linkage = "internal"
+
+    def __getitem__(self, name: str) -> Value:
+        return self.field(self.arguments[4], len(Kernel.COMMON) + FIELDS.index(name))
+
+    def pointer(self, name: str) -> Value:
+        return self.build.inttoptr(self[name], POINTER)
+
+
+def _tile(
+    module: ir.Module, name: str, vectors: int, rows: int, activation: str | None, residual: bool
+) -> ir.Function:
+    """A function that computes blocks `first` to `last` of output channels for one tile."""
+    f = _Tile(module, name)
+    x, y, r, valid, _, first, last, head, tail = f.arguments
+    build = f.build
+    starts, offsets, values, bias = (f.pointer(name) for name in ("starts", "offsets", "values", "bias"))
+    blocks, chunks, y_plane, r_plane = f["blocks"], f["chunks"], f["y_plane"], f["r_plane"]
+    sums = [[f.variable(_VECTOR, _ZERO) for _ in range(vectors)] for _ in range(rows)]
+    with f.loop(integer(0), chunks) as chunk:
+        chunk_starts = f.at(starts, f.mul(f.mul(chunk, f.add(blocks, integer(1))), 4))
+        is_first = build.icmp_signed("==", chunk, integer(0))
+        is_last = build.icmp_signed("==", chunk, f.add(chunks, integer(-1)))
+        with f.loop(first, last) as block:
+            row = f.mul(block, rows)
+            outputs = [f.at(y, f.mul(f.add(row, integer(k)), y_plane)) for k in range(rows)]
+            with build.if_else(is_first) as (then, otherwise):
+                with then:
+                    for k, own in enumerate(sums):
+                        value = f.splat(f.load(f.at(bias, f.mul(row, 4)), F32, 4 * k), LANES)
+                        for total in own:
+                            total.set(value)
+                with otherwise:
+                    for output, own in zip(outputs, sums, strict=True):
+                        for k, total in enumerate(own):
+                            total.set(f.load(output, _VECTOR, k * _STEP, align=_STEP))
+            bounds = f.at(chunk_starts, f.mul(block, 4))
+            begin, end = (build.sext(f.load(bounds, I32, at), I64) for at in (0, 4))
+            with f.loop(begin, end) as i:
+                source = f.at(x, build.sext(f.load(offsets, I32, f.mul(i, 4)), I64))
+                weights = f.at(values, f.mul(i, 4 * rows))
+                inputs = [f.load(source, _VECTOR, k * _STEP) for k in range(vectors)]
+                for k, own in enumerate(sums):
+                    weight = f.splat(f.load(weights, F32, 4 * k), LANES)
+                    for values_in, total in zip(inputs, own, strict=True):
+                        total.set(f.call(f"llvm.fma.v{LANES}f32", _VECTOR, weight, values_in, total.get()))
+            with build.if_then(is_last):
+                for index, (output, own) in enumerate(zip(outputs, sums, strict=True)):
+                    added = f.at(r, f.mul(f.add(row, integer(index)), r_plane))
+                    for k, total in enumerate(own):
+                        value = total.get()
+                        if residual:
+                            value = build.fadd(value, f.load(added, _VECTOR, k * _STEP, align=_STEP))
+                        total.set(keep_valid(f, activate(f, value, activation), valid, k))
+                    clear_margins(f, output, head, tail, vectors)
+            for output, own in zip(outputs, sums, strict=True):
+                for k, total in enumerate(own):
+                    f.store(total.get(), output, k * _STEP, align=_STEP)
+    f.close()
+    return f.function
+
+
+def keep_valid(f: Function, value: Value, valid: Value, k: int) -> Value:
+    """Zeros where a position does not belong to the image."""
+    bits = f.load(valid, I16, k * LANES // 8, align=2)
+    return f.build.select(f.build.bitcast(bits, ir.VectorType(I1, LANES)), value, _ZERO)
+
+
+def clear_margins(f: Function, output: Value, head: Value, tail: Value, vectors: int) -> None:
+    """Write `head` vectors of zeros in front of a tile and `tail` behind it."""
+    with f.loop(integer(0), head) as k:
+        f.store(_ZERO, output, f.build.neg(f.mul(f.add(k, integer(1)), _STEP)), align=_STEP)
+    with f.loop(integer(0), tail) as k:
+        f.store(_ZERO, output, f.mul(f.add(k, integer(vectors)), _STEP), align=_STEP)
