@@ -117,7 +117,7 @@ class Function:
 
 
 class Kernel(Function):
-    """A function `(arena, table)` that several threads run together, each taking items of its work until none is left.
+    """A function `(arena, table, thread)` that several threads run together, each taking items until none is left.
 
     The table holds 64-bit integers under the names in `fields`; all tables begin with those of `COMMON`.
     """
@@ -126,12 +126,12 @@ class Kernel(Function):
     """The byte offset of the operator's two counters in the arena (items taken, items done), and the number of items."""
 
     def __init__(self, module: ir.Module, fields: Sequence[str]) -> None:
-        super().__init__(module, "run", [POINTER, POINTER])
-        self.arena, self._table = self.arguments
+        super().__init__(module, "run", [POINTER, POINTER, I64])
+        self.arena, self.table, self.thread = self.arguments
         self._fields = {name: index for index, name in enumerate((*self.COMMON, *fields))}
 
     def __getitem__(self, name: str) -> Value:
-        return self.load(self._table, I64, 8 * self._fields[name], align=8)
+        return self.load(self.table, I64, 8 * self._fields[name], align=8)
 
     def pointer(self, name: str) -> Value:
         """An address in the table."""

@@ -4,113 +4,82 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.nn import functional
 
-from gossamer.runtime._compiler import function_address
-from gossamer.runtime.graph import Convolution, Graph, Node, Ref, simplify, trace
-from gossamer.runtime.operators import Operator, SparseConvolution
-from gossamer.runtime.plan import NativeStep, Plan, TorchStep, build_plan, supported
-from gossamer.runtime.program import SLOT, Program
+from gossamer.runtime.graph import Convolution, Graph, Linear, Node, Ref, simplify, trace
+from gossamer.runtime.plan import Activation, Binding, NativeStep, Plan, TorchStep, build_plan
+from gossamer.runtime.tuning import tune
 
 
-def compile(model: nn.Module, example_inputs: Any, threads: int | None = None) -> Engine:
+def compile(model: nn.Module, example_inputs: Any, *, threads: int | None = None, tuned: bool = True) -> Engine:
+    """Compile a model for this CPU.
+
+    `example_inputs` is a tensor or a tuple of arguments; the batch size and the number of tokens may differ in calls.
+    """
     example = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    model = model.eval()
+    training = model.training
     with torch.no_grad():
-        graph = simplify(trace(model, example))
-    plan = build_plan(graph, supported(graph))
+        graph = simplify(trace(model.eval(), example))
+    model.train(training)
+    plan = build_plan(graph)
+    if tuned:
+        tune(plan, _sizes(graph, pytree.tree_leaves(example)))
     return Engine(plan, threads or torch.get_num_threads())
 
 
+def _sizes(graph: Graph, leaves: list[Any]) -> dict[str, int]:
+    """The sizes that differ from call to call, by name."""
+    found: dict[str, int] = {}
+    for name, leaf in zip(graph.inputs, leaves, strict=True):
+        if isinstance(leaf, Tensor):
+            found |= {n: size for n, size in zip(graph.shapes[name], leaf.shape, strict=True) if isinstance(n, str)}
+    return found
+
+
 class Engine:
+    """A compiled model. Calls from several threads at once are independent of each other."""
+
     def __init__(self, plan: Plan, threads: int = 1) -> None:
         self._plan, self.threads = plan, threads
-        self._programs: dict[tuple[int, int], list[Program | None]] = {}
+        self._bindings: dict[tuple[object, ...], Binding] = {}
         self._arenas: list[np.ndarray] = []
         self._lock = threading.Lock()
-        places = plan.places(1)
-        for step in plan.steps:
-            if isinstance(step, NativeStep):
-                for op in step.operators:
-                    op.prepare(places)
 
     def __call__(self, *args: Any) -> Any:
         with torch.inference_mode():
-            return self._run(args)
+            return self._run(pytree.tree_leaves(args))
 
-    def _run(self, args: tuple[Any, ...]) -> Any:
-        plan, graph = self._plan, self._plan.graph
-        leaves = pytree.tree_leaves(args)
-        env: dict[str, Any] = {**graph.constants, **dict(zip(graph.inputs, leaves, strict=True))}
-        batch = leaves[0].shape[0]
-        arena = self._take(plan.arena_bytes(batch))
-        base = torch.from_numpy(arena).view(torch.float32)
-        arena[: plan.header] = 0
-        programs = self._program(batch)
-        packed: set[str] = set()
-
-        def view(name: str) -> Tensor:
-            place = plan.place(name, batch)
-            layout = place.layout
-            shape = (batch, layout.channels, layout.height, layout.width)
-            return base.as_strided(shape, layout.strides(), place.offset // 4 + layout.start)
-
-        def value(ref: Any) -> Any:
-            if isinstance(ref, Ref):
-                if ref.name not in env:
-                    env[ref.name] = view(ref.name).clone(memory_format=torch.contiguous_format)
-                return env[ref.name]
-            if isinstance(ref, tuple):
-                return [value(item) for item in ref]
-            return ref
-
-        native: set[str] = set()
-        for step, program in zip(plan.steps, programs, strict=True):
-            if isinstance(step, TorchStep):
-                env[step.node.output] = _torch(step.node, value)
-                continue
-            for op in step.operators:
-                for name in op.inputs:
-                    if name in env and name not in packed and name not in native:
-                        place = plan.place(name, batch)
-                        size = batch * place.layout.image_bytes // 4
-                        base[place.offset // 4 : place.offset // 4 + size].zero_()
-                        view(name).copy_(env[name])
-                        packed.add(name)
-                native.add(op.output)
-            assert program is not None
-            program.run(arena.ctypes.data, self.threads)
-        outputs = [value(ref) for ref in graph.outputs]
-        self._give(arena)
+    def _run(self, leaves: list[Any]) -> Any:
+        graph = self._plan.graph
+        sizes = _sizes(graph, leaves)
+        binding = self._bind(sizes)
+        arena = self._take(binding.arena_bytes)
+        try:
+            call = _Call(self._plan, binding, arena, {**graph.constants, **dict(zip(graph.inputs, leaves, strict=True))})
+            outputs = call.run(self.threads)
+        finally:
+            with self._lock:
+                self._arenas.append(arena)
         return pytree.tree_unflatten(outputs, graph.out_spec)
 
-    def _program(self, batch: int) -> list[Program | None]:
-        key = (batch, self.threads)
-        if key not in self._programs:
-            places, slot, programs = self._plan.places(batch), 0, list[Program | None]()
-            for step in self._plan.steps:
-                if isinstance(step, TorchStep):
-                    programs.append(None)
-                    continue
-                operators: list[tuple[int, np.ndarray]] = []
-                for op in step.operators:
-                    table = op.table(places, batch, self.threads)
-                    table[0] = slot
-                    slot += SLOT
-                    operators.append((function_address(op.kernel(places[op.output].layout)), table))
-                programs.append(Program(operators))
-            self._programs[key] = programs
-        return self._programs[key]
+    def _bind(self, sizes: Mapping[str, int]) -> Binding:
+        key = (self.threads, *sorted(sizes.items()))
+        with self._lock:
+            binding = self._bindings.get(key)
+            if binding is None:
+                binding = self._bindings[key] = self._plan.bind(sizes, self.threads)
+            return binding
 
     def _take(self, size: int) -> np.ndarray:
         with self._lock:
-            if self._arenas:
+            while self._arenas:
                 arena = self._arenas.pop()
                 if arena.nbytes >= size:
                     return arena
@@ -118,25 +87,86 @@ class Engine:
         start = -raw.ctypes.data % 4096
         return raw[start : start + size]
 
-    def _give(self, arena: np.ndarray) -> None:
-        with self._lock:
-            self._arenas.append(arena)
+
+class _Call:
+    """One call of an engine: values by name, and the arena."""
+
+    def __init__(self, plan: Plan, binding: Binding, arena: np.ndarray, values: dict[str, Any]) -> None:
+        self._plan, self._binding, self._arena, self._values = plan, binding, arena, values
+        self._floats = torch.from_numpy(arena[: arena.nbytes // 4 * 4].view(np.float32))
+        self._copied: set[str] = set()
+
+    def run(self, threads: int) -> list[Any]:
+        self._arena[: self._binding.header] = 0
+        for step, program in zip(self._plan.steps, self._binding.programs, strict=True):
+            if isinstance(step, TorchStep):
+                self._values[step.node.output] = _compute(step.node, self._value)
+                continue
+            for name in (name for op in step.operators for name in op.inputs):
+                if name in self._plan.packed and name not in self._copied:
+                    self._pack(name, self._values[self._plan.packed[name]])
+                    self._copied.add(name)
+            assert program is not None
+            program.run(self._arena.ctypes.data, threads)
+        return [self._value(ref) for ref in self._plan.graph.outputs]
+
+    def _value(self, ref: Any) -> Any:
+        """The value of an argument; a planar activation is copied out of the arena."""
+        if isinstance(ref, Ref):
+            if ref.name not in self._values:
+                view = self._view(ref.name)
+                tokens = self._plan.activations[ref.name].kind == "tokens"
+                self._values[ref.name] = (view[:, :, 0].mT if tokens else view).clone(
+                    memory_format=torch.contiguous_format
+                )
+            return self._values[ref.name]
+        return [self._value(item) for item in ref] if isinstance(ref, tuple) else ref
+
+    def _view(self, name: str) -> Tensor:
+        """A planar activation as a tensor `(images, channels, height, width)` on the arena."""
+        place = self._binding.places[name]
+        layout = place.layout
+        shape = (place.images, layout.channels, layout.height, layout.width)
+        return self._floats.as_strided(shape, layout.strides(), place.offset // 4 + layout.start)
+
+    def _pack(self, name: str, value: Tensor) -> None:
+        """Copy a tensor into the arena, with zeros around it."""
+        place, view = self._binding.places[name], self._view(name)
+        self._floats[place.offset // 4 : (place.offset + place.bytes) // 4].zero_()
+        kind = self._plan.activations[name].kind
+        if kind == "image":
+            view.copy_(value)
+        elif kind == "tokens":
+            view[:, :, 0].copy_(value.mT)
+        else:
+            added = torch.zeros(()).where(value, -3e38) if value.dtype == torch.bool else value.clamp(min=-3e38)
+            view[:, :, 0].copy_(added.mT.flatten(1, 2))
 
 
-_BUILTINS = {"getitem": operator.getitem, "mul": operator.mul, "add": operator.add, "sub": operator.sub, "floordiv": operator.floordiv}
+_FUNCTIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
+    None: lambda value: value,
+    "relu": functional.relu,
+    "relu6": functional.relu6,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "hardswish": functional.hardswish,
+}
+_BUILTINS = {name: getattr(operator, name) for name in ("getitem", "mul", "add", "sub", "floordiv", "truediv", "neg")}
 
 
-def _torch(node: Node, value: Any) -> Any:
+def _compute(node: Node, value: Callable[[Any], Any]) -> Any:
+    """A node by torch."""
     args = [value(arg) for arg in node.args]
-    if isinstance(node, Convolution):
-        y = torch.nn.functional.conv2d(args[0], value(Ref(node.weight)), value(Ref(node.bias)), node.stride, node.padding, node.dilation, node.groups)
-        if args[1] is not None:
-            y += args[1]
-        act = {None: lambda t: t, "relu": torch.relu_, "relu6": torch.nn.functional.relu6, "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu, "hardswish": torch.nn.functional.hardswish}
-        return act[node.activation](y)
-    namespace, _, rest = node.op.partition(".")
+    if isinstance(node, Convolution | Linear):
+        weight, bias = value(Ref(node.weight)), value(Ref(node.bias))
+        if isinstance(node, Linear):
+            result = functional.linear(args[0], weight, bias)
+        else:
+            options = (node.stride, node.padding, node.dilation, node.groups)
+            result = functional.conv2d(args[0], weight, bias, *options)
+        return _FUNCTIONS[node.activation](result if args[1] is None else result + args[1])
+    namespace, name, *overload = node.op.split(".")
     if namespace == "builtin":
-        return _BUILTINS[rest](*args)
-    name, _, overload = rest.partition(".")
-    function = getattr(getattr(torch.ops.aten, name), overload)
+        return _BUILTINS[name](*args)
+    function = getattr(getattr(torch.ops.aten, name), overload[0])
     return function(*args, **{key: value(item) for key, item in node.kwargs.items()})

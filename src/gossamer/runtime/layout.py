@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 LANES = 16
 """Positions per vector: 16 floats are 64 bytes, a cache line."""
 
@@ -76,12 +74,6 @@ class Layout:
     def strides(self) -> tuple[int, int, int, int]:
         """Of a tensor `(batch, channels, height, width)` that begins at `start`, in elements."""
         return (self.channels * self.plane, self.plane, self.pitch, 1)
-
-    def valid(self, height: int, width: int) -> np.ndarray:
-        """One bit per position of the covering vectors: whether it belongs to an image of this size."""
-        positions = np.arange(self.vectors * LANES)
-        inside = (positions % self.pitch < width) & (positions // self.pitch < height)
-        return np.packbits(inside, bitorder="little")
 
 
 def _up(positions: int) -> int:

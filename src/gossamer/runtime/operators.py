@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
+import torch
 from llvmlite import ir
 from torch import Tensor
 
 from gossamer.runtime._code import Kernel
-from gossamer.runtime.kernels import convolution, planes
-from gossamer.runtime.layout import Layout, Margins
+from gossamer.runtime.kernels import convolution, planes, tokens
+from gossamer.runtime.layout import LANES, Layout, Margins
 
 
 @dataclass(frozen=True)
 class Place:
-    """An activation in the arena: its layout, and the byte offset of its first image for the batch at hand."""
+    """An activation in the arena: its layout, the number of images, and the byte offset of the first."""
 
     layout: Layout
+    images: int
     offset: int
+
+    @property
+    def bytes(self) -> int:
+        return self.images * self.layout.image_bytes
 
     def fields(self, name: str) -> dict[str, int]:
         layout = self.layout
@@ -31,9 +37,21 @@ class Place:
         }
 
 
+Places = Mapping[str, Place]
+
+
+@dataclass
+class Call:
+    """A kernel with the table for one set of sizes; `keep` holds what the table refers to."""
+
+    module: ir.Module
+    table: np.ndarray
+    keep: object = None
+
+
 @dataclass
 class Operator:
-    """One kernel call. `inputs` and `output` are names of activations."""
+    """One kernel call; `inputs` and `output` are names of activations."""
 
     inputs: list[str]
     output: str
@@ -46,28 +64,35 @@ class Operator:
         """Activations whose rows must have the same distance."""
         return [*self.inputs, self.output]
 
-    def module(self) -> ir.Module:
+    def scratch(self, places: Places) -> int:
+        """Bytes of memory that each thread needs for itself."""
+        return 0
+
+    def call(self, places: Places, threads: int, scratch: int) -> Call:
+        """The kernel and its table for activations at these places; `scratch` is an offset in the arena."""
         raise NotImplementedError
 
-    def table(self, places: Mapping[str, Place], batch: int, threads: int) -> np.ndarray:
-        raise NotImplementedError
 
-    def items(self, batch: int) -> int:
-        raise NotImplementedError
-
-
-def _table(fields: Sequence[str], values: Mapping[str, int]) -> np.ndarray:
+def _call(module: ir.Module, fields: Sequence[str], values: Mapping[str, int], keep: object) -> Call:
     """The values in the order of the fields; what a kernel variant does not read is 0."""
-    return np.array([values.get(name, 0) for name in (*Kernel.COMMON, *fields)], np.int64)
+    return Call(module, np.array([values.get(name, 0) for name in (*Kernel.COMMON, *fields)], np.int64), keep)
 
 
-def _address(array: np.ndarray) -> int:
-    return array.ctypes.data
+def _addresses(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+    return {name: array.ctypes.data for name, array in arrays.items()}
 
 
-@dataclass
+@lru_cache(maxsize=256)
+def _valid(layout: Layout) -> np.ndarray:
+    """One bit per position of the vectors that cover an image: whether it belongs to it."""
+    positions = np.arange(layout.vectors * LANES)
+    inside = (positions % layout.pitch < layout.width) & (positions // layout.pitch < layout.height)
+    return np.packbits(inside, bitorder="little")
+
+
+@dataclass(frozen=True)
 class Tap:
-    """One position of a convolution's window: its phase, and the distance in that phase's plane."""
+    """One position of a window: its phase, and the distance in that phase's plane."""
 
     phase: int
     down: int
@@ -85,40 +110,53 @@ def taps(size: int, stride: int, padding: int, dilation: int) -> list[tuple[int,
     return [((i * dilation - padding) % stride, (i * dilation - padding) // stride) for i in range(size)]
 
 
+def window_margins(window: Sequence[Tap]) -> Margins:
+    """The zeros that a window needs around its input."""
+    down, right = [tap.down for tap in window], [tap.right for tap in window]
+    return Margins(max(0, -min(down)), max(0, max(down)), max(0, -min(right)), max(0, max(right)))
+
+
 @dataclass
-class SparseConvolution(Operator):
-    """A convolution over non-zero weights; a strided one reads the phases of its input."""
+class SparseLayer(Operator):
+    """A convolution or linear layer over its non-zero weights; `inputs` are the input and what is added, if any.
+
+    A strided convolution reads the phases of its input, a linear layer is a convolution with a window of one.
+    """
 
     weight: Tensor
+    """`(out, in / groups, window)`."""
     bias: Tensor
     window: list[Tap]
-    """By position of the kernel, row by row."""
     groups: int = 1
     activation: str | None = None
-    residual: bool = False
     phase_channels: int = 0
-    height: int = 0
-    width: int = 0
+    """Channels of one phase."""
     vectors: int = 8
     """The width of a tile."""
     chunk: int = 64
     """Input channels at a time."""
     rows: int = 1
     """Output channels that share the loads of their inputs."""
-    _constants: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray], repr=False)
+    _weights: tuple[object, dict[str, np.ndarray]] | None = field(default=None, repr=False)
+
+    @property
+    def indexed(self) -> bool:
+        """Whether a plane's number is enough to find an input."""
+        return len(self.window) == 1 and self.window[0].down == self.window[0].right == 0
 
     def margins(self) -> dict[str, Margins]:
-        down, right = [tap.down for tap in self.window], [tap.right for tap in self.window]
-        return {self.inputs[0]: Margins(max(0, -min(down)), max(0, max(down)), max(0, -min(right)), max(0, max(right)))}
+        return {self.inputs[0]: window_margins(self.window)}
 
     def tile(self, layout: Layout) -> tuple[int, int]:
         """The number of tiles and the width of the wider ones, as even as possible."""
         tiles = -(-layout.vectors // self.vectors)
         return tiles, -(-layout.vectors // tiles)
 
-    def prepare(self, places: Mapping[str, Place]) -> None:
-        """Lay out the weights for the input's planes."""
-        source, target = places[self.inputs[0]].layout, places[self.output].layout
+    def weights(self, source: Layout) -> dict[str, np.ndarray]:
+        """The weights in the kernel's order, with distances for the input's layout."""
+        key = (self.chunk, self.rows, None if self.indexed else (source.plane, source.pitch))
+        if self._weights is not None and self._weights[0] == key:
+            return self._weights[1]
         weight = self.weight.numpy()
         blocks, per_group = weight.shape[0] // self.rows, weight.shape[1]
         weight = weight.reshape(blocks, self.rows, per_group, -1)
@@ -129,48 +167,47 @@ class SparseConvolution(Operator):
         plane = where[:, 0] * self.phase_channels + channel
         offsets = 4 * (plane * source.plane + where[:, 1] * source.pitch + where[:, 2])
         chunks = -(-per_group // self.chunk) if self.groups == 1 else 1
-        key = (c // self.chunk if chunks > 1 else 0) * blocks + block
-        order = np.argsort(key, kind="stable")
-        counts = np.bincount(key, minlength=chunks * blocks).reshape(chunks, blocks)
+        group = (c // self.chunk if chunks > 1 else 0) * blocks + block
+        order = np.argsort(group, kind="stable")
+        counts = np.bincount(group, minlength=chunks * blocks).reshape(chunks, blocks)
         ends = np.cumsum(counts).reshape(chunks, blocks)
-        starts = np.concatenate([ends[:, :1] - counts[:, :1], ends], axis=1)
-        self._constants = {
-            "starts": starts.astype(np.int32),
-            "offsets": offsets[order].astype(np.int32),
+        found = {
+            "starts": np.concatenate([ends[:, :1] - counts[:, :1], ends], axis=1).astype(np.int32),
+            "offsets": plane[order].astype(np.uint16) if self.indexed else offsets[order].astype(np.int32),
             "values": np.ascontiguousarray(values[order]),
             "bias": np.ascontiguousarray(self.bias.numpy()),
-            "valid": target.valid(self.height, self.width),
         }
+        self._weights = (key, found)
+        return found
 
-    def module(self) -> ir.Module:
-        raise NotImplementedError
-
-    def kernel(self, layout: Layout) -> ir.Module:
-        return convolution.sparse_convolution(self.tile(layout)[1], self.rows, self.activation, self.residual)
-
-    def table(self, places: Mapping[str, Place], batch: int, threads: int) -> np.ndarray:
-        layout = places[self.output].layout
-        blocks = self.weight.shape[0] // self.rows
+    def call(self, places: Places, threads: int, scratch: int) -> Call:
+        source, target = places[self.inputs[0]], places[self.output]
+        layout, blocks = target.layout, self.weight.shape[0] // self.rows
         tiles, wide = self.tile(layout)
-        groups = 1 if threads == 1 else min(max(1, -(-8 * threads // (tiles * batch))), max(1, blocks // 8))
+        groups = 1
+        if threads > 1:
+            groups = min(-(-8 * threads // (tiles * target.images)), max(1, blocks // 8))
         group_blocks = -(-blocks // groups)
         groups = -(-blocks // group_blocks)
+        arrays = {**self.weights(source.layout), "valid": _valid(layout)}
+        residual = len(self.inputs) > 1
         values = {
-            **{name: _address(array) for name, array in self._constants.items()},
-            **places[self.inputs[0]].fields("x"),
-            **places[self.output].fields("y"),
-            **(places[self.inputs[1]].fields("r") if self.residual else {}),
+            **_addresses(arrays),
+            **source.fields("x"),
+            **target.fields("y"),
+            **(places[self.inputs[1]].fields("r") if residual else {}),
             "blocks": blocks,
-            "chunks": self._constants["starts"].shape[0],
+            "chunks": arrays["starts"].shape[0],
             "tiles": tiles,
             "wide_tiles": layout.vectors - tiles * (wide - 1),
             "groups": groups,
             "group_blocks": group_blocks,
             "head": layout.head,
             "tail": layout.tail,
-            "items": batch * tiles * groups,
+            "items": target.images * tiles * groups,
         }
-        return _table(convolution.FIELDS, values)
+        module = convolution.sparse_convolution(wide, self.rows, self.activation, residual, self.indexed)
+        return _call(module, convolution.FIELDS, values, arrays)
 
 
 @dataclass
@@ -180,23 +217,16 @@ class SplitPhases(Operator):
     stride: int = 2
     phases: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     margin: Margins = Margins()
-    """Of the result, all of it real values or zeros."""
-    _phase_table: np.ndarray | None = None
+    """Of the result."""
 
     def same_pitch(self) -> list[str]:
         return [self.output]
 
-    def kernel(self, layout: Layout) -> ir.Module:
-        return planes.split_phases(self.stride)
-
-    def prepare(self, places: Mapping[str, Place]) -> None:
-        self._phase_table = np.array(self.phases, np.int64)
-
-    def table(self, places: Mapping[str, Place], batch: int, threads: int) -> np.ndarray:
-        source, target = places[self.inputs[0]], places[self.output]
-        margin = self.margin
-        assert self._phase_table is not None
+    def call(self, places: Places, threads: int, scratch: int) -> Call:
+        source, target, margin = places[self.inputs[0]], places[self.output], self.margin
+        arrays = {"phase_table": np.array(self.phases, np.int64)}
         values = {
+            **_addresses(arrays),
             **source.fields("x"),
             **target.fields("y"),
             "x_pitch": source.layout.pitch,
@@ -206,52 +236,45 @@ class SplitPhases(Operator):
             "phase_bytes": 4 * source.layout.channels * target.layout.plane,
             "channels": source.layout.channels,
             "phases": len(self.phases),
-            "phase_table": _address(self._phase_table),
             "above": margin.above,
             "rows": target.layout.height + margin.below,
             "left": margin.left,
             "columns": target.layout.width + margin.right,
-            "items": batch * source.layout.channels,
+            "items": target.images * source.layout.channels,
         }
-        return _table(planes.SPLIT_FIELDS, values)
+        return _call(planes.split_phases(self.stride), planes.SPLIT_FIELDS, values, arrays)
 
 
 @dataclass
 class MapPlanes(Operator):
-    """`activation(x · scale + shift + r)`."""
+    """`activation(x · scale + shift + r)`; `inputs` are x and, if there is one, r."""
 
     activation: str | None = None
     scale: Tensor | None = None
     shift: Tensor | None = None
-    residual: bool = False
     target_channel: int = 0
     """Where the result begins in the output, for a concatenation."""
-    _constants: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray], repr=False)
 
-    def kernel(self, layout: Layout) -> ir.Module:
-        return planes.map_planes(self.activation, self.scale is not None, self.residual, gated=False)
-
-    def prepare(self, places: Mapping[str, Place]) -> None:
-        layout = places[self.output].layout
-        self._constants = {"valid": layout.valid(layout.height, layout.width)}
-        if self.scale is not None and self.shift is not None:
-            self._constants |= {"scale": self.scale.numpy(), "shift": self.shift.numpy()}
-
-    def table(self, places: Mapping[str, Place], batch: int, threads: int) -> np.ndarray:
+    def call(self, places: Places, threads: int, scratch: int) -> Call:
         source, target = places[self.inputs[0]], places[self.output]
+        arrays = {"valid": _valid(target.layout)}
+        if self.scale is not None and self.shift is not None:
+            arrays |= {"scale": self.scale.numpy(), "shift": self.shift.numpy()}
+        residual = len(self.inputs) > 1
         values = {
-            **{name: _address(array) for name, array in self._constants.items()},
+            **_addresses(arrays),
             **source.fields("x"),
             **target.fields("y"),
-            **(places[self.inputs[1]].fields("r") if self.residual else {}),
+            **(places[self.inputs[1]].fields("r") if residual else {}),
             "channels": source.layout.channels,
             "vectors": target.layout.vectors,
             "head": target.layout.head,
             "tail": target.layout.tail,
-            "items": batch * source.layout.channels,
+            "items": target.images * source.layout.channels,
         }
         values["y"] += 4 * self.target_channel * target.layout.plane
-        return _table(planes.MAP_FIELDS, values)
+        module = planes.map_planes(self.activation, self.scale is not None, residual, gated=False)
+        return _call(module, planes.MAP_FIELDS, values, arrays)
 
 
 @dataclass
@@ -259,31 +282,20 @@ class MaximumPool(Operator):
     """The maximum over a window, of an input without negative values."""
 
     window: list[Tap] = field(default_factory=list[Tap])
-    _constants: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray], repr=False)
     phase_channels: int = 0
 
     def margins(self) -> dict[str, Margins]:
-        down, right = [tap.down for tap in self.window], [tap.right for tap in self.window]
-        return {self.inputs[0]: Margins(max(0, -min(down)), max(0, max(down)), max(0, -min(right)), max(0, max(right)))}
+        return {self.inputs[0]: window_margins(self.window)}
 
-    def kernel(self, layout: Layout) -> ir.Module:
-        return planes.maximum_planes()
-
-    def prepare(self, places: Mapping[str, Place]) -> None:
-        source, target = places[self.inputs[0]].layout, places[self.output].layout
+    def call(self, places: Places, threads: int, scratch: int) -> Call:
+        source, target = places[self.inputs[0]].layout, places[self.output]
         offsets = [
             4 * (tap.phase * self.phase_channels * source.plane + tap.down * source.pitch + tap.right)
             for tap in self.window
         ]
-        self._constants = {
-            "offsets": np.array(offsets, np.int32),
-            "valid": target.valid(target.height, target.width),
-        }
-
-    def table(self, places: Mapping[str, Place], batch: int, threads: int) -> np.ndarray:
-        target = places[self.output]
+        arrays = {"offsets": np.array(offsets, np.int32), "valid": _valid(target.layout)}
         values = {
-            **{name: _address(array) for name, array in self._constants.items()},
+            **_addresses(arrays),
             **places[self.inputs[0]].fields("x"),
             **target.fields("y"),
             "taps": len(self.window),
@@ -291,6 +303,87 @@ class MaximumPool(Operator):
             "vectors": target.layout.vectors,
             "head": target.layout.head,
             "tail": target.layout.tail,
-            "items": batch * target.layout.channels,
+            "items": target.images * target.layout.channels,
         }
-        return _table(planes.MAXIMUM_FIELDS, values)
+        return _call(planes.maximum_planes(), planes.MAXIMUM_FIELDS, values, arrays)
+
+
+@dataclass
+class LayerNorm(Operator):
+    """Layer norm over the channels of every token."""
+
+    scale: Tensor
+    shift: Tensor
+    epsilon: float
+
+    def call(self, places: Places, threads: int, scratch: int) -> Call:
+        target = places[self.output]
+        arrays = {
+            "scale": self.scale.numpy(),
+            "shift": self.shift.numpy(),
+            "settings": np.array([1 / target.layout.channels, self.epsilon], np.float32),
+            "valid": _valid(target.layout),
+        }
+        values = {
+            **_addresses(arrays),
+            **places[self.inputs[0]].fields("x"),
+            **target.fields("y"),
+            "channels": target.layout.channels,
+            "vectors": target.layout.vectors,
+            "items": target.images * target.layout.vectors,
+        }
+        return _call(tokens.layer_norm(), tokens.NORM_FIELDS, values, arrays)
+
+
+@dataclass
+class AttentionHeads(Operator):
+    """Attention; `inputs` are query, key, value and, if there is one, the mask `(batch, heads · keys, 1, queries)`."""
+
+    heads: int = 1
+    scale: float = 1.0
+    mask_heads: int = 1
+
+    def same_pitch(self) -> list[str]:
+        return [self.inputs[0], self.output]
+
+    def _wide(self, layout: Layout) -> int:
+        return min(3, layout.vectors)
+
+    def scratch(self, places: Places) -> int:
+        target, keys = places[self.output].layout, places[self.inputs[1]].layout.width
+        return 4 * LANES * self._wide(target) * keys
+
+    def call(self, places: Places, threads: int, scratch: int) -> Call:
+        q, k, v = (places[name] for name in self.inputs[:3])
+        target = places[self.output]
+        layout, wide = target.layout, self._wide(target.layout)
+        arrays = {"scale": np.array([self.scale], np.float32), "valid": _valid(layout)}
+        values = {
+            **_addresses(arrays),
+            **q.fields("q"),
+            **k.fields("k"),
+            **v.fields("v"),
+            **target.fields("y"),
+            "scratch": scratch,
+            "scratch_bytes": self.scratch(places),
+            "heads": self.heads,
+            "size": layout.channels // self.heads,
+            "keys": k.layout.width,
+            "tiles": -(-layout.vectors // wide),
+            "vectors": layout.vectors,
+            "items": target.images * self.heads * -(-layout.vectors // wide),
+        }
+        if len(self.inputs) > 3:
+            mask = places[self.inputs[3]]
+            values |= {
+                "mask": mask.offset,
+                "mask_image": mask.layout.image_bytes if mask.images > 1 else 0,
+                "mask_head": 4 * mask.layout.plane * k.layout.width if self.mask_heads > 1 else 0,
+                "mask_row": 4 * mask.layout.plane,
+            }
+        return _call(tokens.attention(wide, len(self.inputs) > 3), tokens.ATTENTION_FIELDS, values, arrays)
+
+
+def nonzero_share(weight: Tensor) -> float:
+    """Non-zero weights over all weights."""
+    return int(torch.count_nonzero(weight)) / max(weight.numel(), 1)

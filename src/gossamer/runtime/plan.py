@@ -1,30 +1,62 @@
-"""From a graph to steps: native operators over planar activations where a node has a kernel, torch for the rest."""
+"""From a graph to steps: native operators over planar activations where a node has a kernel, torch for the rest.
+
+A plan does not depend on the batch size or the number of tokens. `bind` adds those: layouts, places in one arena, and
+programs.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
 
-from gossamer.runtime.graph import Convolution, Graph, Node, Ref, activation_of
+from gossamer.runtime._compiler import function_address
+from gossamer.runtime.graph import (
+    Attention,
+    Convolution,
+    Graph,
+    Linear,
+    Node,
+    Ref,
+    activation_of,
+    norm_factors,
+    norm_of,
+    pair,
+)
 from gossamer.runtime.layout import LANES, Layout, Margins
 from gossamer.runtime.operators import (
+    AttentionHeads,
+    LayerNorm,
     MapPlanes,
     MaximumPool,
     Operator,
     Place,
-    SparseConvolution,
+    SparseLayer,
     SplitPhases,
     Tap,
     taps,
+    window_margins,
 )
-from gossamer.runtime.program import SLOT
+from gossamer.runtime.program import SLOT, Program
 
-_NORM = "aten._native_batch_norm_legit_no_training.default"
+Dim = int | str
+"""A size, or the name of one that differs from call to call."""
+Kind = Literal["image", "tokens", "mask"]
+_PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A planar activation: what it holds, and its sizes."""
+
+    kind: Kind
+    images: Dim
+    channels: Dim | tuple[Dim, ...]
+    height: Dim
+    width: Dim
 
 
 @dataclass
@@ -45,300 +77,121 @@ Step = NativeStep | TorchStep
 
 
 @dataclass
+class Binding:
+    """A plan for one set of sizes."""
+
+    places: dict[str, Place]
+    arena_bytes: int
+    header: int
+    """Bytes at the start of the arena that must be zero before a call."""
+    programs: list[Program | None]
+    """By step; None for one of torch."""
+
+
+@dataclass
 class Plan:
-    """Steps in order, and where each planar activation lies."""
+    """Steps in order, and the planar activations that they use."""
 
     graph: Graph
     steps: list[Step]
-    layouts: dict[str, Layout]
-    offsets: dict[str, int]
-    """By activation: its byte offset for one image; a batch multiplies it."""
-    image_bytes: int
-    """Arena bytes per image."""
-    counters: int
-    """Operators, each with counters at the start of the arena."""
+    activations: dict[str, Activation]
+    packed: dict[str, str]
+    """By planar activation that torch makes: the value it is a copy of."""
 
     @property
-    def header(self) -> int:
-        return -(-self.counters * SLOT // 4096) * 4096
+    def operators(self) -> list[Operator]:
+        return [operator for step in self.steps if isinstance(step, NativeStep) for operator in step.operators]
 
-    def place(self, name: str, batch: int) -> Place:
-        return Place(self.layouts[name], self.header + batch * self.offsets[name])
-
-    def arena_bytes(self, batch: int) -> int:
-        slack = 4 * max((layout.plane for layout in self.layouts.values()), default=0) + 8192
-        return self.header + batch * self.image_bytes + slack
-
-    def places(self, batch: int) -> dict[str, Place]:
-        return {name: self.place(name, batch) for name in self.layouts}
-
-
-def supported(graph: Graph) -> set[str]:
-    """Outputs of the nodes that have a kernel."""
-    return set(_Lowering(graph, None).native)
-
-
-def build_plan(graph: Graph, native: Collection[str]) -> Plan:
-    """The plan with these nodes on kernels."""
-    return _Lowering(graph, set(native)).plan()
-
-
-class _Lowering:
-    def __init__(self, graph: Graph, chosen: set[str] | None) -> None:
-        self.graph = graph
-        self.nodes = {node.output: node for node in graph.nodes}
-        self.operators: dict[str, list[Operator]] = {}
-        self.sizes: dict[str, tuple[int, int, int]] = {}
-        """By planar activation: channels, height, width."""
-        self.splits: dict[tuple[str, int, int, int], SplitPhases] = {}
-        self.nonnegative: set[str] = set()
-        self.native: list[str] = []
-        for node in graph.nodes:
-            if node.op == _NORM:
-                continue
-            operators = self._operators(node) if chosen is None or node.output in chosen else None
-            if activation_of(node) in ("relu", "relu6") or (
-                isinstance(node, Convolution) and node.activation in ("relu", "relu6")
-            ):
-                self.nonnegative.add(node.output)
-            if operators is not None:
-                self.operators[node.output] = operators
-                self.native.append(node.output)
-
-    def _size(self, name: str) -> tuple[int, int, int] | None:
-        """Channels, height and width of a float activation `(batch, channels, height, width)`."""
-        shape = self.graph.shapes.get(name, ())
-        if len(shape) != 4 or self.graph.dtypes[name] != torch.float32 or name in self.graph.constants:
-            return None
-        if shape[0] is not None or None in shape[1:]:
-            return None
-        return cast(tuple[int, int, int], shape[1:])
-
-    def _operators(self, node: Node) -> list[Operator] | None:
-        """The kernels for a node; None without any."""
-        size = self._size(node.output)
-        if size is None:
-            return None
-        if isinstance(node, Convolution):
-            found = self._convolution(node)
-        elif node.op == "aten.add.Tensor" and not node.kwargs:
-            found = self._map(node, [arg for arg in node.args], residual=True)
-        elif activation_of(node) is not None:
-            found = self._map(node, [node.args[0]], activation=activation_of(node))
-        elif node.op == "builtin.getitem":
-            found = self._norm(node)
-        elif node.op == "aten.cat.default":
-            found = self._concatenation(node)
-        elif node.op == "aten.max_pool2d.default":
-            found = self._maximum(node)
-        else:
-            found = None
-        if found is not None:
-            self.sizes[node.output] = size
-            for operator in found:
-                for name in operator.inputs:
-                    if name not in self.sizes:
-                        self.sizes[name] = cast(tuple[int, int, int], self._size(name))
-        return found
-
-    def _map(self, node: Node, sources: list[Any], **options: Any) -> list[Operator] | None:
-        names = [source.name for source in sources if isinstance(source, Ref)]
-        size = self._size(node.output)
-        if len(names) != len(sources) or any(self._size(name) != size for name in names):
-            return None
-        return [MapPlanes(names, node.output, **options)]
-
-    def _norm(self, node: Node) -> list[Operator] | None:
-        norm = self.nodes.get(node.args[0].name) if isinstance(node.args[0], Ref) else None
-        if norm is None or norm.op != _NORM or node.args[1] != 0:
-            return None
-        constants = self.graph.constants
-        scale, shift, mean, var = (None if ref is None else constants[ref.name].double() for ref in norm.args[1:5])
-        factor = (1.0 if scale is None else scale) / torch.sqrt(cast(Tensor, var) + norm.args[6])
-        moved = (0.0 if shift is None else shift) - cast(Tensor, mean) * factor
-        return self._map(node, [norm.args[0]], scale=factor.float(), shift=moved.float())
-
-    def _concatenation(self, node: Node) -> list[Operator] | None:
-        sources = [part for part in node.args[0] if isinstance(part, Ref)]
-        dim = node.args[1] if len(node.args) > 1 else 0
-        size = cast(tuple[int, int, int], self._size(node.output))
-        sizes = [self._size(part.name) for part in sources]
-        if dim != 1 or len(sources) != len(node.args[0]) or any(s is None or s[1:] != size[1:] for s in sizes):
-            return None
-        if all(part.name in self.nonnegative for part in sources):
-            self.nonnegative.add(node.output)
-        found, channel = list[Operator](), 0
-        for part, own in zip(sources, sizes, strict=True):
-            found.append(MapPlanes([part.name], node.output, target_channel=channel))
-            channel += cast(tuple[int, int, int], own)[0]
-        return found
-
-    def _maximum(self, node: Node) -> list[Operator] | None:
-        names = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode")
-        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        source = given["input"].name
-        if source not in self.nonnegative:
-            return None
-        size = _pair(given["kernel_size"])
-        stride = _pair(given.get("stride") or size)
-        self.nonnegative.add(node.output)
-        window = self._window(source, node.output, size, stride, _pair(given.get("padding", 0)), _pair(given.get("dilation", 1)))
-        if window is None:
-            return None
-        before, name, positions = window
-        return [*before, MaximumPool([name], node.output, window=positions, phase_channels=cast(Any, self._size(source))[0])]
-
-    def _convolution(self, node: Convolution) -> list[Operator] | None:
-        source = cast(Ref, node.args[0]).name
-        residual = node.args[1]
-        weight = self.graph.constants[node.weight]
-        if self._size(source) is None or (isinstance(residual, Ref) and self._size(residual.name) is None):
-            return None
-        size = cast(tuple[int, int], tuple(weight.shape[2:]))
-        window = self._window(source, node.output, size, node.stride, node.padding, node.dilation)
-        if window is None:
-            return None
-        before, name, positions = window
-        _, height, width = cast(tuple[int, int, int], self._size(node.output))
-        operator = SparseConvolution(
-            [name, *([residual.name] if isinstance(residual, Ref) else [])],
-            node.output,
-            weight=weight,
-            bias=self.graph.constants[node.bias],
-            window=positions,
-            groups=node.groups,
-            activation=node.activation,
-            residual=isinstance(residual, Ref),
-            phase_channels=cast(tuple[int, int, int], self._size(source))[0],
-            height=height,
-            width=width,
-        )
-        return [*before, operator]
-
-    def _window(
-        self,
-        source: str,
-        output: str,
-        size: tuple[int, int],
-        stride: tuple[int, int],
-        padding: tuple[int, int],
-        dilation: tuple[int, int],
-    ) -> tuple[list[Operator], str, list[Tap]] | None:
-        """What to run before, the activation to read, and the window's positions in it."""
-        incoming = self._size(source)
-        if incoming is None or stride[0] != stride[1]:
-            return None
-        step = stride[0]
-        rows = taps(size[0], step, padding[0], dilation[0])
-        columns = taps(size[1], step, padding[1], dilation[1])
-        if step == 1:
-            return [], source, [Tap(0, row[1], column[1]) for row in rows for column in columns]
-        _, height, width = cast(tuple[int, int, int], self._size(output))
-        key = (source, step, height, width)
-        before: list[Operator] = []
-        split = self.splits.get(key)
-        if split is None:
-            split = SplitPhases([source], f"{source}/{step}@{height}x{width}", stride=step)
-            self.splits[key] = split
-            before.append(split)
-        for phase in ((row[0], column[0]) for row in rows for column in columns):
-            if phase not in split.phases:
-                split.phases.append(phase)
-        down, right = [row[1] for row in rows], [column[1] for column in columns]
-        needed = Margins(max(0, -min(down)), max(0, max(down)), max(0, -min(right)), max(0, max(right)))
-        split.margin = split.margin.union(needed)
-        self.sizes[split.output] = (incoming[0] * len(split.phases), height, width)
-        positions = [
-            Tap(split.phases.index((row[0], column[0])), row[1], column[1]) for row in rows for column in columns
-        ]
-        return before, split.output, positions
-
-    # Steps, layouts and the arena
-
-    def plan(self) -> Plan:
-        steps = self._steps()
-        operators = [operator for step in steps if isinstance(step, NativeStep) for operator in step.operators]
-        layouts = self._layouts(operators)
-        offsets, size = self._offsets(steps, layouts)
-        return Plan(self.graph, steps, layouts, offsets, size, len(operators))
-
-    def _steps(self) -> list[Step]:
-        steps: list[Step] = []
-        segment, inside = NativeStep(), set[str]()
-        skipped = {node.args[0].name for name in self.operators if (node := self.nodes[name]).op == "builtin.getitem"}
-        for node in self.graph.nodes:
-            if node.output in self.operators:
-                if any(name in inside for name in node.inputs) or not inside or True:
-                    segment.operators += self.operators[node.output]
-                    inside.add(node.output)
-            elif node.output not in skipped:
-                if inside.intersection(node.inputs):
-                    steps.append(segment)
-                    segment, inside = NativeStep(), set()
-                steps.append(TorchStep(node))
-        return [*steps, *([segment] if segment.operators else [])]
-
-    def _layouts(self, operators: list[Operator]) -> dict[str, Layout]:
+    def layouts(self, sizes: Mapping[str, int]) -> dict[str, Layout]:
+        """The layout of every planar activation; activations that a kernel goes through together share their pitch."""
         margins: dict[str, Margins] = defaultdict(Margins)
         pitches = _Groups()
-        for operator in operators:
+        for operator in self.operators:
             for name, own in operator.margins().items():
                 margins[name] = margins[name].union(own)
-            pitches.join(operator.same_pitch())
             for name in [*operator.inputs, operator.output]:
                 pitches.join([name])
+            pitches.join(operator.same_pitch())
+        split = {operator.output for operator in self.operators if isinstance(operator, SplitPhases)}
         needed: dict[str, int] = defaultdict(int)
-        split = {operator.output for operator in operators if isinstance(operator, SplitPhases)}
         for name in pitches.names():
-            _, _, width = self.sizes[name]
-            own = margins[name]
+            own, root = margins[name], pitches.root(name)
             margin = own.left + own.right if name in split else max(own.left, own.right)
-            needed[pitches.root(name)] = max(needed[pitches.root(name)], width + margin)
-        return {
-            name: Layout.of(
-                *self.sizes[name], needed[pitches.root(name)], margins[name], LANES if name in split else 0
-            )
-            for name in pitches.names()
-        }
+            needed[root] = max(needed[root], _size(self.activations[name].width, sizes) + margin)
+        found: dict[str, Layout] = {}
+        for name in pitches.names():
+            value = self.activations[name]
+            channels, height, width = (_size(size, sizes) for size in (value.channels, value.height, value.width))
+            slack = LANES if name in split else 0
+            found[name] = Layout.of(channels, height, width, needed[pitches.root(name)], margins[name], slack)
+        return found
 
-    def _offsets(self, steps: list[Step], layouts: Mapping[str, Layout]) -> tuple[dict[str, int], int]:
+    def bind(self, sizes: Mapping[str, int], threads: int) -> Binding:
+        """Lay out the arena for these sizes, and write the tables of all operators."""
+        layouts = self.layouts(sizes)
+        header = _up(len(self.operators) * SLOT)
+        images = {name: _size(self.activations[name].images, sizes) for name in layouts}
+        free = {name: Place(layout, images[name], 0) for name, layout in layouts.items()}
+        scratch = max((operator.scratch(free) for operator in self.operators), default=0)
+        start = header + _up(threads * scratch)
+        offsets, end = self._offsets({name: place.bytes for name, place in free.items()})
+        places = {name: Place(place.layout, place.images, start + offsets[name]) for name, place in free.items()}
+        programs: list[Program | None] = []
+        slot = 0
+        for step in self.steps:
+            if isinstance(step, TorchStep):
+                programs.append(None)
+                continue
+            calls = [operator.call(places, threads, header) for operator in step.operators]
+            for call in calls:
+                call.table[0] = slot
+                slot += SLOT
+            operators = [(function_address(call.module), call.table) for call in calls]
+            programs.append(Program(operators, [call.keep for call in calls]))
+        slack = 4 * max((layout.plane for layout in layouts.values()), default=0) + 2 * _PAGE
+        return Binding(places, start + end + slack, header, programs)
+
+    def _offsets(self, sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
         """Offsets such that activations which are alive together do not overlap; the largest are placed first."""
-        first, last, time = dict[str, int](), dict[str, int](), 0
-        for step in steps:
-            uses = (
-                [[*operator.inputs, operator.output] for operator in step.operators]
-                if isinstance(step, NativeStep)
-                else [[*step.node.inputs, step.node.output]]
-            )
+        first, last = dict.fromkeys(self.packed, 0), dict[str, int]()
+        time = 0
+        for step in self.steps:
+            if isinstance(step, NativeStep):
+                uses = [[*operator.inputs, operator.output] for operator in step.operators]
+            else:
+                uses = [step.node.inputs]
             for names in uses:
                 time += 1
                 for name in names:
-                    if name in layouts:
+                    if name in sizes:
                         first.setdefault(name, time)
                         last[name] = time
         for value in self.graph.outputs:
-            if isinstance(value, Ref) and value.name in layouts:
+            if isinstance(value, Ref) and value.name in sizes:
                 last[value.name] = time + 1
-        for name in layouts:  # an activation that torch makes is copied to the arena when the segment begins
-            if name not in self.operators and name not in {s.output for s in self.splits.values()}:
-                first[name] = 0
-        placed: list[tuple[int, int, str]] = []
         offsets: dict[str, int] = {}
-        for name in sorted(layouts, key=lambda name: -layouts[name].image_bytes):
-            size = layouts[name].image_bytes
-            taken = sorted(
-                (offsets[other], offsets[other] + layouts[other].image_bytes)
-                for _, _, other in placed
-                if first[other] <= last[name] and first[name] <= last[other]
-            )
+        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+            together = (n for n in offsets if first[n] <= last[name] and first[name] <= last[n])
             start = 0
-            for begin, end in taken:
-                if start + size <= begin:
+            for begin, end in sorted((offsets[other], offsets[other] + sizes[other]) for other in together):
+                if start + sizes[name] <= begin:
                     break
                 start = max(start, end)
             offsets[name] = start
-            placed.append((start, size, name))
-        return offsets, max((start + size for start, size, _ in placed), default=0)
+        return offsets, max((offsets[name] + sizes[name] for name in sizes), default=0)
+
+
+def _size(size: Dim | tuple[Dim, ...], sizes: Mapping[str, int]) -> int:
+    if isinstance(size, tuple):
+        product = 1
+        for part in size:
+            product *= _size(part, sizes)
+        return product
+    return sizes[size] if isinstance(size, str) else size
+
+
+def _up(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE
 
 
 class _Groups:
@@ -358,9 +211,244 @@ class _Groups:
     def join(self, names: Iterable[str]) -> None:
         roots = [self.root(self._parents.setdefault(name, name)) for name in names]
         for root in roots[1:]:
-            self._parents[root] = roots[0] if root != roots[0] else root
+            if root != roots[0]:
+                self._parents[root] = roots[0]
 
 
-def _pair(value: Any) -> tuple[int, int]:
-    values = (value, value) if isinstance(value, int) else tuple(value)
-    return (values[0], values[-1])
+def build_plan(graph: Graph) -> Plan:
+    """Operators for all nodes that have kernels."""
+    return _Builder(graph).plan()
+
+
+class _Builder:
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._nodes = {node.output: node for node in graph.nodes}
+        self._activations: dict[str, Activation] = {}
+        self._packed: dict[str, str] = {}
+        self._splits: dict[tuple[str, int, Dim, Dim], SplitPhases] = {}
+        self._nonnegative: set[str] = set()
+
+    def plan(self) -> Plan:
+        steps: list[Step] = []
+        segment = NativeStep()
+        inside: set[str] = set()
+        for node in self._graph.nodes:
+            if node.op == "aten._native_batch_norm_legit_no_training.default" and self._is_folded_norm(node):
+                continue
+            operators = self._operators(node)
+            if operators is None:
+                if inside.intersection(node.inputs):
+                    steps.append(segment)
+                    segment, inside = NativeStep(), set()
+                steps.append(TorchStep(node))
+                continue
+            segment.operators += operators
+            inside.add(node.output)
+        steps += [segment] if segment.operators else []
+        used = {name for step in steps if isinstance(step, NativeStep) for op in step.operators for name in op.inputs}
+        made = {op.output for step in steps if isinstance(step, NativeStep) for op in step.operators}
+        packed = {name: self._packed.get(name, name) for name in used - made}
+        return Plan(self._graph, steps, self._activations, packed)
+
+    def _is_folded_norm(self, node: Node) -> bool:
+        """Whether a batch norm has no user but a node that computes its result from its factors."""
+        users = [user for user in self._graph.nodes if node.output in user.inputs]
+        return all(norm_of(user, self._nodes) is node and self._norm(user) is not None for user in users)
+
+    def _activation(self, name: str) -> Activation | None:
+        """The planar form of a value; None without one."""
+        shape = self._graph.shapes.get(name, ())
+        if name in self._graph.constants or self._graph.dtypes.get(name) != torch.float32:
+            return None
+        if len(shape) == 4 and all(isinstance(size, int) for size in shape[1:]):
+            return Activation("image", *shape)
+        if len(shape) == 3 and isinstance(shape[2], int) and all(_is_size(size) for size in shape[:2]):
+            return Activation("tokens", shape[0], shape[2], 1, shape[1])
+        return None
+
+    def _operators(self, node: Node) -> list[Operator] | None:
+        """The kernels for a node; None without any."""
+        value = self._activation(node.output)
+        if value is None:
+            return None
+        if isinstance(node, Convolution):
+            found = self._convolution(node)
+        elif isinstance(node, Linear):
+            found = self._linear(node)
+        elif isinstance(node, Attention):
+            found = self._attention(node)
+        elif node.op == "aten.add.Tensor" and not node.kwargs:
+            found = self._map(node, list(node.args))
+        elif activation_of(node) is not None:
+            found = self._map(node, [node.args[0]], activation=activation_of(node))
+        elif node.op == "builtin.getitem":
+            found = self._norm(node)
+        elif node.op == "aten.layer_norm.default":
+            found = self._layer_norm(node)
+        elif node.op == "aten.cat.default":
+            found = self._concatenation(node)
+        elif node.op == "aten.max_pool2d.default":
+            found = self._maximum(node)
+        else:
+            found = None
+        activation = getattr(node, "activation", None) or activation_of(node)
+        if activation in ("relu", "relu6"):
+            self._nonnegative.add(node.output)
+        if found is not None:
+            self._activations[node.output] = value
+            for name in (name for operator in found for name in operator.inputs):
+                if name not in self._activations:
+                    self._activations[name] = cast(Activation, self._activation(name))
+        return found
+
+    def _map(self, node: Node, sources: list[Any], **options: Any) -> list[Operator] | None:
+        names = [source.name for source in sources if isinstance(source, Ref)]
+        value = self._activation(node.output)
+        if len(names) != len(sources) or any(self._activation(name) != value for name in names):
+            return None
+        return [MapPlanes(names, node.output, **options)]
+
+    def _norm(self, node: Node) -> list[Operator] | None:
+        norm = norm_of(node, self._nodes)
+        if norm is None:
+            return None
+        factor, shift = norm_factors(norm, self._graph.constants)
+        return self._map(node, [norm.args[0]], scale=factor.float(), shift=shift.float())
+
+    def _layer_norm(self, node: Node) -> list[Operator] | None:
+        source, shape, scale, shift, epsilon = (*node.args, *[None] * 5)[:5]
+        value = self._activation(node.output)
+        if value is None or value.kind != "tokens" or tuple(shape) != (value.channels,):
+            return None
+        constants = self._graph.constants
+        ones, zeros = torch.ones(shape), torch.zeros(shape)
+        scale = ones if scale is None else constants.get(scale.name)
+        shift = zeros if shift is None else constants.get(shift.name)
+        if scale is None or shift is None:
+            return None
+        return [LayerNorm([source.name], node.output, scale, shift, 1e-5 if epsilon is None else epsilon)]
+
+    def _concatenation(self, node: Node) -> list[Operator] | None:
+        sources = [part for part in node.args[0] if isinstance(part, Ref)]
+        dim = node.args[1] if len(node.args) > 1 else 0
+        value = cast(Activation, self._activation(node.output))
+        parts = [self._activation(part.name) for part in sources]
+        same = all(p is not None and (p.height, p.width) == (value.height, value.width) for p in parts)
+        if value.kind != "image" or dim != 1 or len(sources) != len(node.args[0]) or not same:
+            return None
+        if all(part.name in self._nonnegative for part in sources):
+            self._nonnegative.add(node.output)
+        found, channel = list[Operator](), 0
+        for source, part in zip(sources, parts, strict=True):
+            found.append(MapPlanes([source.name], node.output, target_channel=channel))
+            channel += cast(int, cast(Activation, part).channels)
+        return found
+
+    def _maximum(self, node: Node) -> list[Operator] | None:
+        names = ("input", "size", "stride", "padding", "dilation", "ceil_mode")
+        given = dict(zip(names, node.args, strict=False))
+        source = given["input"].name
+        if source not in self._nonnegative:
+            return None
+        size = pair(given["size"])
+        stride = pair(given.get("stride") or size)
+        window = self._window(source, node.output, size, stride, pair(given.get("padding", 0)), pair(given.get("dilation", 1)))
+        if window is None:
+            return None
+        self._nonnegative.add(node.output)
+        before, name, positions = window
+        channels = cast(int, cast(Activation, self._activation(source)).channels)
+        return [*before, MaximumPool([name], node.output, positions, channels)]
+
+    def _convolution(self, node: Convolution) -> list[Operator] | None:
+        source, added = cast(Ref, node.args[0]).name, node.args[1]
+        weight = self._graph.constants[node.weight]
+        if isinstance(added, Ref) and self._activation(added.name) is None:
+            return None
+        size = cast(tuple[int, int], tuple(weight.shape[2:]))
+        window = self._window(source, node.output, size, node.stride, node.padding, node.dilation)
+        if window is None:
+            return None
+        before, name, positions = window
+        layer = SparseLayer(
+            [name, *([added.name] if isinstance(added, Ref) else [])],
+            node.output,
+            weight.flatten(2),
+            self._graph.constants[node.bias],
+            positions,
+            groups=node.groups,
+            activation=node.activation,
+            phase_channels=cast(int, cast(Activation, self._activation(source)).channels),
+        )
+        return [*before, layer]
+
+    def _linear(self, node: Linear) -> list[Operator] | None:
+        source, added = cast(Ref, node.args[0]).name, node.args[1]
+        names = [source, *([added.name] if isinstance(added, Ref) else [])]
+        if any(value is None or value.kind != "tokens" for value in map(self._activation, names)):
+            return None
+        weight, bias = (self._graph.constants[name] for name in (node.weight, node.bias))
+        return [
+            SparseLayer(names, node.output, weight.unsqueeze(2), bias, [Tap(0, 0, 0)], activation=node.activation)
+        ]
+
+    def _attention(self, node: Attention) -> list[Operator] | None:
+        names = [cast(Ref, arg).name for arg in node.args[:3]]
+        mask = node.args[3]
+        if any(self._activation(name) is None for name in names) or node.causal:
+            return None
+        if not isinstance(mask, Ref):
+            return [AttentionHeads(names, node.output, node.heads, node.scale)]
+        shape = self._graph.shapes[mask.name]
+        if len(shape) != 4 or shape[1] not in (1, node.heads):
+            return None
+        batch, heads, queries, keys = shape
+        name = f"{mask.name}/mask"
+        self._activations[name] = Activation("mask", batch, (heads, keys), 1, queries)
+        self._packed[name] = mask.name
+        query = cast(Activation, self._activation(names[0]))
+        if queries != query.width:
+            return None
+        return [AttentionHeads([*names, name], node.output, node.heads, node.scale, cast(int, heads))]
+
+    def _window(
+        self,
+        source: str,
+        output: str,
+        size: tuple[int, int],
+        stride: tuple[int, int],
+        padding: tuple[int, int],
+        dilation: tuple[int, int],
+    ) -> tuple[list[Operator], str, list[Tap]] | None:
+        """What to run before, the activation to read, and the window's positions in it."""
+        incoming, outgoing = self._activation(source), cast(Activation, self._activation(output))
+        if incoming is None or stride[0] != stride[1]:
+            return None
+        step = stride[0]
+        rows = taps(size[0], step, padding[0], dilation[0])
+        columns = taps(size[1], step, padding[1], dilation[1])
+        if step == 1:
+            return [], source, [Tap(0, row[1], column[1]) for row in rows for column in columns]
+        key = (source, step, outgoing.height, outgoing.width)
+        split, before = self._splits.get(key), list[Operator]()
+        if split is None:
+            split = SplitPhases([source], f"{source}/{step}@{outgoing.height}x{outgoing.width}", stride=step)
+            self._splits[key] = split
+            before.append(split)
+        for phase in ((row[0], column[0]) for row in rows for column in columns):
+            if phase not in split.phases:
+                split.phases.append(phase)
+        phase = split.phases.index
+        window = [Tap(phase((row[0], column[0])), row[1], column[1]) for row in rows for column in columns]
+        split.margin = split.margin.union(window_margins(window))
+        channels = cast(int, incoming.channels) * len(split.phases)
+        self._activations[split.output] = Activation(
+            "image", incoming.images, channels, outgoing.height, outgoing.width
+        )
+        return before, split.output, window
+
+
+def _is_size(size: Dim) -> bool:
+    """Whether a size is a number or one name, not an expression."""
+    return isinstance(size, int) or size.isidentifier()

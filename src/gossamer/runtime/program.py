@@ -27,27 +27,28 @@ CLOSED = 1 << 32
 
 @cache
 def _runner() -> Any:
-    """`run(arena, operators, count, state)`: operators are pairs of addresses, of a kernel and of its table.
+    """`run(arena, operators, count, state, thread)`: operators are pairs of addresses, of a kernel and of its table.
 
-    `state` counts the threads inside; a thread that comes after the first one has finished does nothing.
+    `state` counts the threads inside. Thread 0 waits at the end until the others have left; a thread that comes later
+    does nothing.
     """
     module = ir.Module("program")
     f = Function(module, "run", [POINTER, POINTER, I64, POINTER, I64])
-    arena, operators, count, state, is_main = f.arguments
+    arena, operators, count, state, thread = f.arguments
     build = f.build
     leave, work = f.function.append_basic_block("leave"), f.function.append_basic_block("work")
     before = build.atomic_rmw("add", state, integer(1), "acq_rel")
     build.cbranch(build.icmp_unsigned("<", before, integer(CLOSED)), work, leave)
     build.position_at_end(work)
-    kind = ir.FunctionType(ir.VoidType(), [POINTER, POINTER])
+    kind = ir.FunctionType(ir.VoidType(), [POINTER, POINTER, I64])
     with f.loop(integer(0), count) as index:
         entry = f.at(operators, f.mul(index, 16))
         target = build.inttoptr(f.field(entry, 0), kind.as_pointer())
-        build.call(target, [arena, build.inttoptr(f.field(entry, 1), POINTER)])
+        build.call(target, [arena, build.inttoptr(f.field(entry, 1), POINTER), thread])
     build.branch(leave)
     build.position_at_end(leave)
     build.atomic_rmw("sub", state, integer(1), "acq_rel")
-    with build.if_then(build.icmp_signed("!=", is_main, integer(0))):
+    with build.if_then(build.icmp_signed("==", thread, integer(0))):
         build.atomic_rmw("or", state, integer(CLOSED), "acq_rel")
         wait, pause, end = (f.function.append_basic_block(name) for name in ("wait", "pause", "end"))
         build.branch(wait)
@@ -76,9 +77,9 @@ class Program:
         """Run on the memory at this address, whose first `SLOT` bytes per operator are zeros."""
         run, state = _runner(), np.zeros(1, np.int64)
         arguments = (arena, self._operators.ctypes.data, len(self._operators), state.ctypes.data)
-        for _ in range(threads - 1):
-            _helpers().submit(lambda: (run(*arguments, 0), state))
-        run(*arguments, 1)
+        for thread in range(1, threads):
+            _helpers().submit(lambda thread=thread: (run(*arguments, thread), state))
+        run(*arguments, 0)
 
 
 class _Helpers:

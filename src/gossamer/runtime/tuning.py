@@ -1,18 +1,17 @@
-"""Measured choices: the tile and chunk of each sparse convolution, and which nodes run on kernels at all."""
+"""Measured choices: tile, chunk and shared rows of each sparse layer."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from gossamer.runtime._compiler import function_address
-from gossamer.runtime.graph import Convolution, Graph
-from gossamer.runtime.operators import Operator, Place, SparseConvolution
-from gossamer.runtime.plan import NativeStep, Plan, build_plan, supported
+from gossamer.runtime.layout import Layout
+from gossamer.runtime.operators import Operator, Place, SparseLayer
+from gossamer.runtime.plan import Plan
 from gossamer.runtime.program import SLOT, Program
 
 _WIDTHS = (2, 3, 4, 6, 8, 12, 14, 16, 20)
@@ -25,12 +24,14 @@ _REPETITIONS = 5
 _ALLOWANCE = 0.02
 """Seconds that one candidate may take."""
 
+Choice = tuple[int, int, int]
+"""The width of a tile, the channels of a chunk, and the rows that share loads."""
 
-def fastest(function: Callable[[], object], repetitions: int = _REPETITIONS, allowance: float = _ALLOWANCE) -> float:
+
+def fastest(function: Callable[[], object]) -> float:
     """The least time of several calls, in seconds; stops early once the allowance is spent."""
-    best = float("inf")
-    end = time.perf_counter() + allowance
-    for _ in range(repetitions):
+    best, end = math.inf, time.perf_counter() + _ALLOWANCE
+    for _ in range(_REPETITIONS):
         start = time.perf_counter()
         function()
         now = time.perf_counter()
@@ -40,31 +41,40 @@ def fastest(function: Callable[[], object], repetitions: int = _REPETITIONS, all
     return best
 
 
-class Scratch:
-    """Runs single operators of a plan on memory of its own."""
+def tune(plan: Plan, sizes: Mapping[str, int]) -> dict[str, float]:
+    """Choose tile, chunk and shared rows of every sparse layer by measurement; returns seconds by operator."""
+    scratch = _Scratch(plan.layouts(sizes))
+    known: dict[object, tuple[Choice, float]] = {}
+    found: dict[str, float] = {}
+    for op in plan.operators:
+        if isinstance(op, SparseLayer):
+            key = (_shape(op), scratch.layouts[op.inputs[0]], scratch.layouts[op.output])
+            if key not in known:
+                known[key] = _best(op, scratch)
+            (op.vectors, op.chunk, op.rows), found[op.output] = known[key]
+    return found
 
-    def __init__(self, plan: Plan) -> None:
-        names = {name for step in plan.steps if isinstance(step, NativeStep) for op in step.operators for name in [*op.inputs, op.output]}
-        sizes = [plan.layouts[name].image_bytes for name in names]
-        self._plan = plan
-        self._room = 2 * 4096 + 2 * max(sizes, default=0) // max(len(sizes), 1)
-        self._memory = np.zeros(3 * (max(sizes, default=0) + 65536) + 8192, np.uint8)
-        start = -self._memory.ctypes.data % 4096
-        self._arena = self._memory[start:]
-        self._size = max(sizes, default=0) + 65536 & ~4095
 
-    def places(self, op: Operator) -> dict[str, Place]:
-        found: dict[str, Place] = {}
-        for index, name in enumerate(dict.fromkeys([op.inputs[0], op.output, *op.inputs[1:]])):
-            found[name] = Place(self._plan.layouts[name], 4096 + index * self._size)
-        return found
+def _shape(op: SparseLayer) -> tuple[object, ...]:
+    """What the time of a layer depends on, besides its layouts; the share of zeros to a few percent."""
+    density = round(8 * math.log2(1 + np.count_nonzero(op.weight.numpy())))
+    return (tuple(op.weight.shape), density, op.groups, op.activation, len(op.inputs), tuple(op.window))
+
+
+class _Scratch:
+    """Runs single operators on memory of its own, one image on one thread."""
+
+    def __init__(self, layouts: Mapping[str, Layout]) -> None:
+        self.layouts = layouts
+        self._size = 4096 + max((layout.image_bytes for layout in layouts.values()), default=0) // 4096 * 4096 + 65536
+        memory = np.zeros(4 * self._size + 8192, np.uint8)
+        self._arena = memory[-memory.ctypes.data % 4096 :]
 
     def time(self, op: Operator) -> float:
-        """Seconds of the operator on one image and one thread."""
-        places = self.places(op)
-        op.prepare(places)
-        table = op.table(places, 1, 1)
-        program = Program([(function_address(op.kernel(places[op.output].layout)), table)])
+        names = dict.fromkeys([*op.inputs, op.output])
+        places = {name: Place(self.layouts[name], 1, 4096 + k * self._size) for k, name in enumerate(names)}
+        call = op.call(places, 1, 0)
+        program = Program([(function_address(call.module), call.table)], call.keep)
         address, counters = self._arena.ctypes.data, self._arena[:SLOT]
 
         def run() -> None:
@@ -75,51 +85,36 @@ class Scratch:
         return fastest(run)
 
 
-def tune(op: SparseConvolution, scratch: Scratch, known: dict[object, tuple[int, int, int, float]]) -> float:
-    """Choose tile and chunk by measurement; returns the seconds of the best."""
-    layout = scratch.places(op)[op.output].layout
-    nonzero = int(torch.count_nonzero(op.weight))
-    key = (
-        tuple(op.weight.shape), round(np.log2(nonzero + 1), 1), op.groups, layout, op.activation, op.residual,
-        tuple((tap.phase, tap.down, tap.right) for tap in op.window),
-    )
-    if key in known:
-        op.vectors, op.chunk, op.rows, seconds = known[key]
-        return seconds
-    best = (0, 0, 1, float("inf"))
-    channels = op.weight.shape[1]
-    chunks = [chunk for chunk in _CHUNKS if chunk < 2 * channels and op.groups == 1] or [max(_CHUNKS)]
-    tried: set[tuple[int, int, int]] = set()
+def _best(op: SparseLayer, scratch: _Scratch) -> tuple[Choice, float]:
+    layout = scratch.layouts[op.output]
+    times: dict[Choice, float] = {}
 
     def attempt(width: int, chunk: int, rows: int) -> None:
-        nonlocal best
         op.vectors, op.chunk, op.rows = width, chunk, rows
-        width = op.tile(layout)[1]
-        if (width, chunk, rows) not in tried:
-            tried.add((width, chunk, rows))
-            seconds = scratch.time(op)
-            if seconds < best[-1]:
-                best = (width, chunk, rows, seconds)
+        choice = (op.tile(layout)[1], chunk, rows)
+        if choice not in times:
+            times[choice] = scratch.time(op)
 
+    def best() -> Choice:
+        return min(times, key=lambda choice: times[choice])
+
+    chunks = [chunk for chunk in _CHUNKS if chunk < 2 * op.weight.shape[1] and op.groups == 1] or [max(_CHUNKS)]
     middle = chunks[len(chunks) // 2]
     for rows in _shared_rows(op):
-        most = _REGISTERS // rows
-        for width in [w for w in _WIDTHS if w <= min(layout.vectors, most)] or [min(layout.vectors, most)]:
+        most = min(layout.vectors, _REGISTERS // rows)
+        for width in [width for width in _WIDTHS if width <= most] or [most]:
             attempt(width, middle, rows)
-    attempt(min(layout.vectors, max(_WIDTHS) // best[2]), middle, best[2])
     for chunk in chunks:
-        attempt(best[0], chunk, best[2])
-    op.vectors, op.chunk, op.rows = best[:3]
-    known[key] = best
-    return best[-1]
+        attempt(best()[0], chunk, best()[2])
+    return best(), times[best()]
 
 
-def _shared_rows(op: SparseConvolution) -> Iterator[int]:
+def _shared_rows(op: SparseLayer) -> Iterator[int]:
     """Numbers of output channels to take together: where most of their weights are non-zero together."""
     yield 1
-    weight = op.weight != 0
+    weight = op.weight.numpy() != 0
     for rows in (2, 4):
         if weight.shape[0] // op.groups % rows == 0:
-            union = int(weight.reshape(-1, rows, *weight.shape[1:]).any(dim=1).sum())
-            if int(weight.sum()) > 0.6 * rows * union:
+            union = np.count_nonzero(weight.reshape(-1, rows, *weight.shape[1:]).any(axis=1))
+            if np.count_nonzero(weight) > 0.5 * rows * union:
                 yield rows

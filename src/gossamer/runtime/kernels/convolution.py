@@ -16,7 +16,7 @@ from gossamer.runtime.kernels.epilogue import activate
 from gossamer.runtime.layout import LANES
 
 FIELDS = (
-    *("x", "x_image", "y", "y_image", "y_plane", "r", "r_image", "r_plane"),  # bytes in the arena
+    *("x", "x_image", "x_plane", "y", "y_image", "y_plane", "r", "r_image", "r_plane"),  # bytes in the arena
     *("starts", "offsets", "values", "bias", "valid"),  # addresses of constants
     *("blocks", "chunks", "tiles", "wide_tiles", "groups", "group_blocks", "head", "tail"),
 )
@@ -25,12 +25,17 @@ _STEP = 4 * LANES
 _ZERO = ir.Constant(_VECTOR, None)
 
 
-def sparse_convolution(vectors: int, rows: int, activation: str | None, residual: bool) -> ir.Module:
-    """The kernel for tiles of `vectors` and `vectors - 1` vectors, and blocks of `rows` output channels."""
+def sparse_convolution(
+    vectors: int, rows: int, activation: str | None, residual: bool, indexed: bool
+) -> ir.Module:
+    """The kernel for tiles of `vectors` and `vectors - 1` vectors, and blocks of `rows` output channels.
+
+    `indexed` weights have the number of a plane, in 16 bits, instead of a distance.
+    """
     module = ir.Module("sparse_convolution")
     kernel = Kernel(module, FIELDS)
-    wide = _tile(module, "wide", vectors, rows, activation, residual)
-    narrow = _tile(module, "narrow", vectors - 1, rows, activation, residual) if vectors > 1 else None
+    wide = _tile(module, "wide", vectors, rows, activation, residual, indexed)
+    narrow = _tile(module, "narrow", vectors - 1, rows, activation, residual, indexed) if vectors > 1 else None
     build = kernel.build
     with kernel.each_item() as item:
         group, tile, image = kernel.split(item, kernel["groups"], kernel["tiles"])
@@ -47,7 +52,7 @@ def sparse_convolution(vectors: int, rows: int, activation: str | None, residual
         head = build.select(build.icmp_signed("==", tile, integer(0)), kernel["head"], integer(0))
         is_last = build.icmp_signed("==", kernel.add(tile, integer(1)), kernel["tiles"])
         tail = build.select(is_last, kernel["tail"], integer(0))
-        arguments = [base("x"), base("y"), base("r"), valid, kernel.arguments[1], first, last, head, tail]
+        arguments = [base("x"), base("y"), base("r"), valid, kernel.table, first, last, head, tail]
         if narrow is None:
             build.call(wide, arguments)
         else:
@@ -73,14 +78,15 @@ class _Tile(Function):
 
 
 def _tile(
-    module: ir.Module, name: str, vectors: int, rows: int, activation: str | None, residual: bool
+    module: ir.Module, name: str, vectors: int, rows: int, activation: str | None, residual: bool, indexed: bool
 ) -> ir.Function:
     """A function that computes blocks `first` to `last` of output channels for one tile."""
     f = _Tile(module, name)
     x, y, r, valid, _, first, last, head, tail = f.arguments
     build = f.build
     starts, offsets, values, bias = (f.pointer(name) for name in ("starts", "offsets", "values", "bias"))
-    blocks, chunks, y_plane, r_plane = f["blocks"], f["chunks"], f["y_plane"], f["r_plane"]
+    blocks, chunks = f["blocks"], f["chunks"]
+    x_plane, y_plane, r_plane = f["x_plane"], f["y_plane"], f["r_plane"]
     sums = [[f.variable(_VECTOR, _ZERO) for _ in range(vectors)] for _ in range(rows)]
     with f.loop(integer(0), chunks) as chunk:
         chunk_starts = f.at(starts, f.mul(f.mul(chunk, f.add(blocks, integer(1))), 4))
@@ -102,7 +108,11 @@ def _tile(
             bounds = f.at(chunk_starts, f.mul(block, 4))
             begin, end = (build.sext(f.load(bounds, I32, at), I64) for at in (0, 4))
             with f.loop(begin, end) as i:
-                source = f.at(x, build.sext(f.load(offsets, I32, f.mul(i, 4)), I64))
+                if indexed:
+                    plane = build.zext(f.load(offsets, I16, f.mul(i, 2), align=2), I64)
+                    source = f.at(x, build.mul(plane, x_plane))
+                else:
+                    source = f.at(x, build.sext(f.load(offsets, I32, f.mul(i, 4)), I64))
                 weights = f.at(values, f.mul(i, 4 * rows))
                 inputs = [f.load(source, _VECTOR, k * _STEP) for k in range(vectors)]
                 for k, own in enumerate(sums):
