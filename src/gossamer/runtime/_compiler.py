@@ -1,9 +1,17 @@
-"""Compiles LLVM modules for the host and keeps the object code on disk."""
+"""Compiles kernels for the host's CPU and keeps their object code on disk.
+
+Object code is executable, so the cache is used only if its folder and files belong to the user and nobody else can
+write them; each file has a digest in front. Without such a folder kernels are compiled in every process.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
+import os
+import stat
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,55 +20,106 @@ import llvmlite
 from llvmlite import binding as llvm
 from llvmlite import ir
 
+from gossamer.io import atomic_write
+
+ENTRY = "run"
+"""The name of every kernel's function."""
+_DIGEST = hashlib.sha256().digest_size
+_lock = threading.Lock()
+_libraries: list[Any] = []
+"""Loaded code; freed with the process."""
+_addresses: dict[tuple[object, ...], int] = {}
+
+
+def kernel_address(build: Callable[..., ir.Module], *arguments: object) -> int:
+    """The address of the kernel that `build(*arguments)` describes, compiled at most once per process."""
+    key = (build, *arguments)
+    with _lock:
+        if key not in _addresses:
+            _addresses[key] = _load(_object_code(str(build(*arguments))))
+        return _addresses[key]
+
+
+def _object_code(text: str) -> bytes:
+    machine = _machine()
+    processor = f"{llvmlite.__version__} {machine.triple} {llvm.get_host_cpu_name()} {_features()}"
+    name = hashlib.sha256(f"{processor}\n{text}".encode()).hexdigest()
+    folder = _cache_folder()
+    code = None if folder is None else _read(folder / name)
+    if code is None:
+        code = compile_text(text, machine)
+        if folder is not None:
+            with suppress(OSError), atomic_write(folder / name) as path:
+                path.write_bytes(hashlib.sha256(code).digest() + code)
+    return code
+
+
+def compile_text(text: str, machine: Any) -> bytes:
+    """Object code of a module in LLVM's assembly language."""
+    return machine.emit_object(optimized(text, machine))
+
+
+def optimized(text: str, machine: Any) -> Any:
+    """The module after LLVM's optimizations; loops are already as wide and as unrolled as they should be."""
+    module = llvm.parse_assembly(text)
+    module.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    options.loop_unrolling = options.loop_vectorization = options.slp_vectorization = False
+    passes = llvm.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(module, passes)
+    return module
+
 
 @cache
-def _machine(features: str | None) -> Any:
+def _features() -> str:
+    return llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit"
+
+
+@cache
+def _machine() -> Any:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    flags = llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit" if features is None else features
     target = llvm.Target.from_default_triple()
-    return target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=flags, opt=3, jit=True)
+    return target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=_features(), opt=3, jit=True)
 
 
-def compile_object(module: ir.Module, features: str | None = None) -> bytes:
-    machine = _machine(features)
-    parsed = llvm.parse_assembly(str(module))
-    parsed.verify()
-    options = llvm.create_pipeline_tuning_options(speed_level=2)
-    options.loop_unrolling = False
-    options.loop_vectorization = False
-    options.slp_vectorization = False
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(parsed, builder)
-    return machine.emit_object(parsed)
-
-def assembly(module, features=None):
-    machine = _machine(features)
-    parsed = llvm.parse_assembly(str(module))
-    options = llvm.create_pipeline_tuning_options(speed_level=2)
-    options.loop_unrolling = False
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(parsed, builder)
-    return machine.emit_assembly(parsed)
-
-_jit = None
-_keep = []
-def load_object(code: bytes, name: str) -> int:
-    global _jit
-    _machine(None)
-    if _jit is None:
-        _jit = llvm.create_lljit_compiler(llvm.Target.from_default_triple().create_target_machine(cpu=llvm.get_host_cpu_name(), opt=3, jit=True), use_jit_link=False)
-    lib = llvm.JITLibraryBuilder().add_object_img(code).add_current_process().export_symbol(name).link(_jit, f"lib{len(_keep)}")
-    _keep.append(lib)
-    return lib[name]
+@cache
+def _linker() -> Any:
+    target = llvm.Target.from_default_triple()
+    machine = target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=_features(), opt=3, jit=True)
+    return llvm.create_lljit_compiler(machine, use_jit_link=False)
 
 
-_addresses: dict[str, int] = {}
+def _load(code: bytes) -> int:
+    builder = llvm.JITLibraryBuilder().add_object_img(code).add_current_process().export_symbol(ENTRY)
+    library = builder.link(_linker(), f"gossamer-{len(_libraries)}")
+    _libraries.append(library)
+    return library[ENTRY]
 
-def function_address(module: ir.Module) -> int:
-    """The address of the module's function `run`, compiled once per process and kept on disk."""
-    text = str(module)
-    key = hashlib.sha256(text.encode()).hexdigest()
-    if key not in _addresses:
-        _addresses[key] = load_object(compile_object(module), "run")
-    return _addresses[key]
+
+def _cache_folder() -> Path | None:
+    """The user's folder for object code; None if it cannot be made, or if others could write to it."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "gossamer" / "kernels"
+    with suppress(OSError, RuntimeError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder if _is_private(folder.lstat(), stat.S_ISDIR) and os.access(folder, os.W_OK) else None
+    return None
+
+
+def _is_private(found: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
+    if not is_kind(found.st_mode):
+        return False
+    return not hasattr(os, "getuid") or (found.st_uid == os.getuid() and not found.st_mode & 0o022)
+
+
+def _read(path: Path) -> bytes | None:
+    """Cached object code; None if there is none, or if it is damaged or not the user's."""
+    try:
+        if not _is_private(path.lstat(), stat.S_ISREG):
+            return None
+        content = path.read_bytes()
+    except OSError:
+        return None
+    code = content[_DIGEST:]
+    return code if hashlib.sha256(code).digest() == content[:_DIGEST] else None

@@ -150,6 +150,8 @@ _FUNCTIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "hardswish": functional.hardswish,
+    "hardsigmoid": functional.hardsigmoid,
+    "sigmoid": functional.sigmoid,
 }
 _BUILTINS = {name: getattr(operator, name) for name in ("getitem", "mul", "add", "sub", "floordiv", "truediv", "neg")}
 

@@ -21,6 +21,8 @@ ACTIVATIONS = {
     "aten.silu.default": "silu",
     "aten.gelu.default": "gelu",
     "aten.hardswish.default": "hardswish",
+    "aten.hardsigmoid.default": "hardsigmoid",
+    "aten.sigmoid.default": "sigmoid",
 }
 
 

@@ -8,10 +8,10 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from llvmlite import ir
 from torch import Tensor
 
 from gossamer.runtime._code import Kernel
+from gossamer.runtime._compiler import kernel_address
 from gossamer.runtime.kernels import convolution, planes, tokens
 from gossamer.runtime.layout import LANES, Layout, Margins
 
@@ -44,7 +44,7 @@ Places = Mapping[str, Place]
 class Call:
     """A kernel with the table for one set of sizes; `keep` holds what the table refers to."""
 
-    module: ir.Module
+    address: int
     table: np.ndarray
     keep: object = None
 
@@ -73,9 +73,9 @@ class Operator:
         raise NotImplementedError
 
 
-def _call(module: ir.Module, fields: Sequence[str], values: Mapping[str, int], keep: object) -> Call:
+def _call(address: int, fields: Sequence[str], values: Mapping[str, int], keep: object) -> Call:
     """The values in the order of the fields; what a kernel variant does not read is 0."""
-    return Call(module, np.array([values.get(name, 0) for name in (*Kernel.COMMON, *fields)], np.int64), keep)
+    return Call(address, np.array([values.get(name, 0) for name in (*Kernel.COMMON, *fields)], np.int64), keep)
 
 
 def _addresses(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
@@ -206,8 +206,8 @@ class SparseLayer(Operator):
             "tail": layout.tail,
             "items": target.images * tiles * groups,
         }
-        module = convolution.sparse_convolution(wide, self.rows, self.activation, residual, self.indexed)
-        return _call(module, convolution.FIELDS, values, arrays)
+        kernel = (wide, self.rows, self.activation, residual, self.indexed)
+        return _call(kernel_address(convolution.sparse_convolution, *kernel), convolution.FIELDS, values, arrays)
 
 
 @dataclass
@@ -242,30 +242,37 @@ class SplitPhases(Operator):
             "columns": target.layout.width + margin.right,
             "items": target.images * source.layout.channels,
         }
-        return _call(planes.split_phases(self.stride), planes.SPLIT_FIELDS, values, arrays)
+        return _call(kernel_address(planes.split_phases, self.stride), planes.SPLIT_FIELDS, values, arrays)
 
 
 @dataclass
 class MapPlanes(Operator):
-    """`activation(x · scale + shift + r)`; `inputs` are x and, if there is one, r."""
+    """`activation(x · scale + shift + r) · gate`; `inputs` are x and, if there are any, r and the gate."""
 
+    gated: bool = False
+    """Whether the last input is a gate `(batch, channels, 1, 1)`."""
     activation: str | None = None
     scale: Tensor | None = None
     shift: Tensor | None = None
     target_channel: int = 0
     """Where the result begins in the output, for a concatenation."""
 
+    def same_pitch(self) -> list[str]:
+        return [*(self.inputs[:-1] if self.gated else self.inputs), self.output]
+
     def call(self, places: Places, threads: int, scratch: int) -> Call:
         source, target = places[self.inputs[0]], places[self.output]
         arrays = {"valid": _valid(target.layout)}
         if self.scale is not None and self.shift is not None:
             arrays |= {"scale": self.scale.numpy(), "shift": self.shift.numpy()}
-        residual = len(self.inputs) > 1
+        gated = self.gated
+        residual = len(self.inputs) > 1 + gated
         values = {
             **_addresses(arrays),
             **source.fields("x"),
             **target.fields("y"),
             **(places[self.inputs[1]].fields("r") if residual else {}),
+            **(places[self.inputs[-1]].fields("gate") if gated else {}),
             "channels": source.layout.channels,
             "vectors": target.layout.vectors,
             "head": target.layout.head,
@@ -273,8 +280,8 @@ class MapPlanes(Operator):
             "items": target.images * source.layout.channels,
         }
         values["y"] += 4 * self.target_channel * target.layout.plane
-        module = planes.map_planes(self.activation, self.scale is not None, residual, gated=False)
-        return _call(module, planes.MAP_FIELDS, values, arrays)
+        kernel = (self.activation, self.scale is not None, residual, gated)
+        return _call(kernel_address(planes.map_planes, *kernel), planes.MAP_FIELDS, values, arrays)
 
 
 @dataclass
@@ -305,7 +312,29 @@ class MaximumPool(Operator):
             "tail": target.layout.tail,
             "items": target.images * target.layout.channels,
         }
-        return _call(planes.maximum_planes(), planes.MAXIMUM_FIELDS, values, arrays)
+        return _call(kernel_address(planes.maximum_planes), planes.MAXIMUM_FIELDS, values, arrays)
+
+
+@dataclass
+class MeanPool(Operator):
+    """The mean of every plane, `(batch, channels, 1, 1)`."""
+
+    def same_pitch(self) -> list[str]:
+        return [self.output]
+
+    def call(self, places: Places, threads: int, scratch: int) -> Call:
+        source, target = places[self.inputs[0]], places[self.output]
+        area = source.layout.height * source.layout.width
+        arrays = {"factor": np.array([1 / area], np.float32), "valid": _valid(source.layout)}
+        values = {
+            **_addresses(arrays),
+            **source.fields("x"),
+            **target.fields("y"),
+            "channels": source.layout.channels,
+            "vectors": source.layout.vectors,
+            "items": target.images * source.layout.channels,
+        }
+        return _call(kernel_address(planes.mean_planes), planes.MEAN_FIELDS, values, arrays)
 
 
 @dataclass
@@ -332,7 +361,7 @@ class LayerNorm(Operator):
             "vectors": target.layout.vectors,
             "items": target.images * target.layout.vectors,
         }
-        return _call(tokens.layer_norm(), tokens.NORM_FIELDS, values, arrays)
+        return _call(kernel_address(tokens.layer_norm), tokens.NORM_FIELDS, values, arrays)
 
 
 @dataclass
@@ -381,7 +410,7 @@ class AttentionHeads(Operator):
                 "mask_head": 4 * mask.layout.plane * k.layout.width if self.mask_heads > 1 else 0,
                 "mask_row": 4 * mask.layout.plane,
             }
-        return _call(tokens.attention(wide, len(self.inputs) > 3), tokens.ATTENTION_FIELDS, values, arrays)
+        return _call(kernel_address(tokens.attention, wide, len(self.inputs) > 3), tokens.ATTENTION_FIELDS, values, arrays)
 
 
 def nonzero_share(weight: Tensor) -> float:

@@ -13,7 +13,6 @@ from typing import Any, Literal, cast
 
 import torch
 
-from gossamer.runtime._compiler import function_address
 from gossamer.runtime.graph import (
     Attention,
     Convolution,
@@ -32,6 +31,7 @@ from gossamer.runtime.operators import (
     LayerNorm,
     MapPlanes,
     MaximumPool,
+    MeanPool,
     Operator,
     Place,
     SparseLayer,
@@ -146,7 +146,7 @@ class Plan:
             for call in calls:
                 call.table[0] = slot
                 slot += SLOT
-            operators = [(function_address(call.module), call.table) for call in calls]
+            operators = [(call.address, call.table) for call in calls]
             programs.append(Program(operators, [call.keep for call in calls]))
         slack = 4 * max((layout.plane for layout in layouts.values()), default=0) + 2 * _PAGE
         return Binding(places, start + end + slack, header, programs)
@@ -290,6 +290,10 @@ class _Builder:
             found = self._concatenation(node)
         elif node.op == "aten.max_pool2d.default":
             found = self._maximum(node)
+        elif node.op == "aten.mul.Tensor":
+            found = self._gate(node)
+        elif _is_global_mean(node):
+            found = self._mean(node)
         else:
             found = None
         activation = getattr(node, "activation", None) or activation_of(node)
@@ -308,6 +312,22 @@ class _Builder:
         if len(names) != len(sources) or any(self._activation(name) != value for name in names):
             return None
         return [MapPlanes(names, node.output, **options)]
+
+    def _gate(self, node: Node) -> list[Operator] | None:
+        """A product with one factor per channel, as in squeeze-and-excitation."""
+        names = [arg.name for arg in node.args if isinstance(arg, Ref)]
+        value = cast(Activation, self._activation(node.output))
+        for name, gate in (names, names[::-1]) if len(names) == 2 else ():
+            factor = self._activation(gate)
+            sizes = None if factor is None else (factor.images, factor.channels, factor.height, factor.width)
+            if self._activation(name) == value and sizes == (value.images, value.channels, 1, 1):
+                return [MapPlanes([name, gate], node.output, gated=True)]
+        return None
+
+    def _mean(self, node: Node) -> list[Operator] | None:
+        source = cast(Ref, node.args[0]).name
+        value = self._activation(source)
+        return None if value is None or value.kind != "image" else [MeanPool([source], node.output)]
 
     def _norm(self, node: Node) -> list[Operator] | None:
         norm = norm_of(node, self._nodes)
@@ -452,3 +472,10 @@ class _Builder:
 def _is_size(size: Dim) -> bool:
     """Whether a size is a number or one name, not an expression."""
     return isinstance(size, int) or size.isidentifier()
+
+
+def _is_global_mean(node: Node) -> bool:
+    """Whether a node takes the mean of every plane and keeps four dimensions."""
+    if node.op == "aten.adaptive_avg_pool2d.default":
+        return pair(node.args[1]) == (1, 1)
+    return node.op == "aten.mean.dim" and tuple(node.args[1:3]) in (((2, 3), True), ((-1, -2), True), ((-2, -1), True))

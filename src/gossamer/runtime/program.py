@@ -18,7 +18,7 @@ import numpy as np
 from llvmlite import ir
 
 from gossamer.runtime._code import I32, I64, POINTER, Function, integer
-from gossamer.runtime._compiler import function_address
+from gossamer.runtime._compiler import kernel_address
 
 SLOT = 64
 """Bytes of an operator's counters at the start of the arena: a cache line each."""
@@ -27,6 +27,11 @@ CLOSED = 1 << 32
 
 @cache
 def _runner() -> Any:
+    signature = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
+    return signature(kernel_address(_run_operators))
+
+
+def _run_operators() -> ir.Module:
     """`run(arena, operators, count, state, thread)`: operators are pairs of addresses, of a kernel and of its table.
 
     `state` counts the threads inside. Thread 0 waits at the end until the others have left; a thread that comes later
@@ -60,8 +65,7 @@ def _runner() -> Any:
         build.branch(wait)
         build.position_at_end(end)
     f.close()
-    signature = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
-    return signature(function_address(module))
+    return module
 
 
 class Program:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from gossamer.runtime._compiler import function_address
 from gossamer.runtime.layout import Layout
 from gossamer.runtime.operators import Operator, Place, SparseLayer
 from gossamer.runtime.plan import Plan
@@ -74,7 +73,7 @@ class _Scratch:
         names = dict.fromkeys([*op.inputs, op.output])
         places = {name: Place(self.layouts[name], 1, 4096 + k * self._size) for k, name in enumerate(names)}
         call = op.call(places, 1, 0)
-        program = Program([(function_address(call.module), call.table)], call.keep)
+        program = Program([(call.address, call.table)], call.keep)
         address, counters = self._arena.ctypes.data, self._arena[:SLOT]
 
         def run() -> None:

@@ -32,8 +32,11 @@ def activate(f: Function, value: Value, activation: str | None) -> Value:
     if activation == "hardswish":
         gate = bounded(build.fadd(value, constant(3.0)), 0.0, 6.0)
         return build.fmul(value, build.fmul(gate, constant(1 / 6)))
-    if activation == "silu":
-        return build.fdiv(value, build.fadd(constant(1.0), exponential(f, build.fneg(value))))
+    if activation == "hardsigmoid":
+        return build.fmul(bounded(build.fadd(value, constant(3.0)), 0.0, 6.0), constant(1 / 6))
+    if activation in ("sigmoid", "silu"):
+        numerator = value if activation == "silu" else constant(1.0)
+        return build.fdiv(numerator, build.fadd(constant(1.0), exponential(f, build.fneg(value))))
     if activation == "gelu":
         return build.fmul(build.fmul(value, constant(0.5)), build.fadd(constant(1.0), error_function(f, value)))
     raise ValueError(activation)

@@ -77,12 +77,12 @@ def _every(kernel: Kernel, pointer: Value, stride: int, indices: Value, mask: Va
 
 MAP_FIELDS = (
     *("x", "x_image", "x_plane", "y", "y_image", "y_plane", "r", "r_image", "r_plane"),
-    *("scale", "shift", "gate", "gate_image", "valid", "channels", "vectors", "head", "tail"),
+    *("scale", "shift", "gate", "gate_image", "gate_plane", "valid", "channels", "vectors", "head", "tail"),
 )
 
 
 def map_planes(activation: str | None, affine: bool, residual: bool, gated: bool) -> ir.Module:
-    """`activation(x · scale[c] + shift[c] + r)`, times `gate[n, c]`; without any of them a copy."""
+    """`activation(x · scale[c] + shift[c] + r)`, times a gate per plane; without any of them a copy."""
     module = ir.Module("map_planes")
     kernel = Kernel(module, MAP_FIELDS)
     build = kernel.build
@@ -97,8 +97,7 @@ def map_planes(activation: str | None, affine: bool, residual: bool, gated: bool
         here = kernel.mul(channel, 4)
         scale = kernel.splat(kernel.load(kernel.pointer("scale"), F32, here), LANES) if affine else None
         shift = kernel.splat(kernel.load(kernel.pointer("shift"), F32, here), LANES) if affine else None
-        gates = kernel.at(kernel.arena, kernel.add(kernel["gate"], build.mul(image, kernel["gate_image"]), here))
-        gate = kernel.splat(kernel.load(gates, F32), LANES) if gated else None
+        gate = kernel.splat(kernel.load(base("gate"), F32), LANES) if gated else None
         valid, vectors = kernel.pointer("valid"), kernel["vectors"]
         with kernel.loop(integer(0), vectors) as k:
             value = kernel.load(x, _VECTOR, kernel.mul(k, _STEP), align=_STEP)
@@ -117,18 +116,18 @@ def map_planes(activation: str | None, affine: bool, residual: bool, gated: bool
     return module
 
 
-MEAN_FIELDS = ("x", "x_image", "x_plane", "y", "y_image", "factor", "valid", "channels", "vectors")
+MEAN_FIELDS = ("x", "x_image", "x_plane", "y", "y_image", "y_plane", "factor", "valid", "channels", "vectors")
 
 
 def mean_planes() -> ir.Module:
-    """The mean of every plane, `(batch, channels)`; the factor is an address of 1 / (height · width)."""
+    """The mean of every plane, as planes of one position; the factor is an address of 1 / (height · width)."""
     module = ir.Module("mean_planes")
     kernel = Kernel(module, MEAN_FIELDS)
     build = kernel.build
     with kernel.each_item() as item:
         channel, image = kernel.split(item, kernel["channels"])
         x = kernel.add(kernel["x"], build.mul(image, kernel["x_image"]), build.mul(channel, kernel["x_plane"]))
-        y = kernel.add(kernel["y"], build.mul(image, kernel["y_image"]), kernel.mul(channel, 4))
+        y = kernel.add(kernel["y"], build.mul(image, kernel["y_image"]), build.mul(channel, kernel["y_plane"]))
         pointer = kernel.at(kernel.arena, x)
         total = kernel.variable(_VECTOR, _ZERO)
         with kernel.loop(integer(0), kernel["vectors"]) as k:
@@ -147,7 +146,8 @@ def mean_planes() -> ir.Module:
             )
         single = build.extract_element(values, ir.Constant(I32, 0))
         single = build.fmul(single, kernel.load(kernel.pointer("factor"), F32))
-        kernel.store(single, kernel.at(kernel.arena, y))
+        result = build.insert_element(_ZERO, single, ir.Constant(I32, 0))
+        kernel.store(result, kernel.at(kernel.arena, y), align=_STEP)
     kernel.close()
     return module
 
