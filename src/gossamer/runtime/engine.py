@@ -114,33 +114,28 @@ class _Call:
         """The value of an argument; a planar activation is copied out of the arena."""
         if isinstance(ref, Ref):
             if ref.name not in self._values:
-                view = self._view(ref.name)
-                tokens = self._plan.activations[ref.name].kind == "tokens"
-                self._values[ref.name] = (view[:, :, 0].mT if tokens else view).clone(
-                    memory_format=torch.contiguous_format
-                )
+                self._values[ref.name] = self._view(ref.name).clone(memory_format=torch.contiguous_format)
             return self._values[ref.name]
         return [self._value(item) for item in ref] if isinstance(ref, tuple) else ref
 
     def _view(self, name: str) -> Tensor:
-        """A planar activation as a tensor `(images, channels, height, width)` on the arena."""
-        place = self._binding.places[name]
+        """A planar activation on the arena, in the shape that it has in the graph."""
+        place, kind = self._binding.places[name], self._plan.activations[name].kind
         layout = place.layout
         shape = (place.images, layout.channels, layout.height, layout.width)
-        return self._floats.as_strided(shape, layout.strides(), place.offset // 4 + layout.start)
+        view = self._floats.as_strided(shape, layout.strides(), place.offset // 4 + layout.start)
+        if kind == "image":
+            return view
+        return view[0, :, 0].T if kind == "rows" else view[:, :, 0].mT
 
     def _pack(self, name: str, value: Tensor) -> None:
         """Copy a tensor into the arena, with zeros around it."""
-        place, view = self._binding.places[name], self._view(name)
+        place = self._binding.places[name]
         self._floats[place.offset // 4 : (place.offset + place.bytes) // 4].zero_()
-        kind = self._plan.activations[name].kind
-        if kind == "image":
-            view.copy_(value)
-        elif kind == "tokens":
-            view[:, :, 0].copy_(value.mT)
-        else:
-            added = torch.zeros(()).where(value, -3e38) if value.dtype == torch.bool else value.clamp(min=-3e38)
-            view[:, :, 0].copy_(added.mT.flatten(1, 2))
+        if self._plan.activations[name].kind == "mask":  # (batch, heads, queries, keys) as (batch, queries, heads · keys)
+            value = torch.zeros(()).where(value, -3e38) if value.dtype == torch.bool else value.clamp(min=-3e38)
+            value = value.transpose(1, 2).flatten(2)
+        self._view(name).copy_(value)
 
 
 _FUNCTIONS: dict[str | None, Callable[[Tensor], Tensor]] = {

@@ -44,7 +44,8 @@ from gossamer.runtime.program import SLOT, Program
 
 Dim = int | str
 """A size, or the name of one that differs from call to call."""
-Kind = Literal["image", "tokens", "mask"]
+Kind = Literal["image", "tokens", "rows", "mask"]
+"""`(batch, channels, height, width)`, `(batch, tokens, channels)`, `(batch, channels)`, or a mask of attention."""
 _PAGE = 4096
 
 
@@ -265,6 +266,8 @@ class _Builder:
             return Activation("image", *shape)
         if len(shape) == 3 and isinstance(shape[2], int) and all(_is_size(size) for size in shape[:2]):
             return Activation("tokens", shape[0], shape[2], 1, shape[1])
+        if len(shape) == 2 and isinstance(shape[1], int) and _is_size(shape[0]):
+            return Activation("rows", 1, shape[1], 1, shape[0])
         return None
 
     def _operators(self, node: Node) -> list[Operator] | None:
@@ -339,7 +342,7 @@ class _Builder:
     def _layer_norm(self, node: Node) -> list[Operator] | None:
         source, shape, scale, shift, epsilon = (*node.args, *[None] * 5)[:5]
         value = self._activation(node.output)
-        if value is None or value.kind != "tokens" or tuple(shape) != (value.channels,):
+        if value is None or value.kind == "image" or tuple(shape) != (value.channels,):
             return None
         constants = self._graph.constants
         ones, zeros = torch.ones(shape), torch.zeros(shape)
@@ -406,7 +409,7 @@ class _Builder:
     def _linear(self, node: Linear) -> list[Operator] | None:
         source, added = cast(Ref, node.args[0]).name, node.args[1]
         names = [source, *([added.name] if isinstance(added, Ref) else [])]
-        if any(value is None or value.kind != "tokens" for value in map(self._activation, names)):
+        if any(value is None or value.kind == "image" for value in map(self._activation, names)):
             return None
         weight, bias = (self._graph.constants[name] for name in (node.weight, node.bias))
         return [

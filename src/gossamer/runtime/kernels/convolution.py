@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from gossamer.runtime._code import F32, I1, I16, I32, I64, POINTER, Function, Kernel, Value, integer
+from gossamer.runtime._code import F32, I1, I16, I32, I64, POINTER, Function, Kernel, Value, Variable, integer
 from gossamer.runtime.kernels.epilogue import activate
 from gossamer.runtime.layout import LANES
 
@@ -23,6 +23,8 @@ FIELDS = (
 _VECTOR = ir.VectorType(F32, LANES)
 _STEP = 4 * LANES
 _ZERO = ir.Constant(_VECTOR, None)
+_BUSY = 8
+"""Sums in flight that keep two multipliers with a latency of four cycles busy."""
 
 
 def sparse_convolution(
@@ -88,6 +90,8 @@ def _tile(
     blocks, chunks = f["blocks"], f["chunks"]
     x_plane, y_plane, r_plane = f["x_plane"], f["y_plane"], f["r_plane"]
     sums = [[f.variable(_VECTOR, _ZERO) for _ in range(vectors)] for _ in range(rows)]
+    # A narrow tile would wait for its few sums: several sums for each, added at the end, keep the multipliers busy.
+    more = [[[f.variable(_VECTOR, _ZERO) for _ in own] for own in sums] for _ in range(_BUSY // (vectors * rows) - 1)]
     with f.loop(integer(0), chunks) as chunk:
         chunk_starts = f.at(starts, f.mul(f.mul(chunk, f.add(blocks, integer(1))), 4))
         is_first = build.icmp_signed("==", chunk, integer(0))
@@ -107,7 +111,9 @@ def _tile(
                             total.set(f.load(output, _VECTOR, k * _STEP, align=_STEP))
             bounds = f.at(chunk_starts, f.mul(block, 4))
             begin, end = (build.sext(f.load(bounds, I32, at), I64) for at in (0, 4))
-            with f.loop(begin, end) as i:
+
+            def accumulate(i: Value, totals: list[list[Variable]]) -> None:
+                """Add the products of one weight per row."""
                 if indexed:
                     plane = build.zext(f.load(offsets, I16, f.mul(i, 2), align=2), I64)
                     source = f.at(x, build.mul(plane, x_plane))
@@ -115,10 +121,26 @@ def _tile(
                     source = f.at(x, build.sext(f.load(offsets, I32, f.mul(i, 4)), I64))
                 weights = f.at(values, f.mul(i, 4 * rows))
                 inputs = [f.load(source, _VECTOR, k * _STEP) for k in range(vectors)]
-                for k, own in enumerate(sums):
+                for k, own in enumerate(totals):
                     weight = f.splat(f.load(weights, F32, 4 * k), LANES)
-                    for values_in, total in zip(inputs, own, strict=True):
-                        total.set(f.call(f"llvm.fma.v{LANES}f32", _VECTOR, weight, values_in, total.get()))
+                    for value, total in zip(inputs, own, strict=True):
+                        total.set(f.call(f"llvm.fma.v{LANES}f32", _VECTOR, weight, value, total.get()))
+
+            if more:
+                step = 1 + len(more)
+                for total in (total for part in more for own in part for total in own):
+                    total.set(_ZERO)
+                even = build.sub(end, build.srem(build.sub(end, begin), integer(step)))
+                with f.loop(begin, even, step) as i:
+                    for k, totals in enumerate([sums, *more]):
+                        accumulate(f.add(i, integer(k)), totals)
+                begin = even
+            with f.loop(begin, end) as i:
+                accumulate(i, sums)
+            for part in more:
+                for own, others in zip(sums, part, strict=True):
+                    for total, other in zip(own, others, strict=True):
+                        total.set(build.fadd(total.get(), other.get()))
             with build.if_then(is_last):
                 for index, (output, own) in enumerate(zip(outputs, sums, strict=True)):
                     added = f.at(r, f.mul(f.add(row, integer(index)), r_plane))
