@@ -15,7 +15,7 @@ from llvmlite import ir
 I1, I8, I16, I32, I64, F32 = (*(ir.IntType(bits) for bits in (1, 8, 16, 32, 64)), ir.FloatType())
 POINTER = ir.PointerType()
 Value = Any
-"""An `ir.Value`; llvmlite has no types."""
+"""An `ir.Value`; llvmlite declares no types."""
 
 
 class Variable:
@@ -36,11 +36,11 @@ class Function:
 
     def __init__(self, module: ir.Module, name: str, arguments: Sequence[Value], returns: Value | None = None) -> None:
         kind = ir.FunctionType(ir.VoidType() if returns is None else returns, list(arguments))
-        self.function = ir.Function(module, kind, name)
-        self.module = module
-        self.arguments = list(self.function.args)
+        self.function: Any = ir.Function(module, kind, name)
+        self.module: Any = module
+        self.arguments: list[Value] = list(self.function.args)
         self._entry = ir.IRBuilder(self.function.append_basic_block("entry"))
-        self.build = ir.IRBuilder(self.function.append_basic_block("body"))
+        self.build: Any = ir.IRBuilder(self.function.append_basic_block("body"))
 
     def close(self, value: Value | None = None) -> None:
         """End the function."""
@@ -70,11 +70,6 @@ class Function:
         self.build.branch(head)
         self.build.position_at_end(after)
 
-    @contextmanager
-    def when(self, condition: Value) -> Generator[None]:
-        with self.build.if_then(condition):
-            yield
-
     def at(self, pointer: Value, offset: Value) -> Value:
         """The pointer, moved by bytes."""
         return self.build.gep(pointer, [offset if isinstance(offset, ir.Value) else integer(offset)], source_etype=I8)
@@ -102,18 +97,23 @@ class Function:
 
     def splat(self, value: Value, lanes: int) -> Value:
         """A vector that holds the value in every lane."""
-        kind = ir.VectorType(value.type, lanes)
-        undefined = ir.Constant(kind, ir.Undefined)
+        undefined: Value = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+        everywhere: Value = ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)
         single = self.build.insert_element(undefined, value, ir.Constant(I32, 0))
-        return self.build.shuffle_vector(single, undefined, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
+        return self.build.shuffle_vector(single, undefined, everywhere)
 
     def call(self, name: str, returns: Value, *arguments: Value) -> Value:
         """Call an intrinsic or an external function."""
-        function = self.module.globals.get(name)
-        if function is None:
-            kind = ir.FunctionType(returns, [argument.type for argument in arguments])
-            function = ir.Function(self.module, kind, name)
-        return self.build.call(function, list(arguments))
+        known: dict[str, Value] = self.module.globals
+        if name not in known:
+            ir.Function(self.module, ir.FunctionType(returns, [argument.type for argument in arguments]), name)
+        return self.build.call(known[name], list(arguments))
+
+    @contextmanager
+    def either(self, condition: Value) -> Generator[tuple[Any, Any]]:
+        """Two context managers: for the code if the condition holds, and if it does not."""
+        with self.build.if_else(condition) as branches:
+            yield branches
 
 
 class Kernel(Function):
@@ -123,7 +123,7 @@ class Kernel(Function):
     """
 
     COMMON = ("slot", "items")
-    """The byte offset of the operator's two counters in the arena (items taken, items done), and the number of items."""
+    """The byte offset of two counters in the arena (items taken, items done), and the number of items."""
 
     def __init__(self, module: ir.Module, fields: Sequence[str]) -> None:
         super().__init__(module, "run", [POINTER, POINTER, I64])
@@ -139,7 +139,7 @@ class Kernel(Function):
 
     @contextmanager
     def each_item(self) -> Generator[Value]:
-        """Run the block for each item that this thread takes, then wait until the other threads are done with theirs."""
+        """Run the block for each item that this thread takes, then wait until all items are done."""
         build, items = self.build, self["items"]
         taken = self.at(self.arena, self["slot"])
         done = self.at(taken, 8)

@@ -87,12 +87,13 @@ def _machine() -> Any:
 def _linker() -> Any:
     target = llvm.Target.from_default_triple()
     machine = target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=_features(), opt=3, jit=True)
-    return llvm.create_lljit_compiler(machine, use_jit_link=False)
+    linker: Any = llvm.create_lljit_compiler(machine, use_jit_link=False)
+    return linker
 
 
 def _load(code: bytes) -> int:
     builder = llvm.JITLibraryBuilder().add_object_img(code).add_current_process().export_symbol(ENTRY)
-    library = builder.link(_linker(), f"gossamer-{len(_libraries)}")
+    library: Any = builder.link(_linker(), f"gossamer-{len(_libraries)}")
     _libraries.append(library)
     return library[ENTRY]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gossamer.runtime.graph import Convolution, Graph, Linear, Node, Ref, simplify, trace
-from gossamer.runtime.plan import Activation, Binding, NativeStep, Plan, TorchStep, build_plan
+from gossamer.runtime.plan import Binding, Plan, TorchStep, build_plan
 from gossamer.runtime.tuning import tune
 
 
@@ -23,7 +23,7 @@ def compile(model: nn.Module, example_inputs: Any, *, threads: int | None = None
 
     `example_inputs` is a tensor or a tuple of arguments; the batch size and the number of tokens may differ in calls.
     """
-    example = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    example = cast(tuple[Any, ...], example_inputs if isinstance(example_inputs, tuple) else (example_inputs,))
     training = model.training
     with torch.no_grad():
         graph = simplify(trace(model.eval(), example))
@@ -62,7 +62,9 @@ class Engine:
         binding = self._bind(sizes)
         arena = self._take(binding.arena_bytes)
         try:
-            call = _Call(self._plan, binding, arena, {**graph.constants, **dict(zip(graph.inputs, leaves, strict=True))})
+            call = _Call(
+                self._plan, binding, arena, {**graph.constants, **dict(zip(graph.inputs, leaves, strict=True))}
+            )
             outputs = call.run(self.threads)
         finally:
             with self._lock:
@@ -116,7 +118,7 @@ class _Call:
             if ref.name not in self._values:
                 self._values[ref.name] = self._view(ref.name).clone(memory_format=torch.contiguous_format)
             return self._values[ref.name]
-        return [self._value(item) for item in ref] if isinstance(ref, tuple) else ref
+        return [self._value(item) for item in cast(tuple[Any, ...], ref)] if isinstance(ref, tuple) else ref
 
     def _view(self, name: str) -> Tensor:
         """A planar activation on the arena, in the shape that it has in the graph."""
@@ -132,7 +134,9 @@ class _Call:
         """Copy a tensor into the arena, with zeros around it."""
         place = self._binding.places[name]
         self._floats[place.offset // 4 : (place.offset + place.bytes) // 4].zero_()
-        if self._plan.activations[name].kind == "mask":  # (batch, heads, queries, keys) as (batch, queries, heads · keys)
+        if (
+            self._plan.activations[name].kind == "mask"
+        ):  # (batch, heads, queries, keys) as (batch, queries, heads · keys)
             value = torch.zeros(()).where(value, -3e38) if value.dtype == torch.bool else value.clamp(min=-3e38)
             value = value.transpose(1, 2).flatten(2)
         self._view(name).copy_(value)

@@ -73,7 +73,7 @@ class Linear(Node):
 
 @dataclass(frozen=True)
 class Attention(Node):
-    """Scaled dot-product attention; `args` are query, key and value `(batch, tokens, heads · size)`, and a mask or None."""
+    """Attention; `args` are query, key and value `(batch, tokens, heads · size)`, and a mask or None."""
 
     op: str = "attention"
     heads: int = 1
@@ -126,15 +126,18 @@ def trace(model: nn.Module, example: tuple[Any, ...]) -> Graph:
     sources |= dict(signature.inputs_to_lifted_tensor_constants)
     state = {**program.state_dict, **program.constants}
     constants = {name: cast(Tensor, state[source]).detach() for name, source in sources.items()}
-    graph = Graph([], list(signature.user_inputs), [], constants, {}, {}, program.call_spec.in_spec, program.call_spec.out_spec)
+    inputs = cast(list[str], list(signature.user_inputs))
+    graph = Graph([], inputs, [], constants, {}, {}, program.call_spec.in_spec, program.call_spec.out_spec)
     for node in program.graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, Tensor):
-            graph.shapes[node.name] = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+            sizes = cast(Sequence[Any], value.shape)
+            graph.shapes[node.name] = tuple(size if type(size) is int else str(size) for size in sizes)
             graph.dtypes[node.name] = value.dtype
         if node.op == "call_function":
-            target = str(node.target) if "aten" in str(node.target) else f"builtin.{node.target.__name__}"
-            graph.nodes.append(Node(target, node.name, _plain(node.args), _plain(node.kwargs)))
+            target: Any = node.target
+            name = str(target) if "aten" in str(target) else f"builtin.{target.__name__}"
+            graph.nodes.append(Node(name, node.name, _plain(node.args), _plain(node.kwargs)))
         elif node.op == "output":
             graph.outputs = list(_plain(node.args[0]))
     return graph
@@ -150,12 +153,13 @@ def _dynamic(leaf: Any) -> dict[int, Any] | None:
 
 
 def _plain(value: Any) -> Any:
+    """An argument with references instead of torch.fx's nodes."""
     if isinstance(value, torch.fx.Node):
         return Ref(value.name)
     if isinstance(value, list | tuple):
-        return tuple(_plain(item) for item in value)
+        return tuple(_plain(item) for item in cast(Sequence[Any], value))
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _plain(item) for key, item in cast(Mapping[str, Any], value).items()}
     return value
 
 

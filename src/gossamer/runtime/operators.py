@@ -113,7 +113,7 @@ def taps(size: int, stride: int, padding: int, dilation: int) -> list[tuple[int,
 def window_margins(window: Sequence[Tap]) -> Margins:
     """The zeros that a window needs around its input."""
     down, right = [tap.down for tap in window], [tap.right for tap in window]
-    return Margins(max(0, -min(down)), max(0, max(down)), max(0, -min(right)), max(0, max(right)))
+    return Margins(max(0, -min(down)), max(0, *down), max(0, -min(right)), max(0, *right))
 
 
 @dataclass
@@ -216,7 +216,7 @@ class SplitPhases(Operator):
 
     stride: int = 2
     phases: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    margin: Margins = Margins()
+    margin: Margins = field(default_factory=Margins)
     """Of the result."""
 
     def same_pitch(self) -> list[str]:
@@ -410,7 +410,9 @@ class AttentionHeads(Operator):
                 "mask_head": 4 * mask.layout.plane * k.layout.width if self.mask_heads > 1 else 0,
                 "mask_row": 4 * mask.layout.plane,
             }
-        return _call(kernel_address(tokens.attention, wide, len(self.inputs) > 3), tokens.ATTENTION_FIELDS, values, arrays)
+        return _call(
+            kernel_address(tokens.attention, wide, len(self.inputs) > 3), tokens.ATTENTION_FIELDS, values, arrays
+        )
 
 
 def nonzero_share(weight: Tensor) -> float:

@@ -241,7 +241,7 @@ class _Builder:
             if operators is None:
                 if inside.intersection(node.inputs):
                     steps.append(segment)
-                    segment, inside = NativeStep(), set()
+                    segment, inside = NativeStep(), set[str]()
                 steps.append(TorchStep(node))
                 continue
             segment.operators += operators
@@ -259,7 +259,7 @@ class _Builder:
 
     def _activation(self, name: str) -> Activation | None:
         """The planar form of a value; None without one."""
-        shape = self._graph.shapes.get(name, ())
+        shape: tuple[Dim, ...] = self._graph.shapes.get(name, ())
         if name in self._graph.constants or self._graph.dtypes.get(name) != torch.float32:
             return None
         if len(shape) == 4 and all(isinstance(size, int) for size in shape[1:]):
@@ -340,21 +340,22 @@ class _Builder:
         return self._map(node, [norm.args[0]], scale=factor.float(), shift=shift.float())
 
     def _layer_norm(self, node: Node) -> list[Operator] | None:
-        source, shape, scale, shift, epsilon = (*node.args, *[None] * 5)[:5]
-        value = self._activation(node.output)
-        if value is None or value.kind == "image" or tuple(shape) != (value.channels,):
+        names = ("input", "shape", "weight", "bias", "eps")
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        value = cast(Activation, self._activation(node.output))
+        if value.kind == "image" or tuple(given["shape"]) != (value.channels,):
             return None
-        constants = self._graph.constants
-        ones, zeros = torch.ones(shape), torch.zeros(shape)
-        scale = ones if scale is None else constants.get(scale.name)
-        shift = zeros if shift is None else constants.get(shift.name)
-        if scale is None or shift is None:
+        constants, channels = self._graph.constants, cast(int, value.channels)
+        weight, bias = given.get("weight"), given.get("bias")
+        if any(isinstance(ref, Ref) and ref.name not in constants for ref in (weight, bias)):
             return None
-        return [LayerNorm([source.name], node.output, scale, shift, 1e-5 if epsilon is None else epsilon)]
+        scale = torch.ones(channels) if weight is None else constants[weight.name]
+        shift = torch.zeros(channels) if bias is None else constants[bias.name]
+        return [LayerNorm([given["input"].name], node.output, scale, shift, given.get("eps", 1e-5))]
 
     def _concatenation(self, node: Node) -> list[Operator] | None:
         sources = [part for part in node.args[0] if isinstance(part, Ref)]
-        dim = node.args[1] if len(node.args) > 1 else 0
+        dim = node.args[1] if node.args[1:] else 0
         value = cast(Activation, self._activation(node.output))
         parts = [self._activation(part.name) for part in sources]
         same = all(p is not None and (p.height, p.width) == (value.height, value.width) for p in parts)
@@ -376,7 +377,9 @@ class _Builder:
             return None
         size = pair(given["size"])
         stride = pair(given.get("stride") or size)
-        window = self._window(source, node.output, size, stride, pair(given.get("padding", 0)), pair(given.get("dilation", 1)))
+        window = self._window(
+            source, node.output, size, stride, pair(given.get("padding", 0)), pair(given.get("dilation", 1))
+        )
         if window is None:
             return None
         self._nonnegative.add(node.output)
@@ -412,9 +415,7 @@ class _Builder:
         if any(value is None or value.kind == "image" for value in map(self._activation, names)):
             return None
         weight, bias = (self._graph.constants[name] for name in (node.weight, node.bias))
-        return [
-            SparseLayer(names, node.output, weight.unsqueeze(2), bias, [Tap(0, 0, 0)], activation=node.activation)
-        ]
+        return [SparseLayer(names, node.output, weight.unsqueeze(2), bias, [Tap(0, 0, 0)], activation=node.activation)]
 
     def _attention(self, node: Attention) -> list[Operator] | None:
         names = [cast(Ref, arg).name for arg in node.args[:3]]

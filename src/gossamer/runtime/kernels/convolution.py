@@ -27,9 +27,7 @@ _BUSY = 8
 """Sums in flight that keep two multipliers with a latency of four cycles busy."""
 
 
-def sparse_convolution(
-    vectors: int, rows: int, activation: str | None, residual: bool, indexed: bool
-) -> ir.Module:
+def sparse_convolution(vectors: int, rows: int, activation: str | None, residual: bool, indexed: bool) -> ir.Module:
     """The kernel for tiles of `vectors` and `vectors - 1` vectors, and blocks of `rows` output channels.
 
     `indexed` weights have the number of a plane, in 16 bits, instead of a distance.
@@ -44,11 +42,15 @@ def sparse_convolution(
         first = build.mul(group, kernel["group_blocks"])
         last = kernel.call("llvm.smin.i64", I64, build.add(first, kernel["group_blocks"]), kernel["blocks"])
         is_wide = build.icmp_signed("<", tile, kernel["wide_tiles"])
-        vector = kernel.add(kernel.mul(tile, vectors - 1), kernel.call("llvm.smin.i64", I64, tile, kernel["wide_tiles"]))
+        vector = kernel.add(
+            kernel.mul(tile, vectors - 1), kernel.call("llvm.smin.i64", I64, tile, kernel["wide_tiles"])
+        )
         position = kernel.mul(vector, _STEP)
 
         def base(name: str) -> Value:
-            return kernel.at(kernel.arena, kernel.add(kernel[name], build.mul(image, kernel[f"{name}_image"]), position))
+            return kernel.at(
+                kernel.arena, kernel.add(kernel[name], build.mul(image, kernel[f"{name}_image"]), position)
+            )
 
         valid = kernel.at(kernel.pointer("valid"), kernel.mul(vector, LANES // 8))
         head = build.select(build.icmp_signed("==", tile, integer(0)), kernel["head"], integer(0))
@@ -58,7 +60,7 @@ def sparse_convolution(
         if narrow is None:
             build.call(wide, arguments)
         else:
-            with build.if_else(is_wide) as (then, otherwise):
+            with kernel.either(is_wide) as (then, otherwise):
                 with then:
                     build.call(wide, arguments)
                 with otherwise:
@@ -99,7 +101,7 @@ def _tile(
         with f.loop(first, last) as block:
             row = f.mul(block, rows)
             outputs = [f.at(y, f.mul(f.add(row, integer(k)), y_plane)) for k in range(rows)]
-            with build.if_else(is_first) as (then, otherwise):
+            with f.either(is_first) as (then, otherwise):
                 with then:
                     for k, own in enumerate(sums):
                         value = f.splat(f.load(f.at(bias, f.mul(row, 4)), F32, 4 * k), LANES)

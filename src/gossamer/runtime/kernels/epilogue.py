@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from gossamer.runtime._code import F32, I32, Function, Value
+from gossamer.runtime._code import I32, Function, Value
 
 
 def activate(f: Function, value: Value, activation: str | None) -> Value:

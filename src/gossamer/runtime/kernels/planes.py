@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from gossamer.runtime._code import F32, I1, I32, I64, Kernel, Value, integer
+from gossamer.runtime._code import F32, I32, I64, Kernel, Value, integer
 from gossamer.runtime.kernels.convolution import clear_margins, keep_valid
 from gossamer.runtime.kernels.epilogue import activate
 from gossamer.runtime.layout import LANES

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from llvmlite import ir
 
-from gossamer.runtime._code import F32, I64, Kernel, Value, Variable, integer
+from gossamer.runtime._code import F32, I64, Kernel, Value, integer
 from gossamer.runtime.kernels.convolution import keep_valid
 from gossamer.runtime.kernels.epilogue import exponential
 from gossamer.runtime.layout import LANES
@@ -39,12 +41,14 @@ def layer_norm() -> ir.Module:
         share = kernel.splat(kernel.load(kernel.pointer("settings"), F32), LANES)
         epsilon = kernel.splat(kernel.load(kernel.pointer("settings"), F32, 4), LANES)
 
-        def mean_of(term: object) -> Value:
+        def mean_of(term: Callable[[Value, Value], Value]) -> Value:
             sums = [kernel.variable(_VECTOR, _ZERO) for _ in range(_UNROLL)]
             even = build.sub(channels, build.srem(channels, integer(_UNROLL)))
             with kernel.loop(integer(0), even, _UNROLL) as c:
                 for k, total in enumerate(sums):
-                    value = kernel.load(kernel.at(x, build.mul(kernel.add(c, integer(k)), x_plane)), _VECTOR, align=_STEP)
+                    value = kernel.load(
+                        kernel.at(x, build.mul(kernel.add(c, integer(k)), x_plane)), _VECTOR, align=_STEP
+                    )
                     total.set(term(value, total.get()))
             with kernel.loop(even, channels) as c:
                 value = kernel.load(kernel.at(x, build.mul(c, x_plane)), _VECTOR, align=_STEP)
@@ -52,7 +56,7 @@ def layer_norm() -> ir.Module:
             total = build.fadd(build.fadd(sums[0].get(), sums[1].get()), build.fadd(sums[2].get(), sums[3].get()))
             return build.fmul(total, share)
 
-        mean = mean_of(lambda value, total: build.fadd(value, total))
+        mean = mean_of(build.fadd)
 
         def squared(value: Value, total: Value) -> Value:
             distance = build.fsub(value, mean)
@@ -173,7 +177,7 @@ def attention(wide: int, masked: bool) -> ir.Module:
     return module
 
 
-def _in_blocks(kernel: Kernel, count: Value, several: object) -> None:
+def _in_blocks(kernel: Kernel, count: Value, several: Callable[[Value, int], None]) -> None:
     """Call `several(first, n)` for blocks of `_KEYS`, then for single ones."""
     even = kernel.build.sub(count, kernel.build.srem(count, integer(_KEYS)))
     with kernel.loop(integer(0), even, _KEYS) as first:

@@ -1,0 +1,148 @@
+"""A compiled model computes what the model computes, for any batch size, on any number of threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gossamer import runtime
+
+SMALL = ["resnet18", "mobilenet_v3_small", "googlenet", "shufflenet_v2_x0_5", "squeezenet1_1", "regnet_y_400mf"]
+
+
+def pruned(model: nn.Module, share: float = 0.9, seed: int = 0) -> nn.Module:
+    """The model with zeros in every layer and batch norm that does something."""
+    torch.manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 1.5)
+        elif isinstance(module, nn.Conv2d | nn.Linear):
+            weight = module.weight.data
+            weight[torch.rand_like(weight) < share] = 0
+    return model.eval()
+
+
+def distance(found: Any, expected: Any) -> float:
+    """The largest difference over the largest value."""
+    assert found.shape == expected.shape
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-20))
+
+
+def check(model: nn.Module, engine: runtime.Engine, *args: Tensor) -> None:
+    with torch.inference_mode():
+        assert distance(engine(*args), model(*args)) < 1e-4
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_any_convolution_equals_torch(data: st.DataObject) -> None:
+    draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
+    groups, kernel, stride = draw(1, 3), (draw(1, 4), draw(1, 4)), draw(1, 3)
+    dilation, padding = (draw(1, 2), draw(1, 2)), (draw(0, 3), draw(0, 3))
+    size = [(kernel[i] - 1) * dilation[i] + draw(1, 20) for i in range(2)]
+    channels, filters = groups * draw(1, 5), groups * draw(1, 6)
+    activation = data.draw(
+        st.sampled_from([nn.Identity(), nn.ReLU(), nn.ReLU6(), nn.SiLU(), nn.GELU(), nn.Hardswish()])
+    )
+    conv = nn.Conv2d(channels, filters, kernel, stride, padding, dilation, groups, bias=data.draw(st.booleans()))
+    model = pruned(
+        nn.Sequential(conv, nn.BatchNorm2d(filters), activation), data.draw(st.sampled_from([0.0, 0.5, 0.95]))
+    )
+    engine = runtime.compile(model, torch.randn(2, channels, *size), threads=1, tuned=False)
+    check(model, engine, torch.randn(draw(1, 5), channels, *size))
+
+
+class Residual(nn.Module):
+    """Blocks with a skip connection, a strided branch and a concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.left, self.right = nn.Conv2d(16, 16, 3, 2, 1), nn.Conv2d(16, 16, 1, 2)
+        self.norm, self.last = nn.BatchNorm2d(32), nn.Conv2d(32, 16, 5, padding=2)
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.max_pool2d(self.stem(x).relu(), 3, 2, 1)
+        y = (self.left(x) + self.right(x)).relu()
+        z = torch.cat([y, nn.functional.silu(y)], 1)
+        z = self.last(self.norm(z).relu()) + y
+        return self.head(z.mean((2, 3)))
+
+
+@pytest.mark.parametrize("size", [(32, 32), (33, 47)])
+def test_residuals_strides_and_concatenations_run_on_kernels(size: tuple[int, int]) -> None:
+    model = pruned(Residual())
+    engine = runtime.compile(model, torch.randn(2, 3, *size), threads=1)
+    for batch in (1, 2, 7, 17):
+        check(model, engine, torch.randn(batch, 3, *size))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_torchvision_models_at_90_percent_zeros_equal_torch(name: str) -> None:
+    model = pruned(
+        torchvision.models.get_model(name, weights=None, init_weights=False)
+        if name == "googlenet"
+        else torchvision.models.get_model(name, weights=None)
+    )
+    engine = runtime.compile(model, torch.randn(2, 3, 65, 65), threads=1, tuned=False)
+    for batch in (1, 3):
+        check(model, engine, torch.randn(batch, 3, 65, 65))
+
+
+def test_an_encoder_takes_any_number_of_tokens_and_masks() -> None:
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=100, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96
+    )
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bert = BertModel(config)
+
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            return self.bert(input_ids=ids, attention_mask=mask)[0] * mask[..., None]
+
+    model = pruned(Encoder(), 0.8)
+    example = (torch.randint(100, (2, 24)), torch.ones(2, 24, dtype=torch.long))
+    engine = runtime.compile(model, example, threads=1, tuned=False)
+    for batch, length in ((1, 24), (2, 16), (3, 37), (1, 5)):
+        mask = torch.ones(batch, length, dtype=torch.long)
+        mask[-1, length // 2 + 1 :] = 0
+        check(model, engine, torch.randint(100, (batch, length)), mask)
+
+
+def test_results_have_the_same_bits_on_any_number_of_threads() -> None:
+    model = pruned(Residual())
+    x = torch.randn(5, 3, 33, 47)
+    single = runtime.compile(model, x, threads=1)
+    several = runtime.Engine(single._plan, threads=3)
+    for _ in range(20):
+        assert torch.equal(several(x), single(x))
+
+
+def test_calls_from_several_python_threads_are_independent() -> None:
+    model = pruned(Residual())
+    engine = runtime.compile(model, torch.randn(2, 3, 32, 32), threads=2)
+    inputs = [torch.randn(1 + k % 3, 3, 32, 32) for k in range(24)]
+    expected = [engine(x) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(engine, inputs))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_perceptron_runs_single_rows_and_batches() -> None:
+    model = pruned(nn.Sequential(nn.Linear(50, 70), nn.GELU(), nn.Linear(70, 33), nn.Sigmoid(), nn.Linear(33, 4)))
+    engine = runtime.compile(model, torch.randn(2, 50), threads=1)
+    for batch in (1, 2, 16, 41):
+        check(model, engine, torch.randn(batch, 50))
