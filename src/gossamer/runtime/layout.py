@@ -42,7 +42,9 @@ class Layout:
     start: int
     """The position of (0, 0), a multiple of `LANES`."""
     plane: int
-    """Positions per channel: an odd multiple of `LANES`, so that channels do not compete for the same cache sets."""
+    """Positions per channel: an odd multiple of the lanes, so that channels do not compete for the same cache sets."""
+    lanes: int = LANES
+    """Positions per vector; 1 for activations of one position, which lie next to each other."""
 
     @classmethod
     def of(cls, channels: int, height: int, width: int, pitch: int, margins: Margins, slack: int = 0) -> Layout:
@@ -52,20 +54,25 @@ class Layout:
         vectors = _up(start + end) // LANES
         return cls(channels, height, width, pitch, start, LANES * (vectors | 1))
 
+    @classmethod
+    def single(cls, channels: int) -> Layout:
+        """One position per channel."""
+        return cls(channels, 1, 1, 1, 0, 1, 1)
+
     @property
     def vectors(self) -> int:
         """Vectors that cover the image."""
-        return _up(self.height * self.pitch) // LANES
+        return -(-self.height * self.pitch // self.lanes)
 
     @property
     def head(self) -> int:
         """Vectors in front of the image."""
-        return self.start // LANES
+        return self.start // self.lanes
 
     @property
     def tail(self) -> int:
         """Vectors behind it."""
-        return self.plane // LANES - self.head - self.vectors
+        return self.plane // self.lanes - self.head - self.vectors
 
     @property
     def image_bytes(self) -> int:

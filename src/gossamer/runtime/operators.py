@@ -85,7 +85,7 @@ def _addresses(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
 @lru_cache(maxsize=256)
 def _valid(layout: Layout) -> np.ndarray:
     """One bit per position of the vectors that cover an image: whether it belongs to it."""
-    positions = np.arange(layout.vectors * LANES)
+    positions = np.arange(layout.vectors * layout.lanes)
     inside = (positions % layout.pitch < layout.width) & (positions // layout.pitch < layout.height)
     return np.packbits(inside, bitorder="little")
 
@@ -137,7 +137,7 @@ class SparseLayer(Operator):
     """Input channels at a time."""
     rows: int = 1
     """Output channels that share the loads of their inputs."""
-    _weights: tuple[object, dict[str, np.ndarray]] | None = field(default=None, repr=False)
+    _weights: dict[object, dict[str, np.ndarray]] = field(default_factory=dict, repr=False)
 
     @property
     def indexed(self) -> bool:
@@ -154,10 +154,12 @@ class SparseLayer(Operator):
 
     def weights(self, source: Layout) -> dict[str, np.ndarray]:
         """The weights in the kernel's order, with distances for the input's layout."""
-        key = (self.chunk, self.rows, None if self.indexed else (source.plane, source.pitch))
-        if self._weights is not None and self._weights[0] == key:
-            return self._weights[1]
         weight = self.weight.numpy()
+        # Inputs of one position are small enough for the first-level cache as a whole.
+        chunk = self.chunk if source.lanes > 1 else weight.shape[1]
+        key = (chunk, self.rows, None if self.indexed else (source.plane, source.pitch))
+        if key in self._weights:
+            return self._weights[key]
         blocks, per_group = weight.shape[0] // self.rows, weight.shape[1]
         weight = weight.reshape(blocks, self.rows, per_group, -1)
         block, c, position = np.nonzero(weight.any(axis=1))
@@ -166,8 +168,8 @@ class SparseLayer(Operator):
         where = np.array([[tap.phase, tap.down, tap.right] for tap in self.window])[position]
         plane = where[:, 0] * self.phase_channels + channel
         offsets = 4 * (plane * source.plane + where[:, 1] * source.pitch + where[:, 2])
-        chunks = -(-per_group // self.chunk) if self.groups == 1 else 1
-        group = (c // self.chunk if chunks > 1 else 0) * blocks + block
+        chunks = -(-per_group // chunk) if self.groups == 1 else 1
+        group = (c // chunk if chunks > 1 else 0) * blocks + block
         order = np.argsort(group, kind="stable")
         counts = np.bincount(group, minlength=chunks * blocks).reshape(chunks, blocks)
         ends = np.cumsum(counts).reshape(chunks, blocks)
@@ -177,7 +179,7 @@ class SparseLayer(Operator):
             "values": np.ascontiguousarray(values[order]),
             "bias": np.ascontiguousarray(self.bias.numpy()),
         }
-        self._weights = (key, found)
+        self._weights[key] = found
         return found
 
     def call(self, places: Places, threads: int, scratch: int) -> Call:
@@ -206,7 +208,7 @@ class SparseLayer(Operator):
             "tail": layout.tail,
             "items": target.images * tiles * groups,
         }
-        kernel = (wide, self.rows, self.activation, residual, self.indexed)
+        kernel = (layout.lanes, wide, self.rows, self.activation, residual, self.indexed)
         return _call(kernel_address(convolution.sparse_convolution, *kernel), convolution.FIELDS, values, arrays)
 
 
@@ -280,7 +282,7 @@ class MapPlanes(Operator):
             "items": target.images * source.layout.channels,
         }
         values["y"] += 4 * self.target_channel * target.layout.plane
-        kernel = (self.activation, self.scale is not None, residual, gated)
+        kernel = (target.layout.lanes, self.activation, self.scale is not None, residual, gated)
         return _call(kernel_address(planes.map_planes, *kernel), planes.MAP_FIELDS, values, arrays)
 
 
@@ -361,7 +363,7 @@ class LayerNorm(Operator):
             "vectors": target.layout.vectors,
             "items": target.images * target.layout.vectors,
         }
-        return _call(kernel_address(tokens.layer_norm), tokens.NORM_FIELDS, values, arrays)
+        return _call(kernel_address(tokens.layer_norm, target.layout.lanes), tokens.NORM_FIELDS, values, arrays)
 
 
 @dataclass

@@ -123,6 +123,9 @@ class Plan:
         for name in pitches.names():
             value = self.activations[name]
             channels, height, width = (_size(size, sizes) for size in (value.channels, value.height, value.width))
+            if value.kind == "rows" and width == 1:
+                found[name] = Layout.single(channels)
+                continue
             slack = LANES if name in split else 0
             found[name] = Layout.of(channels, height, width, needed[pitches.root(name)], margins[name], slack)
         return found

@@ -81,9 +81,10 @@ MAP_FIELDS = (
 )
 
 
-def map_planes(activation: str | None, affine: bool, residual: bool, gated: bool) -> ir.Module:
+def map_planes(lanes: int, activation: str | None, affine: bool, residual: bool, gated: bool) -> ir.Module:
     """`activation(x · scale[c] + shift[c] + r)`, times a gate per plane; without any of them a copy."""
     module = ir.Module("map_planes")
+    vector, step = ir.VectorType(F32, lanes), 4 * lanes
     kernel = Kernel(module, MAP_FIELDS)
     build = kernel.build
     with kernel.each_item() as item:
@@ -95,23 +96,23 @@ def map_planes(activation: str | None, affine: bool, residual: bool, gated: bool
 
         x, y, r = base("x"), base("y"), base("r")
         here = kernel.mul(channel, 4)
-        scale = kernel.splat(kernel.load(kernel.pointer("scale"), F32, here), LANES) if affine else None
-        shift = kernel.splat(kernel.load(kernel.pointer("shift"), F32, here), LANES) if affine else None
-        gate = kernel.splat(kernel.load(base("gate"), F32), LANES) if gated else None
+        scale = kernel.splat(kernel.load(kernel.pointer("scale"), F32, here), lanes) if affine else None
+        shift = kernel.splat(kernel.load(kernel.pointer("shift"), F32, here), lanes) if affine else None
+        gate = kernel.splat(kernel.load(base("gate"), F32), lanes) if gated else None
         valid, vectors = kernel.pointer("valid"), kernel["vectors"]
         with kernel.loop(integer(0), vectors) as k:
-            value = kernel.load(x, _VECTOR, kernel.mul(k, _STEP), align=_STEP)
+            value = kernel.load(x, vector, kernel.mul(k, step), align=step)
             if affine:
-                value = kernel.call(f"llvm.fma.v{LANES}f32", _VECTOR, value, scale, shift)
+                value = kernel.call(f"llvm.fma.v{lanes}f32", vector, value, scale, shift)
             if residual:
-                value = build.fadd(value, kernel.load(r, _VECTOR, kernel.mul(k, _STEP), align=_STEP))
+                value = build.fadd(value, kernel.load(r, vector, kernel.mul(k, step), align=step))
             value = activate(kernel, value, activation)
             if gated:
                 value = build.fmul(value, gate)
-            value = keep_valid(kernel, value, kernel.at(valid, kernel.mul(k, LANES // 8)), 0)
-            kernel.store(value, y, kernel.mul(k, _STEP), align=_STEP)
-        clear_margins(kernel, y, kernel["head"], integer(0), 0)
-        clear_margins(kernel, kernel.at(y, kernel.mul(vectors, _STEP)), integer(0), kernel["tail"], 0)
+            value = keep_valid(kernel, value, kernel.at(valid, kernel.mul(k, lanes // 8)), 0)
+            kernel.store(value, y, kernel.mul(k, step), align=step)
+        clear_margins(kernel, y, kernel["head"], integer(0), 0, lanes)
+        clear_margins(kernel, kernel.at(y, kernel.mul(vectors, step)), integer(0), kernel["tail"], 0, lanes)
     kernel.close()
     return module
 
@@ -180,7 +181,7 @@ def maximum_planes() -> ir.Module:
                 most.set(build.select(larger, value, best))
             value = keep_valid(kernel, most.get(), kernel.at(valid, kernel.mul(k, LANES // 8)), 0)
             kernel.store(value, y, kernel.mul(k, _STEP), align=_STEP)
-        clear_margins(kernel, y, kernel["head"], integer(0), 0)
-        clear_margins(kernel, kernel.at(y, kernel.mul(vectors, _STEP)), integer(0), kernel["tail"], 0)
+        clear_margins(kernel, y, kernel["head"], integer(0), 0, LANES)
+        clear_margins(kernel, kernel.at(y, kernel.mul(vectors, _STEP)), integer(0), kernel["tail"], 0, LANES)
     kernel.close()
     return module

@@ -22,15 +22,16 @@ NORM_FIELDS = (
 _UNROLL = 4
 
 
-def layer_norm() -> ir.Module:
+def layer_norm(lanes: int) -> ir.Module:
     """Layer norm over channels, `(x − mean) / √(var + ε) · scale + shift`; settings are 1 / channels and ε."""
     module = ir.Module("layer_norm")
+    kind, step = ir.VectorType(F32, lanes), 4 * lanes
     kernel = Kernel(module, NORM_FIELDS)
     build = kernel.build
     channels = kernel["channels"]
     with kernel.each_item() as item:
         vector, image = kernel.split(item, kernel["vectors"])
-        position = kernel.mul(vector, _STEP)
+        position = kernel.mul(vector, step)
 
         def base(name: str) -> Value:
             offset = kernel.add(kernel[name], build.mul(image, kernel[f"{name}_image"]), position)
@@ -38,20 +39,18 @@ def layer_norm() -> ir.Module:
 
         x, y = base("x"), base("y")
         x_plane, y_plane = kernel["x_plane"], kernel["y_plane"]
-        share = kernel.splat(kernel.load(kernel.pointer("settings"), F32), LANES)
-        epsilon = kernel.splat(kernel.load(kernel.pointer("settings"), F32, 4), LANES)
+        share = kernel.splat(kernel.load(kernel.pointer("settings"), F32), lanes)
+        epsilon = kernel.splat(kernel.load(kernel.pointer("settings"), F32, 4), lanes)
 
         def mean_of(term: Callable[[Value, Value], Value]) -> Value:
-            sums = [kernel.variable(_VECTOR, _ZERO) for _ in range(_UNROLL)]
+            sums = [kernel.variable(kind, ir.Constant(kind, None)) for _ in range(_UNROLL)]
             even = build.sub(channels, build.srem(channels, integer(_UNROLL)))
             with kernel.loop(integer(0), even, _UNROLL) as c:
                 for k, total in enumerate(sums):
-                    value = kernel.load(
-                        kernel.at(x, build.mul(kernel.add(c, integer(k)), x_plane)), _VECTOR, align=_STEP
-                    )
+                    value = kernel.load(kernel.at(x, build.mul(kernel.add(c, integer(k)), x_plane)), kind, align=step)
                     total.set(term(value, total.get()))
             with kernel.loop(even, channels) as c:
-                value = kernel.load(kernel.at(x, build.mul(c, x_plane)), _VECTOR, align=_STEP)
+                value = kernel.load(kernel.at(x, build.mul(c, x_plane)), kind, align=step)
                 sums[0].set(term(value, sums[0].get()))
             total = build.fadd(build.fadd(sums[0].get(), sums[1].get()), build.fadd(sums[2].get(), sums[3].get()))
             return build.fmul(total, share)
@@ -60,19 +59,19 @@ def layer_norm() -> ir.Module:
 
         def squared(value: Value, total: Value) -> Value:
             distance = build.fsub(value, mean)
-            return kernel.call(f"llvm.fma.v{LANES}f32", _VECTOR, distance, distance, total)
+            return kernel.call(f"llvm.fma.v{lanes}f32", kind, distance, distance, total)
 
         variance = mean_of(squared)
-        root = kernel.call(f"llvm.sqrt.v{LANES}f32", _VECTOR, build.fadd(variance, epsilon))
-        inverse = build.fdiv(ir.Constant(_VECTOR, [1.0] * LANES), root)
-        valid = kernel.at(kernel.pointer("valid"), kernel.mul(vector, LANES // 8))
+        root = kernel.call(f"llvm.sqrt.v{lanes}f32", kind, build.fadd(variance, epsilon))
+        inverse = build.fdiv(ir.Constant(kind, [1.0] * lanes), root)
+        valid = kernel.at(kernel.pointer("valid"), kernel.mul(vector, lanes // 8))
         with kernel.loop(integer(0), channels) as c:
-            value = kernel.load(kernel.at(x, build.mul(c, x_plane)), _VECTOR, align=_STEP)
+            value = kernel.load(kernel.at(x, build.mul(c, x_plane)), kind, align=step)
             value = build.fmul(build.fsub(value, mean), inverse)
-            scale = kernel.splat(kernel.load(kernel.pointer("scale"), F32, kernel.mul(c, 4)), LANES)
-            shift = kernel.splat(kernel.load(kernel.pointer("shift"), F32, kernel.mul(c, 4)), LANES)
-            value = kernel.call(f"llvm.fma.v{LANES}f32", _VECTOR, value, scale, shift)
-            kernel.store(keep_valid(kernel, value, valid, 0), kernel.at(y, build.mul(c, y_plane)), align=_STEP)
+            scale = kernel.splat(kernel.load(kernel.pointer("scale"), F32, kernel.mul(c, 4)), lanes)
+            shift = kernel.splat(kernel.load(kernel.pointer("shift"), F32, kernel.mul(c, 4)), lanes)
+            value = kernel.call(f"llvm.fma.v{lanes}f32", kind, value, scale, shift)
+            kernel.store(keep_valid(kernel, value, valid, 0), kernel.at(y, build.mul(c, y_plane)), align=step)
     kernel.close()
     return module
 
