@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gossamer import runtime
+from gossamer.errors import GossamerError
 
 SMALL = ["resnet18", "mobilenet_v3_small", "googlenet", "shufflenet_v2_x0_5", "squeezenet1_1", "regnet_y_400mf"]
 
@@ -146,3 +147,27 @@ def test_a_perceptron_runs_single_rows_and_batches() -> None:
     engine = runtime.compile(model, torch.randn(2, 50), threads=1)
     for batch in (1, 2, 16, 41):
         check(model, engine, torch.randn(batch, 50))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ((torch.randn(1, 3, 31, 32),), r"input 'x': expected torch.float32 \(any, 3, 32, 32\) .* found .*31, 32"),
+        ((torch.randn(1, 3, 32, 32).double(),), "found torch.float64"),
+        ((torch.randn(3, 32, 32),), "expected torch.float32"),
+        (([1.0],), "found float"),
+        ((torch.randn(1, 3, 32, 32), 1), "expected 1 inputs as in the example, found 2"),
+        ((torch.randn(0, 3, 32, 32),), "expected torch.float32"),
+    ],
+)
+def test_an_input_that_does_not_fit_the_example_is_refused(inputs: tuple[Any, ...], message: str) -> None:
+    engine = runtime.compile(pruned(Residual()), torch.randn(2, 3, 32, 32), threads=1, tuned=False)
+    with pytest.raises(GossamerError, match=message):
+        engine(*inputs)
+
+
+def test_the_summary_names_every_operator_and_the_zeros_of_its_weight() -> None:
+    summary = runtime.compile(pruned(Residual()), torch.randn(2, 3, 32, 32), threads=1).summary()
+    assert summary.count("SparseLayer") == 5
+    assert "16×32×25" in summary
+    assert "torch: aten" in summary

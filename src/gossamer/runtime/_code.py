@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from llvmlite import ir
 
@@ -97,7 +97,7 @@ class Function:
 
     def splat(self, value: Value, lanes: int) -> Value:
         """A vector that holds the value in every lane."""
-        undefined: Value = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
+        undefined: Value = ir.Constant(ir.VectorType(value.type, lanes), cast(Any, ir.Undefined))
         everywhere: Value = ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)
         single = self.build.insert_element(undefined, value, ir.Constant(I32, 0))
         return self.build.shuffle_vector(single, undefined, everywhere)

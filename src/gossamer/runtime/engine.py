@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -13,63 +13,77 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn import functional
 
+from gossamer.errors import GossamerError
 from gossamer.runtime.graph import Convolution, Graph, Linear, Node, Ref, simplify, trace
+from gossamer.runtime.operators import SparseLayer, nonzero_share
 from gossamer.runtime.plan import Binding, Plan, TorchStep, build_plan
 from gossamer.runtime.tuning import tune
 
 
-def compile(model: nn.Module, example_inputs: Any, *, threads: int | None = None, tuned: bool = True) -> Engine:
+def compile(
+    model: nn.Module, example_inputs: Tensor | tuple[Any, ...], *, threads: int | None = None, tuned: bool = True
+) -> Engine:
     """Compile a model for this CPU.
 
-    `example_inputs` is a tensor or a tuple of arguments; the batch size and the number of tokens may differ in calls.
+    `example_inputs` is a tensor or a tuple of arguments. The batch size and the number of tokens may differ from call
+    to call; other sizes are fixed. `threads` is torch's number of threads by default. `tuned=False` skips the
+    measurements that choose how each layer is computed.
     """
-    example = cast(tuple[Any, ...], example_inputs if isinstance(example_inputs, tuple) else (example_inputs,))
+    example = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
     training = model.training
-    with torch.no_grad():
-        graph = simplify(trace(model.eval(), example))
-    model.train(training)
+    try:
+        with torch.no_grad():
+            graph = simplify(trace(model.eval(), example))
+    finally:
+        model.train(training)
     plan = build_plan(graph)
-    if tuned:
-        tune(plan, _sizes(graph, pytree.tree_leaves(example)))
-    return Engine(plan, threads or torch.get_num_threads())
-
-
-def _sizes(graph: Graph, leaves: list[Any]) -> dict[str, int]:
-    """The sizes that differ from call to call, by name."""
-    found: dict[str, int] = {}
-    for name, leaf in zip(graph.inputs, leaves, strict=True):
-        if isinstance(leaf, Tensor):
-            found |= {n: size for n, size in zip(graph.shapes[name], leaf.shape, strict=True) if isinstance(n, str)}
-    return found
+    seconds = tune(plan, _sizes(graph, pytree.tree_leaves(example))) if tuned else {}
+    return Engine(plan, threads or torch.get_num_threads(), seconds)
 
 
 class Engine:
     """A compiled model. Calls from several threads at once are independent of each other."""
 
-    def __init__(self, plan: Plan, threads: int = 1) -> None:
-        self._plan, self.threads = plan, threads
+    def __init__(self, plan: Plan, threads: int = 1, seconds: Mapping[str, float] | None = None) -> None:
+        self.threads = threads
+        self._plan, self._seconds = plan, seconds or {}
         self._bindings: dict[tuple[object, ...], Binding] = {}
         self._arenas: list[np.ndarray] = []
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any) -> Any:
-        with torch.inference_mode():
-            return self._run(pytree.tree_leaves(args))
-
-    def _run(self, leaves: list[Any]) -> Any:
+        """The model's outputs."""
         graph = self._plan.graph
+        leaves = pytree.tree_leaves(args)
         sizes = _sizes(graph, leaves)
-        binding = self._bind(sizes)
-        arena = self._take(binding.arena_bytes)
-        try:
-            call = _Call(
-                self._plan, binding, arena, {**graph.constants, **dict(zip(graph.inputs, leaves, strict=True))}
-            )
-            outputs = call.run(self.threads)
-        finally:
-            with self._lock:
-                self._arenas.append(arena)
+        with torch.inference_mode():
+            binding = self._bind(sizes)
+            arena = self._take(binding.arena_bytes)
+            try:
+                values = {**graph.constants, **dict(zip(graph.inputs, leaves, strict=True))}
+                outputs = _Call(self._plan, binding, arena, values).run(self.threads)
+            finally:
+                with self._lock:
+                    self._arenas.append(arena)
         return pytree.tree_unflatten(outputs, graph.out_spec)
+
+    def summary(self) -> str:
+        """One line per operator: what computes it, the zeros of its weight, and the time measured for one image."""
+        lines = [f"{'output':32} {'operator':16} {'weight':>20} {'zeros':>7} {'tile':>12} {'ms':>8}"]
+        for step in self._plan.steps:
+            if isinstance(step, TorchStep):
+                lines.append(f"{step.node.output[:32]:32} torch: {step.node.op}")
+                continue
+            for op in step.operators:
+                line = f"{op.output[:32]:32} {type(op).__name__:16}"
+                if isinstance(op, SparseLayer):
+                    share = 1 - nonzero_share(op.weight)
+                    tile = f"{op.vectors} {op.chunk} {op.rows}"
+                    taken = self._seconds.get(op.output)
+                    shape = "×".join(map(str, op.weight.shape))
+                    line += f" {shape:>20} {share:>7.1%} {tile:>12} {'' if taken is None else f'{1e3 * taken:8.3f}':>8}"
+                lines.append(line)
+        return "\n".join(lines)
 
     def _bind(self, sizes: Mapping[str, int]) -> Binding:
         key = (self.threads, *sorted(sizes.items()))
@@ -80,6 +94,7 @@ class Engine:
             return binding
 
     def _take(self, size: int) -> np.ndarray:
+        """Memory for one call that no other call uses at the same time."""
         with self._lock:
             while self._arenas:
                 arena = self._arenas.pop()
@@ -88,6 +103,34 @@ class Engine:
         raw = np.zeros(size + 4096, np.uint8)
         start = -raw.ctypes.data % 4096
         return raw[start : start + size]
+
+
+def _sizes(graph: Graph, leaves: Sequence[Any]) -> dict[str, int]:
+    """The sizes that differ from call to call, by name; raises if an input does not fit the example."""
+    if len(leaves) != len(graph.inputs):
+        raise GossamerError(f"expected {len(graph.inputs)} inputs as in the example, found {len(leaves)}")
+    found: dict[str, int] = {}
+    for name, leaf in zip(graph.inputs, leaves, strict=True):
+        if name not in graph.shapes:
+            continue  # a number or None
+        expected, dtype = graph.shapes[name], graph.dtypes[name]
+        fits = (
+            isinstance(leaf, Tensor)
+            and leaf.dtype == dtype
+            and leaf.device.type == "cpu"
+            and leaf.dim() == len(expected)
+        )
+        for size, actual in zip(expected, leaf.shape, strict=True) if fits else ():
+            fits = fits and actual > 0 and actual == (found.setdefault(size, actual) if isinstance(size, str) else size)
+        if not fits:
+            shape = ", ".join("any" if isinstance(size, str) else str(size) for size in expected)
+            actual = (
+                f"{leaf.dtype} {tuple(leaf.shape)} on {leaf.device}"
+                if isinstance(leaf, Tensor)
+                else type(leaf).__name__
+            )
+            raise GossamerError(f"input '{name}': expected {dtype} ({shape}) on the CPU, found {actual}")
+    return found
 
 
 class _Call:

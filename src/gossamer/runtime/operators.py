@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gossamer.runtime._code import Kernel
 from gossamer.runtime._compiler import kernel_address
 from gossamer.runtime.kernels import convolution, planes, tokens
 from gossamer.runtime.layout import LANES, Layout, Margins
+
+Array = NDArray[Any]
+Arrays = dict[str, Array]
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Call:
     """A kernel with the table for one set of sizes; `keep` holds what the table refers to."""
 
     address: int
-    table: np.ndarray
+    table: Array
     keep: object = None
 
 
@@ -78,12 +83,12 @@ def _call(address: int, fields: Sequence[str], values: Mapping[str, int], keep: 
     return Call(address, np.array([values.get(name, 0) for name in (*Kernel.COMMON, *fields)], np.int64), keep)
 
 
-def _addresses(arrays: Mapping[str, np.ndarray]) -> dict[str, int]:
+def _addresses(arrays: Arrays) -> dict[str, int]:
     return {name: array.ctypes.data for name, array in arrays.items()}
 
 
 @lru_cache(maxsize=256)
-def _valid(layout: Layout) -> np.ndarray:
+def _valid(layout: Layout) -> Array:
     """One bit per position of the vectors that cover an image: whether it belongs to it."""
     positions = np.arange(layout.vectors * layout.lanes)
     inside = (positions % layout.pitch < layout.width) & (positions // layout.pitch < layout.height)
@@ -137,7 +142,7 @@ class SparseLayer(Operator):
     """Input channels at a time."""
     rows: int = 1
     """Output channels that share the loads of their inputs."""
-    _weights: dict[object, dict[str, np.ndarray]] = field(default_factory=dict, repr=False)
+    _weights: dict[object, Arrays] = field(default_factory=dict[object, Arrays], repr=False)
 
     @property
     def indexed(self) -> bool:
@@ -152,7 +157,7 @@ class SparseLayer(Operator):
         tiles = -(-layout.vectors // self.vectors)
         return tiles, -(-layout.vectors // tiles)
 
-    def weights(self, source: Layout) -> dict[str, np.ndarray]:
+    def weights(self, source: Layout) -> Arrays:
         """The weights in the kernel's order, with distances for the input's layout."""
         weight = self.weight.numpy()
         # Inputs of one position are small enough for the first-level cache as a whole.
