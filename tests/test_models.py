@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -78,28 +77,15 @@ def test_a_file_of_weights_that_says_its_model_is_a_model(tmp_path: Path) -> Non
     assert load_model(str(tmp_path / "squeezed.safetensors"), data="tiny").batches("test") is not None
 
 
-def test_a_file_never_makes_us_import_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "trap.py").write_text("raise SystemExit('sprung')")
-    monkeypatch.syspath_prepend(tmp_path)
-    about = {"net": json.dumps({"type": "trap:model", "kwargs": {}}), "num_classes": "2"}
-    save(nn.Linear(1, 1), tmp_path / "bait.safetensors", "bitmask", about=about)
-    with pytest.raises(GossamerError, match=r"bait.safetensors: names code to run: 'trap:model'.*--import trap"):
-        load_model(str(tmp_path / "bait.safetensors"))
-    assert "trap" not in sys.modules
-
-
 @pytest.mark.parametrize(
     ("word", "message"),
     [
         ("resnet19", "no such torchvision model; nearest: 'resnet1"),
         ("model.onnx", "an exported program is not a PyTorch model; name the run"),
         ("weights.safetensors", "does not describe its model; name the model"),
-        ("nothing.safetensors", "no such file"),
-        ("broken.safetensors", "is not a safetensors file, or is cut short or damaged"),
         ("odd.safetensors", "its description of the model cannot be read"),
-        ("weights.pt", "does not describe its model"),
         ("empty", "a folder without config.yaml"),
-        ("tests.runner.nets:Interrupt", "calling it without arguments failed"),
+        ("tests.runner.nets:Interrupt", "Interrupt() failed: TypeError"),
     ],
 )
 def test_a_word_that_names_no_model_is_explained_in_one_message(
@@ -109,8 +95,6 @@ def test_a_word_that_names_no_model_is_explained_in_one_message(
     (tmp_path / "empty").mkdir()
     save_file({"weight": torch.zeros(1)}, "weights.safetensors")
     save(nn.Linear(1, 1), "odd.safetensors", "safetensors", about={"net": "[]"})
-    torch.save({"weight": torch.zeros(1)}, "weights.pt")
-    Path("broken.safetensors").write_bytes(b"\x00" * 20)
     with pytest.raises(GossamerError) as error:
         load_model(word)
     assert message in str(error.value)

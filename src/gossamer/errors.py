@@ -248,7 +248,7 @@ def short_error(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(".")
 
 
-def nearest(name: str, known: Iterable[str], count: int = 1) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """`; nearest: 'a'`, ready to append to a message, or an empty string.
 
     >>> nearest("final_sparsty", ["final_sparsity", "params"])
@@ -259,8 +259,8 @@ def nearest(name: str, known: Iterable[str], count: int = 1) -> str:
     candidates = [other for other in known if len(other) <= MAX_NAME]
     if len(candidates) > MAX_COMPARED:
         candidates = heapq.nlargest(MAX_COMPARED, candidates, key=lambda other: _shared_ends(name, other))
-    matches = difflib.get_close_matches(name, candidates, n=count, cutoff=0.5)
-    return "; nearest: " + ", ".join(repr(match) for match in matches) if matches else ""
+    matches = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
+    return f"; nearest: {matches[0]!r}" if matches else ""
 
 
 def _position(problem: Problem) -> tuple[str | None, int, int]:

@@ -24,16 +24,15 @@ from gossamer.errors import GossamerError
 from gossamer.export.weights import THINNED, is_thinned
 from gossamer.io import as_name
 from gossamer.model.tracing.tracer import guess_inputs
-from gossamer.runner.builders import build_net, builder, code_of
+from gossamer.runner.builders import build_net, builder, call_builder, classes_parameter, code_of
 from gossamer.runner.config import Config, config_of, task_of
 from gossamer.runner.config.schema import Net, Source
 from gossamer.runner.data import Batches, ImageData, build_dataset
 from gossamer.runner.data.sources import read_run_data
 from gossamer.runner.detectors import Network, as_example, is_detector
 from gossamer.runner.display import Display
-from gossamer.runner.distributed import init_distributed
 from gossamer.runner.model_files import NAME, Export, ModelDescription, describe_model, read_description, write_model
-from gossamer.runner.runs import built, checkpoint_title, describe_source, from_command_line, load_config
+from gossamer.runner.runs import built, describe_source, from_command_line, load_config
 from gossamer.runner.tasks import Classification, ObjectDetection
 from gossamer.runner.trust import USER, Trust, reason, trust_of
 from gossamer.runner.weights import file_of, load_state, load_weights, read_weights
@@ -226,7 +225,7 @@ def _of_run(
 ) -> LoadedModel:
     """The finished model of a run: its masks are applied to its weights."""
     loaded = load_config(argument, [*sets, "runtime.device=cpu"], data, weights, imports)
-    with init_distributed("cpu") as distributed, built(loaded, distributed, "export", Display(shown=False)) as runner:
+    with built(loaded, "export", Display(shown=False)) as runner:
         runner.finalize()
         model, image, start = runner.outcome.eval(), runner.example(), runner.start
         is_folder = Path(argument).is_dir()
@@ -238,8 +237,8 @@ def _of_run(
             given=as_example(model, image),
             num_classes=runner.num_classes,
             net=runner.config.net,
-            source=start.source or start.weights,
-            checkpoint=checkpoint_title(runner),
+            source=start.source,
+            checkpoint=None if start.checkpoint is None else start.checkpoint.title,
             folder=runner.folder if is_folder else None,
             config=runner.config,
             thinned=runner.thinned,
@@ -268,7 +267,7 @@ def _of_file(
     trust = trust_of(path, path.parent, imports)
     trust.check(code_of(net))
     if classes is None:
-        model = _call(net.type, builder(net.type, trust), net.kwargs)
+        model = call_builder(net.type, builder(net.type, trust), net.kwargs)
     else:
         model = build_net(net, classes, trust=trust)
     load_weights(model.eval(), path)
@@ -312,15 +311,16 @@ def _of_function(argument: str, weights: Path | None, num_classes: int | None = 
     """The model that a function makes: one of torchvision, or `package.module:function`."""
     make = builder(argument, USER)
     classes, assumed = num_classes, None
-    if num_classes is None and _requires_classes(make):
+    parameter = classes_parameter(make)
+    if num_classes is None and parameter is not None and parameter.default is inspect.Parameter.empty:
         classes = assumed = DEFAULT_CLASSES
-    model = _call(argument, make, {} if classes is None else {"num_classes": classes})
+    model = call_builder(argument, make, {} if classes is None else {"num_classes": classes})
     if weights is not None:
         state = read_weights(weights)
         trained = _classes_of_weights(model, state) if num_classes is None else None
         if trained is not None:
             classes, assumed = trained, None
-            model = _call(argument, make, {"num_classes": classes})
+            model = call_builder(argument, make, {"num_classes": classes})
         load_state(model, state, weights)
     return LoadedModel(
         argument=argument,
@@ -333,25 +333,6 @@ def _of_function(argument: str, weights: Path | None, num_classes: int | None = 
         assumed_classes=assumed,
         thinned=weights is not None and is_thinned(weights),
     )
-
-
-def _requires_classes(make: Callable[..., Any]) -> bool:
-    try:
-        parameter = inspect.signature(make).parameters.get("num_classes")
-    except (TypeError, ValueError):  # a function in C without a signature
-        return False
-    return parameter is not None and parameter.default is inspect.Parameter.empty
-
-
-def _call(argument: str, make: Callable[..., Any], kwargs: Mapping[str, Any]) -> nn.Module:
-    try:
-        made = make(**kwargs)
-    except Exception as error:
-        how = "without arguments" if not kwargs else f"with {dict(kwargs)}"
-        raise GossamerError(f"{argument}: calling it {how} failed: {reason(error)}") from error
-    if not isinstance(made, nn.Module):
-        raise GossamerError(f"{argument}: expected a torch.nn.Module, found {type(made).__name__}")
-    return made
 
 
 def _kind(model: nn.Module) -> Literal["classification", "detection"]:

@@ -78,19 +78,19 @@ def test_a_loss_that_overflows_is_infinite() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batches", "said"),
+    ("batches", "message"),
     [
         ([], "no labelled samples"),
-        ([PIXELS], "found Tensor in batch 1; without labels"),
-        ([(PIXELS, LABELS), (PIXELS,)], "found tuple of 1 in batch 2"),
-        ([(PIXELS, LABELS.float())], "found a tensor of torch.float32 in batch 1"),
-        ([(PIXELS, [0, 1, 1, 0])], "found list in batch 1"),
-        ([(PIXELS, LABELS + 1)], "a label is 2, but the model has 2 classes"),
-        ([(PIXELS, LABELS - 1)], "a label is -1"),
+        ([PIXELS], "found another in batch 1; without such labels, use sensitivity"),
+        ([(PIXELS, LABELS), (PIXELS,)], "found another in batch 2"),
+        ([(PIXELS, LABELS.float())], "found another in batch 1"),
+        ([(PIXELS, [0, 1, 1, 0])], "found another in batch 1"),
+        ([(PIXELS, LABELS + 1)], "labels are 1 to 2, but the model has classes 0 to 1"),
+        ([(PIXELS, LABELS - 1)], "labels are -1 to 0"),
         ([(PIXELS, LABELS[:3])], "no class scores for labels of shape \\(3,\\)"),
         ([(PIXELS[:, :2], LABELS)], "fails on a batch \\(RuntimeError"),
     ],
 )
-def test_batches_without_usable_labels_are_refused(batches: Any, said: str) -> None:
-    with pytest.raises(GossamerError, match=said):
+def test_batches_without_usable_labels_are_refused(batches: Any, message: str) -> None:
+    with pytest.raises(GossamerError, match=message):
         classifier_score(nn.Linear(3, 2), batches)

@@ -7,8 +7,8 @@ import torch
 import torchvision
 from torch import nn
 
-from gossamer.analysis.hardware import COLUMNS, ROWS, RUNTIMES, Support, eligibility, hardware_support
-from gossamer.export.semi_structured import semi_structured
+from gossamer.analysis.hardware import COLUMNS, ROWS, Support, eligibility, hardware_support
+from gossamer.export import semi_structured
 from gossamer.sparse import NM
 
 IMAGE = torch.zeros(1, 3, 64, 64)
@@ -87,15 +87,3 @@ def test_block4_wants_four_input_channels_and_pointwise_kernels_one_position() -
     assert mobile["deepsparse"].able == ("2.weight",)
     assert "1 input channel" in mobile["deepsparse"].unable["1.weight"]
     assert mobile["xnnpack"].able == ("2.weight",)
-
-
-def test_single_zeros_speed_up_nothing_in_a_dense_runtime(resnet: dict[str, Support]) -> None:
-    assert resnet["onnxruntime"].able == ()
-
-
-def test_each_runtime_is_one_row_with_its_facts_and_where_they_are_from() -> None:
-    assert len({runtime.key for runtime in RUNTIMES}) == len(RUNTIMES)
-    for runtime in RUNTIMES:
-        assert runtime.pattern in ("2:4", "block4", "channels", "unstructured")
-        assert min(len(text) for text in (runtime.name, runtime.needs, runtime.fact, runtime.source)) > 0
-        assert "\n" not in runtime.fact

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from gossamer.analysis.layers import kind_of
 from gossamer.analysis.model_table import (
     PATTERNS,
     bitmask_bytes,
-    kind_of,
     model_table,
     patterns_of,
     sparse24_bytes,
@@ -96,7 +96,7 @@ def test_kinds_tell_depthwise_grouped_transposed_and_attention() -> None:
     assert kind_of(nn.MultiheadAttention(8, 2), "in_proj_weight") == "attention"
 
 
-def test_a_sparse_model_is_told_with_its_patterns_and_what_is_left() -> None:
+def test_a_sparse_model_is_reported_with_its_patterns_and_what_is_left() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
     with torch.no_grad():
         model[0].weight *= NM(2, 4).keep_largest(model[0].weight)
@@ -141,11 +141,6 @@ def test_what_a_method_learns_has_no_macs_but_the_bytes_of_its_target() -> None:
     assert then.sizes.bitmask == 16 + 4 + 4 * 40
 
 
-def test_without_inputs_there_are_no_macs() -> None:
-    table = model_table(nn.Linear(4, 4))
-    assert (table.macs, table.now.macs) == (None, None)
-
-
 def test_json_and_csv_hold_every_layer() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
     table = model_table(model, [1, 16], project(load("builtin:nm-2of4"), model))
@@ -166,6 +161,6 @@ def test_a_model_without_layers_and_one_that_does_not_run_are_refused() -> None:
         model_table(nn.Linear(4, 4), [1, 5])
 
 
-def test_a_model_without_numbers_is_told_so() -> None:
+def test_a_model_without_numbers_is_reported_so() -> None:
     with pytest.raises(GossamerError, match="meta device"):
         model_table(nn.Linear(8, 4, device="meta"), torch.zeros(1, 8, device="meta"))

@@ -130,7 +130,7 @@ def test_a_layer_that_is_taken_out_is_gone_as_a_whole() -> None:
     assert (found.layers["3.weight"].zeros, found.layers["3.weight"].certainty) == (16 * 32 * 9, "removed")
 
 
-def test_a_layer_that_would_be_emptied_is_told() -> None:
+def test_a_layer_that_would_be_emptied_is_reported() -> None:
     model = network()
     model[8].weight.data /= 1e6
     recipe = GRADUAL % "final_sparsity: 0.3, params: __ALL_PRUNABLE__, global_sparsity: true"

@@ -113,7 +113,7 @@ def test_many_zeros_without_speed_are_explained_with_the_numbers_measured() -> N
     )
     assert first == (
         "sparse in torch: runs as fast as dense, 1.00× (1.00–1.00); 90.0% of its weights are zero, "
-        "but torch does not skip zeros, and the file is as large"
+        "but torch does not skip zeros"
     )
     for remedy in ("thin", "8-bit integers", "2:4 on an NVIDIA GPU since Ampere", "skips zeros"):
         assert remedy in second
@@ -133,12 +133,6 @@ def test_a_thin_network_is_faster_for_its_fewer_weights_and_dense_ones_are_not_l
     assert explain(measure(same, rounds=5, clock=clock)) == ["again in torch: runs as fast as dense, 1.00× (1.00–1.00)"]
 
 
-def test_a_sparse_file_alone_is_told_what_to_compare_it_to() -> None:
-    clock = Clock()
-    (sentence,) = explain(measure([timed(clock, "sparse", 0.5, zeros=0.9)], rounds=3, clock=clock))
-    assert sentence.startswith("sparse: 90.0% of its weights are zero, but torch does not skip zeros; give")
-
-
 def a_timing(**other: Any) -> Timing:
     clock = Clock()
     plain = measure([timed(clock, "dense", 0.5), timed(clock, "sparse", 0.5, zeros=0.9)], rounds=3, clock=clock)[1]
@@ -146,14 +140,13 @@ def a_timing(**other: Any) -> Timing:
 
 
 @pytest.mark.parametrize(
-    ("speed", "verdict", "sentence"),
+    ("speed", "verdict", "message"),
     [
         (
             Ratio(1.0, 0.7, 1.4),
             "unclear",
-            "no significant difference from dense, 1.00× (0.70–1.40), and dense differs from",
+            "no significant difference from dense, 1.00× (0.70–1.40); measure longer, or on an idle machine",
         ),
-        (Ratio(0.97, 0.95, 1.02), "same", "runs about as fast as dense, 0.97× (0.95–1.02);"),
         (Ratio(0.998, 0.96, 1.02), "same", "runs as fast as dense, 1.00× (0.96–1.02);"),
         (Ratio(1.5, 1.4, 1.6), "faster", "which torch is not known to use: repeat the measurement"),
         (
@@ -163,14 +156,14 @@ def a_timing(**other: Any) -> Timing:
         ),
     ],
 )
-def test_no_more_is_said_than_the_interval_proves(speed: Ratio, verdict: Any, sentence: str) -> None:
+def test_no_more_is_said_than_the_interval_proves(speed: Ratio, verdict: Any, message: str) -> None:
     dense = a_timing(
         file="dense", first=None, speed=None, verdict=None, contents=a_timing().contents.__class__(840, 160)
     )
     found = explain([dense, a_timing(speed=speed, verdict=verdict, itself=Ratio(1, 0.9, 1.1))])
-    assert sentence in found[0]
+    assert message in found[0]
     assert ("does not skip zeros" in found[0]) == (speed.high < 1.15)
-    assert any("What makes a sparse model faster" in sentence for sentence in found) == (verdict != "faster")
+    assert any("What makes a sparse model faster" in message for message in found) == (verdict != "faster")
 
 
 def test_filters_that_are_zero_whole_are_said_to_be_removable(tmp_path: Path) -> None:
@@ -184,8 +177,8 @@ def test_filters_that_are_zero_whole_are_said_to_be_removable(tmp_path: Path) ->
     found = explain(
         measure([saved("a.onnx", 0), saved("b.onnx", 4)], rounds=3, runtimes=["onnxruntime"], clock=lambda: next(ticks))
     )
-    sentence = "b.onnx: 4 of its 8 filters are all zero; thinning removes them, which makes it faster"
-    assert found[1] == sentence
+    message = "b.onnx: 4 of its 8 filters are all zero; thinning removes them, which makes it faster"
+    assert found[1] == message
 
 
 def test_numbers_that_are_not_finite_are_noted(tmp_path: Path) -> None:
@@ -200,13 +193,6 @@ def test_files_with_different_inputs_are_not_compared(tmp_path: Path) -> None:
     files = [relu(tmp_path / "a.onnx", (1, 4)), relu(tmp_path / "b.onnx", (1, 5))]
     with pytest.raises(GossamerError, match=r"b\.onnx: takes float32 \(1, 5\), but .*a\.onnx takes float32 \(1, 4\)"):
         measure(files, rounds=1)
-
-
-def test_an_open_size_is_asked_for_and_taken(tmp_path: Path) -> None:
-    path = relu(tmp_path / "a.onnx", ("batch", "length"))
-    with pytest.raises(GossamerError, match=r"axis 'length' of its input 'x' is dynamic; .* --input x=1,1"):
-        measure([path], rounds=1)
-    assert measure([path], rounds=1, batch=3, shapes={"x": (1, 7)})[0].batch == 3
 
 
 def tampered(good: Path, bad: Path, ran: Path) -> None:
@@ -251,10 +237,9 @@ def test_a_truncated_file_is_refused(folder: Path, tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         ({"runtimes": ["onnxruntim"]}, "--runtime: there is no 'onnxruntim'; nearest: 'onnxruntime'; there are onnxr"),
-        ({"runtimes": ["onnxruntime", "torch"]}, "--runtime: 'torch' runs .pt2 and models, and no file given is one"),
         (
             {"runtimes": ["load"]},
             "a.onnx: no selected runtime supports it; add --runtime onnxruntime",
@@ -263,14 +248,14 @@ def test_a_truncated_file_is_refused(folder: Path, tmp_path: Path, name: str) ->
         ({"rounds": 2, "seconds": 1.0}, "--rounds: --seconds is given too; give one of them"),
         ({"seconds": float("nan")}, "--seconds: expected a number above 0, found nan"),
         ({"threads": -1}, "--threads: expected a number of 1 or more, found -1"),
-        ({"batch": 2}, "a.onnx: its batch is fixed at 1, not 2; export it with a dynamic batch"),
+        ({"batch": 2}, "a.onnx: its batch size is fixed, not 2; export it with a dynamic batch"),
     ],
 )
-def test_a_wrong_option_is_one_sentence(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
+def test_a_wrong_option_is_one_line(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     path = relu(tmp_path / "a.onnx", (1, 4))
     with pytest.raises(GossamerError) as error:
         measure([path], **options)
-    assert sentence in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_runtime_that_is_missing_is_named_with_what_installs_it(
@@ -285,12 +270,12 @@ def test_a_runtime_that_is_missing_is_named_with_what_installs_it(
 
 
 def test_what_is_no_exported_file_is_refused(tmp_path: Path) -> None:
-    for name, sentence in (
-        ("a.tflite", "expected a file that ends in .onnx, .pt2, .safetensors, found '.tflite'"),
+    for name, message in (
+        ("a.tflite", "expected a file of gossamer export: .onnx, .pt2 or .safetensors"),
         ("a.onnx", "file not found; write it with gossamer export"),
         ("a.safetensors", "file not found; write it with gossamer export"),
     ):
-        with pytest.raises(GossamerError, match=f"{name}: {sentence}"):
+        with pytest.raises(GossamerError, match=f"{name}: {message}"):
             measure([tmp_path / name], rounds=1)
     with pytest.raises(GossamerError, match="there is nothing to measure; give one file or more"):
         measure([])

@@ -94,23 +94,6 @@ def test_a_phone_shows_the_page_without_scrolling_sideways(browser: Any, pages: 
     assert page.execute_script(f"return Math.min(...{heads}.map(h => h.offsetWidth))") >= 60  # no letter for itself
 
 
-def test_a_table_that_is_wider_than_a_phone_says_so_until_its_end_is_seen(browser: Any, pages: dict[str, str]) -> None:
-    wide = "return document.querySelector('#summary .scroll')"
-    hint = "return getComputedStyle(document.querySelector('#summary .hint')).display"
-    page = opened(browser, pages["three"], width=360)
-    page.execute_script("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    assert page.execute_script(f"{wide}.scrollWidth > 340")
-    assert page.execute_script(hint) == "block"
-    left = "return document.querySelector('#summary tbody th').getBoundingClientRect().left"
-    before = page.execute_script(left)
-    page.execute_script("const box = document.querySelector('#summary .scroll'); box.scrollLeft = box.scrollWidth")
-    page.execute_script("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    assert page.execute_script(hint) == "none"
-    assert abs(page.execute_script(left) - before) < 20  # the name of a row stays in sight
-    page = opened(browser, pages["three"], width=1300)
-    assert page.execute_script(hint) == "none"
-
-
 def test_pointing_at_a_layer_shows_its_numbers(browser: Any, pages: dict[str, str]) -> None:
     from selenium.webdriver import ActionChains
 
@@ -130,23 +113,6 @@ def test_pointing_at_a_chart_shows_the_values_there(browser: Any, pages: dict[st
     page.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", area)
     ActionChains(page).move_to_element(area).perform()
     assert tip(page).startswith("epoch 2\ndense: 90\nlevels: 90")
-
-
-def test_the_keyboard_walks_along_a_chart(browser: Any, pages: dict[str, str]) -> None:
-    from selenium.webdriver import ActionChains, Keys
-
-    page = opened(browser, pages["one"])
-    chart = page.find_element("css selector", "#progress .chart")
-    page.execute_script("arguments[0].focus({focusVisible: true})", chart)
-    for key, told in (
-        ("HOME", "epoch 1\ntop1: 80"),
-        ("ARROW_RIGHT", "epoch 2\ntop1: 90"),
-        ("END", "epoch 4\ntop1: 96.34"),
-    ):
-        ActionChains(page).send_keys(getattr(Keys, key)).perform()
-        assert tip(page) == told
-    ActionChains(page).send_keys(Keys.ESCAPE).perform()
-    assert tip(page) == ""
 
 
 def test_the_theme_follows_the_system(browser: Any, pages: dict[str, str]) -> None:
@@ -185,10 +151,3 @@ def test_without_scripts_everything_can_be_read(browser: Any, pages: dict[str, s
         assert "layer0.conv" in text
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
-
-
-def test_a_link_leads_to_its_part(browser: Any, pages: dict[str, str]) -> None:
-    page = opened(browser, pages["one"])
-    page.find_element("css selector", "nav a[href='#schedule']").click()
-    top = page.execute_script("return document.getElementById('schedule').getBoundingClientRect().top")
-    assert 0 <= top < 200

@@ -103,7 +103,9 @@ def test_json_has_all_that_is_known_of_each_layer(analyze: Any) -> None:
 
 
 def test_labels_give_accuracy_and_only_the_layers_that_matter_most_are_shown(analyze: Any) -> None:
-    told = words(analyze("--data", "nets_for_analyze:labelled").stdout)
+    done = analyze("--data", "nets_for_analyze:labelled")
+    assert "mean little before it is trained" in words(done.stderr)
+    told = words(done.stdout)
     assert "Accuracy when one layer alone is pruned" in told
     assert "and 1 less sensitive layers" in told
     assert "--target 0.9 proposes how layers share" in told
@@ -121,9 +123,10 @@ def test_layers_that_lose_the_same_filters_are_one_row_with_its_members(analyze:
 
 def test_a_model_that_cannot_be_followed_is_told_beside_its_curves(analyze: Any, tmp_path: Path) -> None:
     given = ("--data", "nets_for_analyze:labelled", "--pattern", "filter", "-o", "found")
-    assert "others are pruned one by one" in words(analyze(*given, model="nets_for_analyze:Deciding").stdout)
+    shown = words(analyze(*given, model="nets_for_analyze:Deciding").stdout)
+    assert "could not be traced are pruned one by one" in shown
     found = json.loads((tmp_path / "found" / "analysis.json").read_text("utf-8"))["sensitivity"]
-    assert "others are pruned one by one" in found["notes"][0]
+    assert "could not be traced are pruned one by one" in found["notes"][0]
 
 
 def test_a_test_part_alone_is_named_and_no_proposal_is_made_on_it(analyze: Any, tmp_path: Path) -> None:
@@ -138,10 +141,6 @@ def test_a_test_part_alone_is_named_and_no_proposal_is_made_on_it(analyze: Any, 
     refused = analyze(*given, "--target", "0.9", model="only.yaml")
     assert refused.exit_code == 1
     assert "--target: there is only a test set" in words(refused.stderr)
-
-
-def test_a_model_that_is_hardly_better_than_chance_is_told(analyze: Any) -> None:
-    assert "mean little before it is trained" in words(analyze("--data", "nets_for_analyze:labelled").stderr)
 
 
 def test_without_labels_layers_are_compared_by_the_outputs(analyze: Any) -> None:
@@ -210,11 +209,9 @@ def test_weights_from_a_file_are_what_is_analysed(analyze: Any, tmp_path: Path) 
             ["--pattern", "1:64", "--data", "nets_for_analyze:labelled"],
             "--pattern: the model has no layer that fits NM(n=1, m=64)",
         ),
-        (["--samples", "0"], "--samples: expected a positive number, found 0"),
         (["--input", "1,5,8,8"], "--input: cannot count MACs: the model fails on an input of shape [1, 5, 8, 8]"),
         (["--input", "big"], "--input: expected a shape such as 1,3,224,224, found 'big'"),
         (["--recipe", "builtin:gmp-99"], "builtin:gmp-99"),
-        (["--data", "nets_for_analyze:labeled"], "--data: 'nets_for_analyze' has no 'labeled'; nearest: 'labelled'"),
         (["-o", "nets_for_analyze.py"], "--output: cannot create the folder nets_for_analyze.py"),
     ],
 )
@@ -225,12 +222,6 @@ def test_a_mistake_is_one_sentence_and_exit_code_one(analyze: Any, given: list[s
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1
     assert errors[0].removeprefix("error: ").startswith(told)
-
-
-def test_an_unknown_model_gets_the_nearest_name(run: Any) -> None:
-    done = run("analyze", "resnet19")
-    assert done.exit_code == 1
-    assert "nearest: 'resnet1" in done.stderr
 
 
 def test_a_recipe_that_does_not_fit_is_told_with_its_line(analyze: Any, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from gossamer.benchmark.timing import Ratio
-from gossamer.cli.benchmark import split_name
 from gossamer.cli.console import err, out
 from gossamer.export import to_onnx
 from tests.cli.conftest import Run
@@ -57,25 +56,6 @@ def test_the_table_has_a_row_for_each_file_and_fits_80_columns(run: Run) -> None
     assert "median 5–95 % per s speed" in words
     assert "• sparse.onnx in onnxruntime: " in words
     assert result.stderr == ""
-    _, _, rows = result.stdout.partition("───\n") if "───\n" in result.stdout else result.stdout.partition("─── \n")
-    names = [line.split()[0] for line in rows.splitlines()[:4] if line.strip()]
-    assert "".join(names).startswith(DENSE + SPARSE)
-    assert all(name[-1] in "-." for name in names[: names.index(SPARSE) - 1]), result.stdout
-
-
-@pytest.mark.parametrize(
-    ("name", "width", "lines"),
-    [
-        ("filters/model-thin.onnx", 23, ["filters/model-thin.onnx"]),
-        ("filters/model-thin.onnx", 18, ["filters/", "model-thin.onnx"]),
-        ("dense-network-with-a-long-name.onnx", 18, ["dense-network-", "with-a-long-name.", "onnx"]),
-        ("torchvision.models:squeezenet1_1", 18, ["torchvision.", "models:", "squeezenet1_1"]),
-        ("runs/one/two", 5, ["runs/", "one/", "two"]),
-        ("unbreakable", 5, ["unbreakable"]),
-    ],
-)
-def test_long_names_are_broken_behind_separators_only(name: str, width: int, lines: list[str]) -> None:
-    assert split_name(name, width) == lines
 
 
 def test_results_are_written_beside_the_table(run: Run) -> None:
@@ -109,7 +89,7 @@ def test_json_holds_every_figure_and_the_sentences(run: Run) -> None:
 
 def test_one_round_is_told_to_prove_nothing(run: Run) -> None:
     words = "benchmark", DENSE, SPARSE, "--rounds", 1, "--runtime", "onnxruntime"
-    told = f"• sparse.onnx in onnxruntime: one round shows no difference from {DENSE}, "
+    told = f"• sparse.onnx in onnxruntime: no significant difference from {DENSE}, "
     assert told in " ".join(run(*words).stdout.split())
     _, sparse = json.loads(run(*words, "--json").stdout, parse_constant=pytest.fail)["timings"]
     assert (sparse["verdict"], sparse["speed"]["low"], sparse["speed"]["high"]) == ("unclear", None, None)
@@ -137,9 +117,7 @@ def test_a_model_by_its_name_is_timed_in_torch(run: Run) -> None:
             [DENSE, "--input", "x=1,8,nine,9"],
             "--input: expected a shape such as 1,3,224,224, or NAME=1,3,224,224, found",
         ),
-        ([DENSE, "--input", "y=1,8,9,9"], f"{DENSE}: it has no input 'y'"),
         ([DENSE, "--batch", str(10**12)], "--batch, --input: an input 'x' of float32 (1000000000000, 8, 9, 9)"),
-        (["text.onnx"], "text.onnx: not an ONNX model, or incomplete; export it again"),
         (
             ["notes.txt"],
             "notes.txt: expected a file of gossamer export: .onnx, .pt2, .safetensors",
@@ -155,10 +133,6 @@ def test_a_mistake_is_one_sentence_and_exit_code_1(run: Run, words: list[str], s
     assert result.stdout == ""
     assert result.stderr.startswith(f"error: {sentence}")
     assert result.stderr.count("\n") == 1
-
-
-def test_help_has_an_example(run: Run) -> None:
-    assert "Example: gossamer benchmark dense.onnx sparse.onnx" in run("benchmark", "--help").stdout
 
 
 def test_files_of_one_name_are_told_apart_by_their_folders(run: Run) -> None:

@@ -64,18 +64,14 @@ def checked(run: Run, text: str) -> Any:
     return load("checked.yaml").modifiers
 
 
-@pytest.mark.parametrize("suffix", [".yaml", ".yml", ".json"])
 @pytest.mark.parametrize(
-    ("config", "name"),
+    ("suffix", "config", "name"),
     [
-        (levels(), "LevelPruningModifier"),
-        (levels(prun_algo=1, no_prune_keyword="conv", dw_no_prune=True), "LevelPruningModifier"),
-        (levels("FPGMMaskGenerator", sparsity_table=[25, 50]), "LevelPruningModifier"),
-        (str_config(), "STRPruningModifier"),
-        (probmask(), "ProbMaskPruningModifier"),
-        (admm(), "ADMMPruningModifier"),
+        (".yaml", levels(), "LevelPruningModifier"),
+        (".yml", str_config(), "STRPruningModifier"),
+        (".json", probmask(), "ProbMaskPruningModifier"),
+        (".yaml", admm(), "ADMMPruningModifier"),
     ],
-    ids=["levels", "energy", "filters", "STR", "ProbMask", "ADMM"],
 )
 def test_each_kind_of_config_becomes_a_recipe_on_stdout(run: Run, suffix: str, config: Any, name: str) -> None:
     result = run("convert", write(f"config{suffix}", config), "--steps-per-epoch", "4")
@@ -118,11 +114,8 @@ def test_a_script_is_read_and_not_executed(run: Run) -> None:
     ("code", "shown"),
     [
         ("len(loader) * 90", "len(loader) * 90"),
-        ("epochs * 400", "epochs * 400"),
-        ("int(args.iters)", "int(args.iters)"),
         ("f'{3}'", "f'{3}'"),
         ("args.skip", "args.skip"),
-        ("self.torch.iters", "self.torch.iters"),
         ("torch.load('x').iters", "torch.load('x').iters"),
     ],
 )
@@ -190,8 +183,8 @@ def test_two_of_four_needs_the_model(run: Run, arguments: dict[str, Any], count:
     assert (modifier.mask_type, len(modifier.params)) == ("m4n2_1d", count)
 
 
-@pytest.mark.parametrize("name", ["recipe.yaml", "recipe.md"])
-def test_the_recipe_is_written_to_a_file(run: Run, name: str) -> None:
+def test_the_recipe_is_written_to_a_file(run: Run) -> None:
+    name = "recipe.md"
     result = run("convert", write("config.yaml", levels()), "-o", name)
     assert result.exit_code == 0, result.output
     assert result.stdout == f"{name}: LevelPruningModifier, 12 epochs\n"
@@ -245,16 +238,7 @@ def test_an_error_is_one_sentence_and_exit_code_one(run: Run, file: str, content
     assert said in result.stderr
 
 
-def test_several_mistakes_are_several_lines(run: Run) -> None:
-    config = {"scheduler": {"type": "AmbaLevelPruneScheduler", "kwargs": {"total_iter": 3, "verbose": "loud"}}}
-    result = run("convert", write("config.yaml", config))
-    assert result.exit_code == 1
-    lines = result.stderr.splitlines()
-    assert len(lines) == 2
-    assert all(line.startswith("error: sparsity_config: ") for line in lines)
-
-
-@pytest.mark.parametrize("steps", ["0", "-3", "nan", "inf"])
+@pytest.mark.parametrize("steps", ["0", "nan"])
 def test_an_epoch_has_some_steps(run: Run, steps: str) -> None:
     result = run("convert", write("config.yaml", levels()), "--steps-per-epoch", steps)
     assert result.exit_code == 1

@@ -1,20 +1,25 @@
-"""`gossamer export`: files of every format from runs, names and files, what it prints, how it refuses."""
+"""`gossamer export` and `quantize-qat-export`: files of every format, what is printed, how mistakes are refused."""
 
 from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
 from torch import nn
 
 import gossamer
+from gossamer.export import integer_weights
 from gossamer.sparse import NM, magnitude
 from tests.cli.conftest import Run
+from tests.export.graphs import Graph, symmetric
 from tests.runner.nets import small
 from tests.runner.running_on_digits import config, trained
 
@@ -75,7 +80,7 @@ def test_what_was_written_is_shown_with_sizes_zeros_and_differences(run: Run, tw
     told = words(done.output)
     assert "weights from weights.pt" in told
     assert "small-sparse24.safetensors" in told
-    assert "not 2:4: 0.weight: 3 input channels do not divide by 4" in told
+    assert "not 2:4, written as dense (3 input channels do not divide by 4): 0.weight" in told
     assert "0 of 3 layers become semi-structured tensors on CUDA" in told
     assert "10 output features are not a multiple of 16: 9.weight" in told
     assert gossamer.load("out/small-sparse24.safetensors")["3.weight"].dtype == torch.float16
@@ -123,11 +128,9 @@ def test_a_fixed_batch_and_another_opset_can_be_asked_for(run: Run, two_of_four:
             (NET, "-f", "tflite"),
             "--format: unknown format 'tflite'; choose from onnx, pt2, safetensors",
         ),
-        ((NET, "-f", "bitmaks"), "nearest: 'bitmask'"),
         ((NET, "-w", "none.pt"), "none.pt: no such file of weights"),
         ((NET, "--input", "1,4,8,8"), "does not run on an input of shape (1, 4, 8, 8)"),
         ((NET, "-f", "safetensors", "-o", "/proc/none"), "cannot be written"),
-        (("run7",), "run7: no such torchvision model"),
         (("runs/seven",), "no such run folder"),
     ],
 )
@@ -167,3 +170,91 @@ def test_thin_with_nothing_to_remove_says_so_and_writes_nothing(run: Run, two_of
     assert [path.name for path in Path().glob("small*")] == ["small-bitmask.safetensors"], "other formats are written"
     done = run("export", NET, "-w", "weights.pt", "-f", "thin", *SHAPE, "--json")
     assert (done.exit_code, json.loads(done.stdout)["left_out"]) == (1, [told])
+
+
+# quantize-qat-export
+
+WEIGHT = np.random.RandomState(0).randn(64, 32, 3, 3).astype(np.float32)
+WEIGHT[np.abs(WEIGHT) < 0.5] = 0
+
+
+@pytest.fixture
+def quantize(run: Run) -> Run:
+    """`gossamer quantize-qat-export`, in a folder with model.onnx."""
+    graph = Graph()
+    x = graph.emulate("x", 0.03, np.uint8(128))
+    name = graph.emulate(graph.constant("conv.weight", WEIGHT), symmetric(WEIGHT, 0), np.zeros(64, np.int8), 0)
+    model = graph.build(graph.emulate(graph.add("Conv", x, name), 0.1, np.uint8(120)), (1, 32, 7, 7))
+    onnx.save(model, "model.onnx")
+    return lambda *words: run("quantize-qat-export", *words)
+
+
+def test_it_writes_beside_the_file_and_tells_what_it_did(quantize: Run) -> None:
+    result = quantize("model.onnx")
+    assert result.exit_code == 0, result.output
+    first, second, third = result.stdout.splitlines()
+    after, before = (Path(name).stat().st_size / 1e3 for name in ("model-quantized.onnx", "model.onnx"))
+    assert first == f"model-quantized.onnx: {after:.1f} kB; model.onnx: {before:.1f} kB"
+    assert after < before / 3.5
+    zeros = float((integer_weights("model-quantized.onnx")["conv.weight"] == 0).mean())
+    assert zeros >= float((WEIGHT == 0).mean()) > 0.3
+    assert second == f"integers: 18,432 weights, {zeros:.1%} zero"
+    assert third == "onnxruntime computes 1 of 1 products in integers: 1 QLinearConv"
+
+
+def test_json_has_the_same_and_nothing_else_is_printed(quantize: Run) -> None:
+    result = quantize("model.onnx", "-o", "new/int8.onnx", "--json")
+    found = json.loads(result.stdout)
+    assert (found["input"], found["output"]) == ("model.onnx", "new/int8.onnx")
+    assert found["bytes_after"] == Path("new/int8.onnx").stat().st_size < found["bytes_before"] / 3
+    assert found["operators"] == {"QLinearConv": 1}
+    zeros = int((integer_weights("new/int8.onnx")["conv.weight"] == 0).sum())
+    assert found["layers"] == [{"name": "conv.weight", "weights": 18432, "zeros": zeros}]
+    assert result.stderr == ""
+
+
+def test_an_error_is_one_sentence_and_exit_code_1(quantize: Run) -> None:
+    result = quantize("none.onnx")
+    assert result.exit_code == 1
+    assert result.stderr == "error: none.onnx: file not found; give an ONNX model\n"
+    assert result.stdout == ""
+
+
+def _unknown_type(model: onnx.ModelProto) -> None:
+    model.graph.initializer[0].data_type = 99
+
+
+def _missing_weights(model: onnx.ModelProto) -> None:
+    model.graph.initializer[0].data_location = onnx.TensorProto.EXTERNAL
+    entry = model.graph.initializer[0].external_data.add()
+    entry.key, entry.value = "location", "weights.bin"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_unknown_type, "not a valid ONNX model (99 is not a valid DataType); export it again"),
+        (_missing_weights, "its weights are in 'weights.bin', which is missing; put it into the same folder"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(
+    quantize: Run, change: Callable[[onnx.ModelProto], None], message: str
+) -> None:
+    model = onnx.load("model.onnx")
+    change(model)
+    Path("changed.onnx").write_bytes(model.SerializeToString())
+    result = quantize("changed.onnx")
+    assert (result.exit_code, result.stderr) == (1, f"error: changed.onnx: {message}\n")
+    Path("changed.onnx").write_bytes(b"\xff" * 10)
+    assert "not an ONNX model" in quantize("changed.onnx").stderr
+
+
+def test_a_file_whose_weights_stay_floats_is_warned_about(quantize: Run) -> None:
+    graph = Graph()
+    y = graph.add("Conv", graph.emulate("x", 0.03, np.uint8(128)), graph.constant("w", WEIGHT))
+    onnx.save(graph.build(y, (1, 32, 7, 7)), "activations.onnx")
+    result = quantize("activations.onnx")
+    assert result.exit_code == 0
+    sentence = "warning: activations.onnx: no weight uses QuantizeLinear, so none is converted\n"
+    assert result.stderr == sentence
+    assert "0 of 1 products in integers: 1 Conv" in result.stdout

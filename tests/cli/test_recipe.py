@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -56,8 +55,10 @@ def write(name: str, text: str) -> str:
 def test_a_good_recipe_is_summed_up_and_exits_with_zero(run):
     result = run("recipe", "check", write("good.yaml", GOOD))
     assert result.exit_code == 0
-    for word in ("good.yaml", "GMPruningModifier", "0 to 4", "num_epochs = 4"):
-        assert word in result.stdout
+    words = result.stdout.split()
+    assert "good.yaml is valid: epochs 0 to 4" in " ".join(words)
+    assert "GMPruningModifier" in words
+    assert words[words.index("num_epochs") + 1] == "4"
 
 
 def test_every_problem_stands_on_its_own_line(run):
@@ -86,7 +87,6 @@ def test_problems_as_json_are_the_only_output(run):
         (["show", "builtin:gmp-90", "--set", "num_epochs"], "expected 'name=value'"),
         (["check", "builtin:gmp-90", "--import", "no_such_module"], "cannot import 'no_such_module'"),
         (["check", "builtin:gmp-90", "--model", "resnet81"], "no such torchvision model; nearest"),
-        (["check", "builtin:gmp-90", "--model", "no_such_module:f"], "cannot import 'no_such_module'"),
         (["check", "builtin:gmp-90", "--model", "models_here:"], "expected package.module:function"),
         (["check", "builtin:gmp-90", "--model", "models_here:tini"], "has no 'tini'; nearest: 'tiny'"),
         (["check", "builtin:gmp-90", "--model", "models_here:VALUE"], "expected a function"),
@@ -113,7 +113,7 @@ def test_something_unexpected_keeps_its_traceback(run, monkeypatch):
     def breaks(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("gossamer.cli.recipe._show_summary", breaks)
+    monkeypatch.setattr("gossamer.cli.recipe._show", breaks)
     result = run("recipe", "check", "builtin:gmp-90")
     assert isinstance(result.exception, ZeroDivisionError)
 
@@ -180,10 +180,8 @@ def test_show_fills_in_the_variables(run):
     assert found["epochs"] == {"min": 0, "max": 10}
 
 
-def test_show_prints_a_table_of_modifiers_and_variables(run):
-    words = run("recipe", "show", write("good.yaml", GOOD)).stdout.split()
-    assert "GMPruningModifier" in words
-    assert words[words.index("num_epochs") + 1] == "4"
+def test_show_prints_a_table_of_modifiers(run):
+    assert "GMPruningModifier" in run("recipe", "show", write("good.yaml", GOOD)).stdout
 
 
 def test_list_shows_every_recipe_with_its_description(run):
@@ -214,25 +212,6 @@ def test_a_built_in_recipe_scales_with_its_number_of_epochs(run, name):
 def test_a_classifier_keeps_its_outputs_under_filter_pruning(run):
     found = json.loads(run("recipe", "check", "builtin:filters-50", "--model", "resnet18", "--json").stdout)
     assert all("fc.weight" not in binding["targets"] for binding in found["bindings"])
-
-
-@pytest.mark.parametrize("words", [(), ("recipe",), *(("recipe", w) for w in ("check", "show", "plot", "list"))])
-def test_help_holds_an_example(run, words):
-    result = run(*words, "--help")
-    assert result.exit_code == 0
-    assert "gossamer recipe" in result.stdout
-
-
-def test_the_version_is_that_of_the_package(run):
-    import gossamer
-
-    assert run("--version").stdout == f"gossamer {gossamer.__version__}\n"
-
-
-def test_starting_loads_nothing_heavy():
-    code = "import sys, gossamer.cli; print(*{'matplotlib', 'torchvision', 'numba', 'scipy'} & set(sys.modules))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == ""
 
 
 @pytest.mark.parametrize(

@@ -152,13 +152,6 @@ def test_every_combination_loads_or_names_the_conflict(first_rate: int, monkeypa
     assert loaded > 500
 
 
-@pytest.mark.parametrize("lr", RATES)
-def test_every_learning_rate_loads_beside_every_method(lr: Any) -> None:
-    for pruning, quantization in itertools.product(("magnitude", "str", "constant", None), (True, False)):
-        recipe = sparsify.create.recipe_for(network(), pruning, quantization, lr)
-        assert sparsify.load(recipe.text) == recipe
-
-
 WORKING = [options for options in all_options() if conflict(options) is None]
 
 

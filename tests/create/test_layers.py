@@ -102,7 +102,7 @@ def test_a_detector_whose_path_depends_on_values_shows_its_heads_before_that() -
     assert found.last == {"boxes.weight", "classes.weight", "last.weight"}
 
 
-def test_what_lies_behind_a_choice_by_values_is_found_on_real_ones() -> None:
+def test_what_follows_a_choice_by_values_is_found_on_real_ones() -> None:
     class TwoStages(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -137,7 +137,6 @@ def test_a_model_that_cannot_be_traced_is_reported_with_the_fix() -> None:
     made = design(TwoInputs(), choose(quantization=False))
     assert "could not be traced" in made.warnings[0].message
     assert made.warnings[0].key == ("example_inputs",)
-    assert "assumed to be the first convolution: it is defined first" in made.recipe.text
     images = torch.zeros(1, 3, 16, 16)
     assert design(TwoInputs(), choose(quantization=False), example_inputs=(images, images)).warnings == ()
 
@@ -161,19 +160,6 @@ def test_a_head_for_training_alone_is_left_dense_and_not_counted() -> None:
         assert "it does not run in evaluation mode" in aux.why
         assert "Prunes 2 of 3 layers, with 6,144 weights (96 % of all)" in made.recipe.text
         assert made.warnings == ()
-
-
-def test_a_weight_that_is_used_without_a_call_of_its_layer_takes_part() -> None:
-    class Attends(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.head = nn.MultiheadAttention(64, 4, batch_first=True), nn.Linear(64, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.attention(x, x, x)[0])
-
-    found = planned(Attends(), example=torch.zeros(2, 5, 64))
-    assert found["attention.out_proj.weight"].takes_part
 
 
 def test_a_head_that_shares_its_weight_with_an_embedding_stays_dense() -> None:
@@ -219,22 +205,13 @@ def test_looking_leaves_no_trace() -> None:
     assert type(model(torch.ones(2, 4)).detach()) is Tensor
 
 
-@pytest.mark.parametrize(
-    ("mask_type", "name", "reason"),
-    [
-        ("block4", "odd.weight", "mask_type block4 does not fit: 30 input channels do not divide by 4"),
-        ("2:4", "odd.weight", "mask_type 2:4 does not fit: 30 input channels do not divide by 4"),
-    ],
-)
-def test_a_layer_that_the_pattern_does_not_fit_stays_dense_with_the_reason(
-    mask_type: str, name: str, reason: str
-) -> None:
+def test_a_layer_that_the_pattern_does_not_fit_stays_dense_with_the_reason() -> None:
     model = nn.Sequential()
     model.add_module("even", nn.Linear(32, 30))
     model.add_module("odd", nn.Linear(30, 32))
     model.add_module("head", nn.Linear(32, 32))
-    found = planned(model, recipe_variables={"mask_type": mask_type})
-    assert found[name].why == reason
+    found = planned(model, recipe_variables={"mask_type": "block4"})
+    assert found["odd.weight"].why == "mask_type block4 does not fit: 30 input channels do not divide by 4"
     assert [layer.takes_part for layer in found.values()] == [True, False, False]
 
 
@@ -243,13 +220,6 @@ def test_for_tensorrt_layers_that_hardware_cannot_run_stay_dense() -> None:
     found = planned(model, recipe_variables={"target": "tensorrt"})
     assert [name for name, layer in found.items() if layer.takes_part] == ["0.weight"]
     assert "sparse tensor cores cannot run it: 20 output channels" in found["1.weight"].why
-
-
-def test_layers_that_fit_are_pruned_where_hardware_can_run_none() -> None:
-    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 3))
-    found = planned(model, recipe_variables={"target": "tensorrt"})
-    assert [layer.takes_part for layer in found.values()] == [True, True, False]
-    assert "though sparse tensor cores cannot run it" in found["0.weight"].why
 
 
 def test_a_single_layer_takes_part_though_it_is_the_head() -> None:
@@ -294,10 +264,6 @@ def test_a_model_without_layers_is_refused(pruning: Any) -> None:
         sparsify.create.recipe_for(nn.Sequential(nn.ReLU()), pruning)
 
 
-def test_without_pruning_and_quantization_any_model_has_a_recipe() -> None:
-    assert sparsify.create.recipe_for(nn.ReLU(), None, False).max_epochs == 20
-
-
 # Shares
 
 
@@ -321,14 +287,6 @@ def test_shares_by_size_add_up_exactly_in_the_recipe_as_it_is_written(
     zeros = sum(int((model.get_parameter(layer.name) == 0).sum()) for layer in taking)
     assert zeros == expected
     assert all(int((model.get_parameter(layer.name) != 0).sum()) > 0 for layer in taking)
-
-
-def test_small_layers_give_less_by_size() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 64), nn.Linear(64, 256), nn.Linear(256, 4))
-    found = planned(model, recipe_variables={"global_sparsity": False, "sparsity": 0.7})
-    shares = [layer.sparsity or 0.0 for layer in found.values() if layer.takes_part]
-    assert shares == sorted(shares)
-    assert shares[0] < 0.5 < shares[-1]
 
 
 @pytest.mark.parametrize("wide", [True, False])

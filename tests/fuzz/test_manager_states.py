@@ -478,7 +478,6 @@ REFUSED: list[tuple[str, Callable[[Any], None], str]] = [
     ("topkast", drop(*of("TopKAST", "state", "aside", WEIGHT)), "'3.weight' is missing, but 'backward' has it"),
     ("acdc", change(*of("ACDC", "state", "sparse"), to=1), "expected true or false, found 1"),
     ("levels", change(*of("Level", "state", "target"), to=None), "expected a number from 0 to 1, found None"),
-    ("levels", change("restart", "scheduler", "T_max", to=0), "state.restart.scheduler.T_max: expected a number from"),
     ("levels", change("restart", "scheduler", "last_epoch", to="x"), "state.restart.scheduler.last_epoch"),
     ("quantization", change("modifiers", "QuantizationModifier.0", "state", "ranges", "0.input", to=torch.zeros(3)),
      "expected shape (2,), found (3,)"),

@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
+from gossamer.runner.notes import Origin, PlanNote, SensitivityNote, WeightsNote, weights_of, write_note
 from gossamer.runner.reporting import report
-from gossamer.runner.reporting.notes import note_weights, weights_of, write_note
 from tests.fuzz.harness import attempt, fuzz
 from tests.fuzz.values import mutated
 
@@ -23,13 +23,14 @@ def made(folder: Path) -> dict[str, Any]:
     """A run folder without checkpoints, and its documents by path."""
     torch.manual_seed(0)
     weights = weights_of(nn.Sequential(nn.Linear(8, 4)))
-    note_weights(folder, "start", weights, origin={"name": "dense", "metrics": {"top1": 80.0}})
-    note_weights(folder, "end", weights, iteration=4)
+    origin = Origin(name="dense", metrics={"top1": 80.0})
+    write_note(folder, "start", WeightsNote(layers=weights, origin=origin))
+    write_note(folder, "end", WeightsNote(layers=weights, iteration=4))
     layers = {"0.weight": {"target": 0.8, "dense": None, "transposed": False}}
     course = [[0.0, 0.1], [2.0, 0.5], [4.0, 0.8]]
-    write_note(folder, "plan", {"length": 4, "steps_per_epoch": 2, "sparse": True, "layers": layers, "course": course})
+    write_note(folder, "plan", PlanNote(length=4, steps_per_epoch=2, sparse=True, layers=layers, course=course))
     rows = {"0.weight": [0.1, 0.9]}
-    write_note(folder, "sensitivity", {"iteration": 4, "sparsities": [0.5, 0.9], "images": 32, "rows": rows})
+    write_note(folder, "sensitivity", SensitivityNote(iteration=4, sparsities=[0.5, 0.9], images=32, rows=rows))
     lines: list[dict[str, Any]] = []
     for at in range(5):
         frame = {"iteration": at, "epoch": at / 2, "seconds": 0.1 * at}

@@ -134,7 +134,7 @@ def build(config: Config) -> None:
         if source is not None and source.type in ("digits", "scenes"):
             task = "classification" if source.type == "digits" else "detection"
             data = build_dataset(source, task=task)
-            data.read_batch(range(min(len(data), 2)), train=True)
+            data.read_batch([(0, index) for index in range(min(len(data), 2))], train=True)
         elif source is not None:
             Pipeline(source.transforms)
     layer = torch.nn.Linear(4, 4)
@@ -194,7 +194,7 @@ def changed(part: str, **settings: Any) -> str:
          "warmup_epochs: expected a number <= 1e+09"),
         (changed("trainer", max_epoch=10**30), "trainer.max_epoch: expected a number <= 1e+09"),
         (changed("dataset", train={**BASE["dataset"]["train"], "transforms": [{"RandomApply": {"transforms": [0]}}]}),
-         "expected a name, or a name with its arguments, found 0"),
+         "expected a name, or one name with its arguments, found 0"),
         (changed("dataset", train={**BASE["dataset"]["train"], "transforms": [{"Resize": {"size": [1e308]}}]}),
          "transforms[0].Resize.size: expected numbers between"),
         (changed("runtime", seed=2**70), "runtime.seed: expected a number"),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+ROOT = Path(__file__).parents[2]
 TRAINED_ON = 1440
 BATCH = 32
 BATCHES = TRAINED_ON // BATCH
@@ -66,3 +70,13 @@ def rates(end: float = 4, initial: float = 0.01) -> str:
 
 RECIPE = "modifiers:\n" + pruning()
 WITH_RATES = "modifiers:\n" + rates() + pruning()
+
+
+def in_a_new_process(module: str, call: str) -> None:
+    """Run `call` with the names of a test module; an error there is raised here.
+
+    Autograd's threads do not survive a fork of a process that has trained, so processes are forked from a new one.
+    """
+    code = f"from pathlib import Path\nimport {module} as tests\nfrom {module} import *\n{call}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -14,8 +14,18 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from gossamer.errors import GossamerError
-from tests.integrations.digits import BATCHES, RECIPE, WITH_RATES, accuracy, loader, network, pruning, same, weights
-from tests.integrations.processes import in_a_new_process
+from tests.integrations.digits import (
+    BATCHES,
+    RECIPE,
+    WITH_RATES,
+    accuracy,
+    in_a_new_process,
+    loader,
+    network,
+    pruning,
+    same,
+    weights,
+)
 from tests.loops import zeros
 
 
@@ -152,7 +162,7 @@ def test_a_folder_without_the_recipes_state_is_refused_and_changes_nothing(libra
     assert same(weights(loop.plain), before)
 
 
-def test_the_rates_of_the_recipe_win_and_the_user_is_told(library: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_rates_of_the_recipe_win_with_a_warning(library: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gossamer"):
         loop = Loop(library, WITH_RATES)
         loop.train(epochs=2)
@@ -188,24 +198,6 @@ def test_a_loop_without_a_length_has_to_say_its_steps(library: Any) -> None:
     with pytest.raises(GossamerError, match="pass the training dataloader"):
         Sparsity(RECIPE).attach(accelerator, model, optimizer)
     assert Sparsity(RECIPE, steps_per_epoch=4).attach(accelerator, model, optimizer, stream).epoch == 0
-
-
-def test_a_copy_of_the_model_teaches_through_accumulated_losses(library: Any) -> None:
-    recipe = "modifiers:\n  - !DistillationModifier {hardness: 1.0, temperature: 1.0}\n" + pruning(end=1)
-    loop = Loop(library, recipe, accumulate=2, distillation_teacher=nn.Sequential(nn.Linear(64, 10)))
-    before = weights(loop.plain)
-    loop.train(epochs=1)
-    assert not same(before, weights(loop.plain))
-    loop.sparsity.finalize()
-    assert zeros(loop.plain[0].weight) == 4915
-
-
-def test_what_is_no_accelerator_is_refused(library: Any) -> None:
-    from gossamer.integrations.accelerate import Sparsity
-
-    model = network()
-    with pytest.raises(GossamerError, match="expected the accelerator first, found Sequential"):
-        Sparsity(RECIPE).attach(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
 
 
 def _in_two_processes(folder: str) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import gossamer
-from gossamer.engine.learning_rate import RecipeRates
 from gossamer.errors import GossamerError
 from gossamer.integrations.adapter import STATE_FILE, Adapter, read_state, write_state
 from tests.integrations.digits import RECIPE, network
@@ -50,16 +49,6 @@ def test_variables_beside_a_finished_recipe_are_refused() -> None:
         Adapter(gossamer.load(RECIPE), variables={"epochs": 3})
 
 
-def test_a_bad_recipe_is_refused_before_any_training() -> None:
-    with pytest.raises(gossamer.RecipeError, match="GMPruningModifer"):
-        Adapter("modifiers: [!GMPruningModifer {}]")
-
-
-def test_there_is_no_manager_outside_a_training() -> None:
-    with pytest.raises(GossamerError, match="attached only during training"):
-        _ = Adapter(RECIPE).manager
-
-
 def test_groups_that_the_recipe_leaves_alone_follow_the_scheduler() -> None:
     model = network()
     optimizer = torch.optim.SGD([{"params": layer.parameters()} for layer in (model[0], model[2])], lr=1.0)
@@ -68,8 +57,7 @@ def test_groups_that_the_recipe_leaves_alone_follow_the_scheduler() -> None:
         "modifiers: [!SetLearningRateModifier {learning_rate: 0.3, start_epoch: 1, param_groups: [1]}]"
     )
     manager.modify(model, optimizer, 2)
-    rates = RecipeRates(manager, optimizer, 2)
-    rates.begin()
+    manager.hold_rates()
     seen: list[list[float]] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append([group["lr"] for group in optimizer.param_groups]))
     for _ in range(4):
@@ -77,7 +65,7 @@ def test_groups_that_the_recipe_leaves_alone_follow_the_scheduler() -> None:
         optimizer.step()
         scheduler.step()
     assert seen == [[1.0, 1.0], [0.5, 0.5], [0.25, 0.3], [0.125, 0.3]]
-    rates.remove()
+    manager.finalize()
     optimizer.step()
     assert seen[-1] == [0.0625, 0.15]
 

@@ -18,13 +18,13 @@ from tests.integrations.digits import (
     RECIPE,
     WITH_RATES,
     accuracy,
+    in_a_new_process,
     loader,
     network,
     pruning,
     same,
     weights,
 )
-from tests.integrations.processes import in_a_new_process
 from tests.loops import zeros
 
 
@@ -163,7 +163,7 @@ def test_accumulated_batches_are_one_step(pl: Any) -> None:
     assert zeros(model.net[0].weight) == 4915
 
 
-def test_the_rates_of_the_recipe_win_and_the_user_is_told(pl: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_rates_of_the_recipe_win_with_a_warning(pl: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = module(pl, scheduled=True)
     with caplog.at_level(logging.WARNING, "gossamer"):
         trainer(pl, callback(WITH_RATES), limit_train_batches=5).fit(model, loader())
@@ -172,13 +172,7 @@ def test_the_rates_of_the_recipe_win_and_the_user_is_told(pl: Any, caplog: pytes
     assert model.rates == pytest.approx([0.01 - 0.009 * step / 20 for step in range(20)])
 
 
-def test_a_scheduler_rules_where_the_recipe_says_nothing_of_rates(pl: Any) -> None:
-    model = module(pl, scheduled=True)
-    trainer(pl, callback(RECIPE), limit_train_batches=6, epochs=1).fit(model, loader())
-    assert model.rates == pytest.approx([0.01] * 5 + [0.001])
-
-
-def test_a_training_that_is_too_short_is_told(pl: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_training_that_is_too_short_is_reported(pl: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "gossamer"):
         trainer(pl, callback(RECIPE), max_steps=BATCHES).fit(module(pl), loader())
     assert "ends after 1 epochs and the recipe after 3" in caplog.messages[0]
@@ -222,7 +216,7 @@ def test_two_optimizers_are_refused(pl: Any) -> None:
         trainer(pl, callback(RECIPE)).fit(model, loader())
 
 
-def test_manual_optimization_needs_to_be_told_the_steps_and_then_works(pl: Any) -> None:
+def test_manual_optimization_needs_the_steps_and_then_works(pl: Any) -> None:
     def training_step(self: Any, batch: Any, index: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
@@ -246,16 +240,6 @@ def test_changing_accumulation_is_refused(pl: Any) -> None:
         trainer(pl, callback(RECIPE), GradientAccumulationScheduler({0: 1, 2: 4})).fit(module(pl), loader())
 
 
-def test_validation_and_prediction_alone_change_nothing(pl: Any) -> None:
-    model, sparsity = module(pl, validation_step=lambda self, batch, index: None), callback(RECIPE)
-    before = weights(model)
-    fit = trainer(pl, sparsity)
-    fit.validate(model, loader(), verbose=False)
-    fit.predict(model, loader())
-    assert same(before, weights(model))
-    assert sparsity.figures() == sparsity.state_dict() == {}
-
-
 def test_an_error_in_training_leaves_model_and_optimizer_free(pl: Any) -> None:
     def training_step(self: Any, batch: Any, index: int) -> torch.Tensor:
         if index == 3:
@@ -268,19 +252,6 @@ def test_an_error_in_training_leaves_model_and_optimizer_free(pl: Any) -> None:
         fit.fit(module(pl, training_step=training_step), loader())
     assert not fit.optimizers[0]._optimizer_step_post_hooks
     assert sparsity.state_dict()["state"]["step"] == 3
-
-
-@pytest.mark.slow
-def test_two_models_train_side_by_side_as_each_would_alone(pl: Any) -> None:
-    def trained(recipe: str, sparsity: Any = None) -> Any:
-        model = module(pl)
-        trainer(pl, sparsity or callback(recipe), epochs=1).fit(model, loader())
-        return weights(model)
-
-    twice = callback(RECIPE)
-    first, other, again = trained(RECIPE, twice), trained(WITH_RATES), trained(RECIPE, twice)
-    assert same(first, again)
-    assert not same(first, other)
 
 
 def _in_two_processes(folder: Path) -> None:
@@ -296,11 +267,3 @@ def _in_two_processes(folder: Path) -> None:
 def test_two_processes_train_one_sparse_model(pl: Any, tmp_path: Path) -> None:
     in_a_new_process(__name__, f"tests._in_two_processes(Path({str(tmp_path)!r}))")
     assert zeros(torch.load(tmp_path / "weight.pt", weights_only=True)) == 4915
-
-
-def test_nothing_of_a_module_is_renamed(pl: Any) -> None:
-    model = module(pl)
-    names = list(model.state_dict())
-    trainer(pl, callback(RECIPE), epochs=1, limit_train_batches=2).fit(model, loader())
-    assert list(model.state_dict()) == names
-    assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import GossamerError
 from gossamer.sparse import NM
-from tests.integrations.digits import same, weights
-from tests.integrations.processes import in_a_new_process
+from tests.integrations.digits import in_a_new_process, same, weights
 
 SENTENCES, WORDS, LENGTH = 512, 12, 6
 BATCH = 32
@@ -348,26 +346,6 @@ def test_a_teacher_is_heard_though_the_model_computes_its_loss_itself(library: A
     assert not torch.allclose(right["classifier.bias"], begun["classifier.bias"], atol=1e-3)
     for name, weight in taught("right", 8, 2).items():
         torch.testing.assert_close(weight, right[name], atol=1e-5, rtol=1e-4)
-
-
-def test_evaluation_alone_changes_nothing(library: Any, tmp_path: Path) -> None:
-    model, sparsity = bert(library), callback(FOUR_FIFTHS)
-    before = weights(model)
-    train = trainer(library, tmp_path, model, sparsity, eval_dataset=sentences(1, 32))
-    train.evaluate()
-    train.predict(sentences(1, 32))
-    assert same(before, weights(model))
-    assert sparsity.figures() == {}
-
-
-def test_a_checkpoint_is_plain_data(library: Any, tmp_path: Path) -> None:
-    trainer(
-        library, tmp_path, bert(library), callback(FOUR_FIFTHS), max_steps=3, save_strategy="steps", save_steps=3
-    ).train()
-    held = torch.load(tmp_path / "checkpoint-3" / "gossamer.pt", weights_only=True)
-    assert held["state"]["step"] == 3
-    told = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
-    assert told["stateful_callbacks"]["gossamer"]["attributes"]["mark"] == held["mark"]
 
 
 def _in_two_processes(folder: Path) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossamer.model.tracing.channels import Channels, Factor, Layouts, Operand, copy_label
+from gossamer.model.tracing.channels import Channels, Factor, Layouts, Operand
 
 
 def colours(channels: Channels, *factors: Factor) -> list[list[int]]:
@@ -51,14 +50,6 @@ def test_channels_held_along_one_dimension_move_along_the_other():
     assert found.limits.most_common(np.arange(6)) == "in its row"
 
 
-def test_the_first_reason_is_the_one_that_is_given():
-    channels = Channels()
-    whole = channels.fresh(0, 2)
-    channels.fix(whole, [0], "first")
-    channels.fix(whole, [0], "second")
-    assert channels.resolve([(whole,)]).reasons.most_common(np.arange(2)) == "first"
-
-
 def test_halves_that_meet_move_together_and_are_two_copies():
     channels = Channels()
     layouts = Layouts(channels)
@@ -79,15 +70,6 @@ def test_a_tensor_that_meets_itself_backwards_stays_in_place():
     layouts.combined([Operand((whole,), (4,)), Operand(back, (4,))], (4,), "met")
     (found,) = colours(channels, whole)
     assert found[0] == found[3] != found[1] == found[2]
-
-
-def test_constants_beside_channels_are_told_apart():
-    channels = Channels()
-    layouts = Layouts(channels)
-    whole = channels.fresh(0, 2)
-    constants = [Operand((), (2,), neutral=True), Operand((whole,), (2,)), Operand((), (2,), neutral=True)]
-    (joined,) = layouts.joined(constants, 0, "joined")
-    assert colours(channels, joined) == [[0, 0, 1, 1, 2, 2]]
 
 
 @given(st.lists(st.integers(2, 4), min_size=2, max_size=4), st.data())
@@ -118,8 +100,3 @@ def test_copies_of_copies_have_labels_of_their_own():
     twice = channels.fresh(0, 3).spread([0, 1], [3, 4]).spread([0, 1, 2], [3, 4, 4])
     for channel in range(3):
         assert len(np.unique(twice.copies[channel])) == 16
-
-
-@pytest.mark.parametrize("size", [0, 1])
-def test_labels_of_nothing_are_nothing(size: int):
-    assert copy_label(np.zeros(size, np.int64), np.zeros(0, np.uint64)).tolist() == [0] * size

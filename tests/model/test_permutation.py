@@ -18,7 +18,7 @@ from gossamer.model import permute as permutation
 from gossamer.model.parameters import get_tensor, prunable
 from gossamer.model.permute import Permutation, find
 from tests.model.keeping import keeps, random_search, randomised, reason
-from tests.model.test_cases import Written, conv, image, written
+from tests.model.test_cases import Written, conv, image
 
 
 @pytest.fixture(autouse=True)
@@ -149,14 +149,6 @@ def test_wrapped_models_move_under_their_clean_names(wrap: str):
         assert (model(image()) - expected).abs().max() < 1e-9
 
 
-def test_a_checkpoint_of_the_permuted_model_loads_into_a_new_one():
-    model, fresh = network().eval(), network()
-    expected = model(image())
-    find(model, prunable(model), example_inputs=image()).apply(model)
-    fresh.load_state_dict(model.state_dict())
-    assert (fresh.eval()(image()) - expected).abs().max() < 1e-9
-
-
 def test_layers_that_read_the_same_channels_share_one_order():
     model = randomised(
         Written(
@@ -202,13 +194,6 @@ def test_progress_runs_from_nothing_to_everything():
     find(network(), ["3.weight", "8.weight"], example_inputs=image(), progress=lambda label, share: told.append(share))
     assert told == sorted(told)
     assert told[-1] == 1.0
-
-
-def test_a_tied_weight_goes_by_any_of_its_names():
-    model = written(lambda self, x: self.b(F.relu(self.a(x))), a=conv(kernel=1), b=conv(kernel=1))
-    model.b.weight = model.a.weight
-    found = find(model, ["b.weight"], example_inputs=image())
-    assert found.layers[0].reason is None
 
 
 # Shapes are guessed
@@ -387,36 +372,6 @@ def test_a_model_that_keeps_fake_tensors_outside_itself_is_reported_with_the_mod
     assert not found.moves
 
 
-def test_a_cache_that_holds_real_tensors_does_no_harm():
-    clear_caches()
-    model = randomised(Caching())
-    model(image())
-    assert find(model, ["b.weight"], example_inputs=image()).untraceable is None
-    assert not isinstance(model(image()), FakeTensor)
-
-
-def test_an_object_with_slots_is_put_back():
-    class Counter:
-        __slots__ = ("calls", "last")
-
-        def __init__(self) -> None:
-            self.calls, self.last = 0, None
-
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.counter, self.a, self.b = Counter(), conv(8), conv()
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.counter.calls += 1
-            self.counter.last = self.a(x)
-            return self.b(self.counter.last)
-
-    model = randomised(Counting())
-    find(model, ["b.weight"], example_inputs=image())
-    assert (model.counter.calls, model.counter.last) == (0, None)
-
-
 def test_a_model_that_seeds_its_random_numbers_is_left_alone():
     class Seeding(nn.Module):
         def __init__(self) -> None:
@@ -527,35 +482,6 @@ def test_tracing_a_model_leaves_no_trace_in_it():
     assert all(parameter.grad is None for parameter in model.parameters())
     handle.remove()
     model(image())
-
-
-def test_a_model_that_could_only_be_traced_in_parts_is_left_as_it_was():
-    class LeavingAndBranching(Branching):
-        def __init__(self) -> None:
-            super().__init__()
-            self.traces = Leaving()
-            self.head = conv()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + self.head(self.traces(x))[:, :8]
-
-    model = randomised(LeavingAndBranching())
-    model.train()
-    state = copy.deepcopy(model.state_dict())
-    find(model, prunable(model), example_inputs=image(), parts=True)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
-    assert not fakes_in(model, set())
-    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
-    assert all(module.training for module in model.modules())
-    assert not model.traces.history
-
-
-def test_tracing_works_where_gradients_are_recorded_and_where_they_are_not():
-    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-        model = network()
-        with context():
-            found = find(model, ["3.weight"], example_inputs=image())
-        assert found.layers[0].reason is None
 
 
 def test_an_interruption_while_reordering_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch):

@@ -144,7 +144,7 @@ def test_the_schedule_says_dense_until_the_cut() -> None:
     [
         (
             recipe().replace("end_epoch: 4", "end_epoch: -1"),
-            "end_epoch: expected the epoch at which the weights are pruned",
+            "end_epoch: expected the epoch at which the modifier ends",
         ),
         (recipe("rho: 0"), "rho"),
         (recipe("mask_type: 2:4"), "final_sparsity: mask_type 2:4 means 0.5, found 0.9"),

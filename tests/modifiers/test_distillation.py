@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from gossamer import GossamerError, Manager
 from gossamer.modifiers.distillation.losses import divergence, divergence_gradient
-from gossamer.modifiers.distillation.outputs import replaced, tensors
 
 RECIPE = "modifiers: [!DistillationModifier {{hardness: {}, temperature: {}{}}}]"
 
@@ -101,13 +100,6 @@ def test_what_both_rule_out_takes_no_part() -> None:
     assert torch.allclose(found, kl(student[:, :2], teacher[:, :2], 2.0))
     assert torch.allclose(student.grad, divergence_gradient(student.detach(), teacher, 2.0))
     assert bool(student.grad.isfinite().all())
-
-
-def test_half_precision_outputs_are_compared_in_full_precision() -> None:
-    student, teacher = torch.randn(4, 10), torch.randn(4, 10)
-    half = divergence_gradient(student.bfloat16(), teacher.bfloat16(), 2.0)
-    assert half.dtype == torch.float32
-    assert torch.equal(half, divergence_gradient(student.bfloat16().float(), teacher.bfloat16().float(), 2.0))
 
 
 # Several outputs
@@ -250,17 +242,6 @@ def test_a_lone_output_learns_the_named_one_or_the_only_one_of_its_shape(keys: s
     ours = plain(x)
     (0.5 * ours.square().mean() + 0.5 * 4 * kl(ours, teacher(x)[learned].detach(), 2.0)).backward()
     assert close([p.grad for p in student.first.parameters()], [p.grad for p in plain.first.parameters()])
-
-
-def test_the_same_tensors_come_back_in_nested_outputs() -> None:
-    output = {"a": torch.ones(2), "b": (torch.zeros(3), [torch.ones(1), "text"]), "c": Both(torch.ones(4), None)}
-    changed = replaced(output, {("b", 1, 0): torch.full((1,), 5.0), ("c", "logits"): torch.full((4,), 6.0)})
-    assert float(changed["b"][1][0]) == 5
-    assert changed["b"][1][1] == "text"
-    assert bool((changed["c"].logits == 6).all())
-    assert changed["a"] is output["a"]
-    assert float(output["b"][1][0]) == 1
-    assert set(tensors(changed)) == {("a",), ("b", 0), ("b", 1, 0), ("c", "logits")}
 
 
 def test_outputs_may_be_changed_in_place() -> None:
@@ -414,12 +395,13 @@ BAD: list[tuple[Callable[[], tuple[nn.Module, Any]], str, str]] = [
     (
         lambda: (Heads(lambda a, b: {"x": a}, 0), Heads(lambda a, b: {"y": a}, 1)),
         "",
-        "finds no output that both have: the model returns a dict of 'x' and the teacher a dict of 'y'",
+        "cannot tell which outputs go together: the model returns a dict of 'x' and the teacher a dict of 'y'; name "
+        "those to learn in distill_output_keys",
     ),
     (
         lambda: (Heads(lambda a, b: a, 0), Heads(lambda a, b: None, 1)),
         "",
-        "finds nothing to learn from in the teacher's output (of type NoneType)",
+        "finds nothing to distil in the teacher's output (of type NoneType)",
     ),
     (
         lambda: (nn.Linear(4, 1), nn.Linear(4, 1)),
@@ -427,11 +409,6 @@ BAD: list[tuple[Callable[[], tuple[nn.Module, Any]], str, str]] = [
         "with shape (2, 1)): it needs a tensor of floating point with two or more dimensions and two or more classes; "
         "return the logits too, and train on manager.loss(loss, outputs); for a single logit return two, (0, logit), "
         "or use PerLayerDistillationModifier",
-    ),
-    (
-        lambda: (Heads(lambda a, b: a[:, :1, None, None].expand(-1, -1, 3, 3), 0), Heads(lambda a, b: a, 1)),
-        "",
-        "with shape (2, 1, 3, 3)): it needs a tensor of floating point with two or more dimensions and two or more",
     ),
     (
         lambda: (Heads(lambda a, b: {"x": a[:, :1]}, 0), Heads(lambda a, b: {"x": a[:, :1]}, 1)),
@@ -442,14 +419,7 @@ BAD: list[tuple[Callable[[], tuple[nn.Module, Any]], str, str]] = [
     (
         lambda: (Heads(lambda a, b: a, 0), Heads(lambda a, b: {"embedding": a, "logits": a}, 1)),
         "",
-        "cannot tell which of the teacher's outputs the model's one learns: they are a dict of 'embedding', 'logits'; "
-        "name it in distill_output_keys",
-    ),
-    (
-        lambda: (Heads(lambda a, b: {"x": a, "y": b}, 0), Heads(lambda a, b: (a, b, a), 1)),
-        "",
-        "cannot tell which outputs go together: the model returns a dict of 'x', 'y' and the teacher a tuple of "
-        "0, 1, 2; name those to learn in distill_output_keys, by position",
+        "and the teacher a dict of 'embedding', 'logits'; name those to learn in distill_output_keys",
     ),
     (
         lambda: (nn.Linear(4, 3), nn.Linear(4, 3)),

@@ -48,14 +48,11 @@ def bounds(seen: Seen) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
     ("line", "activations", "weights"),
     [
         ("scheme: default", (0, 255), (-63, 63)),
-        ("scheme: deepsparse", (0, 255), (-63, 63)),
         ("scheme: vnni", (0, 255), (-127, 127)),
         ("scheme: tensorrt", (-128, 127), (-127, 127)),
         ("tensorrt: true", (-128, 127), (-127, 127)),
         ("activation_bits: 4", (0, 15), (-63, 63)),
         ("weight_bits: 4", (0, 255), (-7, 7)),
-        ("weight_bits: 8", (0, 255), (-63, 63)),
-        ("reduce_range: true", (0, 255), (-63, 63)),
         ("reduce_range: false", (0, 255), (-127, 127)),
         ("{scheme: vnni, reduce_range: true}", (0, 255), (-63, 63)),
         ("{scheme: vnni, weight_bits: 5, activation_bits: 6}", (0, 63), (-15, 15)),
@@ -84,9 +81,6 @@ def test_overrides_hold_where_they_say() -> None:
         ("ignore: ['re:[03]']", [False, False, True]),
         ("exclude_module_types: [Conv2d]", [False, False, True]),
         ("submodules: ['7']", [False, False, True]),
-        ("submodules: ['0', '3']", [True, True, False]),
-        ("submodules: null", [True, True, True]),
-        ("ignore: []", [True, True, True]),
     ],
 )
 def test_layers_that_are_left_out_compute_in_floats(line: str, expected: list[bool]) -> None:
@@ -182,30 +176,20 @@ def problem(text: str) -> str:
         (["end_epoch: 3"], 4, ["end_epoch", "-1", "3"]),
         (["scheme: tensort"], 4, ["scheme", "'tensort'", "nearest: 'tensorrt'"]),
         (["scheme: 5"], 4, ["scheme", "5"]),
-        (["scheme: [a]"], 4, ["scheme"]),
         (["scheme: {weigths: null}"], 4, ["'weigths'", "nearest: 'weights'"]),
         (["scheme: {weights: {num_bits: 40}}"], 4, ["num_bits", "from 2 to 16", "40"]),
         (["scheme: {weights: {strategy: [channel]}}"], 4, ["strategy", "channel or tensor"]),
         (["scheme: {weights: {num_bits: 2, reduce_range: true}}"], 4, ["reduce_range"]),
         (["weight_bits: 2", "reduce_range: true"], None, ["reduce_range", "weight_bits"]),
         (["scheme_overrides: {Linear: 5}"], 4, ["scheme_overrides"]),
-        (["scheme_overrides: {Linear: [vnni]}"], 4, ["scheme_overrides"]),
         (["scheme_overrides: {Linear: vnnni}"], 4, ["scheme_overrides", "'vnnni'", "nearest: 'vnni'"]),
-        (["scheme_overrides: [Linear]"], 4, ["scheme_overrides"]),
         (["activation_bits: 1"], 4, ["activation_bits", ">= 2", "1"]),
         (["weight_bits: 32"], 4, ["weight_bits", "<= 16", "32"]),
-        (["weight_bits: eight"], 4, ["weight_bits", "'eight'"]),
         (["tensorrt: true", "scheme: vnni"], None, ["tensorrt", "vnni", "remove one"]),
         (["scheme: {weights: null}", "weight_bits: 4"], None, ["weight_bits", "scheme", "remove one"]),
         (["activation_bits: 4", "scheme: {weights: null}"], None, ["activation_bits", "scheme", "remove one"]),
-        (["disable_quantization_observer_epoch: soon"], 4, ["disable_quantization_observer_epoch", "'soon'"]),
         (["freeze_bn_stats_epoch: -3"], 4, ["freeze_bn_stats_epoch", "-3"]),
         (["num_calibration_steps: -1"], 4, ["num_calibration_steps", "-1"]),
-        (["num_calibration_steps: 1.5"], 4, ["num_calibration_steps", "1.5"]),
-        (["ignore: Linear"], 4, ["ignore", "'Linear'"]),
-        (["ignore: [[a]]"], 4, ["ignore"]),
-        (["submodules: {a: b}"], 4, ["submodules"]),
-        (["quantize_embeddings: maybe"], 4, ["quantize_embeddings", "'maybe'"]),
         (["ignroe: [a]"], 4, ["ignroe: unknown field", "nearest: 'ignore'"]),
     ],
     ids=str,
@@ -244,13 +228,10 @@ def test_what_does_not_fit_the_model_is_one_sentence_with_its_line(lines: list[s
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_with_nothing_to_quantize_is_told_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_with_nothing_to_quantize_is_refused() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.ReLU())
-    try:
+    with pytest.raises(GossamerError, match="nothing to quantize"):
         Manager(recipe()).modify(model, sgd(model), STEPS_PER_EPOCH)
-    except GossamerError:
-        return
-    assert any(record.levelno == logging.WARNING for record in caplog.records)
 
 
 # Real recipes
@@ -261,10 +242,6 @@ def files() -> list[str]:
     paths = [path for path in sorted(RECIPES.rglob("*")) if path.suffix in (".yaml", ".md")]
     held = [path for path in paths if "!QuantizationModifier" in path.read_text(encoding="utf-8")]
     return [path.relative_to(RECIPES).as_posix() for path in held if path.name != "users-documentation.md"]
-
-
-def test_there_are_real_recipes() -> None:
-    assert len(files()) >= 15
 
 
 @pytest.mark.parametrize("name", files())

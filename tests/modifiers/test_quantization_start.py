@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.quantization import emulation_of
 from tests.loops import batch, network, train
-from tests.modifiers.quantizing import INPUTS, begin, emulation, hooks, quantized, ranges
+from tests.modifiers.quantizing import begin, emulation, hooks, quantized, ranges
 
 
 class Keywords(nn.Module):
@@ -50,14 +49,6 @@ def test_batches_of_every_kind_give_ranges_before_training_goes_on(kind: str) ->
     assert float(image[1]) == pytest.approx(float(first.max()), rel=0.1)
 
 
-def test_modes_of_parts_are_as_the_user_set_them_after_calibration() -> None:
-    model = network().train()
-    model[1].eval()
-    begin(quantized(), model, calibration_data=[INPUTS])
-    assert [layer.training for layer in model] == [index != 1 for index in range(8)]
-    assert model.training
-
-
 @pytest.mark.parametrize(("steps", "taken"), [(0, 0), (2, 2), (None, 4), (9, 4)])
 def test_as_many_batches_are_taken_as_the_recipe_says(steps: int | None, taken: int) -> None:
     drawn: list[int] = []
@@ -71,13 +62,6 @@ def test_as_many_batches_are_taken_as_the_recipe_says(steps: int | None, taken: 
     model, _, _ = begin(quantized(fields), calibration_data=batches())
     assert len(drawn) == taken
     assert bool(emulation(model).ranges) == (taken > 0)
-
-
-def test_calibration_waits_for_the_start() -> None:
-    model, optimizer, _ = begin(quantized("start_epoch: 0.5"), calibration_data=[INPUTS])
-    assert emulation_of(model) is None
-    train(model, optimizer, range(2))
-    assert len(ranges(model)) == 4
 
 
 def test_calibration_steps_without_data_are_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -126,12 +110,9 @@ GMP += "end_epoch: 1, update_frequency: 0.5, leave_enabled: {}}}"
 @pytest.mark.parametrize(
     "recipe",
     [
-        f"modifiers:\n  - !{HOLD}\n  - !QuantizationModifier {{start_epoch: 0}}\n",
         quantized("start_epoch: 0", HOLD),
-        quantized("start_epoch: 0", HOLD.replace("}", ", start_epoch: 0}")),
         quantized("start_epoch: 1.0", HOLD.replace("}", ", start_epoch: 1.0}")),
         quantized("start_epoch: 1.5", GMP.format("true")),
-        quantized("start_epoch: 0.5", GMP.format("true")),
     ],
 )
 def test_masked_zeros_give_no_warning(recipe: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -145,9 +126,3 @@ def test_zeros_that_pruning_releases_give_a_warning(caplog: pytest.LogCaptureFix
     model, optimizer, _ = begin(quantized("start_epoch: 1", GMP.format("false")))
     train(model, optimizer, range(6))
     assert len(zero_warnings(caplog)) == 1
-
-
-def test_a_dense_model_gives_no_warning_about_zeros(caplog: pytest.LogCaptureFixture) -> None:
-    model, optimizer, _ = begin(quantized())
-    train(model, optimizer, range(3))
-    assert zero_warnings(caplog) == []

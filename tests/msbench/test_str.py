@@ -12,7 +12,7 @@ from gossamer.errors import GossamerError
 from gossamer.model import get_parameter
 from gossamer.msbench import build_sparse_scheduler
 from gossamer.msbench.sparsers import STRFakeSparse, fold, nodes
-from tests.loops import PRUNABLE, batch, has_minus_zero, loss_at, network, sgd, through_disk, train, zeros
+from tests.loops import PRUNABLE, batch, has_minus_zero, loss_at, network, sgd, zeros
 from tests.msbench.configs import POSITIONS, TOTAL, Position, loop, prepared, str_config
 
 BOTH = pytest.mark.parametrize("scheduler_name", ["BaseScheduler", "STRScheduler"])
@@ -56,13 +56,6 @@ def test_thresholds_and_weights_receive_the_gradient_of_the_formula() -> None:
     expected = -slope * (weight.sign() * weight.grad).sum()
     assert torch.allclose(node.s.grad, expected, rtol=1e-4)
     assert not bool(weight.grad[weight.abs() <= torch.sigmoid(node.s)].any())
-
-
-def test_a_plain_optimizer_built_after_prepare_trains_the_thresholds() -> None:
-    _, model = prepared(str_config(-3.0))
-    before = thresholds(model)
-    train(model, sgd(model), range(3))
-    assert all(float(value) != float(before[name]) for name, value in thresholds(model).items())
 
 
 def test_more_decay_on_the_thresholds_gives_more_zeros() -> None:
@@ -118,40 +111,6 @@ def test_folding_writes_only_where_there_is_a_sparser() -> None:
     assert [name for name in PRUNABLE if model.get_parameter(name)._version != before[name]] == ["0.weight", "7.weight"]
 
 
-def test_training_on_after_export_keeps_the_zeros() -> None:
-    scheduler, model = prepared(str_config(-3.0))
-    loop(scheduler, model, sgd(model), range(3))
-    scheduler.export_sparse_model(model)
-    before = [zeros(model.get_parameter(name)) for name in PRUNABLE]
-    loop(scheduler, model, sgd(model), range(3, 6))
-    assert [zeros(model.get_parameter(name)) for name in PRUNABLE] == before
-    assert min(before) > 0
-
-
-def test_a_state_dict_loads_into_a_model_prepared_afresh() -> None:
-    scheduler, model = prepared(str_config(-3.0))
-    loop(scheduler, model, sgd(model), range(5))
-    saved = through_disk(model.state_dict())
-    _, other = prepared(str_config(-1.0), network(seed=1))
-    other.load_state_dict(saved)
-    inputs = batch(50)[0]
-    assert torch.equal(other.eval()(inputs), model.eval()(inputs))
-
-
-def test_the_original_weights_stay_dense_until_export() -> None:
-    scheduler, model = prepared(str_config(-2.0))
-    loop(scheduler, model, sgd(model), range(3))
-    assert zeros(model.get_parameter("3.weight")) == 0
-    assert scheduler.compute_sparse_rate(model) > 0.3
-
-
-def test_the_model_computes_the_same_in_training_and_evaluation() -> None:
-    torch.manual_seed(0)
-    _, model = prepared(str_config(-2.0), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
-    inputs = torch.randn(4, 8)
-    assert torch.equal(model.train()(inputs), model.eval()(inputs))
-
-
 def test_half_precision_weights_keep_their_type() -> None:
     scheduler, model = prepared(str_config(-3.0), network().to(torch.bfloat16))
     assert model(batch(0)[0].bfloat16()).dtype == torch.bfloat16
@@ -198,24 +157,6 @@ def test_a_prune_rate_that_cannot_be_followed_is_refused() -> None:
         prepared(str_config(prune_rate=0.8))
     with pytest.raises(GossamerError, match=r"scheduler\.kwargs\.prune_rate: expected a number < 1, found 1"):
         prepared(str_config(prune_rate=1.0, total_iterations=TOTAL))
-
-
-def test_training_to_a_prune_rate_goes_on_to_the_bit() -> None:
-    config = str_config(prune_rate=0.8, total_iterations=TOTAL)
-    first, whole = prepared(config)
-    loop(first, whole, sgd(whole), range(TOTAL))
-    scheduler, model = prepared(config)
-    optimizer = sgd(model)
-    loop(scheduler, model, optimizer, range(5))
-    saved = through_disk({"model": model.state_dict(), "sgd": optimizer.state_dict(), "state": scheduler.state_dict()})
-    second, again = prepared(config, network(seed=3))
-    again.load_state_dict(saved["model"])
-    assert second.load_state_dict(saved["state"]) == []
-    optimizer = sgd(again)
-    optimizer.load_state_dict(saved["sgd"])
-    loop(second, again, optimizer, range(5, TOTAL))
-    for name, value in whole.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
 
 
 @pytest.mark.slow

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional
 
+from gossamer.errors import GossamerError
+from gossamer.msbench import build_sparse_scheduler
 from tests.loops import batch, network, zeros
-from tests.msbench.configs import DigitNet, levels, prepared, str_config
+from tests.msbench.configs import levels, prepared, str_config
 
 FLAT = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
 
@@ -46,16 +48,10 @@ class Blocks(nn.Module):
         return self.head(x * self.scale + self.shift)
 
 
-def resnet() -> nn.Module:
-    from torchvision.models import resnet18
-
-    return resnet18(num_classes=4)
-
-
 @pytest.mark.parametrize(
     ("make", "inputs"),
-    [(network, batch(0)[0]), (DigitNet, torch.randn(4, 1, 8, 8)), (Blocks, FLAT), (resnet, torch.randn(2, 3, 32, 32))],
-    ids=["Sequential", "DigitNet", "Blocks", "ResNet-18"],
+    [(network, batch(0)[0]), (Blocks, FLAT)],
+    ids=["Sequential", "Blocks"],
 )
 def test_a_traceable_model_becomes_a_graph_with_the_same_state_and_outputs(make: Any, inputs: Tensor) -> None:
     torch.manual_seed(0)
@@ -75,18 +71,11 @@ def test_a_traceable_model_becomes_a_graph_with_the_same_state_and_outputs(make:
         assert torch.equal(model.state_dict()[name], value), f"{name} after a pass in training"
 
 
-@pytest.mark.parametrize("mode", [True, False])
-def test_the_mode_of_the_model_is_kept(mode: bool) -> None:
-    original = Blocks().train(mode)
+def test_the_mode_and_the_plain_attributes_of_the_model_are_kept() -> None:
+    original = Blocks().eval()
     _, model = prepared(levels(), original)
-    assert {child.training for child in model.modules()} == {mode}
-    assert {child.training for child in original.modules()} == {mode}
-
-
-def test_plain_attributes_of_the_users_class_stay_reachable() -> None:
-    _, model = prepared(levels(), Blocks())
+    assert not any(child.training for child in [*model.modules(), *original.modules()])
     assert model.width == 8
-    assert model.blocks is not None
 
 
 def test_a_graph_that_is_given_is_returned() -> None:
@@ -95,12 +84,9 @@ def test_a_graph_that_is_given_is_returned() -> None:
 
 
 @pytest.mark.parametrize("leaf", [Block, "Block", f"{Block.__module__}.Block", "blocks.0"])
-@pytest.mark.parametrize("config", [levels(sparsity_table=[50]), str_config(-2.0)], ids=["levels", "STR"])
-def test_leaves_are_not_entered_and_their_layers_are_pruned_all_the_same(leaf: Any, config: dict[str, Any]) -> None:
+def test_leaves_are_not_entered_and_their_layers_are_pruned_all_the_same(leaf: Any) -> None:
     torch.manual_seed(0)
-    original = Blocks()
-    same_one = deepcopy(original)
-    scheduler, model = prepared({**config, "leaf_module": [leaf]}, original)
+    scheduler, model = prepared({**str_config(-2.0), "leaf_module": [leaf]}, Blocks())
     assert isinstance(model, GraphModule)
     calls = {node.target for node in model.graph.nodes if node.op == "call_module"}
     assert "blocks.0" in calls
@@ -110,24 +96,6 @@ def test_leaves_are_not_entered_and_their_layers_are_pruned_all_the_same(leaf: A
     scheduler.prune_model(model, 0)
     scheduler.export_sparse_model(model)
     assert all(zeros(model.get_parameter(f"{name}.weight")) for name in names)
-    assert list(model.state_dict()) == list(same_one.state_dict())
-
-
-def test_a_leaf_makes_a_model_traceable_that_is_not() -> None:
-    class Chooses(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) if x.sum() > 0 else -self.layer(x)
-
-    model = nn.Sequential(Chooses(), nn.Linear(8, 8))
-    assert not isinstance(prepared(levels(), deepcopy(model))[1], GraphModule)
-    _, graph = prepared({**levels(), "leaf_module": [Chooses]}, model)
-    assert isinstance(graph, GraphModule)
-    for sign in (1, -1):
-        assert torch.equal(graph(sign * FLAT.abs()), model(sign * FLAT.abs()))
 
 
 # Models that a graph would not represent
@@ -151,11 +119,6 @@ class Optional(Base):
         return self.second(x if mask is None else x * mask)
 
 
-class Variadic(Base):
-    def forward(self, *parts: Tensor) -> Tensor:
-        return self.second(self.first(sum(parts)))
-
-
 class Chooses(Base):
     def forward(self, x: Tensor) -> Tensor:
         return self.second(x) if x.mean() > 0 else self.first(x)
@@ -177,11 +140,6 @@ class Hooked(Base):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x))
-
-
-class TrainingOnly(Base):
-    def forward(self, x: Tensor) -> Any:
-        return (self.first(x), self.second(x)) if self.training else self.second(self.first(x))
 
 
 class KeepsSecondInEvaluation(Base):
@@ -227,14 +185,12 @@ class TiedFromAfar(Base):
 UNFIT = {
     FunctionalDropout: "it computes differently in training and evaluation",
     Optional: "its forward takes optional arguments",
-    Variadic: "its forward takes optional arguments",
     Chooses: "torch.fx cannot trace it: ",
     Unused: "a graph would split a layer",
     Hooked: "'Hooked' has forward hooks",
-    TrainingOnly: "it computes differently in training and evaluation",
-    KeepsSecondInEvaluation: "'KeepsSecondInEvaluation' overrides train(), which a graph would not call",
+    KeepsSecondInEvaluation: "'KeepsSecondInEvaluation' overrides train() or eval(), which a graph would not call",
     OtherOrder: "a graph would have its parameters in another order, which optimizer states depend on",
-    Scaled: "'Scaled' computes with its attribute 'scale', which a graph would fix at its current value",
+    Scaled: "'Scaled' computes with its attribute 'scale', which a graph would fix",
     FromAfar: "its forward pass uses 'first.weight' without calling the layer",
     TiedFromAfar: "its forward pass uses 'table' without calling the layer",
 }
@@ -270,28 +226,11 @@ def test_obstacles_in_a_module_count_unless_it_is_a_leaf(caplog: pytest.LogCaptu
         assert isinstance(model, GraphModule)
 
 
-def test_a_property_that_fails_does_not_stop_the_preparation() -> None:
-    class Broken(Base):
-        @property
-        def sum(self) -> float:
-            raise RuntimeError("not yet")
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x)).sum(0)
-
-    assert isinstance(prepared(levels(), Broken())[1], GraphModule)
-
-
-@pytest.mark.parametrize("exported", [False, True])
-@pytest.mark.parametrize("leaf", [[], ["blocks.0"]], ids=["no leaves", "a leaf"])
 @pytest.mark.parametrize("config", [levels(sparsity_table=[50]), str_config(-2.0)], ids=["levels", "STR"])
-def test_a_graph_can_be_saved_whole_and_loaded(config: dict[str, Any], leaf: list[str], exported: bool) -> None:
+def test_a_graph_can_be_saved_whole_and_loaded(config: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    scheduler, model = prepared({**config, "leaf_module": leaf}, Blocks())
-    assert isinstance(model, GraphModule)
+    scheduler, model = prepared({**config, "leaf_module": ["blocks.0"]}, Blocks())
     scheduler.prune_model(model, 0)
-    if exported:
-        scheduler.export_sparse_model(model)
     torch.save(model, "model.pt")
     loaded = torch.load("model.pt", weights_only=False)
     assert isinstance(loaded, GraphModule)
@@ -300,17 +239,6 @@ def test_a_graph_can_be_saved_whole_and_loaded(config: dict[str, Any], leaf: lis
     assert list(loaded.state_dict()) == list(model.state_dict())
     for mode in (True, False):
         assert torch.equal(loaded.train(mode)(FLAT), model.train(mode)(FLAT))
-
-
-def test_optional_arguments_can_still_be_given() -> None:
-    _, model = prepared(levels(), Optional())
-    assert torch.equal(model(FLAT, torch.zeros(8)), model.second(torch.zeros(6, 8)))
-
-
-def test_hooks_are_still_called() -> None:
-    _, model = prepared(levels(), Hooked())
-    model(FLAT)
-    assert model.seen == 1
 
 
 def test_hooks_on_layers_are_kept_in_a_graph() -> None:
@@ -328,37 +256,6 @@ def test_a_model_of_which_parts_are_in_evaluation_keeps_them_so() -> None:
     _, model = prepared(levels(), original)
     assert not model.get_submodule("1").training
     assert model.get_submodule("3").training
-
-
-class Standardised(nn.Conv2d):
-    """A convolution of the user's own, as weight standardisation has it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-        return self._conv_forward(x, weight, self.bias)
-
-
-class OwnLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
-@pytest.mark.parametrize("config", [levels(sparsity_table=[50]), str_config(-2.0)], ids=["levels", "STR"])
-def test_layers_that_are_subclasses_of_the_users_are_pruned_too(config: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    original = nn.Sequential(Standardised(4, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), OwnLinear(8, 8))
-    inputs = batch(0)[0]
-    before = original(inputs)
-    scheduler, model = prepared(config, original)
-    assert {name for name, reason in scheduler.layers.items() if reason is None} == {"0", "3"}
-    if "Amba" in config["scheduler"]["type"]:
-        assert torch.equal(model(inputs), before)
-    scheduler.prune_model(model, 0)
-    expected = model.eval()(inputs)
-    scheduler.export_sparse_model(model)
-    assert zeros(model.get_parameter("0.weight")) > 50
-    assert zeros(model.get_parameter("3.weight")) > 10
-    assert torch.allclose(model(inputs), expected, atol=1e-6)
 
 
 def test_a_model_that_is_one_layer_is_pruned() -> None:
@@ -385,7 +282,7 @@ class TorchLayerDrop(Base):
 
 
 @pytest.mark.parametrize("kind", [LayerDrop, TorchLayerDrop])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_choice_by_chance_is_not_frozen_into_a_graph(kind: Any, seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
@@ -394,12 +291,57 @@ def test_a_choice_by_chance_is_not_frozen_into_a_graph(kind: Any, seed: int) -> 
     assert len({tuple(model(FLAT)[0].tolist()) for _ in range(30)}) == 2, "the model no longer chooses"
 
 
-@pytest.mark.parametrize("kind", [LayerDrop, TorchLayerDrop])
-def test_trying_to_trace_does_not_move_the_users_random_state(kind: Any) -> None:
-    model = kind()
+# Models with networks
+
+SCHEDULERS = {"levels": levels(sparsity_table=[50])["scheduler"], "2:4": {"type": "AmpereScheduler"}}
+
+
+class Finder(nn.Module):
+    """Chooses its path by values, as detectors do; `scale` belongs to what is done with the network's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.ReLU())
+        self.head = nn.Linear(32, 8)
+        self.scale = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.head(self.body(x))
+        return self.scale(found) if float(found.detach().sum()) > 0 else found
+
+    def network(self) -> nn.Module:
+        return nn.Sequential(self.body, self.head)
+
+
+def prepared_networks(kind: str, **more: object) -> tuple[nn.Module, object]:
     torch.manual_seed(0)
-    random.seed(0)
-    states = (torch.get_rng_state(), random.getstate())
-    prepared(levels(), model)
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
+    model = Finder()
+    scheduler = build_sparse_scheduler({"scheduler": SCHEDULERS[kind], **more})
+    assert scheduler.prepare_sparse_model(model, networks={"network": model.network()}) is model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler.init_optimizer(optimizer)
+    for iteration in range(4):
+        scheduler.prune_model(model, iteration)
+        optimizer.zero_grad()
+        model(torch.randn(4, 16)).square().sum().backward()
+        optimizer.step()
+    return model, scheduler
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_layers_outside_of_the_networks_stay_dense(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        model, scheduler = prepared_networks(kind)
+    assert sorted(scheduler.names) == ["body.0.weight", "head.weight"]
+    assert scheduler.compute_sparse_rate(model) == 0.5
+    assert int((model.scale.weight == 0).sum()) == 0
+    assert not caplog.records
+
+
+def test_a_leaf_may_name_a_part_of_a_network_or_of_the_model() -> None:
+    for leaf in ("0.0", "body.0", "Linear"):
+        prepared_networks("levels", leaf_module=[leaf])
+    with pytest.raises(
+        GossamerError, match="leaf_module: the model has no module or class 'Lineal'; nearest: 'Linear'"
+    ):
+        prepared_networks("levels", leaf_module=["Lineal"])

@@ -156,7 +156,7 @@ EXPECTED: dict[str, dict[str, Outcome]] = {
     },
     "frozen_layer": {"asp": leaves("it is frozen")},
     "weight_as_buffer": {
-        "pruning": leaves("it is a buffer; make it an nn.Parameter to prune it"),
+        "pruning": leaves("make it an nn.Parameter to prune it"),
         "analysis": leaves("it is a buffer"),
     },
     "no_parameters": _WITHOUT_PARAMETERS,

@@ -1,4 +1,4 @@
-"""Ways to call an emulated model: parts alone, exceptions and interrupts, without gradients, for an export."""
+"""Calls of an emulated model: exceptions, parts called alone, modes, exports, and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from gossamer.quantization import withdraw
 from tests.loops import batch, network
 from tests.quantization.models import Residual
 from tests.quantization.watching import (
@@ -58,19 +58,6 @@ def test_an_exception_inside_forward_leaves_nothing_on(error: type[BaseException
     assert stance() == "default"
     assert_same(other(INPUTS), plain)
     model[3].error = None
-    assert_same(model(INPUTS), expected)
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_exception_inside_a_part_that_is_called_alone_leaves_nothing_on(error: type[BaseException]) -> None:
-    model = nn.Sequential(failing())
-    calibrated(model, INPUTS)
-    expected = model(INPUTS)
-    model[0][3].error = error("stop")
-    with pytest.raises(error, match="stop"):
-        model[0](INPUTS)
-    assert modes() == []
-    model[0][3].error = None
     assert_same(model(INPUTS), expected)
 
 
@@ -148,28 +135,6 @@ def test_a_part_that_is_called_alone_computes_as_inside_the_model() -> None:
     assert all(seen.is_rounded(value) for call in layers(seen) for value in call.args[:2])
 
 
-def test_a_model_that_calls_itself_computes_in_integers_to_the_end() -> None:
-    """As for test-time augmentation: a picture and its mirror image through the same model."""
-
-    class Mirrors(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.body, self.last = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1)
-
-        def forward(self, x: Tensor, mirror: bool = False) -> Tensor:
-            if mirror:
-                return self.last(self(x) + self(x.flip(-1)))
-            return self.body(x)
-
-    model = Mirrors()
-    calibrated(model, INPUTS, True)
-    seen = watched(model, INPUTS, True)
-    assert [seen.is_rounded(call.args[0]) for call in convolutions(seen)] == [True, True, True]
-    (addition,) = seen.of(Tensor.add)
-    assert [seen.is_rounded(value) for value in addition.args[:2]] == [True, True]
-
-
 def test_evaluation_before_the_first_training_batch_takes_activations_as_they_are() -> None:
     model, _ = emulated(network().eval())
     seen = watched(model, INPUTS)
@@ -201,16 +166,6 @@ def test_without_gradients_the_numbers_are_the_same(mode: Callable[[], Any]) -> 
     assert_same(model(INPUTS), expected)
 
 
-def test_training_goes_on_after_a_batch_in_inference_mode() -> None:
-    model, emulation = emulated(network().train())
-    with torch.inference_mode():
-        model(INPUTS)
-    model(INPUTS).sum().backward()
-    emulation.frozen = True
-    model(INPUTS).sum().backward()
-    assert model[0].weight.grad is not None
-
-
 def test_for_an_export_scales_are_noted_once_and_the_numbers_stay_the_same() -> None:
     model = Residual()
     emulation = calibrated(model, INPUTS)
@@ -234,12 +189,43 @@ def test_for_an_export_scales_are_noted_once_and_the_numbers_stay_the_same() -> 
     assert all(emulation.ranges[key] is value for key, value in before.items())
 
 
-def test_a_model_that_is_given_back_while_nothing_runs_leaves_nothing_on() -> None:
-    model = failing()
-    calibrated(model, INPUTS)
-    model[3].error = ValueError("stop")
-    with pytest.raises(ValueError, match="stop"):
-        model(INPUTS)
-    withdraw(model)
-    model[3].error = None
-    assert_same(model(INPUTS), failing().eval()(INPUTS))
+BATCH = batch(0)[0]
+
+
+class Saves(nn.Module):
+    """Three parts, two of which take the same tensor; computed anew when asked to."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.first, self.block, self.last = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), network()
+
+    def run(self, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        if self.way == "plain":
+            return function(*args)
+        return checkpoint(function, *args, use_reentrant=self.way == "reentrant")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.run(self.first, x)
+        y = self.run(self.block, x)
+        return self.run(self.last, (x + y) * x)
+
+
+@pytest.mark.parametrize("way", ["reentrant", "not reentrant"])
+def test_what_is_computed_anew_has_the_same_gradients_and_ranges(way: str) -> None:
+    found = []
+    for how in ("plain", way):
+        model, emulation = emulated(Saves(how).train())
+        model.last[1].momentum = 0.0
+        for scale in (1.0, 4.0):
+            model.zero_grad()
+            model(BATCH.clone().requires_grad_() * scale).square().mean().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found.append((gradients, {key: value.clone() for key, value in emulation.ranges.items()}))
+    (gradients, ranges), (others, observed) = found
+    assert ranges.keys() == observed.keys()
+    for key, value in ranges.items():
+        torch.testing.assert_close(observed[key], value, msg=lambda text, key=key: f"{key}: {text}")
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, msg=lambda text, name=name: f"{name}: {text}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from gossamer import Manager
 from gossamer.quantization import emulation_of, withdraw
 from tests.loops import STEPS_PER_EPOCH, batch, network, sgd, train
 from tests.quantization.models import Residual
-from tests.quantization.watching import assert_same, emulated, stance
+from tests.quantization.watching import assert_same, emulated
 
 # torch looks at the .grad of tensors while it compiles, and hides the warning of that where warnings are no errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -104,43 +103,15 @@ def test_a_part_that_was_compiled_on_its_own_is_emulated() -> None:
     assert_agree(trained(model, model))
 
 
-def test_a_part_that_was_compiled_on_its_own_is_emulated_when_called_alone() -> None:
-    model, plain = inside(Residual()), Residual()
-    for one in (model, plain):
-        emulated(one.train())
-        one(INPUTS)
-        one.eval()
-    assert_same(model.backbone(INPUTS), plain.backbone(INPUTS))
-    assert stance() == "default"
-
-
 def test_a_model_that_is_compiled_after_emulation_began_goes_on() -> None:
     model, _ = emulated(Residual().train())
     assert_agree(trained(model, compiled(model)))
-
-
-def test_a_model_that_compiles_its_call_in_place_after_emulation_began_goes_on() -> None:
-    model, _ = emulated(Residual().train())
-    assert_agree(trained(model, in_place(model)))
-
-
-def test_a_part_that_is_compiled_after_emulation_began_goes_on() -> None:
-    model, _ = emulated(Residual().train())
-    assert_agree(trained(model, inside(model)))
 
 
 def test_a_compiled_function_around_an_emulated_model_goes_on() -> None:
     model, _ = emulated(Residual().train())
     call = torch.compile(lambda x: model(x * 1.0) * 1.0, backend="eager")
     assert_agree(trained(model, call))
-
-
-def test_a_copy_of_an_emulated_model_can_be_compiled() -> None:
-    model, _ = emulated(Residual().train())
-    model(INPUTS)
-    emulation_of(model).frozen = True
-    other = compiled(copy.deepcopy(model))
-    assert_same(other(INPUTS), model(INPUTS))
 
 
 def test_a_compiled_model_that_is_given_back_computes_in_floats_again() -> None:

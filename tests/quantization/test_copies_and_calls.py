@@ -1,10 +1,12 @@
-"""What copies, wrappers, exporters and unusual calls must not change silently."""
+"""Emulated models that are copied, called in unusual ways, or exported."""
 
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
+import onnxruntime
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from gossamer import GossamerError
 from gossamer.export import integer_operators, to_onnx
-from gossamer.quantization import withdraw
+from gossamer.quantization import SCHEMES
 from tests.loops import batch
 from tests.quantization.models import Residual
 from tests.quantization.watching import calibrated, emulated
@@ -93,14 +95,6 @@ def test_a_half_precision_model_is_refused_with_the_remedy(tmp_path: Path) -> No
         to_onnx(model.bfloat16(), tmp_path / "model.onnx", INPUTS.bfloat16())
 
 
-def test_a_withdrawn_copy_keeps_nothing_of_the_emulation() -> None:
-    model = Residual()
-    calibrated(model, INPUTS)
-    copy = deepcopy(model)
-    withdraw(copy)
-    assert all(not any(name.startswith("_replicate") for name in layer.__dict__) for layer in copy.modules())
-
-
 @pytest.mark.parametrize("between", [torch.abs, lambda x: x - 0.5, lambda x: nn.functional.silu(x * 0.5), torch.neg])
 def test_a_convolution_before_a_function_in_floats_runs_in_integers(tmp_path: Path, between: object) -> None:
     class Net(nn.Module):
@@ -116,3 +110,38 @@ def test_a_convolution_before_a_function_in_floats_runs_in_integers(tmp_path: Pa
     calibrated(model, INPUTS)
     path = to_onnx(model.eval(), tmp_path / "model.onnx", INPUTS)
     assert integer_operators(path).get("QLinearConv") == 2
+
+
+IMAGE = batch(0)[0]
+
+
+class Repeats(nn.Module):
+    """Its layer is called once more in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2 if self.training else 3):
+            x = torch.relu(self.layer(x))
+        return self.head(x.mean((2, 3)))
+
+
+def test_a_layer_that_evaluation_calls_more_often_is_exported_as_it_evaluates(tmp_path: Path) -> None:
+    model, _ = emulated(Repeats().train())
+    model(IMAGE)
+    model.eval()
+    path = to_onnx(model, tmp_path / "model.onnx", IMAGE)
+    assert integer_operators(path) == {"QGemm": 1, "QLinearConv": 3}
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    found = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: IMAGE.numpy()})[0])
+    torch.testing.assert_close(found, model(IMAGE).detach(), rtol=0, atol=0.02)
+
+
+def test_a_curve_that_writes_in_place_leaves_its_gradients_alone_where_nothing_is_rounded() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.SiLU(inplace=True), nn.Conv2d(4, 2, 3))
+    calibrated(model, IMAGE, scheme=replace(SCHEMES["default"], before_curves=False))
+    model(IMAGE).square().sum().backward()
+    assert float(model[0].weight.grad.abs().max()) > 0

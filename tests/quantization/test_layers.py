@@ -51,38 +51,6 @@ def test_every_kind_of_layer_is_rounded_by_output_channel(layer: nn.Module, shap
     assert weight.args[1].numel() == layer.weight.shape[axis]
 
 
-def test_a_grouped_transposed_convolution_computes_close_to_its_float_version() -> None:
-    torch.manual_seed(0)
-    layer = nn.ConvTranspose2d(4, 6, 3, groups=2)
-    plain = layer(IMAGES)
-    calibrated(layer, IMAGES)
-    seen = watched(layer, IMAGES)
-    assert all(seen.is_rounded(value) for value in layers(seen)[0].args[:2])
-    torch.testing.assert_close(layer(IMAGES), plain, rtol=0, atol=0.05)
-
-
-def test_a_linear_function_with_a_vector_for_weight_works() -> None:
-    class Vector(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.tensor([0.5, -1.0, 0.25, 2.0]))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return functional.linear(x, self.w)
-
-    model, inputs = Vector(), torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    plain = model(inputs)
-    calibrated(model, inputs)
-    torch.testing.assert_close(model(inputs), plain, rtol=0, atol=0.1)
-
-
-def test_one_sample_without_a_batch_computes_as_in_a_batch() -> None:
-    torch.manual_seed(0)
-    model, inputs = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), torch.randn(3, 6)
-    calibrated(model, inputs)
-    torch.testing.assert_close(model(inputs[0]), model(inputs)[0])
-
-
 def test_an_embedding_is_rounded_and_its_rows_of_zeros_stay_zero() -> None:
     torch.manual_seed(0)
     layer, words = nn.Embedding(9, 4, padding_idx=0), torch.tensor([[0, 3, 8]])
@@ -94,15 +62,6 @@ def test_an_embedding_is_rounded_and_its_rows_of_zeros_stay_zero() -> None:
     layer(words).sum().backward()
     assert float(layer.weight.grad[[1, 2, 4, 5, 6, 7]].abs().max()) == 0
     assert float(layer.weight.grad[[3, 8]].abs().min()) == 1
-
-
-def test_an_embedding_with_sparse_gradients_trains() -> None:
-    torch.manual_seed(0)
-    layer, words = nn.Embedding(9, 4, sparse=True), torch.tensor([[1, 3, 8]])
-    emulated(layer)
-    layer(words).sum().backward()
-    assert layer.weight.grad is not None
-    assert torch.equal(layer.weight.grad.to_dense().sum(1).nonzero().flatten(), torch.tensor([1, 3, 8]))
 
 
 # Calls

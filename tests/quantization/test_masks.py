@@ -11,7 +11,7 @@ from gossamer.quantization import emulation_of
 from gossamer.quantization.arithmetic import rounded_weight, weight_scale
 from gossamer.sparse import NM
 from tests.loops import PRUNABLE, STEPS_PER_EPOCH, batch, has_minus_zero, network, sgd, train
-from tests.quantization.watching import Seen, emulated, layers, watched
+from tests.quantization.watching import Seen, layers, watched
 
 STEPS = 4 * STEPS_PER_EPOCH
 INPUTS = batch(0)[0]
@@ -121,25 +121,6 @@ def test_a_weight_that_pruning_replaces_is_rounded_in_its_place(kind: str, begin
     assert list(plain.state_dict()) == list(model.state_dict())
     for name, value in computed_with(watched(model.eval(), INPUTS)).items():
         assert bool((value[model.get_parameter(name) == 0] == 0).all())
-
-
-def test_gradients_reach_masked_and_kept_weights_as_they_would_without_rounding() -> None:
-    """Rounding passes gradients straight through, so that a mask can let a weight grow again."""
-    model, _ = emulated(network().train())
-    with torch.no_grad():
-        model[3].weight[:, :2] = 0
-    model(INPUTS).square().mean().backward()
-    assert float(model[3].weight.grad[:, :2].abs().max()) > 0
-
-
-def test_zeros_stay_through_adam_and_weight_decay() -> None:
-    model = network()
-    recipe = f"modifiers: [!{METHODS['magnitude']}, !QuantizationModifier {{start_epoch: 1}}]"
-    manager = Manager(recipe)
-    optimizer = manager.modify(model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1), STEPS_PER_EPOCH)
-    train(model, optimizer, range(STEPS))
-    for name, keep in manager.masks().items():
-        assert bool((model.get_parameter(name)[~keep] == 0).all())
 
 
 def test_a_sparse_model_that_is_held_keeps_its_zeros_through_quantization() -> None:

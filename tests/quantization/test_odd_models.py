@@ -123,34 +123,6 @@ class Drops(nn.Module):
         return self.second(torch.relu(self.drop(self.first(x)) + x))
 
 
-def test_a_sum_behind_dropout_is_rounded_in_evaluation() -> None:
-    model, _ = emulated(Drops(0.5).train())
-    for _ in range(3):
-        model(INPUTS).sum().backward()
-    seen = watched(model.eval(), INPUTS)
-    (addition,) = sums(seen)
-    assert [seen.is_rounded(value) for value in addition.args[:2]] == [True, True]
-
-
-def test_hooks_of_autograd_still_fire() -> None:
-    model, _ = emulated(network().train())
-    heard: list[str] = []
-    model[3].register_full_backward_hook(lambda *_: heard.append("module"))
-    model[0].weight.register_post_accumulate_grad_hook(lambda _: heard.append("weight"))
-    model(INPUTS).sum().backward()
-    assert sorted(heard) == ["module", "weight"]
-
-
-def test_second_derivatives_pass_through() -> None:
-    """As for a penalty on gradients."""
-    torch.manual_seed(0)
-    model, _ = emulated(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).train())
-    inputs = ROWS.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
-    slope.square().sum().backward()
-    assert float(model[0].weight.grad.abs().max()) > 0
-
-
 def test_counting_operations_does_not_touch_ranges() -> None:
     model, _ = emulated(network().train())
     model(INPUTS)
@@ -182,13 +154,3 @@ def test_a_batch_that_overflowed_does_not_spoil_what_follows() -> None:
     plain = network().train()
     found, exact = model(INPUTS).detach(), plain(INPUTS).detach()
     assert float((found - exact).norm() / exact.norm()) < 0.1
-
-
-def test_layers_that_keep_channels_last_keep_them() -> None:
-    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).to(memory_format=torch.channels_last)
-    inputs = INPUTS.to(memory_format=torch.channels_last)
-    calibrated(model, inputs)
-    seen = watched(model, inputs)
-    for call in layers(seen):
-        assert call.args[0].is_contiguous(memory_format=torch.channels_last)
-        assert call.args[1].is_contiguous(memory_format=torch.channels_last)

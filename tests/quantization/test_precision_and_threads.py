@@ -14,7 +14,7 @@ from torch.nn import functional
 from gossamer import Manager
 from tests.loops import STEPS_PER_EPOCH, batch, network, sgd
 from tests.quantization.models import Residual
-from tests.quantization.watching import assert_same, calibrated, layers, modes, stance, watched
+from tests.quantization.watching import assert_same, calibrated, layers, watched
 
 INPUTS = batch(0)[0]
 
@@ -116,39 +116,3 @@ def test_two_threads_run_one_model() -> None:
     in_threads(run, run)
     assert len(found) == 40
     assert all(torch.equal(out, expected.detach()) for out in found)
-
-
-class Meeting:
-    """Two threads are at one place at the same time; the first to come is the first to leave the model."""
-
-    def __init__(self) -> None:
-        self.first_came, self.second_came, self.first_left = threading.Event(), threading.Event(), threading.Event()
-
-    def attend(self, *_: object) -> None:
-        if not self.first_came.is_set():
-            self.first_came.set()
-            self.second_came.wait(20)
-        else:
-            self.second_came.set()
-            self.first_left.wait(20)
-
-    def run(self, first: nn.Module, second: nn.Module) -> None:
-        def early() -> None:
-            first(INPUTS)
-            self.first_left.set()
-
-        def late() -> None:
-            self.first_came.wait(20)
-            second(INPUTS)
-
-        in_threads(early, late)
-
-
-def test_threads_that_overlap_leave_nothing_on() -> None:
-    models, meeting = [nn.Sequential(nn.Conv2d(4, 4, 1), nn.Identity()) for _ in range(2)], Meeting()
-    for model in models:
-        calibrated(model, INPUTS)
-        model[1].register_forward_hook(meeting.attend)
-    meeting.run(*models)
-    assert stance() == "default"
-    assert modes() == []

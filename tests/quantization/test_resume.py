@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,48 +95,6 @@ def test_interrupted_at_any_step_it_ends_in_the_same_bits(row: Row) -> None:
         assert second.load_state_dict(saved[step][2]) == []
         train(again, other, range(step, STEPS))
         assert_equal(states(again, other, second), saved[-1], f"interrupted before step {step}: ")
-
-
-@pytest.mark.parametrize("order", ["state first", "state before weights", "state last", "weights first"])
-@pytest.mark.parametrize("step", [2, 3, 5, 6, 8, 10])
-def test_the_order_of_loading_does_not_matter(order: str, step: int) -> None:
-    row = ROWS[3]
-    model, optimizer, manager = begin(row)
-    train(model, optimizer, range(step))
-    state = states(model, optimizer, manager)
-    train(model, optimizer, range(step, STEPS))
-    expected = states(model, optimizer, manager)
-    again, second = network(seed=1), Manager(f"modifiers: [{row.modifiers}]")
-    other = sgd(again)
-    if order == "state first":
-        second.load_state_dict(state[2])
-    if order == "weights first":
-        again.load_state_dict(state[0])
-        other.load_state_dict(deepcopy(state[1]))
-    second.modify(again, other, STEPS_PER_EPOCH)
-    if order == "state before weights":
-        second.load_state_dict(state[2])
-    if order != "weights first":
-        again.load_state_dict(state[0])
-        other.load_state_dict(deepcopy(state[1]))
-    if order in ("state last", "weights first"):
-        second.load_state_dict(state[2])
-    train(again, other, range(step, STEPS))
-    assert_equal(states(again, other, second), expected, order)
-
-
-def test_a_run_goes_back_and_forth_between_its_states_in_one_process() -> None:
-    row = ROWS[3]
-    model, optimizer, manager = begin(row)
-    saved = [states(model, optimizer, manager)]
-    train(model, optimizer, range(STEPS), after=lambda _: saved.append(states(model, optimizer, manager)))
-    for step in (11, 2, 7, 4, 0, 9):
-        model.load_state_dict(saved[step][0])
-        optimizer.load_state_dict(deepcopy(saved[step][1]))
-        assert manager.load_state_dict(saved[step][2]) == []
-        assert (emulation_of(model) is not None) == (step >= 3)
-        train(model, optimizer, range(step, STEPS))
-        assert_equal(states(model, optimizer, manager), saved[-1], f"from {step}: ")
 
 
 def test_validation_between_the_steps_changes_nothing() -> None:

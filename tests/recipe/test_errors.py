@@ -45,7 +45,7 @@ modifiers:
         "11:5: GMPruningModifier.init_sparsity: expected '__FROM_PARAM__' or a number, found 'abc'",
         "12:5: GMPruningModifier.final_sparsity: expected a number <= 1 or a mapping, found 1.5",
         "14:5: GMPruningModifier.end_epoch: expected a number >= -1, found -3",
-        "15:23: division by zero: 1 / 0",
+        "15:23: division by zero in 'eval(1 / 0)'",
         "16:5: GMPruningModifier.inter_func: expected 'linear', 'cubic' or 'inverse_cubic', found 'cubik'"
         "; nearest: 'cubic'",
         "17:5: GMPruningModifier.leave_enabled: expected true or false, found 'maybe'",
@@ -61,7 +61,7 @@ def test_an_error_for_a_modifier_of_sparseml_names_the_alternative() -> None:
     assert "use OBSPruningModifier instead" in problems("modifiers: [!SparseGPTModifier {sparsity: 0.5}]")[0]
 
 
-def test_a_wrong_value_behind_an_alias_or_expression_is_reported_at_the_field() -> None:
+def test_a_wrong_value_from_an_alias_or_expression_is_reported_at_the_field() -> None:
     text = "a: &a text\nmodifiers:\n- !EpochRangeModifier {start_epoch: *a, end_epoch: eval(a)}\n"
     found = problems(text)
     assert [problem.partition(": ")[0] for problem in found] == ["3:24", "3:41"]
@@ -93,7 +93,6 @@ def bomb() -> str:
     [
         (RANGE + RANGE, "2:1: duplicate key 'modifiers', first in line 1; give each list its own name"),
         ("a: !!python/object/apply:os.system [ls]\n" + RANGE, "1:4: the tag '!!python/object/apply:os.system' is not"),
-        ("a: !!set {x}\n" + RANGE, "1:4: the tag '!!set' is not allowed in a recipe"),
         ("a: !foo 3\n" + RANGE, "1:4: unknown tag '!foo'"),
         ("!foo a: 3\n" + RANGE, "1:1: expected a name as key, found the tag '!foo'"),
         ("%TAG ! tag:x,2000:\n---\n" + RANGE, "3:13: the tag 'tag:x,2000:EpochRangeModifier' is not allowed"),
@@ -103,26 +102,21 @@ def bomb() -> str:
         ("!EpochRangeModifier {end_epoch: 3}", "1:1: the modifier '!EpochRangeModifier' is not in a list"),
         ("modifiers: !EpochRangeModifier {end_epoch: 3}", "1:12: expected a list, '- !EpochRangeModifier'"),
         ("modifiers:\n- !EpochRangeModifier 3\n", "2:3: EpochRangeModifier: expected fields such as"),
-        ("modifiers:\n- EpochRangeModifier: [1]\n", "2:23: EpochRangeModifier: expected fields such as"),
         ("modifiers:\n- EpochRangeModifier:\n  end_epoch: 3\n", "2:3: expected a modifier such as"),
         ("modifiers:\n- hello\n", "2:3: expected a modifier such as '- !EpochRangeModifier'"),
         ("modifiers:\n- \n- !EpochRangeModifier {start_epoch: 0, end_epoch: 3}\n", "2:2: expected a modifier such as"),
         ("modifiers:\n- [1]\n", "2:3: expected a modifier such as"),
-        ("modifiers:\n- {1: {}}\n", "2:3: expected a modifier such as"),
         (
             "modifiers:\n- !EpochRangeModifier {1: 2, start_epoch: 0, end_epoch: 1}\n",
             "2:24: EpochRangeModifier: expected",
         ),
-        ("<<: 3\n" + RANGE, "1:5: expected a mapping, or a list of mappings, after '<<'"),
         ("a: &a [1]\n<<: [*a]\n" + RANGE, "2:6: expected a mapping, or a list of mappings, after '<<'"),
         ("<<: {a: 1}\n<<: {b: 1}\n" + RANGE, "2:1: duplicate key '<<'"),
         ("a: &a [*a]\n" + RANGE, "1:8: the alias '*a' refers to a value that contains it"),
         ("epoch: &epoch 1\na: *epochs\n" + RANGE, "2:4: no anchor '&epochs' before '*epochs'; nearest: 'epoch'"),
         (bomb(), "6:.*more than 50,000 values"),
         ("a: " + "[" * 200 + "]" * 200 + "\n" + RANGE, "1:103: nested more than 100 levels deep"),
-        ("".join(" " * i + "a:\n" for i in range(300)) + RANGE, "101:101: nested more than 100 levels deep"),
         ("a: " + "9" * 5000 + "\n" + RANGE, "1:4: expected a number, found one of 5000 digits"),
-        ("a: 0x" + "f" * 6000 + "\n" + RANGE, "1:4: expected a number, found one of 6002 digits"),
         ("? [a]\n: 3\n" + RANGE, "1:3: expected a name as key, found a list or mapping"),
         ("1: 3\n" + RANGE, "1:1: expected a name, found 1"),
         (RANGE + "---\n" + RANGE, "2:1: expected one YAML document, found another"),

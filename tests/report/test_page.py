@@ -11,7 +11,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from gossamer.report import LayerSparsity, RunContent, Series, WeightHistogram, render
+from gossamer.report import render
+from gossamer.report.content import LayerSparsity, RunContent, Series, WeightHistogram
 from tests.report.contents import empty_bins, run, speed
 
 VOID = {"meta", "link", "img", "wbr", "br"}
@@ -125,12 +126,6 @@ def test_losses_that_are_no_numbers_break_the_line() -> None:
     assert "Gaps are losses that were not finite" in text
     for value in outline(text).values("data-chart"):
         json.loads(value, parse_constant=pytest.fail)
-
-
-def test_one_test_is_a_dot() -> None:
-    text = render([run(tests=(Series("top1", (1.0,), (80.0,)),))])
-    section = text[text.index('id="progress"') : text.index('id="schedule"')]
-    assert re.search(r'class="d"[^>]*d="M\d+ \d+h0"', section)
 
 
 def test_two_hundred_layers_are_folded_and_the_page_stays_small() -> None:

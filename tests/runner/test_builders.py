@@ -121,14 +121,6 @@ def test_what_is_wrong_with_ones_own_is_reported(own, word, message):
         build_net(Net(type=word), 3)
 
 
-def test_a_detector_of_ones_own_with_another_number_of_classes_is_refused(monkeypatch):
-    module = ModuleType("own_detector")
-    module.make = lambda: build_net(Net(type="retinanet_resnet18_fpn"), 7)
-    monkeypatch.setitem(sys.modules, "own_detector", module)
-    with pytest.raises(GossamerError, match="has 7 classes, but the config has 3"):
-        build_net(Net(type="own_detector:make"), 3)
-
-
 @pytest.mark.parametrize("library", ["timm", "transformers"])
 def test_a_library_that_is_missing_is_named_with_the_remedy(monkeypatch, library):
     monkeypatch.setitem(sys.modules, library, None)

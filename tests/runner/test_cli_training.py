@@ -45,52 +45,44 @@ def refused(result: Any, *words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "reported"),
     [
         ("trainer.max_epohc=1", "nearest: 'max_epoch'"),
-        ("trainer.max_epoch=many", "trainer.max_epoch: expected"),
         ("trainer.optimizer.type=SDG", "nearest: 'SGD'"),
         ("trainer.lr_scheduler.type=CosineLR", "nearest: 'CosineAnnealingLR'"),
-        ("net.type=resnet81", "nearest:"),
         ("net.type=tests.runner.nets:smal", "nearest: 'small'"),
-        ("dataset.train.type=digit", "nearest: 'digits'"),
-        ("dataset.train.transforms=[RandomAfine]", "nearest: 'RandomAffine'"),
-        ("dataset.train={type: image_folder, path: nope}", "nope"),
-        ("runtime.runner.type=spars", "nearest: 'sparse'"),
         ("saver.pretrain_model=nope.pt", "saver.pretrain_model: file not found: nope.pt"),
         ("saver.resume_model=nope.pt", "saver.resume_model: file not found: nope.pt"),
         ("num_classes=5", "num_classes"),
         ("trainer.max_epoch=null", "give max_epoch or max_iter"),
         ("trainer.accumulate=99", "trainer.accumulate"),
-        ("nonsense", "--set nonsense"),
     ],
 )
-def test_a_wrong_setting_is_one_sentence_and_leaves_nothing(run: Run, tmp_path: Path, setting: str, told: str) -> None:
+def test_a_wrong_setting_is_one_sentence_and_leaves_nothing(
+    run: Run, tmp_path: Path, setting: str, reported: str
+) -> None:
     path = config(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    refused(run("train", path, "--set", setting), told)
+    refused(run("train", path, "--set", setting), reported)
     left = [str(found.relative_to(tmp_path)) for found in tmp_path.rglob("*") if found not in before]
     assert left in ([], ["run", "run/log.txt"]), "a log may be there by then, and nothing else"
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (("train", "nope.yaml"), "nope.yaml"),
-        (("train", "config.yaml", "--data", "nope"), "--data nope"),
         (("train", "config.yaml", "--nproc", "0"), "--nproc"),
         (("resume", "nope"), "nope: no such run folder"),
-        (("eval", "nope.yaml"), "nope.yaml"),
         (("eval", "config.yaml"), "has no checkpoint to evaluate"),
-        (("train", "config.yaml", "-e"), "has no checkpoint to evaluate"),
         (("export", "config.yaml"), "has no checkpoint to evaluate"),
         (("compare", "nope"), "nope: no such folder"),
     ],
 )
-def test_what_is_not_there_is_one_sentence(run: Run, tmp_path: Path, words: tuple[str, ...], told: str) -> None:
+def test_what_is_not_there_is_one_sentence(run: Run, tmp_path: Path, words: tuple[str, ...], reported: str) -> None:
     config(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    refused(run(*words), told)
+    refused(run(*words), reported)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -149,14 +141,6 @@ def test_a_run_that_is_there_is_not_begun_again(run: Run, tmp_path: Path) -> Non
     refused(run("train", path), "already has a run", "gossamer resume")
 
 
-def test_a_wrong_format_is_one_sentence(run: Run, tmp_path: Path) -> None:
-    path = config(tmp_path)
-    run("train", path, "--set", "trainer.max_iter=1", "--json")
-    result = run("export", "run", "--format", "tflite")
-    assert result.exit_code in (1, 2)
-    assert "tflite" in result.stderr
-
-
 # Images that cannot be read
 
 
@@ -181,28 +165,26 @@ def photo_config(folder: Path, *damaged: int, batch_size: int = 4) -> Path:
 def test_an_image_that_cannot_be_read_is_left_out_and_counted(run: Run, tmp_path: Path) -> None:
     result = run("train", photo_config(tmp_path, 4, 7), "--set", "trainer.max_epoch=1")
     assert result.exit_code == 0
-    told = [line for line in result.stdout.splitlines() if "skipped" in line]
-    assert [line.split(": ")[1] for line in told] == ["dataset.train", "dataset.test"]
-    assert "2 images are skipped" in told[0]
+    reported = [line for line in result.stdout.splitlines() if "skipped" in line]
+    assert [line.split(": ")[1] for line in reported] == ["dataset.train", "dataset.test"]
+    assert "images that are skipped: 2, such as" in reported[0]
 
 
-def test_images_left_out_are_told_though_the_epoch_is_not_over(run: Run, tmp_path: Path) -> None:
+def test_images_left_out_are_reported_though_the_epoch_is_not_over(run: Run, tmp_path: Path) -> None:
     path = photo_config(tmp_path, *range(6), batch_size=6)
     result = run("train", path, "--set", "trainer.max_iter=1", "--set", "dataset.test=null")
     assert result.exit_code == 0
     assert "skipped" in result.stdout
 
 
-def test_one_damaged_image_does_not_end_a_run_with_small_batches(run: Run, tmp_path: Path) -> None:
-    result = run("train", photo_config(tmp_path, 4, batch_size=1), "--set", "trainer.max_epoch=1")
+@pytest.mark.parametrize(("damaged", "sets"), [(4, ()), (11, ("dataset.test.batch_size=11",))])
+def test_a_batch_without_readable_images_does_not_end_a_run(
+    run: Run, tmp_path: Path, damaged: int, sets: tuple[str, ...]
+) -> None:
+    words = [word for each in ("trainer.max_epoch=1", *sets) for word in ("--set", each)]
+    result = run("train", photo_config(tmp_path, damaged, batch_size=1), *words)
     assert result.exit_code == 0, result.stderr
     assert "skipped" in result.stdout
-
-
-def test_one_damaged_image_in_the_last_batch_does_not_end_a_test(run: Run, tmp_path: Path) -> None:
-    path = photo_config(tmp_path, 11, batch_size=11)
-    result = run("train", path, "--set", "trainer.max_epoch=1", "--set", "dataset.train.batch_size=6")
-    assert result.exit_code == 0, result.stderr
 
 
 def test_a_damaged_image_ends_a_run_that_refuses_them(run: Run, tmp_path: Path) -> None:

@@ -108,11 +108,7 @@ def test_coco_files_are_recognised_and_val_is_for_tests():
         (["a.png"], "the folder holds no data of a known kind; expected IDX files"),
         (["train/cat/"], "the folder holds no data of a known kind"),
         (["train/", "val/"], "the folder holds no data of a known kind"),
-        (["train.json", "val.json"], "train.json and val.json are there, but the folder images/ is missing"),
-        (
-            ["train.json", "val.json", "images/"],
-            "the folder holds boxes for detection, but the config is for classification",
-        ),
+        (["train.json", "val.json"], "the folder holds data of the kind coco, but the config is for classification"),
         (["train-images-idx3-ubyte"], "train-images-idx3-ubyte is there, but train-labels-idx1-ubyte is missing"),
         ([*MNIST, "train.npz", "test.npz"], "the folder holds data of several kinds: idx and npz; keep one"),
         (
@@ -127,9 +123,16 @@ def test_a_folder_that_is_not_recognised_is_reported(names: list[str], expected:
     assert str(caught.value).startswith(f"--data data: {expected}")
 
 
-def test_classes_are_not_for_detectors():
-    with pytest.raises(GossamerError, match="--data data: the folder holds images in classes, but the config is for"):
-        read(DETECTOR, data=folder("train/cat/", "val/cat/"))
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["train/cat/", "val/cat/"], "of the kind class folders, but the config is for detection"),
+        (["train.json", "val.json"], "train.json is there, but the folder images/ is missing"),
+    ],
+)
+def test_a_folder_that_is_not_for_detectors_is_reported(names: list[str], expected: str):
+    with pytest.raises(GossamerError, match=expected):
+        read(DETECTOR, data=folder(*names))
 
 
 def test_a_word_that_is_no_folder_is_reported():

@@ -1,8 +1,9 @@
-"""The configs of the users' documentation: each trains, is interrupted, goes on, is evaluated and exported."""
+"""The configs of the repository: each reads, trains, is interrupted, goes on, is evaluated and exported."""
 
 from __future__ import annotations
 
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import onnxruntime
@@ -10,6 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gossamer.engine import Manager
+from gossamer.recipe import load
+from gossamer.runner.config import read_config, task_of
+from gossamer.runner.data.transforms import Pipeline
 from gossamer.runner.display import Display
 from gossamer.runner.records import read_records
 from gossamer.runner.runs import evaluate, export, resume, run
@@ -40,6 +45,12 @@ TINY = {
     "det": ["dataset.train.count=16", "dataset.test.count=4", "dataset.train.size=64", "dataset.test.size=64"],
 }
 SMALL = ["net.kwargs.min_size=64", "net.kwargs.max_size=64", "dataset.train.batch_size=2", "dataset.test.batch_size=2"]
+
+
+BY_RECIPE = [ROOT / "configs" / name for name in RECIPES]
+NINE = [ROOT / "configs" / name for name in CONFIGS if name not in RECIPES]
+"""Those of the users' documentation."""
+SPARSE = [path for path in NINE if path.stem.endswith("sparse")]
 
 
 def short(length: int) -> list[str]:
@@ -111,3 +122,68 @@ def test_the_script_of_the_documentation_trains_and_evaluates(tmp_path: Path) ->
         )
         assert done.returncode == 0, done.stderr
         assert "top1" in done.stdout
+
+
+@pytest.mark.parametrize(("path", "data"), list(product([*NINE, *BY_RECIPE], (None, "tiny"))), ids=str)
+def test_each_config_reads_and_its_resolved_text_reads_back_equal(
+    path: Path, data: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loaded = read_config(path, data=data)
+    assert task_of(loaded.config) == ("classification" if "cls" in path.parts else "detection")
+    copy = tmp_path / "config.yaml"
+    copy.write_text(loaded.text)
+    assert read_config(copy).config == loaded.config
+
+
+@pytest.mark.parametrize("path", SPARSE, ids=lambda path: path.stem)
+def test_a_sparse_config_trains_on_from_the_run_of_its_float_config(path: Path) -> None:
+    config, floats = read_config(path).config, [one for one in NINE if one.parent == path.parent and one not in SPARSE]
+    assert config.runtime.runner.type == "sparse"
+    assert config.saver.pretrain_model == Path("runs") / floats[0].stem
+    dense = read_config(floats[0]).config
+    assert (config.net, config.dataset, config.num_classes) == (dense.net, dense.dataset, dense.num_classes)
+    assert config.sparsity is not None
+    assert config.sparsity.scheduler is not None
+    kinds = {"amba": "AmbaLevelPruneScheduler", "ampere": "AmpereScheduler"}
+    assert config.sparsity.scheduler["type"] == kinds["amba" if "amba" in path.stem else "ampere"]
+
+
+@pytest.mark.parametrize("data", [None, "tiny"])
+@pytest.mark.parametrize("path", BY_RECIPE, ids=lambda path: path.stem)
+def test_a_config_with_a_recipe_trains_as_long_as_the_recipe_and_leaves_it_the_learning_rate(
+    path: Path, data: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "res18-tiny").mkdir(parents=True)
+    loaded = read_config(path, data=data)
+    config, dense = loaded.config, read_config(NINE[0], data=data).config
+    assert loaded.warnings == []
+    assert config.saver.pretrain_model == Path("runs") / ("res18" if data is None else "res18-tiny")
+    assert (config.net, config.dataset, config.num_classes) == (dense.net, dense.dataset, dense.num_classes)
+    assert config.trainer.lr_scheduler is None
+    assert config.sparsity is not None
+    manager = Manager(load(str(config.sparsity.recipe), variables=config.sparsity.recipe_variables))
+    assert manager.max_epochs == config.trainer.max_epoch
+    assert manager.learning_rate_modifiers
+    if data == "tiny":
+        assert config.trainer.max_epoch == dense.trainer.max_epoch
+        assert config.sparsity.recipe_variables["init_lr"] == dense.trainer.optimizer.kwargs["lr"]
+
+
+@pytest.mark.parametrize("path", [*NINE, *BY_RECIPE], ids=lambda path: path.stem)
+def test_transforms_are_torchvisions_and_tiny_settings_are_for_a_laptop(path: Path) -> None:
+    for data in (None, "tiny"):
+        config = read_config(path, data=data).config
+        for source in (config.dataset.train, config.dataset.test):
+            assert source is not None
+            Pipeline(source.transforms)
+    assert not config.net.kwargs.get("weights_backbone"), "nothing is downloaded"
+    assert not config.trainer.fp16
+    scheduler = config.trainer.lr_scheduler
+    assert scheduler is None or (scheduler.warmup_epochs == 0 and scheduler.warmup_iter <= 20)
+
+
+def test_no_config_holds_a_path_of_one_machine() -> None:
+    for path in (ROOT / "configs").rglob("*.yaml"):
+        assert ": /" not in path.read_text()

@@ -101,7 +101,7 @@ def test_two_processes_reach_the_accuracy_of_one(sparsity: str, tmp_path: Path) 
     assert mean(found[2]) == pytest.approx(mean(found[1]), abs=2)
 
 
-def test_a_run_of_two_processes_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_a_run_of_two_processes_continues_to_the_bit(tmp_path: Path) -> None:
     sets = ("dataset.train.batch_size=16",)
     states: dict[str, dict[str, torch.Tensor]] = {}
     for name, stops in (("whole", [None]), ("parts", ["8", None])):
@@ -124,14 +124,14 @@ def test_the_best_checkpoint_is_written_where_only_the_first_process_sees_its_fo
 
 
 @pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "two"), ("RANK", "-1")])
-def test_a_wrong_environment_is_told(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_environment_is_reported(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(GossamerError, match=f"{name} is '{value}'.*--nproc"), init_distributed("cpu"):
         pass
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpuu"])
-def test_a_device_that_is_not_there_is_told(device: str) -> None:
+def test_a_device_that_is_not_there_is_reported(device: str) -> None:
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("it is there")
     with pytest.raises(GossamerError, match=r"runtime\.device: .*'" + device), init_distributed(device):
@@ -172,7 +172,7 @@ def test_processes_that_are_there_already_start_no_others(monkeypatch: pytest.Mo
         launch(2, [])
 
 
-def test_processes_that_see_different_folders_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_processes_that_see_different_folders_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(trainer, "all_gather", lambda own: [own, (12, False)])
     with pytest.raises(GossamerError, match=r"start from different checkpoints \(nothing, iteration 12\)"):
         trained(config(tmp_path))

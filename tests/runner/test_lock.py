@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import pytest
 
 from gossamer.errors import GossamerError
 from gossamer.runner import lock
-from gossamer.runner.lock import LOCK, Holder, locked
+from gossamer.runner.lock import LOCK, locked
 from tests.runner.running_on_digits import config, evaluated, resumed, trained
 
 ROOT = Path(__file__).parents[2]
@@ -93,24 +92,13 @@ def test_two_runs_of_one_process_are_refused_too(tmp_path: Path) -> None:
         with pytest.raises(GossamerError, match=f"process {os.getpid()} on host"), locked(tmp_path):
             pass
         assert (tmp_path / LOCK).exists(), "a refused run does not free the folder"
-        with pytest.raises(GossamerError, match=f"process {os.getpid()} on host"), locked(tmp_path):
-            pass
     with locked(tmp_path):
         pass
 
 
-def test_a_link_to_a_folder_is_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "x").mkdir()
-    (tmp_path / "link").symlink_to("x")
-    other = locked(tmp_path / "link")
-    with locked(tmp_path / "x"), pytest.raises(GossamerError, match="has been training here"), other:
-        pass
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_death_of_a_process_frees_the_folder(tmp_path: Path, number: signal.Signals) -> None:
+def test_the_death_of_a_process_frees_the_folder(tmp_path: Path) -> None:
     with held(tmp_path) as (process, _):
-        process.send_signal(number)
+        process.kill()
         process.wait()
         assert (tmp_path / LOCK).exists()
         with locked(tmp_path):
@@ -178,15 +166,12 @@ def test_a_file_system_without_locks_is_a_warning(
     assert re.fullmatch(r".*train.lock: the file system has no locks \(.*\); make sure that no other .*", message)
 
 
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
-def test_a_folder_that_cannot_be_written_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> int:
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(lock.os, "open", refuse)
-    expected = f"{tmp_path}: cannot be written: {os.strerror(number)}; choose another saver.save_dir"
+    expected = f"{tmp_path}: cannot be written: {os.strerror(errno.EROFS)}; choose another saver.save_dir"
     with pytest.raises(GossamerError, match=re.escape(expected)), locked(tmp_path):
         pass
 
@@ -202,21 +187,13 @@ def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        '{"host": "a", "pid": 1',
         "[" * 3000,
-        "[]",
-        "null",
         '{"host": "a", "pid": "1", "since": "2026-01-01T00:00:00+00:00"}',
-        '{"host": "a", "pid": true, "since": "2026-01-01T00:00:00+00:00"}',
-        '{"host": "\\u001b[2J", "pid": 1, "since": "2026-01-01T00:00:00+00:00"}',
-        '{"host": "a", "pid": 1, "since": "yesterday"}',
         '{"host": "a", "pid": 1, "since": "0001-01-01T00:00:00+23:00"}',
         "\x00" * 10_000,
     ],
 )
 def test_whatever_the_lock_file_says_a_second_process_is_refused(tmp_path: Path, text: str) -> None:
-    assert Holder.parse(text) is None
     with locked(tmp_path):
         (tmp_path / LOCK).write_text(text)
         with pytest.raises(GossamerError) as caught, locked(tmp_path):
@@ -226,7 +203,7 @@ def test_whatever_the_lock_file_says_a_second_process_is_refused(tmp_path: Path,
     )
 
 
-def test_no_run_starts_or_goes_on_where_another_trains(tmp_path: Path) -> None:
+def test_no_run_starts_or_continues_where_another_trains(tmp_path: Path) -> None:
     path = config(tmp_path)
     trained(path, "trainer.max_epoch=1")
     before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}

@@ -82,7 +82,7 @@ def test_a_warm_up_counts_epochs_too() -> None:
 
 @pytest.mark.parametrize("kind", sorted(LENGTHS))
 @pytest.mark.parametrize("stop", [0, 3, 7, 19])
-def test_a_scheduler_goes_on_from_its_state(kind: str, stop: int) -> None:
+def test_a_scheduler_continues_from_its_state(kind: str, stop: int) -> None:
     whole = course(built(sgd(), kind, warmup_iter=5), 30)
     first = built(sgd(), kind, warmup_iter=5)
     course(first, stop)
@@ -119,7 +119,7 @@ def test_a_plateau_lowers_the_rate_when_tests_get_no_better() -> None:
         ("StepLR", {}, ["kwargs", "step_size"]),
     ],
 )
-def test_a_wrong_scheduler_is_told(kind: str, kwargs: dict[str, object], words: list[str]) -> None:
+def test_a_wrong_scheduler_is_reported(kind: str, kwargs: dict[str, object], words: list[str]) -> None:
     with pytest.raises(GossamerError) as caught:
         built(sgd(), kind, kwargs=kwargs)
     assert all(word in str(caught.value) for word in ["trainer.lr_scheduler", *words])
@@ -135,7 +135,7 @@ def test_a_wrong_scheduler_is_told(kind: str, kwargs: dict[str, object], words: 
         ("SGD", {"params": []}, ["params", "remove it"]),
     ],
 )
-def test_a_wrong_optimizer_is_told(kind: str, kwargs: dict[str, object], words: list[str]) -> None:
+def test_a_wrong_optimizer_is_reported(kind: str, kwargs: dict[str, object], words: list[str]) -> None:
     with pytest.raises(GossamerError) as caught:
         build_optimizer(Optimizer(type=kind, kwargs=kwargs), nn.Linear(2, 2).parameters())
     assert all(word in str(caught.value) for word in ["trainer.optimizer", *words])

@@ -16,7 +16,6 @@ from gossamer.runner.config import read_config
 from gossamer.runner.data import Batches, build_dataset
 from gossamer.runner.display import Display
 from gossamer.runner.distributed import init_distributed
-from gossamer.runner.records import read_records
 from tests.runner.nets import Diary, Frozen, small
 from tests.runner.running_on_digits import (
     LENGTH,
@@ -32,7 +31,7 @@ from tests.runner.running_on_digits import (
 
 
 @pytest.mark.parametrize("sparsity", SPARSITIES)
-def test_an_interrupted_run_goes_on_to_the_bit(sparsity: str, tmp_path: Path) -> None:
+def test_an_interrupted_run_continues_to_the_bit(sparsity: str, tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     whole = trained(config(tmp_path / "whole", sparsity))
     assert whole.complete
@@ -134,7 +133,7 @@ def test_a_run_from_an_average_starts_from_it(tmp_path: Path) -> None:
     assert runner.average is None
 
 
-def test_hooks_are_told_of_the_turns_of_a_run(tmp_path: Path) -> None:
+def test_hooks_are_reported_of_the_turns_of_a_run(tmp_path: Path) -> None:
     Diary.pages.clear()
     trained(
         config(tmp_path), "hooks=[{type: 'tests.runner.nets:Diary'}, {type: auto_save_best}]", "trainer.max_epoch=2"
@@ -156,31 +155,12 @@ def test_a_runner_of_ones_own_replaces_a_step(tmp_path: Path) -> None:
     assert torch.equal(state["0.weight"], Frozen.first)
 
 
-def test_what_a_folder_holds_is_not_overwritten(tmp_path: Path) -> None:
-    path = config(tmp_path)
-    trained(path, "trainer.max_epoch=1")
-    with pytest.raises(GossamerError, match=r"already has a run: continue it with `gossamer resume .*run`"):
-        trained(path)
-
-
 def test_a_loss_that_is_not_a_number_ends_the_run_with_its_remedy(tmp_path: Path) -> None:
     with pytest.raises(GossamerError, match=r"is nan at iteration 4: lower trainer.optimizer.kwargs.lr"):
         trained(config(tmp_path, net={"type": "tests.runner.nets:Unlucky"}))
 
 
-def test_metrics_of_a_resumed_run_stand_once(tmp_path: Path) -> None:
-    path = config(tmp_path)
-    interrupted(path, 8)
-    records = tmp_path / "run" / "metrics.jsonl"
-    with records.open("a") as file:
-        file.write('{"kind": "train", "iteration": 10, "epoch": 1.5, "loss": 9}\n{"kind": "tr')
-    resumed(tmp_path / "run")
-    lines = read_records(tmp_path / "run")
-    assert [line["iteration"] for line in lines if line["kind"] == "train"] == list(range(2, 19, 2))
-    assert [line["iteration"] for line in lines if line["kind"] == "test"] == [6, 12, 18]
-
-
-def test_what_a_killed_process_left_of_its_files_goes_when_the_run_goes_on(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_of_its_files_goes_when_the_run_continues(tmp_path: Path) -> None:
     interrupted(config(tmp_path, "amba"), 8)
     folder = tmp_path / "run"
     names = (

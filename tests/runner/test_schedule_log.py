@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from gossamer.runner.records import LR_CHANGE, Records, ScheduleLog, read_records
-from gossamer.runner.reporting.content import run_content
+from gossamer.runner.reporting import run_content
+from gossamer.runner.sparsity import Sparsifier
 from tests.runner.running_on_digits import LENGTH, config, interrupted, resumed, trained
 
 STEPS = 6
@@ -83,7 +84,7 @@ def test_a_long_smooth_schedule_takes_some_hundred_lines_and_every_step_of_it(tm
         for iteration in range(length):
             rate = optimizer.param_groups[0]["lr"] if iteration < length // 2 else 1e-5
             rates.append(rate)
-            log.step(iteration, rate, None, nn.Linear(1, 1))
+            log.step(iteration, rate, Sparsifier(), nn.Linear(1, 1))
             if iteration < length // 2:
                 optimizer.step()
                 cosine.step()

@@ -64,7 +64,7 @@ def test_further_options_go_to_gossamer_unchanged(stand_in: Path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         (("configs/none.yaml",), "no config 'configs/none.yaml'"),
         ((FLOAT, "two"), "expected a number of processes, found 'two'"),
@@ -72,14 +72,14 @@ def test_further_options_go_to_gossamer_unchanged(stand_in: Path):
         ((FLOAT, "1", "more"), "found also 'more'"),
     ],
 )
-def test_a_wrong_argument_is_told_in_one_line(stand_in: Path, arguments: tuple[str, ...], told: str):
+def test_a_wrong_argument_is_reported_in_one_line(stand_in: Path, arguments: tuple[str, ...], reported: str):
     done = run(*arguments, GOSSAMER=str(stand_in))
     assert (done.returncode, done.stdout) == (2, "")
-    assert told in done.stderr
+    assert reported in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_a_missing_program_is_told(tmp_path: Path):
+def test_a_missing_program_is_reported(tmp_path: Path):
     done = run(GOSSAMER=str(tmp_path / "none"))
     assert done.returncode == 2
     assert "there is no program" in done.stderr

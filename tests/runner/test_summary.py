@@ -27,7 +27,7 @@ def run(
     tests: list[float],
     *,
     zeros: float = 0.0,
-    told: float | None = None,
+    reported: float | None = None,
     config: str = DENSE,
     metric: str = "top1",
 ) -> Path:
@@ -38,9 +38,9 @@ def run(
     checkpoints = Checkpoints(folder / "checkpoints", keep=2)
     with Records(folder, tensorboard=False, clock=itertools.count(0.0, 10.0).__next__) as records:
         for index, value in enumerate(tests, 1):
-            sparsity = {} if told is None else {"sparsity": told}
-            records.train(100 * index, index, {"loss": 1.0, "images_per_s": 100.0 * index, **sparsity})
-            records.test(100 * index, index, {"other": 1.0, metric: value})
+            sparsity = {} if reported is None else {"sparsity": reported}
+            records.write("train", 100 * index, index, {"loss": 1.0, "images_per_s": 100.0 * index, **sparsity})
+            records.write("test", 100 * index, index, {"other": 1.0, metric: value})
             best = value == max(tested for tested in tests if not math.isnan(tested))
             state["config"] = config
             checkpoints.save(
@@ -62,7 +62,7 @@ def shown(renderable: RenderableType, width: int = 100) -> list[str]:
 
 
 def test_a_run_is_summed_up(tmp_path: Path) -> None:
-    folder = run(tmp_path / "res18", [50.0, 70.0, 60.0], zeros=0.5, told=0.5, config=LEVELS)
+    folder = run(tmp_path / "res18", [50.0, 70.0, 60.0], zeros=0.5, reported=0.5, config=LEVELS)
     found = run_summary(folder)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["metric"] == "top1"
@@ -81,7 +81,7 @@ def test_a_run_is_summed_up(tmp_path: Path) -> None:
 
 
 def test_the_table_of_a_run_says_it_in_few_lines(tmp_path: Path) -> None:
-    folder = run(tmp_path / "res18", [50.0, 70.0, 60.0], zeros=0.5, told=0.5, config=LEVELS)
+    folder = run(tmp_path / "res18", [50.0, 70.0, 60.0], zeros=0.5, reported=0.5, config=LEVELS)
     console = Console(file=io.StringIO(), width=100, soft_wrap=True)
     console.print(run_table(folder))
     assert [" ".join(line.split()) for line in console.file.getvalue().splitlines() if line.strip(" ─")] == [
@@ -89,10 +89,10 @@ def test_the_table_of_a_run_says_it_in_few_lines(tmp_path: Path) -> None:
         "first best at iteration last",
         "top1 50.00 70.00 200 60.00",
         "other 1.000 1.000 200 1.000",
-        "sparsity 25.0 % (convolution 50.0 %, linear 0.0 %); 150 of 200 weights are not zero",
-        "trained 300 iterations, 3 epochs in 1:00, 200 images/s",
+        "sparsity 25.0 %; 150 of 200 weights are not zero",
+        "trained 300 iterations to epoch 3 in 1:00, 200 images/s",
         *[" ".join(line.split()) for line in shown(run_table(folder)) if line.startswith("folder")],
-        "model best checkpoint, iteration 200: top1 70.00 (of the tests at the target sparsity)",
+        "model best checkpoint, iteration 200: top1 70.00",
         "latest checkpoints/iter_00000300.safetensors",
         "best checkpoints/best.safetensors",
         "files model.safetensors, metrics.jsonl",
@@ -102,8 +102,8 @@ def test_the_table_of_a_run_says_it_in_few_lines(tmp_path: Path) -> None:
 def test_runs_are_compared_with_the_first_by_their_models(tmp_path: Path) -> None:
     folders = [
         run(tmp_path / "res18", [92.0]),
-        run(tmp_path / "levels", [91.9, 91.5], zeros=0.5, told=0.5, config=LEVELS),
-        run(tmp_path / "gmp", [90.25], zeros=0.9, told=0.9, config=RECIPE),
+        run(tmp_path / "levels", [91.9, 91.5], zeros=0.5, reported=0.5, config=LEVELS),
+        run(tmp_path / "gmp", [90.25], zeros=0.9, reported=0.9, config=RECIPE),
     ]
     rows = comparison(folders)
     assert [(row["name"], row["method"], row["value"], row["difference"]) for row in rows] == [
@@ -121,7 +121,7 @@ def test_runs_are_compared_with_the_first_by_their_models(tmp_path: Path) -> Non
     assert body[1].split() == ["levels", "AmbaLevel", "91.90", "-0.10", "25.0", "%", "150", "best", "100"]
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [60, 120])
 def test_numbers_in_tables_stay_whole_in_narrow_terminals(tmp_path: Path, width: int) -> None:
     folders = [run(tmp_path / name, [92.0]) for name in ("a_run_with_a_rather_long_name", "b")]
     text = "\n".join(shown(comparison_table(folders), width))
@@ -141,13 +141,13 @@ def test_runs_of_several_tasks_name_their_metric(tmp_path: Path) -> None:
     assert "mAP 0.400" in text
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_reported_apart_by_their_folders(tmp_path: Path) -> None:
     folders = [run(tmp_path / part / "res18", [1.0]) for part in ("a", "b")]
     assert [row["name"] for row in comparison(folders)] == [str(folder) for folder in folders]
 
 
 def test_weights_are_not_counted_where_zeros_come_at_the_end(tmp_path: Path) -> None:
-    (row,) = comparison([run(tmp_path / "str", [1.0], zeros=0.0, told=0.8, config=LEVELS)])
+    (row,) = comparison([run(tmp_path / "str", [1.0], zeros=0.0, reported=0.8, config=LEVELS)])
     assert (row["sparsity"], row["nonzero"]) == (0.8, None)
 
 

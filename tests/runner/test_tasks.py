@@ -66,18 +66,10 @@ def test_a_model_may_return_an_object_with_logits():
     assert network.names == ("fc.weight", "fc.bias")
 
 
-def test_the_network_of_a_classifier_is_the_classifier():
-    model = nn.Linear(3, 2)
-    network = Classification(2).networks(model, torch.rand(2, 3))["network"]
-    assert network.module is model
-    assert model.training
-
-
 @pytest.mark.parametrize(
     ("output", "message"),
     [
         (torch.rand(2, 7), r"logits of shape \(2, 7\) for 4 classes"),
-        (torch.rand(2, 4, 1), r"logits of shape \(2, 4, 1\) for 4 classes"),
         ([torch.rand(2, 4)], "found list"),
     ],
 )
@@ -94,13 +86,6 @@ def test_every_part_has_its_own_mode_back_after_evaluation():
     Classification(2).evaluator().update(model, batch(torch.rand(4, 3), torch.tensor([0, 1, 0, 1])))
     assert [part.training for part in model.modules()] == modes
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_the_mode_is_restored_when_a_model_fails_in_evaluation():
-    model = nn.Sequential(nn.Linear(3, 2))
-    with pytest.raises(RuntimeError):
-        Classification(2).evaluator().update(model, batch(torch.rand(4, 5), torch.tensor([0, 1, 0, 1])))
-    assert model.training
 
 
 def test_a_detectors_own_losses_are_used_and_crowds_are_not_learned():
@@ -170,10 +155,6 @@ def test_the_task_follows_from_the_model():
     assert build_task(config(), Remembering(), 2).metric == "mAP"
 
 
-def test_the_task_of_the_config_comes_first():
-    assert build_task(config(task="classification"), Remembering(), 2).kind == "classification"
-
-
 def test_label_smoothing_reaches_classifiers_and_is_refused_for_detectors():
     smooth = config(trainer=Trainer(label_smoothing=0.1))
     assert build_task(smooth, nn.Linear(2, 2), 2).label_smoothing == 0.1
@@ -184,8 +165,3 @@ def test_label_smoothing_reaches_classifiers_and_is_refused_for_detectors():
 def test_more_classes_in_the_data_than_in_the_config_are_refused():
     with pytest.raises(GossamerError, match="the config has 2 classes, but the data has 3"):
         build_task(config(), nn.Linear(2, 2), 2, ["a", "b", "c"])
-
-
-def test_a_classifier_finds_no_boxes():
-    with pytest.raises(GossamerError, match="predict: not supported for classification"):
-        Classification(2).predict(nn.Linear(2, 2), [])

@@ -18,15 +18,8 @@ from tests.fuzz.harness import attempt, fingerprint
 PICKLES = {
     "nothing to return": b"\x80\x02.",
     "an empty stack": b"\x80\x02R.",
-    "no mark": b"\x80\x02(a.",
-    "an unknown memo": b"\x80\x02h\x05.",
-    "an unhashable key": b"\x80\x02}]K\x01s.",
-    "cut short": b"\x80\x02K",
     "a persistent id that is a number": b"\x80\x02K\x01Q.",
-    "a short integer": b"\x80\x02\x8a\x05.",
-    "no UTF-8": b"\x80\x02X\x02\x00\x00\x00\xff\xff.",
     "an odd state": b"\x80\x02ccollections\nOrderedDict\n)RK\x01b.",
-    "odd arguments": b"\x80\x02ccollections\nOrderedDict\nK\x01\x85R.",
     "a tensor of nothing": b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n)R.",
     "a dict that holds itself": b"\x80\x02}q\x00X\x05\x00\x00\x00modelh\x00s.",
 }

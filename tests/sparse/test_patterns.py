@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gossamer.errors import SparsityError
-from gossamer.sparse import NM, Block, Channel, Filter, NM2d, Unstructured, parse_pattern, smallest, zero_count
+from gossamer.sparse import NM, Block, Channel, Filter, NM2d, Unstructured, parse_pattern, zero_count
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
@@ -95,23 +95,6 @@ def test_nm_below_its_ratio_takes_the_lowest_of_what_the_full_pattern_removes(
     assert not removed.numel() or not spared.numel() or removed.max() <= spared.min()
 
 
-def test_of_equal_weights_the_lower_index_is_kept() -> None:
-    assert Unstructured().mask(torch.ones(2, 4), 0.5).tolist() == [[True] * 4, [False] * 4]
-    assert NM(2, 4).mask(torch.ones(1, 8), 0.5).tolist() == [[True, True, False, False] * 2]
-    assert Filter().mask(torch.ones(4, 2), 0.5).any(dim=1).tolist() == [True, True, False, False]
-
-
-def test_half_of_eight_equal_weights_keeps_four() -> None:
-    assert int(Unstructured().mask(torch.ones(8), 0.5).sum()) == 4
-    assert int(Unstructured().mask(torch.ones(10), 0.9).sum()) == 1
-
-
-def test_a_two_of_four_weight_with_a_fifth_value_is_a_violation() -> None:
-    weight = torch.tensor([[1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]])
-    assert NM(2, 4).violations(weight) == 1
-    assert Block(1, 4).violations(weight) == 2
-
-
 def test_blocks_run_along_input_channels_at_each_kernel_position() -> None:
     scores = torch.zeros(1, 4, 1, 2)
     scores[0, :, 0, 1] = 1
@@ -165,8 +148,8 @@ def test_unknown_patterns_are_refused(text: str | list[int]) -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_and_all_known() -> None:
-    with pytest.raises(SparsityError, match=r"unknown pattern 'm4n2_2d_bets'; nearest: 'm4n2_2d_best'; known: .*N:M"):
-        parse_pattern("m4n2_2d_bets")
+    with pytest.raises(SparsityError, match=r"unknown pattern 'blok4'; nearest: 'block4'; known: .*N:M"):
+        parse_pattern("blok4")
 
 
 def test_nan_scores_are_refused_and_infinities_rank() -> None:
@@ -182,13 +165,3 @@ def test_nan_scores_are_refused_and_infinities_rank() -> None:
 def test_a_sparsity_outside_zero_and_one_is_refused(sparsity: float) -> None:
     with pytest.raises(SparsityError, match="not between 0 and 1"):
         zero_count(10, sparsity)
-
-
-@settings(max_examples=20)
-@given(st.integers(0, 300), st.integers(1, 300))
-def test_selection_agrees_with_a_stable_sort(count: int, size: int) -> None:
-    scores = torch.randint(0, 5, (size,), generator=torch.Generator().manual_seed(count)).float()
-    expected = torch.zeros(size, dtype=torch.bool)
-    order = scores.flip(0).argsort(stable=True)[: min(count, size)]
-    expected[size - 1 - order] = True
-    assert torch.equal(smallest(scores, count), expected)

@@ -76,17 +76,6 @@ def test_a_probability_at_the_border_has_a_finite_mask_and_still_learns() -> Non
     assert torch.allclose(p.grad, torch.ones(4), rtol=0.1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_probability_in_half_precision_learns_at_the_border_too(dtype: torch.dtype) -> None:
-    p = torch.tensor([0.0, 1.0, 0.5], dtype=dtype, requires_grad=True)
-    mask = relaxed_mask(p, torch.zeros(3), 1.0)
-    assert mask.dtype == torch.float32
-    mask.sum().backward()
-    assert torch.allclose(p.grad.float(), torch.ones(3), rtol=0.1)
-    found = probability_gradient(torch.ones(3), mask.detach(), p.detach(), mask.detach(), 1.0)
-    assert torch.allclose(found, torch.ones(3), rtol=0.1)
-
-
 def test_probabilities_start_at_the_magnitude_relative_to_the_largest_of_the_tensor() -> None:
     weights = {"small": torch.tensor([-0.02, 0.01]), "large": torch.tensor([[3.0], [-6.0]]), "zero": torch.zeros(2)}
     found = initial_probabilities({**weights, "half": weights["large"].half(), "empty": torch.zeros(0)})
@@ -197,26 +186,8 @@ def test_one_strength_for_all_thresholds_gives_the_asked_zeros(seed: int, first:
     assert threshold_pull(weights, s, least, most, tolerance=count) == 0
 
 
-def test_a_pull_goes_as_far_as_it_can() -> None:
-    weights, s = {"a": torch.tensor([0.5, 2.0])}, {"a": torch.tensor(-5.0)}
-    furthest = pulled(weights, s, threshold_pull(weights, s, 2, 2))
-    assert int((soft_threshold(weights["a"], furthest["a"]) == 0).sum()) == 1
-    assert threshold_pull(weights, furthest, 2, 2) == 0
-
-
 def test_a_target_out_of_reach_empties_no_layer() -> None:
     weights = {"a": torch.linspace(0.01, 0.3, 30), "b": torch.full((30,), 2.0)}
     s = {name: torch.tensor(-5.0) for name in weights}
     moved = pulled(weights, s, threshold_pull(weights, s, 50, 50))
     assert int(soft_threshold(weights["a"], moved["a"]).count_nonzero()) == 1
-
-
-def test_zeros_that_no_threshold_made_move_it_once() -> None:
-    weights, s = {"a": torch.zeros(9), "b": torch.rand(9)}, {name: torch.tensor(-5.0) for name in "ab"}
-    for _ in range(40):
-        s = pulled(weights, s, threshold_pull(weights, s, 4, 4))
-    assert all(bool(value.isfinite()) for value in s.values())
-
-
-def test_nothing_is_pulled_without_weights() -> None:
-    assert threshold_pull({}, {}, 0, 0) == 0

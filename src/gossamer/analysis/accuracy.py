@@ -58,21 +58,29 @@ def labelled(module: nn.Module, batches: Iterable[Any], samples: int | None = No
     read: list[Labelled] = []
     seen = 0
     for batch in batches:
-        pair = cast(Sequence[Any], batch) if isinstance(batch, list | tuple) else ()
-        if len(pair) != 2:
+        if not is_labelled(batch):
             raise GossamerError(
-                f"expected batches that are pairs (inputs, labels), found {_kind(batch)} in batch "
-                f"{len(read) + 1}; without labels, use sensitivity(), which compares outputs",
+                f"expected pairs of inputs and a tensor of integer labels, found another in batch {len(read) + 1}; "
+                "without such labels, use sensitivity(), which compares outputs",
                 "data",
             )
-        args, kwargs = batch_arguments(pair, module)
-        read.append(Labelled(args, kwargs, _labels(pair[1], module, len(read) + 1)))
+        args, kwargs = batch_arguments(batch, module)
+        like = next(iter(module.parameters()), None)
+        read.append(Labelled(args, kwargs, batch[1].long().to(None if like is None else like.device)))
         seen += read[-1].labels.numel()
         if samples is not None and seen >= samples:
             break
     if not seen:
         raise GossamerError("no labelled samples; give a data loader that yields some", "data")
     return read
+
+
+def is_labelled(batch: Any) -> bool:
+    """Whether a batch is a pair with a tensor of integers."""
+    labels = cast(Sequence[Any], batch)[1] if isinstance(batch, list | tuple) and len(cast(Any, batch)) == 2 else None
+    if not isinstance(labels, Tensor) or not labels.dim():
+        return False
+    return not labels.is_floating_point() and not labels.is_complex()
 
 
 def score_now(module: nn.Module, batches: Sequence[Labelled]) -> Score:
@@ -96,13 +104,10 @@ def class_scores(module: nn.Module, batch: Labelled) -> Tensor:
         raise GossamerError(f"the model fails on a batch ({short_error(error)}); check the inputs", "data") from error
     for scores in output_tensors(outputs):
         if scores.is_floating_point() and scores.dim() > 1 and (scores.shape[:1] + scores.shape[2:]) == shape:
-            highest = int(batch.labels.max())
-            if highest >= scores.shape[1] or int(batch.labels.min()) < 0:
-                raise GossamerError(
-                    f"a label is {highest if highest >= scores.shape[1] else int(batch.labels.min())}, but the "
-                    f"model has {scores.shape[1]} classes, 0 to {scores.shape[1] - 1}; check the labels",
-                    "data",
-                )
+            lowest, highest = int(batch.labels.min()), int(batch.labels.max())
+            if highest >= scores.shape[1] or lowest < 0:
+                classes = f"0 to {scores.shape[1] - 1}"
+                raise GossamerError(f"labels are {lowest} to {highest}, but the model has classes {classes}", "data")
             return scores
     raise GossamerError(
         f"the model returns no class scores for labels of shape {tuple(shape)}; "
@@ -124,21 +129,3 @@ def output_tensors(value: Any) -> list[Tensor]:
     else:
         return []
     return [tensor for item in items for tensor in output_tensors(item)]
-
-
-def _labels(labels: Any, module: nn.Module, number: int) -> Tensor:
-    """Integer labels on the model's device."""
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex() or not labels.dim():
-        kind = f"a tensor of {labels.dtype}" if isinstance(labels, Tensor) else type(labels).__name__
-        raise GossamerError(
-            f"expected labels that are a tensor of integers, one for each sample, found {kind} in batch "
-            f"{number}; without such labels, use sensitivity(), which compares outputs",
-            "data",
-        )
-    like = next(iter(module.parameters()), None)
-    return labels.long() if like is None else labels.long().to(like.device)
-
-
-def _kind(batch: Any) -> str:
-    pieces = f" of {len(cast(Sequence[Any], batch))}" if isinstance(batch, list | tuple) else ""
-    return f"{type(cast(Any, batch)).__name__}{pieces}"

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gossamer.analysis.model_table import kind_of, rows_of
+from gossamer.analysis.layers import kind_of, outputs_first
 from gossamer.errors import GossamerError
-from gossamer.model import is_transposed, owner_of, prunable, unwrap, weight_of
+from gossamer.model import owner_of, prunable, unwrap, weight_of
 from gossamer.model.tracing.filter_groups import filter_groups
 from gossamer.sparse import NM, Block, NM2d
 
@@ -47,16 +47,24 @@ def ineligible(shape: Sequence[int]) -> str | None:
     """Why hardware cannot accelerate a 2:4 weight `(out, in, …)`, or None."""
     if len(shape) < 2:
         return "it has fewer than two dimensions"
-    problems: list[str] = []
-    for size, step, side in ((shape[0], OUTPUTS, "output"), (shape[1], INPUTS, "input")):
-        if size % step:
-            problems.append(f"{size} {side} channel{'s' * (size != 1)} do{'es' * (size == 1)} not divide by {step}")
-    return " and ".join(problems) or None
+    return _not_divisible(shape, OUTPUTS, INPUTS)
+
+
+def _not_divisible(shape: Sequence[int], outputs: int, inputs: int) -> str | None:
+    sides = ((shape[0], outputs, "output"), (shape[1], inputs, "input"))
+    problems = [(size, side, step) for size, step, side in sides if size % step]
+    return (
+        " and ".join(
+            f"{size} {side} channel{' does' if size == 1 else 's do'} not divide by {step}"
+            for size, side, step in problems
+        )
+        or None
+    )
 
 
 def eligibility(model: nn.Module, pattern: NM) -> list[Eligibility]:
     """Check every convolution, linear and attention weight, in the model's order."""
-    return [_check(pattern, name, _rows(model, name)) for name in prunable(model)]
+    return [_check(pattern, name, outputs_first(model, name, weight_of(model, name))) for name in prunable(model)]
 
 
 def _check(pattern: NM, name: str, weight: Tensor) -> Eligibility:
@@ -79,11 +87,6 @@ def _first_violation(weight: Tensor, pattern: NM) -> tuple[int, ...] | None:
         return None
     row, group, *position = (int(index) for index in violations[0])
     return row, group * pattern.m, *position
-
-
-def _rows(model: nn.Module, name: str) -> Tensor:
-    weight = weight_of(model, name)
-    return weight.transpose(0, 1) if is_transposed(model, name) else weight
 
 
 ROWS, COLUMNS = 16, 16
@@ -167,7 +170,7 @@ def layers_of(model: nn.Module, example_inputs: Any = None) -> list[LayerTraits]
         LayerTraits(
             weight=name,
             kind=kind_of(module, name),
-            shape=tuple(rows_of(module, name).shape),
+            shape=tuple(outputs_first(module, name, weight_of(module, name)).shape),
             linear=_is_linear(owner_of(module, name)),
             channels=fixed.get(name),
         )
@@ -192,40 +195,10 @@ def _fixed_channels(module: nn.Module, example_inputs: Any) -> dict[str, str]:
     return {name: reason for name in names if (reason := reasons.get(name, unseen)) is not None}
 
 
-# Rules: each returns the reason why a layer cannot use a runtime, or None
-
-
-def _two_of_four(layer: LayerTraits) -> str | None:
-    return ineligible(layer.shape)
-
-
 def _semi_structured(layer: LayerTraits) -> str | None:
     if not layer.linear:
         return "torch supports semi-structured tensors in linear layers only"
-    for size, step, side in ((layer.shape[0], ROWS, "output"), (layer.shape[1], COLUMNS, "input")):
-        if size % step:
-            return f"{size} {side} channel{'s' * (size != 1)} do{'es' * (size == 1)} not divide by {step}"
-    return None
-
-
-def _block4(layer: LayerTraits) -> str | None:
-    return Block(1, 4).fits(layer.shape)
-
-
-def _matrix_product(layer: LayerTraits) -> str | None:
-    return None if len(layer.shape) == 2 else "only matrix products use packed weights"
-
-
-def _pointwise(layer: LayerTraits) -> str | None:
-    return None if layer.kind == "conv 1×1" else "only 1×1 convolutions in one group have sparse kernels"
-
-
-def _removable(layer: LayerTraits) -> str | None:
-    return layer.channels
-
-
-def _never(_: LayerTraits) -> str | None:
-    return "its kernels do not skip zeros"
+    return _not_divisible(layer.shape, ROWS, COLUMNS)
 
 
 RUNTIMES: tuple[Runtime, ...] = (
@@ -236,7 +209,7 @@ RUNTIMES: tuple[Runtime, ...] = (
         "any hardware, any number format",
         "removes channels that are all zero: a smaller dense network, faster on any hardware",
         "measured: `gossamer export --format thin`, `gossamer benchmark`",
-        _removable,
+        lambda layer: layer.channels,
     ),
     Runtime(
         "tensorrt",
@@ -245,7 +218,7 @@ RUNTIMES: tuple[Runtime, ...] = (
         "NVIDIA GPU since Ampere; float16, int8",
         "convolutions and matrix products on sparse tensor cores, if TensorRT measures them as faster",
         "https://developer.nvidia.com/blog/accelerating-inference-with-sparsity-using-ampere-and-tensorrt",
-        _two_of_four,
+        lambda layer: ineligible(layer.shape),
     ),
     Runtime(
         "torch",
@@ -263,7 +236,7 @@ RUNTIMES: tuple[Runtime, ...] = (
         "x86 CPU with VNNI; int8",
         "skips blocks of four neighbouring inputs; discontinued in June 2025",
         "https://github.com/neuralmagic/deepsparse/issues/1676",
-        _block4,
+        lambda layer: Block(1, 4).fits(layer.shape),
     ),
     Runtime(
         "openvino",
@@ -273,7 +246,7 @@ RUNTIMES: tuple[Runtime, ...] = (
         "packs the weights of matrix products if CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE is set: less memory traffic, "
         "the same arithmetic",
         "https://docs.openvino.ai/2025/notebooks/sparsity-optimization-with-output.html",
-        _matrix_product,
+        lambda layer: None if len(layer.shape) == 2 else "only matrix products use packed weights",
     ),
     Runtime(
         "xnnpack",
@@ -282,7 +255,7 @@ RUNTIMES: tuple[Runtime, ...] = (
         "ARM CPU; float32",
         "1×1 convolutions of mobile networks with at least two thirds zeros, between a 3×3 stem and global pooling",
         "documentation of TensorFlow Lite's XNNPACK delegate, section on sparse inference",
-        _pointwise,
+        lambda layer: None if layer.kind == "conv 1×1" else "only 1×1 convolutions in one group have sparse kernels",
     ),
     Runtime(
         "onnxruntime",
@@ -291,7 +264,7 @@ RUNTIMES: tuple[Runtime, ...] = (
         "any hardware, any number format",
         "unstructured zeros make files smaller, not inference faster",
         "measured: `gossamer benchmark`",
-        _never,
+        lambda _: "its kernels do not skip zeros",
     ),
 )
 """The most widely applicable first."""

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
-from gossamer.errors import GossamerError, SparsityError, nearest
+from gossamer.errors import GossamerError, SparsityError
 from gossamer.io import atomic_write
-from gossamer.model import expect_model, layer_path, left_dense, prunable, weight_of
+from gossamer.model import (
+    expect_model,
+    get_parameter,
+    is_depthwise,
+    is_transposed,
+    layer_path,
+    owner_of,
+    prunable,
+    weight_of,
+)
 from gossamer.model.counting import macs as count_macs
 from gossamer.model.parameters import nothing_to_prune
 from gossamer.sparse import energy_removed, zero_count
@@ -79,6 +87,9 @@ class Totals:
     def sparsity(self) -> tuple[float, ...]:
         return tuple(_share(count, self.parameters) for count in self.zeros)
 
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "current_sparsity": self.current_sparsity, "sparsity": self.sparsity}
+
 
 @dataclass(frozen=True)
 class LayerReport:
@@ -108,25 +119,13 @@ class LayerReport:
         """
         return {
             "format": FORMAT,
-            "levels": list(self.levels),
+            "levels": self.levels,
             "layers": [
-                {
-                    "name": row.name,
-                    "weight": row.weight,
-                    "shape": list(row.shape),
-                    "parameters": row.parameters,
-                    "macs": row.macs,
-                    "current_sparsity": row.current_sparsity,
-                    "excluded": row.excluded,
-                    "sparsity": list(row.sparsity),
-                    "zeros": list(row.zeros),
-                    "energy_kept": list(row.energy_kept),
-                    "macs_left": _listed(row.macs_left),
-                }
+                {**asdict(row), "current_sparsity": row.current_sparsity, "macs_left": row.macs_left}
                 for row in self.layers
             ],
-            "total": _totals_json(self.total),
-            "taking_part": _totals_json(self.taking_part),
+            "total": self.total.to_json(),
+            "taking_part": self.taking_part.to_json(),
         }
 
     def to_csv(self) -> str:
@@ -148,11 +147,19 @@ class LayerReport:
         Raises `GossamerError` if they cannot be written.
         """
         target = Path(folder)
-        contents = {
-            target / CSV_NAME: self.to_csv(),
-            target / JSON_NAME: json.dumps(self.to_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n",
+        texts = {
+            CSV_NAME: self.to_csv(),
+            JSON_NAME: json.dumps(self.to_json(), indent=2, ensure_ascii=False, allow_nan=False) + "\n",
         }
-        _write(target, contents)
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            for name, text in texts.items():
+                with atomic_write(target / name) as scratch:
+                    scratch.write_text(text, encoding="utf-8", newline="")
+        except OSError as error:
+            raise GossamerError(
+                f"{target}: the report cannot be written: {error.strerror}; choose a writable folder"
+            ) from error
         return target / CSV_NAME, target / JSON_NAME
 
     def _summed(self, rows: Sequence[LayerRow]) -> Totals:
@@ -191,25 +198,24 @@ def layer_report(
     """Every prunable weight of the model, and what remains of it at each level.
 
     `sparsities` has one fraction per level for each weight; weights that are missing there, or `excluded` (with the
-    reason), are not pruned. Without `example_inputs` there are no MACs. Raises `GossamerError` if names or numbers do
-    not fit the model, or if the model does not run on the inputs.
+    reason), are not pruned. Without `example_inputs` there are no MACs. Raises `GossamerError` if the model has no
+    prunable layer, or does not run on the inputs.
 
     >>> report = layer_report(nn.Linear(4, 5), {"weight": [0.3, 0.9]}, levels=[0.3, 0.9], example_inputs=[1, 4])
     >>> report.total.zeros, report.total.macs, report.total.macs_left
     ((6, 18), 20, (14, 2))
     """
-    names = prunable(model)
     expect_model(model, "model")
-    _check(model, names, sparsities, levels, excluded)
+    names = prunable(model)
+    if not names:
+        raise GossamerError(nothing_to_prune(model, "to report on; give the one that is pruned"))
     macs = None if example_inputs is None else count_macs(model, example_inputs)
-    missing = {name: "no sparsity given" for name in names if name not in sparsities}
-    reasons = {**missing, **excluded}
-    none = [0.0] * len(levels)
+    reasons = {name: "no sparsity given" for name in names if name not in sparsities} | dict(excluded)
     rows = [
         _row(
             name,
             weight_of(model, name),
-            none if name in reasons else sparsities[name],
+            [0.0] * len(levels) if name in reasons else sparsities[name],
             None if macs is None else macs[name],
             reasons.get(name),
         )
@@ -218,32 +224,22 @@ def layer_report(
     return LayerReport(tuple(float(level) for level in levels), tuple(rows))
 
 
-def _check(
-    model: nn.Module,
-    names: Sequence[str],
-    sparsities: Mapping[str, Sequence[float]],
-    levels: Sequence[float],
-    excluded: Mapping[str, str],
-) -> None:
-    """Raise if names or numbers do not fit the model or each other."""
-    if not names:
-        raise GossamerError(nothing_to_prune(model, "to report on; give the one that is pruned"))
-    for level in levels:
-        if not 0 <= level <= 1:
-            raise SparsityError(f"level {level} is not between 0 and 1; give fractions, such as 0.9 for 90 %")
-    if len({f"{level:.10g}" for level in levels}) < len(levels):
-        raise SparsityError(f"levels {', '.join(f'{level:g}' for level in levels)} repeat; give each of them once")
-    for name in (*sparsities, *excluded):
-        if name not in names and name not in left_dense(model):
-            close = nearest(name, names) or f"; the first is '{names[0]}'"
-            raise GossamerError(f"'{name}' is not one of the {len(names)} prunable weights{close}")
-    for name, values in sparsities.items():
-        if len(values) != len(levels):
-            raise SparsityError(f"'{name}' has {len(values)} sparsities for {len(levels)} levels; give one for each")
-        if not all(0 <= value <= 1 for value in values):
-            raise SparsityError(f"'{name}' has a sparsity that is not between 0 and 1; give fractions")
-        if name in excluded and any(values):
-            raise GossamerError(f"'{name}' is excluded ({excluded[name]}) and has a sparsity; give only one of the two")
+def kind_of(module: nn.Module, name: str) -> str:
+    """The kind of layer that a weight belongs to: `conv 3×3`, `depthwise 3×3`, `linear`, `attention` and so on."""
+    owner, shape = owner_of(module, name), get_parameter(module, name).shape
+    if len(shape) < 3:
+        return "attention" if isinstance(owner, nn.MultiheadAttention) else "linear"
+    kernel = "×".join(str(size) for size in shape[2:])
+    groups = getattr(owner, "groups", 1)
+    if is_depthwise(module, name):
+        return f"depthwise {kernel}"
+    noun = "transposed conv" if is_transposed(module, name) else "conv" if groups == 1 else f"conv in {groups} groups,"
+    return f"{noun} {kernel}"
+
+
+def outputs_first(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Transpose between a weight's layout and output channels first, if they differ."""
+    return tensor.transpose(0, 1) if tensor.dim() > 1 and is_transposed(module, name) else tensor
 
 
 def _row(name: str, weight: Tensor, sparsity: Sequence[float], macs: int | None, excluded: str | None) -> LayerRow:
@@ -272,34 +268,5 @@ def _energy_kept(name: str, weight: Tensor, zeros: Sequence[int]) -> tuple[float
     return tuple(1.0 - float(removed[count - 1]) if count else 1.0 for count in zeros)
 
 
-def _totals_json(totals: Totals) -> dict[str, Any]:
-    return {
-        "layers": totals.layers,
-        "parameters": totals.parameters,
-        "macs": totals.macs,
-        "current_sparsity": totals.current_sparsity,
-        "sparsity": list(totals.sparsity),
-        "zeros": list(totals.zeros),
-        "macs_left": _listed(totals.macs_left),
-    }
-
-
-def _listed(values: Sequence[int] | None) -> list[int] | None:
-    return None if values is None else list(values)
-
-
 def _share(part: int, total: int) -> float:
     return part / total if total else 0.0
-
-
-def _write(folder: Path, contents: dict[Path, str]) -> None:
-    """Write all files, or none."""
-    current = folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            for current, text in reversed(contents.items()):
-                stack.enter_context(atomic_write(current)).write_text(text, encoding="utf-8", newline="")
-    except OSError as error:
-        path: object = error.filename2 or current  # moving failed, or writing
-        raise GossamerError(f"{path}: cannot be written: {error.strerror}; choose a writable folder") from error

@@ -5,25 +5,15 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from gossamer.analysis.layers import LayerRow, layer_report
+from gossamer.analysis.layers import LayerRow, kind_of, layer_report, outputs_first
 from gossamer.analysis.projection import Outlook, Projection
-from gossamer.model import (
-    expect_model,
-    get_parameter,
-    is_depthwise,
-    is_transposed,
-    left_dense,
-    owner_of,
-    prunable,
-    unwrap,
-    weight_of,
-)
+from gossamer.model import expect_model, left_dense, prunable, unwrap, weight_of
 from gossamer.model.counting import WeightCount, count_weights
 from gossamer.model.parameters import named_state
 from gossamer.model.weights import check_values
@@ -163,15 +153,21 @@ def model_table(model: nn.Module, example_inputs: Any = None, projection: Projec
     dense = {name: count for name, count in count_weights(module).items() if name not in names}
     counted = {*names, *dense}
     others = sum(tensor.numel() for name, tensor in state.items() if id(tensor) in own and name not in counted)
-    fixed = sum(count.zeros for count in dense.values())
+    rest_of_file = _Others(rest, sum(count.zeros for count in dense.values()))
+    now = [row.layer.current_zeros for row in rows]
+    then = None
+    if projection is not None:
+        total = projection.zeros(row.weight for row in rows)
+        halved = [_ends_at_two_of_four(row) for row in rows]
+        then = _state(rows, [row.zeros_then for row in rows], total, halved, rest_of_file)
     counted_macs = layers[0].macs is not None
     return ModelTable(
         rows=rows,
         parameters=sum(row.parameters for row in rows) + sum(count.weights for count in dense.values()),
         other_parameters=others,
         macs=sum(row.layer.macs or 0 for row in rows) if counted_macs else None,
-        now=_with_zeros(_now(rows, rest), fixed),
-        then=None if projection is None else _with_zeros(_then(rows, rest, projection), fixed),
+        now=_state(rows, now, sum(now), ["2:4" in row.patterns for row in rows], rest_of_file),
+        then=then,
         projection=projection,
         left_dense=left_dense(module),
         dense=dense,
@@ -203,34 +199,24 @@ def sparse24_bytes(parameters: int, value_bytes: int) -> int:
     return parameters // 2 * value_bytes + math.ceil(parameters / 2 * 2 / 8)
 
 
-def kind_of(module: nn.Module, name: str) -> str:
-    """The kind of layer that a weight belongs to."""
-    owner, shape = owner_of(module, name), get_parameter(module, name).shape
-    if len(shape) < 3:
-        return "attention" if isinstance(owner, nn.MultiheadAttention) else "linear"
-    kernel = "×".join(str(size) for size in shape[2:])
-    groups = getattr(owner, "groups", 1)
-    if is_depthwise(module, name):
-        return f"depthwise {kernel}"
-    noun = "transposed conv" if is_transposed(module, name) else "conv" if groups == 1 else f"conv in {groups} groups,"
-    return f"{noun} {kernel}"
-
-
-def rows_of(module: nn.Module, name: str) -> Tensor:
-    """A weight with its output channels first."""
-    weight = weight_of(module, name)
-    return weight.transpose(0, 1) if weight.dim() > 1 and is_transposed(module, name) else weight
-
-
 # Rows and sums
 
 
+@dataclass(frozen=True)
+class _Others:
+    """Everything in a file besides the prunable weights."""
+
+    bytes: int
+    zeros: int
+    """Zeros of weights that no method can prune."""
+
+
 def _row(module: nn.Module, layer: LayerRow, projection: Projection | None) -> ModelRow:
-    weight = rows_of(module, layer.weight)
+    weight = outputs_first(module, layer.weight, weight_of(module, layer.weight))
     patterns = patterns_of(weight) if layer.current_zeros else ()
     outlook = None if projection is None else projection.layers.get(layer.weight)
     if outlook is not None and outlook.certainty == "held" and patterns:
-        outlook = replace(outlook, pattern=patterns[0])  # existing zeros stay where they are
+        outlook = outlook._replace(pattern=patterns[0])  # existing zeros stay where they are
     return ModelRow(
         layer=layer,
         kind=kind_of(module, layer.weight),
@@ -241,31 +227,37 @@ def _row(module: nn.Module, layer: LayerRow, projection: Projection | None) -> M
     )
 
 
-def _with_zeros(state: State, zeros: int) -> State:
-    """Add the zeros of weights that no method can prune."""
-    return state if state.zeros is None else replace(state, zeros=state.zeros + zeros)
-
-
-def _now(rows: Sequence[ModelRow], rest: int) -> State:
-    counts = [row.layer.current_zeros for row in rows]
-    return State(
-        zeros=sum(counts),
-        macs=_total(row.macs_left(zeros) for row, zeros in zip(rows, counts, strict=True)),
-        sizes=_sizes(rows, rest, counts, lambda row: "2:4" in row.patterns),
+def _state(
+    rows: Sequence[ModelRow],
+    zeros: Sequence[int | None],
+    total: int | None,
+    halved: Sequence[bool],
+    others: _Others,
+) -> State:
+    """All layers with these counts of zeros; `halved` tells which of them are 2:4."""
+    dense = [row.parameters * row.value_bytes for row in rows]
+    pairs = list(zip(rows, zeros, strict=True))
+    bitmask = _total(
+        None if count is None else bitmask_bytes(row.parameters, count, row.value_bytes) for row, count in pairs
     )
-
-
-def _then(rows: Sequence[ModelRow], rest: int, projection: Projection) -> State:
-    counts = [row.zeros_then for row in rows]
-    total = projection.zeros(row.weight for row in rows)
-    sizes = _sizes(rows, rest, counts, _ends_at_two_of_four)
-    if sizes.bitmask is None and total is not None and len({row.value_bytes for row in rows}) == 1:
+    if bitmask is None and total is not None and len({row.value_bytes for row in rows}) == 1:
         # The size of the file depends on the total of zeros only, except for layers that stay dense in it.
         bits = sum(math.ceil(row.parameters / 8) for row in rows if row.outlook is not None)
         kept = sum(row.parameters for row in rows) - total
-        sizes = Sizes(sizes.dense, min(rest + bits + kept * rows[0].value_bytes, sizes.dense), sizes.sparse24)
-    left = (row.macs_left(zeros) for row, zeros in zip(rows, counts, strict=True))
-    return State(total, _total(left), sizes)
+        bitmask = min(bits + kept * rows[0].value_bytes, sum(dense))
+    packed = [
+        sparse24_bytes(row.parameters, row.value_bytes) if is_24 else size
+        for row, size, is_24 in zip(rows, dense, halved, strict=True)
+    ]
+    return State(
+        zeros=None if total is None else total + others.zeros,
+        macs=_total(row.macs_left(count) for row, count in pairs),
+        sizes=Sizes(
+            dense=others.bytes + sum(dense),
+            bitmask=None if bitmask is None else others.bytes + bitmask,
+            sparse24=others.bytes + sum(packed) if any(halved) else None,
+        ),
+    )
 
 
 def _ends_at_two_of_four(row: ModelRow) -> bool:
@@ -273,26 +265,6 @@ def _ends_at_two_of_four(row: ModelRow) -> bool:
     if outlook is not None and outlook.certainty == "held":
         return "2:4" in row.patterns
     return outlook is not None and outlook.pattern in ("2:4", "tensorrt", "m4n2_1d", "m4n2_2d_best", "m4n2_2d_greedy")
-
-
-def _sizes(
-    rows: Sequence[ModelRow], rest: int, zeros: Sequence[int | None], halved: Callable[[ModelRow], bool]
-) -> Sizes:
-    dense = [row.parameters * row.value_bytes for row in rows]
-    masked = [
-        None if count is None else bitmask_bytes(row.parameters, count, row.value_bytes)
-        for row, count in zip(rows, zeros, strict=True)
-    ]
-    packed = [
-        sparse24_bytes(row.parameters, row.value_bytes) if halved(row) else size
-        for row, size in zip(rows, dense, strict=True)
-    ]
-    bitmask = _total(masked)
-    return Sizes(
-        dense=rest + sum(dense),
-        bitmask=None if bitmask is None else rest + bitmask,
-        sparse24=rest + sum(packed) if any(halved(row) for row in rows) else None,
-    )
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
@@ -335,12 +307,11 @@ def _row_json(row: ModelRow, with_recipe: bool) -> dict[str, Any]:
 
 
 def _state_json(state: State, parameters: int) -> dict[str, Any]:
-    sizes = state.sizes
     return {
         "zeros": state.zeros,
         "sparsity": None if state.zeros is None else state.zeros / max(parameters, 1),
         "macs": state.macs,
-        "bytes": {"dense": sizes.dense, "bitmask": sizes.bitmask, "sparse24": sizes.sparse24},
+        "bytes": asdict(state.sizes),
     }
 
 

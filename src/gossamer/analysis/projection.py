@@ -11,7 +11,7 @@ from gossamer.engine import BoundModifier, TrainingRun
 from gossamer.engine.binding import no_losses
 from gossamer.errors import RecipeError, within
 from gossamer.model import get_parameter, prunable, unwrap
-from gossamer.modifiers import Modifier, Outlook
+from gossamer.modifiers import Outlook
 from gossamer.recipe import Recipe
 from gossamer.sparse import zero_count
 
@@ -75,7 +75,9 @@ def project(recipe: Recipe, model: nn.Module) -> Projection:
     budgets: list[Budget] = []
     for run in runs:
         skipped |= run.skipped
-        if reason := _released(run.modifier, horizon):
+        end = run.modifier.released_epoch
+        if end is not None and end < horizon:
+            reason = f"{run.modifier.name} releases its zeros at epoch {end:g}, before training ends"
             skipped |= dict.fromkeys(run.bound, reason)
             continue
         with within(run.modifier.name, location=recipe.location(run.index)):
@@ -94,14 +96,6 @@ def project(recipe: Recipe, model: nn.Module) -> Projection:
     )
 
 
-def _released(modifier: Modifier, horizon: float) -> str | None:
-    """Why the zeros of a modifier do not last until the end; None if they do."""
-    end = modifier.released_epoch
-    if end is None or end >= horizon:
-        return None
-    return f"{modifier.name} releases its zeros at epoch {end:g}, before training ends"
-
-
 def _merge(before: Mapping[str, Outlook], outlooks: Mapping[str, Outlook]) -> dict[str, Outlook]:
     """Of two modifiers on one weight, keep the one with more zeros, or the one that learns its sparsity."""
     joined = dict(before)
@@ -117,7 +111,7 @@ def _budget(run: BoundModifier, outlooks: Mapping[str, Outlook]) -> Budget | Non
     names = tuple(name for name, outlook in outlooks.items() if outlook.zeros is None)
     if not names or run.modifier.goal is None:
         return None
-    return Budget(names, zero_count(sum(_size(run, name) for name in names), run.modifier.goal))
+    return Budget(names, zero_count(sum(run.weights.parameter(name).numel() for name in names), run.modifier.goal))
 
 
 def _notes(
@@ -126,9 +120,9 @@ def _notes(
     """Limitations of the numbers."""
     if any(outlook.certainty == "estimated" for outlook in layers.values()):
         yield "the recipe uses a global threshold: the sparsity of each layer is estimated from the current weights"
-    if emptied := [name for name, o in layers.items() if o.certainty != "removed" and o.zeros == _count(module, name)]:
-        which = emptied[0] if len(emptied) == 1 else f"{len(emptied)} layers, such as {emptied[0]}"
-        yield f"no weights would be left in {which}; set max_layer_sparsity or exclude in the recipe"
+    sizes = {name: get_parameter(module, name).numel() for name in layers}
+    if emptied := [name for name, o in layers.items() if o.certainty != "removed" and o.zeros == sizes[name]]:
+        yield f"no weights would be left in {', '.join(emptied)}; set max_layer_sparsity or exclude in the recipe"
     if learners := sorted({o.modifier for o in layers.values() if o.certainty == "learned"}):
         yield f"{', '.join(learners)} learns the sparsity of each layer in training; it is not known before"
     others = [name for name in layers if name not in prunable(module)]
@@ -137,21 +131,8 @@ def _notes(
     if any(modifier.family == "quantization" for modifier in recipe.modifiers):
         yield "the recipe also quantizes to 8-bit integers, which sizes do not include: they take a quarter"
     idle = [name for name in prunable(module) if name not in layers]
-    zeros = sum(_zeros_of(module, name) for name in idle)
+    zeros = sum(int((get_parameter(module, name) == 0).sum()) for name in idle)
     if zeros and runs:
         yield f"{zeros:,} weights that are zero now have no mask: training changes them"
     if any(modifier.removal_epochs for modifier in recipe.modifiers):
         yield "LayerThinningModifier removes filters that are all zero; they count as zeros here"
-
-
-def _size(run: BoundModifier, name: str) -> int:
-    return run.weights.parameter(name).numel()
-
-
-def _count(module: nn.Module, name: str) -> int:
-    return get_parameter(module, name).numel()
-
-
-def _zeros_of(module: nn.Module, name: str) -> int:
-    weight = get_parameter(module, name).detach()
-    return weight.numel() - int(weight.count_nonzero())

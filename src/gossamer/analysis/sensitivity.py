@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from itertools import islice, pairwise
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gossamer.analysis.accuracy import (
-    Labelled,
     Score,
     classifier_score,
+    is_labelled,
     labelled,
     output_tensors,
     score_now,
 )
+from gossamer.analysis.layers import outputs_first
 from gossamer.errors import GossamerError, SparsityError, nearest, short_error
-from gossamer.model import first_names, get_parameter, is_transposed, prunable, unwrap, weight_of
+from gossamer.model import first_names, get_parameter, prunable, unwrap
 from gossamer.model.parameters import with_norms_kept
 from gossamer.model.tracing.coupling import couple
 from gossamer.model.tracing.filter_groups import FilterGraph, FilterGroup
@@ -165,20 +167,45 @@ def _measure_layer(
     inputs: Sequence[Arguments],
     dense: Sequence[list[Tensor]],
 ) -> SensitivityCurve:
-    weight = get_parameter(module, name)
-    original = weight.detach().clone()
-    rows = outputs_first(module, name, original)
-    scores = outputs_first(module, name, with_norms_kept(module, name, magnitude(original)))
     moved: list[float] = []
-    try:
-        for level in levels:
-            keep = outputs_first(module, name, pattern.mask(scores, level))
-            weight.copy_(original.masked_fill(~keep, 0))
+    for level in levels:
+        with pruned(module, (name,), pattern, level):
             distances = [_distance(_outputs(module, batch), old) for batch, old in zip(inputs, dense, strict=True)]
-            moved.append(max(sum(distances) / len(distances), moved[-1] if moved else 0.0))
-    finally:
-        weight.copy_(original)
+        moved.append(max(sum(distances) / len(distances), moved[-1] if moved else 0.0))
+    rows = outputs_first(module, name, get_parameter(module, name).detach())
     return SensitivityCurve(name, pattern.unit_scores(rows).numel(), tuple(levels), tuple(moved))
+
+
+@contextmanager
+def pruned(module: nn.Module, members: Sequence[str], pattern: Pattern, sparsity: float) -> Generator[None]:
+    """Within, these weights are pruned by magnitude; coupled ones share one ranking of their filters or channels."""
+    originals = {name: get_parameter(module, name).detach().clone() for name in members}
+    rows = {name: outputs_first(module, name, weight) for name, weight in originals.items()}
+    if len(rows) == 1:
+        (name,) = members
+        scores = with_norms_kept(module, name, magnitude(originals[name]))
+        keep = {name: pattern.mask(outputs_first(module, name, scores), sparsity)}
+    else:
+        units = torch.stack([_relative(pattern.unit_scores(magnitude(weight))) for weight in rows.values()]).sum(0)
+        kept = Unstructured().mask(units, sparsity)
+        keep = {name: pattern.expand(kept, weight.shape) for name, weight in rows.items()}
+    try:
+        for name, mask in keep.items():
+            get_parameter(module, name).masked_fill_(~outputs_first(module, name, mask), 0)
+        yield
+    finally:
+        restore(module, originals)
+
+
+def restore(module: nn.Module, originals: Mapping[str, Tensor]) -> None:
+    """Copy weights back into the model."""
+    for name, weight in originals.items():
+        get_parameter(module, name).copy_(weight)
+
+
+def _relative(scores: Tensor) -> Tensor:
+    """Scores with a mean of 1, so that members count equally whatever their scale."""
+    return scores / scores.mean().clamp_min(torch.finfo(scores.dtype).tiny)
 
 
 def _check_changes(module: nn.Module, curves: Mapping[str, SensitivityCurve]) -> None:
@@ -195,11 +222,6 @@ def _check_changes(module: nn.Module, curves: Mapping[str, SensitivityCurve]) ->
             )
 
 
-def outputs_first(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """Transpose between the layer's layout and output channels first, if they differ."""
-    return tensor.transpose(0, 1) if tensor.dim() > 1 and is_transposed(module, name) else tensor
-
-
 # Inputs and outputs
 
 
@@ -211,9 +233,7 @@ def first_inputs(data: Iterable[Any], module: nn.Module) -> Any:
     return None
 
 
-def _truncate(
-    module: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _truncate(module: nn.Module, batch: Arguments) -> Arguments:
     """The first samples of a batch; the whole batch if the model does not run on them."""
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     count = len(tensors[0]) if tensors else 0
@@ -237,12 +257,8 @@ def _first_outputs(module: nn.Module, batch: Arguments) -> list[Tensor]:
             f"the model fails on a batch ({short_error(error)}); expected batches of inputs, or (inputs, labels)",
             "data",
         ) from error
-    if not outputs:
-        raise GossamerError("the model returns no floating-point tensor; layers cannot be compared", "data")
     if not any(bool(tensor.isfinite().any()) for tensor in outputs):
-        raise GossamerError(
-            "the model returns no finite number; layers cannot be compared; check its weights and the inputs", "data"
-        )
+        raise GossamerError("the model returns no finite floating-point numbers; layers cannot be compared", "data")
     return outputs
 
 
@@ -314,7 +330,7 @@ class AccuracyCurve:
     sparsities: tuple[float, ...]
     """Increasing."""
     loss: tuple[float, ...]
-    accuracy: tuple[float | None, ...]
+    accuracy: tuple[float, ...]
     """From 0 to 1. Not necessarily monotone: a little pruning can help."""
     note: str | None = None
     """A limitation: the model could not be traced, so coupled layers were pruned alone."""
@@ -362,7 +378,9 @@ def one_shot(
             for step, level in enumerate(levels):
                 if progress is not None:
                     progress(members[0], (index + step / len(levels)) / len(groups))
-                scores.append(_pruned_score(module, members, pattern, level, data))
+                with pruned(module, members, pattern, level):
+                    torch.manual_seed(0)  # the same random numbers each time
+                    scores.append(score_now(module, data))
             losses, accuracies = tuple(s.loss for s in scores), tuple(s.accuracy for s in scores)
             curves.append(AccuracyCurve(members[0], members, tuple(levels), losses, accuracies, note))
     if progress is not None:
@@ -420,22 +438,22 @@ def coupled(
     """
     if not isinstance(pattern, Filter | Channel):
         return [(name,) for name in names], None
-    same = f"that share their {_units(pattern)}"
+    side, units = (0, "filters") if isinstance(pattern, Filter) else (1, "channels")
     groups: list[FilterGroup] = []
     try:
         coupling = couple(module, inputs, parts=True)
         graph = FilterGraph(module, coupling)
         groups = [graph.group(classes) for classes in graph.components()]
-        partial = f"layers {same} were found in parts of the model only, others are pruned one by one"
-        note = None if coupling.note is None else f"{partial}: {coupling.note}"
+        note = coupling.note
     except Untraceable as error:
-        note = f"layers are pruned one by one, including those {same}: {error}"
+        note = str(error)
     leader = {name: name for name in names}
     for group in groups:
+        # A flattening or convolution groups may change the number of filters or channels.
         members = [
             name
-            for name in _sharing(group, pattern)
-            if name in leader and _side(module, name, pattern) == group.filters
+            for name in (group.producers, group.consumers)[side]
+            if name in leader and outputs_first(module, name, get_parameter(module, name)).shape[side] == group.filters
         ]
         for name in members[1:]:
             old, new = leader[name], leader[members[0]]
@@ -443,62 +461,9 @@ def coupled(
     together: dict[str, list[str]] = {}
     for name in names:
         together.setdefault(leader[name], []).append(name)
+    if note is not None:
+        note = f"layers that share {units} but could not be traced are pruned one by one: {note}"
     return [tuple(members) for members in together.values()], note
-
-
-def masks_of(module: nn.Module, members: Sequence[str], pattern: Pattern, sparsity: float) -> dict[str, Tensor]:
-    """True for kept weights; coupled members share one ranking of their filters or channels."""
-    rows = {name: outputs_first(module, name, get_parameter(module, name).detach()) for name in members}
-    if len(rows) == 1:
-        keep = {name: pattern.mask(_scores(module, name), sparsity) for name in rows}
-    else:
-        units = sum(_relative(pattern.unit_scores(magnitude(weight))) for weight in rows.values())
-        assert isinstance(units, Tensor)
-        kept = Unstructured().mask(units, sparsity)
-        keep = {name: pattern.expand(kept, weight.shape) for name, weight in rows.items()}
-    return {name: outputs_first(module, name, mask) for name, mask in keep.items()}
-
-
-def _scores(module: nn.Module, name: str) -> Tensor:
-    scores = magnitude(weight_of(module, name))
-    return outputs_first(module, name, with_norms_kept(module, name, scores))
-
-
-def _pruned_score(
-    module: nn.Module, members: Sequence[str], pattern: Pattern, sparsity: float, batches: Sequence[Labelled]
-) -> Score:
-    originals = {name: get_parameter(module, name).detach().clone() for name in members}
-    try:
-        for name, keep in masks_of(module, members, pattern, sparsity).items():
-            get_parameter(module, name).masked_fill_(~keep, 0)
-        torch.manual_seed(0)  # the same random numbers each time
-        return score_now(module, batches)
-    finally:
-        restore(module, originals)
-
-
-def restore(module: nn.Module, originals: Mapping[str, Tensor]) -> None:
-    """Copy weights back into the model."""
-    for name, weight in originals.items():
-        get_parameter(module, name).copy_(weight)
-
-
-def _sharing(group: FilterGroup, pattern: Pattern) -> tuple[str, ...]:
-    return group.producers if isinstance(pattern, Filter) else group.consumers
-
-
-def _units(pattern: Filter | Channel) -> str:
-    return "filters" if isinstance(pattern, Filter) else "channels"
-
-
-def _side(module: nn.Module, name: str, pattern: Pattern) -> int:
-    """The number of filters or channels of a weight, which a flattening or convolution groups may change."""
-    return outputs_first(module, name, get_parameter(module, name)).shape[0 if isinstance(pattern, Filter) else 1]
-
-
-def _relative(scores: Tensor) -> Tensor:
-    """Scores with a mean of 1, so that members count equally whatever their scale."""
-    return scores / scores.mean().clamp_min(torch.finfo(scores.dtype).tiny)
 
 
 LEVELS = (0.5, 0.8, 0.9, 0.95)
@@ -547,26 +512,7 @@ class SensitivityMap:
 
     def to_json(self) -> dict[str, Any]:
         """Ready for JSON; numbers that are not finite become null."""
-        return {
-            "by": self.by,
-            "samples": self.samples,
-            "pattern": self.pattern,
-            "skipped": dict(self.skipped),
-            "notes": list(self.notes),
-            "dense": None
-            if self.dense is None
-            else {"loss": _finite(self.dense.loss), "accuracy": self.dense.accuracy},
-            "sparsities": list(self.sparsities),
-            "layers": [
-                {
-                    "name": layer.name,
-                    "members": list(layer.members),
-                    "harm": [_finite(value) for value in layer.harm],
-                    "accuracy": None if layer.accuracy is None else list(layer.accuracy),
-                }
-                for layer in self.layers
-            ],
-        }
+        return pytree.tree_map_only(float, lambda value: value if math.isfinite(value) else None, asdict(self))
 
 
 def sensitivity_map(
@@ -609,7 +555,7 @@ def sensitivity_map(
             shot.name,
             shot.members,
             tuple(loss - dense.loss if math.isfinite(loss) else math.inf for loss in shot.loss),
-            tuple(0.0 if accuracy is None else accuracy for accuracy in shot.accuracy),
+            shot.accuracy,
         )
         for shot in shots
     ]
@@ -636,19 +582,10 @@ def first_samples(batches: Iterable[Any], samples: int) -> list[Any]:
 
 def has_labels(batches: Sequence[Any]) -> bool:
     """Whether the batches are pairs with a tensor of integers."""
-    first: Any = batches[0] if batches else None
-    items: list[Any] = list(cast(Sequence[Any], first)) if isinstance(first, list | tuple) else []
-    labels = items[1] if len(items) == 2 else None
-    return (
-        isinstance(labels, Tensor) and not labels.is_floating_point() and not labels.is_complex() and labels.dim() > 0
-    )
+    return bool(batches) and is_labelled(batches[0])
 
 
 def _batch_size(batch: Any) -> int:
     """The number of samples in a batch: the first dimension of its first tensor, 1 without one."""
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     return len(tensors[0]) if tensors else 1
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

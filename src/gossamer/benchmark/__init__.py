@@ -3,9 +3,8 @@
 `measure` times the files in turns, `explain` says what the results mean.
 """
 
-from gossamer.benchmark.explanation import explain
-from gossamer.benchmark.measurement import Timing, measure
+from gossamer.benchmark.measurement import Timing, explain, format_ratio, labels, measure
 from gossamer.benchmark.runtimes import RUNTIMES, InMemory
 from gossamer.benchmark.timing import Ratio
 
-__all__ = ["RUNTIMES", "InMemory", "Ratio", "Timing", "explain", "measure"]
+__all__ = ["RUNTIMES", "InMemory", "Ratio", "Timing", "explain", "format_ratio", "labels", "measure"]

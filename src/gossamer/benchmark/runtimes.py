@@ -6,7 +6,7 @@ Each runtime keeps its defaults, except for the number of threads. A runtime is 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,17 +17,17 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils import _pytree as tree
 
-from gossamer.benchmark.contents import Contents, contents_of_onnx, contents_of_tensors
-from gossamer.benchmark.inputs import Array, Slot
 from gossamer.errors import GossamerError, first_line, nearest
 from gossamer.export.examples import ExampleInputs
-from gossamer.export.onnx.model_files import read_model
+from gossamer.export.onnx.model_files import read_model, size_of
 from gossamer.export.weights import is_model_file, read_state
 from gossamer.io import dtype_name
 
+Array = NDArray[Any]
 Run = Callable[[], Any]
 
 
@@ -46,12 +46,39 @@ Candidate = Path | InMemory
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How programs run."""
+class Slot:
+    """One input of a program."""
 
-    threads: int = 1
-    trust: bool = False
-    """Whether to load files whose format can run code."""
+    name: str
+    shape: tuple[int | str, ...]
+    """The size of each axis; a name for a dynamic axis, and axes with the same name have the same size."""
+    dtype: str
+    """numpy's name."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype} ({', '.join(map(str, self.shape))})"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Counts of a file or model.
+
+    A weight is an array with more than one axis of a size above 1, which leaves out biases, scales and statistics.
+    """
+
+    bytes: int
+    weights: int = 0
+    zeros: int = 0
+    integers: int = 0
+    """Weights stored as integers."""
+    filters: int = 0
+    """Output channels of convolutions."""
+    empty_filters: int = 0
+    """Filters whose weights are all zero."""
+
+    @property
+    def sparsity(self) -> float:
+        return self.zeros / self.weights if self.weights else 0.0
 
 
 @dataclass(frozen=True)
@@ -77,7 +104,8 @@ class Runtime:
     """The argument of `pip install`."""
     suffixes: tuple[str, ...]
     """Supported files; the empty suffix stands for a model in memory."""
-    load: Callable[[Any, Settings], Program]
+    load: Callable[..., Program]
+    """Called with the candidate, `threads`, and `trust`: whether to load files whose format can run code."""
 
     @property
     def is_installed(self) -> bool:
@@ -99,13 +127,11 @@ def select_runtimes(candidates: Sequence[Candidate], names: Sequence[str] | None
     """Each candidate with each runtime that supports it, among those named or all that are installed."""
     selected = [_by_name(name) for name in names] if names else [one for one in RUNTIMES.values() if one.is_installed]
     for candidate in candidates:
-        _check_supported(candidate, selected)
-    pairs = [(one, candidate) for one in selected for candidate in candidates if _suffix(candidate) in one.suffixes]
-    unused = [one.name for one in selected if names and one not in (runtime for runtime, _ in pairs)]
-    if unused:
-        supported = " and ".join(suffix or "models" for suffix in RUNTIMES[unused[0]].suffixes)
-        raise GossamerError(f"--runtime: '{unused[0]}' runs {supported}, and no file given is one; leave it out")
-    return pairs
+        if not any(_suffix(candidate) in one.suffixes for one in selected):
+            raise _unsupported(candidate)
+        if isinstance(candidate, Path) and not candidate.is_file():
+            raise GossamerError(f"{candidate}: file not found; write it with gossamer export")
+    return [(one, candidate) for one in selected for candidate in candidates if _suffix(candidate) in one.suffixes]
 
 
 def _by_name(name: str) -> Runtime:
@@ -118,102 +144,84 @@ def _by_name(name: str) -> Runtime:
     return runtime
 
 
-def _check_supported(candidate: Candidate, selected: Sequence[Runtime]) -> None:
+def _unsupported(candidate: Candidate) -> GossamerError:
     suffix, name = _suffix(candidate), name_of(candidate)
     supporting = [one for one in RUNTIMES.values() if suffix in one.suffixes]
     if not supporting:
-        known = ", ".join(sorted({suffix for one in RUNTIMES.values() for suffix in one.suffixes if suffix}))
-        shown = f"found '{suffix}'" if suffix else "found none"
-        raise GossamerError(f"{name}: expected a file that ends in {known}, {shown}; gossamer export writes them")
-    if any(one in selected for one in supporting):
-        return
+        return GossamerError(f"{name}: expected a file of gossamer export: .onnx, .pt2 or .safetensors")
     if any(one.is_installed for one in supporting):
         names = " or ".join(one.name for one in supporting if one.is_installed)
-        raise GossamerError(f"{name}: no selected runtime supports it; add --runtime {names}")
-    raise GossamerError(f"{name}: no runtime for it is installed: pip install {supporting[0].install}")
+        return GossamerError(f"{name}: no selected runtime supports it; add --runtime {names}")
+    return GossamerError(f"{name}: no runtime for it is installed: pip install {supporting[0].install}")
 
 
 def _suffix(candidate: Candidate) -> str:
     return "" if isinstance(candidate, InMemory) else candidate.suffix.lower()
 
 
-def _check_exists(path: Path) -> None:
-    if not path.is_file():
-        raise GossamerError(f"{path}: file not found; write it with gossamer export")
-
-
 # ONNX files, on the CPU
 
 
-_ONNX_DTYPES = {
-    "float": "float32",
-    "double": "float64",
-    **{
-        name: name
-        for name in ("float16", "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-    },
-}
-
-
-def _load_onnxruntime(path: Path, settings: Settings) -> Program:
-    _check_exists(path)
+def _load_onnxruntime(path: Path, threads: int, trust: bool) -> Program:
     import onnxruntime
 
     options = cast(Any, onnxruntime).SessionOptions()
     options.log_severity_level = 4
-    options.intra_op_num_threads, options.inter_op_num_threads = settings.threads, 1
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     # Threads that spin after a run would take the processor from the next program.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
         session: Any = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise _load_error(path, "onnxruntime", error) from error
-
-    def dtype(name: str) -> str:
-        plain = name.removeprefix("tensor(").removesuffix(")")
-        return _ONNX_DTYPES.get(plain, plain)
-
-    slots = tuple(_onnx_slot(path, given.name, given.shape, dtype(given.type)) for given in session.get_inputs())
+    names = {"float": "float32", "double": "float64"}  # other names are those of numpy
+    slots: list[Slot] = []
+    for given in session.get_inputs():
+        dtype: str = given.type.removeprefix("tensor(").removesuffix(")")
+        slots.append(_onnx_slot(path, given.name, given.shape, names.get(dtype, dtype)))
 
     def bind(arrays: Sequence[Array]) -> Run:
         feeds = {slot.name: array for slot, array in zip(slots, arrays, strict=True)}
         return lambda: session.run(None, feeds)
 
-    return Program(slots, bind, _as_arrays, partial(contents_of_onnx, path))
+    return Program(tuple(slots), bind, _as_arrays, partial(contents_of_onnx, path))
 
 
-def _load_openvino(path: Path, settings: Settings) -> Program:
-    _check_exists(path)
+def _load_openvino(path: Path, threads: int, trust: bool) -> Program:
     import openvino  # pyright: ignore[reportMissingImports]
 
     library = cast(Any, openvino)
-    options = {"INFERENCE_NUM_THREADS": settings.threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "f32"}
+    options = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "f32"}
     try:
         model = library.Core().compile_model(str(path), "CPU", options)
     except Exception as error:
         raise _load_error(path, "openvino", error) from error
-    slots = tuple(
-        _onnx_slot(
-            path,
-            port.get_any_name(),
-            [size.get_length() if size.is_static else None for size in port.get_partial_shape()],
-            np.dtype(port.get_element_type().to_dtype()).name,
-        )
-        for port in model.inputs
-    )
+    slots: list[Slot] = []
+    for port in model.inputs:
+        shape = [size.get_length() if size.is_static else None for size in port.get_partial_shape()]
+        dtype = np.dtype(port.get_element_type().to_dtype()).name
+        slots.append(_onnx_slot(path, port.get_any_name(), shape, dtype))
     request = model.create_infer_request()
 
     def bind(arrays: Sequence[Array]) -> Run:
         feeds = dict(enumerate(arrays))
         return lambda: request.infer(feeds, share_inputs=True)
 
-    return Program(slots, bind, lambda outputs: _as_arrays(outputs.values()), partial(contents_of_onnx, path))
+    return Program(tuple(slots), bind, lambda outputs: _as_arrays(outputs.values()), partial(contents_of_onnx, path))
 
 
 def _onnx_slot(path: Path, name: str, shape: Sequence[int | str | None], dtype: str) -> Slot:
-    if dtype not in _ONNX_DTYPES.values():
-        raise GossamerError(f"{path}: its input '{name}' is {dtype}, which is not supported; export in float32")
+    _check_dtype(dtype, str(path))
     return Slot(name, tuple(size or f"{name}.{axis}" for axis, size in enumerate(shape)), dtype)
+
+
+def _check_dtype(dtype: str, name: str) -> None:
+    try:
+        known = np.dtype(dtype).kind in "fiub"
+    except TypeError:  # bfloat16, strings and others that numpy does not have
+        known = False
+    if not known:
+        raise GossamerError(f"{name}: an input is {dtype}, which is not supported; export it in float32")
 
 
 def _as_arrays(outputs: Iterable[Any]) -> list[Array]:
@@ -243,11 +251,10 @@ def torch_threads(count: int) -> Generator[None]:
         torch.set_num_threads(before)
 
 
-def _load_torch(candidate: Candidate, settings: Settings) -> Program:
+def _load_torch(candidate: Candidate, threads: int, trust: bool) -> Program:
     if isinstance(candidate, InMemory):
         return _from_memory(candidate)
-    _check_exists(candidate)
-    if not settings.trust:  # torch.export.load unpickles, so a .pt2 file can run code
+    if not trust:  # torch.export.load unpickles, so a .pt2 file can run code
         raise GossamerError(f"{candidate}: loading a .pt2 can run code from the file; pass --trust if you trust it")
     return _from_pt2(candidate)
 
@@ -267,8 +274,8 @@ def _from_pt2(path: Path) -> Program:
         if isinstance(leaf, Tensor):
             sizes = cast(tuple[Any, ...], leaf.shape)  # int, or torch.SymInt for a dynamic axis
             shape = tuple(size if isinstance(size, int) else str(size) for size in sizes)
-            slots.append(Slot(str(name), shape, _numpy_dtype(leaf, str(path))))
-    bind = partial(_bind, program.module(), leaves, program.call_spec.in_spec, str(path))
+            slots.append(_torch_slot(str(name), shape, leaf, str(path)))
+    bind = partial(_bind, program.module(), leaves, program.call_spec.in_spec)
     tensors = [tensor for tensor in program.state_dict.values() if isinstance(tensor, Tensor)]
     return Program(tuple(slots), bind, _tensors_as_arrays, partial(contents_of_tensors, path.stat().st_size, tensors))
 
@@ -277,17 +284,22 @@ def _from_memory(given: InMemory) -> Program:
     inputs = ExampleInputs.of(given.example_inputs).on_cpu()
     leaves, spec = tree.tree_flatten((inputs.positional, inputs.named))
     slots = [
-        Slot(f"input_{number}", ("batch", *leaf.shape[1:]) if leaf.dim() else (), _numpy_dtype(leaf, given.name))
+        _torch_slot(f"input_{number}", ("batch", *leaf.shape[1:]) if leaf.dim() else (), leaf, given.name)
         for number, leaf in enumerate(leaf for leaf in leaves if isinstance(leaf, Tensor))
     ]
-    bind = partial(_bind, given.model, leaves, spec, given.name)
     state = [*given.model.parameters(), *given.model.buffers()]
     size = sum(tensor.numel() * tensor.element_size() for tensor in state)
     contents = partial(contents_of_tensors, size, list(given.model.parameters()))
-    return Program(tuple(slots), bind, _tensors_as_arrays, contents)
+    return Program(tuple(slots), partial(_bind, given.model, leaves, spec), _tensors_as_arrays, contents)
 
 
-def _bind(module: nn.Module, leaves: Sequence[Any], spec: Any, name: str, arrays: Sequence[Array]) -> Run:
+def _torch_slot(name: str, shape: tuple[int | str, ...], tensor: Tensor, program: str) -> Slot:
+    dtype = dtype_name(tensor.dtype)
+    _check_dtype(dtype, program)
+    return Slot(name, shape, dtype)
+
+
+def _bind(module: nn.Module, leaves: Sequence[Any], spec: Any, arrays: Sequence[Array]) -> Run:
     """A call of a module with arrays in place of the tensors among its flattened arguments."""
     rest = iter(arrays)
     values = [torch.from_numpy(next(rest)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -297,18 +309,7 @@ def _bind(module: nn.Module, leaves: Sequence[Any], spec: Any, name: str, arrays
         with torch.inference_mode():
             return module(*args, **kwargs)
 
-    try:
-        run()
-    except Exception as error:
-        raise GossamerError(f"{name}: torch cannot run it on random inputs: {first_line(error)}") from error
     return run
-
-
-def _numpy_dtype(tensor: Tensor, name: str) -> str:
-    dtype = dtype_name(tensor.dtype)
-    if dtype not in {"float16", "float32", "float64", "bool", "uint8", "int8", "int16", "int32", "int64"}:
-        raise GossamerError(f"{name}: an input is {dtype}, which is not supported; export it in float32")
-    return dtype
 
 
 def _tensors_as_arrays(outputs: Any) -> list[Array]:
@@ -319,9 +320,7 @@ def _tensors_as_arrays(outputs: Any) -> list[Array]:
 # Files of weights: no program, so reading is timed, from the system's cache
 
 
-def _load_weights(path: Path, _settings: Settings) -> Program:
-    _check_exists(path)
-
+def _load_weights(path: Path, threads: int, trust: bool) -> Program:
     def read() -> list[Tensor]:
         tensors = list(read_state(path).values())
         # Files of other tools are memory-mapped, and read when copied.
@@ -344,3 +343,51 @@ RUNTIMES = {
     )
 }
 """By name. `load` runs no program: it reads a file of weights."""
+
+
+# Contents
+
+
+def contents_of_onnx(path: Path) -> Contents:
+    """Counts of an ONNX file, including its external data; integer weights are zero at their zero point."""
+    from onnx import numpy_helper
+
+    from gossamer.export.onnx.qat import integer_weights
+
+    model = read_model(path)
+
+    def arrays() -> Iterator[tuple[Array, bool]]:
+        tensors = list(model.graph.initializer)
+        tensors += [node.attribute[0].t for node in model.graph.node if node.op_type == "Constant" and node.attribute]
+        for tensor in tensors:
+            if len(tensor.dims) > 1 and (array := numpy_helper.to_array(tensor)).dtype.kind == "f":
+                yield array, False
+        for steps in integer_weights(model).values():
+            yield steps, True
+
+    return _count(size_of(path), arrays())
+
+
+def contents_of_tensors(size: int, tensors: Iterable[Tensor]) -> Contents:
+    """Counts of the weights among tensors; `size` is that of the file or the model, in bytes."""
+
+    def as_array(tensor: Tensor) -> Array:
+        """Only zeros are counted, so dtypes that numpy lacks become float32."""
+        plain = tensor.detach().cpu()
+        return (plain if plain.element_size() > 2 else plain.float()).numpy()
+
+    return _count(size, ((as_array(tensor), False) for tensor in tensors if tensor.is_floating_point()))
+
+
+def _count(size: int, arrays: Iterable[tuple[Array, bool]]) -> Contents:
+    weights = zeros = integers = filters = empty = 0
+    for array, is_integer in arrays:
+        if sum(length > 1 for length in array.shape) < 2:
+            continue
+        weights += array.size
+        zeros += array.size - int(np.count_nonzero(array))
+        integers += array.size if is_integer else 0
+        if array.ndim > 2:
+            filters += len(array)
+            empty += int((~array.reshape(len(array), -1).any(1)).sum())
+    return Contents(size, weights, zeros, integers, filters, empty)

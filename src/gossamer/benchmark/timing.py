@@ -52,13 +52,12 @@ def interleaved(
     rounds: int | None = None,
     seconds: float = 10.0,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = lambda _label, _share: None,
 ) -> dict[Key, Turns]:
     """Warm up every function, then time them in turns for a number of rounds, or for a number of seconds.
 
     Each turn starts with a run that does not count, because other functions have displaced the caches.
     """
-    show = progress or silent
     runs = {name: _runs_per_turn(run, clock) for name, run in functions.items()}
     turns = {name: Turns() for name in functions}
     order, names, start = random.Random(seed), list(functions), clock()
@@ -66,19 +65,15 @@ def interleaved(
         share = number / rounds if rounds else min((clock() - start) / seconds, 1.0)
         if not rounds and share >= 1 and number >= MIN_ROUNDS:
             break
-        show(f"round {number + 1}", min(share, number / MIN_ROUNDS) if not rounds else share)
+        progress(f"round {number + 1}", min(share, number / MIN_ROUNDS) if not rounds else share)
         with _no_garbage_collection():
             for name in order.sample(names, len(names)):
                 functions[name]()
                 times = [_timed(functions[name], clock) for _ in range(runs[name])]
                 turns[name].runs += times
                 turns[name].rounds.append(statistics.median(times))
-    show("done", 1.0)
+    progress("done", 1.0)
     return turns
-
-
-def silent(_label: str, _share: float) -> None:
-    """Shows no progress."""
 
 
 @dataclass(frozen=True)

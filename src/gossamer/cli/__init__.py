@@ -1,4 +1,4 @@
-"""The command line `gossamer`, one module per command.
+"""The command line `gossamer`, one module for commands that belong together.
 
 Commands parse arguments, call the library and print the result; they load heavy libraries when they run.
 """
@@ -9,20 +9,7 @@ from typing import Annotated
 
 import typer
 
-from gossamer.cli import (
-    analyze,
-    benchmark,
-    check,
-    compare,
-    convert,
-    create,
-    export,
-    permute,
-    quantize,
-    recipe,
-    report,
-    train,
-)
+from gossamer.cli import analyze, benchmark, create, export, nm, recipe, runs
 from gossamer.cli.console import say
 
 __all__ = ["app", "main"]
@@ -38,19 +25,17 @@ app = typer.Typer(
 app.add_typer(recipe.app, name="recipe")
 app.command(epilog="Example: gossamer analyze resnet18 --recipe builtin:gmp-90")(analyze.analyze)
 app.command(epilog="Example: gossamer create resnet18 --target tensorrt > recipe.yaml")(create.create)
-app.command(epilog="Example: gossamer permute resnet18 --weights trained.pt -o permuted.safetensors")(permute.permute)
-app.command(epilog="Example: gossamer check resnet18 --weights pruned.pt --pattern 2:4")(check.check)
-app.command(epilog="Example: gossamer convert msbench.yaml --steps-per-epoch 391 -o recipe.yaml")(convert.convert)
-app.command(epilog="Example: gossamer train configs/cls/resnet/res18.yaml --data tiny")(train.train)
-app.command(epilog="Example: gossamer resume runs/res18")(train.resume)
-app.command("eval", epilog="Example: gossamer eval runs/res18 --set dataset.test.batch_size=64")(train.evaluate)
+app.command(epilog="Example: gossamer permute resnet18 --weights trained.pt -o permuted.safetensors")(nm.permute)
+app.command(epilog="Example: gossamer check resnet18 --weights pruned.pt --pattern 2:4")(nm.check)
+app.command(epilog="Example: gossamer convert msbench.yaml --steps-per-epoch 391 -o recipe.yaml")(create.convert)
+app.command(epilog="Example: gossamer train configs/cls/resnet/res18.yaml --data tiny")(runs.train)
+app.command(epilog="Example: gossamer resume runs/res18")(runs.resume)
+app.command("eval", epilog="Example: gossamer eval runs/res18 --set dataset.test.batch_size=64")(runs.evaluate)
 app.command(epilog="Example: gossamer export runs/res18_ampere_sparse --format onnx")(export.export)
-app.command(epilog="Example: gossamer compare runs/res18 runs/res18_amba_sparse runs/res18_ampere_sparse")(
-    compare.compare
-)
+app.command(epilog="Example: gossamer compare runs/res18 runs/res18_amba_sparse runs/res18_ampere_sparse")(runs.compare)
 app.command(epilog="Example: gossamer benchmark dense.onnx sparse.onnx --threads 2")(benchmark.benchmark)
-app.command(epilog="Example: gossamer report runs/res18")(report.report)
-app.command(epilog="Example: gossamer quantize-qat-export model.onnx -o model-int8.onnx")(quantize.quantize_qat_export)
+app.command(epilog="Example: gossamer report runs/res18")(runs.report)
+app.command(epilog="Example: gossamer quantize-qat-export model.onnx -o model-int8.onnx")(export.quantize_qat_export)
 
 
 def main() -> None:

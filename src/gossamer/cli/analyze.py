@@ -11,23 +11,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.markup import escape
 from rich.padding import Padding
+from typer import Option
 
 from gossamer.cli.console import (
-    AsJson,
     Show,
+    amount,
+    by_reason,
+    list_names,
     option_errors,
     out,
+    percent,
     progress,
     reports_errors,
+    shape,
     show_json,
     show_warnings,
     show_written,
+    simple_table,
+    writing,
 )
-from gossamer.cli.models import Classes, Imports, Input, ModelArgument, Weights, load_batches, load_model
-from gossamer.cli.tables import amount, by_reason, list_names, percent, print_layers, shape
+from gossamer.cli.options import (
+    AsJson,
+    Classes,
+    Imports,
+    Input,
+    ModelArgument,
+    Weights,
+    load_batches,
+    load_model,
+)
 from gossamer.errors import GossamerError, within
 from gossamer.runner.formatting import format_size
 
@@ -63,19 +77,22 @@ class Analysis:
     proposal: Proposal | None = None
     part: str | None = None
     """The data for the sensitivity: `train`, `test`, or the function that returns batches."""
-    epochs: float = EPOCHS
-    """Length of the proposed recipe."""
     omitted: list[str] = field(default_factory=list[str])
     """What is missing, and how to get it."""
     warnings: list[str] = field(default_factory=list[str])
 
     @property
-    def samples(self) -> int:
-        return 0 if self.sensitivity is None else self.sensitivity.samples
+    def epochs(self) -> float:
+        """Length of the proposed recipe."""
+        projection, config = self.table.projection, self.loaded.config
+        if projection is not None and projection.epochs > 0:
+            return float(projection.epochs)
+        return EPOCHS if config is None else float(config.trainer.max_epoch or EPOCHS)
 
     @property
     def data(self) -> str:
-        return f"{self.samples} samples of {PARTS.get(self.part or '', self.part)}"
+        samples = 0 if self.sensitivity is None else self.sensitivity.samples
+        return f"{samples} samples of {PARTS.get(self.part or '', self.part)}"
 
 
 @reports_errors
@@ -83,22 +100,18 @@ def analyze(
     model: ModelArgument,
     data: Annotated[
         str | None,
-        typer.Option(
-            "--data",
+        Option(
             metavar="tiny|FOLDER|FUNCTION",
             help="Data for the sensitivity; package.module:function returns batches. A run has its own data.",
         ),
     ] = None,
-    recipe: Annotated[
-        str | None, typer.Option("--recipe", metavar="FILE", help="Show what this recipe does to the model.")
-    ] = None,
+    recipe: Annotated[str | None, Option(metavar="FILE", help="Show what this recipe does to the model.")] = None,
     weights: Weights = None,
     input_shape: Input = None,
     classes: Classes = None,
     target: Annotated[
         float | None,
-        typer.Option(
-            "--target",
+        Option(
             metavar="SHARE",
             help="Propose a sparsity for each layer that adds up to this one, such as 0.9. Needs labelled data and "
             "takes minutes: 4 for a ResNet-18 on one thread.",
@@ -106,22 +119,18 @@ def analyze(
     ] = None,
     pattern: Annotated[
         str,
-        typer.Option(
-            "--pattern",
+        Option(
             metavar="unstructured|filter|channel|block4|2:4",
             help="How layers are pruned for the sensitivity; those that share filters or channels are pruned together.",
         ),
     ] = "unstructured",
     samples: Annotated[
-        int | None,
-        typer.Option("--samples", metavar="N", help="Samples of the training set to use.", show_default="256"),
+        int | None, Option(min=1, metavar="N", help="Samples of the training set to use.", show_default="256")
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Skip the sensitivity, which runs the model many times.")
-    ] = False,
+    quick: Annotated[bool, Option("--quick", help="Skip the sensitivity, which runs the model many times.")] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FOLDER", help="Write analysis.json, layers.csv, plots and a recipe."),
+        Option("--output", "-o", metavar="FOLDER", help="Write analysis.json, layers.csv, plots and a recipe."),
     ] = None,
     imports: Imports = None,
     as_json: AsJson = False,
@@ -132,18 +141,21 @@ def analyze(
     channels. With data it measures the accuracy when each layer alone is pruned, and with --target it proposes how
     layers share a sparsity. The model does not change.
     """
-    _check_options(target, samples, quick, pattern)
+    _check_target(target, quick, pattern)
     if output is not None:
-        _make_folder(output)
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise GossamerError(f"cannot create the folder {output}: {error.strerror}", "--output") from error
     with progress("", as_json) as show:
         show("loading the model", 0.0)
-        custom = data is not None and ":" in data
-        loaded = load_model(model, weights, None if custom else data, input_shape, classes=classes, imports=imports)
-        batches = _custom_batches(data) if custom and data is not None else None
+        function = data if data is not None and ":" in data else None
+        loaded = load_model(model, weights, None if function else data, input_shape, classes=classes, imports=imports)
+        with redirect_stdout(sys.stderr):
+            batches = None if function is None else load_batches(function)
         show("tracing the model", 0.0)
-        analysis = Analysis(loaded, *_table_and_hardware(loaded, recipe), part=data if custom else None)
+        analysis = Analysis(loaded, *_table_and_hardware(loaded, recipe), part=function)
         analysis.warnings += loaded.warnings
-        analysis.epochs = _epochs(analysis)
         if loaded.example is None:
             analysis.omitted.append("MACs: the input shape is not known; give it with --input 1,3,224,224")
         if quick:
@@ -159,18 +171,18 @@ def analyze(
     show_written(files)
 
 
-def _check_options(target: float | None, samples: int | None, quick: bool, pattern: str) -> None:
+def _check_target(target: float | None, quick: bool, pattern: str) -> None:
     from gossamer.sparse import Unstructured, parse_pattern
 
     with within("--pattern"):
         units = parse_pattern(pattern)
-    if target is not None and units != Unstructured():
+    if target is None:
+        return
+    if units != Unstructured():
         raise GossamerError(f"a proposal is for unstructured zeros, not {pattern}; drop --pattern", "--target")
-    if target is not None and not 0 < target < 1:
+    if not 0 < target < 1:
         raise GossamerError(f"expected a share between 0 and 1, such as 0.9, found {target:g}", "--target")
-    if samples is not None and samples < 1:
-        raise GossamerError(f"expected a positive number, found {samples}", "--samples")
-    if quick and target is not None:
+    if quick:
         raise GossamerError("--quick skips the measurement that --target needs; drop one of the two")
 
 
@@ -218,7 +230,10 @@ def _measure(
             samples=samples or MAP_SAMPLES,
             progress=lambda name, share: show(f"pruning {name}", share),
         )
-        analysis.warnings += _accuracy_warnings(analysis.sensitivity, read)
+        dense = analysis.sensitivity.dense
+        if dense is not None and dense.accuracy <= 2 / len({int(label) for _, labels in read for label in labels}):
+            accuracy = f"the dense model has an accuracy of {percent(dense.accuracy)}"
+            analysis.warnings.append(f"{accuracy}; sensitivities mean little before it is trained")
         if target is not None:
             analysis.proposal = propose(
                 loaded.model, read, target, progress=lambda name, share: show(f"proposing: {name}", share)
@@ -252,57 +267,21 @@ def _labelled_batches(analysis: Analysis, target: float | None) -> Any:
     return test
 
 
-def _accuracy_warnings(measured: SensitivityMap, batches: Sequence[Any]) -> list[str]:
-    """A warning if the dense model is hardly better than chance."""
-    if measured.dense is None:
-        return []
-    classes = len({int(label) for _, labels in batches for label in labels.unique()})
-    if measured.dense.accuracy > 2 / classes:
-        return []
-    accuracy = f"{100 * measured.dense.accuracy:.1f} %"
-    return [f"the dense model has an accuracy of {accuracy}; sensitivities mean little before it is trained"]
-
-
-def _epochs(analysis: Analysis) -> float:
-    projection, config = analysis.table.projection, analysis.loaded.config
-    if projection is not None and projection.epochs > 0:
-        return float(projection.epochs)
-    return EPOCHS if config is None else float(config.trainer.max_epoch or EPOCHS)
-
-
-def _custom_batches(name: str) -> Any:
-    with redirect_stdout(sys.stderr):
-        return load_batches(name)
-
-
 # Files
 
 
-def _make_folder(path: Path) -> None:
-    """Before anything takes long."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise GossamerError(f"cannot create the folder {path}: {error.strerror}", "--output") from error
-
-
 def _write(analysis: Analysis, folder: Path) -> list[Path]:
-    """Write `analysis.json`, `layers.csv`, plots of the sensitivity and the proposed recipe, each atomically."""
-    from gossamer.io import atomic_write
-
+    """Write `analysis.json`, `layers.csv`, plots of the sensitivity and the proposed recipe."""
     texts = {
         "analysis.json": json.dumps(_as_data(analysis), indent=2, ensure_ascii=False, allow_nan=False) + "\n",
         "layers.csv": analysis.table.to_csv(),
     }
     if analysis.proposal is not None:
         texts["recipe.yaml"] = analysis.proposal.to_recipe(analysis.epochs)
-    written = [folder / name for name in texts]
     for name, text in texts.items():
-        try:
-            with atomic_write(folder / name) as part:
-                part.write_text(text, encoding="utf-8", newline="")
-        except OSError as error:
-            raise GossamerError(f"{folder / name}: cannot be written: {error.strerror}") from error
+        with writing(folder / name) as part:
+            part.write_text(text, encoding="utf-8", newline="")
+    written = [folder / name for name in texts]
     if analysis.sensitivity is not None:
         from gossamer.report.plots import plot_sensitivity
 
@@ -313,7 +292,7 @@ def _write(analysis: Analysis, folder: Path) -> list[Path]:
 
 
 def _as_data(analysis: Analysis) -> dict[str, Any]:
-    loaded, proposal = analysis.loaded, analysis.proposal
+    loaded, proposal, sensitivity = analysis.loaded, analysis.proposal, analysis.sensitivity
     return {
         "model": loaded.argument,
         "name": loaded.name,
@@ -322,9 +301,9 @@ def _as_data(analysis: Analysis) -> dict[str, Any]:
         "checkpoint": loaded.checkpoint,
         "input": _input_shapes(loaded.example) or None,
         **analysis.table.to_json(),
-        "data": None if analysis.sensitivity is None else {"part": analysis.part, "samples": analysis.samples},
+        "data": None if sensitivity is None else {"part": analysis.part, "samples": sensitivity.samples},
         "hardware": [support.to_json() for support in analysis.hardware],
-        "sensitivity": None if analysis.sensitivity is None else analysis.sensitivity.to_json(),
+        "sensitivity": None if sensitivity is None else sensitivity.to_json(),
         "proposal": None
         if proposal is None
         else {
@@ -386,9 +365,7 @@ def _summary(analysis: Analysis) -> list[str]:
     if now := _describe_state("Now it", "is", table, table.now):
         lines.append(now)
     by_key = {support.runtime.key: support for support in analysis.hardware}
-    supported = [
-        f"{len(by_key[key].able)} can {verb}{_satisfied(table, verb)}" for key, verb in SUMMARY.items() if key in by_key
-    ]
+    supported = [f"{len(by_key[key].able)} can {verb}" for key, verb in SUMMARY.items() if key in by_key]
     lines.append(f"Of {count} layers {', '.join(supported)}.")
     if table.then is not None and table.projection is not None:
         recipe = table.projection.recipe
@@ -396,15 +373,6 @@ def _summary(analysis: Analysis) -> list[str]:
         lines.append(_describe_state(recipe, "makes it", table, table.then) or f"{recipe} {dense}.")
         lines += [f"Note: {note}." for note in table.projection.notes]
     return lines
-
-
-def _satisfied(table: ModelTable, verb: str) -> str:
-    """` (3 are)`: the number of layers that satisfy a pattern, if any layer has zeros."""
-    pattern = verb.removeprefix("be ")
-    if not any(row.patterns or row.layer.current_zeros for row in table.rows) or pattern == verb:
-        return ""
-    count = sum(pattern in row.patterns for row in table.rows)
-    return f" ({count} {'is' if count == 1 else 'are'})"
 
 
 def _describe_state(subject: str, verb: str, table: ModelTable, state: State) -> str | None:
@@ -423,35 +391,36 @@ def _describe_state(subject: str, verb: str, table: ModelTable, state: State) ->
 
 
 def _show_layers(table: ModelTable) -> None:
-    recipe = table.projection is not None
     now, then = table.now, table.then
     sparse = (now.zeros or 0) >= MIN_SPARSITY * table.parameters
-    rows = [
-        [
-            row.weight,
-            shape(row.layer.shape),
-            amount(row.parameters),
-            "" if row.layer.macs is None else amount(row.layer.macs),
-            *([_zeros_now(row)] * sparse),
-            *([_zeros_then(row)] * recipe),
-        ]
-        for row in table.rows
-    ]
+    headings = ["shape", "weights", "MACs", *(["zeros now"] if sparse else []), *(["zeros then"] if then else [])]
+    shown = simple_table("layer", *headings, title="Layers")
+
+    def add(
+        name: str, dims: Sequence[int], weights: int, macs: int | None, before: str, after: str, style: str = ""
+    ) -> None:
+        cells = [_short(name), shape(dims), amount(weights), "" if macs is None else amount(macs)]
+        shown.add_row(*map(escape, cells), *([before] if sparse else []), *([after] if then else []), style=style)
+
+    for row in table.rows:
+        add(row.weight, row.layer.shape, row.parameters, row.layer.macs, _zeros_now(row), _zeros_then(row))
     for name, count in table.dense.items():
         zeros = percent(count.zeros / max(count.weights, 1)) if count.zeros else "–"
-        rows.append([name, shape(count.shape), amount(count.weights), "", *([zeros] * sparse), *(["dense"] * recipe)])
-    total = ["total", "", amount(table.parameters), "" if table.macs is None else amount(table.macs)]
-    total += [percent((now.zeros or 0) / table.parameters)] * sparse
-    if then is not None:
-        total.append("learned" if then.zeros is None else percent(then.zeros / table.parameters))
-    headings = ["layer", "shape", "weights", "MACs", *(["zeros now"] * sparse)]
-    headings += [f"zeros{' then' * sparse}"] * recipe
-    print_layers("Layers", headings, rows, total, left=2)
+        add(name, count.shape, count.weights, None, zeros, "dense")
+    shown.add_section()
+    before, after = (
+        "learned" if state is None or state.zeros is None else percent(state.zeros / table.parameters)
+        for state in (now, then)
+    )
+    add("total", (), table.parameters, table.macs, before, after, "bold")
+    out.print(shown)
     reasons = {row.weight: row.dense for row in table.rows if row.dense is not None} | dict(table.left_dense)
     for reason, names in by_reason(reasons).items():
         _print(f"{list_names(names)} stay{'s' * (len(names) == 1)} dense: {reason}")
-    if reasons:
-        out.print()
+
+
+def _short(weight: str) -> str:
+    return weight.removesuffix(".weight")
 
 
 def _zeros_now(row: ModelRow) -> str:
@@ -499,12 +468,12 @@ def _show_sensitivity(measured: SensitivityMap, data: str) -> None:
     what = "Accuracy" if measured.dense is not None else "Relative output change"
     pattern = "" if measured.pattern == "unstructured" else f" ({measured.pattern})"
     ranked = measured.ranked()
-    rows = [
-        [_layer_label(layer), *(_cost(layer, level) for level in range(len(measured.sparsities)))]
-        for layer in ranked[:MAX_RANKED]
-    ]
-    headings = ["layer", *(f"{100 * level:.4g} %" for level in measured.sparsities)]
-    print_layers(f"{what} when one layer alone is pruned{pattern}, most sensitive first", headings, rows)
+    title = f"{what} when one layer alone is pruned{pattern}, most sensitive first"
+    table = simple_table("layer", *(f"{100 * level:.4g} %" for level in measured.sparsities), title=title)
+    for layer in ranked[:MAX_RANKED]:
+        members = f" +{len(layer.members) - 1}" if len(layer.members) > 1 else ""
+        table.add_row(escape(_short(layer.name) + members), *(_cost(layer, level) for level in range(len(layer.harm))))
+    out.print(table)
     if len(ranked) > MAX_RANKED:
         _print(f"and {len(ranked) - MAX_RANKED} less sensitive layers; --json lists them")
     dense = measured.dense
@@ -519,25 +488,19 @@ def _show_sensitivity(measured: SensitivityMap, data: str) -> None:
     out.print()
 
 
-def _layer_label(layer: LayerCost) -> str:
-    if len(layer.members) == 1:
-        return layer.name
-    return f"{layer.name.removesuffix('.weight')} +{len(layer.members) - 1}"
-
-
 def _cost(layer: LayerCost, level: int) -> str:
     value = layer.harm[level] if layer.accuracy is None else layer.accuracy[level]
     return "∞" if not math.isfinite(value) else percent(value)
 
 
 def _show_proposal(proposal: Proposal, table: ModelTable, data: str) -> None:
-    rows: list[list[str]] = []
+    title = f"Proposed sparsities for {percent(proposal.target)} in total"
+    shown = simple_table("layer", "weights", "zeros", "weights left", title=title)
     for row in table.rows:
         share = proposal.sparsity.get(row.weight, 0.0)
         left = amount(round(row.parameters * (1 - share)))
-        rows.append([row.weight, amount(row.parameters), percent(share) if share else "dense", left])
-    headings = ["layer", "weights", "zeros", "weights left"]
-    print_layers(f"Proposed sparsities for {percent(proposal.target)} in total", headings, rows)
+        shown.add_row(escape(_short(row.weight)), amount(row.parameters), percent(share) if share else "dense", left)
+    out.print(shown)
     scores = [f"{name} {percent(score.accuracy)}" for name, score in proposal.calibration.items()]
-    out.print(f"Accuracy after pruning, without training: {', '.join(scores)}", highlight=False)
+    _print(f"Accuracy after pruning, without training: {', '.join(scores)}")
     _print(f"Tested on {proposal.judged} of {data}; the others are used for a few training steps\n")

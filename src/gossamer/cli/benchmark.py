@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -12,13 +11,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-from rich import box
 from rich.markup import escape
-from rich.table import Table
+from typer import Argument, Option
 
-from gossamer.cli.console import AsJson, out, progress, reports_errors, show_json
-from gossamer.cli.models import Imports
+from gossamer.cli.console import out, progress, reports_errors, show_json, simple_table, writing
+from gossamer.cli.options import AsJson, Imports
 from gossamer.errors import GossamerError
 from gossamer.runner.formatting import format_size
 
@@ -33,38 +30,31 @@ _STYLES = {"faster": "green", "slower": "red", "same": "default", "unclear": "di
 def benchmark(
     files: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="FILE",
             help="Exported files: .onnx, .pt2 or .safetensors; the first is the reference. "
             "A MODEL (a torchvision name, package.module:function or a run) is timed in torch.",
         ),
     ],
-    batch: Annotated[int | None, typer.Option("--batch", help="Batch size, if the file leaves it open.")] = None,
-    threads: Annotated[int, typer.Option("--threads", help="Number of threads.")] = 1,
-    rounds: Annotated[
-        int | None, typer.Option("--rounds", help="Number of rounds; each file runs once per round.")
-    ] = None,
-    seconds: Annotated[
-        float | None,
-        typer.Option("--seconds", help="Total time instead of rounds; 10 by default."),
-    ] = None,
+    batch: Annotated[int | None, Option(help="Batch size, if the file leaves it open.")] = None,
+    threads: Annotated[int, Option(help="Number of threads.")] = 1,
+    rounds: Annotated[int | None, Option(help="Number of rounds; each file runs once per round.")] = None,
+    seconds: Annotated[float | None, Option(help="Total time instead of rounds; 10 by default.")] = None,
     runtime: Annotated[
         list[str] | None,
-        typer.Option(
-            "--runtime",
+        Option(
             metavar="NAME",
             help="onnxruntime, openvino, torch, or load (reading weights); repeatable; all by default.",
         ),
     ] = None,
     shape: Annotated[
         list[str] | None,
-        typer.Option("--input", metavar="[NAME=]SHAPE", help="Sizes that a file leaves open, such as 1,3,224,224."),
+        Option("--input", metavar="[NAME=]SHAPE", help="Sizes that a file leaves open, such as 1,3,224,224."),
     ] = None,
-    trust: Annotated[bool, typer.Option("--trust", help="Load .pt2 files, which can run code.")] = False,
+    trust: Annotated[bool, Option("--trust", help="Load .pt2 files, which can run code.")] = False,
     imports: Imports = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write the results as JSON, for gossamer report."),
+        Path | None, Option("--output", "-o", metavar="FILE", help="Write the results as JSON, for gossamer report.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -73,8 +63,7 @@ def benchmark(
     Files run in a random order in each round. The table shows the median, the 5th and 95th percentile, and the speed
     relative to the first file with its 95 % interval. For files of weights, which contain no program, reading is timed.
     """
-    from gossamer.benchmark import explain, measure
-    from gossamer.benchmark.explanation import labels
+    from gossamer.benchmark import explain, labels, measure
 
     if output is not None and output.suffix != ".json":
         raise GossamerError(f"expected a .json file, found '{output}'", "--output")
@@ -101,7 +90,8 @@ def benchmark(
         "sentences": conclusions,
     }
     if output is not None:
-        _write(output, results)
+        with writing(output) as part:
+            part.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     if as_json:
         show_json(results)
         return
@@ -144,71 +134,31 @@ def _parse_shape(text: str) -> tuple[str, list[int]]:
 
 def _show(timings: Sequence[Timing], threads: int) -> None:
     """Print the results of one runtime."""
-    from gossamer.benchmark.explanation import format_ratio, labels
+    from gossamer.benchmark import format_ratio, labels
 
     one, names = timings[0], labels(timings)
-    unit, factor = _unit(min(timing.median for timing in timings))
-    heads = ("size", "zeros", "median", "5–95 %", *(["per s"] if one.batch else []), "speed")
-    digits = _digits(min(timing.low for timing in timings) * factor)
-    rows = [
-        [
+    smallest = min(timing.low for timing in timings)
+    unit, factor = ("s", 1.0) if smallest >= 1 else ("ms", 1e3) if smallest >= 1e-3 else ("µs", 1e6)
+    digits = 2 if smallest * factor < 10 else 1
+    table = simple_table("file", "size", "zeros", "median", "5–95 %", *(["per s"] if one.batch else []), "speed")
+    for timing in timings:
+        table.add_row(
+            escape(names[timing.file]),
             format_size(timing.contents.bytes),
             f"{timing.contents.sparsity:.1%}",
             f"{timing.median * factor:.{digits}f}",
             f"{timing.low * factor:.{digits}f}–{timing.high * factor:.{digits}f}",
-            *([] if timing.throughput is None else [_rounded(timing.throughput)]),
+            *([] if timing.throughput is None else [f"{timing.throughput:,.1f}"]),
             "1" if timing.speed is None else format_ratio(timing.speed),
-        ]
-        for timing in timings
-    ]
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    width = out.width - sum(widths) - 2 * len(widths) - 2  # two spaces between columns, one on each side
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("file", overflow="fold")
-    for name in heads:
-        table.add_column(name, justify="right", no_wrap=True)
-    for timing, (*cells, speed) in zip(timings, rows, strict=True):
-        name = "\n".join(split_name(names[timing.file], width))
-        table.add_row(escape(name), *cells, f"[{_STYLES[timing.verdict or 'same']}]{speed}[/]")
-    what = "reading the file" if one.batch is None else f"batch {one.batch}, {_counted(threads, 'thread')}"
+            style=_STYLES[timing.verdict or "same"],
+        )
+    what = "reading the file"
+    if one.batch is not None:
+        what = f"batch {one.batch}, {threads} thread{'s' * (threads > 1)}"
     version = "" if one.batch is None else f" {one.version}"
-    out.print(
-        f"{one.runtime}{version}: {what}, {_counted(one.rounds, 'round')}, times in {unit}",
-        highlight=False,
-        markup=False,
-    )
+    heading = f"{one.runtime}{version}: {what}, {one.rounds} round{'s' * (one.rounds > 1)}, times in {unit}"
+    out.print(heading, highlight=False, markup=False)
     out.print(table)
-
-
-def split_name(name: str, width: int) -> list[str]:
-    """Split a file name after separators into lines of up to `width` characters.
-
-    >>> split_name("filters/model-thin.onnx", 18)
-    ['filters/', 'model-thin.onnx']
-    """
-    lines = [name]
-    for parts in (r"[^/]*/|[^/]+", r"[^-/_.:]*[-/_.:]+|[^-/_.:]+"):
-        if max(map(len, lines)) <= width:
-            break
-        lines = [""]
-        for part in re.findall(parts, name):
-            if lines[-1] and len(lines[-1]) + len(part) > width:
-                lines.append("")
-            lines[-1] += part
-    return lines
-
-
-def _write(path: Path, content: Mapping[str, object]) -> None:
-    from gossamer.io import atomic_write
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path, follow=True) as part:
-            part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise GossamerError(
-            f"{path}: cannot be written: {error.strerror or error}; choose another file with -o"
-        ) from None
 
 
 def _as_data(timing: Timing) -> dict[str, object]:
@@ -217,19 +167,3 @@ def _as_data(timing: Timing) -> dict[str, object]:
         if ratio is not None and not ratio.bounded:  # JSON has no infinity
             data[name] = {"value": ratio.value, "low": None, "high": None}
     return data
-
-
-def _unit(seconds: float) -> tuple[str, float]:
-    return ("s", 1.0) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("µs", 1e6)
-
-
-def _digits(number: float) -> int:
-    return 2 if number < 10 else 1 if number < 100 else 0
-
-
-def _rounded(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""`gossamer create`: generate a recipe for a model."""
+"""`gossamer create` and `gossamer convert`: recipes generated for a model, or from configs of MSBench and ASP."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from gossamer.cli.console import (
-    AsJson,
     option_errors,
     progress,
     reports_errors,
@@ -19,10 +19,11 @@ from gossamer.cli.console import (
     show_warnings,
     with_option,
 )
-from gossamer.cli.models import Classes, Imports, load_batches, load_model
+from gossamer.cli.options import AsJson, Classes, Imports, RecipeOutput, load_batches, load_model
 
 if TYPE_CHECKING:
     from gossamer.create import Design
+    from gossamer.recipe import Recipe
 
 _OPTIONS = {
     **{name: f"--{name}" for name in ("sparsity", "target", "hardness", "temperature", "pruning", "lr", "data")},
@@ -39,75 +40,34 @@ _OFF = ("false", "off", "no")
 
 @reports_errors
 def create(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="package.module:function or a torchvision model.")],
-    sparsity: Annotated[
-        float | None,
-        typer.Option("--sparsity", metavar="SHARE", help="Final share of zeros.", show_default="0.8"),
-    ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option("--target", metavar="NAME", help="Hardware: vnni (blocks of four) or tensorrt (2:4)."),
-    ] = None,
-    mask_type: Annotated[
-        str | None,
-        typer.Option("--mask-type", metavar="NAME", help="unstructured, block4, 2:4, filter, channel or rows,cols."),
-    ] = None,
+    model: Annotated[str, Argument(metavar="MODEL", help="package.module:function or a torchvision model.")],
+    sparsity: Annotated[float | None, Option(help="Final share of zeros.", show_default="0.8")] = None,
+    target: Annotated[str | None, Option(help="Hardware: vnni (blocks of four) or tensorrt (2:4).")] = None,
+    mask_type: Annotated[str | None, Option(help="unstructured, block4, 2:4, filter, channel or rows,cols.")] = None,
     pruning: Annotated[
-        str,
-        typer.Option(
-            "--pruning",
-            metavar="METHOD",
-            help="Method; constant keeps existing zeros, off only with quantization.",
-        ),
+        str, Option(metavar="METHOD", help="Method; constant keeps existing zeros, off only with quantization.")
     ] = "magnitude",
-    quantization: Annotated[
-        bool, typer.Option("--quantization/--no-quantization", help="Train the last epochs with 8-bit quantization.")
-    ] = True,
+    quantization: Annotated[bool, Option(help="Train the last epochs with 8-bit quantization.")] = True,
     lr: Annotated[
-        str,
-        typer.Option(
-            "--lr", metavar="NAME", help="linear, cosine, cyclic_linear, constant, stepped, exponential or none."
-        ),
+        str, Option(help="linear, cosine, cyclic_linear, constant, stepped, exponential or none.")
     ] = "linear",
-    distillation: Annotated[bool, typer.Option("--distillation", help="Add knowledge distillation.")] = False,
-    hardness: Annotated[
-        float | None,
-        typer.Option("--hardness", metavar="SHARE", help="Weight of the distillation loss.", show_default="0.5"),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option("--temperature", metavar="T", help="Distillation temperature.", show_default="2"),
-    ] = None,
-    epochs: Annotated[
-        float | None, typer.Option("--epochs", metavar="N", help="Number of epochs.", show_default="20")
-    ] = None,
-    init_lr: Annotated[
-        float | None,
-        typer.Option("--init-lr", metavar="RATE", help="Initial learning rate.", show_default="0.001"),
-    ] = None,
-    final_lr: Annotated[
-        float | None,
-        typer.Option("--final-lr", metavar="RATE", help="Final learning rate.", show_default="1e-7"),
-    ] = None,
+    distillation: Annotated[bool, Option("--distillation", help="Add knowledge distillation.")] = False,
+    hardness: Annotated[float | None, Option(help="Weight of the distillation loss.", show_default="0.5")] = None,
+    temperature: Annotated[float | None, Option(help="Distillation temperature.", show_default="2")] = None,
+    epochs: Annotated[float | None, Option(help="Number of epochs.", show_default="20")] = None,
+    init_lr: Annotated[float | None, Option(help="Initial learning rate.", show_default="0.001")] = None,
+    final_lr: Annotated[float | None, Option(help="Final learning rate.", show_default="1e-7")] = None,
     layer_wise: Annotated[
-        bool, typer.Option("--layer-wise", help="A sparsity for each layer instead of a global threshold.")
+        bool, Option("--layer-wise", help="A sparsity for each layer instead of a global threshold.")
     ] = False,
     weights: Annotated[
-        Path | None,
-        typer.Option("--weights", metavar="FILE", help="Trained weights: .safetensors, or a .pt state dict."),
+        Path | None, Option(metavar="FILE", help="Trained weights: .safetensors, or a .pt state dict.")
     ] = None,
     classes: Classes = None,
     data: Annotated[
-        str | None,
-        typer.Option(
-            "--data",
-            metavar="FUNCTION",
-            help="package.module:function that returns batches.",
-        ),
+        str | None, Option(metavar="FUNCTION", help="package.module:function that returns batches.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the recipe: .yaml or .md.")
-    ] = None,
+    output: RecipeOutput = None,
     imports: Imports = None,
     as_json: AsJson = False,
 ) -> None:
@@ -150,11 +110,50 @@ def create(
         show_json(_as_data(model, made, output, warnings))
         return
     show_warnings(warnings)
-    if output is None:
-        typer.echo(made.recipe.text, nl=False)
+    _show(made.recipe, output)
+
+
+@reports_errors
+def convert(
+    config: Annotated[
+        Path, Argument(metavar="CONFIG", help="An MSBench config, or arguments of ASP: .yaml, .json or a .py script.")
+    ],
+    output: RecipeOutput = None,
+    steps_per_epoch: Annotated[
+        float, Option(metavar="N", help="Iterations per epoch; with 1, an epoch is one iteration.")
+    ] = 1.0,
+    model: Annotated[
+        str | None,
+        Option(metavar="MODEL", help="For 2:4 configs: package.module:function or a torchvision model."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Convert an MSBench config to an equivalent recipe.
+
+    Iterations become epochs of N steps: attach the recipe with modify(model, optimizer, steps_per_epoch=N). Prints the
+    recipe without -o.
+    """
+    from gossamer.msbench.conversion import read_config, to_recipe
+
+    given = read_config(config)
+    recipe, left_out = to_recipe(given, steps_per_epoch, load_model(model).model if model is not None else None)
+    if output is not None:
+        recipe.save(output)
+    if as_json:
+        show_json({"recipe": recipe.text, "output": str(output) if output else None, "left_out": left_out})
         return
-    names = ", ".join(modifier.name for modifier in made.recipe.modifiers)
-    say(f"{output}: {names}, {made.recipe.max_epochs} epochs")
+    if steps_per_epoch == 1.0 and recipe.max_epochs > 1:
+        left_out = [*left_out, "one epoch of the recipe is one iteration; change that with --steps-per-epoch"]
+    show_warnings(left_out)
+    _show(recipe, output)
+
+
+def _show(recipe: Recipe, output: Path | None) -> None:
+    """Print the recipe, or a line about the file that has it."""
+    if output is None:
+        typer.echo(recipe.text, nl=False)
+    else:
+        say(f"{output}: {', '.join(modifier.name for modifier in recipe.modifiers)}, {recipe.max_epochs} epochs")
 
 
 def _parse_name(text: str) -> str | bool | None:

@@ -1,4 +1,4 @@
-"""`gossamer export`: write a model to files for other programs, each verified after writing."""
+"""`gossamer export` and `quantize-qat-export`: a model as files for other programs, each verified after writing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
+from typer import Argument, Option
 
-from gossamer.cli.console import AsJson, err, out, reports_errors, say, show_errors, show_json, show_warnings
-from gossamer.cli.models import Classes, Data, Imports, Input, ModelArgument, Sets, Weights, load_model
-from gossamer.cli.tables import by_reason, shape, simple_table
+from gossamer.cli.console import (
+    by_reason,
+    err,
+    out,
+    reports_errors,
+    say,
+    shape,
+    show_errors,
+    show_json,
+    show_warnings,
+    simple_table,
+)
+from gossamer.cli.options import AsJson, Classes, Data, Imports, Input, ModelArgument, Sets, Weights, load_model
+from gossamer.errors import GossamerError
 from gossamer.runner.formatting import format_size
 
 if TYPE_CHECKING:
@@ -30,7 +42,7 @@ def export(
     model: ModelArgument,
     formats: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--format",
             "-f",
             metavar="NAME",
@@ -39,19 +51,14 @@ def export(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FOLDER",
-            help="The folder; by default the run or working folder.",
-        ),
+        Option("--output", "-o", metavar="FOLDER", help="The folder; by default that of the run."),
     ] = None,
     weights: Weights = None,
     input_shape: Input = None,
     classes: Classes = None,
-    opset: Annotated[int, typer.Option(help="Opset of ONNX files.")] = 18,
-    half: Annotated[bool, typer.Option("--half", help="Write weights as 16-bit floats.")] = False,
-    static: Annotated[bool, typer.Option("--static-batch", help="Export programs for a fixed batch size.")] = False,
+    opset: Annotated[int, Option(help="Opset of ONNX files.")] = 18,
+    half: Annotated[bool, Option("--half", help="Write weights as 16-bit floats.")] = False,
+    static: Annotated[bool, Option("--static-batch", help="Export programs for a fixed batch size.")] = False,
     sets: Sets = None,
     data: Data = None,
     imports: Imports = None,
@@ -110,7 +117,6 @@ def _show(loaded: LoadedModel, written: Sequence[Written], layers: Sequence[Conv
 
 def _show_files(written: Sequence[Written]) -> None:
     table = simple_table("file", "size", "of dense", "zeros", "difference")
-    table.pad_edge = False
     for one in written:
         table.add_row(
             escape(one.path.name),
@@ -130,3 +136,49 @@ def _show_layers(layers: Sequence[Conversion]) -> None:
         say(f"  {reason}: {', '.join(names)}")
     if able:
         say("On a CUDA device: gossamer.export.semi_structured(model.half().cuda())")
+
+
+@reports_errors
+def quantize_qat_export(
+    model: Annotated[Path, Argument(metavar="FILE", help="An ONNX model with emulated quantization.")],
+    output: Annotated[
+        Path | None,
+        Option("--output", "-o", metavar="FILE", help="The file to write; by default FILE-quantized.onnx."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Convert the weights of a QAT export to integers, so that a runtime computes with integers.
+
+    Weights with QuantizeLinear become 8-bit integers, batch norm is folded into their scales, and biases become 32-bit
+    integers. Works with any ONNX file that uses QuantizeLinear and DequantizeLinear.
+    """
+    from gossamer import export
+    from gossamer.export.onnx.model_files import size_of
+    from gossamer.export.onnx.qat import INTEGER
+
+    target = output or model.with_name(f"{model.stem}-quantized{model.suffix or '.onnx'}")
+    before = size_of(model)  # the file may be overwritten
+    result = export.quantize_qat_export(model, target)
+    weights = export.integer_weights(result)
+    count, zeros = sum(array.size for array in weights.values()), sum(int((a == 0).sum()) for a in weights.values())
+    warnings = [] if weights else [f"{model}: no weight uses QuantizeLinear, so none is converted"]
+    operators: dict[str, int] | None = None
+    try:
+        operators = export.integer_operators(target)
+    except GossamerError as error:
+        warnings.append(str(error))
+    after = size_of(target)
+    if as_json:
+        layers = [{"name": name, "weights": a.size, "zeros": int((a == 0).sum())} for name, a in weights.items()]
+        sizes = {"bytes_before": before, "bytes_after": after}
+        results = {"operators": operators, "layers": layers, "warnings": warnings}
+        show_json({"input": str(model), "output": str(target), **sizes, **results})
+        return
+    show_warnings(warnings)
+    say(f"{target}: {after / 1e3:,.1f} kB; {model.name}: {before / 1e3:,.1f} kB")
+    if weights:
+        say(f"integers: {count:,} weights, {zeros / count:.1%} zero")
+    if operators:
+        integer = sum(number for name, number in operators.items() if name in INTEGER)
+        names = ", ".join(f"{number} {name}" for name, number in operators.items())
+        say(f"onnxruntime computes {integer} of {sum(operators.values())} products in integers: {names}")

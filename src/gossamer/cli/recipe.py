@@ -8,13 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.markup import escape
-from rich.table import Table
+from typer import Argument, Option
 
-from gossamer.cli.console import AsJson, out, reports_errors, show_errors, show_json, show_warnings, show_written
-from gossamer.cli.models import load_model
-from gossamer.cli.tables import by_reason, pairs_table
+from gossamer.cli.console import (
+    by_reason,
+    out,
+    pairs_table,
+    reports_errors,
+    show_errors,
+    show_json,
+    show_warnings,
+    show_written,
+    text_table,
+)
+from gossamer.cli.options import AsJson, load_model
 from gossamer.errors import Problem, RecipeError, format_problems
 
 if TYPE_CHECKING:
@@ -23,20 +31,16 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Check, show and plot recipes.", no_args_is_help=True)
 
-Source = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A recipe file, or builtin:NAME for a recipe of the package.")
-]
+Source = Annotated[str, Argument(metavar="RECIPE", help="A recipe file, or builtin:NAME for a recipe of the package.")]
 Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="Set a variable of the recipe; repeatable."),
+    list[str] | None, Option("--set", metavar="NAME=VALUE", help="Set a variable of the recipe; repeatable.")
 ]
 Imports = Annotated[
-    list[str] | None,
-    typer.Option("--import", metavar="MODULE", help="Import a module with custom modifiers; repeatable."),
+    list[str] | None, Option("--import", metavar="MODULE", help="Import a module with custom modifiers; repeatable.")
 ]
 ModelName = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--model",
         metavar="MODEL",
         help="package.module:function or a torchvision model, whose parameters the recipe is matched against.",
@@ -66,7 +70,8 @@ def check(
         data = {"ok": not errors, **_as_data(recipe), "errors": errors}
         show_json(data if bindings is None else {**data, "bindings": bindings})
     else:
-        _show_summary(recipe, fits=not errors)
+        verdict = "is valid, but does not fit the model" if errors else "is valid"
+        _show(recipe, f"{recipe.name} {verdict}: epochs {_epoch_range(recipe)}")
         _show_bindings(bindings or ())
         show_warnings(_warnings(recipe))
         show_errors(errors)
@@ -82,8 +87,7 @@ def show(file: Source, imports: Imports = None, settings: Settings = None, as_js
     if as_json:
         show_json(_as_data(recipe))
         return
-    _show_modifiers(recipe)
-    _show_variables(recipe)
+    _show(recipe, f"{recipe.name}: epochs {_epoch_range(recipe)}")
     show_warnings(_warnings(recipe))
 
 
@@ -92,12 +96,12 @@ def show(file: Source, imports: Imports = None, settings: Settings = None, as_js
 def plot(
     file: Source,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="The file to write: .png, .svg or .html.")
+        Path, Option("--output", "-o", metavar="FILE", help="The file to write: .png, .svg or .html.")
     ] = Path("schedule.png"),
-    steps_per_epoch: Annotated[int, typer.Option(min=1, help="Optimizer steps per epoch.")] = 100,
+    steps_per_epoch: Annotated[int, Option(min=1, help="Optimizer steps per epoch.")] = 100,
     init_lr: Annotated[
         float | None,
-        typer.Option(min=0, help="Learning rate of the optimizer, for recipes that scale it."),
+        Option(min=0, help="Learning rate of the optimizer, for recipes that scale it."),
     ] = None,
     imports: Imports = None,
     settings: Settings = None,
@@ -124,9 +128,7 @@ def list_(as_json: AsJson = False) -> None:
     if as_json:
         show_json([{"name": name, "recipe": f"builtin:{name}", "description": text} for name, text in recipes.items()])
         return
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("description")
+    table = text_table("recipe", "description")
     for name, description in recipes.items():
         table.add_row(f"builtin:{name}", escape(description))
     out.print(table)
@@ -204,43 +206,17 @@ def _warnings(recipe: Recipe) -> list[str]:
 # Terminal
 
 
-def _show_summary(recipe: Recipe, fits: bool) -> None:
-    counts: dict[str, int] = {}
-    for modifier in recipe.modifiers:
-        counts[modifier.name] = counts.get(modifier.name, 0) + 1
-    modifiers = ", ".join(name if count == 1 else f"{count} × {name}" for name, count in counts.items())
-    lines = {"modifiers": modifiers, "epochs": _epoch_range(recipe)}
-    if recipe.stages:
-        lines["stages"] = ", ".join(name for name, _ in recipe.stages)
+def _show(recipe: Recipe, title: str) -> None:
+    """Print the modifiers and the variables."""
+    table = text_table("modifier", "epochs", "fields", title=escape(title))
+    for cells in _rows(recipe):
+        table.add_row(*map(escape, cells))
+    out.print(table)
     if recipe.variables:
-        lines["variables"] = ", ".join(f"{name} = {_format(value)}" for name, value in recipe.variables.items())
-    table = pairs_table()
-    for name, text in lines.items():
-        table.add_row(f"[dim]{name}[/]", escape(text))
-    verdict = "is valid" if fits else "is valid, but does not fit the model"
-    out.print(f"[bold]{escape(recipe.name)}[/] {verdict}", highlight=False)
-    out.print(table)
-
-
-def _show_modifiers(recipe: Recipe) -> None:
-    title = f"{escape(recipe.name)}: epochs {_epoch_range(recipe)}"
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    for column in ("modifier", "epochs", "fields"):
-        table.add_column(column, overflow="fold", no_wrap=column == "epochs")
-    for name, epochs, fields in _rows(recipe):
-        table.add_row(escape(name), epochs, escape(fields))
-    out.print(table)
-
-
-def _show_variables(recipe: Recipe) -> None:
-    if not recipe.variables:
-        return
-    table = Table(box=box.SIMPLE_HEAD, title="variables", title_justify="left")
-    table.add_column("name")
-    table.add_column("value", overflow="fold")
-    for name, value in recipe.variables.items():
-        table.add_row(escape(name), escape(_format(value)))
-    out.print(table)
+        table = text_table("name", "value", title="variables")
+        for name, value in recipe.variables.items():
+            table.add_row(escape(name), escape(_format(value)))
+        out.print(table)
 
 
 def _show_bindings(bindings: Sequence[Mapping[str, Any]]) -> None:

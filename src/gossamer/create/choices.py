@@ -261,17 +261,20 @@ def _pattern(method: Method | None, variables: RecipeVariables, adapted: list[st
     if target is not None:
         target_type, target_pattern = _TARGET_PATTERNS[target]
         if given and not _is_same(pattern, target_pattern):
-            raise _conflict("mask_type", f"{mask_type} contradicts target {target}, which needs {target_type}", _EITHER)
+            message = f"{mask_type} contradicts target {target}, which needs {target_type}"
+            raise _conflict("mask_type", message, "drop target or mask_type")
         if not given:
             mask_type, pattern = target_type, target_pattern
             adapted.append(f"mask_type is {target_type}, for target {target}")
-    if method.name == "structured" and not isinstance(pattern, Filter | Channel):
-        if given or target is not None:
-            raise _pattern_conflict(method, mask_type, variables, "removes whole filters or channels")
-        mask_type, pattern = "filter", Filter()
+    if method.name == "structured" and not (given or target):
         adapted.append("mask_type is filter, for pruning='structured'")
-    elif method.single_weights and not isinstance(pattern, Unstructured):
-        raise _pattern_conflict(method, mask_type, variables, "removes single weights")
+        return "filter", Filter()
+    removes_units = method.name == "structured" and not isinstance(pattern, Filter | Channel)
+    if removes_units or (method.single_weights and not isinstance(pattern, Unstructured)):
+        units = "whole filters or channels" if removes_units else "single weights"
+        option, _ = _pattern_option(variables)
+        message = f"mask_type {mask_type} contradicts pruning {method.name}, which removes {units}"
+        raise _conflict(option, message, _OTHER.format(option))
     return mask_type, pattern
 
 
@@ -298,29 +301,24 @@ def _sparsity(method: Method | None, variables: RecipeVariables, pattern: Patter
 
 def _global_sparsity(method: Method | None, variables: RecipeVariables, pattern: Pattern, adapted: list[str]) -> bool:
     given, value = variables.given("global_sparsity"), variables.global_sparsity
-    if method is None:
-        return value
-    if method is CONSTANT:
-        return False
+    if method is None or method is CONSTANT:
+        return value and method is None
+    fix = _OTHER.format("global_sparsity")
     if method.sharing == "global":
-        if given and not value:
-            reason = f"pruning {method.name} has one budget for all layers"
-            raise _conflict("global_sparsity", reason, _OTHER.format("global_sparsity"))
-        return True
-    if method.sharing == "layers":
-        if given and value:
-            reason = f"pruning {method.name} sets a sparsity for each layer"
-            raise _conflict("global_sparsity", reason, _OTHER.format("global_sparsity"))
-        if value:
-            adapted.append(f"global_sparsity is false: {method.name} sets a sparsity for each layer")
-        return False
-    if isinstance(pattern, NM):
-        if given and value:
-            option, chosen = _pattern_option(variables)
-            reason = f"{option} {chosen} has the same sparsity in every layer"
-            raise _conflict("global_sparsity", reason, f"drop global_sparsity or {option}")
-        return False
-    return value
+        needed, reason = True, f"pruning {method.name} has one budget for all layers"
+    elif method.sharing == "layers":
+        needed, reason = False, f"pruning {method.name} sets a sparsity for each layer"
+    elif isinstance(pattern, NM):
+        option, chosen = _pattern_option(variables)
+        needed, reason = False, f"{option} {chosen} has the same sparsity in every layer"
+        fix = f"drop global_sparsity or {option}"
+    else:
+        return value
+    if value != needed and given:
+        raise _conflict("global_sparsity", reason, fix)
+    if value != needed:
+        adapted.append(f"global_sparsity is {str(needed).lower()}: {reason}")
+    return needed
 
 
 def _without_effect(
@@ -349,24 +347,11 @@ def _is_same(pattern: Pattern, target: Pattern) -> bool:
 
 # Contradictions
 
-_EITHER = "drop target or mask_type"
 _OTHER = f"drop {{}}, or choose pruning {MAGNITUDE.name}"
 
 
 def _conflict(name: str, message: str, fix: str) -> GossamerError:
     return GossamerError(Problem(message, ("recipe_variables", name), fix=fix))
-
-
-def _pattern_conflict(
-    method: Method, mask_type: str | list[int], variables: RecipeVariables, reason: str
-) -> GossamerError:
-    option, value = _pattern_option(variables)
-    message = f"{mask_type} contradicts pruning {method.name}, which {reason}"
-    drop = option
-    if option == "target":
-        message = f"{value} needs mask_type {mask_type}, and pruning {method.name} {reason}"
-        drop += " and mask_type" if variables.given("mask_type") else ""
-    return _conflict(option, message, _OTHER.format(drop))
 
 
 def _pattern_option(variables: RecipeVariables) -> tuple[str, object]:

@@ -20,7 +20,7 @@ from gossamer.create.choices import CONSTANT, Choices, choose
 from gossamer.create.layers import PLAIN, LayerPlan, percent, plan_layers
 from gossamer.create.modifiers import Context, Phases, phases
 from gossamer.create.schemas import RecipeVariables
-from gossamer.create.text import Entry, Row, Variable, format_recipe, name_patterns
+from gossamer.create.text import Entry, Variable, format_recipe, name_patterns
 from gossamer.engine import Manager
 from gossamer.engine.manager import check_arguments
 from gossamer.errors import GossamerError, Problem
@@ -30,8 +30,8 @@ from gossamer.model.tracing.flow import Ends, ends
 from gossamer.modifiers import Modifier
 from gossamer.modifiers.base import find
 from gossamer.recipe import Recipe, load
-from gossamer.recipe.expressions import evaluate
 from gossamer.recipe.nodes import expression_in
+from gossamer.recipe.variables import evaluate
 from gossamer.validation import problems_of
 
 logger = logging.getLogger("gossamer")
@@ -166,14 +166,12 @@ def design(
         network_ends = ends(module, example_inputs)
         layers = plan_layers(module, choices, network_ends, batches, progress)
         context = Context(choices, choices.method, layers, module, times, steps_per_epoch)
-        trace_note, sparse_note = _trace_note(network_ends), _sparse_note(context)
-        notes = [note for note in (trace_note, sparse_note) if note is not None]
-        warnings = [note for note in notes if note is not trace_note or _guessed(network_ends)]
-        warnings += [Problem(f"'{name}' stays dense: {why}") for name, why in left_dense(module).items()]
+        notes = [note for note in (_trace_note(network_ends), _sparse_note(context)) if note is not None]
+        warnings = notes + [Problem(f"'{name}' stays dense: {why}") for name, why in left_dense(module).items()]
         variables, (first, *rest) = modifiers.pruning(context)
         comments = [*_layer_comments(choices, layers, module), *(f"Note: {replace(note, key=())}." for note in notes)]
         pruning = variables, [replace(first, comments=[*comments, *first.comments]), *rest]
-    recipe = _assemble(module, choices, times, pruning, steps_per_epoch)
+    recipe = _assemble(module, choices, times, pruning)
     return Design(recipe, choices, times, tuple(layers), tuple(warnings))
 
 
@@ -182,9 +180,8 @@ def _assemble(
     choices: Choices,
     times: Phases,
     pruning: tuple[list[Variable], list[Entry]],
-    steps_per_epoch: float | None,
 ) -> Recipe:
-    rate_variables, rates = modifiers.learning_rate(choices, steps_per_epoch)
+    rate_variables, rates = modifiers.learning_rate(choices)
     quantization_variables, quantization = modifiers.quantization(choices)
     distillation_variables, distillation = modifiers.distillation(choices)
     variables = [
@@ -225,11 +222,8 @@ def _evaluated(value: object, variables: Mapping[str, object]) -> object:
         return value if expression is None else evaluate(expression, variables.__getitem__)
     if isinstance(value, Mapping):
         return {key: _evaluated(item, variables) for key, item in cast(Mapping[str, object], value).items()}
-    if isinstance(value, list | tuple):
-        items = cast(Sequence[object], value)
-        if rows := [item for item in items if isinstance(item, Row)]:
-            return {row.sparsity: list(row.params) for row in rows}
-        return [_evaluated(item, variables) for item in items]
+    if isinstance(value, list):
+        return [_evaluated(item, variables) for item in cast(list[object], value)]
     return value
 
 
@@ -252,11 +246,6 @@ def _trace_note(network_ends: Ends) -> Problem | None:
     if network_ends.unreached:
         message += f"; layers that were not reached ({len(network_ends.unreached)}) are left dense"
     return Problem(message)
-
-
-def _guessed(network_ends: Ends) -> bool:
-    """Whether the first and last layers are uncertain, which calls for a warning."""
-    return network_ends.followed == "not" or bool(network_ends.unreached)
 
 
 def _sparse_note(context: Context) -> Problem | None:

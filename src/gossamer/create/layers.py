@@ -43,10 +43,6 @@ _SPARED: dict[Role, tuple[str, str]] = {
     "idle": ("unused", "it does not run in evaluation mode, such as a head for training alone"),
 }
 """Layers that stay dense: what they are, and the reason."""
-_BY_ORDER: dict[Role, tuple[str, str]] = {
-    "first": ("assumed to be the first convolution", "it is defined first"),
-    "head": ("assumed to be the head", "it is defined last"),
-}
 PLAIN = "pruned"
 """The reason of a layer that is pruned like most others."""
 
@@ -154,15 +150,10 @@ def _spared(module: nn.Module, layers: list[LayerPlan], choices: Choices, networ
         fix = "" if isinstance(choices.pattern, Unstructured) else f"drop {option}"
         message = f"no layer of the model can be pruned: '{layers[0].name}': {layers[0].why}"
         raise GossamerError(Problem(message, fix=fix))
-    reasons = _reasons(fitting, whole, _SPARED | (_BY_ORDER if network_ends.followed == "not" else {}))
+    reasons = _reasons(fitting, whole)
     if choices.variables.target == "tensorrt" and choices.is_nm:
         slow = {layer.name: why for layer in fitting if (why := ineligible(layer.shape)) is not None}
-        if any(layer.name not in slow and layer.name not in reasons for layer in fitting):
-            reasons = {name: f"sparse tensor cores cannot run it: {why}" for name, why in slow.items()} | reasons
-        else:
-            why = "pruned, although sparse tensor cores cannot run it: "
-            layers = [replace(layer, why=why + slow[layer.name]) if layer.name in slow else layer for layer in layers]
-            fitting = [layer for layer in layers if layer.takes_part]
+        reasons = {name: f"sparse tensor cores cannot run it: {why}" for name, why in slow.items()} | reasons
     if all(layer.name in reasons for layer in fitting):
         chosen = max(fitting, key=lambda layer: layer.weights)
         why = "pruned: the model has no other layer to prune"
@@ -171,13 +162,13 @@ def _spared(module: nn.Module, layers: list[LayerPlan], choices: Choices, networ
     return [_left_dense(layer, reasons[layer.name]) if layer.name in reasons else layer for layer in layers]
 
 
-def _reasons(fitting: Sequence[LayerPlan], whole: int, spared: Mapping[Role, tuple[str, str]]) -> dict[str, str]:
+def _reasons(fitting: Sequence[LayerPlan], whole: int) -> dict[str, str]:
     """Why layers that could be pruned stay dense: their position in the network, or their size."""
     reasons: dict[str, str] = {}
     for layer in fitting:
         too_large_to_spare = layer.role != "depthwise" and layer.weights > whole / 2
         if layer.role is not None and not too_large_to_spare:
-            reasons[layer.name] = ": ".join(spared[layer.role])
+            reasons[layer.name] = ": ".join(_SPARED[layer.role])
     total = 0
     for layer in sorted((layer for layer in fitting if layer.weights < TINY), key=lambda layer: layer.weights):
         total += layer.weights

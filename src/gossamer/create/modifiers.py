@@ -5,7 +5,6 @@ Epochs are expressions of `num_epochs`, so that they follow when the recipe is l
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,10 +12,11 @@ from torch import nn
 
 from gossamer.create.choices import CONSTANT, Choices, Method
 from gossamer.create.layers import KEPT_AT_LEAST, LayerPlan, percent
-from gossamer.create.text import Entry, Row, Variable, name_patterns
+from gossamer.create.text import Entry, Variable, name_patterns
 from gossamer.errors import GossamerError, Problem
 from gossamer.model import ALL_PRUNABLE, get_parameter, prunable
 from gossamer.modifiers.base import to_step
+from gossamer.recipe.variables import evaluate
 from gossamer.sparse import Filter, zero_count
 
 Fields = dict[str, object]
@@ -28,9 +28,9 @@ LONG, LAST_OF_LONG, LAST_OF_SHORT = 15.0, 5.0, 2.0
 """A run of 15 epochs or more quantizes in its last 5 epochs, a shorter one in its last 2."""
 
 _QUANTIZATION_EPOCHS = (
-    f"eval(max(min(num_epochs / 2, {LAST_OF_SHORT / 2:g}), "
+    f"max(min(num_epochs / 2, {LAST_OF_SHORT / 2:g}), "
     f"min(2 * ceil(num_epochs / 2 - {LAST_OF_SHORT / 2:g}), {LAST_OF_SHORT:g}) + "
-    f"{LAST_OF_LONG - LAST_OF_SHORT:g} * min(num_epochs // {LONG:g}, 1)))"
+    f"{LAST_OF_LONG - LAST_OF_SHORT:g} * min(num_epochs // {LONG:g}, 1))"
 )
 """The same as an expression; half of the run if it has 2 epochs or less."""
 
@@ -54,22 +54,18 @@ def phases(num_epochs: float, quantization: bool) -> Phases:
     >>> phases(20.0, quantization=True)
     Phases(num_epochs=20.0, pruning_end=7.5, quantization_start=15.0, freeze=17.5)
     """
-    if not quantization:
-        return Phases(num_epochs, num_epochs / 2, num_epochs, num_epochs)
-    last = LAST_OF_LONG if num_epochs >= LONG else LAST_OF_SHORT
-    if num_epochs <= LAST_OF_SHORT:
-        last = num_epochs / 2
+    last = evaluate(_QUANTIZATION_EPOCHS, {"num_epochs": num_epochs}.__getitem__) if quantization else 0.0
+    assert isinstance(last, int | float)
     start = num_epochs - last
     return Phases(num_epochs, start / 2, start, start + last / 2)
 
 
 # Learning rate
 
-CYCLES = 4
-"""The approximate number of cycles of `cyclic_linear`."""
+CYCLES = (4, 5, 3, 2)
+"""Numbers of cycles of `cyclic_linear`: the first that gives cycles of whole epochs; otherwise there is one cycle."""
 DROPS = 4
 """The number of drops of `stepped`, at equal distances."""
-_SHORT_RUN_DROPS = 9
 _LR_COMMENTS = {
     "linear": "The learning rate falls linearly.",
     "cosine": "The learning rate falls along half a period of a cosine.",
@@ -80,7 +76,7 @@ _LR_COMMENTS = {
 }
 
 
-def learning_rate(choices: Choices, steps_per_epoch: float | None) -> tuple[list[Variable], list[Entry]]:
+def learning_rate(choices: Choices) -> tuple[list[Variable], list[Entry]]:
     """Variables and modifiers for the learning rate; neither if the recipe does not set it."""
     if choices.lr is None:
         return [], []
@@ -91,46 +87,26 @@ def learning_rate(choices: Choices, steps_per_epoch: float | None) -> tuple[list
         return variables, [Entry("SetLearningRateModifier", fields, comments)]
     variables.append(Variable("final_lr", choices.final_lr, "the final learning rate"))
     if choices.lr in ("stepped", "exponential"):
-        return variables, [_by_factor(choices.lr, choices.variables.num_epochs, comments)]
+        return variables, [_by_factor(choices.lr, comments)]
     fields = {**WHOLE_RUN, "lr_func": choices.lr, "init_lr": "eval(init_lr)", "final_lr": "eval(final_lr)"}
     if choices.lr == "cyclic_linear":
-        count = _cycles(choices.variables.num_epochs, steps_per_epoch)
-        remark = "the length of a cycle; the run has a whole number of cycles"
-        variables.append(Variable("cycle_epochs", f"eval(num_epochs / {count})", remark))
+        count = next((count for count in CYCLES if choices.variables.num_epochs % count == 0), 1)
+        variables.append(Variable("cycle_epochs", f"eval(num_epochs / {count})", "the length of a cycle"))
         fields["cycle_epochs"] = "eval(cycle_epochs)"
     return variables, [Entry("LearningRateFunctionModifier", fields, comments)]
 
 
-def _by_factor(kind: str, num_epochs: float, comments: list[str]) -> Entry:
-    if kind == "exponential" and num_epochs > 1:
-        lr_class = "ExponentialLR"
-        kwargs: Fields = {"gamma": "eval((final_lr / init_lr) ** (1 / max(ceil(num_epochs) - 1, 1)))"}
-    else:
-        lr_class, drops = "MultiStepLR", DROPS
-        if kind == "exponential":
-            drops = _SHORT_RUN_DROPS
-            comments = [f"The learning rate falls by the same factor {drops} times."]
+def _by_factor(kind: str, comments: list[str]) -> Entry:
+    lr_class = "ExponentialLR"
+    kwargs: Fields = {"gamma": "eval((final_lr / init_lr) ** (1 / max(ceil(num_epochs) - 1, 1)))"}
+    if kind == "stepped":
+        lr_class = "MultiStepLR"
         kwargs = {
-            "gamma": f"eval((final_lr / init_lr) ** (1 / {drops}))",
-            "milestones": [f"eval(num_epochs * {drop} / {drops + 1})" for drop in range(1, drops + 1)],
+            "gamma": f"eval((final_lr / init_lr) ** (1 / {DROPS}))",
+            "milestones": [f"eval(num_epochs * {drop} / {DROPS + 1})" for drop in range(1, DROPS + 1)],
         }
     fields = {**WHOLE_RUN, "lr_class": lr_class, "lr_kwargs": kwargs, "init_lr": "eval(init_lr)"}
     return Entry("LearningRateModifier", fields, comments)
-
-
-def _cycles(num_epochs: float, steps_per_epoch: float | None) -> int:
-    """The number of cycles that fill the run so that each has whole epochs, or at least whole steps.
-
-    >>> _cycles(20.0, None), _cycles(10.0, None), _cycles(2.5, 10)
-    (4, 5, 5)
-    """
-    whole = num_epochs if num_epochs.is_integer() else None
-    if whole is None or whole < CYCLES / 2:
-        whole = round(num_epochs * steps_per_epoch) if steps_per_epoch else None
-    if not whole:
-        return CYCLES
-    counts = [count for count in range(2, math.floor(whole) + 1) if whole % count == 0] or [1]
-    return min(counts, key=lambda count: (abs(count - CYCLES), count))
 
 
 # Pruning
@@ -252,35 +228,29 @@ def _span(frequency: bool = True) -> Fields:
     return {**fields, "update_frequency": "eval(update_frequency)"} if frequency else fields
 
 
-def _threshold(context: Context) -> Fields:
-    """One threshold over all layers with a bound for each, or one threshold per layer."""
+def _threshold(context: Context) -> tuple[Fields, dict[str, str]]:
+    """One threshold over all layers with a bound for each, or one threshold per layer; with remarks."""
     if not context.choices.global_sparsity:
-        return {"global_sparsity": False}
+        return {"global_sparsity": False}, {}
     bounds: object = _BOUND
+    remark = "every layer keeps at least a quarter of the average density"
     if context.measured:
         groups: dict[float, list[LayerPlan]] = {}
         for layer in sorted(context.pruned, key=lambda layer: layer.bound or 0.0):
             groups.setdefault(layer.bound or 0.0, []).append(layer)
-        bounds = [Row(bound, context.patterns_of(group)) for bound, group in groups.items()]
-    return {"global_sparsity": True, "max_layer_sparsity": bounds}
-
-
-def _threshold_remarks(context: Context) -> dict[str, str]:
-    if not context.choices.global_sparsity:
-        return {}
-    remark = "every layer keeps at least a quarter of the average density"
-    if context.measured:
+        bounds = {bound: context.patterns_of(group) for bound, group in groups.items()}
         remark = "the highest sparsity of each layer, by its measured effect on the outputs"
-    return {"global_sparsity": "one threshold for all layers", "max_layer_sparsity": remark}
+    remarks = {"global_sparsity": "one threshold for all layers", "max_layer_sparsity": remark}
+    return {"global_sparsity": True, "max_layer_sparsity": bounds}, remarks
 
 
-def _shares(context: Context) -> list[Row]:
+def _shares(context: Context) -> dict[float, list[str]]:
     """The layers by sparsity, densest first, each number as short as the counts allow."""
     groups: dict[float, list[LayerPlan]] = {}
     for layer in sorted(context.pruned, key=lambda layer: layer.sparsity or 0.0):
         assert layer.sparsity is not None
         groups.setdefault(_short(layer.sparsity, layer.units), []).append(layer)
-    return [Row(share, context.patterns_of(group), _shapes(group)) for share, group in groups.items()]
+    return {share: context.patterns_of(group) for share, group in groups.items()}
 
 
 def _short(share: float, units: int) -> float:
@@ -291,16 +261,11 @@ def _short(share: float, units: int) -> float:
     return share
 
 
-def _shapes(group: Sequence[LayerPlan]) -> str:
-    shapes = list(dict.fromkeys("×".join(map(str, layer.shape)) for layer in group))
-    return ", ".join(shapes[:3]) + (", …" if len(shapes) > 3 else "")
-
-
 def _gradual(context: Context) -> list[Entry]:
     name, own = context.method.name, context.has_shares
     final: object = _shares(context) if own else "eval(sparsity)"
     first: object = 0.0
-    remarks = _threshold_remarks(context)
+    threshold, remarks = _threshold(context)
     if context.zeros > FIRST:
         first = "__FROM_PARAM__"
         remarks["init_sparsity"] = "the model already has zeros"
@@ -309,40 +274,38 @@ def _gradual(context: Context) -> list[Entry]:
         if own:
             first = min(FIRST, *(layer.sparsity or 0.0 for layer in context.pruned))
     fields: Fields = {} if own else {"params": context.params}
-    fields |= {"init_sparsity": first, "final_sparsity": final, **_span(), **context.mask_type, **_threshold(context)}
+    fields |= {"init_sparsity": first, "final_sparsity": final, **_span(), **context.mask_type, **threshold}
     if name == "obs":
         fields["num_grads"] = 512
     return [Entry(context.method.modifier, fields, remarks=remarks)]
 
 
-def _by_share(context: Context, make: Callable[[object, str | list[str]], Fields]) -> list[Entry]:
-    """One modifier, or one for each sparsity if layers have their own."""
+def _by_share(context: Context, make: Callable[[object], Fields], *, threshold: bool = True) -> list[Entry]:
+    """One modifier, or one for each sparsity if layers have their own; `make` gives the fields for a sparsity."""
     modifier = context.method.modifier
+    common, remarks = _threshold(context) if threshold else ({}, {})
     if not context.has_shares:
-        return [Entry(modifier, make("eval(sparsity)", context.params), remarks=_threshold_remarks(context))]
-    return [
-        Entry(modifier, make(row.sparsity, list(row.params)), [f"{row.remark}:" if row.remark else ""])
-        for row in _shares(context)
-    ]
+        return [Entry(modifier, {"params": context.params, **make("eval(sparsity)"), **common}, remarks=remarks)]
+    shares = _shares(context).items()
+    return [Entry(modifier, {"params": params, **make(sparsity), **common}) for sparsity, params in shares]
 
 
 def _acdc(context: Context) -> list[Entry]:
-    more: Fields = {**_span(), **context.mask_type, **_threshold(context)}
-    return _by_share(context, lambda sparsity, params: {"params": params, "compression_sparsity": sparsity, **more})
+    more: Fields = {**_span(), **context.mask_type}
+    return _by_share(context, lambda sparsity: {"compression_sparsity": sparsity, **more})
 
 
 def _admm(context: Context) -> list[Entry]:
-    more: Fields = {"rho": 0.03, **_span(), **context.mask_type, **_threshold(context)}
-    return _by_share(context, lambda sparsity, params: {"params": params, "final_sparsity": sparsity, **more})
+    more: Fields = {"rho": 0.03, **_span(), **context.mask_type}
+    return _by_share(context, lambda sparsity: {"final_sparsity": sparsity, **more})
 
 
 def _topkast(context: Context) -> list[Entry]:
-    def fields(sparsity: object, params: str | list[str]) -> Fields:
+    def fields(sparsity: object) -> Fields:
         backward: object = "eval(max(0, 1 - 2.5 * (1 - sparsity)))"
         if isinstance(sparsity, float):
             backward = round(max(0.0, 1 - 2.5 * (1 - sparsity)), 6)
-        both: Fields = {"forward_sparsity": sparsity, "backward_sparsity": backward}
-        return {"params": params, **both, **_span(), **_threshold(context)}
+        return {"forward_sparsity": sparsity, "backward_sparsity": backward, **_span()}
 
     return _by_share(context, fields)
 
@@ -354,7 +317,7 @@ def _rigl(context: Context) -> list[Entry]:
         fields |= {"final_sparsity": "eval(sparsity)", "sparsity_strategy": "erdos_renyi_kernel", **_span()}
         return [Entry("RigLPruningModifier", fields, remarks={"sparsity_strategy": "small layers stay denser"})]
     more: Fields = {"sparsity_strategy": "uniform", **_span()}
-    return _by_share(context, lambda sparsity, params: {"params": params, "final_sparsity": sparsity, **more})
+    return _by_share(context, lambda sparsity: {"final_sparsity": sparsity, **more}, threshold=False)
 
 
 def _learned(context: Context) -> list[Entry]:
@@ -406,7 +369,7 @@ def quantization(choices: Choices) -> tuple[list[Variable], list[Entry]]:
         f"fewer, and half of {LAST_OF_SHORT:g} or less"
     )
     variables = [
-        Variable("quantization_epochs", _QUANTIZATION_EPOCHS, remark),
+        Variable("quantization_epochs", f"eval({_QUANTIZATION_EPOCHS})", remark),
         Variable("quantization_start", "eval(num_epochs - quantization_epochs)"),
     ]
     freeze = "eval(quantization_start + quantization_epochs / 2)"

@@ -114,10 +114,7 @@ def as_variables(given: object) -> RecipeVariables:
     if isinstance(given, RecipeVariables):
         return given
     if isinstance(given, Mapping):
-        entries = cast(Mapping[Any, Any], given)
-        if wrong := [key for key in entries if not isinstance(key, str)]:
-            raise GossamerError(f"expected names of variables, found {wrong[0]!r}", _KEY)
-        return RecipeVariables(**entries)
+        return RecipeVariables(**cast(Mapping[str, Any], given))
     raise GossamerError(f"expected a RecipeVariables or a dict, found {type(given).__name__}", _KEY)
 
 

@@ -1,27 +1,29 @@
-"""One modifier in one run: its status, schedule and state, and the `Run` that its hooks see."""
+"""One modifier in one run: its status, schedule and state, and the `Run` that its hooks see.
+
+Epochs are rounded to steps once and nothing is accumulated: everything is a function of the step, so that a run can
+start at any point.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from gossamer.engine import distributed
-from gossamer.engine.clock import Timing
-from gossamer.engine.state import Status
 from gossamer.errors import GossamerError, ModifierError, Problem
 from gossamer.model import get_parameter, has_parameter, left_dense, prunable
 from gossamer.model.additions import Substitution
 from gossamer.model.parameters import empties_a_norm
-from gossamer.modifiers import Modifier
-from gossamer.modifiers.pruning import EXCLUDED
+from gossamer.modifiers.base import EXCLUDED, Modifier, to_step
+from gossamer.modifiers.run import Data, Distributed
 from gossamer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gossamer")
 
+Status = Literal["pending", "active", "ended"]
 Sampler = Callable[[nn.Module], Iterable[Tensor]]
 
 _FIRST_MOMENTS = ("momentum_buffer", "exp_avg")
@@ -48,6 +51,71 @@ _MOVED = {
     "skip": "log.skip",
 }
 """Members that modifiers outside Gossamer may use under an earlier name."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Start, end and updates of one modifier; the k-th update is at round((start + k·every)·steps_per_epoch)."""
+
+    start: int
+    end: int | None
+    start_epoch: float
+    every: float | None
+    steps_per_epoch: float
+
+    @classmethod
+    def of(cls, modifier: Modifier, steps_per_epoch: float) -> Timing:
+        start_epoch = max(modifier.start_epoch, 0.0)
+        end = None if modifier.end_epoch == -1 else to_step(modifier.end_epoch, steps_per_epoch)
+        return cls(to_step(start_epoch, steps_per_epoch), end, start_epoch, modifier.updates_every, steps_per_epoch)
+
+    @property
+    def last(self) -> int:
+        """The step at which the modifier is complete."""
+        return self.start if self.end is None else self.end
+
+    def updates_at(self, step: int) -> bool:
+        """Whether an update falls on this step, between start and end, both excluded.
+
+        >>> [s for s in range(11) if Timing(0, 10, 0.0, 0.25, 10).updates_at(s)]
+        [2, 5, 8]
+        """
+        if self.every is None or step <= self.start or (self.end is not None and step >= self.end):
+            return False
+        if self.every == -1:
+            return True
+        guess = round((step / self.steps_per_epoch - self.start_epoch) / self.every)
+        return any(self._update(k) == step for k in (guess - 1, guess, guess + 1))
+
+    def next_after(self, step: int) -> int | None:
+        """The next step at which the modifier starts, updates or ends."""
+        if step < self.start:
+            return self.start
+        if self.end is not None and step >= self.end:
+            return None
+        if self.every is None:
+            return self.end
+        due = step + 1 if self.every == -1 else self._update(self.updates_until(step) + 1)
+        return due if self.end is None else min(due, self.end)
+
+    def updates_until(self, step: int) -> int:
+        """The largest k whose update falls at or before this step.
+
+        >>> [Timing(0, 10, 0.0, 0.25, 10).updates_until(s) for s in (0, 1, 2, 4, 5, 10)]
+        [0, 0, 1, 1, 2, 4]
+        """
+        if self.every is None or self.every == -1:
+            return max(step - self.start, 0)
+        k = math.floor(((step + 0.5) / self.steps_per_epoch - self.start_epoch) / self.every)
+        while self._update(k) > step:
+            k -= 1
+        while self._update(k + 1) <= step:
+            k += 1
+        return max(k, 0)
+
+    def _update(self, k: int) -> int:
+        assert self.every is not None
+        return round((self.start_epoch + k * self.every) * self.steps_per_epoch)
 
 
 class BoundModifier:
@@ -68,8 +136,11 @@ class BoundModifier:
         self.weights = _Weights(run, self)
         self.masks = _Masks(run, self)
         self.optimizer = _Optimizer(run, self)
-        self.distributed = _Distributed(run, self)
-        self.data = _Data(run, self)
+        self.distributed = Distributed(run.wrapped_module)
+        sampler = _as_sampler(run.grad_sampler, getattr(modifier, "grad_sampler_kwargs", {}))
+        if sampler is not None and run.distillation is not None:
+            sampler = _undistilled(sampler, run.distillation.pause)
+        self.data = Data(sampler, run.calibration_data)
         self.log = _Log(run, self)
         self._run = run
 
@@ -170,7 +241,6 @@ class _Weights(_View):
 
     def write(self, name: str, values: Tensor) -> None:
         parameter = self.parameter(name)
-        self._run.journal.before_write(name)
         with torch.no_grad():
             parameter.copy_(values)
         self._run.masks.touched(name)
@@ -270,31 +340,6 @@ class _Optimizer(_View):
     def restart_learning_rate(self) -> None:
         if self._run.restart is not None:
             self._run.restart.due = True
-
-
-class _Distributed(_View):
-    @property
-    def module(self) -> nn.Module:
-        return self._run.wrapped_module
-
-    def average(self, tensors: Sequence[Tensor]) -> None:
-        distributed.average(self.module, tensors)
-
-    def average_named(self, values: dict[str, Tensor]) -> None:
-        distributed.average_named(self.module, values)
-
-
-class _Data(_View):
-    @property
-    def grad_sampler(self) -> Sampler | None:
-        kwargs: Mapping[str, Any] = getattr(self._own.modifier, "grad_sampler_kwargs", {})
-        sampler = _as_sampler(self._run.grad_sampler, kwargs)
-        distillation = self._run.distillation
-        return sampler if sampler is None or distillation is None else _undistilled(sampler, distillation.pause)
-
-    @property
-    def calibration(self) -> Iterable[Any] | None:
-        return self._run.calibration_data
 
 
 class _Log(_View):

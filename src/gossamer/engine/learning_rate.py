@@ -1,70 +1,80 @@
 """Learning rates of a recipe next to the user's scheduler, and restarting that scheduler.
 
-`RateCheck` warns if something else changes a rate that the recipe set; `RecipeRates` restores such rates where a
-library steps its own scheduler; `Restart` resets a scheduler to its initial state, for pruning in levels.
+`RecipeRates` warns if something else changes a rate that the recipe set, or sets it again; `Restart` resets a scheduler
+to its initial state, for pruning in levels.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import copy, deepcopy
-from dataclasses import dataclass
-from enum import Enum
+from collections import deque
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from numbers import Number
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from gossamer.engine.binding import BoundModifier
 from gossamer.engine.optimizer import set_option
 from gossamer.errors import GossamerError
-from gossamer.modifiers import Modifier
-from gossamer.modifiers.base import to_step
 from gossamer.modifiers.state import LARGEST_SETTING, LARGEST_STEP, Item, Spec
+
+if TYPE_CHECKING:
+    pass
 
 logger = logging.getLogger("gossamer")
 
 
-class RateCheck:
+class RecipeRates:
     """The learning rates that the recipe set, by parameter group; warns once when something else changes one.
 
-    Costs a comparison per parameter group and step, and nothing when the recipe has no learning-rate modifier.
+    Costs a comparison per parameter group and step.
     """
 
-    def __init__(self, modifiers: Sequence[BoundModifier], optimizer: torch.optim.Optimizer | None) -> None:
-        self._modifiers = [m for m in modifiers if m.modifier.family == "learning_rate" and optimizer is not None]
+    def __init__(self, modifiers: Sequence[BoundModifier], optimizer: torch.optim.Optimizer) -> None:
+        self._modifiers = [own for own in modifiers if own.modifier.family == "learning_rate"]
         self._optimizer = optimizer
-        self._recorded: dict[int, float] = {}
+        self._rates: dict[int, float] = {}
+        self._held = False
+        self.used: float | None = None
+        """If rates are held: the rate of the first group in the last step, when the recipe set it."""
 
-    @property
-    def active(self) -> bool:
-        return bool(self._modifiers)
+    def hold(self) -> None:
+        """Set the recipe's rates again before each step, from the start of its first learning-rate modifier on.
+
+        For libraries that step a scheduler of their own.
+        """
+        self._held = True
+        self.record()
 
     def record(self, *_: Any) -> None:
-        """Record the rates of all groups that a learning-rate modifier sets now."""
-        self._recorded.clear()
-        if self._optimizer is None:
-            return
+        """Record the rates of all groups that a learning-rate modifier sets now, or has set if they are held."""
+        self._rates.clear()
         groups: list[dict[str, Any]] = self._optimizer.param_groups
         for own in self._modifiers:
-            if own.status == "active":
+            if own.status == "active" or (self._held and own.status == "ended"):
                 chosen = own.modifier.learning_rate_groups
                 for index in range(len(groups)) if chosen is None else chosen:
                     # Reading a rate from a GPU would make each step wait for it.
-                    if index < len(groups) and _on_cpu(groups[index]["lr"]):
-                        self._recorded[index] = float(groups[index]["lr"])
+                    if index < len(groups) and (self._held or _on_cpu(groups[index]["lr"])):
+                        self._rates[index] = float(groups[index]["lr"])
 
-    def check(self, step: int) -> None:
-        """Warn when a rate is not what the recipe set."""
-        if self._optimizer is None:
+    def restore(self) -> None:
+        """Set the recorded rates again, after a scheduler has changed them."""
+        for index, rate in self._rates.items():
+            set_option(self._optimizer.param_groups[index], "lr", rate)
+
+    def before_step(self, step: int) -> None:
+        """Restore the rates if they are held; otherwise warn when one is not what the recipe set."""
+        if self._held:
+            self.restore()
+            self.used = self._rates.get(0)
             return
         groups: list[dict[str, Any]] = self._optimizer.param_groups
-        for index, rate in self._recorded.items():
+        for index, rate in self._rates.items():
             if index < len(groups) and float(groups[index]["lr"]) != rate:
                 logger.warning(
                     "the learning rate of parameter group %d is %.6g at step %d and the recipe set %.6g: something "
@@ -75,78 +85,12 @@ class RateCheck:
                     step,
                     rate,
                 )
-                self._modifiers, self._recorded = [], {}  # once per run
+                self._modifiers, self._rates = [], {}  # once per run
                 return
 
 
 def _on_cpu(rate: object) -> bool:
     return not isinstance(rate, Tensor) or rate.device.type == "cpu"
-
-
-class RateSource(Protocol):
-    """The part of a manager that `RecipeRates` uses."""
-
-    @property
-    def step(self) -> int: ...
-    @property
-    def learning_rate_modifiers(self) -> Sequence[Modifier]: ...
-
-
-class RecipeRates:
-    """Restores the rates that the recipe set, from the start of its first learning-rate modifier on.
-
-    Create it before the manager is attached, so that its hook comes first in each step; call `begin` after `modify`.
-    Does nothing without learning-rate modifiers.
-    """
-
-    def __init__(self, manager: RateSource, optimizer: torch.optim.Optimizer, steps_per_epoch: float) -> None:
-        self._manager = manager
-        self._optimizer = optimizer
-        self._starts = [
-            (to_step(modifier.start_epoch, steps_per_epoch), modifier.learning_rate_groups)
-            for modifier in manager.learning_rate_modifiers
-        ]
-        self._rates: dict[int, float] = {}
-        self._handles: list[RemovableHandle] = []
-        self.used: float | None = None
-        """The rate of the first group in the last step, when the recipe set it."""
-        if self._starts:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-
-    def begin(self) -> None:
-        """Record the rates that the manager set, now and after each step."""
-        self.record()
-        if self._starts:
-            # After the manager's own hooks, which are registered by now: it writes, then this reads.
-            self._handles.append(self._optimizer.register_step_post_hook(self._after_step))
-
-    def record(self) -> None:
-        """Record the present rates of the groups that the recipe controls."""
-        step = self._manager.step if self._starts else 0
-        groups: list[dict[str, Any]] = self._optimizer.param_groups
-        controlled: set[int] = set()
-        for start, chosen in self._starts:
-            if start <= step:
-                controlled |= set(range(len(groups))) if chosen is None else set(chosen)
-        self._rates = {index: float(groups[index]["lr"]) for index in controlled if index < len(groups)}
-
-    def restore(self) -> None:
-        """Set the recorded rates again, after a scheduler has changed them."""
-        for index, rate in self._rates.items():
-            set_option(self._optimizer.param_groups[index], "lr", rate)
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._rates.clear()
-
-    def _before_step(self, *_: Any) -> None:
-        self.restore()
-        self.used = self._rates.get(0)
-
-    def _after_step(self, *_: Any) -> None:
-        self.record()
 
 
 # Restarting a scheduler
@@ -155,52 +99,41 @@ class RecipeRates:
 # the scheduler is given and restored in place, so that no scheduler needs to know how to restart. Functions,
 # optimizers and other objects that it holds are left alone.
 
-_PLAIN = (int, float, str, bool, type(None), Tensor)
-"""The types of values in a saved state."""
-_VALUES = (Number, str, type(None), Enum)
-_DICTS = (dict, Counter, OrderedDict, defaultdict)
-_LISTS = (list, tuple, deque, set)
-_IGNORED = object()
-"""Marks an attribute that is not restored."""
+_VALUES = (Number, str, type(None))
+_CONTAINERS = (list, tuple, dict, set, deque)
 _CYCLED = ("momentum", "betas")
 """The options that a scheduler with `cycle_momentum` sets besides the learning rate."""
-
-# Attributes of torch's schedulers whose saved values are restricted:
 _COUNTS = ("last_epoch", "_step_count")
-"""Integers, at least −1."""
-_DIVISORS = ("T_max", "T_0", "T_i", "T_mult", "step_size", "total_iters", "total_size", "step_ratio")
-"""Positive, because schedulers divide by them."""
-_ENDLESS = ("best", "mode_worse")
-"""May be infinite, before the first metric."""
-_PER_GROUP = ("rates", "base_lrs", "_last_lr", "min_lrs", "max_lrs", "base_momentums", "max_momentums", "_milestones")
-"""Lists with one entry per parameter group or nested scheduler; ignored if the length differs."""
-_DEPTH = 4
-"""The nesting depth of containers in a custom scheduler's state."""
-_OWN = ("total_steps", "_schedule_phases")
-"""Phases of OneCycleLR; not loaded from a state, because they must be consistent."""
+"""Attributes that are integers, at least −1."""
+_CONFIGURED = (
+    *("T_max", "T_0", "T_mult", "step_size", "total_iters", "total_size", "step_ratio", "total_steps"),
+    *("_milestones", "_schedule_phases", "mode_worse"),
+)
+"""Attributes that never change; not loaded from a state, which could make a scheduler divide by zero."""
 
 
 class Restart:
     """A scheduler with its initial state; `rates` overrides the learning rates to restart from."""
 
     def __init__(self, scheduler: Any, rates: float | list[float] | None = None) -> None:
-        optimizer = getattr(scheduler, "optimizer", None)
-        if not isinstance(optimizer, torch.optim.Optimizer) or not callable(getattr(scheduler, "step", None)):
+        if not _is_scheduler(scheduler):
             raise GossamerError(
                 "lr_scheduler: expected a learning-rate scheduler of torch, such as CosineAnnealingLR(optimizer, …), "
                 f"found {type(scheduler).__name__}"
             )
         self.scheduler = scheduler
-        self.optimizer = optimizer
+        self.optimizer: torch.optim.Optimizer = scheduler.optimizer
         self.due = False
         """Whether to restart before the next optimizer step."""
         self._initial = _snapshot(scheduler)
-        keys = ("lr", *_CYCLED) if _cycles_momentum(scheduler) else ("lr",)
-        self._groups = [{key: deepcopy(g[key]) for key in keys if key in g} for g in optimizer.param_groups]
+        parts = [scheduler, *(part for value in _attributes(scheduler).values() for part in _parts(value))]
+        keys = ("lr", *_CYCLED) if any(getattr(part, "cycle_momentum", False) for part in parts) else ("lr",)
+        groups = self.optimizer.param_groups
+        self._groups = [{key: deepcopy(group[key]) for key in keys if key in group} for group in groups]
         if rates is not None:
-            given: Sequence[float] = rates if isinstance(rates, list) else [rates] * len(self._groups)
-            if len(given) != len(self._groups):
-                count = len(self._groups)
+            given = rates if isinstance(rates, list) else [rates] * len(groups)
+            if len(given) != len(groups):
+                count = len(groups)
                 raise GossamerError(f"init_lr: expected one rate, or one for each of {count} groups, found {rates}")
             self._scale(given)
 
@@ -212,12 +145,12 @@ class Restart:
     def _scale(self, rates: Sequence[float]) -> None:
         """Scale the initial state as if the scheduler had been created with these base rates."""
         groups = self.optimizer.param_groups
-        found: list[Any] = [group["lr"] for group in groups]
-        bases = found
+        present: list[Any] = [group["lr"] for group in groups]
+        bases = present
         if _has_bases(self._initial):
-            bases = _bases(self._initial, [group.get("initial_lr", group["lr"]) for group in groups])
+            bases = self._initial.get("base_lrs") or [group.get("initial_lr", group["lr"]) for group in groups]
         _rebase(self._initial, bases, rates)
-        for own, group, lr, rate in zip(self._groups, groups, _scaled(found, bases, rates), rates, strict=True):
+        for own, group, lr, rate in zip(self._groups, groups, _scaled(present, bases, rates), rates, strict=True):
             own["lr"] = lr
             if "initial_lr" in group:
                 own["initial_lr"] = rate
@@ -231,43 +164,30 @@ class Restart:
                 set_option(group, key, deepcopy(value))
 
     def state_dict(self) -> dict[str, Any]:
-        """The initial state as plain values."""
-        return {"scheduler": _plain(self._initial), "groups": _plain(self._groups), "due": self.due}
+        """The initial state, as far as it consists of numbers, text, lists and dictionaries of these."""
+        return {"scheduler": _saved(self._initial), "groups": _saved(self._groups), "due": self.due}
 
     def parse_state(self, item: Item) -> RestartState:
-        """A saved initial state that fits the scheduler; missing values are taken from its own initial state."""
+        """A saved initial state that fits the scheduler; other values are taken from its own initial state."""
         fields = item.fields(["scheduler", "groups", "due"])
-        due = fields["due"].flag()
         initial = _parsed(fields["scheduler"], self._initial)
-        groups = fields["groups"].items()
-        if len(groups) != len(self._groups):
-            groups = []  # saved with other parameter groups
-        return RestartState(
-            due, initial, [_parsed(group, own) for group, own in zip(groups, self._groups, strict=False)]
-        )
+        return RestartState(fields["due"].flag(), initial, _parsed(fields["groups"], self._groups))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Use a saved initial state for restarts."""
         self.replace(self.parse_state(Item(state, "state.restart")))
 
-    def replace(self, state: RestartState) -> RestartState:
-        """Use this initial state for restarts; returns the previous one."""
-        before = RestartState(self.due, self._initial, self._groups)
-        self.due, self._initial, self._groups = state.due, state.initial, state.groups or self._groups
-        return before
+    def replace(self, state: RestartState) -> None:
+        """Use this initial state for restarts."""
+        self.due, self._initial, self._groups = state
 
 
-@dataclass(frozen=True)
-class RestartState:
+class RestartState(NamedTuple):
     """The initial state of a scheduler, and whether it restarts before the next step."""
 
     due: bool
     initial: dict[str, Any]
     groups: list[dict[str, Any]]
-
-
-def _attributes(scheduler: Any) -> dict[str, Any]:
-    return cast(dict[str, Any], vars(scheduler))
 
 
 def _is_scheduler(value: object) -> bool:
@@ -278,76 +198,56 @@ def _is_scheduler(value: object) -> bool:
     )
 
 
-def _cycles_momentum(scheduler: Any) -> bool:
-    parts = [scheduler, *(part for value in _attributes(scheduler).values() for part in _parts(value))]
-    return any(getattr(part, "cycle_momentum", False) for part in parts)
-
-
 def _parts(value: Any) -> list[Any]:
     """The schedulers that an attribute holds."""
     items = cast(list[Any], value) if isinstance(value, list | tuple) else [value]
     return [item for item in items if _is_scheduler(item)]
 
 
+def _attributes(scheduler: Any) -> dict[str, Any]:
+    return cast(dict[str, Any], vars(scheduler))
+
+
 def _snapshot(scheduler: Any) -> dict[str, Any]:
+    """The plain attributes, and a list of the same for each attribute that holds schedulers."""
     found: dict[str, Any] = {}
     for key, value in _attributes(scheduler).items():
         if parts := _parts(value):
             found[key] = [_snapshot(part) for part in parts]
-        else:
-            found[key] = _copied(value) if _is_restored(value) else _IGNORED
+        elif _is_plain(value):
+            found[key] = deepcopy(value)
     return found
 
 
-def _is_restored(value: Any) -> bool:
-    """Whether an attribute is restored: plain values and containers of them, but not trainable tensors."""
-    if type(value) in _DICTS:
-        return all(_is_restored(item) for item in cast(dict[Any, Any], value).values())
-    if type(value) in _LISTS:
-        return all(_is_restored(item) for item in cast(list[Any], value))
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, _CONTAINERS):
+        items = cast(dict[Any, Any], value).values() if isinstance(value, dict) else cast(list[Any], value)
+        return all(_is_plain(item) for item in items)
     return not value.requires_grad if isinstance(value, Tensor) else isinstance(value, _VALUES)
 
 
-def _copied(value: Any) -> Any:
-    if type(value) in _DICTS:
-        return _like(value, {key: _copied(item) for key, item in cast(dict[Any, Any], value).items()})
-    if type(value) in _LISTS:
-        return _like(value, [_copied(item) for item in cast(list[Any], value)])
-    return deepcopy(value)
+def _restore(scheduler: Any, initial: Mapping[str, Any]) -> None:
+    for key, value in initial.items():
+        if parts := _parts(getattr(scheduler, key, None)):
+            for part, held in zip(parts, value, strict=True):
+                _restore(part, held)
+        else:
+            setattr(scheduler, key, deepcopy(value))
 
 
-def _like(held: Any, items: Iterable[Any]) -> Any:
-    """These items in a container of the same kind; a defaultdict keeps its factory, a deque its length."""
-    if isinstance(held, dict):
-        emptied = copy(cast(dict[Any, Any], held))
-        emptied.clear()
-        emptied.update(cast(dict[Any, Any], items))
-        return emptied
-    if isinstance(held, deque):
-        return deque(items, cast("deque[Any]", held).maxlen)
-    return type(held)(items)
-
-
-def _nested(initial: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _nested(initial: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The initial states of nested schedulers."""
-    for value in initial.values():
-        for part in cast(list[Any], value) if isinstance(value, list) else ():
-            if isinstance(part, dict):
-                yield cast(dict[str, Any], part)
+    lists = [cast(list[Any], value) for value in initial.values() if isinstance(value, list)]
+    return [part for parts in lists for part in parts if isinstance(part, dict)]
 
 
 def _has_bases(initial: Mapping[str, Any]) -> bool:
     return isinstance(initial.get("base_lrs"), list) or any(_has_bases(part) for part in _nested(initial))
 
 
-def _bases(initial: Mapping[str, Any], otherwise: Sequence[Any]) -> Sequence[Any]:
-    own = initial.get("base_lrs")
-    return cast(list[Any], own) if isinstance(own, list) else otherwise
-
-
 def _rebase(initial: dict[str, Any], bases: Sequence[Any], rates: Sequence[float]) -> None:
     """Scale a scheduler and its nested schedulers to these base rates, if the number of groups is the same."""
-    bases = _bases(initial, bases)
+    bases = initial.get("base_lrs") or bases
     for key in ("_last_lr", "base_lrs"):
         held = initial.get(key)
         if isinstance(held, list) and len(cast(list[Any], held)) == len(bases) == len(rates):
@@ -364,87 +264,35 @@ def _scaled(values: Sequence[Any], bases: Sequence[Any], rates: Sequence[float])
     ]
 
 
-def _restore(scheduler: Any, initial: Mapping[str, Any]) -> None:
-    for key in [
-        key for key, value in _attributes(scheduler).items() if key not in initial and isinstance(value, _PLAIN)
-    ]:
-        delattr(scheduler, key)
-    for key, value in initial.items():
-        parts = _parts(getattr(scheduler, key, None))
-        if parts and isinstance(value, list):
-            for part, held in zip(parts, cast(list[Any], value), strict=True):
-                _restore(part, held)
-        elif value is not _IGNORED:
-            setattr(scheduler, key, _copied(value))
-
-
-def _plain(value: Any) -> Any:
-    """A copy with plain values only; other entries are omitted."""
+def _saved(value: Any) -> Any:
     if isinstance(value, Mapping):
-        entries = cast(Mapping[Any, Any], value)
-        return {key: _plain(item) for key, item in entries.items() if _is_plain(item)}
-    if isinstance(value, _LISTS):
-        return [_plain(item) for item in cast(list[Any], value)]
-    return value
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, int | float | str) for key in cast(Mapping[Any, Any], value))
-    if isinstance(value, _LISTS):
-        return all(_is_plain(item) for item in cast(list[Any], value))
-    return isinstance(value, _PLAIN)
+        entries = cast(Mapping[Any, Any], value).items()
+        return {key: _saved(item) for key, item in entries if isinstance(key, str) and type(item) is not set}
+    return [_saved(item) for item in cast(list[Any], value)] if isinstance(value, list | tuple | deque) else value
 
 
 def _parsed(item: Item, own: Any, key: str = "") -> Any:
-    """A saved value in the type of the scheduler's own value; raises if it does not fit."""
-    if own is _IGNORED or own is None or item.value is None or isinstance(own, str) or key in _OWN:
+    """A saved value in the place of the scheduler's own, if that is a number, or a list or dictionary of numbers."""
+    if key in _CONFIGURED or item.value is None:
         return own
     if type(own) is dict:
         held, given = cast(dict[str, Any], own), item.entries()
         return {name: _parsed(given[name], value, name) if name in given else value for name, value in held.items()}
-    if isinstance(own, Mapping):  # a Counter of milestones, for one
-        found = cast(dict[Any, Any], _plain_item(item, dict).value)
-        if isinstance(own, Counter):
-            found = {name: Item(count, item.where).integer() for name, count in found.items()}
-        return _like(own, found)
-    if isinstance(own, _LISTS):
-        mine, items = list(cast(list[Any], own)), item.items()
-        if len(mine) == len(items):
-            pairs = zip(items, mine, strict=True)
-            return _like(own, [one.text() if isinstance(held, str) else _parsed(one, held, key) for one, held in pairs])
-        depth = _DEPTH - 1 if isinstance(own, set) else 0
-        belongs = key in _PER_GROUP or any(isinstance(held, dict) for held in mine)  # Schedulers inside, for one.
-        return cast(Any, own) if belongs else _like(own, _plain_item(item, list, depth).value)
-    return _scalar(item, own, key)
-
-
-def _plain_item(item: Item, kind: type, depth: int = 0) -> Item:
-    """The item, if it is a container of this kind with numbers, strings and nested containers; raises otherwise."""
-    if not isinstance(item.value, kind) or depth == _DEPTH:
-        raise item.error(f"a {kind.__name__} of plain values")
-    held = cast(dict[Any, Any] | list[Any], item.value)
-    for value in [*held.keys(), *held.values()] if isinstance(held, dict) else held:
-        if isinstance(value, dict | list):
-            _plain_item(Item(value, item.where), dict if isinstance(value, dict) else list, depth + 1)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            Item(value, item.where).number(-LARGEST_STEP, LARGEST_STEP)
-        elif not isinstance(value, str | bool | None):
-            raise Item(value, item.where).error("a plain value")
-    return item
-
-
-def _scalar(item: Item, own: Any, key: str) -> Any:
+    if isinstance(own, list | tuple):
+        mine, items = cast(list[Any], own), item.items()
+        if len(mine) != len(items):  # saved with other parameter groups
+            return mine
+        return type(mine)(_parsed(one, held, key) for one, held in zip(items, mine, strict=True))
     if isinstance(own, Tensor):
         return item.tensor(Spec(tuple(own.shape), own.dtype, own.device))
     if isinstance(own, bool):
         return item.flag()
+    if not isinstance(own, int | float):
+        return own
     if key in _COUNTS:
         return item.integer(-1)
-    if isinstance(own, int | float):
-        if isinstance(item.value, float) and math.isinf(item.value) and (key in _ENDLESS or item.value == own):
-            return item.value
-        least = 1e-6 if key in _DIVISORS else 0.0 if "lr" in key else -LARGEST_STEP
-        found = item.number(least, LARGEST_SETTING if "lr" in key else LARGEST_STEP)
-        return item.value if isinstance(item.value, int) else found
-    return own
+    if key == "best" and item.value in (math.inf, -math.inf):  # before the first metric
+        return item.value
+    least = 1e-6 if key == "T_i" else 0.0 if "lr" in key else -LARGEST_STEP
+    number = item.number(least, LARGEST_SETTING if "lr" in key else LARGEST_STEP)
+    return item.value if isinstance(item.value, int) else number

@@ -7,29 +7,32 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral, Real
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from gossamer.engine.completion import Completion, warn_of_regrowth, watch
-from gossamer.engine.distillation import distillation_for
-from gossamer.engine.learning_rate import Restart
+from gossamer.engine.completion import (
+    final_shares,
+    planned_shares,
+    reached_sparsity,
+    targets,
+    warn_of_regrowth,
+    watch,
+)
 from gossamer.engine.optimizer import counting_scaler
 from gossamer.engine.run import Logger, TrainingRun, is_driven, logger
-from gossamer.engine.state import RunState
-from gossamer.engine.targets import final_shares, planned_shares, targets
-from gossamer.engine.thinning import cut_to_state
 from gossamer.errors import GossamerError, Problem
 from gossamer.model import expect_model, has_parameter, unwrap, weight_of
-from gossamer.model.recalibration import checked_batches, has_running_statistics, recalibrate
-from gossamer.modifiers import Modifier
-from gossamer.modifiers.base import to_step
+from gossamer.modifiers.base import Modifier, to_step
 from gossamer.quantities import MAX_EPOCHS, MAX_STEPS_PER_EPOCH, MIN_STEPS_PER_EPOCH
-from gossamer.quantization import is_emulated
 from gossamer.recipe import Recipe, load
 from gossamer.sparse import share_of_zeros
+
+if TYPE_CHECKING:
+    from gossamer.engine.learning_rate import RecipeRates
+    from gossamer.engine.state import RunState
 
 _ONE_SHOT_STEPS = 1000
 """Steps per epoch in one-shot application, where nothing trains."""
@@ -49,7 +52,6 @@ class Manager:
     def __init__(self, recipe: Recipe | str | os.PathLike[str] | IO[str]) -> None:
         self.recipe_object = recipe if isinstance(recipe, Recipe) else load(recipe)
         self._run: TrainingRun | None = None
-        self._completion: Completion | None = None
         self._pending: RunState | None = None
         self._finished = False
 
@@ -161,7 +163,16 @@ class Manager:
         ):
             logger.warning("calibration_data has no effect: no modifier of the recipe uses it")
         steps = float(steps_per_epoch)
-        restart = None if lr_scheduler is None else Restart(lr_scheduler)
+        restart = None
+        if lr_scheduler is not None:
+            from gossamer.engine.learning_rate import Restart
+
+            restart = Restart(lr_scheduler)
+        distillation = None
+        if self.distillation_modifiers or distillation_teacher is not None:
+            from gossamer.modifiers.distillation.teacher import distillation_for
+
+            distillation = distillation_for(module, distillation_teacher, used=bool(self.distillation_modifiers))
         run = TrainingRun(
             self.recipe_object,
             module,
@@ -171,7 +182,7 @@ class Manager:
             loggers=loggers,
             example_inputs=example_inputs,
             restart=restart,
-            distillation=distillation_for(module, distillation_teacher, used=bool(self.distillation_modifiers)),
+            distillation=distillation,
             scaler=scaler,
             accumulation_steps=int(accumulation_steps),
             calibration_data=calibration_data,
@@ -184,6 +195,8 @@ class Manager:
             )
         if is_driven(optimizer):
             logger.warning("another recipe is attached to this optimizer; call finalize() of its manager first")
+        from gossamer.quantization import is_emulated
+
         if self._pending is None and is_emulated(module):
             logger.warning(
                 "the model still emulates the quantization of an earlier run; "
@@ -197,9 +210,8 @@ class Manager:
             self._pending = None
         run.hook()
         self._run = run
-        self._completion = Completion(run.modifiers, run.progress, run.module, run.masks, steps)
         if self.report_when_dropped:
-            watch(self, run, self._completion)
+            watch(self, run)
         if scaler is None:
             logger.info("counting optimizer steps; with a GradScaler, pass scaler= to count the steps that it skips")
             return optimizer
@@ -211,18 +223,17 @@ class Manager:
         Warns if the recipe was not completed, unless `warn=False`. If the optimizer that was passed to `modify` never
         stepped, the weights were trained without masks and are left unchanged.
         """
-        run, completion = self._attached(), self._completion
-        regrown = completion is not None and completion.regrown()
-        untrained = completion is not None and completion.untrained
+        run = self._attached()
+        progress, trains = run.progress, run.optimizer is not None
+        untrained = trains and progress.untrained
+        regrown = not progress.stepped and run.masks.regrown(run.module)
         run.finish(keep_weights=untrained)
         if module is not None and not untrained:
             self.apply_masks(module)
-        self._run, self._completion, self._finished = None, None, True
-        if completion is None:
-            return
-        if warn and (report := completion.report(regrown)) is not None:
+        progress.reported = True
+        if warn and trains and (report := progress.report(reached_sparsity(run), regrown)) is not None:
             logger.warning("%s", report)
-        completion.close()
+        self._run, self._finished = None, True
 
     def apply(
         self,
@@ -241,6 +252,8 @@ class Manager:
         from the result. Data that the model does not accept raises before anything changes. Warns if a model with batch
         norm is pruned without data.
         """
+        from gossamer.model.recalibration import checked_batches, has_running_statistics, recalibrate
+
         self._check_free()
         expect_model(module, "model")
         data = None
@@ -281,6 +294,8 @@ class Manager:
 
         The filters that LayerThinningModifier removed are in the state: call `load_state_dict` first.
         """
+        from gossamer.engine.state import RunState
+
         state = self._pending if self._run is None else RunState.parse(self._run.state_dict())
         if state is None and any(
             max(removed, 0) <= epoch for modifier in self.modifiers for removed in modifier.removal_epochs
@@ -296,6 +311,8 @@ class Manager:
             run = TrainingRun(recipe, module, None, _ONE_SHOT_STEPS)
             run.bind()
         if state is not None:
+            from gossamer.engine.thinning import cut_to_state
+
             cut_to_state(unwrap(module), state)
         if run is not None:
             run.begin(round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS))
@@ -340,6 +357,13 @@ class Manager:
     def skipped(self) -> dict[str, dict[str, str]]:
         """By modifier: the parameters it leaves alone, with the reason."""
         return {a.key: dict(a.skipped) for a in self._attached().modifiers if a.skipped}
+
+    def hold_rates(self) -> RecipeRates | None:
+        """Let each step use the learning rates that the recipe set, whatever a scheduler sets; None if it sets none."""
+        rates = self._attached().rates
+        if rates is not None:
+            rates.hold()
+        return rates
 
     def masks(self) -> dict[str, torch.Tensor]:
         """By pruned parameter: True where the weight is kept."""
@@ -397,6 +421,8 @@ class Manager:
         empty. A state that is damaged or of another model raises `GossamerError`, here or in `modify`; run, model and
         optimizer are then unchanged.
         """
+        from gossamer.engine.state import RunState
+
         parsed = RunState.parse(state)
         if self._run is None:
             self._pending = parsed

@@ -7,13 +7,16 @@ that prunes there.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from gossamer.model import get_parameter, has_parameter
-from gossamer.model.thin.cuts import Cuts
 from gossamer.sparse import zero_where
+
+if TYPE_CHECKING:
+    from gossamer.model.thin.cuts import Cuts
 
 
 class Masks:
@@ -23,8 +26,6 @@ class Masks:
         self._held: dict[str, dict[int, Tensor]] = {}
         self._zeros: dict[str, Tensor] = {}
         self._stale: set[str] = set()
-        self.before_zeroing: Callable[[str, Tensor], None] | None = None
-        """Called with the name of a weight and its mask just before it is zeroed."""
         self.changes = 0
         """Increases whenever a mask changes."""
 
@@ -119,6 +120,13 @@ class Masks:
             zero_where(weight, self._zeros[name].to(weight.device))
         return missing
 
+    def regrown(self, module: nn.Module) -> bool:
+        """Whether masked weights of the model are not zero."""
+        weights = {name: get_parameter(module, name).detach() for name in self._zeros if has_parameter(module, name)}
+        return any(
+            bool(weight.masked_select(self._zeros[name].to(weight.device)).any()) for name, weight in weights.items()
+        )
+
     def _apply(self, module: nn.Module, names: Iterable[str]) -> set[str]:
         """Zero the named weights; returns those whose layer is not in the model now."""
         out: set[str] = set()
@@ -131,8 +139,6 @@ class Masks:
             zeros = self._zeros[name]
             if zeros.device != weight.device:
                 zeros = self._move(name, weight.device)
-            if self.before_zeroing is not None:
-                self.before_zeroing(name, zeros)
             zero_where(weight, zeros)
         return out
 

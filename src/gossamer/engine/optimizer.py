@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from gossamer.engine.run import TrainingRun
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -183,22 +186,7 @@ def _goes_through(scaler: GradScaler | None, optimizer: torch.optim.Optimizer) -
     return id(optimizer) in stages and stages[id(optimizer)]["stage"] is not OptState.STEPPED
 
 
-class StepCounter(Protocol):
-    """What the scaler reports to."""
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None: ...
-    @property
-    def hook_calls(self) -> int:
-        """How often the hooks on the optimizer's steps were called."""
-        ...
-
-    @property
-    def loss_scale(self) -> LossScale: ...
-    def count_skipped(self) -> None: ...
-
-
-def counting_scaler(scaler: GradScaler, counter: StepCounter) -> GradScaler:
+def counting_scaler(scaler: GradScaler, run: TrainingRun) -> GradScaler:
     """The user's scaler, which also reports the steps that it skips; a copy of it is a plain scaler."""
     kind = type(scaler)
     plain: type[GradScaler] = getattr(kind, "plain_class", kind)
@@ -207,14 +195,14 @@ def counting_scaler(scaler: GradScaler, counter: StepCounter) -> GradScaler:
         plain_class = plain
 
         def scale(self, outputs: Any) -> Any:
-            counter.loss_scale.loss_scaled()
+            run.loss_scale.loss_scaled()
             return cast(Any, super()).scale(outputs)
 
         def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-            calls = counter.hook_calls
+            calls = run.hook_calls
             result = super().step(optimizer, *args, **kwargs)
-            if optimizer is counter.optimizer and counter.hook_calls == calls:
-                counter.count_skipped()
+            if optimizer is run.optimizer and run.hook_calls == calls:
+                run.count_skipped()
             return result
 
         def __reduce_ex__(self, protocol: Any) -> Any:

@@ -15,25 +15,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.engine.binding import BoundModifier
 from gossamer.engine.completion import Progress
-from gossamer.engine.distillation import load_teacher_state, teacher_state
-from gossamer.engine.learning_rate import RateCheck, Restart
 from gossamer.engine.masks import Masks
 from gossamer.engine.optimizer import Arguments, LossScale, restore_settings, settings, with_gradients
-from gossamer.engine.resume import Journal, Resume, Snapshot, plan_resume
-from gossamer.engine.state import STATE_FORMAT, RunState, frozen, reordered
-from gossamer.engine.thinning import CUTS, apply_removals, removal_conflicts
+from gossamer.engine.snapshot import Snapshot, shaped_tensors
 from gossamer.errors import MAX_SUGGESTED, GossamerError, Problem, RecipeError, SparsityError
 from gossamer.model import get_parameter, torch_mask, unwrap, weight_of
-from gossamer.model.parameters import named_state
 from gossamer.modifiers.base import locating_errors
 from gossamer.recipe import Recipe
 
 if TYPE_CHECKING:
+    from gossamer.engine.learning_rate import RecipeRates, Restart
+    from gossamer.engine.state import Resume, RunState
     from gossamer.model.tracing.filter_groups import FilterGraph
     from gossamer.modifiers.distillation.passes import Distillation
     from gossamer.modifiers.distillation.teacher import Teacher
@@ -83,8 +79,8 @@ class TrainingRun:
         self.step = 0
         self.skipped_steps = 0
         self.masks = Masks()
-        self.journal = Journal(self)
-        self.progress = Progress()
+        self.attached: Snapshot | None = None
+        """What attaching the recipe changed, until the first optimizer step: loading a state undoes it."""
         self.loss_scale = LossScale(scaler)
         self.stepping: set[int] | None = None
         """The ids of the parameters that are about to step, while one of several optimizers does."""
@@ -96,7 +92,14 @@ class TrainingRun:
         """Called once before the first step of the optimizer, unless a state is loaded."""
         self.hook_calls = 0
         self.modifiers = self._modifiers()
-        self.rates = RateCheck(self.modifiers, optimizer)
+        parts = [(own.modifier, own.timing) for own in self.modifiers if own.modifier.family != "logging"]
+        self.progress = Progress(parts, steps_per_epoch)
+        self.rates: RecipeRates | None = None
+        """The learning rates that the recipe sets, if it sets any."""
+        if optimizer is not None and any(own.modifier.family == "learning_rate" for own in self.modifiers):
+            from gossamer.engine.learning_rate import RecipeRates
+
+            self.rates = RecipeRates(self.modifiers, optimizer)
         self._handles: list[RemovableHandle] = []
         self._filter_graph: tuple[Any, FilterGraph | str] | None = None
         """The shapes that the model had when it was last traced, and the result."""
@@ -116,9 +119,11 @@ class TrainingRun:
         """Find the targets of all modifiers; raises `RecipeError` before anything changes."""
         found = (problem for own in self.modifiers for problem in self._bind(own))
         problems = list(islice(found, MAX_SUGGESTED))
-        problems += [
-            problem for own, error in removal_conflicts(self.modifiers) for problem in own.log.locate(error).problems
-        ]
+        if any(own.modifier.removal_epochs for own in self.modifiers):
+            from gossamer.engine.thinning import removal_conflicts
+
+            conflicts = removal_conflicts(self.modifiers)
+            problems += [problem for own, error in conflicts for problem in own.log.locate(error).problems]
         if problems:
             raise RecipeError(problems)
         pruning = [own for own in self.modifiers if own.modifier.prunes]
@@ -133,21 +138,14 @@ class TrainingRun:
 
     def begin(self, step: int) -> None:
         """Do what is due up to `step`; a failure leaves model and optimizer as they were."""
-        groups = settings(self.optimizer)
-        self.journal.open()
+        self.attached = before = Snapshot(self)
         try:
             self.take_over_masks()
             self.advance(step)
         except Exception:
-            self.undo_modifiers()
-            self.journal.undo()
-            restore_settings(self.optimizer, groups)
-            self.masks.clear()
-            for own in self.modifiers:
-                own.status, own.state = "pending", {}
+            before.restore()
             raise
-        finally:
-            self.journal.close()
+        before.keep_changed()
 
     def take_over_masks(self) -> None:
         """Write the zeros of `torch.nn.utils.prune` into the weights that it masks; the model computes the same."""
@@ -163,7 +161,7 @@ class TrainingRun:
         if self.optimizer is not None:
             self._handles.append(self.optimizer.register_step_pre_hook(self.before_step))
             self._handles.append(self.optimizer.register_step_post_hook(self.after_step))
-            if self.rates.active:
+            if self.rates is not None:
                 self._handles.append(self.optimizer.register_load_state_dict_post_hook(self.rates.record))
 
     def unhook(self) -> None:
@@ -198,27 +196,27 @@ class TrainingRun:
         self.progress.move(step)
         for own, action in self._due(step):
             self._perform(own, action)
-        self._log()
-        if self.rates.active:
+        if self.rates is not None:
             self.rates.record()
         if self.external_clock:
             self._restart_learning_rate()
 
     def _due(self, step: int) -> list[tuple[BoundModifier, str]]:
-        """What is due at or before `step`, in order; a modifier of no length starts and ends at once."""
-        events: list[tuple[tuple[int, int, int, int, int], BoundModifier, str]] = []
+        """What is due at or before `step`, in order; a modifier of no length starts and ends at once.
+
+        Logging modifiers come last, when the masks are applied.
+        """
+        events: list[tuple[tuple[int, ...], BoundModifier, str]] = []
         for own in self.modifiers:
-            if own.modifier.family == "logging":
-                continue
-            index, timing = own.index, own.timing
+            index, timing, last = own.index, own.timing, int(own.modifier.family == "logging")
             brief = int(timing.end != timing.start)
             ends = own.status != "ended" and timing.end is not None and timing.end <= step
             if own.status == "pending" and timing.start <= step:
-                events.append(((timing.start, brief, timing.start, index, 0), own, "start"))
+                events.append(((last, timing.start, brief, timing.start, index, 0), own, "start"))
             elif own.status == "active" and not ends and timing.updates_at(step):
-                events.append(((step, 1, timing.start, index, 0), own, "update"))
+                events.append(((last, step, 1, timing.start, index, 0), own, "update"))
             if ends and timing.end is not None:
-                events.append(((timing.end, 0, timing.start, index, 1), own, "end"))
+                events.append(((last, timing.end, 0, timing.start, index, 1), own, "end"))
         return [(own, action) for _, own, action in sorted(events, key=lambda event: event[0])]
 
     def _perform(self, own: BoundModifier, action: str) -> None:
@@ -242,18 +240,6 @@ class TrainingRun:
         finally:
             self.masks.apply_changes(self.module)
 
-    def _log(self) -> None:
-        """Logging modifiers run last, when the masks are applied."""
-        for own in self.modifiers:
-            if own.modifier.family != "logging":
-                continue
-            if own.status == "pending" and own.timing.start <= self.step:
-                self._perform(own, "start")
-            elif own.status == "active" and own.timing.updates_at(self.step):
-                self._perform(own, "update")
-            if own.status == "active" and own.timing.end is not None and own.timing.end <= self.step:
-                self._perform(own, "end")
-
     def _restart_learning_rate(self) -> None:
         """Not when a modifier requests it: the user's scheduler makes its own step after the optimizer's."""
         if self.restart is not None and self.restart.due:
@@ -274,8 +260,8 @@ class TrainingRun:
         if optimizer is not self.optimizer or self.external_clock:
             self.stepping = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.loss_scale.before_step(optimizer)
-        if self.rates.active:
-            self.rates.check(self.step)
+        if self.rates is not None:
+            self.rates.before_step(self.step)
         self._restart_learning_rate()
         try:
             for own in self.modifiers:
@@ -289,7 +275,7 @@ class TrainingRun:
         """The optimizer's post-step hook: masks are applied and time moves."""
         self.hook_calls += 1
         self.progress.stepped = True
-        self.journal.clear()
+        self.attached = None
         for own in self.modifiers:
             if own.status == "active":
                 own.modifier.after_step(own)
@@ -326,6 +312,7 @@ class TrainingRun:
 
     def permute(self, modifier: str, names: Sequence[str], n: int, m: int) -> None:
         """Reorder channels so that n:m keeps more weights; masks and the state of optimizer and modifiers follow."""
+        from gossamer.engine.state import with_weights
         from gossamer.model.permute import find
 
         permutation = find(self.module, names, n, m, example_inputs=self.example_inputs, optimizer=self.optimizer)
@@ -342,12 +329,14 @@ class TrainingRun:
                 modifier,
                 self.step,
             )
-        self.journal.before_reordering(permutation)
+        if self.attached is not None:
+            self.attached.keep_moments()
         permutation.apply(self.module, self.optimizer, self.masks.by_name())
         if self._copied_teacher is not None and not self._copied_teacher.released:
             permutation.apply(self._copied_teacher.module)
+        shapes = {name: tuple(get_parameter(self.module, name).shape) for name in permutation.moves}
         for own in self.modifiers:
-            own.state = reordered(own.state, permutation, self.module)
+            own.state = with_weights(own.state, shapes, permutation.of)
 
     def filter_graph(self) -> FilterGraph | str:
         """Which filters depend on each other, or why that is unknown; traced again when shapes have changed."""
@@ -355,7 +344,7 @@ class TrainingRun:
         from gossamer.model.tracing.filter_groups import FilterGraph
         from gossamer.model.tracing.tracer import Untraceable
 
-        shapes = tuple((name, tuple(tensor.shape)) for name, tensor in self._named_state())
+        shapes = tuple((name, tuple(tensor.shape)) for name, tensor in shaped_tensors(self.module))
         if self._filter_graph is None or self._filter_graph[0] != shapes:
             try:
                 graph = FilterGraph(self.module, couple(self.module, self.example_inputs, parts=True))
@@ -363,9 +352,6 @@ class TrainingRun:
                 graph = str(error)
             self._filter_graph = (shapes, graph)
         return self._filter_graph[1]
-
-    def _named_state(self) -> list[tuple[str, Tensor]]:
-        return [(name, tensor) for name, tensor in named_state(self.module) if not is_lazy(tensor)]
 
     @property
     def _copied_teacher(self) -> Teacher | None:
@@ -379,10 +365,12 @@ class TrainingRun:
     # State
 
     def state_dict(self) -> dict[str, Any]:
+        from gossamer.engine.state import STATE_FORMAT, check_declared, frozen
+
         for own in self.modifiers:
-            _check_declared(own)
+            check_declared(own)
         self.progress.saved_step = self.step
-        shapes = {name: list(tensor.shape) for name, tensor in self._named_state()}
+        shapes = {name: list(tensor.shape) for name, tensor in shaped_tensors(self.module)}
         modifiers = {
             own.key: {
                 "status": own.status,
@@ -397,7 +385,7 @@ class TrainingRun:
             for own, masks in ((own, self.masks.of(own.index)) for own in self.modifiers)
         }
         families = {own.modifier.family for own in self.modifiers}
-        teacher = self._copied_teacher
+        teacher = self._copied_teacher if self._distills() else None
         return {
             "format": STATE_FORMAT,
             "step": self.step,
@@ -406,7 +394,7 @@ class TrainingRun:
             "groups": settings(self.optimizer, families),
             "modifiers": modifiers,
             **({"restart": self.restart.state_dict()} if self.restart is not None else {}),
-            **({"teacher": frozen(teacher_state(teacher))} if teacher is not None and self._distills() else {}),
+            **({"teacher": frozen(teacher.state_dict())} if teacher is not None else {}),
         }
 
     def load_state_dict(self, state: RunState | Mapping[str, Any]) -> list[str]:
@@ -414,23 +402,29 @@ class TrainingRun:
 
         The state is parsed before anything changes. When this raises, run, model and optimizer are as they were.
         """
+        from gossamer.engine.state import RunState, plan_resume
+
         parsed = state if isinstance(state, RunState) else RunState.parse(state)
         resume = plan_resume(self, parsed)
         if not resume.may_fail(self.modifiers):
             return self._resume(resume)
-        snapshot = Snapshot(self)
+        snapshot = Snapshot(self, with_moments=True)
         try:
             return self._resume(resume)
         except BaseException:
             snapshot.restore()
-            self.rates.record()
             raise
 
     def _resume(self, resume: Resume) -> list[str]:
         """Become what was parsed; only a modifier that starts here, or one of the user's, can fail."""
         self.undo_modifiers()
-        self.journal.undo()
-        apply_removals(self.module, resume.removals, self.optimizer)
+        if self.attached is not None:
+            self.attached.undo()
+            self.attached = None
+        if resume.removals:
+            from gossamer.engine.thinning import apply_removals
+
+            apply_removals(self.module, resume.removals, self.optimizer)
         self.step = resume.step
         self.progress.move(resume.step)
         self.progress.restored, self.before_first_step = True, None
@@ -446,7 +440,7 @@ class TrainingRun:
             self.restart.replace(resume.restart)
         problems = list(resume.problems)
         if self.distillation is not None:
-            messages = load_teacher_state(self.distillation.teacher, resume.teacher, self._distills(), self.module)
+            messages = self.distillation.teacher.load_state(resume.teacher, self._distills(), self.module)
             problems += messages if resume.teacher_problem is None else [resume.teacher_problem]
         for own in self.modifiers:
             if own.status == "active":
@@ -455,20 +449,9 @@ class TrainingRun:
             if action == "start":
                 self._perform(own, action)
         self.apply_masks()
-        self.rates.record()
+        if self.rates is not None:
+            self.rates.record()
         return problems
-
-
-def _check_declared(own: BoundModifier) -> None:
-    """Raise for what could be saved but not loaded again."""
-    known = own.modifier.state_fields(own)
-    for key in own.state:
-        if key not in known and key != CUTS:
-            raise GossamerError(
-                f"{own.modifier.name}: run.state holds '{key}', which its state_fields() does not declare; "
-                f"declare it there, for instance {{'{key}': gossamer.modifiers.state.integer()}}, so that a "
-                "checkpoint can be loaded"
-            )
 
 
 def is_driven(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,29 +1,36 @@
 """The state of a run as plain values: tensors, numbers, strings, lists and dicts, with masks packed to bits.
 
-`RunState` parses what can be checked without a model; `resume.plan_resume` parses the rest against recipe and model.
+`RunState` parses what can be checked without a model; `plan_resume` parses the rest against recipe and model, and
+returns what the run has to become, in the types that it works with. Nothing changes until all of it fits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from gossamer.engine.optimizer import SETTINGS
+from gossamer.engine.snapshot import shaped_tensors
 from gossamer.errors import GossamerError
-from gossamer.model import get_parameter
-from gossamer.modifiers.state import BITS, LARGEST_SETTING, LARGEST_STEP, Item, short
+from gossamer.model.parameters import TIED, empties_a_norm
+from gossamer.modifiers.state import BITS, LARGEST_SETTING, LARGEST_STEP, Item, Layout, Spec, short
 from gossamer.sparse import pack
 
 if TYPE_CHECKING:
-    from gossamer.model.permute import Permutation
+    from gossamer.engine.binding import BoundModifier, Status
+    from gossamer.engine.learning_rate import RestartState
+    from gossamer.engine.run import TrainingRun
+    from gossamer.engine.thinning import Removal
 
 STATE_FORMAT = 1
-Status = Literal["pending", "active", "ended"]
+CUTS = "cuts"
+"""The key, in the state of a modifier, of the filters that it removed."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class ModifierState:
     @classmethod
     def parse(cls, item: Item) -> ModifierState:
         fields = item.fields(["status", "targets", "state", "masks"], ["parameters"])
-        status = cast(Status, fields["status"].choice("pending", "active", "ended"))
+        status = cast("Status", fields["status"].choice("pending", "active", "ended"))
         targets, masks = [name.text() for name in fields["targets"].items()], fields["masks"].entries()
         if status == "pending" and (masks or fields["state"].entries()):
             raise GossamerError(f"{item.where}: has not started, and holds masks or a state; save the state again")
@@ -159,6 +166,18 @@ def match_states(
     return found
 
 
+def check_declared(own: BoundModifier) -> None:
+    """Raise for what could be saved but not loaded again."""
+    known = own.modifier.state_fields(own)
+    for key in own.state:
+        if key not in known and key != CUTS:
+            raise GossamerError(
+                f"{own.modifier.name}: run.state holds '{key}', which its state_fields() does not declare; "
+                f"declare it there, for instance {{'{key}': gossamer.modifiers.state.integer()}}, so that a "
+                "checkpoint can be loaded"
+            )
+
+
 def frozen(value: Any) -> Any:
     """A copy that later steps cannot change, with masks packed to bits."""
     if isinstance(value, Tensor):
@@ -170,25 +189,175 @@ def frozen(value: Any) -> Any:
     return value
 
 
-def reordered(value: Any, permutation: Permutation, module: nn.Module) -> Any:
-    """The same values with everything that belongs to a weight, by its name, in the weight's new order."""
+def with_weights(value: Any, shapes: Mapping[str, tuple[int, ...]], change: Callable[[str, Tensor], Tensor]) -> Any:
+    """The same values with `change(name, tensor)` in place of every tensor that belongs to one of these weights.
+
+    That is one number per weight under the weight's name, in the weight's shape or flat; alone or in a list.
+    """
     if not isinstance(value, Mapping):
         return value
     entries = cast(Mapping[str, Any], value)
-    moved = {
-        key: _in_order_of(key, item, permutation, tuple(get_parameter(module, key).shape))
-        if key in permutation.moves
-        else reordered(item, permutation, module)
+
+    def changed(name: str, item: Any) -> Any:
+        if isinstance(item, list):
+            return [changed(name, one) for one in cast(list[Any], item)]
+        if not isinstance(item, Tensor) or item.numel() != math.prod(shapes[name]):
+            return item
+        result = change(name, item.reshape(shapes[name]))
+        return result if item.dim() == len(shapes[name]) else result.reshape(-1)
+
+    new = {
+        key: changed(key, item) if key in shapes else with_weights(item, shapes, change)
         for key, item in entries.items()
     }
     # Whoever holds what has not changed goes on to hold it.
-    return entries if all(moved[key] is item for key, item in entries.items()) else moved
+    return entries if all(new[key] is item for key, item in entries.items()) else new
 
 
-def _in_order_of(name: str, value: Any, permutation: Permutation, shape: tuple[int, ...]) -> Any:
-    """One number per weight, in the weight's shape or flat; alone or in a list."""
-    if isinstance(value, list):
-        return [_in_order_of(name, item, permutation, shape) for item in cast(list[Any], value)]
-    if isinstance(value, Tensor) and value.numel() == math.prod(shape):
-        return permutation.of(name, value.reshape(shape)).reshape(value.shape)
-    return value
+# Resuming
+
+
+@dataclass(frozen=True)
+class ResumedModifier:
+    """What one modifier has to become."""
+
+    status: Status = "pending"
+    state: dict[str, Any] = field(default_factory=dict[str, Any])
+    masks: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What a run has to become; `problems` are messages about what does not match its recipe and model."""
+
+    step: int
+    skipped_steps: int
+    groups: list[dict[str, float]]
+    removals: list[Removal]
+    modifiers: list[ResumedModifier]
+    restart: RestartState | None
+    teacher: dict[str, Tensor] | None
+    teacher_problem: str | None
+    problems: list[str]
+
+    def may_fail(self, modifiers: Sequence[BoundModifier]) -> bool:
+        """Whether resuming runs code that may raise: a modifier that starts, or one of the user's that is restored."""
+        return any(
+            (new.status == "pending" and own.timing.start <= self.step)
+            or (new.status == "active" and not type(own.modifier).__module__.startswith("gossamer."))
+            for own, new in zip(modifiers, self.modifiers, strict=True)
+        )
+
+
+def plan_resume(run: TrainingRun, state: RunState) -> Resume:
+    """Parse a state against a run; raises `GossamerError` for what cannot be resumed."""
+    problems: list[str] = []
+    step = state.step_at(run.steps_per_epoch)
+    if state.steps_per_epoch != run.steps_per_epoch:
+        problems.append(
+            f"steps_per_epoch was {state.steps_per_epoch:g} and is {run.steps_per_epoch:g}: "
+            f"the run resumes at step {step}, the same epoch"
+        )
+    specs, removals = _model(run, state)
+    keys = match_states(
+        [(own.key, own.bound) for own in run.modifiers],
+        {key: entry.targets for key, entry in state.modifiers.items()},
+    )
+    resumed: list[ResumedModifier] = []
+    for own, key in zip(run.modifiers, keys, strict=True):
+        if key is None:
+            resumed.append(ResumedModifier())
+            problems.append(f"{own.key} is not in the state and starts from the beginning")
+        else:
+            resumed.append(_modifier(own, state.modifiers[key], specs, problems))
+    unknown = [key for key in state.modifiers if key not in keys]
+    problems += [f"{key} is in the state but not in the recipe, and is dropped" for key in unknown]
+    restart = run.restart.parse_state(state.restart) if run.restart is not None and state.restart else None
+    teacher, teacher_problem = None, None
+    if run.distillation is not None:
+        from gossamer.modifiers.distillation.teacher import parse_teacher_state
+
+        teacher, teacher_problem = parse_teacher_state(run.distillation.teacher, state.teacher, specs)
+    return Resume(
+        step, state.skipped_steps, state.groups, removals, resumed, restart, teacher, teacher_problem, problems
+    )
+
+
+def _model(run: TrainingRun, state: RunState) -> tuple[dict[str, Spec], list[Removal]]:
+    """The tensors that the model has after the state is loaded, and what has to be removed for that."""
+    module, uncut = run.module, {} if run.attached is None else run.attached.uncut()
+    specs = {name: Spec.of(name, tensor) for name, tensor in shaped_tensors(module)}
+    for own in run.modifiers:
+        for path, layer in own.modifier.replaced_layers(own).items():
+            specs |= {f"{path}.{name}": Spec.of(name, tensor) for name, tensor in shaped_tensors(layer)}
+    if not any(CUTS in entry.state.entries() for entry in state.modifiers.values()) and not any(
+        CUTS in own.state for own in run.modifiers
+    ):
+        return specs, []
+    from gossamer.engine.thinning import check_not_thinner, due_removals
+
+    for name, whole in uncut.items():
+        specs[name] = specs[name].shaped(tuple(whole.shape))
+    sizes = {name: spec.shape for name, spec in specs.items()}
+    check_not_thinner(state, run.modifiers, sizes)
+    due = due_removals(_whole(module, uncut), state, sizes, run.example_inputs)
+    for removal in due:
+        specs |= {name: specs[name].shaped(removal.after(name)) for name in removal.shapes}
+    return specs, due
+
+
+def _whole(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
+    """The model before anything is cut; a copy, where attaching the recipe has cut it."""
+    if not uncut:
+        return module
+    from gossamer.model.thin.cuts import resize
+
+    module = deepcopy(module)
+    for name, tensor in shaped_tensors(module):
+        if name in uncut:
+            tensor.data = uncut[name].detach()
+    resize(module, {name: tuple(tensor.shape) for name, tensor in shaped_tensors(module)})
+    return module
+
+
+def _modifier(
+    own: BoundModifier, saved: ModifierState, specs: Mapping[str, Spec], problems: list[str]
+) -> ResumedModifier:
+    device = next((spec.device for spec in specs.values()), torch.device("cpu"))
+    unchanged = {n for n, was in (saved.parameters or {}).items() if n in specs and specs[n].shape == was.shape}
+    layout = Layout(own.bound, specs, device, unchanged)
+    masks: dict[str, Tensor] = {}
+    reported: set[str] = set()
+    for name, item in saved.masks.items():
+        reason, shape = None, item.shape()
+        if name not in specs:
+            reason = "it is not in the model"
+        elif specs[name].shape != shape:
+            reason = f"it has shape {specs[name].shape}"
+        elif name not in own.bound and name not in own.held_with_filters:
+            if own.skipped.get(name, "").startswith(TIED):
+                raise item.error("no mask of a weight that is left dense unless the recipe names it")
+            reason = "the recipe no longer names it there"
+        else:
+            masks[name] = keep = item.mask(specs[name])
+            if empties_a_norm(own.module, name, keep):
+                raise item.error("a mask that keeps a weight in each row, because the layer divides by its norm")
+            zeros, saved_zeros = keep.numel() - int(keep.count_nonzero()), saved.zeros(name)
+            if saved_zeros is not None and zeros != saved_zeros:
+                raise GossamerError(f"{item.where}: expected {saved_zeros} zeros, found {zeros}; save the state again")
+        if reason is not None:
+            reported.add(name)
+            problems.append(f"{own.key}: the mask of '{name}' {shape} is dropped: {reason}")
+    entries = saved.state.entries()
+    others = Item({key: entry.value for key, entry in entries.items() if key != CUTS}, saved.state.where)
+    state = own.modifier.parse_state(own, others, layout, active=saved.status == "active")
+    if CUTS in entries:
+        from gossamer.engine.thinning import Removal
+
+        state[CUTS] = [Removal.parse(item).state() for item in entries[CUTS].items()]
+    problems += [
+        f"{own.key}: what the state holds for '{name}' is dropped: {reason}"
+        for name, reason in layout.dropped.items()
+        if name not in reported
+    ]
+    return ResumedModifier(saved.status, state, masks)

@@ -6,19 +6,18 @@ Each removal is recorded in the modifier's state, so that a newly built model ca
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from gossamer.engine.binding import BoundModifier
-from gossamer.engine.state import RunState
+from gossamer.engine.snapshot import shaped_tensors
+from gossamer.engine.state import CUTS, RunState, with_weights
 from gossamer.errors import GossamerError, ModifierError
-from gossamer.model.parameters import get_tensor, named_state
+from gossamer.model.parameters import get_tensor
 from gossamer.model.thin import incoherent
 from gossamer.model.thin.cuts import Cuts
 from gossamer.modifiers.base import to_step
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gossamer")
 
-CUTS = "cuts"
-"""The key of the removals in the state of the modifier."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -40,12 +37,14 @@ def thin_run(run: TrainingRun, own: BoundModifier, names: Collection[str]) -> No
     from gossamer.model.thin import thin
 
     module, modifier = run.module, own.modifier.name
-    before = {name: tensor.detach() for name, tensor in named_state(module)}
+    before = {name: tuple(tensor.shape) for name, tensor in shaped_tensors(module)}
     odd = unordered_state(run.optimizer, {name: get_tensor(module, name) for name in before})
     if odd:
         key = next(iter(odd.values()))
         logger.warning("%s removes nothing: the optimizer's '%s' cannot be cut with its weight", modifier, key)
         return
+    if run.attached is not None:
+        run.attached.keep_moments()
     try:
         thinned = thin(module, run.example_inputs, names=names)
     except GossamerError as error:
@@ -67,39 +66,14 @@ def thin_run(run: TrainingRun, own: BoundModifier, names: Collection[str]) -> No
             modifier,
             run.step,
         )
-    cuts, whole = thinned.cuts, {name: before[name] for name in thinned.cuts.kept}
-    shapes = {name: tuple(tensor.shape) for name, tensor in whole.items()}
+    cuts, shapes = thinned.cuts, {name: before[name] for name in thinned.cuts.kept}
     own.state.setdefault(CUTS, []).append(Removal(cuts, shapes).state())
-    run.journal.after_cutting(whole)
     for name, shape in shapes.items():
         cuts.cut_state(run.optimizer, name, get_tensor(module, name), torch.Size(shape))
     run.masks.cut(cuts, module)
     for other in run.modifiers:
         if CUTS not in other.state:
-            other.state = _cut_state(other.state, cuts, shapes)
-
-
-def _cut_state(value: Any, cuts: Cuts, shapes: Shapes) -> Any:
-    """The same values with everything that belongs to a weight, by its name, cut like the weight."""
-    if not isinstance(value, Mapping):
-        return value
-    entries = cast(Mapping[str, Any], value)
-    changed = {
-        key: _like(key, item, cuts, shapes[key]) if key in shapes else _cut_state(item, cuts, shapes)
-        for key, item in entries.items()
-    }
-    # Whoever holds what has not changed goes on to hold it.
-    return entries if all(changed[key] is item for key, item in entries.items()) else changed
-
-
-def _like(name: str, value: Any, cuts: Cuts, shape: tuple[int, ...]) -> Any:
-    """One number per weight, in the weight's shape or flat; alone or in a list."""
-    if isinstance(value, list):
-        return [_like(name, item, cuts, shape) for item in cast(list[Any], value)]
-    if isinstance(value, Tensor) and value.numel() == math.prod(shape):
-        found = cuts.of(name, value.reshape(shape))
-        return found if value.dim() == len(shape) else found.reshape(-1)
-    return value
+            other.state = with_weights(other.state, shapes, cuts.of)
 
 
 @dataclass(frozen=True)
@@ -157,7 +131,7 @@ def cut_to_state(
     example_inputs: Any = None,
 ) -> None:
     """Apply the removals in a state to a model, unless it has been cut already. All of them or none."""
-    sizes = {name: tuple(tensor.shape) for name, tensor in named_state(module) if not is_lazy(tensor)}
+    sizes = {name: tuple(tensor.shape) for name, tensor in shaped_tensors(module)}
     apply_removals(module, due_removals(module, state, sizes, example_inputs), optimizer)
 
 

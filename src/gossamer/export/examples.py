@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from gossamer.errors import GossamerError
 
@@ -40,15 +41,13 @@ class ExampleInputs:
     @property
     def batch(self) -> int | None:
         """The size of the first axis of the first tensor that has one."""
-        sizes: list[int] = []
-        _map_tensors((self.positional, self.named), lambda tensor: sizes.extend(tensor.shape[:1]))
-        return sizes[0] if sizes else None
+        leaves = tree_leaves((self.positional, self.named))
+        return next((leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
 
     def ordered(self, model: nn.Module) -> ExampleInputs:
         """Named arguments in the order of `forward`'s signature, which is the order of the file's inputs."""
         order = list(inspect.signature(model.forward).parameters)
-        position = {name: number for number, name in enumerate(order)}
-        names = sorted(self.named, key=lambda name: position.get(name, len(order)))
+        names = sorted(self.named, key=lambda name: order.index(name) if name in order else len(order))
         return ExampleInputs(self.positional, {name: self.named[name] for name in names})
 
     def on_cpu(self) -> ExampleInputs:
@@ -56,64 +55,42 @@ class ExampleInputs:
 
     def doubled(self) -> ExampleInputs:
         """Twice the batch: torch.export treats a batch of 1 as a fixed size."""
-        batch = self.batch
-        return self._map(lambda tensor: torch.cat([tensor, tensor]) if _has_batch(tensor, batch) else tensor)
+        return self._map(lambda tensor: torch.cat([tensor, tensor]) if self._has_batch(tensor) else tensor)
 
     def grown(self) -> ExampleInputs:
         """A batch of a size that differs from this one and from that of `doubled`."""
-        batch = self.batch
-        more = 2 if batch == 1 else 1
-
-        def grow(tensor: Tensor) -> Tensor:
-            return torch.cat([tensor, *[tensor[:1]] * more]) if _has_batch(tensor, batch) else tensor
-
-        return self._map(grow)
+        more = 2 if self.batch == 1 else 1
+        return self._map(
+            lambda tensor: torch.cat([tensor, *[tensor[:1]] * more]) if self._has_batch(tensor) else tensor
+        )
 
     def dynamic_shapes(self, model: nn.Module, axis: Any = "batch") -> dict[str, Any]:
         """The `dynamic_shapes` of torch.export for a dynamic batch."""
-        batch = self.batch
-        return _map_tensors(
-            self._bound(model), lambda tensor: {0: axis} if _has_batch(tensor, batch) else None, keep=False
-        )
+
+        def shape(leaf: Any) -> dict[int, Any] | None:
+            return {0: axis} if self._has_batch(leaf) else None
+
+        return tree_map(shape, self._bound(model))
 
     def tensors(self, model: nn.Module) -> list[Tensor]:
         """The tensors among the arguments, in the order of `forward`'s signature."""
-        tensors: list[Tensor] = []
-        _map_tensors(self._bound(model), tensors.append)
-        return tensors
+        return tensors_in(self._bound(model))
 
     def _bound(self, model: nn.Module) -> dict[str, Any]:
         return inspect.signature(model.forward).bind(*self.positional, **self.named).arguments
 
+    def _has_batch(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.batch
+
     def _map(self, change: Callable[[Tensor], Tensor]) -> ExampleInputs:
-        return ExampleInputs(_map_tensors(self.positional, change), _map_tensors(self.named, change))
-
-
-def _map_tensors(value: Any, change: Callable[[Tensor], Any], keep: bool = True) -> Any:
-    """Nested lists, tuples and dicts with each tensor changed; other values are kept, or become None."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        entries = cast(dict[Any, Any], value).items()
-        return {key: _map_tensors(entry, change, keep) for key, entry in entries}
-    if type(value) in (list, tuple):
-        return type(value)(_map_tensors(entry, change, keep) for entry in value)
-    return value if keep else None
-
-
-def _has_batch(tensor: Tensor, batch: int | None) -> bool:
-    return tensor.dim() > 0 and tensor.shape[0] == batch
+        return ExampleInputs(*tree_map_only(Tensor, change, (self.positional, self.named)))
 
 
 # Outputs
 
 
-class OutputMismatchError(GossamerError):
-    """Outputs of a file that differ too much from the model's; callers add the file and the remedy to `reason`."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        super().__init__(reason)
+class OutputMismatchError(Exception):
+    """Outputs of a file that differ too much from the model's; callers add the file and the remedy."""
 
 
 def outputs_of(model: nn.Module, inputs: ExampleInputs) -> list[Tensor]:
@@ -124,8 +101,6 @@ def outputs_of(model: nn.Module, inputs: ExampleInputs) -> list[Tensor]:
 
 def tensors_in(outputs: Any) -> list[Tensor]:
     """The tensors in nested outputs."""
-    from torch.utils._pytree import tree_leaves
-
     return [leaf.detach() for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
 

@@ -14,12 +14,20 @@ from torch import Tensor, nn
 from gossamer.errors import GossamerError, nearest
 from gossamer.export.examples import ExampleInputs, outputs_of
 from gossamer.export.onnx.model_files import make_parent
-from gossamer.export.programs import Progress, Verified, write_onnx, write_pt2
-from gossamer.export.weights import ForeignFile, load_into
-from gossamer.export.weights.file import RESERVED, Encoding, Stored, open_model_file, plan, write_model_file
-from gossamer.export.weights.packing import bits
+from gossamer.export.weights import load_into
+from gossamer.export.weights.file import (
+    RESERVED,
+    Encoding,
+    State,
+    Stored,
+    bits,
+    copied,
+    open_model_file,
+    plan,
+    state_of,
+    write_model_file,
+)
 from gossamer.export.weights.quantized import IntegerState, as_integers
-from gossamer.export.weights.states import State, copied, state_of
 from gossamer.io import atomic_write
 from gossamer.model import expect_model, unwrap
 from gossamer.model.additions import without_additions
@@ -29,7 +37,20 @@ from gossamer.sparse import NM
 
 FORMATS = ("onnx", "pt2", "safetensors", "sparse24", "bitmask")
 _ENCODINGS: dict[str, Encoding] = {"safetensors": "dense", "sparse24": "sparse24", "bitmask": "bitmask"}
-_LISTED = 3
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the share that is done, from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What reading a written file back showed."""
+
+    weights: int
+    zeros: int
+    notes: tuple[str, ...]
+    largest_difference: float | None = None
+    """None for a file without a program."""
 
 
 @dataclass(frozen=True)
@@ -76,41 +97,45 @@ def save(
     model that emulates quantization is written with integer weights as `onnx`, `bitmask` and `sparse24`, unless
     `integers=False`. `about` is text to store in the file.
     """
-    target = Path(path)
-    _check_arguments(target, format, about or {})
+    target, texts = Path(path), about or {}
+    _check_arguments(target, format, texts)
     report: Progress = progress or (lambda _label, _share: None)
     if format in _ENCODINGS:
-        return _save_state(model, target, format, example_inputs, integers, about or {}, report)
-    if not isinstance(model, Mapping):
-        expect_model(model, str(target))
-        check_values(model, str(target))
-    if not isinstance(model, nn.Module):
-        raise GossamerError(
-            f"{target}: the format {format} needs the model, not its state dict; {', '.join(_ENCODINGS)} accept one"
-        )
-    if example_inputs is None:
-        raise GossamerError(f"{target}: the format {format} needs example_inputs, an example of the model's inputs")
-    inputs = ExampleInputs.of(example_inputs).on_cpu().ordered(unwrap(model))
+        state = state_of(model, target)
+        dense_bytes = state.bytes
 
-    def write(scratch: Path) -> Verified:
-        if format == "pt2":
-            return write_pt2(
-                model, scratch, target, inputs, dynamic_batch=dynamic_batch, about=about or {}, progress=report
-            )
-        return write_onnx(
-            model,
-            scratch,
-            target,
-            inputs,
-            opset=opset,
-            dynamic_batch=dynamic_batch,
-            names={"input_names": input_names, "output_names": output_names},
-            integers=integers,
-            about=about or {},
-            progress=report,
-        )
+        def write(scratch: Path) -> Verified:
+            return _write_state(model, state, scratch, target, format, example_inputs, integers, texts, report)
 
-    return _write(target, format, state_bytes(model), write, report)
+    else:
+        network, inputs = _program_arguments(model, target, format, example_inputs)
+        dense_bytes = state_bytes(network)
+
+        def write(scratch: Path) -> Verified:
+            from gossamer.export.programs import write_onnx, write_pt2
+
+            if format == "pt2":
+                return write_pt2(network, scratch, target, inputs, dynamic_batch, texts, report)
+            names = {"input_names": input_names, "output_names": output_names}
+            return write_onnx(network, scratch, target, inputs, opset, dynamic_batch, names, integers, texts, report)
+
+    make_parent(target)
+    try:
+        with atomic_write(target) as scratch:
+            verified = write(scratch)
+    except OSError as error:
+        raise GossamerError(f"{target}: cannot be written: {error.strerror or error}") from None
+    report("Written", 1.0)
+    return Written(
+        target,
+        format,
+        target.stat().st_size,
+        dense_bytes,
+        verified.weights,
+        verified.zeros,
+        verified.largest_difference,
+        verified.notes,
+    )
 
 
 def state_bytes(model: nn.Module) -> int:
@@ -134,107 +159,82 @@ def _check_arguments(target: Path, format: str, about: Mapping[str, str]) -> Non
             raise GossamerError(f"about: the name '{key}' is reserved; use another")
 
 
-def _write(target: Path, format: str, dense_bytes: int, write: Callable[[Path], Verified], report: Progress) -> Written:
-    make_parent(target)
-    try:
-        with atomic_write(target) as scratch:
-            verified = write(scratch)
-    except OSError as error:
-        raise GossamerError(f"{target}: cannot be written: {error.strerror or error}") from None
-    report("Written", 1.0)
-    size = target.stat().st_size
-    return Written(
-        target,
-        format,
-        size,
-        dense_bytes,
-        verified.weights,
-        verified.zeros,
-        verified.largest_difference,
-        verified.notes,
-    )
+def _program_arguments(
+    model: nn.Module | Mapping[str, Tensor], target: Path, format: str, example_inputs: Any
+) -> tuple[nn.Module, ExampleInputs]:
+    if isinstance(model, Mapping):
+        raise GossamerError(
+            f"{target}: the format {format} needs the model, not its state dict; {', '.join(_ENCODINGS)} accept one"
+        )
+    expect_model(model, str(target))
+    check_values(model, str(target))
+    if example_inputs is None:
+        raise GossamerError(f"{target}: the format {format} needs example_inputs, an example of the model's inputs")
+    return model, ExampleInputs.of(example_inputs).on_cpu().ordered(unwrap(model))
 
 
 # Files of tensors
 
 
-def _save_state(
+def _write_state(
     model: nn.Module | Mapping[str, Tensor],
+    state: State,
+    scratch: Path,
     target: Path,
     format: str,
     example: Any,
     integers: bool,
     about: Mapping[str, str],
     report: Progress,
-) -> Written:
+) -> Verified:
     encoding = _ENCODINGS[format]
-    state = state_of(model, target)
-    prunable = list(state.axes)
     # Other tools do not know our list of tied tensors, so a plain file repeats them.
     tied: dict[str, str] = {} if encoding == "dense" else state.tied
-    floats = state.tensors | {name: state.tensors[first] for name, first in state.tied.items() if name not in tied}
-    emulated = isinstance(model, nn.Module) and is_emulated(model)
+    tensors = state.tensors | {name: state.tensors[first] for name, first in state.tied.items() if name not in tied}
+    notes: list[str] = []
     quantized: IntegerState | None = None
-    if isinstance(model, nn.Module) and emulated and integers and encoding != "dense":
-        quantized = as_integers(model, state, target)
-    tensors = floats if quantized is None else quantized.tensors
-
-    def write(scratch: Path) -> Verified:
-        stored = plan(tensors, encoding, state.axes)
-        with scratch.open("wb") as file:
-            write_model_file(
-                file,
-                tensors,
-                stored,
-                encoding=encoding,
-                tied=tied,
-                about=about,
-                quantized=None if quantized is None else quantized.metadata,
-                seen=lambda share: report("Writing the file", 0.6 * share),
-            )
-        zeros = _verify(
-            scratch, target, tensors, prunable, encoding, lambda share: report("Checking", 0.6 + 0.4 * share)
-        )
-        notes = _pattern_notes(state, stored) if encoding == "sparse24" else []
-        notes += _negative_zero_notes(state, prunable) if encoding != "dense" and quantized is None else []
-        if isinstance(model, nn.Module) and quantized is not None:
-            if example is not None:
-                _compare_outputs(model, scratch, target, ExampleInputs.of(example).on_cpu())
-            sizes = [sum(entry.bytes for entry in one) for one in (stored, plan(floats, encoding, state.axes))]
-            notes += _integer_notes(quantized, prunable, *sizes)
-        elif emulated:
+    if isinstance(model, nn.Module) and is_emulated(model):
+        if integers and encoding != "dense":
+            quantized = as_integers(model, state, target)
+        if quantized is None:
             notes.append("the model emulates quantization: the file holds its float weights, but not its ranges")
-        return Verified(sum(state.tensors[name].numel() for name in prunable), zeros, tuple(notes))
-
-    return _write(target, format, state.bytes, write, report)
+        else:
+            tensors = quantized.tensors
+            notes.append("its weights are integers with scales")
+            notes += _listed("stored as floats, as in the model", [n for n in state.axes if n not in quantized.names])
+    report("Writing the file", 0.0)
+    stored = plan(tensors, encoding, state.axes)
+    with scratch.open("wb") as file:
+        metadata = None if quantized is None else quantized.metadata
+        write_model_file(file, tensors, stored, encoding=encoding, tied=tied, about=about, quantized=metadata)
+    report("Checking the file", 0.6)
+    zeros = _verify(scratch, target, tensors, state.axes, encoding)
+    if isinstance(model, nn.Module) and quantized is not None and example is not None:
+        _compare_outputs(model, scratch, target, ExampleInputs.of(example).on_cpu())
+    if encoding == "sparse24":
+        notes += _pattern_notes(state, stored)
+    if encoding != "dense" and quantized is None:
+        negative = [name for name in state.axes if _has_negative_zero(state.tensors[name])]
+        notes += _listed("−0.0 takes space in the file (add 0.0 to the weights to make it 0)", negative)
+    return Verified(sum(state.tensors[name].numel() for name in state.axes), zeros, tuple(notes))
 
 
 def _verify(
-    scratch: Path,
-    target: Path,
-    tensors: Mapping[str, Tensor],
-    prunable: Sequence[str],
-    encoding: Encoding,
-    seen: Callable[[float], None],
+    scratch: Path, target: Path, tensors: Mapping[str, Tensor], prunable: Mapping[str, int], encoding: Encoding
 ) -> int:
     """Read every tensor back, compare it to the bit, and count the zeros of the prunable weights."""
     from safetensors import safe_open
 
     zeros = 0
-    with open_model_file(scratch) as file:
-        file.check(lambda share: seen(share / 2))
-        for done, (name, tensor) in enumerate(tensors.items()):
-            seen(0.5 + 0.5 * done / len(tensors))
+    with open_model_file(scratch) as file, cast(Any, safe_open)(scratch, "pt") as library:
+        file.check()
+        for name, tensor in tensors.items():
             written = file.read(name)
-            if written.dtype != tensor.dtype or not torch.equal(bits(written), bits(tensor)):
-                raise GossamerError(f"{target}: not written: '{name}' in the file differs from the model's")
+            # Other tools read a plain file with the safetensors library.
+            for read in (written, library.get_tensor(name)) if encoding == "dense" else (written,):
+                if read.dtype != tensor.dtype or not torch.equal(bits(read), bits(tensor)):
+                    raise GossamerError(f"{target}: not written: '{name}' in the file differs from the model's")
             zeros += _zeros(written) if name in prunable else 0
-    if encoding == "dense":  # other tools read it with the safetensors library
-        with cast(Any, safe_open)(scratch, "pt") as library:
-            foreign = ForeignFile(library, target)
-            for name, tensor in tensors.items():
-                if not torch.equal(bits(foreign.read(name)), bits(tensor)):
-                    raise GossamerError(f"{target}: not written: safetensors reads '{name}' differently")
     return zeros
 
 
@@ -259,13 +259,6 @@ def _zeros(tensor: Tensor) -> int:
 # Notes
 
 
-def _integer_notes(quantized: IntegerState, prunable: Sequence[str], bytes: int, float_bytes: int) -> list[str]:
-    floats = [name for name in prunable if name not in quantized.names]
-    sizes = f"its tensors take {bytes / 1e6:.3f} MB, and {float_bytes / 1e6:.3f} MB with float weights"
-    notes = [f"its weights are integers with scales: {sizes}"]
-    return notes + ([f"stored as floats, as in the model: {_listed(floats)}"] if floats else [])
-
-
 def _pattern_notes(state: State, stored: Sequence[Stored]) -> list[str]:
     """Weights that are not stored as 2:4, by reason."""
     reasons: dict[str, list[str]] = {}
@@ -274,20 +267,14 @@ def _pattern_notes(state: State, stored: Sequence[Stored]) -> list[str]:
             weight = state.tensors[entry.name]
             shape = weight.transpose(0, 1).shape if state.axes[entry.name] == 0 else weight.shape
             reason = NM(2, 4).fits(shape) or "they hold groups with more than two of four weights"
-            reasons.setdefault(f"{reason}, written as {entry.encoding}", []).append(entry.name)
-    return [f"not 2:4: {_listed(names)}: {reason}" for reason, names in reasons.items()]
+            reasons.setdefault(f"not 2:4, written as {entry.encoding} ({reason})", []).append(entry.name)
+    return [note for reason, names in reasons.items() for note in _listed(reason, names)]
 
 
-def _negative_zero_notes(state: State, prunable: Sequence[str]) -> list[str]:
-    """Weights with −0.0, which is stored like any other value."""
-    names = [
-        name
-        for name in prunable
-        if _zeros(tensor := state.tensors[name]) + int(torch.count_nonzero(bits(tensor))) > tensor.numel()
-    ]
-    return [f"{_listed(names)}: −0.0 takes space in the file; add 0.0 to the weights to make it 0"] if names else []
+def _has_negative_zero(tensor: Tensor) -> bool:
+    return _zeros(tensor) + int(torch.count_nonzero(bits(tensor))) > tensor.numel()
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
+def _listed(what: str, names: Sequence[str]) -> list[str]:
+    """A note on these weights with the names of the first three, or none without names."""
+    return [f"{what}: {', '.join(names[:3])}{', …' * (len(names) > 3)}"] if names else []

@@ -26,7 +26,7 @@ from gossamer.engine.state import RunState
 from gossamer.engine.thinning import cut_to_state, thinned_shapes
 from gossamer.errors import GossamerError
 from gossamer.io import atomic_write, load_torch
-from gossamer.modifiers.base import to_step
+from gossamer.modifiers.base import Modifier, to_step
 from gossamer.recipe import Recipe, load
 
 logger = logging.getLogger("gossamer")
@@ -127,26 +127,19 @@ class Adapter:
                 steps_done,
                 steps_done / steps_per_epoch,
             )
-        # Before the manager's own hooks: a step uses the recipe's learning rates, whatever a scheduler has set.
-        rates = RecipeRates(manager, inner, steps_per_epoch)
         # The scaler that `modify` returns would count the steps that it skips. The library keeps its own, so that the
         # clock counts performed steps; the loss scale is read from the library's.
-        try:
-            manager.modify(
-                model,
-                inner,
-                steps_per_epoch,
-                epoch=steps_done / steps_per_epoch if steps_done else None,
-                scaler=scaler,
-                accumulation_steps=accumulation_steps,
-                loggers=loggers,
-                **self._arguments,
-            )
-        except BaseException:
-            rates.remove()
-            raise
-        rates.begin()
-        self._manager, self._rates, self._final = manager, rates, None
+        manager.modify(
+            model,
+            inner,
+            steps_per_epoch,
+            epoch=steps_done / steps_per_epoch if steps_done else None,
+            scaler=scaler,
+            accumulation_steps=accumulation_steps,
+            loggers=loggers,
+            **self._arguments,
+        )
+        self._manager, self._rates, self._final = manager, manager.hold_rates(), None
         self._warn_of_conflicts(total_steps, steps_per_epoch, scheduler)
         return manager
 
@@ -178,12 +171,12 @@ class Adapter:
 
     def _warn_of_conflicts(self, total_steps: float | None, steps_per_epoch: float, scheduler: Any) -> None:
         """Warn if training is shorter than the recipe, or if a scheduler competes with the recipe."""
-        last_step = _last_step(self.recipe, steps_per_epoch)
-        if total_steps is not None and total_steps < last_step:
+        end = last_step(self.recipe.modifiers, steps_per_epoch)
+        if total_steps is not None and total_steps < end:
             logger.warning(
                 "Training ends after %.4g epochs and the recipe after %.4g: the recipe will not complete",
                 total_steps / steps_per_epoch,
-                last_step / steps_per_epoch,
+                end / steps_per_epoch,
             )
         rates = self.manager.learning_rate_modifiers
         if rates and scheduler is not None:
@@ -195,16 +188,15 @@ class Adapter:
 
     def _state(self) -> dict[str, Any] | None:
         """The state to save in a checkpoint: of the current training, or of the last one."""
-        if self._manager is None or self._rates is None:
+        if self._manager is None:
             return self._final
-        self._rates.restore()  # the state holds learning rates, which the library's scheduler may have changed
+        if self._rates is not None:
+            self._rates.restore()  # the state holds learning rates, which the library's scheduler may have changed
         return self._manager.state_dict()
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Load another state into the current training."""
         self.manager.load_state_dict(state)
-        assert self._rates is not None
-        self._rates.record()
 
     def _finish(self) -> None:
         """End of training: finalize the manager, and keep the state to be saved."""
@@ -216,8 +208,6 @@ class Adapter:
 
     def _release(self, warn: bool = False) -> None:
         """Detach from the model and the optimizer; `warn` if the recipe did not complete."""
-        if self._rates is not None:
-            self._rates.remove()
         if self._manager is not None:
             self._manager.finalize(warn=warn)
         self._manager = self._rates = None
@@ -253,9 +243,9 @@ def _torch_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _last_step(recipe: Recipe, steps_per_epoch: float) -> int:
-    """The step at which the recipe is complete."""
-    ends = (max(modifier.start_epoch, modifier.end_epoch) for modifier in recipe.modifiers)
+def last_step(modifiers: Iterable[Modifier], steps_per_epoch: float) -> int:
+    """The step at which the modifiers are complete."""
+    ends = (max(modifier.start_epoch, modifier.end_epoch) for modifier in modifiers)
     return max((to_step(epoch, steps_per_epoch) for epoch in ends), default=0)
 
 

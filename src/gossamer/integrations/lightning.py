@@ -48,8 +48,9 @@ class SparsityCallback(Adapter, Callback):
             state = self._final  # the same training with more epochs
         steps = self._steps_of(trainer, pl_module)
         automatic = pl_module.automatic_optimization
+        wrapped = trainer.strategy.model  # the module in its distributed wrapper, such as DDP
         self._attach(
-            _model(trainer, pl_module),
+            wrapped if isinstance(wrapped, nn.Module) else pl_module,
             optimizers[0],
             steps_per_epoch=steps,
             total_steps=_total(trainer, steps),
@@ -113,12 +114,6 @@ class SparsityCallback(Adapter, Callback):
                         "recipe counts time; pass it, SparsityCallback(…, steps_per_epoch=…)"
                     )
         return self._steps(trainer.num_training_batches, trainer.accumulate_grad_batches)
-
-
-def _model(trainer: Trainer, module: LightningModule) -> nn.Module:
-    """The module in its distributed wrapper, such as DDP; or the module itself."""
-    wrapped = trainer.strategy.model
-    return wrapped if isinstance(wrapped, nn.Module) else module
 
 
 def _total(trainer: Trainer, steps_per_epoch: float) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import uuid
 import weakref
@@ -17,8 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.engine import Manager
 from gossamer.errors import GossamerError
-from gossamer.integrations.adapter import STATE_FILE, Adapter, batches_in, missing, read_state, write_state
-from gossamer.modifiers.base import to_step
+from gossamer.integrations.adapter import STATE_FILE, Adapter, batches_in, last_step, missing, read_state, write_state
 
 try:
     from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
@@ -63,7 +61,8 @@ class SparsityCallback(Adapter, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        _check(args)
+        if args.deepspeed is not None:
+            raise GossamerError("DeepSpeed does not run the step hooks of torch, which a recipe needs; use DDP or FSDP")
         self._remove_load_hook()
         optimizer, model, loader = kwargs["optimizer"], kwargs["model"], kwargs["train_dataloader"]
         steps = self._steps(batches_in(loader), args.gradient_accumulation_steps)
@@ -79,7 +78,7 @@ class SparsityCallback(Adapter, TrainerCallback):
             scaler=getattr(optimizer, "scaler", None),
             scheduler=kwargs.get("lr_scheduler"),
         )
-        end = _pruning_end(manager, steps)
+        end = last_step(manager.pruning_modifiers, steps)
         self._pruning_end = end if manager.step < end else None
         if manager.distillation_modifiers:
             self._distillation = model.register_forward_hook(
@@ -197,18 +196,7 @@ class _DistillationLoss:
         return named
 
 
-def _check(args: TrainingArguments) -> None:
-    if args.deepspeed is not None:
-        raise GossamerError("DeepSpeed does not run the step hooks of torch, which a recipe needs; use DDP or FSDP")
-
-
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
     """The folder of this step's checkpoint."""
     folder = Path(cast(str, args.output_dir))
     return (folder / state.trial_name if state.trial_name else folder) / f"checkpoint-{state.global_step}"
-
-
-def _pruning_end(manager: Manager, steps_per_epoch: float) -> int:
-    """The step at which pruning is complete."""
-    ends = (max(modifier.start_epoch, modifier.end_epoch) for modifier in manager.pruning_modifiers)
-    return max((to_step(epoch, steps_per_epoch) for epoch in ends if math.isfinite(epoch)), default=0)

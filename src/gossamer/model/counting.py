@@ -7,7 +7,7 @@ parametrizations, biases, normalisation and embeddings are not counted. MACs are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -125,8 +125,8 @@ def macs(model: nn.Module, example_inputs: Any) -> dict[str, int]:
     """
     module = unwrap(model)
     check_values(module, "MACs")
+    arguments = _arguments(module, example_inputs)
     try:
-        arguments = _arguments(module, example_inputs)
         try:
             return _count(module, arguments, fake_mode())
         except Untraceable:
@@ -136,41 +136,22 @@ def macs(model: nn.Module, example_inputs: Any) -> dict[str, int]:
     except GossamerError:
         raise
     except Exception as error:  # any model, any reason
-        failure = f"the model fails on {_shown(example_inputs)} ({short_error(error)})"
+        shapes = [str(list(leaf.shape)) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        failure = f"the model fails on an input of shape {', '.join(shapes)} ({short_error(error)})"
         problem = Problem(f"cannot count MACs: {failure}", _KEY, fix=_FIX)
         raise GossamerError(problem) from error
 
 
 def _arguments(module: nn.Module, inputs: Any) -> Arguments:
-    return as_arguments(_of_shape(module, inputs) if _is_shape(inputs) else inputs)
-
-
-def _is_shape(inputs: Any) -> bool:
-    """Whether it is a list of ints; a tuple of them would be arguments."""
+    """Example inputs as arguments; a list of ints (a tuple would be arguments) is the shape of one tensor."""
     sizes: list[Any] = list(cast(Any, inputs)) if isinstance(inputs, list | torch.Size) else []
-    return bool(sizes) and all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
-
-
-def _of_shape(module: nn.Module, shape: Sequence[int]) -> Tensor:
-    """A tensor of the dtype and on the device of the first layer."""
-    if min(shape) < 1:
-        raise GossamerError(Problem(f"cannot count MACs: {list(shape)} is not the shape of a tensor", _KEY, fix=_FIX))
-    like = next(iter((*_first(guess_inputs(module)), *_first(module.parameters()))), torch.empty(0))
-    return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
-
-
-def _first(tensors: Iterator[Any]) -> list[Tensor]:
-    return [tensor for tensor in (next(tensors, None),) if tensor is not None]
-
-
-def _shown(inputs: Any) -> str:
-    """The shapes of the inputs, for a message."""
-    if _is_shape(inputs):
-        return f"an input of shape {list(inputs)}"
-    shapes = [list(leaf.shape) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    if not shapes:
-        return "example_inputs without a tensor"
-    return f"an input of shape {shapes[0]}" if len(shapes) == 1 else f"inputs of shapes {', '.join(map(str, shapes))}"
+    if not sizes or not all(type(size) is int for size in sizes):
+        return as_arguments(inputs)
+    if min(sizes) < 1:
+        raise GossamerError(Problem(f"cannot count MACs: {sizes} is not the shape of a tensor", _KEY, fix=_FIX))
+    like = next(guess_inputs(module), None)
+    like = next(module.parameters(), torch.empty(0)) if like is None else like
+    return as_arguments(torch.zeros(tuple(sizes), dtype=like.dtype, device=like.device))
 
 
 def _count(module: nn.Module, arguments: Arguments, fake: FakeTensorMode | None) -> dict[str, int]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -211,26 +211,17 @@ def problem_of_name(item: str, keywords: Sequence[str]) -> str | None:
     return None
 
 
-def hint(item: str, names: Sequence[str], keywords: Sequence[str], *, whole: bool = False) -> str:
+def hint(item: str, keywords: Sequence[str]) -> str:
     """What an item that names nothing was probably meant to be, ready to append to a message: a keyword or a pattern.
 
-    >>> hint("*.weight", ["fc.weight"], [ALL])
-    "; a pattern begins with 're:', as in 're:.*\\\\.weight'"
+    >>> hint("all", [ALL]), hint("*.weight", [ALL])
+    ("; nearest: '__ALL__'", "; a pattern begins with 're:'")
     """
-    if item.startswith(PREFIX):
-        return ""
-    bare = item.strip("_").upper()
-    if (item.startswith("_") or item.isupper() or f"__{bare}__" in keywords) and (
-        close := nearest(f"__{bare}__", keywords)
-    ):
-        return close
-    if not re.search(r"[*?+\[\]()|^$\\]", item):
-        return ""
-    as_glob = "".join({"*": ".*", "?": "."}.get(character, re.escape(character)) for character in item)
-    for pattern in (PREFIX + item, PREFIX + as_glob):
-        if problem_of(pattern) is None and matching(pattern, names, field="", whole=whole):
-            return f"; a pattern begins with 're:', as in '{pattern}'"
-    return "; a pattern begins with 're:'"
+    keyword = f"__{item.strip('_').upper()}__"
+    if item.startswith("_") or item.isupper() or keyword in keywords:
+        return nearest(keyword, keywords)
+    is_pattern = re.search(r"[*?+\[\]()|^$\\]", item) and not item.startswith(PREFIX)
+    return "; a pattern begins with 're:'" if is_pattern else ""
 
 
 def match_excluded(module: nn.Module, patterns: str | Sequence[str], *, field: str) -> tuple[list[str], list[str]]:
@@ -238,29 +229,23 @@ def match_excluded(module: nn.Module, patterns: str | Sequence[str], *, field: s
 
     `__DEPTHWISE__` stands for the depth-wise convolutions. A plain name that is not there is an error.
     """
-    items = [patterns] if isinstance(patterns, str) else list(patterns)
+    weights = {name: layer_path(name) for name in prunable(module)}
     found: list[str] = []
     idle: list[str] = []
-    for item in items:
+    for item in [patterns] if isinstance(patterns, str) else patterns:
         if item == DEPTHWISE:
-            found += [name for name in prunable(module) if is_depthwise(module, name)]
-        elif item.startswith(PREFIX):
-            try:
-                found += match(module, item, field=field)
-            except PatternError:
-                raise
-            except ModifierError:
-                idle.append(item)
-        else:
-            names = {name: layer_path(name) for name in prunable(module)}
-            layers = [name for name, layer in names.items() if layer in list(_without_prefixes(item))]
-            if not layers and item not in first_names(module):
-                try:
-                    layers = match(module, item, field=field)
-                except ModifierError:
-                    close = hint(item, list(first_names(module)), KEYWORDS_TO_EXCLUDE) or nearest(item, names.values())
-                    raise ModifierError(f"the model has no layer '{item}'{close}", field) from None
+            found += [name for name in weights if is_depthwise(module, name)]
+            continue
+        layers = [name for name, layer in weights.items() if layer in list(_without_prefixes(item))]
+        try:
             found += layers or match(module, item, field=field)
+        except PatternError:
+            raise
+        except ModifierError:
+            if not item.startswith(PREFIX):
+                close = hint(item, KEYWORDS_TO_EXCLUDE) or nearest(item, weights.values())
+                raise ModifierError(f"the model has no layer '{item}'{close}", field) from None
+            idle.append(item)
     return list(dict.fromkeys(found)), idle
 
 
@@ -294,16 +279,12 @@ def _weights(module: nn.Module) -> dict[str, str | None]:
         for weight in weights_of(layer):
             alias = _joined(path, weight.leaf)
             if alias not in known:
-                found[alias] = f"it is a {_kind(layer, weight.leaf)}; make it an nn.Parameter to prune it"
+                found[alias] = "it is a buffer or a plain attribute; make it an nn.Parameter to prune it"
             else:
                 name, parameter = known[alias], get_parameter(module, known[alias])
                 # A weight on the meta device can be planned for; who prunes it asks `unprunable`.
                 found.setdefault(name, weight.reason or (None if parameter.is_meta else unprunable(parameter)))
     return found
-
-
-def _kind(layer: nn.Module, leaf: str) -> str:
-    return "buffer" if leaf in dict(layer.named_buffers(recurse=False)) else "plain attribute"
 
 
 def stored_weight(module: nn.Module, name: str) -> Stored | None:
@@ -333,11 +314,11 @@ def torch_mask(module: nn.Module, name: str) -> Tensor | None:
     return None if weight is None or weight.mask is None else cast(Tensor, getattr(owner_of(module, name), weight.mask))
 
 
-def embedding_tables(module: nn.Module) -> set[str]:
+def embedding_tables(module: nn.Module) -> list[str]:
     """The first names of the weights of all embeddings, also of those that linear layers share."""
     known = first_names(module)
     layers = [path for path, layer in named_modules(module) if isinstance(layer, nn.Embedding | nn.EmbeddingBag)]
-    return {known[name] for path in layers if (name := _joined(path, "weight")) in known}
+    return list(dict.fromkeys(known[name] for path in layers if (name := _joined(path, "weight")) in known))
 
 
 def with_norms_kept(module: nn.Module, name: str, scores: Tensor) -> Tensor:
@@ -359,16 +340,6 @@ def nothing_to_prune(module: nn.Module, purpose: str = "to prune") -> str:
         return f"the model has no convolution or linear layer {purpose}{_exported_hint(module)}"
     name, reason = next(iter(dense.items()))
     return f"no weight of the model can be pruned; '{name}': {reason}"
-
-
-def _computed_names(module: nn.Module) -> dict[str, str]:
-    """The names of weights that layers compute, such as `fc.weight`, to those of the parameters to prune for them."""
-    return {
-        _joined(path, weight.weight): _joined(path, weight.leaf)
-        for path, layer in named_modules(module)
-        for weight in weights_of(layer)
-        if weight.leaf != weight.weight
-    }
 
 
 def _joined(path: str, leaf: str) -> str:
@@ -398,7 +369,13 @@ class _Resolver:
 
     @cached_property
     def computed(self) -> dict[str, str]:
-        return _computed_names(self.module)
+        """The names of weights that layers compute, such as `fc.weight`, to those of the parameters to prune."""
+        return {
+            _joined(path, weight.weight): _joined(path, weight.leaf)
+            for path, layer in named_modules(self.module)
+            for weight in weights_of(layer)
+            if weight.leaf != weight.weight
+        }
 
     def resolve(self, patterns: Sequence[str]) -> tuple[list[str], set[str]]:
         """All matched names in the model's order, and those that were named exactly."""
@@ -455,15 +432,10 @@ class _Resolver:
         for weight in map(self._computed, _without_prefixes(item)):
             if weight in dense:
                 return f"'{item}' cannot be pruned: {dense[weight]}"
-        if "/" in item and not any("/" in name for name in self.names):
-            return (
-                f"'{item}' is a TensorFlow-style name, and this is the PyTorch engine; "
-                f"PyTorch names have dots{nearest(item.replace('/', '.'), self.names)}"
-            )
-        if meant := hint(item, self.names, KEYWORDS):
-            return f"'{item}' matches none of {len(self.names)} parameters{meant}"
+        if "/" in item:
+            return f"'{item}' is a TensorFlow-style name, and this is the PyTorch engine; PyTorch names have dots"
         plain = re.sub(r"[\\^$*+?()\[\]|]", "", item.removeprefix(PREFIX))
-        close = nearest(plain, [*self.names, *prunable(self.module)]) or _by_last_part(plain, self.names)
+        close = hint(item, KEYWORDS) or nearest(plain, [*self.names, *prunable(self.module)])
         return f"'{item}' matches none of {len(self.names)} parameters{close}"
 
 
@@ -479,12 +451,3 @@ def _without_prefixes(name: str, only_shortened: bool = False) -> Iterator[str]:
 def _exported_hint(module: nn.Module) -> str:
     made = any(kind.__module__.startswith("torch.export") for kind in type(module).__mro__)
     return "; give the module that torch.export.export was called with" if made else ""
-
-
-def _by_last_part(name: str, names: Sequence[str]) -> str:
-    """A suggestion when nothing is similar as a whole: the name whose parts are closest."""
-    parts: dict[str, str] = {part: name for name in reversed(names) for part in name.split(".")}
-    close = nearest(name.strip(".").split(".")[-1], parts)
-    if close:
-        return f"; nearest: '{parts[cast(Any, close.split(chr(39)))[1]]}'"
-    return f"; the first is '{names[0]}'" if names else ""

@@ -276,25 +276,6 @@ class _View:
         return height * len(self.columns) * int(np.prod(self.weight.values.shape[2:]))
 
 
-class _Holders:
-    """Which parameters and buffers hold a channel."""
-
-    def __init__(self, coupling: Coupling) -> None:
-        self.names = list(coupling.layouts)
-        held: list[tuple[Ints, Ints]] = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
-        for number, layout in enumerate(coupling.layouts.values()):
-            for factor in layout:
-                roots = np.unique(coupling.channels.resolved(factor)[0])
-                held.append((roots, np.full(len(roots), number)))
-        roots = np.concatenate([roots for roots, _ in held])
-        order = np.argsort(roots)
-        self._roots, self._numbers = roots[order], np.concatenate([numbers for _, numbers in held])[order]
-
-    def of(self, root: int) -> set[str]:
-        first, last = np.searchsorted(self._roots, [root, root + 1])
-        return {self.names[number] for number in self._numbers[first:last].tolist()}
-
-
 class _Finder:
     def __init__(
         self,
@@ -310,7 +291,6 @@ class _Finder:
         self.colour = coupling.classes.colour.copy()
         self.target = np.arange(len(self.colour))
         self.odd: dict[int, str] = {}
-        self.holders = _Holders(coupling)
         for name, key in odd.items():
             self._hold(name, f"the optimizer's '{key}' cannot be reordered with its weight")
 
@@ -336,12 +316,10 @@ class _Finder:
 
         found = search_each(matrices, self.n, self.m, effort=effort, progress=report)
         moved: set[str] = set()
-        groups: list[dict[str, Any]] = []
         for group, best in zip(chosen, found, strict=True):
             classes = group[0].classes
             self.target[classes] = classes[best.order.cpu().numpy()]
             moved |= {view.weight.name for view in group}
-            groups.append(self._described(group))
         progress("", 1.0)
         moves = dict(self._moves())
         layers = [
@@ -350,7 +328,7 @@ class _Finder:
             )
             for name, weight in self.weights.items()
         ]
-        return Permutation(moves, layers, None, groups, self.coupling.note)
+        return Permutation(moves, layers, None, self._described(chosen), self.coupling.note)
 
     # Which columns may move
 
@@ -407,16 +385,23 @@ class _Finder:
             found = self.coupling.classes.limits.most_common(classes)
         return found or "no stripe has channels that could change places with others"
 
-    # Searching
-
-    def _described(self, group: Sequence[_View]) -> dict[str, Any]:
-        readers = list(dict.fromkeys(view.weight.name for view in group))
-        along = self.holders.of(int(group[0].classes[0]))  # those of one colour are held by the same
-        return {
-            "channels": len(group[0].classes),
-            "searched_on": readers,
-            "moved_along": sorted(along - {self.layout_names[name] for name in readers}),
-        }
+    def _described(self, groups: Sequence[Sequence[_View]]) -> list[dict[str, Any]]:
+        """Which layers share channels, for display."""
+        first = np.array([group[0].classes[0] for group in groups], np.int64)  # the others are held by the same
+        holders: dict[int, set[str]] = {root: set() for root in first.tolist()}
+        for name, layout in self.coupling.layouts.items():
+            for factor in layout:
+                for root in np.intersect1d(self.coupling.channels.resolved(factor)[0], first).tolist():
+                    holders[root].add(name)
+        readers = [list(dict.fromkeys(view.weight.name for view in group)) for group in groups]
+        return [
+            {
+                "channels": len(group[0].classes),
+                "searched_on": names,
+                "moved_along": sorted(holders[root] - {self.layout_names[name] for name in names}),
+            }
+            for group, names, root in zip(groups, readers, first.tolist(), strict=True)
+        ]
 
     # Applying
 

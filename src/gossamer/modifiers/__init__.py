@@ -1,41 +1,44 @@
-"""What a recipe can do: one family per file, one class per modifier."""
+"""What a recipe can do: one family per file, one class per modifier. A class is imported when it is first used."""
 
-from gossamer.modifiers.base import Modifier, Run, find, register, registered
-from gossamer.modifiers.distillation import DistillationModifier, PerLayerDistillationModifier
-from gossamer.modifiers.dynamic import (
-    ACDCPruningModifier,
-    ADMMPruningModifier,
-    RigLPruningModifier,
-    TopKASTPruningModifier,
-)
-from gossamer.modifiers.gradual import (
-    GlobalMagnitudePruningModifier,
-    GMPruningModifier,
-    MagnitudePruningModifier,
-    MFACPruningModifier,
-    MovementPruningModifier,
-    OBSPruningModifier,
-)
-from gossamer.modifiers.learned import ProbMaskPruningModifier, STRPruningModifier
-from gossamer.modifiers.learning_rate import (
-    LearningRateFunctionModifier,
-    LearningRateModifier,
-    RateModifier,
-    SetLearningRateModifier,
-)
-from gossamer.modifiers.levels import LevelPruningModifier
-from gossamer.modifiers.outlook import Outlook
-from gossamer.modifiers.pruning import ConstantPruningModifier, PruningModifier
-from gossamer.modifiers.quantization import QuantizationModifier
-from gossamer.modifiers.structure import LayerPruningModifier, LayerThinningModifier, StructuredPruningModifier
-from gossamer.modifiers.training import (
-    EpochRangeModifier,
-    GradualParamModifier,
-    SetParamModifier,
-    SetWeightDecayModifier,
-    SparsificationLoggingModifier,
-    TrainableParamsModifier,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from gossamer.modifiers.base import BUILT_IN, Modifier, Outlook, find, register, registered
+from gossamer.modifiers.run import Run
+
+if TYPE_CHECKING:
+    from gossamer.modifiers.distillation import DistillationModifier, PerLayerDistillationModifier
+    from gossamer.modifiers.dynamic import (
+        ACDCPruningModifier,
+        ADMMPruningModifier,
+        RigLPruningModifier,
+        TopKASTPruningModifier,
+    )
+    from gossamer.modifiers.gradual import (
+        GlobalMagnitudePruningModifier,
+        GMPruningModifier,
+        LevelPruningModifier,
+        MagnitudePruningModifier,
+        MFACPruningModifier,
+        MovementPruningModifier,
+        OBSPruningModifier,
+    )
+    from gossamer.modifiers.learned import ProbMaskPruningModifier, STRPruningModifier
+    from gossamer.modifiers.pruning import ConstantPruningModifier, PruningModifier
+    from gossamer.modifiers.quantization import QuantizationModifier
+    from gossamer.modifiers.structure import LayerPruningModifier, LayerThinningModifier, StructuredPruningModifier
+    from gossamer.modifiers.training import (
+        EpochRangeModifier,
+        GradualParamModifier,
+        LearningRateFunctionModifier,
+        LearningRateModifier,
+        RateModifier,
+        SetLearningRateModifier,
+        SetParamModifier,
+        SetWeightDecayModifier,
+        SparsificationLoggingModifier,
+        TrainableParamsModifier,
+    )
 
 __all__ = [
     "ACDCPruningModifier",
@@ -76,3 +79,13 @@ __all__ = [
     "register",
     "registered",
 ]
+
+
+_BASES = {"PruningModifier": "pruning", "RateModifier": "training"}
+
+
+def __getattr__(name: str) -> object:
+    module = BUILT_IN.get(name) or _BASES.get(name)
+    if module is None:
+        raise AttributeError(f"module 'gossamer.modifiers' has no attribute '{name}'")
+    return getattr(import_module(f"gossamer.modifiers.{module}"), name)

@@ -7,22 +7,25 @@ engine implements.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
+from importlib import import_module
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
+from torch.optim.sgd import sgd
 
 from gossamer.errors import FieldError, GossamerError, ModifierError, Problem, nearest
 from gossamer.model import ALL_PRUNABLE, expects_every_gradient
 from gossamer.model.parameters import KEYWORDS, KEYWORDS_TO_EXCLUDE, problem_of_name
-from gossamer.modifiers.outlook import Outlook
 from gossamer.modifiers.run import Run
 from gossamer.modifiers.state import Item, Layout, StateField
 from gossamer.quantities import Epoch
 from gossamer.sparse import Pattern
 
+EXCLUDED = "excluded"
+"""The reason with which parameters that the recipe excludes are skipped."""
 _NEWER = {"start": "start_epoch", "end": "end_epoch", "targets": "params"}
 
 
@@ -37,6 +40,12 @@ def _check_names(*keywords: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _require_end(epoch: float) -> float:
+    if epoch == -1:
+        raise ValueError("expected the epoch at which the modifier ends, found -1")
+    return epoch
+
+
 _OF_PARAMS, _OF_EXCLUDED, _OF_LAYERS = (
     _check_names(*KEYWORDS),
     _check_names(*KEYWORDS_TO_EXCLUDE),
@@ -49,8 +58,26 @@ ParamNames = Annotated[str | list[ParamName], _LEFT_TO_RIGHT, _OF_PARAMS]
 """`__ALL__`, `__ALL_PRUNABLE__`, a name, or a list of names and `re:` patterns."""
 ExcludedNames = Annotated[str | list[Annotated[str, _OF_EXCLUDED]], _LEFT_TO_RIGHT, _OF_EXCLUDED]
 """The same, and `__DEPTHWISE__`."""
+EndEpoch = Annotated[Epoch, AfterValidator(_require_end)]
+"""The epoch at which a modifier ends, for those that cannot go on until the end of training."""
 LayerNames = Annotated[str | list[Annotated[str, _OF_LAYERS]], _LEFT_TO_RIGHT, _OF_LAYERS]
 """`__ALL_PRUNABLE__`, the name of a module, or a list of names and `re:` patterns."""
+
+
+Certainty = Literal["exact", "estimated", "learned", "held", "removed"]
+"""How the number of zeros is known: `exact` by arithmetic; `estimated` from the current weights; `learned` only after
+training; `held` because the zeros exist now; `removed` because the layer is taken out of the model."""
+
+
+class Outlook(NamedTuple):
+    """One weight as the recipe leaves it."""
+
+    zeros: int | None
+    """None when the method determines the number during training."""
+    pattern: str
+    """The recipe's `mask_type`, or `layer` when the layer is removed."""
+    certainty: Certainty
+    modifier: str
 
 
 class Modifier(BaseModel):
@@ -69,6 +96,8 @@ class Modifier(BaseModel):
     """Why the modifier can be loaded but not run; None if it can run."""
     epoch_fields: ClassVar[tuple[str, ...]] = ("start_epoch", "end_epoch")
     """Fields that hold epochs, which shift when a recipe is composed after another."""
+    periodic: ClassVar[bool] = False
+    """True when `update` is called every `update_frequency` epochs between start and end."""
     structural: ClassVar[bool] = False
     """True when the modifier changes which modules the model has."""
     recalibrates: ClassVar[bool] = False
@@ -112,7 +141,7 @@ class Modifier(BaseModel):
     @property
     def updates_every(self) -> float | None:
         """Epochs between updates, −1 for every step, None for no updates between start and end."""
-        return None
+        return self.update_frequency if self.periodic else None
 
     # What the modifier does to a model, for reports and plots.
 
@@ -280,7 +309,68 @@ def to_step(epoch: float, steps_per_epoch: float) -> int:
     return round(max(epoch, 0.0) * steps_per_epoch)
 
 
+def optimizer_settings(run: Run) -> dict[Tensor, tuple[float, float]]:
+    """The optimizer's learning rate and momentum (Adam: first beta) of each parameter."""
+    found: dict[Tensor, tuple[float, float]] = {}
+    for group in run.optimizer.param_groups:
+        setting = float(group["lr"]), float(group.get("momentum", group.get("betas", (0.0,))[0]))
+        found.update(dict.fromkeys(group["params"], setting))
+    return found
+
+
+def sgd_step(
+    value: Tensor, gradient: Tensor, momenta: dict[str, Tensor], key: str, settings: tuple[float, float], decay: float
+) -> None:
+    """One step of `torch.optim.SGD` on a tensor in place; its momentum is in `momenta` under `key`."""
+    buffers = [momenta[key].to(value) if key in momenta else None]
+    sgd(
+        *([value], [gradient], buffers),
+        lr=settings[0],
+        momentum=settings[1],
+        weight_decay=decay,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+    )
+    if buffers[0] is not None:
+        momenta[key] = buffers[0]
+
+
+# The registry
+
+_FILES = {
+    "distillation": ("DistillationModifier", "PerLayerDistillationModifier"),
+    "dynamic": ("ACDCPruningModifier", "ADMMPruningModifier", "RigLPruningModifier", "TopKASTPruningModifier"),
+    "gradual": (
+        "GMPruningModifier",
+        "GlobalMagnitudePruningModifier",
+        "LevelPruningModifier",
+        "MFACPruningModifier",
+        "MagnitudePruningModifier",
+        "MovementPruningModifier",
+        "OBSPruningModifier",
+    ),
+    "learned": ("ProbMaskPruningModifier", "STRPruningModifier"),
+    "pruning": ("ConstantPruningModifier",),
+    "quantization": ("QuantizationModifier",),
+    "structure": ("LayerPruningModifier", "LayerThinningModifier", "StructuredPruningModifier"),
+    "training": (
+        "EpochRangeModifier",
+        "GradualParamModifier",
+        "LearningRateFunctionModifier",
+        "LearningRateModifier",
+        "SetLearningRateModifier",
+        "SetParamModifier",
+        "SetWeightDecayModifier",
+        "SparsificationLoggingModifier",
+        "TrainableParamsModifier",
+    ),
+}
+BUILT_IN: Mapping[str, str] = {name: file for file, names in _FILES.items() for name in names}
+"""By name of a modifier that recipes may use: the module of this package that defines it, imported on first use."""
+
 _registry: dict[str, type[Modifier]] = {}
+"""The modifiers of users, which come before those of this package."""
 M = TypeVar("M", bound=type[Modifier])
 
 
@@ -297,16 +387,23 @@ def register(cls: M) -> M:
 
 def registered() -> Mapping[str, type[Modifier]]:
     """Every modifier that recipes may use, by name."""
-    return _registry
+    return {name: find(name) for name in known_names()}
+
+
+def known_names() -> Collection[str]:
+    """The names of all modifiers that recipes may use."""
+    return dict.fromkeys([*BUILT_IN, *_registry]).keys()
 
 
 def find(name: str) -> type[Modifier]:
     """The modifier class of that name; raises `GossamerError` with what to use instead."""
     if name in _registry:
         return _registry[name]
+    if name in BUILT_IN:
+        return getattr(import_module(f"gossamer.modifiers.{BUILT_IN[name]}"), name)
     if name in NOT_OFFERED:
         raise GossamerError(f"'{name}' is not supported: {NOT_OFFERED[name]}")
-    close = nearest(name, _registry) or "; register your own modifiers first (gossamer.register, or --import)"
+    close = nearest(name, known_names()) or "; register your own modifiers first (gossamer.register, or --import)"
     raise GossamerError(f"unknown modifier '{name}'{close}")
 
 

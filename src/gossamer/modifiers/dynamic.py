@@ -11,12 +11,11 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gossamer.errors import FieldError, GossamerError, ModifierError, SparsityError
-from gossamer.modifiers.base import ParamNames, Run, register
-from gossamer.modifiers.outlook import Outlook
+from gossamer.modifiers.base import EndEpoch, Outlook, ParamNames, Run
 from gossamer.modifiers.pruning import RankedPruningModifier
 from gossamer.modifiers.state import LARGEST_WEIGHT, Item, Spec, StateField, flag, masks, same_names, tensors
 from gossamer.quantities import Epoch, Frequency, GradientCount, PositiveFactor, PositiveShare, Sparsity, WeightDecay
-from gossamer.sparse import NM, cosine, erdos_renyi, fraction, magnitude, smallest, uniform
+from gossamer.sparse import cosine, erdos_renyi, fraction, magnitude, smallest, uniform
 
 
 class DynamicPruningModifier(RankedPruningModifier):
@@ -24,22 +23,15 @@ class DynamicPruningModifier(RankedPruningModifier):
 
     params: ParamNames = Field(default=...)
     start_epoch: Epoch = Field(default=...)
-    end_epoch: Epoch = Field(default=...)
+    end_epoch: EndEpoch = Field(default=...)
     update_frequency: Frequency = Field(default=...)
 
-    any_pattern: ClassVar[bool] = True
-    """False when the method is defined for single weights only."""
+    periodic: ClassVar[bool] = True
     _sparsity_field: ClassVar[str]
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if not self.any_pattern and self.mask_type != "unstructured":
-            raise FieldError(f"{self.name} is defined for 'unstructured' only, found {self.mask_type!r}", "mask_type")
-        target = getattr(self, self._sparsity_field)
-        if isinstance(self.pattern, NM) and abs(target - self.pattern.sparsity) > 1e-6:
-            raise FieldError(
-                f"mask_type {self.mask_type} means {self.pattern.sparsity:g}, found {target:g}", self._sparsity_field
-            )
+        self.check_final(getattr(self, self._sparsity_field), self._sparsity_field)
         return self
 
     @property
@@ -50,17 +42,12 @@ class DynamicPruningModifier(RankedPruningModifier):
     def ranks_by_weights(self) -> bool:
         return True
 
-    @property
-    def updates_every(self) -> float | None:
-        return self.update_frequency
-
     def magnitude_masks(self, run: Run, sparsity: float, scores: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Masks of the largest weights, layer by layer or over all layers."""
         ranked = self.rank(run) if scores is None else scores
         return self.masks(run, ranked, sparsity if self.global_sparsity else dict.fromkeys(run.targets, sparsity))
 
 
-@register
 class ACDCPruningModifier(DynamicPruningModifier):
     """Alternate dense and sparse phases of `update_frequency` epochs (Peste et al. 2021).
 
@@ -75,8 +62,6 @@ class ACDCPruningModifier(DynamicPruningModifier):
 
     @model_validator(mode="after")
     def _ends(self) -> Self:
-        if self.end_epoch == -1:
-            raise FieldError("expected the epoch after the last phase, found -1", "end_epoch")
         if self.update_frequency == -1:
             raise FieldError("expected the length of a phase in epochs, found -1", "update_frequency")
         return self
@@ -90,9 +75,7 @@ class ACDCPruningModifier(DynamicPruningModifier):
         phases = max(1, math.ceil(round(length / self.update_frequency, 9)))
         return phase % 2 == 1 or phase >= phases - 1
 
-    def sparsity_at(self, epoch: float) -> float | None:
-        if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):
-            return None
+    def scheduled(self, epoch: float) -> float | None:
         phase = math.floor(round((epoch - max(self.start_epoch, 0.0)) / self.update_frequency, 9))
         return self.compression_sparsity if self.is_sparse(phase) else 0.0
 
@@ -114,7 +97,6 @@ class ACDCPruningModifier(DynamicPruningModifier):
         super().end(run)
 
 
-@register
 class RigLPruningModifier(DynamicPruningModifier):
     """Drop the smallest weights, grow where gradients are largest, at constant sparsity (Evci et al. 2020).
 
@@ -132,15 +114,7 @@ class RigLPruningModifier(DynamicPruningModifier):
     grad_sampler_kwargs: dict[str, object] = Field(default_factory=dict)
     momentum_buffer_reset: bool = True
 
-    @model_validator(mode="after")
-    def _ends(self) -> Self:
-        if self.end_epoch == -1:
-            raise FieldError("expected the epoch after the last exchange of weights, found -1", "end_epoch")
-        return self
-
-    def sparsity_at(self, epoch: float) -> float | None:
-        if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):
-            return None
+    def scheduled(self, epoch: float) -> float | None:
         return self.final_sparsity
 
     def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
@@ -204,7 +178,6 @@ class RigLPruningModifier(DynamicPruningModifier):
         return (stay | grown).reshape(keep.shape)
 
 
-@register
 class TopKASTPruningModifier(DynamicPruningModifier):
     """Run forward on the largest weights, train a larger set (Jayakumar et al. 2021).
 
@@ -215,6 +188,7 @@ class TopKASTPruningModifier(DynamicPruningModifier):
     any_pattern: ClassVar[bool] = False
     _sparsity_field: ClassVar[str] = "forward_sparsity"
 
+    end_epoch: Epoch = Field(default=...)
     forward_sparsity: Sparsity
     backward_sparsity: Sparsity
     active_weight_decay: WeightDecay = 1e-4
@@ -228,9 +202,7 @@ class TopKASTPruningModifier(DynamicPruningModifier):
             )
         return self
 
-    def sparsity_at(self, epoch: float) -> float | None:
-        if epoch < self.start_epoch or (self.end_epoch != -1 and epoch >= self.end_epoch and not self.leave_enabled):
-            return None
+    def scheduled(self, epoch: float) -> float | None:
         return self.forward_sparsity
 
     def state_fields(self, run: Run) -> Mapping[str, StateField]:
@@ -295,7 +267,6 @@ class TopKASTPruningModifier(DynamicPruningModifier):
         super().end(run)
 
 
-@register
 class ADMMPruningModifier(DynamicPruningModifier):
     """Pull the weights towards a pattern during training, then prune to it (Zhang et al. 2018).
 
@@ -308,15 +279,7 @@ class ADMMPruningModifier(DynamicPruningModifier):
     final_sparsity: Sparsity
     rho: PositiveFactor = 1e-2
 
-    @model_validator(mode="after")
-    def _ends(self) -> Self:
-        if self.end_epoch == -1:
-            raise FieldError("expected the epoch at which the weights are pruned, found -1", "end_epoch")
-        return self
-
-    def sparsity_at(self, epoch: float) -> float | None:
-        if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):
-            return None
+    def scheduled(self, epoch: float) -> float | None:
         return self.final_sparsity if epoch >= self.end_epoch else 0.0
 
     def state_fields(self, run: Run) -> Mapping[str, StateField]:

@@ -173,14 +173,6 @@ class Pools:
                 keep[pools[key].span] = kept
         return {name: keep[self.units[name]].to(score.device) for name, score in scores.items()}
 
-    def emptied(self, kept: Mapping[str, Tensor]) -> list[str]:
-        """The first weight of each pool that has no filter left, given the kept filters of each weight."""
-        keep = torch.zeros(max((pool.last for pool in self.pools), default=0), dtype=torch.bool)
-        for name, part in kept.items():
-            keep[self.units[name][part.cpu()]] = True
-        known = [pool for pool in self.pools if not kept.keys().isdisjoint(pool.weights) and pool.last > pool.first]
-        return [pool.members[0] for pool in known if not bool(keep[pool.span].any())]
-
     def _ranks(self, scores: Mapping[str, Tensor], relative: bool) -> tuple[Tensor, Tensor]:
         """The mean score of each unit over its weights (the sum, in user-defined pools), and whether it has a score.
 

@@ -17,12 +17,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.optim.adam import adam
-from torch.optim.sgd import sgd
 
 from gossamer.errors import FieldError, ModifierError, Problem
 from gossamer.model import get_module
 from gossamer.model.recalibration import BATCHES, recalibrate, running_means
-from gossamer.modifiers.base import ParamNames, Run, register, to_step
+from gossamer.modifiers.base import EndEpoch, ParamNames, Run, optimizer_settings, sgd_step, to_step
 from gossamer.modifiers.pruning import PruningModifier
 from gossamer.modifiers.state import LARGEST_SETTING, Item, Spec, StateField, by_target, same_names, tensors, vector
 from gossamer.quantities import (
@@ -71,6 +70,7 @@ class LearnedPruningModifier(PruningModifier):
 
     params: ParamNames = Field(default=...)
 
+    any_pattern: ClassVar[bool] = False
     keeps_norms: ClassVar[bool] = False
     learns_sparsity: ClassVar[bool] = True
     learned: ClassVar[str]
@@ -78,12 +78,6 @@ class LearnedPruningModifier(PruningModifier):
 
     def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
         return None  # one budget for all layers
-
-    @model_validator(mode="after")
-    def _single_weights(self) -> Self:
-        if self.mask_type != "unstructured":
-            raise FieldError(f"{self.name} is defined for 'unstructured' only, found {self.mask_type!r}", "mask_type")
-        return self
 
     @abstractmethod
     def value(self, run: Run, name: str) -> Callable[[Tensor, bool], Tensor]:
@@ -127,7 +121,6 @@ class LearnedPruningModifier(PruningModifier):
         super().end(run)
 
 
-@register
 class STRPruningModifier(LearnedPruningModifier):
     """Learned soft thresholds, one per weight tensor (Kusupati et al. 2020).
 
@@ -175,10 +168,9 @@ class STRPruningModifier(LearnedPruningModifier):
         """The epoch at which the final sparsity is reached."""
         return (max(self.start_epoch, 0.0) + self.end_epoch) / 2
 
-    def sparsity_at(self, epoch: float) -> float | None:
+    def scheduled(self, epoch: float) -> float | None:
         """The minimum at an epoch; gradients may raise it, up to the final sparsity."""
-        ended = epoch >= self.end_epoch and not self.leave_enabled
-        if self.final_sparsity is None or epoch < self.start_epoch or ended:
+        if self.final_sparsity is None:
             return None
         start = max(self.start_epoch, 0.0)
         x = 1.0 if epoch >= self.ramp_end else (epoch - start) / (self.ramp_end - start)
@@ -211,28 +203,15 @@ class STRPruningModifier(LearnedPruningModifier):
         """One step on each s, with the arithmetic of `torch.optim.SGD`."""
         thresholds: dict[str, Tensor] = run.state["thresholds"]
         momenta: dict[str, Tensor] = run.state["momenta"]
-        settings = _settings(run)
+        settings = optimizer_settings(run)
+        decay = self.st_decay if self.final_sparsity is None else 0.0
         for name in self.names(run):
             gradient, weight = run.weights.gradient(name), run.weights.parameter(name)
             rate, momentum = settings.get(weight, (None, 0.0))
             rate = rate if self.st_lr is None else self.st_lr
-            if gradient is None or rate is None:
-                continue
-            s = thresholds[name] = thresholds[name].to(weight.device)
-            buffers = [momenta[name].to(s.device) if name in momenta else None]
-            sgd(
-                [s],
-                [threshold_gradient(weight, gradient, s)],
-                buffers,
-                lr=rate,
-                momentum=momentum,
-                weight_decay=self.st_decay if self.final_sparsity is None else 0.0,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-            )
-            if buffers[0] is not None:
-                momenta[name] = buffers[0]
+            if gradient is not None and rate is not None:
+                s = thresholds[name] = thresholds[name].to(weight.device)
+                sgd_step(s, threshold_gradient(weight, gradient, s), momenta, name, (rate, momentum), decay)
 
     def after_step(self, run: Run) -> None:
         if self.final_sparsity is not None:
@@ -291,16 +270,6 @@ def effective_sparsity(run: Run) -> float:
     return 1 - kept / max(sum(weight.numel() for weight in weights.values()), 1)
 
 
-def _settings(run: Run) -> dict[Tensor, tuple[float, float]]:
-    """The optimizer's learning rate and momentum (Adam: first beta) of each parameter."""
-    found: dict[Tensor, tuple[float, float]] = {}
-    for group in run.optimizer.param_groups:
-        setting = float(group["lr"]), float(group.get("momentum", group.get("betas", (0.0,))[0]))
-        found.update(dict.fromkeys(group["params"], setting))
-    return found
-
-
-@register
 class ProbMaskPruningModifier(LearnedPruningModifier):
     """A learned probability to keep each weight, under one budget for all layers (Zhou et al. 2021).
 
@@ -314,7 +283,7 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
     recalibrates: ClassVar[bool] = True
 
     start_epoch: Epoch = Field(default=...)
-    end_epoch: Epoch = Field(default=...)
+    end_epoch: EndEpoch = Field(default=...)
     init_sparsity: Sparsity = 0.0
     final_sparsity: Sparsity
     finetune_epoch: Epoch | None = None
@@ -328,8 +297,6 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
-        if self.end_epoch == -1:
-            raise FieldError("expected the epoch at which the mask becomes final, found -1", "end_epoch")
         if self.finetune_epoch is not None and not self.start_epoch <= self.finetune_epoch <= self.end_epoch:
             between = f"an epoch from start_epoch ({self.start_epoch:g}) to end_epoch ({self.end_epoch:g})"
             raise FieldError(f"expected {between}, found {self.finetune_epoch:g}", "finetune_epoch")
@@ -349,9 +316,7 @@ class ProbMaskPruningModifier(LearnedPruningModifier):
         start = max(self.start_epoch, 0.0)
         return start, (start + self.end_epoch) / 2 if self.finetune_epoch is None else self.finetune_epoch
 
-    def sparsity_at(self, epoch: float) -> float | None:
-        if epoch < self.start_epoch or (epoch >= self.end_epoch and not self.leave_enabled):
-            return None
+    def scheduled(self, epoch: float) -> float | None:
         start, final = self.ramp
         x = 1.0 if epoch >= final else (epoch - start) / (final - start)
         return interpolate(self.init_sparsity, self.final_sparsity, x)

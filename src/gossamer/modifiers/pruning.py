@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Self
 
+import torch
 from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
@@ -28,9 +29,8 @@ from gossamer.model import (
 )
 from gossamer.model.parameters import TIED, with_norms_kept
 from gossamer.model.weights import WHOLE
-from gossamer.modifiers.base import ExcludedNames, Modifier, ParamName, ParamNames, Run, register
+from gossamer.modifiers.base import EXCLUDED, Certainty, ExcludedNames, Modifier, Outlook, ParamName, ParamNames, Run
 from gossamer.modifiers.filters import SAVED, FilterPlan, hold_vectors, is_held, leaves, plan_filters
-from gossamer.modifiers.outlook import Certainty, Outlook, pattern_zeros
 from gossamer.modifiers.scoring import outputs_first
 from gossamer.modifiers.state import LARGEST_WEIGHT, StateField, tensors
 from gossamer.quantities import Sparsity
@@ -48,7 +48,6 @@ from gossamer.sparse import (
 )
 from gossamer.sparse.masks import refuse_nan
 
-EXCLUDED = "excluded"
 logger = logging.getLogger("gossamer")
 
 
@@ -79,9 +78,33 @@ class PruningModifier(Modifier):
     keeps_norms: ClassVar[bool] = True
     """Whether its masks keep a weight in every row that weight norm normalizes."""
 
+    any_pattern: ClassVar[bool] = True
+    """False when the method is defined for single weights only."""
+
+    @model_validator(mode="after")
+    def _fits_the_method(self) -> Self:
+        if not self.any_pattern and self.mask_type != "unstructured":
+            raise FieldError(f"{self.name} is defined for 'unstructured' only, found {self.mask_type!r}", "mask_type")
+        return self
+
+    def check_final(self, sparsity: float, field: str) -> None:
+        """Raise if an N:M pattern means another sparsity."""
+        if isinstance(self.pattern, NM) and abs(sparsity - self.pattern.sparsity) > 1e-6:
+            raise FieldError(f"mask_type {self.mask_type} means {self.pattern.sparsity:g}, found {sparsity:g}", field)
+
     @property
     def pattern(self) -> Pattern:
         return parse_pattern(self.mask_type)
+
+    def sparsity_at(self, epoch: float) -> float | None:
+        released = self.released_epoch
+        if epoch < self.start_epoch or (released is not None and epoch >= released):
+            return None
+        return self.scheduled(epoch)
+
+    def scheduled(self, epoch: float) -> float | None:
+        """The sparsity at an epoch while masks are held; None where this modifier sets none."""
+        return None
 
     @property
     def released_epoch(self) -> float | None:
@@ -263,27 +286,12 @@ class PruningModifier(Modifier):
             units = {name: self.pattern.unit_scores(score) for name, score in rows.items()}
             numels = {name: score.numel() for name, score in rows.items()}
             parts = filters.pools.keep(units, sparsity, self.caps(run), numels)
-            if not isinstance(sparsity, Mapping):
-                self._report_emptied(run, filters.pools.emptied(parts))
             kept = {name: self.pattern.expand(part, rows[name].shape) for name, part in parts.items()}
         elif isinstance(sparsity, Mapping):
             kept = {name: self.pattern.mask(score, sparsity[name]) for name, score in rows.items()}
         else:
             kept = global_masks(rows, self.pattern, sparsity, self.caps(run))
         return {name: self._rows(run, name, keep).contiguous() for name, keep in kept.items()}
-
-    def _report_emptied(self, run: Run, names: Sequence[str]) -> None:
-        """Warn once per layer that all its filters or channels are pruned."""
-        known: set[str] = run.scratch.setdefault("emptied", set())
-        if fresh := [name for name in names if name not in known]:
-            known.update(fresh)
-            logger.warning(
-                "%s prunes every %s of %s: the other layers have too few to reach the sparsity over all layers; "
-                "set max_layer_sparsity, or a lower sparsity",
-                self.name,
-                "channel" if isinstance(self.pattern, Channel) else "filter",
-                ", ".join(f"'{name}'" for name in fresh),
-            )
 
     def caps(self, run: Run) -> float | Mapping[str, float]:
         """With one threshold over all layers: the largest sparsity of every layer, or by layer."""
@@ -377,7 +385,6 @@ class RankedPruningModifier(PruningModifier):
         return found
 
 
-@register
 class ConstantPruningModifier(PruningModifier):
     """Mask the zeros that the weights have at the start."""
 
@@ -407,3 +414,17 @@ class ConstantPruningModifier(PruningModifier):
 
     def end(self, run: Run) -> None:
         self.release(run)
+
+
+def pattern_zeros(pattern: Pattern, shape: Sequence[int], sparsity: float) -> int:
+    """How many weights `(out, in, …)` a pattern zeroes at a sparsity, to the last one.
+
+    >>> from gossamer.sparse import Filter
+    >>> pattern_zeros(NM(2, 4), (8, 16, 3, 3), 0.5), pattern_zeros(Filter(), (10, 7), 0.25)
+    (576, 14)
+    """
+    size = math.prod(shape)
+    if isinstance(pattern, NM):
+        return size // pattern.m * (pattern.m - pattern.n) if pattern.reached(sparsity) else zero_count(size, sparsity)
+    units = pattern.unit_scores(torch.empty(tuple(shape), device="meta")).numel()
+    return zero_count(units, sparsity) * size // max(units, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, cast
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from gossamer.errors import FieldError, GossamerError, Key, ModifierError, Problem
 from gossamer.model import named_modules, prunable
+from gossamer.model.tracing.tracer import batch_arguments
 from gossamer.model.weights import check_values
-from gossamer.modifiers.base import Modifier, Run, register, to_step
+from gossamer.modifiers.base import Modifier, Run, to_step
 from gossamer.modifiers.state import Item, Layout, Spec, StateField
 from gossamer.quantities import CountOrZero, Epoch
-from gossamer.quantization import Numbers, Rules, Scheme, scheme_of
+from gossamer.quantization import Rules, Scheme, scheme_of
 from gossamer.quantization.schemes import BITS
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ _FLOATS = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.EmbeddingBag)
 logger = logging.getLogger("gossamer")
 
 
-@register
 class QuantizationModifier(Modifier):
     """Quantization-aware training from `start_epoch` on; it has no end."""
 
@@ -181,7 +181,7 @@ class QuantizationModifier(Modifier):
         run.state["ranges"] = {} if before is None else dict(before.ranges)
         self.restore(run)
         self._calibrate(run)
-        logger.info("%s: emulating %s from step %d on", self.name, self._describe(), run.clock.step)
+        logger.info("%s: emulating integers from step %d on", self.name, run.clock.step)
 
     def restore(self, run: Run) -> None:
         from gossamer.quantization import Emulation, emulation_of
@@ -269,14 +269,6 @@ class QuantizationModifier(Modifier):
                 more,
             )
 
-    def _describe(self) -> str:
-        base = self._base()
-
-        def bits(numbers: Numbers | None) -> str:
-            return "floats" if numbers is None else f"{numbers.bits - numbers.reduced} bits"
-
-        return f"{bits(base.inputs)} for activations and {bits(base.weights)} for weights"
-
 
 def _ranges(item: Item, layout: Layout) -> dict[str, Tensor]:
     """By call site: the minimum and maximum."""
@@ -297,19 +289,9 @@ def _reached(epoch: float | None, run: Run) -> bool:
 
 
 def _call(module: nn.Module, batch: Any) -> None:
-    """Run a batch: a tensor, a mapping of arguments, or a sequence that begins with the inputs."""
-    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-
-    def moved(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
-
     try:
-        if isinstance(batch, Mapping):
-            module(**{key: moved(value) for key, value in cast(Mapping[str, Any], batch).items()})
-        elif isinstance(batch, tuple | list) and batch:
-            module(moved(cast(Sequence[Any], batch)[0]))
-        else:
-            module(moved(batch))
+        args, kwargs = batch_arguments(batch, module)
+        module(*args, **kwargs)
     except (TypeError, RuntimeError) as error:
         raise ModifierError(
             f"calibration_data: the model does not accept a batch ({error}); pass tensors, pairs of inputs and "

@@ -252,11 +252,6 @@ def numbers(least: float = -LARGEST, most: float = LARGEST, *, required: bool = 
     return StateField(lambda item, _: [value.number(least, most) for value in item.items()], required)
 
 
-def text(*, required: bool = False) -> StateField:
-    """Text of any length."""
-    return StateField(lambda item, _: item.text(), required)
-
-
 def vector(*, required: bool = False) -> StateField:
     """A tensor of one dimension and any length, as float32."""
     return StateField(_vector, required)

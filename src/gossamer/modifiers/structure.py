@@ -13,23 +13,20 @@ from gossamer.errors import FieldError, ModifierError, Problem, nearest
 from gossamer.model import ALL_PRUNABLE, get_module, layer_path, match, named_modules, named_parameters, prunable
 from gossamer.model.parameters import hint
 from gossamer.model.regex import PREFIX, matching
-from gossamer.model.thin.cuts import spread_over_processes
 from gossamer.modifiers.base import (
     LayerNames,
     Modifier,
+    Outlook,
     ParamNames,
     Run,
     check_gradients_may_vanish,
-    register,
     to_step,
 )
 from gossamer.modifiers.gradual import GMPruningModifier
-from gossamer.modifiers.outlook import Outlook
 from gossamer.modifiers.state import Item, Layout, Spec, StateField
 from gossamer.quantities import Epoch
 
 
-@register
 class StructuredPruningModifier(GMPruningModifier):
     """Gradual pruning of whole filters or input channels.
 
@@ -74,7 +71,6 @@ class StructuredPruningModifier(GMPruningModifier):
         return self.pattern.unit_scores(self._rows(run, name, run.weights.parameter(name).detach())).numel()
 
 
-@register
 class LayerPruningModifier(Modifier):
     """Replace layers by `Identity` from start to end; they are restored with their weights at the end."""
 
@@ -95,7 +91,7 @@ class LayerPruningModifier(Modifier):
             else:
                 hits = [item] if item in names else []
             if not hits:
-                close = hint(item, names, [ALL_PRUNABLE], whole=True) or nearest(item, names)
+                close = hint(item, [ALL_PRUNABLE]) or nearest(item, names)
                 raise ModifierError(f"'{item}' matches none of {len(names)} modules{close}", "layers")
             matches += hits
         return [name for name in dict.fromkeys(matches) if not any(name.startswith(f"{other}.") for other in matches)]
@@ -163,7 +159,6 @@ class LayerPruningModifier(Modifier):
                 _replace(run.module, name, nn.Identity())
 
 
-@register
 class LayerThinningModifier(Modifier):
     """Remove filters and channels that are entirely zero from the model, which then trains on with fewer parameters.
 
@@ -211,6 +206,8 @@ class LayerThinningModifier(Modifier):
         return self.with_fields(start_epoch=start, **({"update_epochs": later} if later else {}))
 
     def bind(self, run: Run) -> list[str]:
+        from gossamer.model.thin.cuts import spread_over_processes
+
         if reason := spread_over_processes(run.distributed.module):
             raise ModifierError(f"filters cannot be removed: {reason}; thin the model after the run")
         return match(run.module, self.params)

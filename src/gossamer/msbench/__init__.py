@@ -25,28 +25,7 @@ from gossamer.msbench.sparsers import FakeSparse
 __all__ = ["PRESETS", "BaseScheduler", "FakeSparse", "MaskGenerator", "build_sparse_scheduler", "register"]
 
 _BASES: dict[str, type] = {"mask_generator": MaskGenerator, "fake_sparse": FakeSparse, "scheduler": BaseScheduler}
-_BUILT_IN: dict[str, tuple[type, ...]] = {
-    "mask_generator": (
-        generators.NormalMaskGenerator,
-        generators.ProbMaskGenerator,
-        generators.STRMaskGenerator,
-        generators.NMMaskGenerator,
-        generators.FPGMMaskGenerator,
-        generators.NuclearMaskGenerator,
-    ),
-    "fake_sparse": (FakeSparse, sparsers.ProbMaskFakeSparse, sparsers.STRFakeSparse),
-    "scheduler": (
-        BaseScheduler,
-        schedulers.AmbaLevelPruneScheduler,
-        schedulers.AmpereScheduler,
-        schedulers.ProbMaskPruneScheduler,
-        schedulers.STRScheduler,
-        schedulers.ADMMScheduler,
-    ),
-}
-_classes: dict[str, dict[str, type]] = {
-    part: {kind.__name__: kind for kind in kinds} for part, kinds in _BUILT_IN.items()
-}
+_classes: dict[str, dict[str, type]] = {part: {} for part in _BASES}
 K = TypeVar("K", bound=type)
 
 
@@ -68,6 +47,26 @@ def register(cls: K) -> K:
             return cls
     names = ", ".join(base.__name__ for base in _BASES.values())
     raise GossamerError(f"register: expected a subclass of one of {names}, found {cls!r}")
+
+
+for _class in (
+    generators.NormalMaskGenerator,
+    generators.ProbMaskGenerator,
+    generators.STRMaskGenerator,
+    generators.NMMaskGenerator,
+    generators.FPGMMaskGenerator,
+    generators.NuclearMaskGenerator,
+    FakeSparse,
+    sparsers.ProbMaskFakeSparse,
+    sparsers.STRFakeSparse,
+    BaseScheduler,
+    schedulers.AmbaLevelPruneScheduler,
+    schedulers.AmpereScheduler,
+    schedulers.ProbMaskPruneScheduler,
+    schedulers.STRScheduler,
+    schedulers.ADMMScheduler,
+):
+    register(_class)
 
 
 class _Presets(Mapping[str, dict[str, Any]]):

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from pydantic import ValidationError
@@ -37,18 +37,16 @@ from gossamer.model import (
     prunable,
     unwrap,
 )
+from gossamer.model.weights import duplicate
 from gossamer.modifiers import EpochRangeModifier, LevelPruningModifier, Modifier, STRPruningModifier
-from gossamer.modifiers.base import registered
+from gossamer.modifiers.base import known_names
 from gossamer.modifiers.state import Item, Spec
 from gossamer.msbench import generators, sparsers
 from gossamer.msbench.config import LOCATION, Config
 from gossamer.msbench.generators import GeneratedLevels, MaskGenerator
-from gossamer.msbench.tracing import check_leaves, leaf_names, traced
+from gossamer.msbench.tracing import check_leaves, traced
 from gossamer.recipe import Recipe
 from gossamer.validation import problems_of
-
-if TYPE_CHECKING:
-    from gossamer.analysis.layers import LayerReport
 
 M = TypeVar("M", bound=Modifier)
 logger = logging.getLogger("gossamer.msbench")
@@ -87,7 +85,7 @@ class BaseScheduler:
         self.skipped: dict[str, str] = {}
         self.example_inputs: Any = None
         self.in_parts = False
-        """Whether the model is traced in parts, its `networks`."""
+        """Whether `networks` were given."""
         self._reference: weakref.ref[nn.Module] | None = None
         self._run: TrainingRun | None = None
         self._begun = False
@@ -97,7 +95,7 @@ class BaseScheduler:
         self._untrained: set[int] = set()
         """The ids of learned parameters that no optimizer has stepped yet."""
         self._exported = Masks()
-        """The zeros to hold if training continues after the export."""
+        """The zeros of the exported model, for copies of it that are exported later."""
 
     # Calls of a training script
 
@@ -112,10 +110,9 @@ class BaseScheduler:
         """Bind the scheduler to a model; returns the model, traced if torch.fx represents it correctly.
 
         Weights keep their values and names. A `config` overrides parts of the scheduler's own. Build the optimizer
-        after this call, because methods that learn add parameters. `networks` are modules over the layers of a model
-        that cannot be traced as a whole, such as a detector: they are traced instead, the model is returned as it is,
-        and layers outside of them are not pruned. `example_inputs` are used to trace the model when channels are
-        permuted or filters depend on each other.
+        after this call, because methods that learn add parameters. `networks` are parts of a model that cannot be
+        traced as a whole, such as a detector: the model is returned as it is, and layers outside of them are not
+        pruned. `example_inputs` are used to trace the model when channels are permuted or filters depend on each other.
         """
         expect_model(model, "prepare_sparse_model")
         if config is not None:
@@ -128,23 +125,23 @@ class BaseScheduler:
                 f"prepare_sparse_model: {self.sparser.__name__} adds parameters, which {type(model).__name__} around "
                 "the model would not train; prepare the model first, then wrap it"
             )
+        check_leaves([model, *(networks or {}).values()], self.config.leaves)
+        prepared = model
         if networks is not None:
-            self._trace_networks(model, networks)
-            prepared = model
-        else:
-            prepared = traced(model, self.config.leaves) if self.traces and owner is model else model
+            inside = {id(parameter) for network in networks.values() for parameter in network.parameters()}
+            outside = [name for name in prunable(owner) if id(get_parameter(owner, name)) not in inside]
+            self.exclude = [*self.exclude, *outside]
+        elif self.traces and owner is model:
+            prepared = traced(model, self.config.leaves)
         self.example_inputs, self.in_parts = example_inputs, networks is not None
-        for scheduler in list(_schedulers):
-            scheduler.release(model)
         self._exported = Masks()
         self.install(prepared)
         self._untrained = {id(p) for node in sparsers.nodes(unwrap(prepared)).values() for p in node.parameters()}
         self._reference = weakref.ref(unwrap(prepared))
-        _schedulers.add(self)
         self._watch = StepWatch(unwrap(prepared), self._before_step, self._after_step)
         return prepared
 
-    def prune_model(self, model: nn.Module, iteration: int) -> dict[str, Tensor]:
+    def prune_model(self, model: nn.Module, iteration: int) -> None:
         """Prune as scheduled for an iteration, counted from 0; call it once in each, preferably at its start."""
         self._check_prepared(model, "prune_model")
         if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -154,10 +151,9 @@ class BaseScheduler:
                 f"prune_model: iteration {iteration} is before {self.iteration}, which was already pruned for; "
                 "use a new scheduler for a new training, or load_state_dict to resume"
             )
-        result = self.advance(model, iteration)
+        self.advance(model, iteration)
         self.iteration = iteration
         self._warn_untrained()
-        return result or {}
 
     def init_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Set the optimizer. Without this call, it is the first one that steps and has parameters of the model."""
@@ -181,9 +177,9 @@ class BaseScheduler:
     def export_sparse_model(self, model: nn.Module) -> nn.Module:
         """Write the zeros into the weights and remove the sparsers, in place.
 
-        The zeros are held if training continues, as long as the scheduler exists and no other one prepares the model.
-        A copy of the prepared model, such as an average, can be exported too, before or after it. Warns if
-        `prune_model` was not called up to the length that the config sets.
+        This ends the pruning: further optimizer steps change all weights. A copy of the prepared model, such as an
+        average, can be exported too, before or after it. Warns if `prune_model` was not called up to the length that
+        the config sets.
         """
         owner = self._check_copy(model, "export_sparse_model")
         if self.iteration is None and not self._holds_masks and not self.learns:
@@ -198,19 +194,28 @@ class BaseScheduler:
                 held += [name for name in self._run.masks.names() if name not in held]
                 if self._begun:
                     self._run.finish()
-            self._run = None
+            self._run = self._watch = None
             for name in held:
                 weight = get_parameter(owner, name).detach()
                 self._exported.hold(0, name, weight != 0, weight)
             self._warn_early_export(owner)
-            self.exported()
         return model
 
     def export_sparse_onnx(self, model: nn.Module, dummy_input: Any, onnx_name: str | os.PathLike[str]) -> str:
-        """Write `onnx_name`.onnx with the zeros in the weights, and return its path; the model is not changed."""
-        from gossamer.msbench.onnx import write
+        """Write `onnx_name`.onnx with the zeros in the weights, and return its path; the model is not changed.
 
-        return write(self, model, dummy_input, onnx_name)
+        The batch dimension is dynamic. If the model supports only one batch size, so does the file, with a warning.
+        """
+        from gossamer.export import to_onnx
+
+        copy = self.export_sparse_model(duplicate(unwrap(model)))
+        target = f"{os.fspath(onnx_name).removesuffix('.onnx')}.onnx"
+        try:
+            return str(to_onnx(copy, target, dummy_input))
+        except GossamerError as error:
+            path = to_onnx(copy, target, dummy_input, dynamic_batch=False)  # raises if the batch is not the cause
+            logger.warning("%s: the file supports only the batch size of the example: %s", target, error)
+            return str(path)
 
     def compute_sparse_rate(self, model: nn.Module) -> float:
         """The measured share of zeros in the layers that are pruned; 0.0 if they have no weights."""
@@ -253,10 +258,6 @@ class BaseScheduler:
         model = self.prepared
         order = [*prunable(model), *left_dense(model)] if model is not None else []
         return {layer_path(name): reasons[name] for name in order if name in reasons}
-
-    def sparse_analysis(self, model: nn.Module) -> LayerReport:
-        """The effect of the config on each layer; for levels."""
-        raise GossamerError(f"sparse_analysis: {type(self).__name__} has no levels to analyse")
 
     def recipe(self, steps_per_epoch: float = 1.0) -> Recipe:
         """The config as a recipe; a manager that runs it ends with the same weights."""
@@ -413,7 +414,7 @@ class BaseScheduler:
     def make_sparser(self, weight: Tensor) -> sparsers.FakeSparse:
         return self.sparser(weight, self.generator, **self.config.kwargs["fake_sparse"])
 
-    def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
+    def advance(self, model: nn.Module, iteration: int) -> None:
         """Prune as scheduled for an iteration."""
         if self._run is not None:
             with self.config_errors():
@@ -421,21 +422,8 @@ class BaseScheduler:
             self._begun = True
             self._run.apply_masks()
 
-    def before_step(self) -> None:
-        """Called with the gradients computed, before the optimizer's step."""
-
     def after_step(self) -> None:
         """Called after each step of an optimizer that trains the model."""
-
-    def exported(self) -> None:
-        """Called when the prepared model itself was exported."""
-
-    def release(self, model: nn.Module) -> None:
-        """Stop holding the zeros of an exported model, because another scheduler prepares it."""
-        parameters = {id(parameter) for parameter in model.parameters()}
-        exported = self.prepared
-        if exported is not None and any(id(parameter) in parameters for parameter in exported.parameters()):
-            self._exported = Masks()
 
     @contextmanager
     def config_errors(self) -> Generator[None]:
@@ -457,7 +445,7 @@ class BaseScheduler:
 
     def _problem(self, problem: Problem) -> Problem:
         """A problem of a modifier as one of the config."""
-        key = problem.key[1:] if problem.key and problem.key[0] in registered() else problem.key
+        key = problem.key[1:] if problem.key and problem.key[0] in known_names() else problem.key
         keys = {"exclude": (*KWARGS, "no_prune_layer"), **self.field_keys}
         key = (*keys.get(str(key[0]), (key[0],)), *key[1:]) if key else ()
         return replace(problem, key=key, location=LOCATION)
@@ -478,20 +466,6 @@ class BaseScheduler:
             needed, given = self.needs.__name__, self.sparser.__name__
             raise GossamerError(f"{type(self).__name__} needs {needed}, found {given}", "fake_sparse")
 
-    def _trace_networks(self, model: nn.Module, networks: Mapping[str, nn.Module]) -> None:
-        """Trace each network, and exclude layers outside of them."""
-        known = set[str]()
-        for network in networks.values():
-            own = leaf_names(network)
-            known |= own
-            if self.traces:
-                traced(network, [leaf for leaf in self.config.leaves if not isinstance(leaf, str) or leaf in own])
-        check_leaves(model, self.config.leaves, known)
-        inside = {id(parameter) for network in networks.values() for parameter in network.parameters()}
-        owner = unwrap(model)
-        outside = [name for name in prunable(owner) if id(get_parameter(owner, name)) not in inside]
-        self.exclude = [*self.exclude, *outside]
-
     def _new_run(self, model: nn.Module) -> TrainingRun:
         with self.config_errors():
             recipe, example = Recipe.of(self.modifiers(), name=LOCATION.file), self.example_inputs
@@ -504,7 +478,6 @@ class BaseScheduler:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
         self._untrained -= {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self.before_step()
         if self._run is None or not self._begun:
             return None
         if self._run.optimizer is None:
@@ -512,15 +485,13 @@ class BaseScheduler:
         return self._run.before_step(optimizer, args, kwargs)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        model = self.prepared
-        if model is None:
+        if self.prepared is None:
             return
         self._steps += 1
         if self._run is not None and self._begun and optimizer is self._run.optimizer:
             self._run.after_step(optimizer, (), {})
         elif self._run is not None:
             self._run.apply_masks()
-        self._exported.apply(model)
         self.after_step()
 
     def _warn_untrained(self) -> None:
@@ -579,10 +550,6 @@ class BaseScheduler:
             if not has_parameter(owner, name):
                 raise GossamerError(f"{call}: this is not a copy of the prepared model: it has no parameter '{name}'")
         return owner
-
-
-_schedulers: weakref.WeakSet[BaseScheduler] = weakref.WeakSet()
-"""Schedulers that may hold the zeros of a model that they have exported."""
 
 
 # Selection of layers

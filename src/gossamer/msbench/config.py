@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from torch import Tensor
 
 from gossamer.errors import MAX_SUGGESTED, GossamerError, Location, Problems, nearest
 from gossamer.quantities import Sparsity
@@ -47,31 +46,37 @@ class Config:
             if kind is not None:
                 self.types[part] = kind
                 self.kwargs[part] = check_arguments(kind, kwargs, problems, part, "kwargs")
-        self.leaves: list[Any] = list(_leaves(config.get("leaf_module"), problems))
-        self.sparsity: dict[str, Any] = _sparsity(config.get("sparsity"), problems)
+        self.leaves: list[Any] = []
+        leaves = config.get("leaf_module")
+        if isinstance(leaves, list | tuple):
+            self.leaves += cast(Sequence[Any], leaves)
+        elif leaves is not None:
+            problems.add(f"expected a list of classes or dotted names, found {leaves!r}", "leaf_module")
+        self.sparsity: dict[str, Any] = {}
+        sparsity = config.get("sparsity")
+        if isinstance(sparsity, Mapping):
+            entries = cast(Mapping[str, Any], sparsity)
+            self.sparsity = check_arguments(_SparsityArguments, entries, problems, "sparsity")
+        elif sparsity is not None:
+            problems.add(f"expected {{'target_sparsity': …, 'uniform': …}}, found {sparsity!r}", "sparsity")
         problems.raise_if_any()
 
     def overridden(self, given: object) -> dict[str, Any]:
-        """This config with parts replaced by those of another one."""
+        """This config with parts replaced by those of another one; arguments of a part of the same type are merged."""
         merged = {**self.given, **_unnested(given)}
         for part in PARTS:
             own, other = self.given.get(part), merged.get(part)
-            if isinstance(own, Mapping) and isinstance(other, Mapping) and other is not own:
-                merged[part] = _merged(cast(Mapping[str, Any], own), cast(Mapping[str, Any], other))
+            if not (isinstance(own, Mapping) and isinstance(other, Mapping)):
+                continue
+            before, after = cast(Mapping[str, Any], own), cast(Mapping[str, Any], other)
+            kwargs: Any = before.get("kwargs") or {}, after.get("kwargs") or {}
+            if after.get("type", before.get("type")) == before.get("type") and isinstance(kwargs[1], Mapping):
+                merged[part] = {**before, **after, "kwargs": {**kwargs[0], **kwargs[1]}}
         return merged
 
     def custom_classes(self) -> list[str]:
         """The names of registered classes that do not come with Gossamer."""
         return [kind.__name__ for kind in self.types.values() if not kind.__module__.startswith("gossamer.")]
-
-
-def _merged(own: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """A part with the arguments of another over its own, if both are of one type."""
-    if other.get("type", own.get("type")) != own.get("type"):
-        return dict(other)
-    kwargs: Any = (own.get("kwargs") or {}, other.get("kwargs") or {})
-    merged = {**kwargs[0], **kwargs[1]} if all(isinstance(part, Mapping) for part in kwargs) else other.get("kwargs")
-    return {**own, **other, "kwargs": merged}
 
 
 def _unnested(given: object) -> dict[str, Any]:
@@ -113,7 +118,6 @@ def _part(
 def check_arguments(kind: type, given: Mapping[str, Any], problems: Problems, *key: str) -> dict[str, Any]:
     """Arguments of a class converted to the types that its `__init__` declares; their problems are below `key`."""
     fields = _keyword_fields(kind)
-    own = kind.__module__.startswith("gossamer.")
     fix = f"choose one of {', '.join(fields)}" if fields else f"{kind.__name__} takes no arguments"
     for name in [name for name in given if name not in fields][:MAX_SUGGESTED]:
         if name in _NOT_SUPPORTED:
@@ -125,9 +129,6 @@ def check_arguments(kind: type, given: Mapping[str, Any], problems: Problems, *k
         if name not in given:
             if required:
                 problems.add("missing key", *key, name)
-            continue
-        if own and hint is not Any and _has_tensor(given[name]):
-            problems.add("expected plain numbers or text, found a tensor", *key, name, fix="write its .tolist()")
             continue
         try:
             adapter: TypeAdapter[Any] = TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
@@ -159,35 +160,9 @@ def _keyword_fields(kind: type) -> dict[str, tuple[Any, bool]]:
 
 
 class _SparsityArguments:
-    """The keys of `sparsity` in a config."""
+    """The keys of `sparsity` in a config, which some schedulers use."""
 
     def __init__(self, *, target_sparsity: Sparsity, uniform: bool = True) -> None: ...
-
-
-def _leaves(given: object, problems: Problems) -> Sequence[Any]:
-    if given is None:
-        return []
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        problems.add(f"expected a list of classes or dotted names, found {given!r}", "leaf_module")
-        return []
-    return cast(Sequence[Any], given)
-
-
-def _sparsity(given: object, problems: Problems) -> dict[str, Any]:
-    """`{'target_sparsity': 0.9, 'uniform': True}`, which some schedulers use."""
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping):
-        problems.add(f"expected {{'target_sparsity': …, 'uniform': …}}, found {given!r}", "sparsity")
-        return {}
-    return check_arguments(_SparsityArguments, cast(Mapping[str, Any], given), problems, "sparsity")
-
-
-def _has_tensor(value: object) -> bool:
-    """Whether a value is a tensor or a list with one, which pydantic would convert to numbers."""
-    if isinstance(value, list | tuple):
-        return any(_has_tensor(inner) for inner in cast(Sequence[Any], value))
-    return isinstance(value, Tensor)
 
 
 def copy_config(value: Any) -> Any:

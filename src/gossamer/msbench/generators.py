@@ -21,86 +21,62 @@ from gossamer.sparse.scores import FilterKind, filter_scores
 class MaskGenerator:
     """Computes the mask of one weight; `sparsity` is set before each call of `generate_mask`."""
 
+    pattern_name: str | None = None
+    """The `mask_type` of a recipe that does the same."""
+    score_type: Literal["magnitude"] | FilterKind = "magnitude"
+    """The `score_type` of a recipe that does the same."""
+
     def __init__(self, *, sparsity: Sparsity | None = None) -> None:
         self.sparsity = sparsity
 
     @property
     def mask_type(self) -> str | None:
-        """The `mask_type` of a recipe that does the same; None for a generator that computes its own masks."""
-        return None
-
-    @property
-    def score_type(self) -> Literal["magnitude"] | FilterKind:
-        """The `score_type` of a recipe that does the same."""
-        return "magnitude"
+        """The pattern that the engine computes; None for a generator that computes its own masks."""
+        return self.pattern_name if type(self).generate_mask is MaskGenerator.generate_mask else None
 
     def generate_mask(self, weight: Tensor) -> Tensor:
         """The mask of a weight `(out, in, *kernel)`, in its shape: true or nonzero where it is kept."""
-        raise NotImplementedError(f"{type(self).__name__}.generate_mask: return the mask of a weight")
-
-
-class _PatternGenerator(MaskGenerator):
-    """A pattern with a score."""
-
-    @property
-    def mask_type(self) -> str | None:
-        own = type(self).generate_mask is not _PatternGenerator.generate_mask
-        return None if own else self.pattern_name
-
-    @property
-    def pattern_name(self) -> str:
-        return "unstructured"
-
-    def scores(self, weight: Tensor) -> Tensor:
-        kind = self.score_type
-        return magnitude(weight) if kind == "magnitude" else _spread(filter_scores(weight, kind), weight)
-
-    def generate_mask(self, weight: Tensor) -> Tensor:
+        if self.pattern_name is None:
+            raise NotImplementedError(f"{type(self).__name__}.generate_mask: return the mask of a weight")
         detached, pattern = weight.detach(), parse_pattern(self.pattern_name)
         if pattern.fits(detached.shape) is not None:
             return torch.ones_like(detached, dtype=torch.bool)
-        return pattern.mask(self.scores(detached), self.sparsity or 0.0)
+        if self.score_type == "magnitude":
+            scores = magnitude(detached)
+        else:
+            by_filter = filter_scores(detached, self.score_type)
+            scores = by_filter.reshape(-1, *[1] * (detached.dim() - 1)).expand_as(detached)
+        return pattern.mask(scores, self.sparsity or 0.0)
 
 
-class NormalMaskGenerator(_PatternGenerator):
+class NormalMaskGenerator(MaskGenerator):
     """The smallest weights of a layer; with `structured` whole filters by their norm, p1 or p2."""
 
     def __init__(
         self, *, structured: bool = False, func: Literal["p1", "p2"] | None = None, sparsity: Sparsity | None = None
     ) -> None:
         super().__init__(sparsity=sparsity)
-        self.structured, self.func = structured, func
-
-    @property
-    def pattern_name(self) -> str:
-        return "filter" if self.structured else "unstructured"
-
-    @property
-    def score_type(self) -> Literal["magnitude"] | FilterKind:
-        return "l2" if self.structured and self.func == "p2" else "magnitude"
+        self.pattern_name = "filter" if structured else "unstructured"
+        self.score_type = "l2" if structured and func == "p2" else "magnitude"
 
 
-class NMMaskGenerator(_PatternGenerator):
+class NMMaskGenerator(MaskGenerator):
     """2:4."""
+
+    pattern_name = "2:4"
 
     def __init__(self) -> None:
         super().__init__(sparsity=0.5)
 
-    @property
-    def pattern_name(self) -> str:
-        return "2:4"
 
+class _FilterMaskGenerator(MaskGenerator):
+    pattern_name = "filter"
 
-class _FilterMaskGenerator(_PatternGenerator):
     def __init__(self, *, structured: bool = True, sparsity: Sparsity | None = None) -> None:
         super().__init__(sparsity=sparsity)
         if not structured:
             message = f"{type(self).__name__} prunes whole filters; structured must be True"
             raise GossamerError(message, "mask_generator", "kwargs", "structured")
-
-    @property
-    def pattern_name(self) -> str:
-        return "filter"
 
 
 FPGM: dict[str, FilterKind] = {"l1": "fpgm_l1", "l2": "fpgm_l2", "cos": "fpgm_cos"}
@@ -113,39 +89,32 @@ class FPGMMaskGenerator(_FilterMaskGenerator):
         self, *, structured: bool = True, func: Literal["l1", "l2", "cos"] = "l2", sparsity: Sparsity | None = None
     ) -> None:
         super().__init__(structured=structured, sparsity=sparsity)
-        self.func: Literal["l1", "l2", "cos"] = func
-
-    @property
-    def score_type(self) -> Literal["magnitude"] | FilterKind:
-        return FPGM[self.func]
+        self.score_type = FPGM[func]
 
 
 class NuclearMaskGenerator(_FilterMaskGenerator):
     """The filters whose removal reduces the layer's nuclear norm least."""
 
+    score_type = "nuclear"
+
     def __init__(self, *, structured: bool = True, func: str | None = None, sparsity: Sparsity | None = None) -> None:
         super().__init__(structured=structured, sparsity=sparsity)
 
-    @property
-    def score_type(self) -> Literal["magnitude"] | FilterKind:
-        return "nuclear"
 
-
-class STRMaskGenerator(_PatternGenerator):
+class STRMaskGenerator(MaskGenerator):
     """For STR: learned thresholds decide, not a sparsity."""
 
+    pattern_name = "unstructured"
 
-class ProbMaskGenerator(_PatternGenerator):
+
+class ProbMaskGenerator(MaskGenerator):
     """For ProbMask: learned probabilities decide; `tau` is the first temperature."""
+
+    pattern_name = "unstructured"
 
     def __init__(self, *, tau: Temperature = 1.0) -> None:
         super().__init__()
         self.tau = tau
-
-
-def _spread(scores: Tensor, weight: Tensor) -> Tensor:
-    """The score of each filter for all of its weights."""
-    return scores.reshape(-1, *[1] * (weight.dim() - 1)).expand_as(weight)
 
 
 class GeneratedLevels(LevelPruningModifier):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor, distributed, nn
 
-from gossamer.asp import ASP
-from gossamer.asp.pruner import parse_calculator
+from gossamer.asp import ASP, parse_calculator
 from gossamer.errors import GossamerError, Key, Problem, Problems, within
 from gossamer.io import atomic_write
 from gossamer.model import ALL_PRUNABLE, DEPTHWISE, get_parameter, layer_path, unwrap, weight_of
@@ -53,7 +51,7 @@ if TYPE_CHECKING:
 # Levels
 
 Algorithm = Literal[0, 1, "uniform", "energy", "erk", "global"]
-TABLE: list[float] = [30, 40, 50, 60, 70, 80, 90]
+TABLE: Any = (30, 40, 50, 60, 70, 80, 90)
 ALGORITHMS = ("uniform", "energy")
 """The meaning of the numbers of `prun_algo`."""
 
@@ -75,7 +73,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         config: Config,
         *,
         total_iters: Count = 10000,
-        sparsity_table: list[Percent] | None = None,
+        sparsity_table: Annotated[list[Percent], Field(min_length=1)] = TABLE,
         prun_algo: Algorithm = 1,
         prun_algo_tuning: Factor = 0.5,
         dw_no_prune: bool = False,
@@ -92,9 +90,8 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         **excluded: Any,
     ) -> None:
         super().__init__(config, **excluded)
-        table = TABLE if sparsity_table is None else sparsity_table
-        self._check_table(table, total_iters)
-        self.table = [_share(percent) for percent in table]
+        self._check(sparsity_table, total_iters)
+        self.table = [round(percent / 100, 12) for percent in sparsity_table]  # 0.3, not 0.30000000000000004
         self.total_iters, self.tuning = total_iters, prun_algo_tuning
         allocation = ALGORITHMS[prun_algo] if isinstance(prun_algo, int) else prun_algo
         # With 2:4 all layers have the same sparsity.
@@ -105,20 +102,14 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         self.save_dir = None if save_dir is None else Path(save_dir)
         self.example = default_input_custom if default_input_custom is not None else default_input_shape
         self.init_lr, self.verbose = init_lr, verbose
-        self._closing: weakref.WeakSet[torch.optim.Optimizer] | None = None
-        """In the last iteration: the optimizers whose last step is saved."""
         self.modifiers()  # raises for invalid arguments
 
-    def _check_table(self, table: Sequence[float], total_iters: int) -> None:
+    def _check(self, table: Sequence[float], total_iters: int) -> None:
         problems = Problems()
-        key = (*KWARGS, "sparsity_table")
-        if table and 0 < max(table) < 1:
-            problems.add(f"expected percents, as in 30 for a share of 0.3, found {table}", *key)
-        if any(after <= before for before, after in pairwise(table)):
-            problems.add(f"expected percents that rise, as in [30, 50, 70], found {table}", *key)
-        if not table:
-            problems.add("expected sparsities in percent, as in [30, 50, 70], found none", *key)
-        if total_iters < max(len(table), 1):
+        if 0 < max(table) < 1:
+            message = f"expected percents, as in 30 for a share of 0.3, found {list(table)}"
+            problems.add(message, *KWARGS, "sparsity_table")
+        if total_iters < len(table):
             problems.add(f"{total_iters} iterations are too few for {len(table)} levels", *KWARGS, "total_iters")
         if self.generator.sparsity is not None and not isinstance(self.generator, NMMaskGenerator):
             fix = "set scheduler.kwargs.sparsity_table instead"
@@ -151,8 +142,8 @@ class AmbaLevelPruneScheduler(BaseScheduler):
     def length(self) -> int | None:
         return self.total_iters
 
-    def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
-        """A level is saved when it ends; the last one again after each optimizer's last step."""
+    def advance(self, model: nn.Module, iteration: int) -> None:
+        """A level is saved when it ends; the last one again after each optimizer step of the last iteration."""
         if not self._begun and self.analyse:
             self._write_analysis(self.sparse_analysis(model))
         before, after = self.level, max(n for n, start in enumerate(self.level_starts) if start <= iteration)
@@ -164,21 +155,17 @@ class AmbaLevelPruneScheduler(BaseScheduler):
                 zeros = int((get_parameter(unwrap(model), name) == 0).count_nonzero())
                 logger.info("iteration %d: '%s' has %d zeros", iteration, name, zeros)
         reached = self.iteration is not None and self.iteration + 1 >= self.total_iters
-        self._closing = None
         if iteration + 1 >= self.total_iters and not reached:
             self._save_level(model, after)
-            self._closing = weakref.WeakSet()
 
     @property
     def level(self) -> int | None:
         """The current level, from 0; None before the first."""
         return self._bound.state.get("level") if self._begun and self._bound is not None else None
 
-    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        super()._after_step(optimizer)
+    def after_step(self) -> None:
         model, level = self.prepared, self.level
-        if self._closing is not None and optimizer not in self._closing and model is not None and level is not None:
-            self._closing.add(optimizer)
+        if self.iteration == self.total_iters - 1 and model is not None and level is not None:
             self._save_level(model, level)
 
     def sparse_analysis(self, model: nn.Module) -> LayerReport:
@@ -219,13 +206,8 @@ class AmbaLevelPruneScheduler(BaseScheduler):
             return
         model = unwrap(model)
         path = self.save_dir / f"global_sparse_rate_{self.table[level]}.pth.tar"
-        try:
-            own = model.state_dict()
-        except Exception as error:  # of the model's own code
-            reason = f"{type(error).__name__}: {error}"
-            raise GossamerError(f"{path}: the model's state_dict() fails ({reason}); set save_dir to null") from error
         state = {
-            "model": own,
+            "model": model.state_dict(),
             "prune_step": level,
             "sparse_rate": self.table[level],
             "sparsities": {layer_path(name): share_of_zeros(weight_of(model, name)) for name in self.names},
@@ -237,11 +219,6 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         except (OSError, RuntimeError) as error:
             raise GossamerError(f"{path}: cannot be written: {error}; choose another save_dir") from None
         logger.info("level %d of %d ended: %s", level + 1, len(self.table), path)
-
-
-def _share(percent: float) -> float:
-    """A percentage as the share that one would write: 30 becomes 0.3, not 0.30000000000000004."""
-    return round(percent / 100, 12)
 
 
 def _is_first_rank() -> bool:
@@ -300,7 +277,7 @@ class AmpereScheduler(BaseScheduler):
             ASP.compute_sparse_masks(model, example_inputs=self.example_inputs, parts=self.in_parts)
         self._computed = True
 
-    def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
+    def advance(self, model: nn.Module, iteration: int) -> None:
         if not self._computed:
             raise GossamerError("prune_model: call init_optimizer(optimizer) first, which computes the 2:4 masks")
 
@@ -485,7 +462,7 @@ class ProbMaskPruneScheduler(BaseScheduler):
             return 0.0
         return interpolate(self.start_rate, self.rate, fraction(iteration, self.warmup, self.finetune))
 
-    def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
+    def advance(self, model: nn.Module, iteration: int) -> None:
         if not self._pool.members:
             return
         start: float = getattr(self.generator, "tau", 1.0)
@@ -502,9 +479,11 @@ class ProbMaskPruneScheduler(BaseScheduler):
     def export_sparse_model(self, model: nn.Module) -> nn.Module:
         """As in the base class; warns if batch norm was not recalibrated after training with random masks."""
         prepared = self.prepared
+        super().export_sparse_model(model)
         if prepared is not None and unwrap(model) is prepared:
             warn_of_stale_statistics(prepared, self._statistics, "export_sparse_model")
-        return super().export_sparse_model(model)
+            self._pool = sparsers.Pool(seed=self.seed)
+        return model
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"statistics": dict(self._statistics)}
@@ -514,11 +493,8 @@ class ProbMaskPruneScheduler(BaseScheduler):
         saved = entries["statistics"].fields([], STATISTICS) if "statistics" in entries else {}
         statistics = {key: vector().parse(item, Layout(self.names, {})) for key, item in saved.items()}
         problems = super().load_state_dict(state)
-        self._statistics = statistics if "statistics" in entries else self._statistics
+        self._statistics = statistics or self._statistics
         return problems
-
-    def exported(self) -> None:
-        self._pool = sparsers.Pool(seed=self.seed)
 
 
 # ADMM
@@ -604,7 +580,7 @@ class ADMMScheduler(BaseScheduler):
             raise GossamerError(Problem("the length of the training is not set", KWARGS, fix=fix))
         return super().recipe(steps_per_epoch)
 
-    def advance(self, model: nn.Module, iteration: int) -> dict[str, Tensor] | None:
+    def advance(self, model: nn.Module, iteration: int) -> None:
         if self.lengths[0] is None:
             raise GossamerError("prune_model: call before_run(model, iters_per_epoch, max_iters) first")
         super().advance(model, iteration)

@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,89 +29,50 @@ if TYPE_CHECKING:
     from gossamer.quantization.emulation import Emulation
 
 
-class Role(Enum):
-    """How a function treats its operands."""
-
-    LAYER = auto()
-    """Input and weight are rounded."""
-    EMBEDDING = auto()
-    """The weight is rounded."""
-    SUM = auto()
-    """Both operands are rounded if one of them comes from a convolution."""
-    PRODUCT = auto()
-    """As SUM, for an elementwise product."""
-    MATMUL = auto()
-    """Both operands are rounded if they are batches of matrices."""
-    JOIN = auto()
-    """All operands are rounded if one of them comes from a convolution."""
-    SELECT = auto()
-    """The operand is rounded if it comes from a convolution, and the result has its scale."""
-    AVERAGE = auto()
-    """The operand is rounded if it comes from a convolution."""
-    MOVE = auto()
-    """Changes the shape only: the result has the `TensorInfo` of the operand."""
-    NORM = auto()
-    """Batch norm, which is folded into the convolution before it."""
-    CLIP = auto()
-    """ReLU and similar functions, which are fused into the operation before them, and dropout."""
-    FLOAT = auto()
-    """Computes in floating point: the result of a convolution is rounded before it."""
-    ATTENTION = auto()
-    """A composite Python function, whose inner calls are rounded one by one."""
-
-
-def _methods(*names: str) -> list[Callable[..., Any]]:
+def _named(*names: str) -> list[Callable[..., Any]]:
     """The functions of these names in torch, torch.nn.functional and Tensor, where they exist."""
     namespaces: Iterable[Any] = (torch, Tensor, functional)
     return [getattr(namespace, name) for name in names for namespace in namespaces if hasattr(namespace, name)]
 
 
-_TABLE: Mapping[Role, Iterable[Callable[..., Any]]] = {
-    Role.LAYER: [
-        *_methods("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-        functional.linear,
+_TRANSPOSED = _named("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+_CONVOLUTIONS = [*_named("conv1d", "conv2d", "conv3d"), *_TRANSPOSED]
+_POOLS = [f"{kind}{{}}_pool{n}d" for kind in ("", "adaptive_") for n in "123"]
+_TABLE: Mapping[str, Iterable[Callable[..., Any]]] = {
+    "layer": [*_CONVOLUTIONS, functional.linear],
+    "embedding": [functional.embedding],
+    "sum": _named("add", "add_", "__add__", "__radd__", "__iadd__"),
+    "product": _named("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"),
+    "matmul": _named("matmul", "bmm", "__matmul__", "__rmatmul__"),
+    "join": _named("cat", "concat", "concatenate", "stack"),
+    "select": _named(*(p.format("max") + end for p in _POOLS for end in ("", "_with_indices"))),
+    "average": [*_named(*(p.format("avg") for p in _POOLS)), *_named("mean")],
+    "move": [
+        *_named("flatten", "reshape", "view", "permute", "transpose", "squeeze", "unsqueeze", "contiguous"),
+        *_named("chunk", "split", "__getitem__", "expand", "unbind", "select", "narrow", "movedim", "swapaxes"),
+        *_named("pixel_shuffle", "channel_shuffle", "clone", "detach", "unflatten", "repeat", "tile"),
     ],
-    Role.EMBEDDING: [functional.embedding],
-    Role.SUM: _methods("add", "add_", "__add__", "__radd__", "__iadd__"),
-    Role.PRODUCT: _methods("mul", "mul_", "multiply", "__mul__", "__rmul__", "__imul__"),
-    Role.MATMUL: _methods("matmul", "bmm", "__matmul__", "__rmatmul__"),
-    Role.JOIN: _methods("cat", "concat", "concatenate", "stack"),
-    Role.SELECT: _methods(
-        *(f"{kind}max_pool{n}d" for kind in ("", "adaptive_") for n in "123"),
-        *(f"{kind}max_pool{n}d_with_indices" for kind in ("", "adaptive_") for n in "123"),
-    ),
-    Role.AVERAGE: [
-        *_methods(*(f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in "123")),
-        *_methods("mean"),
+    "fused": [
+        functional.batch_norm,
+        *_named("relu", "relu_", "relu6", "hardtanh", "hardtanh_", "clamp", "clamp_", "clamp_min", "clip"),
+        *_named("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
     ],
-    Role.MOVE: [
-        *_methods("flatten", "reshape", "view", "permute", "transpose", "squeeze", "unsqueeze", "contiguous"),
-        *_methods("chunk", "split", "__getitem__", "expand", "unbind", "select", "narrow", "movedim", "swapaxes"),
-        *_methods("pixel_shuffle", "channel_shuffle", "clone", "detach", "unflatten", "repeat", "tile"),
+    "float": [
+        *_named("silu", "hardswish", "hardsigmoid", "sigmoid", "gelu", "elu", "leaky_relu", "leaky_relu_", "mish"),
+        *_named("tanh", "prelu", "softplus", "softsign", "selu", "celu", "glu", "rrelu", "threshold", "hardshrink"),
+        *_named("silu_", "hardswish_", "hardsigmoid_", "sigmoid_", "elu_", "tanh_", "selu_", "celu_", "threshold_"),
+        *_named("softmax", "log_softmax", "logsigmoid", "exp", "log", "sqrt", "rsqrt", "square", "pow", "__pow__"),
+        *_named("abs", "neg", "sub", "sub_", "rsub", "__sub__", "__rsub__", "div", "div_", "__truediv__"),
+        *_named("maximum", "minimum", "where", "roll", "flip", "pad", "normalize", "cumsum", "sum", "amax", "max"),
+        *_named("layer_norm", "rms_norm", "group_norm", "instance_norm", "local_response_norm"),
+        *_named("interpolate", "upsample", "grid_sample"),
     ],
-    Role.NORM: [functional.batch_norm],
-    Role.CLIP: [
-        *_methods("relu", "relu_", "relu6", "hardtanh", "hardtanh_", "clamp", "clamp_", "clamp_min", "clip"),
-        *_methods("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
-    ],
-    Role.FLOAT: [
-        *_methods("silu", "hardswish", "hardsigmoid", "sigmoid", "gelu", "elu", "leaky_relu", "leaky_relu_", "mish"),
-        *_methods("tanh", "prelu", "softplus", "softsign", "selu", "celu", "glu", "rrelu", "threshold", "hardshrink"),
-        *_methods("silu_", "hardswish_", "hardsigmoid_", "sigmoid_", "elu_", "tanh_", "selu_", "celu_", "threshold_"),
-        *_methods("softmax", "log_softmax", "logsigmoid", "exp", "log", "sqrt", "rsqrt", "square", "pow", "__pow__"),
-        *_methods("abs", "neg", "sub", "sub_", "rsub", "__sub__", "__rsub__", "div", "div_", "__truediv__"),
-        *_methods("maximum", "minimum", "where", "roll", "flip", "pad", "normalize", "cumsum", "sum", "amax", "max"),
-        *_methods("layer_norm", "rms_norm", "group_norm", "instance_norm", "local_response_norm"),
-        *_methods("interpolate", "upsample", "grid_sample"),
-    ],
-    Role.ATTENTION: [functional.multi_head_attention_forward],
+    "attention": [functional.multi_head_attention_forward],
 }
-
-ROLES: Mapping[Callable[..., Any], Role] = {function: role for role, all_ in _TABLE.items() for function in all_}
-IN_PLACE = frozenset({"add_", "mul_", "__iadd__", "__imul__"})
+"""Functions by the method of `Forward` that calls them."""
+_KINDS: Mapping[Callable[..., Any], str] = {function: kind for kind, all_ in _TABLE.items() for function in all_}
+_IN_PLACE = frozenset({"add_", "mul_", "__iadd__", "__imul__"})
 """Names of sums and products that write into their first operand."""
-TRANSPOSED = frozenset(_methods("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
-CONVOLUTIONS = frozenset(set(_TABLE[Role.LAYER]) - {functional.linear})
 
 
 @dataclass(frozen=True)
@@ -286,10 +246,7 @@ def _forwards() -> list[Forward]:
 
 
 class Forward(TorchFunctionMode):
-    """The torch function mode that is active while the outermost module of a model runs.
-
-    `_methods` has the method for each `Role`.
-    """
+    """The torch function mode that is active while the outermost module of a model runs."""
 
     def __init__(self, emulation: Emulation, device: str, training: bool, contexts: ExitStack) -> None:
         super().__init__()
@@ -367,16 +324,19 @@ class Forward(TorchFunctionMode):
         return self._call(func, args, kwargs)
 
     def _call(self, func: Function, args: Args, kwargs: Keywords) -> Any:
-        role = ROLES.get(func)
-        tracing = self._emulation.constants is None and any(_is_fake(value) for value in _arguments(args, kwargs))
-        method = None if role is None or tracing else self._methods[role]
-        result = func(*args, **kwargs) if method is None else method(self, func, args, kwargs)
-        if role is None or "out" in kwargs:
+        kind = _KINDS.get(func)
+        tracing = self._emulation.constants is None and any(
+            isinstance(value, FakeTensor) for value in _arguments(args, kwargs)
+        )
+        method = None if kind is None or tracing else getattr(self, f"_{kind}")
+        result = func(*args, **kwargs) if method is None else method(func, args, kwargs)
+        if kind is None or "out" in kwargs:
             for written in (*args[: _writes(func.__name__)], kwargs.get("out")):
                 self._tensors.record(written)
         return result
 
     def _layer(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        """Convolutions and linear layers: input and weight are rounded."""
         args, kwargs = _positional(args, kwargs, "input", "weight")
         scheme = self._scheme
         if scheme is None:
@@ -387,14 +347,17 @@ class Forward(TorchFunctionMode):
         if scheme.inputs is not None:
             values = self._rounded(values, "input", scheme.inputs)
         if scheme.weights is not None:
-            axis = 0 if func not in TRANSPOSED else 1 if _groups(args, kwargs) == 1 else None
+            # A transposed convolution takes (input, weight, bias, stride, padding, output_padding, groups).
+            groups = int(kwargs.get("groups", args[6] if len(args) > 6 else 1))
+            axis = 0 if func not in _TRANSPOSED else 1 if groups == 1 else None
             weight = self._tensors.weight(weight, self._site("weight"), scheme.weights, axis)
         result = func(values, weight, *args[2:], **kwargs)
-        if func in CONVOLUTIONS:
+        if func in _CONVOLUTIONS:
             self._tensors.record(result, convolved=True, fresh=True)
         return result
 
     def _embedding(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        """The weight is rounded."""
         args, kwargs = _positional(args, kwargs, "input", "weight", "padding_idx", "max_norm", "norm_type")
         scheme = self._scheme
         if scheme is not None and scheme.weights is not None:
@@ -405,10 +368,12 @@ class Forward(TorchFunctionMode):
             args = (indices, self._tensors.weight(weight, self._site("weight"), scheme.weights, None), *rest)
         return func(*args, **kwargs)
 
-    def _pair(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+    def _sum(self, func: Function, args: Args, kwargs: Keywords, kind: str = "sum") -> Any:
+        """Both operands are rounded if one of them comes from a convolution."""
         args, kwargs = _positional(args, kwargs, "input", "other")
-        numbers, pair = self._numbers, args[:2]
-        if numbers is None or not self._is_convolved(pair):
+        pair = args[:2]
+        operands = self._integers(pair, [f"{kind}.0", f"{kind}.1"])
+        if operands is None:
             known = [self._tensors.of(value) for value in pair]
             # A convolution scaled or shifted by a scalar counts as a convolution.
             fresh = any(one.fresh for one in known) and any(isinstance(value, int | float) for value in pair)
@@ -416,9 +381,7 @@ class Forward(TorchFunctionMode):
             result = func(*args, **kwargs)
             self._tensors.record(result, convolved, fresh)
             return result
-        kind = "product" if "mul" in func.__name__ else "sum"
-        operands = [self._rounded(value, f"{kind}.{index}", numbers) for index, value in enumerate(pair)]
-        if func.__name__ in IN_PLACE:
+        if func.__name__ in _IN_PLACE:
             plain = torch.mul if kind == "product" else torch.add
             result = args[0].copy_(plain(*operands, *args[2:], **kwargs))
         else:
@@ -426,7 +389,12 @@ class Forward(TorchFunctionMode):
         self._tensors.record(result, convolved=True)
         return result
 
+    def _product(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        """As a sum, for an elementwise product."""
+        return self._sum(func, args, kwargs, "product")
+
     def _matmul(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        """Both operands are rounded if they are batches of matrices."""
         numbers = self._numbers
         if numbers is None or not all(is_activation(value) and value.dim() > 2 for value in args[:2]):
             return func(*args, **kwargs)
@@ -434,26 +402,25 @@ class Forward(TorchFunctionMode):
         return func(*operands, *args[2:], **kwargs)
 
     def _join(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        """All operands are rounded if one of them comes from a convolution."""
         args, kwargs = _positional(args, kwargs, "tensors")
-        numbers = self._numbers
-        parts: Sequence[Any] = args[0]
-        if numbers is None or not self._is_convolved(parts):
-            return func(*args, **kwargs)
-        operands = [self._rounded(part, f"join.{index}", numbers) for index, part in enumerate(parts)]
-        result = func(operands, *args[1:], **kwargs)
-        self._tensors.record(result, convolved=True)
+        operands = self._integers(args[0], [f"join.{index}" for index in range(len(args[0]))])
+        result = func(args[0] if operands is None else operands, *args[1:], **kwargs)
+        if operands is not None:
+            self._tensors.record(result, convolved=True)
         return result
 
     def _average(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        """The operand is rounded if it comes from a convolution."""
         args, kwargs = _positional(args, kwargs, "input")
-        numbers = self._numbers
-        if numbers is None or not self._is_convolved(args[:1]):
-            return func(*args, **kwargs)
-        result = func(self._rounded(args[0], "pool", numbers), *args[1:], **kwargs)
-        self._tensors.record(result, convolved=True)
+        operands = self._integers(args[:1], ["pool"])
+        result = func(*(operands or args[:1]), *args[1:], **kwargs)
+        if operands is not None:
+            self._tensors.record(result, convolved=True)
         return result
 
     def _select(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        """As an average; the result has the scale of the operand."""
         args, kwargs = _positional(args, kwargs, "input")
         result = self._average(func, args, kwargs)
         known = self._tensors.of(args[0])
@@ -462,6 +429,7 @@ class Forward(TorchFunctionMode):
         return result
 
     def _move(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        """Changes the shape only: the result has the `TensorInfo` of the operand."""
         args, kwargs = _positional(args, kwargs, "input")
         known = self._tensors.of(args[0])
         result = func(*args, **kwargs)
@@ -471,7 +439,8 @@ class Forward(TorchFunctionMode):
                     self._tensors.record(part, known.convolved, known.fresh, known.source)
         return result
 
-    def _norm(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+    def _fused(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        """Batch norm, ReLU and similar functions, which are fused into the operation before them, and dropout."""
         args, kwargs = _positional(args, kwargs, "input")
         known = self._tensors.of(args[0])
         result = func(*args, **kwargs)
@@ -479,6 +448,7 @@ class Forward(TorchFunctionMode):
         return result
 
     def _float(self, func: Function, args: Args, kwargs: Keywords) -> Any:
+        """Computes in floating point: the result of a convolution is rounded before it."""
         args, kwargs = _positional(args, kwargs, "input")
         scheme, operands = self._scheme, list(args)
         known = [self._tensors.of(value) for value in args]
@@ -497,29 +467,14 @@ class Forward(TorchFunctionMode):
         with self:
             return _without_override_check(func)(*args, **kwargs)
 
-    _methods: ClassVar[Mapping[Role, Callable[..., Any]]] = {
-        Role.LAYER: _layer,
-        Role.EMBEDDING: _embedding,
-        Role.SUM: _pair,
-        Role.PRODUCT: _pair,
-        Role.MATMUL: _matmul,
-        Role.JOIN: _join,
-        Role.SELECT: _select,
-        Role.AVERAGE: _average,
-        Role.MOVE: _move,
-        Role.NORM: _norm,
-        Role.CLIP: _norm,
-        Role.FLOAT: _float,
-        Role.ATTENTION: _attention,
-    }
-
-    def _is_convolved(self, values: Sequence[Any]) -> bool:
-        """Whether all are activations, and one of them comes from a convolution."""
-        return all(is_activation(value) for value in values) and any(self._tensors.of(v).convolved for v in values)
-
-
-def _is_fake(value: object) -> bool:
-    return isinstance(value, FakeTensor)
+    def _integers(self, values: Sequence[Any], operands: Sequence[str]) -> list[Any] | None:
+        """The rounded values if all are activations and one of them comes from a convolution, otherwise None."""
+        numbers = self._numbers
+        if numbers is None or not all(is_activation(value) for value in values):
+            return None
+        if not any(self._tensors.of(value).convolved for value in values):
+            return None
+        return [self._rounded(value, operand, numbers) for value, operand in zip(values, operands, strict=True)]
 
 
 def _writes(name: str) -> bool:
@@ -547,19 +502,14 @@ def _positional(args: Args, kwargs: Keywords, *names: str) -> tuple[Args, Keywor
     return args, kwargs
 
 
-def _groups(args: Args, kwargs: Keywords) -> int:
-    """The groups of a transposed convolution: (input, weight, bias, stride, padding, output_padding, groups)."""
-    return int(kwargs.get("groups", args[6] if len(args) > 6 else 1))
-
-
 def _without_override_check(func: Function) -> Function:
     """A copy of the function that does not dispatch to a mode first."""
     source = cast(python_types.FunctionType, func)
-    names: dict[str, Any] = {**source.__globals__, "has_torch_function": _never}
+
+    def never(_: object) -> bool:
+        return False
+
+    names: dict[str, Any] = {**source.__globals__, "has_torch_function": never}
     copy = python_types.FunctionType(source.__code__, names, source.__name__, source.__defaults__, source.__closure__)
     copy.__kwdefaults__ = source.__kwdefaults__
     return copy
-
-
-def _never(_: object) -> bool:
-    return False

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from gossamer.errors import MAX_SUGGESTED, Location, Problem, RecipeError, nearest
 from gossamer.modifiers.base import Modifier
@@ -20,18 +19,16 @@ from gossamer.recipe.nodes import (
     MapNode,
     Node,
     Pair,
-    ScalarNode,
     content_start,
     pairs,
     unaliased,
 )
-from gossamer.recipe.reader import ModifierNode, distinct_name, outline_of
+from gossamer.recipe.reader import distinct_name, outline_of
 from gossamer.recipe.source import Source, SourceProblems, recipe_error
 from gossamer.recipe.variables import names_in
-from gossamer.recipe.writer import entry, entry_head, inline, item_lines, list_lines, plain_data
+from gossamer.recipe.writer import entry, inline, item_lines, list_lines, plain_data, stage_lines
 
 _REST_OF_LINE = re.compile(r"[ \t]*(?:#[^\n]*)?(?=\n|\Z)")
-_COLON = re.compile(r"\s*:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +69,16 @@ def override_variables(source: Source, overrides: Mapping[str, object]) -> Sourc
 def set_field(source: Source, index: int, field: str, value: object) -> Source:
     """The source with one field of one modifier changed or added."""
     written = outline_of(source).modifiers[index]
-    if isinstance(written.item, AliasNode) or isinstance(written.fields, AliasNode):
-        raise recipe_error(source.name, f"{written.name} is used by an alias; write it out to change its '{field}'")
     body = unaliased(written.fields)
     value = plain_data(value)
-    if not isinstance(body, MapNode):
-        return _applied(source, [_first_field(source.text, written, {field: value})])
+    if not isinstance(body, MapNode):  # a modifier without fields: '- !Name', '- Name:' or '- Name'
+        is_bare_name = written.fields is written.item and body.tag is None
+        shown = f"{':' if is_bare_name else ''} {inline({field: value}, literal=False)}"
+        return _applied(source, [_Edit(written.fields.end, written.fields.end, shown)])
     problems = SourceProblems(source)
     own = {pair.key: pair for pair in pairs(body, problems)}
-    if field in own and not own[field].merged:
-        return _applied(source, [_replaced(source.text, own[field], value)])
+    if field in own:
+        return _applied(source, [_set_entry(source.text, body, own[field], value)])
     return _applied(source, [_appended(source.text, body, field, value)])
 
 
@@ -90,17 +87,10 @@ def set_metadata(source: Source, metadata: object) -> Source:
     root = outline_of(source).root
     value = plain_data(metadata)
     if isinstance(root, ListNode):
-        line_start = source.text.rfind("\n", 0, root.start) + 1
-        if root.flow or source.text[line_start : root.start].strip() or root.anchor:
-            raise recipe_error(source.name, "metadata cannot be added to this layout")
-        end = _end_of_line(source.text, root.end)
-        lines = entry("metadata", value, 0)
-        return _applied(
-            source, [_Edit(line_start, line_start, "modifiers:\n"), _Edit(end, end, "\n\n" + "\n".join(lines))]
-        )
-    own = {pair.key: pair for pair in pairs(root, SourceProblems(source)) if not pair.merged}
+        raise recipe_error(source.name, "a list has no place for metadata")
+    own = {pair.key: pair for pair in pairs(root, SourceProblems(source))}
     if "metadata" in own:
-        return _applied(source, [_replaced(source.text, own["metadata"], value)])
+        return _applied(source, [_set_entry(source.text, root, own["metadata"], value)])
     return _applied(source, [_appended(source.text, root, "metadata", value)])
 
 
@@ -117,40 +107,19 @@ def add_modifiers(source: Source, modifiers: Sequence[Modifier]) -> Source:
     keys = {str(pair.key) for pair in pairs(root, SourceProblems(source))}
     indent = _column(text, root.entries[0][0].start)
     if outline.is_staged:
-        stage = entry_head(distinct_name("added_stage", keys), indent)
-        lines = [*stage, *list_lines("modifiers", modifiers, indent + 2)]
+        lines = stage_lines(distinct_name("added_stage", keys), modifiers, indent)
     else:
         lines = list_lines(distinct_name("added_modifiers", keys), modifiers, indent)
     return _applied(source, [_Edit(end, end, "\n\n" + "\n".join(lines))])
 
 
 def _set_entry(text: str, body: Node | None, pair: Pair, value: object) -> _Edit:
-    """Change an entry where it is written; one that was merged in gets its own line."""
+    """Write an entry again, on one line; an anchor stays, and an entry that was merged in gets its own line."""
     if pair.merged and isinstance(body, MapNode):
         return _appended(text, body, pair.key, value)
-    return _replaced(text, pair, value)
-
-
-def _replaced(text: str, pair: Pair, value: object) -> _Edit:
-    """Replace the value of a key; an anchor stays."""
-    node = pair.value
-    shown = inline(value, literal=False)
-    if isinstance(node, AliasNode):
-        return _Edit(node.start, node.end, shown)
-    anchor = f"&{node.anchor} " if node.anchor is not None else ""
-    if isinstance(node, ScalarNode) and node.is_empty and not anchor and node.tag is None:
-        return _Edit(node.start, node.end, f" {shown}" if text[node.start - 1] == ":" else f": {shown}")
-    start = content_start(text, node)
-    if isinstance(node, ScalarNode) or node.flow or node.tag:
-        return _Edit(node.start, node.end, anchor + shown)
-    if isinstance(node, ListNode) and isinstance(value, list) and value:
-        between = "\n" + " " * _column(text, start)
-        items = cast("list[object]", value)
-        return _Edit(start, node.end, between.join(f"- {inline(item, literal=False)}" for item in items))
-    colon = _COLON.match(text, pair.key_node.end)
-    if colon and not text[colon.end() : node.start].strip() and not text[node.start : start].strip(" \n&" + anchor):
-        return _Edit(colon.end(), node.end, f" {anchor}{shown}")
-    return _Edit(start, node.end, f"  {shown}")
+    key, node = pair.key_node, pair.value
+    anchor = "" if isinstance(node, AliasNode) or node.anchor is None else f"&{node.anchor} "
+    return _Edit(key.start, node.end, f"{text[key.start : key.end]}: {anchor}{inline(value, literal=False)}")
 
 
 def _appended(text: str, body: MapNode, key: object, value: object) -> _Edit:
@@ -161,16 +130,6 @@ def _appended(text: str, body: MapNode, key: object, value: object) -> _Edit:
     end = _end_of_line(text, body.end)
     lines = entry(key, value, _column(text, body.entries[0][0].start), literal=False)
     return _Edit(end, end, "\n" + "\n".join(lines))
-
-
-def _first_field(text: str, written: ModifierNode, fields: dict[str, object]) -> _Edit:
-    """Give fields to a modifier that is written without any."""
-    node, shown = written.fields, inline(fields, literal=False)
-    if node is written.item and unaliased(node).tag is None:
-        return _Edit(node.end, node.end, f": {shown}")
-    if isinstance(node, ScalarNode) and node.is_empty:
-        return _Edit(node.end, node.end, f" {shown}")
-    return _Edit(content_start(text, node), node.end, shown)
 
 
 def _end_of_line(text: str, index: int) -> int:

@@ -64,15 +64,20 @@ _MAX_DIGITS = 1000
 
 
 @dataclass(slots=True, eq=False)
-class ScalarNode:
-    text: str
-    plain: bool
-    tag: str | None
-    anchor: str | None
+class _Node:
     start: int
     end: int
-    size: int = 1
-    height: int = 1
+    size: int = field(default=1, kw_only=True)
+    """Values at and below it, with aliases expanded."""
+    height: int = field(default=1, kw_only=True)
+
+
+@dataclass(slots=True, eq=False)
+class ScalarNode(_Node):
+    tag: str | None
+    anchor: str | None
+    text: str
+    plain: bool
 
     @property
     def is_empty(self) -> bool:
@@ -84,39 +89,26 @@ class ScalarNode:
 
 
 @dataclass(slots=True, eq=False)
-class ListNode:
+class ListNode(_Node):
     tag: str | None
     anchor: str | None
-    start: int
-    end: int
     flow: bool
     items: list[Node] = field(default_factory=list["Node"])
-    size: int = 1
-    height: int = 1
 
 
 @dataclass(slots=True, eq=False)
-class MapNode:
+class MapNode(_Node):
     """`entries` are as written; `pairs` gives them with merge keys applied."""
 
     tag: str | None
     anchor: str | None
-    start: int
-    end: int
     flow: bool
     entries: list[tuple[Node, Node]] = field(default_factory=list[tuple["Node", "Node"]])
-    size: int = 1
-    height: int = 1
 
 
 @dataclass(slots=True, eq=False)
-class AliasNode:
-    name: str
+class AliasNode(_Node):
     target: ScalarNode | ListNode | MapNode
-    start: int
-    end: int
-    size: int
-    height: int
 
 
 Node = ScalarNode | ListNode | MapNode | AliasNode
@@ -127,7 +119,7 @@ class Pair:
     """One entry of a mapping; `merged` says that it came through `<<`."""
 
     key: object
-    key_node: ScalarNode
+    key_node: Node
     value: Node
     merged: bool = False
 
@@ -269,7 +261,7 @@ def pairs(node: MapNode, problems: SourceProblems) -> list[Pair]:
             name = scalar_of(key, problems)
             if name in own:
                 _report_duplicate(name, own[name], key_node, problems)
-            own[name] = Pair(name, _at(key, key_node), value)
+            own[name] = Pair(name, key_node, value)
     for value in merges:
         for pair in _merged(value, problems):
             own.setdefault(pair.key, pair)
@@ -319,13 +311,6 @@ def _merged(value: Node, problems: SourceProblems) -> Iterator[Pair]:
             problems.at(part.start, "expected a mapping, or a list of mappings, after '<<'")
 
 
-def _at(key: ScalarNode, written: Node) -> ScalarNode:
-    """The key at the position where it is written, also when that is an alias."""
-    if key is written:
-        return key
-    return ScalarNode(key.text, key.plain, key.tag, None, written.start, written.end)
-
-
 def _fail_syntax(error: YAMLError, source: Source, problems: SourceProblems) -> NoReturn:
     if not isinstance(error, MarkedYAMLError):
         problems.fail(f"not valid YAML: {error}", location=Location(source.name))
@@ -363,7 +348,7 @@ class _Composer:
             case SequenceStartEvent() | MappingStartEvent():
                 kind = ListNode if isinstance(event, SequenceStartEvent) else MapNode
                 flow = self._source.text[end - 1 : end] in ("[", "{")
-                self._begin(kind(self._tag(event, start), cast(Any, event).anchor, start, end, flow))
+                self._begin(kind(start, end, self._tag(event, start), cast(Any, event).anchor, flow))
             case SequenceEndEvent() | MappingEndEvent():
                 self._finish(end)
             case DocumentStartEvent():
@@ -381,7 +366,7 @@ class _Composer:
             )
         if event.style in ("|", ">"):
             end = start + len(self._source.text[start:end].rstrip())
-        return ScalarNode(event.value, event.style is None, self._tag(event, start), event.anchor, start, end)
+        return ScalarNode(start, end, self._tag(event, start), event.anchor, event.value, event.style is None)
 
     def _tag(self, event: Any, start: int) -> str | None:
         tag: str | None = event.tag
@@ -396,7 +381,7 @@ class _Composer:
         node = self._anchors.get(name)
         if node is None:
             self._problems.fail_at(start, f"no anchor '&{name}' before '*{name}'{nearest(name, self._anchors)}")
-        return AliasNode(name, node, start, end, node.size, node.height)
+        return AliasNode(start, end, node, size=node.size, height=node.height)
 
     def _begin(self, node: ListNode | MapNode) -> None:
         self._open.append(node)

@@ -13,9 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-import gossamer.modifiers  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from gossamer.errors import GossamerError, Key, Location, Problem
-from gossamer.modifiers.base import NOT_OFFERED, Modifier, find, registered
+from gossamer.modifiers.base import NOT_OFFERED, Modifier, find, known_names
 from gossamer.recipe.nodes import (
     ListNode,
     MapNode,
@@ -46,15 +45,19 @@ Locations = Mapping[str | None, Location]
 
 @dataclass(frozen=True)
 class Content:
-    """The parts of a recipe; `locations` is empty unless it was read from text."""
+    """The parts of a recipe."""
 
     modifiers: tuple[Modifier, ...]
     variables: Mapping[str, Any]
+    """The variables of the whole recipe, computed; those of stages are not included."""
     metadata: Any = None
     version: Any = None
     stages: Stages = ()
+    """Name and modifiers of each stage; empty when the recipe has none."""
     locations: tuple[Locations, ...] = ()
+    """The locations of each modifier; empty unless the recipe was read from text."""
     warnings: tuple[Problem, ...] = ()
+    """Fields and keys without effect; `str(warning)` has the file and line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,8 @@ class Outline:
     root: ListNode | MapNode
     sections: list[Section] = field(default_factory=list[Section])
     variables: dict[str, Pair] = field(default_factory=dict[str, Pair])
-    metadata: Node | None = None
-    version: Node | None = None
+    extra: dict[str, object] = field(default_factory=dict[str, object])
+    """Metadata and version."""
     empty_lists: list[Pair] = field(default_factory=list[Pair])
 
     @property
@@ -137,8 +140,6 @@ def _read(problems: SourceProblems) -> Content:
         name = distinct_name(section.name, [name for name, _ in stages])
         stages.append((name, tuple(modifier for modifier, _ in own)))
         modifiers += own
-    metadata = plain_value(outline.metadata, problems) if outline.metadata else None
-    version = plain_value(outline.version, problems) if outline.version else None
     problems.raise_if_any()
     empty = [Problem("the list is empty", (str(p.key),), problems.line(p.key_node.start)) for p in outline.empty_lists]
     ineffective = [
@@ -151,8 +152,8 @@ def _read(problems: SourceProblems) -> Content:
     return Content(
         tuple(modifier for modifier, _ in modifiers),
         variables,
-        metadata,
-        version,
+        outline.extra.get("metadata"),
+        outline.extra.get("version"),
         tuple(stages) if outline.is_staged else (),
         tuple(locations for _, locations in modifiers),
         (*problems.notes, *empty, *ineffective),
@@ -237,31 +238,26 @@ def _outline(body: ListNode | MapNode, problems: SourceProblems) -> Outline:
         outline.sections.append(Section("modifiers", False, modifiers=list(_items(body, problems))))
     else:
         for pair in pairs(body, problems):
-            _sort_root(pair, outline, problems)
+            _sort(pair, outline, problems)
     if not outline.modifiers and not problems:
         message = "the recipe holds no modifiers; expected a list of them below a key such as 'modifiers:'"
         problems.fail_at(body.start, message)
     return outline
 
 
-def _sort_root(pair: Pair, outline: Outline, problems: SourceProblems) -> None:
-    value = unaliased(pair.value)
-    name = pair.key
-    if not isinstance(name, str):
-        problems.at(pair.key_node.start, f"expected a name, found {name!r}")
-    elif name == "metadata":
+def _sort(pair: Pair, outline: Outline, problems: SourceProblems) -> None:
+    """Sort one entry of the root."""
+    value, name = unaliased(pair.value), pair.key
+    if name in ("metadata", "version"):
         check_tags(pair.value, problems, known=_known())
-        outline.metadata = pair.value
-    elif name == "version":
-        check_tags(pair.value, problems, known=_known())
-        outline.version = pair.value
-    elif isinstance(value, MapNode) and _holds_lists(value, problems):
+        outline.extra[str(name)] = plain_value(pair.value, problems)
+    elif isinstance(name, str) and isinstance(value, MapNode) and _holds_lists(value, problems):
         section = Section(name, True, body=value)
         for inner in pairs(value, problems):
             _sort_inside(inner, section, outline, problems)
         outline.sections.append(section)
     else:
-        section = Section(name.replace("modifiers", "stage"), False)
+        section = Section(str(name).replace("modifiers", "stage"), False)
         _sort_inside(pair, section, outline, problems)
         outline.variables.update(section.variables)
         if section.modifiers:
@@ -269,22 +265,20 @@ def _sort_root(pair: Pair, outline: Outline, problems: SourceProblems) -> None:
 
 
 def _sort_inside(pair: Pair, section: Section, outline: Outline, problems: SourceProblems) -> None:
-    """Sort one entry of the root or of a stage."""
-    value = unaliased(pair.value)
-    name = pair.key
+    """Sort a list of modifiers or a variable, of the root or of a stage."""
+    value, name = unaliased(pair.value), pair.key
     if not isinstance(name, str):
         problems.at(pair.key_node.start, f"expected a name, found {name!r}")
-        return
-    if not _is_list_of_modifiers(name, value):
+    elif not _is_list_of_modifiers(name, value):
         _check_misplaced(pair, problems)
         section.variables[name] = pair
-        return
-    if isinstance(value, ListNode):
-        section.modifiers += _items(value, problems)
-    elif isinstance(value, MapNode):
-        section.modifiers += _grouped(value, problems)
-    if value.size == 1:
-        outline.empty_lists.append(pair)
+    else:
+        if isinstance(value, ListNode):
+            section.modifiers += _items(value, problems)
+        elif isinstance(value, MapNode):
+            section.modifiers += _grouped(value, problems)
+        if value.size == 1:
+            outline.empty_lists.append(pair)
 
 
 def _is_list_of_modifiers(name: str, value: ScalarNode | ListNode | MapNode) -> bool:
@@ -307,24 +301,21 @@ def _items(node: ListNode, problems: SourceProblems) -> Iterator[ModifierNode]:
         value = unaliased(item)
         if name := modifier_tag(value):
             yield ModifierNode(name, item, item)
-        elif isinstance(value, MapNode):
-            yield from _untagged(item, value, problems)
+            continue
+        if isinstance(value, MapNode):
+            entries = pairs(value, problems)
+            if len(entries) == 1 and isinstance(name := entries[0].key, str):
+                yield ModifierNode(name, item, entries[0].value)
+                continue
+            instead = f"a mapping of {len(entries)} keys"
         elif isinstance(value, ListNode):
-            problems.at(item.start, f"{_EXPECTED_ITEM}, found a list")
+            instead = "a list"
         elif isinstance(name := scalar_of(value, problems), str) and name in _known():
             yield ModifierNode(name, item, item)
+            continue
         else:
-            problems.at(item.start, f"{_EXPECTED_ITEM}, found {repr(value.text) if value.text else 'an empty item'}")
-
-
-def _untagged(item: Node, node: MapNode, problems: SourceProblems) -> Iterator[ModifierNode]:
-    entries = pairs(node, problems)
-    if len(entries) != 1:
-        problems.at(item.start, f"{_EXPECTED_ITEM}, found a mapping of {len(entries)} keys")
-    elif isinstance(name := entries[0].key, str):
-        yield ModifierNode(name, item, entries[0].value)
-    else:
-        problems.at(item.start, f"{_EXPECTED_ITEM}, found {name!r}")
+            instead = repr(value.text)
+        problems.at(item.start, f"{_EXPECTED_ITEM}, found {instead}")
 
 
 def _grouped(node: MapNode, problems: SourceProblems) -> Iterator[ModifierNode]:
@@ -352,4 +343,4 @@ def _check_misplaced(pair: Pair, problems: SourceProblems) -> None:
 
 
 def _known() -> frozenset[str]:
-    return frozenset(registered()) | frozenset(NOT_OFFERED)
+    return frozenset(known_names()) | frozenset(NOT_OFFERED)

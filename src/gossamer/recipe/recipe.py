@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any, cast
 
 from gossamer.errors import Location, Problem, RecipeError
 from gossamer.io import atomic_write
 from gossamer.modifiers.base import Modifier
 from gossamer.recipe.edits import add_modifiers, override_variables, set_field, set_metadata
-from gossamer.recipe.reader import Content, Stages, distinct_name, read, warnings_of
+from gossamer.recipe.reader import Content, distinct_name, read, warnings_of
 from gossamer.recipe.source import UNNAMED, Source, open_source, recipe_error, source_of_text
 from gossamer.recipe.variables import parse_overrides
 from gossamer.recipe.writer import plain_data, recipe_text
@@ -62,12 +61,11 @@ def compose(first: Recipe, second: Recipe) -> Recipe:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Recipe:
+class Recipe(Content):
     """A recipe, as `load` returns it and `Recipe.of` makes it from modifiers."""
 
-    name: str
+    name: str = UNNAMED
     """The file's name as it was given."""
-    _content: Content
     _read_from: Source | None = None
     _write: Callable[[], str] | None = None
 
@@ -99,35 +97,7 @@ class Recipe:
         if reserved := [key for key in variables or {} if key in ("version", "metadata") or "modifiers" in key]:
             raise recipe_error(name, f"a variable cannot be called '{reserved[0]}'")
         values = cast("dict[str, Any]", plain_data(variables or {}))
-        recipe = _from_objects(Content(given, values, plain_data(metadata), plain_data(version)), name)
-        return replace(recipe, _write=write)
-
-    @property
-    def modifiers(self) -> tuple[Modifier, ...]:
-        return self._content.modifiers
-
-    @property
-    def variables(self) -> Mapping[str, Any]:
-        """The variables of the whole recipe, computed; those of stages are not included."""
-        return MappingProxyType(dict(self._content.variables))
-
-    @property
-    def metadata(self) -> Any:
-        return self._content.metadata
-
-    @property
-    def version(self) -> Any:
-        return self._content.version
-
-    @property
-    def stages(self) -> Stages:
-        """Name and modifiers of each stage; empty when the recipe has none."""
-        return self._content.stages
-
-    @property
-    def warnings(self) -> tuple[Problem, ...]:
-        """Fields and keys without effect; `str(warning)` has the file and line."""
-        return self._content.warnings
+        return _from_objects(Content(given, values, plain_data(metadata), plain_data(version)), name, write)
 
     @cached_property
     def text(self) -> str:
@@ -137,8 +107,7 @@ class Recipe:
         """
         if self._source is not None:
             return self._source.yaml
-        content = self._content
-        return recipe_text(content.modifiers, content.variables, content.metadata, content.version, content.stages)
+        return recipe_text(self.modifiers, self.variables, self.metadata, self.version, self.stages)
 
     @cached_property
     def _source(self) -> Source | None:
@@ -161,9 +130,9 @@ class Recipe:
 
     def location(self, index: int, *key: str | int) -> Location | None:
         """Where a modifier's field is in the file, or else the modifier; None for a recipe of objects."""
-        if not self._content.locations:
+        if not self.locations:
             return None
-        locations = self._content.locations[index]
+        locations = self.locations[index]
         return locations.get(str(key[0]) if key else None, locations[None])
 
     def where(self, index: int, field: str | None = None) -> str:
@@ -192,13 +161,13 @@ class Recipe:
         stages = self.stages
         if stages:
             stages = (*stages, (distinct_name("added_stage", [name for name, _ in stages]), added))
-        content = replace(self._content, modifiers=(*self.modifiers, *added), stages=stages)
-        return self._with(content, lambda source: add_modifiers(source, added))
+        longer = replace(self, modifiers=(*self.modifiers, *added), stages=stages)
+        return longer._edited(lambda source: add_modifiers(source, added))
 
     def with_metadata(self, metadata: Any) -> Recipe:
         """The recipe with other metadata."""
-        content = replace(self._content, metadata=plain_data(metadata))
-        return self._with(content, lambda source: set_metadata(source, content.metadata))
+        changed = replace(self, metadata=plain_data(metadata))
+        return changed._edited(lambda source: set_metadata(source, changed.metadata))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the recipe; a `.md` file keeps the Markdown around the recipe."""
@@ -213,14 +182,14 @@ class Recipe:
         """The text to edit; that of a recipe of objects is generated."""
         return self._source or source_of_text(self.text, self.name)
 
-    def _with(self, content: Content, edit: Callable[[Source], Source]) -> Recipe:
-        """The recipe with this content. Its text is edited where the layout allows, and generated otherwise."""
+    def _edited(self, edit: Callable[[Source], Source]) -> Recipe:
+        """The recipe with its old text edited to what it is now, where the layout allows, or without a text."""
         if self._source is not None:
             with contextlib.suppress(RecipeError):
                 edited = _from_source(edit(self._source))
-                if edited._compared()[:4] == Recipe(self.name, content)._compared()[:4]:  # the stage may be renamed
+                if edited._compared()[:4] == self._compared()[:4]:  # the stage may be renamed
                     return edited
-        return _from_objects(content, self.name)
+        return _from_objects(self, self.name)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Recipe) and self._compared() == other._compared()
@@ -228,8 +197,7 @@ class Recipe:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def _compared(self) -> tuple[object, ...]:
-        content = self._content
-        return (content.modifiers, content.variables, content.metadata, content.version, content.stages)
+        return (self.modifiers, self.variables, self.metadata, self.version, self.stages)
 
     def __str__(self) -> str:
         return self.text
@@ -239,12 +207,13 @@ class Recipe:
 
 
 def _from_source(source: Source) -> Recipe:
-    return Recipe(source.name, read(source), source)
+    return Recipe(**vars(read(source)), name=source.name, _read_from=source)
 
 
-def _from_objects(content: Content, name: str) -> Recipe:
-    ineffective = (problem.within(modifier.name) for modifier in content.modifiers for problem in warnings_of(modifier))
-    return Recipe(name, replace(content, locations=(), warnings=tuple(ineffective)))
+def _from_objects(content: Content, name: str, write: Callable[[], str] | None = None) -> Recipe:
+    warnings = [problem.within(modifier.name) for modifier in content.modifiers for problem in warnings_of(modifier)]
+    parts = content.modifiers, content.variables, content.metadata, content.version, content.stages
+    return Recipe(*parts, warnings=tuple(warnings), name=name, _write=write)
 
 
 def _joined_metadata(first: Any, second: Any, stages: list[str]) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, NoReturn, cast
+from typing import IO, NoReturn
 
 from gossamer.errors import Location, Problem, Problems, RecipeError, nearest
 from gossamer.io import open_regular
@@ -25,6 +25,7 @@ UNNAMED = "<recipe>"
 
 _ZOO_CLOSED = "SparseZoo is closed; `gossamer recipe list` lists the built-in recipes"
 _FENCE = re.compile(r"^---[ \t]*(?:\n|\Z)", re.MULTILINE)
+_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _MORE_YAML = re.compile(r"^\w*modifiers\w*[ \t]*:|^[ \t]*- !\w", re.MULTILINE)
 _LOOKS_LIKE_TEXT = re.compile(r"[\n\r{\[]|(?:^|\s)![A-Za-z]|:\s|:$|^\s*-\s|^\s*$")
@@ -89,14 +90,27 @@ class SourceProblems(Problems):
 
 def open_source(given: str | os.PathLike[str] | IO[str] | IO[bytes]) -> Source:
     """Read a recipe from a path, a stream, `builtin:NAME` or its own text; every failure is a `RecipeError`."""
-    if isinstance(given, str):
-        return _from_string(given)
-    if isinstance(given, os.PathLike):
-        path = os.fsdecode(given)
-        return _from_string(path) if path.startswith("zoo:") else _from_file(path)
-    if hasattr(given, "read"):
-        return _from_stream(given)
-    raise recipe_error(UNNAMED, f"expected a path, an open file or the text of a recipe, found {type(given).__name__}")
+    if not isinstance(given, str | os.PathLike):
+        if not hasattr(given, "read"):
+            found = type(given).__name__
+            raise recipe_error(UNNAMED, f"expected a path, an open file or the text of a recipe, found {found}")
+        named: object = getattr(given, "name", None)
+        name = named if isinstance(named, str) else UNNAMED
+        with _read_errors(name):
+            return _source(name, given.read(MAX_BYTES + 1))
+    path = os.fsdecode(given)
+    if path.startswith("zoo:"):
+        raise recipe_error(path, _ZOO_CLOSED)
+    if path.startswith("builtin:"):
+        return _from_package(path)
+    if not os.path.exists(path):
+        if isinstance(given, str) and _LOOKS_LIKE_TEXT.search(given):
+            return _source(UNNAMED, given)
+        raise _no_such_file(path)
+    if os.path.isdir(path):
+        raise recipe_error(path, "expected a recipe file, found a folder")
+    with _read_errors(path), open_regular(path) as file:
+        return _source(path, file.read(MAX_BYTES + 1))
 
 
 def recipe_error(file: str, message: str) -> RecipeError:
@@ -109,49 +123,13 @@ def source_of_text(text: str, name: str = UNNAMED) -> Source:
     return Source(name, text, 0, len(text))
 
 
-def _from_string(given: str) -> Source:
-    address = given.strip()
-    if "\n" not in address:
-        if address.startswith("zoo:"):
-            raise recipe_error(address, _ZOO_CLOSED)
-        if address.startswith("builtin:"):
-            return _from_package(address)
-        if address and os.path.exists(given):
-            return _from_file(given)
-    if _LOOKS_LIKE_TEXT.search(given):
-        return _source(UNNAMED, given)
-    raise _no_such_file(given)
-
-
 def _from_package(given: str) -> Source:
     name = given.removeprefix("builtin:").removesuffix(".yaml")
     folder = importlib.resources.files("gossamer") / "recipes"
     shipped = {file.name.removesuffix(".yaml"): file for file in folder.iterdir() if file.name.endswith(".yaml")}
     if name not in shipped:
         raise recipe_error(given, f"no built-in recipe has that name{nearest(name, shipped)}")
-    return _source(given, _decoded(given, shipped[name].read_bytes()))
-
-
-def _from_file(path: str) -> Source:
-    if os.path.isdir(path):
-        raise recipe_error(path, "expected a recipe file, found a folder")
-    if "\0" in path or not os.path.exists(path):
-        raise _no_such_file(path)
-    with _read_errors(path), open_regular(path) as file:
-        content = file.read(MAX_BYTES + 1)
-    return _source(path, _decoded(path, content))
-
-
-def _from_stream(stream: IO[str] | IO[bytes]) -> Source:
-    named: object = getattr(stream, "name", None)
-    name = named if isinstance(named, str) else UNNAMED
-    with _read_errors(name):
-        content = cast(object, stream.read(MAX_BYTES + 1))
-    if isinstance(content, bytes):
-        content = _decoded(name, content)
-    if not isinstance(content, str):
-        raise recipe_error(name, f"expected text or bytes from the open file, found {type(content).__name__}")
-    return _source(name, content)
+    return _source(given, shipped[name].read_bytes())
 
 
 @contextmanager
@@ -160,22 +138,18 @@ def _read_errors(name: str) -> Generator[None]:
         yield
     except UnicodeDecodeError as error:
         raise recipe_error(name, f"expected UTF-8 text, found other bytes at offset {error.start}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: of a closed file
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise recipe_error(name, f"cannot be read: {reason}") from None
 
 
-def _decoded(name: str, content: bytes) -> str:
+def _source(name: str, content: str | bytes) -> Source:
     if len(content) > MAX_BYTES:
-        raise _too_large(name)
-    with _read_errors(name):
-        return content.decode("utf-8")
-
-
-def _source(name: str, text: str) -> Source:
-    text = text.removeprefix("\ufeff")
-    if len(text) > MAX_BYTES:
-        raise _too_large(name)
+        message = (
+            f"expected a recipe of at most {MAX_BYTES // 2**20} MB, found more; name parameters by patterns (re:…)"
+        )
+        raise recipe_error(name, message)
+    text = (content if isinstance(content, str) else content.decode("utf-8")).removeprefix("\ufeff")
     newline = "\r\n" if "\r\n" in text else "\n"
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     start, end = _front_matter(name, text)
@@ -191,49 +165,28 @@ def _front_matter(name: str, text: str) -> tuple[int, int]:
     suffix = Path(name).suffix.lower()
     if suffix in (".yaml", ".yml"):
         return 0, len(text)
-    opening, leads = _opening(text)
+    outside = _COMMENT.sub(lambda comment: re.sub(r"\S", " ", comment[0]), text)
+    opening = _FENCE.search(outside)
+    closing = _FENCE.search(text, opening.end()) if opening else None
     if suffix in (".md", ".markdown"):
         if opening is None:
             message = "expected YAML front matter between two lines '---', found none"
             raise RecipeError(Problem(message, location=Location(name, 1, 1)))
-        closing = _FENCE.search(text, opening.end())
         if closing is None:
             location = Location(name, text.count("\n", 0, opening.start()) + 1, 1)
             message = "the front matter that starts here is not closed by a line '---'"
             raise RecipeError(Problem(message, location=location))
         return opening.end(), closing.start()
-    closing = _FENCE.search(text, opening.end()) if opening and leads else None
-    if opening is None or closing is None or _MORE_YAML.search(_CODE_BLOCK.sub("", text[closing.end() :])):
+    if opening is None or closing is None or outside[: opening.start()].strip():
         return 0, len(text)
-    return opening.end(), closing.start()
-
-
-def _opening(text: str) -> tuple[re.Match[str] | None, bool]:
-    """The first `---` line outside of comments, and whether only comments come before it."""
-    position, leads = 0, True
-    fence = _FENCE.search(text)
-    while fence is not None:
-        comment = text.find("<!--", position, fence.start())
-        end = text.find("-->", comment) if comment >= 0 else -1
-        if end < 0:
-            return fence, leads and not text[position : fence.start()].strip()
-        leads = leads and not text[position:comment].strip()
-        position = end + 3
-        fence = fence if fence.start() >= position else _FENCE.search(text, position)
-    return None, leads
+    more_follows = _MORE_YAML.search(_CODE_BLOCK.sub("", text[closing.end() :]))
+    return (0, len(text)) if more_follows else (opening.end(), closing.start())
 
 
 def _no_such_file(path: str) -> RecipeError:
-    if "\0" in path:
-        return recipe_error(repr(path), "no such file")
     folder, name = os.path.split(path)
     try:
         neighbours = os.listdir(folder or ".")
     except (OSError, ValueError):
         neighbours = []
     return recipe_error(path, f"no such file{nearest(name, neighbours)}")
-
-
-def _too_large(name: str) -> RecipeError:
-    limit = f"{MAX_BYTES // 1024 // 1024} MB"
-    return recipe_error(name, f"expected a recipe of at most {limit}, found more; name parameters by patterns (re:…)")

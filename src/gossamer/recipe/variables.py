@@ -1,19 +1,23 @@
-"""Variables of a recipe: `Scope` computes those in the file, and `parse_overrides` reads those that the user gives."""
+"""Variables of a recipe: `Scope` computes those in the file, and `parse_overrides` reads those that the user gives.
+
+`eval(...)` is arithmetic. Python parses it, and `evaluate` computes the few nodes that it allows; nothing is executed,
+and results are bounded.
+"""
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
+import math
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
-from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final, cast
 
-from gossamer.errors import MAX_SUGGESTED, nearest
-from gossamer.recipe.expressions import ExpressionError, evaluate
+from gossamer.errors import MAX_SUGGESTED, GossamerError, format_value, nearest
 from gossamer.recipe.nodes import (
-    MAX_NODES,
     ListNode,
     Node,
     Pair,
@@ -27,12 +31,18 @@ from gossamer.recipe.nodes import (
     unaliased,
     walk,
 )
-from gossamer.recipe.source import SourceProblems, recipe_error, source_of_text
+from gossamer.recipe.source import MAX_BYTES, SourceProblems, recipe_error, source_of_text
 from gossamer.recipe.writer import plain_data
 
 _NAME = re.compile(r"[^\W\d]\w*")
 _OVERRIDES = "<variables>"
 _NEXT_OVERRIDE = re.compile(r",(?=\s*[^\s,=\[\]{}]+\s*=)")
+
+
+MAX_LENGTH = 1000
+MAX_INTEGER = 2**63
+
+Number = int | float
 
 
 class _Broken(Enum):
@@ -43,19 +53,23 @@ BROKEN: Final = _Broken.BROKEN
 """The value of a node whose problem has been reported."""
 
 
-class _Budget:
-    """The remaining budget of one file: values that expressions add, and searches for nearest names."""
+class ExpressionError(GossamerError):
+    """Why an expression has no value; the reader adds the location."""
 
-    def __init__(self, left: int = MAX_NODES) -> None:
-        self.left = left
+
+class _Budget:
+    """What is left for one file: characters that expressions add, and searches for nearest names."""
+
+    def __init__(self) -> None:
+        self.left = MAX_BYTES
         self.suggestions = MAX_SUGGESTED
 
     def spend(self, value: object) -> None:
         if self.left < 0:
             raise _AlreadyReportedError
-        self.left -= _weight(value)
+        self.left -= len(repr(value))
         if self.left < 0:
-            raise ExpressionError(f"the recipe has more than {MAX_NODES:,} values when its variables are expanded")
+            raise ExpressionError(f"the recipe exceeds {MAX_BYTES // 2**20} MB when its variables are expanded")
 
 
 class Scope:
@@ -71,17 +85,7 @@ class Scope:
 
     def variables(self) -> dict[str, object]:
         """This scope's own variables, computed."""
-        for name in self._order():
-            self._variable(name)
         return {name: self._variable(name) for name in self._variables}
-
-    def _order(self) -> list[str]:
-        """Variables after those that they use, so that a long chain of variables needs no deep recursion."""
-        uses = {name: names_in(pair.value) & self._variables.keys() for name, pair in self._variables.items()}
-        try:
-            return list(TopologicalSorter(uses).static_order())
-        except CycleError:
-            return list(self._variables)
 
     def value(self, node: Node) -> object:
         """The value of a node with every `eval(...)` in it computed, or BROKEN."""
@@ -151,18 +155,103 @@ def names_in(node: Node) -> set[str]:
     return {name for expression in expressions for name in (*_NAME.findall(expression), expression.strip())}
 
 
-def _weight(value: object) -> int:
-    total, waiting = 0, [value]
-    while waiting:
-        part = waiting.pop()
-        total += 1
-        if isinstance(part, str):
-            total += len(part) // 64
-        elif isinstance(part, list):
-            waiting.extend(cast("list[object]", part))
-        elif isinstance(part, dict):
-            waiting.extend(cast("dict[object, object]", part).values())
-    return total
+# Expressions
+
+
+def evaluate(expression: str, lookup: Callable[[str], object]) -> object:
+    """The value of an expression; `lookup` returns the value of a name.
+
+    A bare name may be anything; inside arithmetic only numbers are allowed.
+
+    >>> evaluate("2 * (epochs - 1) ** 2", {"epochs": 4}.__getitem__)
+    18
+    """
+    text = " ".join(expression.split())
+    shown = text if len(text) <= 60 else text[:57] + "..."
+    if len(text) > MAX_LENGTH:
+        raise ExpressionError(f"expected at most {MAX_LENGTH} characters in eval(...), found {len(text)}")
+    try:
+        node = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise ExpressionError(f"'eval({shown})' is not an expression") from None
+    try:
+        return lookup(node.id) if isinstance(node, ast.Name) else _computed(node, text, lookup)
+    except ZeroDivisionError:
+        raise ExpressionError(f"division by zero in 'eval({shown})'") from None
+    except OverflowError:
+        raise ExpressionError(f"'eval({shown})' has a number that is too large") from None
+    except (TypeError, ValueError) as error:
+        raise ExpressionError(f"'eval({shown})' has no value: {error}") from None
+
+
+def _computed(node: ast.expr, text: str, lookup: Callable[[str], object]) -> Number:
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return _bounded(value)
+        case ast.Name(id=name):
+            value = lookup(name)
+            if not isinstance(value, int | float):
+                raise ExpressionError(f"expected a number in variable '{name}', found {format_value(value)}")
+            return _bounded(value)
+        case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _SIGNS:
+            return _SIGNS[type(sign)](_computed(operand, text, lookup))
+        case ast.BinOp(left=left, op=symbol, right=right) if type(symbol) in _OPERATORS:
+            compute = _OPERATORS[type(symbol)]
+            return _bounded(compute(_computed(left, text, lookup), _computed(right, text, lookup)))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
+            if name not in _FUNCTIONS:
+                known = ", ".join(_FUNCTIONS)
+                raise ExpressionError(f"unknown function '{name}'{nearest(name, _FUNCTIONS)}; known: {known}")
+            return _bounded(_FUNCTIONS[name](*[_computed(argument, text, lookup) for argument in arguments]))
+        case _:
+            part = ast.get_source_segment(text, node) or ""
+            raise ExpressionError(f"{part[:60]!r} is not allowed in eval(...), which is for arithmetic")
+
+
+def _bounded(value: Number) -> Number:
+    if not math.isfinite(value) or (isinstance(value, int) and abs(value) > MAX_INTEGER):
+        raise OverflowError
+    return value
+
+
+def _power(base: Number, exponent: Number) -> Number:
+    estimate = float(base) ** float(exponent)
+    if isinstance(estimate, complex):
+        raise ValueError(f"{base} ** {exponent} is not a real number")
+    if isinstance(base, int) and isinstance(exponent, int) and abs(estimate) > MAX_INTEGER:
+        raise OverflowError  # without computing it
+    return base**exponent
+
+
+def _rounded(value: Number, digits: Number | None = None) -> Number:
+    if digits is not None and (not isinstance(digits, int) or abs(digits) > 20):
+        raise ValueError(f"expected a small whole number of digits, found {digits}")
+    return round(value, digits)
+
+
+_SIGNS: dict[type, Callable[[Number], Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_OPERATORS: dict[type, Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "min": lambda *numbers: min(numbers),
+    "max": lambda *numbers: max(numbers),
+    "abs": abs,
+    "round": _rounded,
+    "int": int,
+    "float": float,
+    "ceil": math.ceil,
+    "floor": math.floor,
+}
+
+
+# Overrides
 
 
 def parse_overrides(given: Mapping[str, Any] | str | None) -> dict[str, object]:

@@ -19,7 +19,9 @@ from gossamer.recipe.nodes import expression_in, scalar_value
 
 _SAFE_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _PLAIN_EXPRESSION = re.compile(r"eval\([\w ().+*/%-]*\)", re.ASCII)
-_WIDTH = 100
+_BLOCK_EXPRESSION = re.compile(r"eval\([\w ().,+*/%-]*\)", re.ASCII)
+"""Outside of brackets an expression may have commas."""
+_WIDTH = 112
 
 Named = Sequence[tuple[str, Sequence[Modifier]]]
 
@@ -28,55 +30,37 @@ def recipe_text(
     modifiers: Sequence[Modifier], variables: Mapping[str, Any], metadata: Any, version: Any, stages: Named = ()
 ) -> str:
     """A whole recipe; with `stages`, these are written in place of the plain list."""
-    lines: list[str] = []
-    if version is not None:
-        lines += entry("version", plain_data(version), 0)
-    if metadata is not None:
-        lines += entry("metadata", plain_data(metadata), 0)
-    for name, value in variables.items():
-        lines += entry(name, plain_data(value), 0)
-    for name, members in stages:
-        lines += [*_gap(lines), *entry_head(name, 0), *list_lines("modifiers", members, 2)]
+    extra = {"version": version, "metadata": metadata}
+    values = {name: value for name, value in extra.items() if value is not None} | dict(variables)
+    lines = [line for name, value in values.items() for line in entry(name, plain_data(value), 0)]
     if not stages:
-        lines += _gap(lines) + list_lines("modifiers", modifiers, 0)
-    return "\n".join(lines) + "\n"
+        return "\n".join([*lines, *([""] if lines else []), *list_lines("modifiers", modifiers, 0), ""])
+    for name, members in stages:
+        lines += [*([""] if lines else []), *stage_lines(name, members, 0)]
+    return "\n".join([*lines, ""])
+
+
+def stage_lines(name: str, modifiers: Sequence[Modifier], indent: int) -> list[str]:
+    """A stage with one list of modifiers."""
+    return [f"{' ' * indent}{_key(name)}:", *list_lines("modifiers", modifiers, indent + 2)]
 
 
 def list_lines(key: str, modifiers: Sequence[Modifier], indent: int) -> list[str]:
     """A list of modifiers below its key."""
-    head = entry_head(key, indent)
-    return [*head, *item_lines(modifiers, indent + 2)] if modifiers else [f"{head[0]} []"]
+    head = f"{' ' * indent}{_key(key)}:"
+    return [head, *item_lines(modifiers, indent + 2)] if modifiers else [f"{head} []"]
 
 
 def item_lines(modifiers: Iterable[Modifier], indent: int) -> list[str]:
-    """List items, one modifier each, indented by `indent` spaces."""
-    return [line for modifier in modifiers for line in _modifier_lines(modifier, indent)]
-
-
-def entry_head(key: str, indent: int) -> list[str]:
-    """`key:` alone on its line."""
-    return [entry(key, None, indent)[0].removesuffix(" null")]
-
-
-def _fields(modifier: Modifier) -> dict[str, object]:
-    """The fields that were given to a modifier, as plain data."""
-    fields: dict[str, object] = {}
-    for name, value in modifier.model_dump(exclude_unset=True).items():
-        with within(modifier.name, name):
-            fields[name] = plain_data(value)
-    return fields
-
-
-def _modifier_lines(modifier: Modifier, indent: int) -> list[str]:
-    fields = _fields(modifier)
-    tagged = modifier.name.isascii()
-    head = f"{' ' * indent}- " + (f"!{modifier.name}" if tagged else f"{modifier.name}:")
-    body_indent = indent + 2 if tagged else indent + 4
-    return [head, *(line for name, value in fields.items() for line in entry(name, value, body_indent))]
-
-
-def _gap(lines: list[str]) -> list[str]:
-    return [""] if lines else []
+    """List items, one modifier each with the fields that were given to it, indented by `indent` spaces."""
+    lines: list[str] = []
+    for modifier in modifiers:
+        tagged = modifier.name.isascii()
+        lines.append(f"{' ' * indent}- " + (f"!{modifier.name}" if tagged else f"{modifier.name}:"))
+        for name, value in modifier.model_dump(exclude_unset=True).items():
+            with within(modifier.name, name):
+                lines += entry(name, plain_data(value), indent + (2 if tagged else 4))
+    return lines
 
 
 def plain_data(value: object) -> object:
@@ -114,7 +98,8 @@ def inline(value: object, *, literal: bool = True) -> str:
 def entry(key: object, value: object, indent: int, *, literal: bool = True) -> list[str]:
     """Lines of `key: value` in block style, indented by `indent` spaces."""
     head = f"{' ' * indent}{_key(key)}:"
-    line = f"{head} {inline(value, literal=literal)}"
+    is_plain = not literal and isinstance(value, str) and _BLOCK_EXPRESSION.fullmatch(value)
+    line = f"{head} {value if is_plain else inline(value, literal=literal)}"
     if len(line) <= _WIDTH or not value:
         return [line]
     if isinstance(value, list):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gossamer.report.content import Bins, MaskImage, Series, ShareGrid, WeightHistogram
-from gossamer.report.filters import number, tick
+from gossamer.report.filters import number
 
 SIZE = 1000
 """Width and height of a drawing in SVG units."""
@@ -103,7 +103,7 @@ def line_chart(
         legend=tuple(line for line, _ in drawn) if len(drawn) > 1 or legend else (),
         grid="".join(f"M0 {round(SIZE * (1 - y_scale.at(y)))}H{SIZE}" for y in y_scale.ticks),
         paths=tuple(path for line, segments in drawn for path in _paths(line, segments, x_scale, y_scale)),
-        y_labels=tuple((1 - y_scale.at(y), tick(y) + unit) for y in y_scale.ticks),
+        y_labels=tuple((1 - y_scale.at(y), number(y) + unit) for y in y_scale.ticks),
         x_labels=_x_labels(x_scale),
         data=_chart_data(drawn, x_scale, unit),
     )
@@ -132,7 +132,7 @@ def _x_labels(scale: Scale) -> tuple[tuple[float, str], ...]:
     # The last label is "epoch 3", which on a phone would overlap with a label close to it.
     last = scale.ticks[-1]
     ticks = [x for x in scale.ticks if x == last or scale.at(last) - scale.at(x) >= 0.22]
-    labels = [(scale.at(x), tick(x)) for x in ticks]
+    labels = [(scale.at(x), number(x)) for x in ticks]
     if len(labels) > 1:
         labels[-1] = (labels[-1][0], f"epoch {labels[-1][1]}")
     return tuple(labels)

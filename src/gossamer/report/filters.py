@@ -83,17 +83,6 @@ def compact(value: int) -> str:
     return str(value)
 
 
-def tick(value: float) -> str:
-    """A number on an axis.
-
-    >>> tick(0.30000000000000004), tick(1200000.0), tick(0.0001), tick(-2.0)
-    ('0.3', '1.2M', '0.0001', '−2')
-    """
-    size = abs(value)
-    text = f"{value / 1e6:.4g}M" if size >= 1e6 else f"{value / 1e3:.4g}k" if size >= 1e4 else f"{value:.4g}"
-    return text.replace("-", "−", 1) if value < 0 else text
-
-
 def shape(dims: tuple[int, ...]) -> str:
     """
     >>> shape((64, 3, 7, 7))
@@ -145,6 +134,6 @@ def heat(value: float) -> str:
 FILTERS = {
     function.__name__: function
     for function in (
-        breakable, number, percent, count, compact, tick, shape, filesize, duration, css_percent, colour, heat
+        breakable, number, percent, count, compact, shape, filesize, duration, css_percent, colour, heat
     )
 }  # fmt: skip

@@ -11,14 +11,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gossamer.runner.hooks import Hook
+    from gossamer.runner.builders import Hook
     from gossamer.runner.runs import Result, evaluate, export, resume, run
     from gossamer.runner.trainer import Runner, SparseRunner
 
 __all__ = ["Hook", "Result", "Runner", "SparseRunner", "evaluate", "export", "resume", "run"]
 
 _MODULES = {
-    "Hook": "hooks",
+    "Hook": "builders",
     **dict.fromkeys(("Runner", "SparseRunner"), "trainer"),
     **dict.fromkeys(("Result", "evaluate", "export", "resume", "run"), "runs"),
 }

@@ -1,4 +1,4 @@
-"""Builds the model that a config's `net` names: from torchvision, timm, transformers, or a function of the user.
+"""Builds what a config names: the model of `net`, from torchvision, timm, transformers or a function, and the hooks.
 
 A module is imported only if the user trusts it (`trust.py`).
 """
@@ -11,19 +11,23 @@ import importlib.util
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.error import URLError
 
 from torch import nn
 
 from gossamer.errors import GossamerError, nearest, within
-from gossamer.runner.config.schema import Net
+from gossamer.runner.config.schema import Named, Net
 from gossamer.runner.detectors import is_detector, set_anchors
 from gossamer.runner.trust import Trust, import_module, imported, reason
 from gossamer.runner.weights import file_of, load_backbone
 
+if TYPE_CHECKING:
+    from gossamer.runner.trainer import Trainer
+
+T = TypeVar("T")
 TaskName = Literal["classification", "detection"]
 
 OWN_DETECTORS = ("retinanet_resnet18_fpn", "fasterrcnn_resnet18_fpn")
@@ -65,7 +69,6 @@ def build_net(net: Net, num_classes: int, task: str | None = None, *, trust: Tru
         raise GossamerError(
             f"{net.type} is not a detector; give a custom detector a method network(images)", "net", "type"
         )
-    _check_classes(net, model, num_classes)
     return model
 
 
@@ -149,11 +152,16 @@ def _check_arguments(make: Callable[..., Any], model: nn.Module, given: Mapping[
 def _from_user(net: Net, num_classes: int, trust: Trust) -> nn.Module:
     with within("net", "type"):
         make = builder(net.type, trust)
-    try:
-        takes_classes = "num_classes" in inspect.signature(make).parameters
-    except (TypeError, ValueError):  # a function in C without a signature
-        takes_classes = False
+    takes_classes = classes_parameter(make) is not None
     return _call(net, make, {"num_classes": num_classes, **net.kwargs} if takes_classes else net.kwargs)
+
+
+def classes_parameter(make: Callable[..., Any]) -> inspect.Parameter | None:
+    """The parameter `num_classes` of a function, if it has one."""
+    try:
+        return inspect.signature(make).parameters.get("num_classes")
+    except (TypeError, ValueError):  # a function in C without a signature
+        return None
 
 
 def _from_timm(net: Net, name: str, num_classes: int, _trusted: bool) -> nn.Module:
@@ -205,20 +213,26 @@ def _library(name: str, net: Net) -> Any:
         ) from error
 
 
-def _call(net: Net, make: Callable[..., Any], kwargs: dict[str, Any], *arguments: Any) -> nn.Module:
+def _call(net: Net, make: Callable[..., Any], kwargs: Mapping[str, Any], *arguments: Any) -> nn.Module:
+    with within("net"):
+        return call_builder(net.type, make, kwargs, *arguments)
+
+
+def call_builder(name: str, make: Callable[..., Any], kwargs: Mapping[str, Any], *arguments: Any) -> nn.Module:
+    """Call the function that makes a model. Raises `GossamerError` if it fails or returns something else."""
     try:
         model = make(*arguments, **kwargs)
     except GossamerError:
         raise
     except URLError as error:
-        message = f"cannot download weights of {net.type} ({error.reason})"
+        message = f"cannot download weights of {name} ({error.reason})"
         fix = "remove net.kwargs.weights, and set net.kwargs.weights_backbone to null, to start from random weights"
-        raise GossamerError(f"{message}; {fix}", "net") from error
+        raise GossamerError(f"{message}; {fix}") from error
     except Exception as error:
-        call = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
-        raise GossamerError(f"{net.type}({call}) failed: {reason(error)}", "net") from error
+        call = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
+        raise GossamerError(f"{name}({call}) failed: {reason(error)}") from error
     if not isinstance(model, nn.Module):
-        raise GossamerError(f"{net.type}: expected a torch.nn.Module, found {type(model).__name__}", "net", "type")
+        raise GossamerError(f"{name}: expected a torch.nn.Module, found {type(model).__name__}")
     return model
 
 
@@ -234,19 +248,57 @@ def _torchvision_task(name: str, make: Any) -> TaskName:
     return "classification"
 
 
-def _check_classes(net: Net, model: Any, num_classes: int) -> None:
-    """Raise if the last layer of a detector has another number of classes; classifiers are checked on a batch."""
-    outputs = _detector_outputs(model)
-    if outputs is not None and outputs != num_classes + 1:
-        message = f"{net.type} has {outputs - 1} classes, but the config has {num_classes}"
-        raise GossamerError(f"{message}; num_classes does not count the background", "num_classes")
+# Hooks
 
 
-def _detector_outputs(model: Any) -> int | None:
-    """The number of classes of a torchvision detector, with the background; None for other models."""
-    head = getattr(getattr(model, "head", None), "classification_head", None)
-    for name in ("num_classes", "num_columns"):
-        if isinstance(getattr(head, name, None), int):
-            return int(getattr(head, name))
-    score = getattr(getattr(getattr(model, "roi_heads", None), "box_predictor", None), "cls_score", None)
-    return int(score.out_features) if isinstance(score, nn.Linear) else None
+ALWAYS_ON = ("auto_save_best", "auto_checkpoint")
+"""Hooks of United Perception whose behaviour is built in: the best checkpoint is kept, an interrupted run saves."""
+
+
+class Hook:
+    """Base class of hooks; override the methods that you need. Each process has its own hooks.
+
+    `runner.distributed.first` is True on rank 0; `saved` is called there only.
+    """
+
+    def train_begins(self, runner: Trainer) -> None: ...
+
+    def iteration_done(self, runner: Trainer) -> None: ...
+
+    def tested(self, runner: Trainer, metrics: Mapping[str, float]) -> None: ...
+
+    def saved(self, runner: Trainer, path: Path) -> None: ...
+
+    def train_ends(self, runner: Trainer) -> None: ...
+
+
+def build_hooks(named: Sequence[Named], trust: Trust) -> list[Hook]:
+    """The hooks that a config names as `package.module:Class`."""
+    hooks: list[Hook] = []
+    for index, entry in enumerate(named):
+        with within("hooks", index):
+            if entry.type not in ALWAYS_ON:
+                hooks.append(_build_hook(entry, f"hooks.{index}.type", trust))
+    return hooks
+
+
+def import_subclass(path: str, base: type[T], key: str, trust: Trust, public_name: str) -> type[T]:
+    """Import the class `package.module:Class` that a config names, a subclass of `gossamer.runner.{public_name}`."""
+    value = imported(path, trust, key=key)
+    if not (isinstance(value, type) and issubclass(value, base)):
+        raise GossamerError(f"'{path}' is not a subclass of gossamer.runner.{public_name}")
+    return value
+
+
+def _build_hook(entry: Named, key: str, trust: Trust) -> Hook:
+    with within("type"):
+        if ":" not in entry.type:
+            raise GossamerError(
+                f"no '{entry.type}'{nearest(entry.type, ALWAYS_ON)}; "
+                f"there are {', '.join(ALWAYS_ON)}, and your own as package.module:Class"
+            )
+        kind = import_subclass(entry.type, Hook, key, trust, "Hook")
+    try:
+        return kind(**entry.kwargs)
+    except TypeError as error:
+        raise GossamerError(f"{entry.type}: {error}", "kwargs") from error

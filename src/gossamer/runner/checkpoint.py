@@ -55,12 +55,10 @@ VERSION = 1
 """Increases when an older reader would misread the file."""
 
 _ANOTHER = "use another checkpoint"
-_EMA_KEYS = ("ema_state_dict", "state_dict", MODEL)
 _LAYER_KINDS = ("linear", "convolution")
 _MAX_LINE = 200
 _COUNT = re.compile(r"\d{1,15}", re.ASCII)
 _NUMBER = re.compile(r"\d{1,16}(\.\d{1,20})?(e[+-]\d{1,3})?", re.ASCII)
-_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", re.ASCII)
 _NAME = re.compile(r"iter_(\d{8,})\.safetensors")
 _BEST = "best.safetensors"
 
@@ -88,71 +86,47 @@ class Description:
     """The metadata of a checkpoint."""
 
     path: Path
-    version: int
-    gossamer: str
-    torch: str
-    time: str
-    """When it was written, as ISO 8601 in UTC."""
     iteration: int
     epoch: float
     metrics: dict[str, float]
     config: str
     """The text of the run's config, or an empty string."""
-    weights: dict[str, tuple[int, int]]
+    counts: dict[str, tuple[int, int]]
     """By kind of layer: the number of weights, and how many are not zero; empty if they were not counted."""
+
+    @property
+    def title(self) -> str:
+        """The name of a checkpoint for messages, as `best checkpoint, iteration 40: top1 96.30`."""
+        last = Checkpoints(self.path.parent, keep=1).all()[-1:] == [self.path]
+        which = "best checkpoint" if self.path.name == _BEST else "last checkpoint" if last else "checkpoint"
+        metrics = f": {format_metrics(self.metrics, 1)}" if self.metrics else ""
+        return f"{which}, iteration {self.iteration}{metrics}"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A state and its metadata."""
+class Checkpoint(Description):
+    """A checkpoint with its state."""
 
-    about: Description
     state: dict[str, Any]
-
-    @property
-    def path(self) -> Path:
-        return self.about.path
-
-    @property
-    def iteration(self) -> int:
-        return self.about.iteration
-
-    @property
-    def epoch(self) -> float:
-        return self.about.epoch
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        return self.about.metrics
-
-    @property
-    def config(self) -> str:
-        return self.about.config
 
     @property
     def weights(self) -> dict[str, Tensor]:
         """The model's state dict, without averaging. Raises `CheckpointError` if it is not one."""
-        return _checked_weights(self.state.get(MODEL), MODEL, self.path)
+        return self._state_dict(MODEL)
 
     @property
     def ema(self) -> dict[str, Tensor] | None:
-        """The averaged weights: `state["ema"]`, or the state dict inside it."""
-        value: Any = self.state.get("ema")
-        for key in _EMA_KEYS:
-            if isinstance(value, Mapping) and isinstance(cast(Mapping[str, Any], value).get(key), Mapping):
-                value = cast(Mapping[str, Any], value)[key]
-        if value is None or (isinstance(value, Mapping) and not value):
-            return None
-        return _checked_weights(value, "ema", self.path)
+        """The averaged weights, if there are any."""
+        return self._state_dict("ema") if self.state.get("ema") is not None else None
 
-
-def _checked_weights(value: Any, key: str, path: Path) -> dict[str, Tensor]:
-    """A state dict: tensors by name, and the extra state of modules."""
-    entries = cast(dict[Any, Any], value) if isinstance(value, dict) else {None: None}
-    for name, tensor in entries.items():
-        if type(name) is not str or not (isinstance(tensor, Tensor) or name.endswith("_extra_state")):
-            raise CheckpointError(path, f"its '{key}' is not a state dict of tensors", _ANOTHER)
-    return cast(dict[str, Tensor], entries)
+    def _state_dict(self, key: str) -> dict[str, Tensor]:
+        """A state dict: tensors by name, and the extra state of modules."""
+        value: Any = self.state.get(key)
+        if not has_names(value) or not all(
+            isinstance(tensor, Tensor) or name.endswith("_extra_state") for name, tensor in value.items()
+        ):
+            raise CheckpointError(self.path, f"its '{key}' is not a state dict of tensors", _ANOTHER)
+        return value
 
 
 # One file
@@ -194,17 +168,13 @@ def write_checkpoint(
         raise GossamerError(f"{path}: the state has too many values outside of tensors; convert long lists to tensors")
     try:
         with atomic_write(path, durable=True) as scratch, scratch.open("wb") as file:
-            _write(file, header, [tensors[name] for name in order])
+            write_sealed(file, header, (_bytes_of(tensors[name]) for name in order))
     except OSError as error:
         fix = "choose another saver.save_dir"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             fix = "free some space or lower saver.keep, then resume"
         reason = f"the checkpoint cannot be written: {error.strerror or error}; earlier checkpoints are intact"
         raise GossamerError(f"{path}: {reason}; {fix}") from None
-
-
-def _write(file: BinaryIO, header: bytes, tensors: list[Tensor]) -> None:
-    write_sealed(file, header, (_bytes_of(tensor) for tensor in tensors))
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -223,7 +193,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise damaged(file_path, str(error)) from None
     if not has_names(state):
         raise damaged(file_path, "its state is not a dict with string keys")
-    return Checkpoint(about, cast(dict[str, Any], state))
+    return Checkpoint(**vars(about), state=state)
 
 
 def describe(path: str | os.PathLike[str]) -> Description:
@@ -236,15 +206,6 @@ def describe(path: str | os.PathLike[str]) -> Description:
 def is_checkpoint(path: Path) -> bool:
     """Whether a file starts like a checkpoint, damaged or not."""
     return sealed_kind(path) in (KIND, "")
-
-
-def title(about: Description) -> str:
-    """The name of a checkpoint for messages, as `best checkpoint, iteration 40: top1 96.30`."""
-    path = about.path
-    last = Checkpoints(path.parent, keep=1).all()[-1:] == [path]
-    which = "best checkpoint" if path.name == _BEST else "last checkpoint" if last else "checkpoint"
-    metrics = f": {format_metrics(about.metrics, 1)}" if about.metrics else ""
-    return f"{which}, iteration {about.iteration}{metrics}"
 
 
 def damaged(path: Path, reason: str) -> CheckpointError:
@@ -304,15 +265,11 @@ def _description(metadata: Mapping[str, str], path: Path) -> Description:
     counts = fields.json("weights", "counts of weights by kind of layer", _is_counts)
     return Description(
         path=path,
-        version=int(fields.matching("version", "a number", _COUNT)),
-        gossamer=fields.required("gossamer", "a short line", _is_line),
-        torch=fields.required("torch", "a short line", _is_line),
-        time=fields.matching("time", "a time in UTC", _TIME),
         iteration=int(fields.matching("iteration", "a number of iterations", _COUNT)),
         epoch=epoch,
         metrics=metrics,
         config=fields.required("config", "text", lambda value: type(value) is str),
-        weights={kind: (count[0], count[1]) for kind, count in counts.items()},
+        counts={kind: (count[0], count[1]) for kind, count in counts.items()},
     )
 
 
@@ -472,7 +429,7 @@ class Checkpoints:
                 continue
             try:
                 checkpoint = read_checkpoint(path)
-                _checked(checkpoint.about)
+                _checked(checkpoint)
             except NewerCheckpointError:
                 raise
             except CheckpointError as error:
@@ -506,18 +463,12 @@ class Checkpoints:
         except NewerCheckpointError:
             raise
         except CheckpointError as error:
-            raise CheckpointError(error.path, error.reason, f"it is the model of the run: {self._remedy()}") from error
-
-    def _remedy(self) -> str:
-        """The remedy depends on which files are intact: the best is often a hard link to one of the others."""
-        paths = self.all()
-        intact = next((path for path in reversed(paths) if _is_intact(path)), None)
-        if intact is None:
-            return "no other checkpoint is intact; start again with gossamer train"
-        if intact == paths[-1]:
-            return "remove it to use the last checkpoint instead, or name one with --weights"
-        run, file = shlex.quote(str(self.folder.parent)), shlex.quote(str(intact))
-        return f"train again from the last intact one with gossamer resume {run}, or use it with --weights {file}"
+            run = shlex.quote(str(self.folder.parent))
+            fix = (
+                "it is the model of the run: remove it to use the last checkpoint, name another one with --weights, "
+                f"or train again from the last intact one with gossamer resume {run}"
+            )
+            raise CheckpointError(error.path, error.reason, fix) from error
 
     def _best_value(self, metric: str) -> float | None:
         """The metric of the best checkpoint; None if there is none that can be read."""
@@ -561,14 +512,6 @@ def _checked(about: Description) -> Description:
         reason = f"its name says iteration {_iteration(about.path)}, its content iteration {about.iteration}"
         raise CheckpointError(about.path, reason, _ANOTHER)
     return about
-
-
-def _is_intact(path: Path) -> bool:
-    try:
-        read_checkpoint(path)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _iteration(path: Path) -> int:

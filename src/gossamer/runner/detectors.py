@@ -153,13 +153,22 @@ def set_anchors(
 
 
 def _resnet18(weights: Any, trainable: int | None) -> ResNet:
+    """A ResNet-18; with weights, its parts except the last `trainable` of five are frozen."""
     from torchvision.models import ResNet18_Weights, resnet18
 
-    if weights is None and trainable is not None:
-        message = "all layers are trained without weights_backbone; remove it"
-        raise GossamerError(message, "trainable_backbone_layers")
     body = resnet18(weights=ResNet18_Weights.verify(weights))
-    _freeze(body, 5 if weights is None else (3 if trainable is None else trainable))
+    if weights is None:
+        if trainable is not None:
+            message = "all layers are trained without weights_backbone; remove it"
+            raise GossamerError(message, "trainable_backbone_layers")
+        return body
+    trainable = 3 if trainable is None else trainable
+    if not 0 <= trainable <= 5:
+        raise GossamerError(f"expected a number from 0 to 5, found {trainable}", "trainable_backbone_layers")
+    parts = ["layer4", "layer3", "layer2", "layer1", "conv1"][:trainable] + (["bn1"] if trainable == 5 else [])
+    for name, parameter in body.named_parameters():
+        if name.split(".")[0] not in parts:
+            parameter.requires_grad_(False)
     return body
 
 
@@ -192,16 +201,16 @@ def _stride(stage: int) -> int:
 def _generator(sizes: Any, ratios: Any, levels: int, octaves: int) -> AnchorGenerator:
     from torchvision.models.detection.anchor_utils import AnchorGenerator
 
-    rows = [_octave(row[0], octaves) if single else row for row, single in _rows("anchor_sizes", sizes)]
-    if len(rows) != levels:
-        message = f"expected an entry for each of {levels} feature levels, found {len(rows)}"
-        raise GossamerError(message, "anchor_sizes")
-    if len({len(row) for row in rows}) > 1:
-        raise GossamerError("all feature levels need the same number of sizes", "anchor_sizes")
-    shapes = _rows("aspect_ratios", ratios)
-    if not all(single for _, single in shapes):
-        raise GossamerError("expected a list of numbers, which all levels share", "aspect_ratios")
-    return AnchorGenerator(tuple(rows), (tuple(row[0] for row, _ in shapes),) * levels)
+    _check_numbers("anchor_sizes", sizes)
+    _check_numbers("aspect_ratios", [ratios])
+    rows: list[tuple[float, ...]] = [
+        tuple(cast("Sequence[float]", size)) if isinstance(size, list | tuple) else _octave(size, octaves)
+        for size in sizes
+    ]
+    if len(rows) != levels or len({len(row) for row in rows}) > 1:
+        message = f"expected an entry for each of {levels} feature levels, with the same number of sizes"
+        raise GossamerError(f"{message}, found {sizes!r}", "anchor_sizes")
+    return AnchorGenerator(tuple(rows), (tuple(ratios),) * levels)
 
 
 def _octave(size: float, count: int) -> tuple[float, ...]:
@@ -209,18 +218,13 @@ def _octave(size: float, count: int) -> tuple[float, ...]:
     return tuple(float(int(size * 2 ** (step / count))) for step in range(count)) if count > 1 else (size,)
 
 
-def _rows(field: str, given: Any) -> list[tuple[tuple[float, ...], bool]]:
-    """Each entry as a row of positive numbers, and whether it is a single number."""
-    rows: list[tuple[tuple[float, ...], bool]] = []
-    for entry in cast(Sequence[Any], given) if isinstance(given, list | tuple) else ():
-        row = tuple(cast(Sequence[Any], entry)) if isinstance(entry, list | tuple) else (entry,)
-        if not row or not all(isinstance(n, int | float) and not isinstance(n, bool) and n > 0 for n in row):
-            rows = []
-            break
-        rows.append((row, not isinstance(entry, list | tuple)))
-    if not rows:
+def _check_numbers(field: str, given: Any) -> None:
+    """Raise unless `given` is a list of positive numbers, or of lists of them."""
+    rows: list[Any] = list(cast("Sequence[Any]", given)) if isinstance(given, list | tuple) else []
+    rows = [list(cast("Sequence[Any]", row)) if isinstance(row, list | tuple) else [row] for row in rows]
+    valid = all(row and all(type(number) in (int, float) and number > 0 for number in row) for row in rows)
+    if not rows or not valid:
         raise GossamerError(f"expected a list of positive numbers, found {given!r}", field)
-    return rows
 
 
 def _resize_heads(head: nn.Module, before: int, after: int) -> None:
@@ -238,17 +242,6 @@ def _resize_heads(head: nn.Module, before: int, after: int) -> None:
                 setattr(owner, name, new)
         if hasattr(owner, "num_anchors"):
             owner.num_anchors = after
-
-
-def _freeze(body: nn.Module, trainable: int) -> None:
-    """Freeze a ResNet except for the last `trainable` of its five parts."""
-    if not 0 <= trainable <= 5:
-        message = f"expected a number from 0 to 5, found {trainable}"
-        raise GossamerError(message, "trainable_backbone_layers")
-    parts = ["layer4", "layer3", "layer2", "layer1", "conv1"][:trainable] + (["bn1"] if trainable == 5 else [])
-    for name, parameter in body.named_parameters():
-        if name.split(".")[0] not in parts:
-            parameter.requires_grad_(False)
 
 
 # The networks of a detector
@@ -461,19 +454,15 @@ def _custom_networks(model: Any, images: Tensor) -> dict[str, Network]:
     if not isinstance(given, Mapping) or not given:
         raise GossamerError(f"{name}.network: expected a dict of name to (module, inputs), found {given!r}")
     networks: dict[str, Network] = {}
-    for key, entry in cast(Mapping[Any, Any], given).items():
-        pair = cast(Sequence[Any], entry) if isinstance(entry, tuple | list) else ()
-        inputs: Any = pair[1] if len(pair) == 2 else None
-        inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
-        if not (
-            len(pair) == 2
-            and isinstance(pair[0], nn.Module)
-            and isinstance(inputs, tuple | list)
-            and inputs
-            and all(isinstance(value, Tensor) for value in cast(Sequence[Any], inputs))
-        ):
+    for key, entry in cast("Mapping[str, Any]", given).items():
+        try:
+            module, inputs = entry
+            inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        except (TypeError, ValueError):
+            module, inputs = None, ()
+        if not isinstance(module, nn.Module) or not inputs or not all(isinstance(value, Tensor) for value in inputs):
             raise GossamerError(f"{name}.network: '{key}': expected (module, inputs) with tensors as inputs")
-        networks[str(key)] = _network(model, pair[0], tuple(cast(Sequence[Tensor], inputs)))
+        networks[key] = _network(model, module, inputs)
     return networks
 
 

@@ -11,65 +11,55 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from io import TextIOWrapper
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import Any, TextIO, cast
 
+from rich.columns import Columns
 from rich.console import Console, RenderableType
-from rich.file_proxy import FileProxy
-from rich.padding import Padding
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from gossamer.errors import GossamerError
-from gossamer.runner.formatting import format_duration, format_metrics, format_number, format_rate
+from gossamer.runner.formatting import format_duration, format_metrics, format_number
 
 LOG = "log.txt"
 QUIET = 20.0
 """Seconds after which another plain line is printed."""
 _REFRESH = 0.25
 """Seconds between two refreshes of the bars."""
-_MAX_WIDTH = 100
 
 
 class Display:
     """The display of a run. If `shown` is false, as on all ranks but the first, nothing appears.
 
-    Plain lines come every `every` iterations, by default once an epoch, and at least every `QUIET` seconds.
+    Plain lines come once an epoch and at least every `QUIET` seconds.
     """
 
     def __init__(
-        self,
-        *,
-        shown: bool = True,
-        console: Console | None = None,
-        every: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, *, shown: bool = True, console: Console | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.shown = shown
         self.console = console or Console(emoji=False, highlight=False)
-        self._every, self._clock = every, clock
+        self._clock = clock
         self._bars: _Bars | None = None
         self._refreshed = -math.inf
-        self._line_iteration = -1
-        self._line_time: float | None = None
-        self._status: _Status | None = None
+        self._numbers: list[str] = []
+        """The numbers of the last update, with their names."""
+        self._training = False
 
     @contextmanager
     def training(self, total: int, steps_per_epoch: int, start: int = 0) -> Generator[None]:
         """Show a training of `total` iterations that continues at `start`."""
-        self._status = _Status(total, max(steps_per_epoch, 1), start, self._clock)
-        self._line_iteration, self._line_time = start, None
+        self._training, self._total, self._steps_per_epoch = True, total, max(steps_per_epoch, 1)
+        self._start, self._start_time = start, self._clock()
+        self._line_iteration, self._line_time = start, self._start_time
         try:
-            with self._live():
-                if self._bars is not None:
-                    self._status.task = self._bars.add_task("training", total=total, completed=start)
+            with self._task("training", total, start) as self._set_done:
                 yield
         finally:
-            self._status = None
+            self._training, self._numbers = False, []
 
     def update(
         self,
@@ -82,93 +72,80 @@ class Display:
         images_per_s: float | None = None,
     ) -> None:
         """Show the numbers of an iteration; sparsity and its target are from 0 to 1."""
-        if self._status is None or not self.shown:
+        if not self._training or not self.shown:
             return
-        self._status.update(iteration, loss, lr, sparsity, target, images_per_s)
-        if self._bars is not None and self._status.task is not None:
-            self._bars.update(self._status.task, completed=iteration)
-            self._refresh()
-        elif self._line_is_due(iteration):
-            self._line_iteration = iteration
-            self.message("  ".join(self._status.fields()))
+        epochs = math.ceil(self._total / self._steps_per_epoch)
+        epoch = min(max(math.ceil(iteration / self._steps_per_epoch), 1), epochs)
+        numbers = [f"epoch {epoch}/{epochs}", f"iteration {iteration}/{self._total}"]
+        numbers += [f"loss {format_number(loss)}", f"lr {lr:.4g}"]
+        if sparsity is not None:
+            goal = f" of {100 * target:.1f}" if target is not None else ""
+            numbers.append(f"sparsity {100 * sparsity:.1f}{goal} %")
+        if images_per_s:
+            numbers.append(f"{images_per_s:.3g} images/s")
+        now = self._clock()
+        if self._start < iteration < self._total:  # the time so far includes tests and checkpoints
+            left = (now - self._start_time) / (iteration - self._start) * (self._total - iteration)
+            numbers.append(f"ETA {format_duration(left)}")
+        self._numbers = numbers
+        if self._bars is not None:
+            self._set_done(iteration)
+            return
+        every, last = self._steps_per_epoch, self._line_iteration
+        due = iteration // every > last // every or iteration >= self._total or now - self._line_time >= QUIET
+        if due:
+            self._line_iteration, self._line_time = iteration, now
+            self.message("  ".join(numbers))
 
-    @contextmanager
-    def testing(self, total: int) -> Generator[Callable[[], None]]:
-        """Show a test of `total` batches. Yields a function to call after each of them."""
-        inside_training = self._bars is not None
-        with self._live():
-            bars = self._bars
-            task = None if bars is None else bars.add_task("testing", total=total)
-
-            def advance() -> None:
-                if bars is not None and task is not None:
-                    bars.advance(task)
-                    self._refresh()
-
-            try:
-                yield advance
-            finally:
-                if bars is not None and task is not None and inside_training:
-                    bars.remove_task(task)
-                    self._refresh()
+    def testing(self, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Show a test of `total` batches. Yields a function to call with the number of batches that are done."""
+        return self._task("testing", total)
 
     def tested(self, metrics: Mapping[str, float], iteration: int | None = None) -> None:
-        """Show the metrics of a test, by default at the iteration of the last update."""
-        text = format_metrics(metrics, most=3)
-        if self._status is None:
-            self.message(f"test: {text}")
-            return
-        at = self._status.iteration if iteration is None else iteration
-        self._status.tested = f"{format_metrics(metrics, most=2)} at {at}"
-        if self._bars is None:
-            self.message(f"test at iteration {at}: {text}")
-        self._refresh(at_once=True)
+        """Show the metrics of a test."""
+        at = "" if iteration is None else f" at iteration {iteration}"
+        self.message(f"test{at}: {format_metrics(metrics, most=3)}")
 
     def message(self, text: str) -> None:
         """Print one message, above the bars if there are any."""
         if self.shown:
-            self.console.print(_spell(text, self.console), markup=False, highlight=False, soft_wrap=True)
-
-    def _line_is_due(self, iteration: int) -> bool:
-        """Updates may come every few iterations only, so the first one after a multiple counts."""
-        assert self._status is not None
-        every, last, now = self._every or self._status.steps_per_epoch, self._line_iteration, self._clock()
-        due = iteration // every > last // every or iteration >= self._status.total > last
-        due = due or (self._line_time is not None and now - self._line_time >= QUIET)
-        if due or self._line_time is None:
-            self._line_time = now
-        return due
+            known = text.encode(self.console.encoding, "replace").decode(self.console.encoding)
+            self.console.print(known, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
-    def _live(self) -> Generator[None]:
-        """Show bars on a terminal, unless they are shown already."""
+    def _task(self, name: str, total: int, start: int = 0) -> Generator[Callable[[int], None]]:
+        """Show a bar on a terminal, below others that are shown already. Yields a function that sets what is done."""
         plain = not self.console.is_terminal or self.console.is_dumb_terminal
-        if not self.shown or plain or self._bars is not None:
-            yield
+        if not self.shown or plain:
+            yield lambda done: None
             return
-        bars = _Bars(self.console, lambda: [] if self._status is None else self._status.all_fields())
-        with bars, _logging_above(self.console):
-            self._bars, self._refreshed = bars, -math.inf
-            try:
-                yield
-            finally:
-                self._refresh(at_once=True)
-                self._bars = None
+        with ExitStack() as stack:
+            is_only = self._bars is None
+            bars = self._bars = self._bars or stack.enter_context(_Bars(self.console, lambda: self._numbers))
+            task = bars.add_task(name, total=total, completed=start)
 
-    def _refresh(self, at_once: bool = False) -> None:
-        if self._bars is None:
-            return
-        now = self._clock()
-        if at_once or now - self._refreshed >= _REFRESH:
-            self._refreshed = now
-            self._bars.refresh()
+            def set_done(done: int) -> None:
+                bars.update(task, completed=done)
+                now = self._clock()
+                if now - self._refreshed >= _REFRESH:
+                    self._refreshed = now
+                    bars.refresh()
+
+            try:
+                yield set_done
+            finally:
+                if is_only:
+                    bars.refresh()
+                    self._bars = None
+                else:
+                    bars.remove_task(task)
 
 
 class _Bars(Progress):
-    """Progress bars, and below them the current numbers on as few lines as the width allows."""
+    """Progress bars, and below them the current numbers."""
 
-    def __init__(self, console: Console, fields: Callable[[], Iterable[str]]) -> None:
-        self._fields, self._console = fields, console
+    def __init__(self, console: Console, numbers: Callable[[], list[str]]) -> None:
+        self._numbers = numbers
         super().__init__(
             TextColumn("{task.description:<8}"),
             BarColumn(bar_width=None),
@@ -176,97 +153,14 @@ class _Bars(Progress):
             console=console,
             auto_refresh=False,
             expand=True,
-            redirect_stdout=_is_terminal(sys.stdout),
-            redirect_stderr=_is_terminal(sys.stderr),
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
         )
 
     def get_renderables(self) -> Iterator[RenderableType]:
-        width = min(self._console.width, _MAX_WIDTH)
-        yield Padding(self.make_tasks_table(self.tasks), (0, self._console.width - width, 0, 0))
-        line, separator = "", _spell(" · ", self._console)
-        for field in (_spell(field, self._console) for field in self._fields()):
-            if line and len(line) + len(separator) + len(field) > width:
-                yield Text(line, no_wrap=True, overflow="ellipsis")
-                line = ""
-            line = f"{line}{separator}{field}" if line else field
-        if line:
-            yield Text(line, no_wrap=True, overflow="ellipsis")
-
-
-class _Status:
-    """The numbers of a training."""
-
-    def __init__(self, total: int, steps_per_epoch: int, start: int, clock: Callable[[], float]) -> None:
-        self.total, self.steps_per_epoch, self.start, self.iteration = total, steps_per_epoch, start, start
-        self.task: TaskID | None = None
-        self.tested = ""
-        self._clock, self._start_time = clock, clock()
-        self._numbers: list[str] = []
-
-    def update(
-        self,
-        iteration: int,
-        loss: float,
-        lr: float,
-        sparsity: float | None,
-        target: float | None,
-        images_per_s: float | None,
-    ) -> None:
-        self.iteration = iteration
-        self._numbers = [f"loss {format_number(loss)}", f"lr {format_rate(lr)}"]
-        if sparsity is not None:
-            goal = f" → {100 * target:.1f}" if target is not None else ""
-            self._numbers.append(f"sparsity {100 * sparsity:.1f}{goal} %")
-        if images_per_s:
-            self._numbers.append(
-                f"{images_per_s:.0f} images/s" if images_per_s >= 10 else f"{images_per_s:.1f} images/s"
-            )
-
-    def fields(self) -> Iterator[str]:
-        """Each number with its name, in the order of a line."""
-        epochs = math.ceil(self.total / self.steps_per_epoch)
-        epoch = min(max(math.ceil(self.iteration / self.steps_per_epoch), 1), epochs)
-        yield f"epoch {epoch}/{epochs}"
-        yield f"iteration {self.iteration}/{self.total}"
-        yield from self._numbers
-        done = self.iteration - self.start
-        if done > 0 and self.iteration < self.total:  # the time so far includes tests and checkpoints
-            left = (self._clock() - self._start_time) / done * (self.total - self.iteration)
-            yield f"ETA {format_duration(left)}"
-
-    def all_fields(self) -> list[str]:
-        return [*self.fields(), *([self.tested] if self.tested else [])]
-
-
-def _spell(text: str, console: Console) -> str:
-    """The text in characters that the terminal can show."""
-    if not console.options.ascii_only:
-        return text
-    return text.replace("→", "->").replace("·", "|").encode("ascii", "replace").decode()
-
-
-@contextmanager
-def _logging_above(console: Console) -> Generator[None]:
-    """Let handlers of `logging` that write to the terminal print above the bars."""
-    replaced: list[tuple[logging.StreamHandler[Any], Any]] = []
-    for entry in [*logging.getLogger().handlers, *logging.getLogger("gossamer").handlers]:
-        if isinstance(entry, logging.StreamHandler) and not isinstance(entry, logging.FileHandler):
-            handler = cast("logging.StreamHandler[Any]", entry)
-            if _is_terminal(handler.stream):
-                replaced.append((handler, handler.stream))
-                handler.setStream(cast(TextIO, FileProxy(console, handler.stream)))
-    try:
-        yield
-    finally:
-        for handler, stream in replaced:
-            handler.setStream(stream)
-
-
-def _is_terminal(stream: Any) -> bool:
-    try:
-        return bool(stream.isatty())
-    except (AttributeError, ValueError):
-        return False
+        yield self.make_tasks_table(self.tasks)
+        if numbers := self._numbers():
+            yield Columns(numbers, padding=(0, 3))
 
 
 # The log file

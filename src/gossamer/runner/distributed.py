@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -134,27 +134,11 @@ def on_first_rank(function: Callable[[], T], distributed: Distributed) -> T | No
     return result
 
 
-def any_rank(flag: bool, distributed: Distributed) -> bool:
-    """Whether the flag is set on some rank."""
-    if distributed.world_size == 1:
-        return flag
-    maximum = torch.tensor([int(flag)], device=distributed.device)
-    dist.all_reduce(maximum, dist.ReduceOp.MAX)
-    return bool(maximum.item())
-
-
-def broadcast_state(module: torch.nn.Module, distributed: Distributed) -> None:
-    """Copy parameters and buffers of rank 0 to all ranks."""
+def broadcast_tensors(tensors: Iterable[torch.Tensor], distributed: Distributed) -> None:
+    """Copy tensors of rank 0 to all ranks."""
     if distributed.world_size > 1:
-        for tensor in module.state_dict().values():
+        for tensor in tensors:
             dist.broadcast(tensor, src=0)
-
-
-def broadcast_buffers(module: torch.nn.Module, distributed: Distributed) -> None:
-    """Copy buffers of rank 0 to all ranks, as DDP does before each forward pass in training."""
-    if distributed.world_size > 1:
-        for buffer in module.buffers():
-            dist.broadcast(buffer, src=0)
 
 
 class Stop:
@@ -170,7 +154,11 @@ class Stop:
         On GPUs the exchange waits for the device, so it happens every ten iterations only.
         """
         exchanged = self._distributed.device.type != "cuda" or iteration % 10 == 0
-        return exchanged and any_rank(self.requested, self._distributed)
+        if not exchanged or self._distributed.world_size == 1:
+            return exchanged and self.requested
+        flag = torch.tensor([int(self.requested)], device=self._distributed.device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""

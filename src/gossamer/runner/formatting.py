@@ -19,15 +19,6 @@ def format_number(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}" if abs(value) < 1e4 else f"{value:.4g}"
 
 
-def format_rate(value: float) -> str:
-    """A learning rate without trailing zeros.
-
-    >>> format_rate(0.1), format_rate(0.00123456), format_rate(1e-7)
-    ('0.1', '0.001235', '1e-07')
-    """
-    return f"{value:.4g}"
-
-
 def format_duration(seconds: float) -> str:
     """
     >>> format_duration(72), format_duration(3 * 3600 + 62), format_duration(50 * 3600)

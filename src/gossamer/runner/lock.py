@@ -7,17 +7,16 @@ is killed. The file names the holder; a file that a killed process left behind i
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import socket
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+
+from pydantic import BaseModel
 
 from gossamer.errors import GossamerError
 
@@ -64,36 +63,12 @@ def locked(folder: Path) -> Generator[None]:
                     each.rmdir()
 
 
-@dataclass(frozen=True)
-class Holder:
-    """The process that holds a lock."""
+class _Holder(BaseModel):
+    """What the lock file says of the process that holds it."""
 
     host: str
     pid: int
     since: datetime
-
-    def text(self) -> str:
-        """As JSON, on one line."""
-        since = self.since.isoformat(timespec="seconds")
-        return json.dumps({"host": self.host, "pid": self.pid, "since": since}) + "\n"
-
-    @classmethod
-    def parse(cls, text: str) -> Holder | None:
-        """The holder that a lock file names; None if it is not what `text` writes."""
-        try:
-            content: Any = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(content, dict):
-            return None
-        values = cast(dict[str, Any], content)
-        host, pid, since = values.get("host"), values.get("pid"), values.get("since")
-        if not (isinstance(host, str) and host.isprintable() and type(pid) is int and isinstance(since, str)):
-            return None
-        try:
-            return cls(host, pid, datetime.fromisoformat(since).astimezone(UTC))
-        except (ValueError, OverflowError):
-            return None
 
 
 def _acquire(path: Path) -> int:
@@ -105,7 +80,9 @@ def _acquire(path: Path) -> int:
             _lock(handle, path)
             if _has_name(path, handle):
                 os.ftruncate(handle, 0)
-                os.write(handle, Holder(socket.gethostname(), os.getpid(), datetime.now(UTC)).text().encode())
+                since = datetime.now(UTC).replace(microsecond=0)
+                holder = _Holder(host=socket.gethostname(), pid=os.getpid(), since=since)
+                os.write(handle, holder.model_dump_json().encode() + b"\n")
                 _held.add(handle)
                 return handle
         except BaseException:
@@ -147,24 +124,21 @@ def _release(handle: int, path: Path) -> None:
     _held.discard(handle)
     if sys.platform == "win32":  # where an open file cannot be removed
         os.close(handle)
-        with suppress(OSError):
-            path.unlink()
-    else:
-        with suppress(OSError):
-            path.unlink()
+    with suppress(OSError):
+        path.unlink()
+    if sys.platform != "win32":
         os.close(handle)
 
 
 def _holder(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            holder = Holder.parse(file.read(_LONGEST).decode(errors="replace"))
-    except OSError:
-        holder = None
-    if holder is None:
+            holder = _Holder.model_validate_json(file.read(_LONGEST), strict=True)
+        since = holder.since.astimezone(UTC)
+    except (OSError, ValueError, OverflowError):
         return "another process is training here"
-    since = holder.since.strftime("%Y-%m-%d %H:%M:%S UTC")
-    return f"process {holder.pid} on host {holder.host} has been training here since {since}"
+    host = ascii(holder.host)[1:-1]
+    return f"process {holder.pid} on host {host} has been training here since {since:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _close_after_fork() -> None:

@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from pydantic import AfterValidator, BaseModel, Field, Json, ValidationError
 from torch import Tensor, nn
 
 from gossamer.errors import GossamerError, Location, Problem, nearest
@@ -24,7 +25,6 @@ from gossamer.runner.detectors import Network
 
 if TYPE_CHECKING:
     from gossamer.export import Written
-    from gossamer.model.thin import Thinned
 
 logger = logging.getLogger("gossamer")
 NAME = "model"
@@ -101,7 +101,7 @@ def _thinned(
     from gossamer.export import THINNED, state_bytes, thin
 
     smaller, thinned = thin(model, example)
-    kept = _kept(thinned)
+    kept = [f"{weight} keeps filters that are zero: {why}" for weight, why in thinned.kept.items()]
     if not thinned.removed:
         reasons = kept or ["no filter or channel is zero as a whole"]
         skipped(f"thin: nothing to remove, so no file is written: {'; '.join(reasons)}")
@@ -116,18 +116,6 @@ def _thinned(
     dense = state_bytes(model)
     whole = [replace(one, dense_bytes=dense) for one in written]
     return [replace(whole[0], notes=(*whole[0].notes, *notes)), *whole[1:]]
-
-
-def _kept(thinned: Thinned) -> list[str]:
-    """Which weights keep filters of zeros, by reason."""
-    reasons: dict[str, list[str]] = {}
-    for weight, why in thinned.kept.items():
-        reasons.setdefault(why, []).append(weight)
-    return [f"{_listed(names)} keep filters that are zero: {why}" for why, names in reasons.items()]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _files(model: nn.Module, example: Any, networks: Networks, stem: Path, format: str, plan: Export) -> list[Written]:
@@ -171,16 +159,44 @@ def describe_model(
     return known
 
 
-@dataclass(frozen=True)
-class ModelDescription:
+MAX_ELEMENTS = 2**26
+"""Of an input that a file describes; an image of 1300 by 1300 pixels has 5 million."""
+_MAX_TEXT = 10_000
+_MAX_CLASSES = 10**5
+"""Of a model whose tensors are smaller than that."""
+
+
+def _checked_name(text: str) -> str:
+    if (fault := name_fault(text)) is not None:
+        raise ValueError(fault)
+    return text
+
+
+def _without_downloads(net: Net) -> Net:
+    return net.model_copy(update={"kwargs": {k: None if k in FETCHING else v for k, v in net.kwargs.items()}})
+
+
+def _checked_input(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if math.prod(sizes) > MAX_ELEMENTS:
+        raise ValueError(f"an input has at most {MAX_ELEMENTS:,} numbers")
+    return sizes
+
+
+class ModelDescription(BaseModel):
     """The checked description of a model in a file of weights."""
 
-    name: str | None = None
+    name: Annotated[str, AfterValidator(_checked_name)] | None = None
     """For titles and names of files; never a path."""
-    net: Net | None = None
+    net: Annotated[Json[Net], AfterValidator(_without_downloads)] | None = None
     """Without the arguments with which a model downloads weights."""
-    num_classes: int | None = None
-    input: tuple[int, ...] | None = None
+    num_classes: Annotated[int, Field(ge=1)] | None = None
+    input: (
+        Annotated[
+            Json[Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, max_length=8)]],
+            AfterValidator(_checked_input),
+        ]
+        | None
+    ) = None
     """The shape of an input, a batch of one."""
     thinned: bool = False
 
@@ -193,65 +209,19 @@ def read_description(path: Path) -> ModelDescription:
     from gossamer.export.weights import THINNED, open_weights
 
     with open_weights(path) as weights:
-        about = weights.about
+        known = {key: weights.about[key] for key in ("name", "net", "num_classes", "input") if key in weights.about}
+        thinned = THINNED.items() <= weights.about.items()
         largest = max((size for entry in weights.tensors.values() for size in entry.shape), default=0)
-    readers: dict[str, Callable[[str], Any]] = {
-        "name": _name,
-        "net": _net,
-        "num_classes": lambda text: _classes(text, largest),
-        "input": _input,
-    }
-    fields: dict[str, Any] = {}
-    for key, read in readers.items():
-        if key in about:
-            try:
-                fields[key] = read(about[key])
-            except ValueError as error:
-                message = f"its description of the model cannot be read, {key}: {error}"
-                fix = f"name the model, and add --weights {path}"
-                raise GossamerError(Problem(message, location=Location(str(path)), fix=fix)) from None
-    return ModelDescription(**fields, thinned=THINNED.items() <= about.items())
-
-
-MAX_ELEMENTS = 2**26
-"""Of an input that a file describes; an image of 1300 by 1300 pixels has 5 million."""
-_MAX_CLASSES = 10**5
-"""Of a model whose tensors are smaller than that."""
-_MAX_TEXT = 10_000
-
-
-def _name(text: str) -> str:
-    fault = name_fault(text)
-    if fault is not None:
-        raise ValueError(f"expected a name, found {text[:40]!r}: {fault}")
-    return text
-
-
-def _net(text: str) -> Net:
-    if len(text) > _MAX_TEXT:
-        raise ValueError(f"expected at most {_MAX_TEXT} characters, found {len(text)}")
     try:
-        net = Net.model_validate(json.loads(text))
-    except (ValueError, RecursionError):  # as pydantic's are
-        raise ValueError("expected a type and its kwargs") from None
-    return net.model_copy(update={"kwargs": {k: None if k in FETCHING else v for k, v in net.kwargs.items()}})
-
-
-def _classes(text: str, largest: int) -> int:
-    """A number of classes that a model with such tensors may have."""
-    most = max(largest, _MAX_CLASSES)
-    count = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
-    if not 1 <= count <= most:
-        raise ValueError(f"expected a number from 1 to {most}, found {text[:40]!r}")
-    return count
-
-
-def _input(text: str) -> tuple[int, ...] | None:
-    try:
-        shape: Any = json.loads(text) if len(text) <= _MAX_TEXT else None
-    except (ValueError, RecursionError):
-        shape = None
-    sizes = cast(list[Any], shape) if isinstance(shape, list) else [0]
-    if len(sizes) > 8 or not all(type(size) is int and size > 0 for size in sizes) or math.prod(sizes) > MAX_ELEMENTS:
-        raise ValueError(f"expected the sizes of an input of up to {MAX_ELEMENTS:,} numbers, found {text[:40]!r}")
-    return tuple(sizes) or None
+        if any(len(text) > _MAX_TEXT for text in known.values()):
+            raise ValueError(f"it has more than {_MAX_TEXT} characters")
+        description = ModelDescription.model_validate({**known, "thinned": thinned})
+        if (description.num_classes or 0) > max(largest, _MAX_CLASSES):
+            raise ValueError("num_classes: there are more classes than the model has weights")
+    except ValueError as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        reason = str(error) if first is None else f"{first['loc'][0]}: {first['msg']}"
+        fix = f"name the model, and add --weights {path}"
+        message = f"its description of the model cannot be read, {reason}"
+        raise GossamerError(Problem(message, location=Location(str(path)), fix=fix)) from None
+    return description

@@ -156,7 +156,7 @@ class WarmUp:
     def state_dict(self) -> dict[str, Any]:
         inner = {
             key: dict(cast(dict[Any, Any], value)) if isinstance(value, dict) else value
-            for key, value in self._inner_state().items()
+            for key, value in self.inner.state_dict().items()
         }
         return {"last_epoch": self.last_epoch, "rates": list(self.rates), "inner": inner}
 
@@ -178,22 +178,15 @@ class WarmUp:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the progress; settings stay as the config has them. The optimizer's state must be loaded before."""
         self.last_epoch, self.rates = int(state["last_epoch"]), list(state["rates"])
-        held, before = self._inner_state(), self.state_dict()["inner"]
+        held, before = self.inner.state_dict(), self.state_dict()["inner"]
         loaded = {key: value for key, value in state["inner"].items() if key in PROGRESS and key in held}
         self.inner.load_state_dict({**held, **loaded})
-        if any(state["inner"].get(key) != before[key] for key in CONFIGURED if key in held):
-            self._apply_closed_form()
-
-    def _apply_closed_form(self) -> None:
-        """Set the rates that a schedule of another length has at this iteration, if it has a closed form."""
         closed_form: Any = getattr(self.inner, "_get_closed_form_lr", None)
-        if closed_form is not None:
+        changed = any(state["inner"].get(key) != before[key] for key in CONFIGURED if key in held)
+        if changed and closed_form is not None:  # the rates that a schedule of another length has at this iteration
             for group, rate in zip(self.optimizer.param_groups, closed_form(), strict=True):
                 group["lr"] = rate
             self._apply_factor()
-
-    def _inner_state(self) -> dict[str, Any]:
-        return self.inner.state_dict()
 
     def _remove_factor(self) -> None:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
@@ -248,25 +241,18 @@ def _check_arguments(kind: type, given: Mapping[str, Any]) -> None:
 
 def _expected(key: str, value: Any, default: Any) -> str | None:
     """What the argument expects, by its default, if the value does not fit; otherwise None."""
-    if default is None and (value is None or isinstance(value, str)):
-        return None  # the optimizer checks text itself
     if isinstance(default, bool | str):
         expected = "true or false" if isinstance(default, bool) else "text"
         return None if type(value) is type(default) else expected
-    if isinstance(default, tuple):
-        defaults = cast(tuple[Any, ...], default)
+    if isinstance(default, tuple) or (key in LISTS and isinstance(value, list)):
         numbers = cast(list[Any], value) if isinstance(value, list) else []
-        fits = len(numbers) == len(defaults) and all(
-            _is_number(number) or (number is None and default is None)
-            for number, default in zip(numbers, defaults, strict=True)
-        )
-        return None if fits else f"a list of {len(defaults)} numbers"
-    if key in LISTS and isinstance(value, list):
-        numbers = cast(list[Any], value)
-        return None if numbers and all(map(_is_number, numbers)) else "a list of numbers"
+        count = len(cast(tuple[Any, ...], default)) if isinstance(default, tuple) else len(numbers)
+        fits = 0 < len(numbers) == count and all(number is None or _is_number(number) for number in numbers)
+        return None if fits else f"a list of {count or 'some'} numbers"
+    if default is None and (value is None or isinstance(value, str | bool)):
+        return None  # the optimizer checks these itself
     least = -MAX_COUNT if isinstance(default, int | float) and default < 0 else 0
-    fits = (_is_number(value) and value >= least) or (default is None and isinstance(value, bool))
-    return None if fits else f"a number between {least:g} and {MAX_COUNT:g}"
+    return None if _is_number(value) and value >= least else f"a number between {least:g} and {MAX_COUNT:g}"
 
 
 def _is_number(value: Any) -> bool:

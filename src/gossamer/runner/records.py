@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self, cast
+from typing import IO, Any, Literal, Self, cast, get_args
 
 from torch import nn
 
@@ -29,16 +29,16 @@ METRICS, EVENTS = "metrics.jsonl", "tensorboard"
 logger = logging.getLogger(__name__)
 
 FULL = 100_000
-"""All lines of the last iterations are kept, up to this number of iterations."""
+"""Iterations of which all lines are kept; older lines are thinned out."""
 WINDOW = 100
-"""Iterations of the shortest window in which one line is kept."""
+"""Iterations of a window of older lines, of which the last line of each kind is kept."""
 OFTEN = 50_000
 """Iterations between two times at which older lines are thinned out."""
 
 LONGEST = 128_000_000
 """Bytes of a metrics file that are read; the longest runs need far fewer."""
 
-_KINDS = ("train", "test", "set")
+Kind = Literal["train", "test", "set"]
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -69,18 +69,6 @@ class Records:
             raise _cannot_write(self.path, error) from None
         self._events = _open_events(folder / EVENTS, resumed) if tensorboard else None
 
-    def train(self, iteration: int, epoch: float, values: Mapping[str, float]) -> None:
-        """Record values of the training up to an iteration."""
-        self._write("train", iteration, epoch, values)
-
-    def set(self, iteration: int, epoch: float, values: Mapping[str, float]) -> None:
-        """Record values that hold from an iteration on, until the next record of them."""
-        self._write("set", iteration, epoch, values)
-
-    def test(self, iteration: int, epoch: float, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a test."""
-        self._write("test", iteration, epoch, metrics)
-
     def close(self) -> None:
         """Close the file; may be called twice."""
         try:
@@ -99,7 +87,8 @@ class Records:
     ) -> None:
         self.close()
 
-    def _write(self, kind: str, iteration: int, epoch: float, values: Mapping[str, float]) -> None:
+    def write(self, kind: Kind, iteration: int, epoch: float, values: Mapping[str, float]) -> None:
+        """Record values of the training up to an iteration (`train`), of a test, or that hold from now on (`set`)."""
         numbers = {name: float(value) for name, value in values.items()}
         seconds = round(self._clock() - self._zero, 3)
         line = {"kind": kind, "iteration": iteration, "epoch": round(epoch, 6), "seconds": seconds, **numbers}
@@ -135,40 +124,24 @@ class Records:
 
 
 def thinned(lines: Sequence[dict[str, Any]], now: int) -> list[dict[str, Any]]:
-    """The lines to keep when a run is at iteration `now`.
+    """The lines to keep when a run is at iteration `now`; thinning repeatedly or once gives the same result.
 
     Tests, levels of sparsity, the first line of each kind and all of the last `FULL` iterations are kept. Of older
-    lines the last one of its kind in each window is kept. Windows have `WINDOW` iterations, and twice as many each time
-    that the age doubles. Thinning repeatedly or once gives the same result.
+    lines the last one of its kind in each window of `WINDOW` iterations is kept.
     """
     first: dict[str, int] = {}
-    last: dict[tuple[str, int, int], int] = {}
-    windows = [_window(line["iteration"], now) for line in lines]
-    for index, (line, window) in enumerate(zip(lines, windows, strict=True)):
+    last: dict[tuple[str, int], int] = {}
+    for index, line in enumerate(lines):
         first.setdefault(line["kind"], index)
-        if window is not None:
-            last[line["kind"], *window] = index
+        last[line["kind"], line["iteration"] // WINDOW] = index
     kept = {*first.values(), *last.values()}
-    return [
-        line
-        for index, line in enumerate(lines)
-        if index in kept or windows[index] is None or line["kind"] == "test" or _is_level(line)
-    ]
+    recent = (now - FULL) // WINDOW * WINDOW
 
+    def is_kept(index: int, line: Mapping[str, Any]) -> bool:
+        is_level = line["kind"] == "set" and "sparsity" in line
+        return index in kept or line["iteration"] >= recent or line["kind"] == "test" or is_level
 
-def _window(iteration: int, now: int) -> tuple[int, int] | None:
-    """Length and number of the longest window for the age of an iteration; None for the last iterations."""
-    window, scale = None, 1
-    while True:
-        length = WINDOW * scale
-        number = (max(iteration, 1) - 1) // length
-        if now - (number + 1) * length < FULL * scale:
-            return window
-        window, scale = (length, number), 2 * scale
-
-
-def _is_level(line: Mapping[str, Any]) -> bool:
-    return line["kind"] == "set" and "sparsity" in line
+    return [line for index, line in enumerate(lines) if is_kept(index, line)]
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
@@ -195,41 +168,33 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             entry: Any = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if (record := _record(entry)) is not None:
+        if isinstance(entry, dict) and (record := _record(cast(dict[str, Any], entry))) is not None:
             records.append(record)
     return records
 
 
-def _record(entry: Any) -> dict[str, Any] | None:
+def _record(line: dict[str, Any]) -> dict[str, Any] | None:
     """A valid line: kind, iteration and numbers by name; None without kind and iteration."""
-    if not isinstance(entry, dict):
-        return None
-    line = cast(dict[str, Any], entry)
     iteration = line.get("iteration")
-    if line.get("kind") not in _KINDS or type(iteration) is not int or not 0 <= iteration < MAX_INT:
+    if line.get("kind") not in get_args(Kind) or type(iteration) is not int or not 0 <= iteration < MAX_INT:
         return None
     return {key: value for key, value in line.items() if key == "kind" or (key.isprintable() and _is_number(value))}
 
 
 def _is_number(value: Any) -> bool:
+    """Whether a value can be summed and plotted without overflow: it has no extreme exponent, or is not finite."""
     if type(value) is float:
-        return not math.isfinite(value) or is_drawable(value)
+        return not math.isfinite(value) or value == 0 or 1e-100 < abs(value) < 1e100
     return (type(value) is int and abs(value) < MAX_INT) or value in tuple(_NUMBERS)
 
 
-def is_drawable(value: float) -> bool:
-    """Whether a number can be summed and plotted without overflow: it is 0, or has no extreme exponent."""
-    return value == 0 or 1e-100 < abs(value) < 1e100
-
-
 def _text(line: Mapping[str, Any]) -> str:
-    return json.dumps({name: _plain(value) for name, value in line.items()}, allow_nan=False) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    names = {math.inf: "Infinity", -math.inf: "-Infinity"}
+    plain = {
+        name: names.get(value, "NaN") if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in line.items()
+    }
+    return json.dumps(plain, allow_nan=False) + "\n"
 
 
 def _open_events(folder: Path, resumed: int) -> Any:
@@ -270,15 +235,15 @@ class ScheduleLog:
         self._masks: int | None = None
         self._planned: float | None = None
 
-    def step(self, iteration: int, lr: float, sparsifier: Sparsifier | None, model: nn.Module) -> None:
+    def step(self, iteration: int, lr: float, sparsifier: Sparsifier, model: nn.Module) -> None:
         """`iteration` counts the iterations that are done."""
         values: dict[str, float] = {}
         if self._lr is None or abs(lr - self._lr) > LR_CHANGE * max(abs(lr), abs(self._lr)):
             self._lr = values["lr"] = lr
-        if sparsifier is not None and self._masks_changed(iteration, sparsifier):
-            values["sparsity"] = sparsifier.sparsity(model)
+        if self._masks_changed(iteration, sparsifier):
+            values["sparsity"] = sparsifier.sparsity(model) or 0.0
         if values:
-            self._records.set(iteration, iteration / self._steps_per_epoch, values)
+            self._records.write("set", iteration, iteration / self._steps_per_epoch, values)
 
     def _masks_changed(self, iteration: int, sparsifier: Sparsifier) -> bool:
         """Whether masks changed enough to count again. Methods without a schedule are in the train lines only."""

@@ -19,19 +19,17 @@ import torch
 from gossamer.errors import GossamerError, within
 from gossamer.io import atomic_write, open_regular, remove_leftovers
 from gossamer.model.counting import count_by_kind
-from gossamer.runner.builders import code_of
-from gossamer.runner.checkpoint import Checkpoint, CheckpointError, Checkpoints, Description, MisfitError, title
+from gossamer.runner.builders import code_of, import_subclass
+from gossamer.runner.checkpoint import Checkpoint, CheckpointError, Checkpoints, Description, MisfitError
 from gossamer.runner.config import Config, Loaded, config_text, read_config
-from gossamer.runner.config.checking import FOLDERS
+from gossamer.runner.config.loading import FOLDERS
 from gossamer.runner.data.sources import Purpose
 from gossamer.runner.display import Display, logged
-from gossamer.runner.distributed import Distributed, broadcast_object, deterministic, init_distributed, on_first_rank
+from gossamer.runner.distributed import broadcast_object, deterministic, init_distributed, on_first_rank
 from gossamer.runner.formatting import known_counts, zero_share
-from gossamer.runner.hooks import import_subclass
 from gossamer.runner.lock import LOCK, locked
 from gossamer.runner.model_files import Export
 from gossamer.runner.records import METRICS
-from gossamer.runner.reporting import note_sensitivity, note_start, report_end
 from gossamer.runner.trainer import SparseRunner, Trainer
 from gossamer.runner.trust import check_links, remember, trust_of
 from gossamer.version import __version__
@@ -102,10 +100,7 @@ def evaluate(
 ) -> Result:
     """Test the given weights, or the model of the run. `config` may be a run folder."""
     loaded = load_config(config, sets, data, weights, imports)
-    with (
-        init_distributed(loaded.config.runtime.device) as distributed,
-        built(loaded, distributed, "test", display) as trainer,
-    ):
+    with built(loaded, "test", display) as trainer:
         metrics = trainer.evaluate()
         if trainer.folder.is_dir():
             trainer.draw("evaluation.png")
@@ -129,10 +124,7 @@ def export(
     """Write the files of the given weights, or of the model of the run. `config` may be a run folder."""
     plan = Export(formats, opset, dynamic_batch)
     loaded = load_config(config, sets, data, weights, imports)
-    with (
-        init_distributed(loaded.config.runtime.device) as distributed,
-        built(loaded, distributed, "export", display) as trainer,
-    ):
+    with built(loaded, "export", display) as trainer:
         result = _result_of(trainer, output or trainer.folder)
         return replace(result, files=[one.path for one in trainer.export(result.folder, plan)])
 
@@ -141,32 +133,24 @@ def measure_sensitivity(
     folder: str | Path, progress: Callable[[str, float], None] | None = None, *, imports: Sequence[str] = ()
 ) -> None:
     """Measure the sensitivity of the layers of a run's model for its report, without a limit on the time."""
+    from gossamer.runner.notes import note_sensitivity
+
     path = Path(folder)
     if Checkpoints(path / CHECKPOINTS, keep=1).model() is None and (path / CONFIG).is_file():
         raise GossamerError(f"{folder}: has no checkpoint to measure; start the run again with gossamer train")
-    loaded = load_run_config(path, [], imports=imports)
-    display = Display(shown=False)
-    with (
-        init_distributed(loaded.config.runtime.device) as distributed,
-        built(loaded, distributed, "export", display) as trainer,
-    ):
+    with built(load_run_config(path, [], imports=imports), "export", Display(shown=False)) as trainer:
         trainer.finalize()
         note_sensitivity(trainer, progress)
 
 
 @contextmanager
-def built(loaded: Loaded, distributed: Distributed, purpose: Purpose, display: Display | None) -> Generator[Trainer]:
+def built(loaded: Loaded, purpose: Purpose, display: Display | None) -> Generator[Trainer]:
     """A trainer that is ready to test or export, while its warnings are shown."""
-    trainer = _trainer_class(loaded)(loaded, distributed, purpose=purpose, display=display)
-    with logged(trainer.display), deterministic(trainer.config.runtime.deterministic):
-        trainer.build()
-        yield trainer
-
-
-def checkpoint_title(trainer: Trainer) -> str | None:
-    """The checkpoint that a trainer tests or exports, by name; None for a file of weights."""
-    checkpoint = trainer.start.checkpoint
-    return None if checkpoint is None else title(checkpoint.about)
+    with init_distributed(loaded.config.runtime.device) as distributed:
+        trainer = _trainer_class(loaded)(loaded, distributed, purpose=purpose, display=display)
+        with logged(trainer.display), deterministic(trainer.config.runtime.deterministic):
+            trainer.build()
+            yield trainer
 
 
 def describe_source(checkpoint: str | None, source: Path) -> str:
@@ -175,6 +159,8 @@ def describe_source(checkpoint: str | None, source: Path) -> str:
 
 
 def _train(loaded: Loaded, display: Display | None) -> Result:
+    from gossamer.runner.reporting import note_start, report_end
+
     with init_distributed(loaded.config.runtime.device) as distributed:
         trainer = _trainer_class(loaded)(loaded, distributed, display=display)
         with (
@@ -206,8 +192,8 @@ def _train(loaded: Loaded, display: Display | None) -> Result:
             result = Result(trainer.folder, complete, trainer.iteration, dict(final.metrics), sparsity, files=files)
             if about is not None:
                 if distributed.first:
-                    logger.info("the model of the run is its %s", title(about))
-                result = replace(result, source=about.path, model=title(about), model_iteration=about.iteration)
+                    logger.info("the model of the run is its %s", about.title)
+                result = replace(result, source=about.path, model=about.title, model_iteration=about.iteration)
             return replace(result, sparsity_of_pruned_layers=pruned, first=distributed.first)
 
 
@@ -247,7 +233,7 @@ def _model_of_run(trainer: Trainer) -> tuple[Trainer, Description | None]:
     with _without_warnings():  # they were logged in the training
         final.build()
     final.iteration, final.metrics = chosen.iteration, dict(chosen.metrics)
-    return final, chosen.about
+    return final, chosen
 
 
 def _best_checkpoint(trainer: Trainer) -> Checkpoint | Description | None:
@@ -296,8 +282,8 @@ def _result_of(trainer: Trainer, folder: Path) -> Result:
         iteration=0,
         metrics={},
         sparsity=sparsity,
-        source=start.source or start.weights,
-        model=checkpoint_title(trainer),
+        source=start.source,
+        model=None if start.checkpoint is None else start.checkpoint.title,
         model_iteration=start.checkpoint.iteration if start.checkpoint is not None else None,
         sparsity_of_pruned_layers=pruned,
         first=trainer.distributed.first,
@@ -306,9 +292,9 @@ def _result_of(trainer: Trainer, folder: Path) -> Result:
 
 def _sparsity(trainer: Trainer) -> tuple[float | None, float | None]:
     """Zeros over weights, of the pruned layers and of the model; None in a dense run."""
-    if trainer.sparsifier is None:
-        return None, None
     pruned = trainer.sparsifier.sparsity(trainer.model)
+    if pruned is None:
+        return None, None
     weights = known_counts(count_by_kind(trainer.outcome), pruned)
     return pruned, zero_share(weights) if weights else pruned
 
@@ -389,7 +375,7 @@ def prepare_folder(trainer: Trainer, open_log: Callable[[Path], None]) -> None:
         for path in remove_leftovers(folder / name):
             logger.info("%s: removed; a killed process had not finished writing it", path)
     texts = {CONFIG: f"{HEADER}\n{trainer.loaded.text}"}
-    if trainer.sparsifier is not None and trainer.sparsifier.recipe is not None:
+    if trainer.sparsifier.recipe is not None:
         texts[RECIPE] = trainer.sparsifier.recipe
     for name, text in texts.items():
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,26 @@ from gossamer.modifiers.base import to_step
 from gossamer.msbench import BaseScheduler, build_sparse_scheduler
 from gossamer.quantization import is_emulated
 from gossamer.recipe import Recipe
-from gossamer.runner.config.checking import msbench_config
+from gossamer.runner.config.loading import msbench_config
 from gossamer.runner.config.schema import Sparsity
 
 
-class Sparsifier(ABC):
-    """Makes the model of a run sparse. The trainer calls the methods in this order, `before_step` in each iteration."""
+class Sparsifier:
+    """Makes the model of a run sparse; this class leaves it dense.
 
-    method: str
+    The trainer calls `prepare`, `parameter_groups`, `attach`, and `before_step` in each iteration.
+    """
+
+    sparse = False
+    """Whether weights are made sparse."""
+    method = "dense"
     """Name for logs."""
+    recipe: str | None = None
+    """The recipe's text."""
+    epochs = 0
+    """The last epoch of the recipe; 0 if it has no end."""
+    quantizes = False
+    """Whether the model is quantized at the end."""
     lr_cycles = 1
     """How often the learning-rate schedule repeats in a training."""
     sets_learning_rate = False
@@ -41,28 +51,11 @@ class Sparsifier(ABC):
 
     def restore_structure(self, model: nn.Module, state: Mapping[str, Any], epoch: float) -> None:
         """Give a model the layers that it had in a saved run, before its weights are loaded."""
-        return
 
     def parameter_groups(self, model: nn.Module, weight_decay: float) -> Any:
         """The parameters or groups that the optimizer is built on."""
         return model.parameters()
 
-    @property
-    def epochs(self) -> int:
-        """The last epoch of the recipe; 0 if it has no end."""
-        return 0
-
-    @property
-    def quantizes(self) -> bool:
-        """Whether the model is quantized at the end."""
-        return False
-
-    @property
-    def recipe(self) -> str | None:
-        """The recipe's text."""
-        return None
-
-    @abstractmethod
     def attach(
         self,
         model: nn.Module,
@@ -75,22 +68,22 @@ class Sparsifier(ABC):
 
         `setting` has scaler, steps_per_epoch, accumulation_steps and example_inputs.
         """
+        return setting["scaler"]
 
-    @abstractmethod
     def before_step(self, model: nn.Module, iteration: int) -> None:
-        """Update masks at the start of an iteration, counted from 0."""
+        """Update masks at the start of an iteration, counted from 0; a recipe does that in hooks of the optimizer."""
 
-    @abstractmethod
     def pruned(self) -> Sequence[str]:
         """The names of the weights that are made sparse."""
+        return ()
 
-    @abstractmethod
     def left_dense(self) -> Mapping[str, str]:
         """The names of weights or layers that stay dense, each with the reason."""
+        return {}
 
-    @abstractmethod
     def target(self) -> float | None:
         """The final sparsity of the pruned layers together; None if training determines it."""
+        return None
 
     def planned(self, iteration: int) -> float | None:
         """The scheduled sparsity after this number of iterations; None if there is no schedule."""
@@ -112,23 +105,22 @@ class Sparsifier(ABC):
         """Whether filters were removed from the model."""
         return False
 
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any] | None:
+        return None
 
-    @abstractmethod
     def finalize(self, model: nn.Module) -> None:
         """Write the zeros into the weights and remove what `prepare` and `attach` added."""
 
-    @abstractmethod
-    def sparsity(self, model: nn.Module) -> float:
-        """Zeros over weights of the pruned layers, counted. Removed filters count as zeros."""
+    def sparsity(self, model: nn.Module) -> float | None:
+        """Zeros over weights of the pruned layers, counted; None if the run is dense. Removed filters are zeros."""
+        return None
 
-    @abstractmethod
     def settled(self, model: nn.Module, iteration: int, *, at_end: bool) -> bool:
         """Whether the model has its final sparsity after this number of iterations; `at_end` of the training.
 
         The schedule decides, because a target in filters or channels is a different share of the weights.
         """
+        return True
 
     def shortfall(self, model: nn.Module) -> str:
         """What is missing in a model that is not settled."""
@@ -146,6 +138,8 @@ def _reached(planned: float | None, target: float) -> bool:
 
 class MSBenchSparsifier(Sparsifier):
     """An MSBench scheduler."""
+
+    sparse = True
 
     def __init__(self, config: Sparsity, length: int, folder: Path) -> None:
         with within("sparsity"):
@@ -227,10 +221,14 @@ class MSBenchSparsifier(Sparsifier):
 class RecipeSparsifier(Sparsifier):
     """A recipe, applied by a `Manager`."""
 
+    sparse = True
+
     def __init__(self, recipe: Recipe) -> None:
         self.manager = Manager(recipe)
         self.manager.report_when_dropped = False  # the trainer reports a run that fails or is interrupted
-        self.method = "recipe"
+        self.method, self.recipe = "recipe", self.manager.recipe
+        self.epochs = max(self.manager.max_epochs, 0)
+        self.quantizes = bool(self.manager.quantization_modifiers)
         self.sets_learning_rate = bool(self.manager.learning_rate_modifiers)
         self.recalibrates = any(modifier.recalibrates for modifier in self.manager.modifiers)
         self._sizes: dict[str, int] = {}
@@ -240,18 +238,6 @@ class RecipeSparsifier(Sparsifier):
     def prepare(self, model: nn.Module, networks: Mapping[str, nn.Module] | None, example: Any) -> nn.Module:
         self._sizes = {name: parameter.numel() for name, parameter in named_parameters(unwrap(model))}
         return model
-
-    @property
-    def epochs(self) -> int:
-        return max(self.manager.max_epochs, 0)
-
-    @property
-    def quantizes(self) -> bool:
-        return bool(self.manager.quantization_modifiers)
-
-    @property
-    def recipe(self) -> str | None:
-        return self.manager.recipe
 
     def restore_structure(self, model: nn.Module, state: Mapping[str, Any], epoch: float) -> None:
         self.manager.load_state_dict(state)
@@ -270,9 +256,6 @@ class RecipeSparsifier(Sparsifier):
             self.manager.load_state_dict(state)
         scaler = self.manager.modify(model, optimizer, lr_scheduler=lr_scheduler, **setting)
         return scaler if setting["scaler"] is not None else None
-
-    def before_step(self, model: nn.Module, iteration: int) -> None:
-        """Nothing: the manager's hooks on the optimizer update the masks."""
 
     def pruned(self) -> Sequence[str]:
         """The weights that have a mask now or will have one."""

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gossamer.errors import GossamerError
-from gossamer.runner.checkpoint import CheckpointError, Checkpoints, Description, describe, title
+from gossamer.runner.checkpoint import CheckpointError, Checkpoints, Description, describe
 from gossamer.runner.formatting import (
     format_count,
     format_duration,
@@ -62,9 +62,10 @@ def run_summary(folder: Path) -> dict[str, Any]:
     tests = [record for record in records if record.get("kind") == "test"]
     trained = [record for record in records if record.get("kind") == "train"]
     pruned = next(reversed(_numbers(records, "sparsity")), None)
-    weights = known_counts({} if about is None else about.weights, pruned)
+    weights = known_counts({} if about is None else about.counts, pruned)
     tested = dict.fromkeys(name for record in tests for name in record if name not in (*_FRAME, "sparsity"))
     names = sort_metrics(tested)
+    speeds = [speed for speed in _numbers(trained, "images_per_s") if speed]
     best = checkpoints.best()
     return {
         "name": folder.resolve().name,
@@ -74,7 +75,7 @@ def run_summary(folder: Path) -> dict[str, Any]:
         "metrics": {name: _course(name, tests, best is not None, about) for name in names},
         "model": {
             "checkpoint": None if about is None else str(about.path),
-            "title": None if about is None else title(about),
+            "title": None if about is None else about.title,
             "iteration": None if about is None else about.iteration,
         },
         "sparsity": zero_share(weights) if weights else pruned,
@@ -85,7 +86,7 @@ def run_summary(folder: Path) -> dict[str, Any]:
         "iterations": max([0 if latest is None else latest.iteration, *(record["iteration"] for record in records)]),
         "epochs": max([0.0 if latest is None else latest.epoch, *_numbers(records, "epoch")]),
         "seconds": max(_numbers(records, "seconds"), default=None),
-        "images_per_s": median(speeds) if (speeds := _speeds(trained)) else None,
+        "images_per_s": median(speeds) if speeds else None,
         "checkpoints": {
             "latest": None if latest is None else str(latest.path),
             "best": None if best is None else str(best),
@@ -158,7 +159,7 @@ def comparison_table(folders: Sequence[Path]) -> Table:
     for row in rows:
         name = row["metric"] or ""
         value = _shown(name, row["value"])
-        difference = "" if row["difference"] is None else _signed(name, row["difference"])
+        difference = "" if row["difference"] is None else signed(name, row["difference"])
         table.add_row(
             escape(row["name"]),
             escape(row["method"] or "–"),
@@ -192,41 +193,25 @@ def metrics_table(metrics: Mapping[str, float], sparsity: float | None = None) -
 def _lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Names and texts of the lines below the metrics."""
     lines: list[tuple[str, str]] = []
-    if summary["sparsity"]:
-        lines.append(("sparsity", _percent(summary["sparsity"]) + _of_kinds(summary)))
-    epochs = round(summary["epochs"], 2)
-    length = f"{_counted(summary['iterations'], 'iteration')}, {_counted(epochs, 'epoch')}"
+    if summary["sparsity"] and summary["nonzero"] is None:
+        lines.append(("sparsity", f"{_percent(summary['sparsity'])} of the layers that are pruned"))
+    elif summary["sparsity"]:
+        counts = f"{format_count(summary['nonzero'])} of {format_count(summary['weights'])} weights are not zero"
+        lines.append(("sparsity", f"{_percent(summary['sparsity'])}; {counts}"))
+    length = f"{summary['iterations']} iterations to epoch {round(summary['epochs'], 2):g}"
     if summary["seconds"] is not None:
         length += f" in {format_duration(summary['seconds'])}"
     speed = summary["images_per_s"]
     lines.append(("trained", length if speed is None else f"{length}, {speed:.0f} images/s"))
     lines.append(("folder", summary["folder"]))
     if summary["model"]["title"] is not None:
-        sparse = summary["checkpoints"]["best"] is not None and summary["sparsity_of_pruned_layers"]
-        note = " (of the tests at the target sparsity)" if sparse else ""
-        lines.append(("model", f"{summary['model']['title']}{note}"))
+        lines.append(("model", summary["model"]["title"]))
     for kind, path in summary["checkpoints"].items():
         if path is not None:
             lines.append((kind, str(Path(path).relative_to(summary["folder"]))))
     if summary["files"]:
         lines.append(("files", ", ".join(Path(path).name for path in summary["files"])))
     return lines
-
-
-def _counted(number: float, noun: str) -> str:
-    return f"{number:.10g} {noun}" if number == 1 else f"{number:.10g} {noun}s"
-
-
-def _of_kinds(summary: Mapping[str, Any]) -> str:
-    """` (convolution 51.0 %, linear 0.0 %); 5.47 M of 11.17 M weights are not zero`, if that is known."""
-    if summary["nonzero"] is None:
-        return " of the layers that are pruned"
-    shares = [
-        f"{kind} {_percent(1 - entry['nonzero'] / max(entry['weights'], 1))}"
-        for kind, entry in summary["kinds"].items()
-    ]
-    weights = f"{format_count(summary['nonzero'])} of {format_count(summary['weights'])} weights are not zero"
-    return f" ({', '.join(shares)}); {weights}"
 
 
 def _last(checkpoints: Checkpoints) -> Description | None:
@@ -240,7 +225,7 @@ def _last(checkpoints: Checkpoints) -> Description | None:
 
 def _course(name: str, tests: Sequence[Mapping[str, Any]], has_best: bool, about: Description | None) -> dict[str, Any]:
     """First, best and last value of a metric, and that of the model of the run."""
-    values = [(_finite(test[name]), int(test["iteration"])) for test in tests if name in test]
+    values = [(finite(test[name]), int(test["iteration"])) for test in tests if name in test]
     last = values[-1][0]
     chosen = next((entry for entry in values if about is not None and entry[1] == about.iteration), (None, None))
     best = chosen if has_best else (None, None)
@@ -271,16 +256,12 @@ def _at(value: Any, *keys: str) -> Any:
     return value
 
 
-def _speeds(records: Sequence[Mapping[str, Any]]) -> list[float]:
-    return [speed for speed in _numbers(records, "images_per_s") if speed]
-
-
 def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
     """The finite values of a key."""
-    return [value for record in records if (value := _finite(record.get(key))) is not None]
+    return [value for record in records if (value := finite(record.get(key))) is not None]
 
 
-def _finite(value: Any) -> float | None:
+def finite(value: Any) -> float | None:
     """A finite number, or None."""
     known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if known else None
@@ -290,7 +271,7 @@ def _shown(name: str, value: float | None) -> str:
     return "–" if value is None else format_metric(name, value)
 
 
-def _signed(name: str, value: float) -> str:
+def signed(name: str, value: float) -> str:
     return f"{value:+.2f}" if name.startswith("top") else f"{value:+.3f}"
 
 

@@ -102,7 +102,7 @@ class Classification(Task):
         return {"loss": loss}
 
     def evaluator(self) -> Accuracy:
-        return Accuracy(self.num_classes, logits_of)
+        return Accuracy(self.num_classes)
 
     def networks(self, model: nn.Module, images: Tensor) -> dict[str, Network]:
         model = unwrap(model)
@@ -230,15 +230,15 @@ class Accuracy(Evaluator):
     Among equal scores the lower class ranks first. An image with a NaN score counts as wrong.
     """
 
-    def __init__(self, num_classes: int, logits_of: Callable[[Any, int], Tensor]) -> None:
-        self._num_classes, self._logits_of = num_classes, logits_of
+    def __init__(self, num_classes: int) -> None:
+        self._num_classes = num_classes
         self._counts: Tensor | None = None
 
     def update(self, model: nn.Module, batch: Batch) -> None:
         # Bypasses DDP, which synchronizes buffers in forward: ranks may have different numbers of batches.
         model = unwrap(model)
         with evaluating(model):
-            logits = self._logits_of(model(batch.images), self._num_classes).float()
+            logits = logits_of(model(batch.images), self._num_classes).float()
         targets: Any = batch.targets
         counts = _counts(logits, targets)
         self._counts = counts if self._counts is None else self._counts + counts

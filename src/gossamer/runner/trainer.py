@@ -29,7 +29,7 @@ from gossamer.model.counting import count_by_kind
 from gossamer.model.recalibration import BATCHES, recalibrate
 from gossamer.model.thin.cuts import shrink_to
 from gossamer.quantization import is_emulated
-from gossamer.runner.builders import build_net
+from gossamer.runner.builders import build_hooks, build_net
 from gossamer.runner.checkpoint import Checkpoint, CheckpointError, Checkpoints, MisfitError
 from gossamer.runner.config import Loaded, task_of
 from gossamer.runner.config.schema import Source
@@ -42,22 +42,19 @@ from gossamer.runner.distributed import (
     Distributed,
     Stop,
     all_gather,
-    broadcast_buffers,
     broadcast_object,
-    broadcast_state,
+    broadcast_tensors,
     on_first_rank,
     stop_on_signals,
 )
-from gossamer.runner.hooks import build_hooks
 from gossamer.runner.model_files import Export, describe_model, write_model
 from gossamer.runner.optimizer import WarmUp, build_lr_scheduler, build_optimizer
-from gossamer.runner.pictures import draw_tests
 from gossamer.runner.records import Records, ScheduleLog
-from gossamer.runner.reporting.notes import Weights, weights_of
 from gossamer.runner.sparsity import Sparsifier, build_sparsifier
 from gossamer.runner.tasks import Task, build_task
 from gossamer.runner.training_state import (
     MAX_CONFIG,
+    RunSetting,
     TrainingState,
     random_states,
     read_training_state,
@@ -81,6 +78,7 @@ from gossamer.runner.weights import (
 
 if TYPE_CHECKING:
     from gossamer.export.saving import Written
+    from gossamer.runner.notes import LayerWeights
 
 logger = logging.getLogger("gossamer")
 REMEDY = (
@@ -126,10 +124,10 @@ class Trainer:
         """Of the last test."""
         self.tested_at: int | None = None
         self.saved_at: int | None = None
-        self.sparsifier: Sparsifier | None = None
+        self.sparsifier = Sparsifier()
         self.average: AveragedModel | None = None
         self.records: Records | None = None
-        self.start_weights: Weights | None = None
+        self.start_weights: dict[str, LayerWeights] | None = None
         """Histograms of the weights before the first iteration; None in a resumed run."""
         self.start_shapes: dict[str, list[int]] | None = None
         """The shapes of all tensors at the start, if the run starts from a thinned model."""
@@ -166,7 +164,7 @@ class Trainer:
         self.seed = int(broadcast_object(self.config.runtime.seed, self.distributed))
         seed_all(self.config.runtime.seed + self.distributed.rank)
         if self._checkpoint is not None:
-            self.start = Start(checkpoint=self._checkpoint, source=self._checkpoint.path)
+            self.start = Start(checkpoint=self._checkpoint)
         elif self.training:
             self.start = start_of_training(self.config.saver, self.loaded.given, self.checkpoints, self._unusable)
         else:
@@ -180,14 +178,13 @@ class Trainer:
                 f"the processes would start from different checkpoints ({found}); let all of them see the same "
                 "saver.save_dir and the same files"
             )
-        self.setting = None if checkpoint is None else run_setting(checkpoint)
+        self.setting = RunSetting() if checkpoint is None else run_setting(checkpoint)
         self.saved_state = None if checkpoint is None or not self.training else read_training_state(checkpoint)
         self._recipe = self._build_sparsifier(0) if self.sparse and self.loaded.recipe is not None else None
 
     def build_data(self) -> None:
         """Read the data sets and build their loaders."""
-        saved = self.setting.classes if self.setting is not None else None
-        data = read_run_data(self.config, self.kind, self.seed, self.purpose, saved)
+        data = read_run_data(self.config, self.kind, self.seed, self.purpose, self.setting.classes)
         self.train_data, self.test_data = data.train, data.test
         self.classes, self.num_classes = data.classes, data.num_classes
         train, test = self.config.dataset.train, self.config.dataset.test
@@ -216,23 +213,25 @@ class Trainer:
             if not self.training:
                 emulate_as(self.model, self.start.weights)
             logger.info("weights from %s", self.start.weights)
-        if self.setting is not None and self.setting.start_shapes is not None:
+        if self.setting.start_shapes is not None:
             self.start_shapes = self.setting.start_shapes
             shrink_to(self.model, self.start_shapes)
-        broadcast_state(self.model, self.distributed)
+        broadcast_tensors(self.model.state_dict().values(), self.distributed)
         reported = self.distributed.first and self.config.runtime.report.enable
         if self.training and self.start.checkpoint is None and reported:
+            from gossamer.runner.notes import weights_of
+
             self.start_weights = weights_of(self.model)
 
     def prepare_sparse_model(self) -> None:
         """Build the sparsifier and add the parameters that it learns."""
         if not self.sparse:
             return
-        saved = None if self.setting is None else self.setting.sparsity
+        saved = self.setting.sparsity
         if not self.training and saved is None:
             self._warn_of_float_weights()
             return  # a file of weights, such as an exported model, needs nothing added
-        length = self.length if self.training or self.setting is None else self.setting.length
+        length = self.length if self.training else self.setting.length
         self.sparsifier = self._recipe or self._build_sparsifier(length)
         image = self.example()
         networks = None
@@ -273,14 +272,14 @@ class Trainer:
         self.optimizer = build_optimizer(trainer.optimizer, self.parameter_groups())
         self.lr_scheduler: WarmUp | None = None
         if trainer.lr_scheduler is not None and self.training:
-            if self.sparsifier is not None and self.sparsifier.sets_learning_rate:
+            if self.sparsifier.sets_learning_rate:
                 logger.warning("trainer.lr_scheduler has no effect: the recipe sets the learning rate")
             else:
                 self.lr_scheduler = build_lr_scheduler(
                     trainer.lr_scheduler,
                     self.optimizer,
                     per_unit=1 if trainer.max_iter is not None else self.steps_per_epoch,
-                    length=max(self.length // (self.sparsifier.lr_cycles if self.sparsifier is not None else 1), 1),
+                    length=max(self.length // self.sparsifier.lr_cycles, 1),
                     steps_per_epoch=self.steps_per_epoch,
                 )
         on_gpu = self.distributed.device.type == "cuda"
@@ -289,8 +288,6 @@ class Trainer:
 
     def parameter_groups(self) -> Any:
         """The parameters or groups that the optimizer is built on."""
-        if self.sparsifier is None:
-            return self.model.parameters()
         weight_decay = float(self.config.trainer.optimizer.kwargs.get("weight_decay", 0.0))
         return self.sparsifier.parameter_groups(self.model, weight_decay)
 
@@ -302,7 +299,7 @@ class Trainer:
 
     def sparse_post_process(self) -> None:
         """Attach the sparsifier to optimizer and learning-rate scheduler, in the state of a resumed run."""
-        if self.sparsifier is None:
+        if not self.sparsifier.sparse:
             return
         if self.training and self.sparsifier.epochs > self.length / self.steps_per_epoch:
             epochs = self.sparsifier.epochs
@@ -313,15 +310,14 @@ class Trainer:
                 self.length / self.steps_per_epoch,
                 epochs,
             )
-        steps = self.steps_per_epoch if self.training or self.setting is None else self.setting.steps_per_epoch
         with self._applying_checkpoint():
             self.scaler = self.sparsifier.attach(
                 self.model,
                 self.optimizer,
                 self.lr_scheduler,
-                None if self.setting is None else self.setting.sparsity,
+                self.setting.sparsity,
                 scaler=self.scaler,
-                steps_per_epoch=steps,
+                steps_per_epoch=self.steps_per_epoch if self.training else self.setting.steps_per_epoch,
                 accumulation_steps=self.config.trainer.accumulate,
                 example_inputs=as_example(self.model, self.example()),
             )
@@ -335,7 +331,7 @@ class Trainer:
     def restore(self) -> None:
         """Restore the rest of a checkpoint: optimizer, schedulers, average and random states."""
         checkpoint, saved = self.start.checkpoint, self.saved_state
-        if checkpoint is None or saved is None or self.setting is None:
+        if checkpoint is None or saved is None:
             return
         with self._applying_checkpoint():
             self._restore(checkpoint, saved)
@@ -388,7 +384,7 @@ class Trainer:
             with self._recording_schedule():
                 stopped = self._run_epochs(stop)
             self._report_images()
-            if not stopped and self.sparsifier is not None and not self.counts_for_best():
+            if not stopped and not self.counts_for_best():
                 logger.warning("%s; was the training long enough?", self.sparsifier.shortfall(self.model))
             if stopped:
                 logger.info("stopped by a signal at iteration %d", self.iteration)
@@ -427,8 +423,7 @@ class Trainer:
     def train_step(self, batches: Iterator[Batch], timer: _Timer) -> dict[str, Tensor]:
         """One optimizer step. Returns the mean losses of its batches by name."""
         trainer = self.config.trainer
-        if self.sparsifier is not None:
-            self.sparsifier.before_step(self.model, self.iteration)
+        self.sparsifier.before_step(self.model, self.iteration)
         means: dict[str, Tensor] = {}
         for index in range(trainer.accumulate):
             batch = next(batches)
@@ -497,20 +492,20 @@ class Trainer:
             raise GossamerError("missing; name the data to evaluate on", "dataset", "test")
         # Not wrapped by DDP, because the ranks may have different numbers of batches.
         model = self.outcome
-        broadcast_buffers(model, self.distributed)
+        broadcast_tensors(model.buffers(), self.distributed)  # as DDP does before each forward pass in training
         evaluator = self.task.evaluator()
         skipped: list[str] = []
         notes: list[str] = []
         was_training = self.model.training
         model.eval()
         try:
-            with torch.no_grad(), self.display.testing(self.test_batches.batches_per_epoch) as advance:
-                for batch in self.test_batches.epoch(0):
+            with torch.no_grad(), self.display.testing(self.test_batches.batches_per_epoch) as show:
+                for number, batch in enumerate(self.test_batches.epoch(0), 1):
                     skipped += batch.skipped
                     notes += batch.notes
                     if len(batch):  # otherwise none of its images can be read
                         evaluator.update(model, batch.to(self.distributed.device, channels_last=self.channels_last))
-                    advance()
+                    show(number)
                 metrics = evaluator.compute()
         finally:
             self.model.train(was_training)
@@ -524,7 +519,7 @@ class Trainer:
             self.lr_scheduler.tested(self.metrics[self.task.metric])
         if self.distributed.first:
             if self.records is not None:
-                self.records.test(self.iteration, self.iteration / self.steps_per_epoch, self.metrics)
+                self.records.write("test", self.iteration, self.iteration / self.steps_per_epoch, self.metrics)
             self.display.tested(self.metrics, self.iteration)
             values = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
             logger.info("test at iteration %d: %s", self.iteration, values)
@@ -538,7 +533,7 @@ class Trainer:
         In place, on training images in a fixed order. Gradients do not depend on the statistics, checkpoints contain
         them, and random states are restored, so that a resumed run stays identical to the bit.
         """
-        if self.average is None and (self.sparsifier is None or not self.sparsifier.recalibrates):
+        if self.average is None and not self.sparsifier.recalibrates:
             return
         assert self.train_data is not None
         assert self.config.dataset.train is not None
@@ -546,7 +541,7 @@ class Trainer:
         reader = self._batches(self.train_data, self.config.dataset.train, train=True)
         try:
             recalibrate(self.outcome, islice(self._images(reader), BATCHES))
-            if self.average is not None and self.sparsifier is not None and self.sparsifier.recalibrates:
+            if self.average is not None and self.sparsifier.recalibrates:
                 recalibrate(unwrap(self.model), islice(self._images(reader), BATCHES))
         finally:
             reader.close()
@@ -555,6 +550,8 @@ class Trainer:
     def draw(self, name: str) -> None:
         """Draw the detections on the first test images into the folder `pictures`."""
         if self.kind == "detection" and self.test_data is not None:
+            from gossamer.runner.pictures import draw_tests
+
             path, data = self.folder / "pictures" / name, self.test_data
             on_first_rank(
                 lambda: draw_tests(self.outcome, self.task, data, self.classes, path, self.distributed.device),
@@ -597,8 +594,6 @@ class Trainer:
 
     def counts_for_best(self) -> bool:
         """Whether the model has its final sparsity: a denser model may be better, and is not the goal of the run."""
-        if self.sparsifier is None:
-            return True
         return self.sparsifier.settled(self.model, self.iteration, at_end=self.iteration == self.length)
 
     def state(self) -> dict[str, Any]:
@@ -610,7 +605,7 @@ class Trainer:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "ema": None if self.average is None else self.average.module.state_dict(),
             "ema_steps": None if self.average is None else self.average.n_averaged,
-            "sparsity": None if self.sparsifier is None else self.sparsifier.state_dict(),
+            "sparsity": self.sparsifier.state_dict(),
             "random": all_gather(random_states()),
             "classes": self.classes,
             "length": self.length,
@@ -624,12 +619,11 @@ class Trainer:
     @property
     def thinned(self) -> bool:
         """Whether layers of the model are smaller than in the network that its code builds."""
-        return self.start_shapes is not None or (self.sparsifier is not None and self.sparsifier.thinned(self.outcome))
+        return self.start_shapes is not None or self.sparsifier.thinned(self.outcome)
 
     def finalize(self) -> None:
         """Write the zeros into the weights and remove what sparse training added."""
-        if self.sparsifier is not None:
-            self.sparsifier.finalize(self.model)
+        self.sparsifier.finalize(self.model)
 
     def export(self, folder: Path | None = None, plan: Export | None = None) -> list[Written]:
         """Finalize the model and write its files, by default those of `saver.export` into the run folder."""
@@ -693,7 +687,7 @@ class Trainer:
         """Warn about float weights if the recipe quantizes: they do not compute what the run computes."""
         if self._recipe is not None and self._recipe.quantizes and not is_emulated(self.model):
             self.float_weights = (
-                f"{self.start.source or self.start.weights}: has float weights, and the recipe quantizes: results "
+                f"{self.start.source}: has float weights, and the recipe quantizes: results "
                 "differ from those of the run; name the run itself, or its bitmask file"
             )
             logger.warning("%s", self.float_weights)
@@ -721,7 +715,7 @@ class Trainer:
         first = next((part for part in self.model.modules() if isinstance(part, nn.Conv2d)), None)
         if data is None or first is None or ":" in self.config.net.type or "/" in self.config.net.type:
             return  # in other models the first convolution may not be the first layer
-        channels = data.read_batch([0], train=True).images[0].shape[0]
+        channels = data.read_batch([(0, 0)], train=True).images[0].shape[0]
         if channels != first.in_channels:
             split = "train" if self.training else "test"
             raise GossamerError(
@@ -765,15 +759,6 @@ class Trainer:
         self.iteration, self.best = checkpoint.iteration, saved.best
         self.saved_at = self.iteration
         restore_optimizer(self.optimizer, saved.optimizer)
-        for part, state, key in (
-            (self.lr_scheduler, saved.lr_scheduler, "lr_scheduler"),
-            (self.scaler, saved.scaler, "scaler"),
-            (self.average, saved.ema, "ema"),
-        ):
-            if part is None and state is not None:
-                logger.warning("the config has no %s, and the saved run had one", key)
-            elif part is not None and state is None:
-                logger.warning("the config has %s, and the saved run had none", key)
         if self.lr_scheduler is not None and saved.lr_scheduler is not None:
             self.lr_scheduler.check(saved.lr_scheduler, self.iteration)
             self.lr_scheduler.load_state_dict(saved.lr_scheduler)
@@ -792,10 +777,8 @@ class Trainer:
             raise GossamerError(f"the loss '{worst}' is {losses[worst]} at iteration {self.iteration}: {REMEDY}")
         if not self.distributed.first:
             return
-        sparsity = target = planned = None
-        if self.sparsifier is not None:
-            sparsity, target = self.sparsifier.sparsity(self.model), self.sparsifier.target()
-            planned = self.sparsifier.planned(self.iteration)
+        sparsity, target = self.sparsifier.sparsity(self.model), self.sparsifier.target()
+        planned = self.sparsifier.planned(self.iteration)
         logger.info("iteration %d: loss %.4f, lr %.4g", self.iteration, loss, lr)
         self.display.update(
             self.iteration, loss=loss, lr=lr, sparsity=sparsity, target=target, images_per_s=images_per_s
@@ -805,7 +788,7 @@ class Trainer:
             values |= {} if len(losses) < 2 else {f"loss_{name}": value for name, value in losses.items()}
             values |= {} if sparsity is None else {"sparsity": sparsity}
             values |= {} if planned is None else {"target": planned}
-            self.records.train(self.iteration, self.iteration / self.steps_per_epoch, values)
+            self.records.write("train", self.iteration, self.iteration / self.steps_per_epoch, values)
 
     def _lr(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
@@ -839,9 +822,7 @@ class Trainer:
             new = [message for message in distinct if f"{key}: {message}" not in self._reported]
             self._reported.update(f"{key}: {message}" for message in new)
             if new:
-                images = "1 image is" if len(new) == 1 else f"{len(new)} images are"
-                more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
-                logger.warning("%s: %s %s: %s%s", key, images, what, new[0], more)
+                logger.warning("%s: images that are %s: %d, such as %s", key, what, len(new), new[0])
 
 
 class SparseRunner(Trainer):

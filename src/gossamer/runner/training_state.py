@@ -43,8 +43,7 @@ class RandomStates(TypedDict):
     cuda: list[Tensor]
 
 
-@dataclass(frozen=True)
-class OptimizerState:
+class OptimizerState(TypedDict):
     """The state dict of an optimizer."""
 
     state: dict[int, dict[str, Any]]
@@ -55,14 +54,14 @@ class OptimizerState:
 class RunSetting:
     """What evaluation and training need to build the model of a run."""
 
-    classes: list[str] | None
-    start_shapes: dict[str, list[int]] | None
+    classes: list[str] | None = None
+    start_shapes: dict[str, list[int]] | None = None
     """The shapes of all tensors, if the run started from a thinned model."""
-    sparsity: dict[str, Any] | None
+    sparsity: dict[str, Any] | None = None
     """The state of the sparsifier, which checks it itself."""
-    length: int
+    length: int = 0
     """Iterations of the whole training; 0 if the checkpoint is not of a run."""
-    steps_per_epoch: int
+    steps_per_epoch: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,11 +98,10 @@ def read_training_state(checkpoint: Checkpoint) -> TrainingState:
     for key in ("best", "lr_scheduler", "scaler", "ema"):
         fields.required(key, "", lambda value: True)
     fields.required("steps_per_epoch", "a number of iterations", lambda value: _is_count(value) and value > 0)
-    optimizer = fields.required("optimizer", "the state of an optimizer", _is_optimizer)
     steps: Tensor | None = fields.optional("ema_steps", "a number of steps", _is_step_tensor)
     return TrainingState(
         best=fields.optional("best", "a metric", lambda value: type(value) is float and not math.isnan(value)),
-        optimizer=OptimizerState(optimizer["state"], optimizer["param_groups"]),
+        optimizer=fields.required("optimizer", "the state of an optimizer", _is_optimizer),
         lr_scheduler=fields.optional("lr_scheduler", "a dict with string keys", has_names),
         scaler=fields.optional("scaler", "a dict with string keys", has_names),
         ema=fields.optional("ema", "a state dict of tensors", _is_tensors),
@@ -164,7 +162,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: OptimizerState) -
     Raises `GossamerError` before anything is loaded if it is not a state of this optimizer.
     """
     _check_optimizer(optimizer, saved)
-    optimizer.load_state_dict({"state": saved.state, "param_groups": saved.param_groups})
+    optimizer.load_state_dict(dict(saved))
     for parameter, values in optimizer.state.items():
         entries: dict[str, Any] = values
         for key, value in entries.items():
@@ -221,16 +219,16 @@ def _same_numbers(value: Tensor, like: Tensor, *, finite: bool = True) -> bool:
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, saved: OptimizerState) -> None:
     own: list[dict[str, Any]] = optimizer.state_dict()["param_groups"]
-    if len(saved.param_groups) != len(own):
-        raise _misfit(f"{len(saved.param_groups)} groups of parameters, and this one has {len(own)}")
+    if len(saved["param_groups"]) != len(own):
+        raise _misfit(f"{len(saved['param_groups'])} groups of parameters, and this one has {len(own)}")
     parameters: list[tuple[nn.Parameter, dict[str, Any]]] = []
-    for number, (group, mine) in enumerate(zip(saved.param_groups, own, strict=True)):
+    for number, (group, mine) in enumerate(zip(saved["param_groups"], own, strict=True)):
         if group["params"] != mine["params"]:
             raise _misfit(f"other parameters in group {number}")
         settings = _group_settings(optimizer, group, mine, number)
         parameters += [(parameter, settings) for parameter in optimizer.param_groups[number]["params"]]
     known: dict[Any, dict[str, Any]] = {}
-    for index, entry in saved.state.items():
+    for index, entry in saved["state"].items():
         if not 0 <= index < len(parameters):
             raise _misfit(f"an entry for parameter {index} of {len(parameters)}")
         parameter, settings = parameters[index]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import json
 import logging
 import os
 import re
@@ -18,10 +17,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
 
 from gossamer.errors import GossamerError, nearest
-from gossamer.io import atomic_write
+from gossamer.io import atomic_write, read_regular
 
 logger = logging.getLogger("gossamer")
 
@@ -57,7 +58,7 @@ class Trust:
         missing = [(key, path) for key, path in named if not self.covers(path)]
         if missing:
             paths = ", ".join(f"{path!r} ({key})" for key, path in missing)
-            modules = list(dict.fromkeys(_module(path) for _, path in missing))
+            modules = list(dict.fromkeys(path.partition(":")[0] for _, path in missing))
             options = " ".join(f"--import {name}" for name in modules)
             raise GossamerError(
                 f"{self.source}: names code to run: {paths}, which you have not trained with in this folder; "
@@ -145,66 +146,54 @@ def check_links(folder: Path) -> None:
                 raise GossamerError(f"{path}: is neither a file nor a folder; remove it")
 
 
-def _module(path: str) -> str:
-    return path.partition(":")[0]
-
-
 # The list of the user's runs: a small file for each, so that runs that start together do not interfere
+
+
+class _Entry(BaseModel):
+    folder: str
+    imports: set[str]
 
 
 def remembered(folder: Path) -> frozenset[str]:
     """The import paths of the runs that this user trained in a folder, on this machine."""
-    return _noted(folder) or frozenset()
+    entry = _read_entry(folder)
+    return frozenset() if entry is None else frozenset(entry.imports)
 
 
 def is_own(folder: Path) -> bool:
     """Whether this user trained in a folder, on this machine."""
-    return _noted(folder) is not None
+    return _read_entry(folder) is not None
 
 
-def _noted(folder: Path) -> frozenset[str] | None:
-    real = str(folder.resolve())
-    path = _note_of(real)
+def _read_entry(folder: Path) -> _Entry | None:
+    path = _entry_path(folder)
     try:
-        if not _is_private(path) or path.stat().st_size > MAX_BYTES:
+        if not _is_private(path):
             return None
-        note: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        entry = _Entry.model_validate_json(read_regular(path, MAX_BYTES))
+    except (OSError, ValidationError):
         return None
-    if not isinstance(note, dict) or cast(dict[str, Any], note).get("folder") != real:
-        return None
-    paths: Any = cast(dict[str, Any], note).get("imports")
-    return frozenset(str(path) for path in cast(list[Any], paths)) if isinstance(paths, list) else None
+    return entry if entry.folder == str(folder.resolve()) else None
 
 
 def remember(folder: Path, paths: Sequence[str]) -> None:
     """Remember that this user trains in a folder, with this code. Warns if that cannot be written."""
-    real = str(folder.resolve())
-    known = _noted(folder)
-    if known is not None and known.issuperset(paths):
+    known = _read_entry(folder)
+    if known is not None and known.imports.issuperset(paths):
         return
-    text = json.dumps({"folder": real, "imports": sorted({*(known or ()), *paths})}, indent=1) + "\n"
-    note = _note_of(real)
+    entry = _Entry(folder=str(folder.resolve()), imports={*paths} if known is None else {*known.imports, *paths})
+    path = _entry_path(folder)
     try:
-        if len(text) > MAX_BYTES:
-            raise OSError(f"{len(text)} bytes are more than the {MAX_BYTES} of one run")
-        note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        note.parent.chmod(0o700)
-        with atomic_write(note) as part:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.parent.chmod(0o700)
+        with atomic_write(path) as part:
             os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-            part.write_text(text, encoding="utf-8")
-        note.chmod(0o600)
-        _forget(note.parent)
+            part.write_text(entry.model_dump_json(), encoding="utf-8")
+        path.chmod(0o600)
+        _forget(path.parent)
     except OSError as error:
-        options = " ".join(f"--import {name}" for name in dict.fromkeys(map(_module, paths)))
-        needed = f"need {options}" if options else "refuse links in it that lead to the outside"
-        log = logger.warning if options else logger.info
-        log(
-            "cannot remember that this run is yours (%s: %s); later commands on it %s",
-            note,
-            error.strerror or error,
-            needed,
-        )
+        reason = f"{path}: {error.strerror or error}"
+        logger.warning("cannot remember that this run is yours (%s); later commands on it need --import", reason)
 
 
 def state_folder() -> Path:
@@ -220,8 +209,8 @@ def state_folder() -> Path:
     return (Path(given) if os.path.isabs(given) else Path.home() / ".local" / "state") / "gossamer"
 
 
-def _note_of(folder: str) -> Path:
-    name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:32]
+def _entry_path(folder: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
     return state_folder() / "runs" / f"{name}.json"
 
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import pickle
 import shlex
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from gossamer.errors import GossamerError, Location, Problem, nearest
+from gossamer.errors import GossamerError, Location, Problem, nearest, within
 from gossamer.export.weights import emulate_as, is_thinned, read_about, read_state
 from gossamer.io import check_dense, dtype_name, load_torch, sealed_kind
 from gossamer.model.additions import is_buffer, without_additions
@@ -73,8 +73,7 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> Non
     """As `load_weights`, for weights that `read_weights` has read from `path`."""
     state = without_additions(dict(state))
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()} if is_thinned(path) else {}
-    own = shrunk(model.state_dict(), shapes)
-    _check_state(state, own, own, path, "use weights of this model", "use weights of this model")
+    _check_state(state, shrunk(model.state_dict(), shapes), path, "use weights of this model")
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     shrink_to(model, shapes)
     if len(dtypes) == 1:
@@ -100,17 +99,8 @@ def load_pretrained(
         )
     taken = {name: tensor for name, tensor in own.items() if not (skipped and name.startswith(skipped))}
     state = {name: tensor for name, tensor in state.items() if not (skipped and name.startswith(skipped))}
-    different = _different_shapes(state, taken)
-    layer = different[0].rpartition(".")[0] if different else ""
-    _check_state(
-        state,
-        taken,
-        own,
-        path,
-        f"change {_decisive_key(different, state, taken)} to what was trained, or skip the layer with "
-        f"saver.pretrain_except: ['{layer}.']",
-        "change net, or list what to skip in saver.pretrain_except",
-    )
+    fix = "change net or num_classes to what was trained, or list what to skip in saver.pretrain_except"
+    _check_state(state, taken, path, fix)
     shrink_to(model, shapes)
     model.load_state_dict({**model.state_dict(), **state})
 
@@ -121,15 +111,10 @@ def load_backbone(model: nn.Module, path: Path) -> None:
     if not isinstance(body, nn.Module):
         raise GossamerError(f"{type(model).__name__} has no backbone.body to load {path} into", "weights_backbone")
     own, state = body.state_dict(), read_weights(path)
-    for name, tensor in own.items():
-        if name not in state or state[name].shape != tensor.shape:
-            found = f"the shape {tuple(state[name].shape)}" if name in state else "none"
-            raise GossamerError(
-                f"{path}: these are weights of another network: '{name}' has the shape {tuple(tensor.shape)} in the "
-                f"backbone and {found} in the file",
-                "weights_backbone",
-            )
-    body.load_state_dict({name: state[name] for name in own})
+    state = {name: tensor for name, tensor in state.items() if name in own}
+    with within("weights_backbone"):
+        _check_state(state, own, path, "use weights of the network in the backbone")
+    body.load_state_dict(state)
 
 
 def check_fits(model: nn.Module, checkpoint: Checkpoint, *, sparse: bool | None) -> None:
@@ -141,29 +126,21 @@ def check_fits(model: nn.Module, checkpoint: Checkpoint, *, sparse: bool | None)
             f"start from its weights with saver.pretrain_model"
         )
     own = model.state_dict()
-    if different := _different_shapes(checkpoint.weights, own):
-        key = _decisive_key(different, checkpoint.weights, own)
-        shapes = _describe_shapes(different, checkpoint.weights, own)
-        raise MisfitError(checkpoint.path, shapes, f"change {key} to what was trained")
-    for name, tensor in own.items():
-        saved = checkpoint.weights.get(name)
-        if isinstance(saved, Tensor) and isinstance(tensor, Tensor) and _number_kind(saved) != _number_kind(tensor):
+    for name, saved in checkpoint.weights.items():
+        tensor = own.get(name)
+        if tensor is None or name.endswith("_extra_state"):
+            continue
+        if saved.shape != tensor.shape:
+            fix = "change net or num_classes to what was trained"
+            raise MisfitError(checkpoint.path, _different_shapes(name, saved, tensor), fix)
+        if (saved.is_floating_point(), saved.is_complex()) != (tensor.is_floating_point(), tensor.is_complex()):
             raise MisfitError(checkpoint.path, f"'{name}' holds {dtype_name(saved.dtype)}", "use another checkpoint")
 
 
-def _check_state(
-    state: Mapping[str, Tensor],
-    taken: Mapping[str, Tensor],
-    own: Mapping[str, Tensor],
-    path: Path,
-    shape_fix: str,
-    name_fix: str,
-) -> None:
-    """Raise unless a state has the names and shapes of what the model takes, and floats where the model has them."""
-    if different := _different_shapes(state, taken):
-        raise GossamerError(f"{path}: {_describe_shapes(different, state, taken)}; {shape_fix}")
-    missing = [name for name in taken if name not in state]
-    unknown = [name for name in state if name not in taken]
+def _check_state(state: Mapping[str, Tensor], own: Mapping[str, Tensor], path: Path, fix: str) -> None:
+    """Raise unless a state has the names and shapes of the model, and floats where the model has them."""
+    missing = [name for name in own if name not in state]
+    unknown = [name for name in state if name not in own]
     if missing or unknown:
         first = (
             f"it has no '{missing[0]}'{nearest(missing[0], unknown)}"
@@ -171,18 +148,24 @@ def _check_state(
             else f"its '{unknown[0]}' is not in the model{nearest(unknown[0], own)}"
         )
         counts = f"({len(missing)} names missing, {len(unknown)} unknown)"
-        raise GossamerError(f"{path}: these are weights of another model: {first} {counts}; {name_fix}")
+        raise GossamerError(f"{path}: these are weights of another model: {first} {counts}; {fix}")
     for name, tensor in state.items():
+        if tensor.shape != own[name].shape:
+            raise GossamerError(f"{path}: {_different_shapes(name, tensor, own[name])}; {fix}")
         # A conversion to float would lose the meaning of integers.
         if own[name].is_floating_point() and not tensor.is_floating_point():
             dtypes = f"{dtype_name(tensor.dtype)} in the file and {dtype_name(own[name].dtype)} in the model"
             raise GossamerError(f"{path}: '{name}' is {dtypes}; use weights that were saved as floats")
 
 
+def _different_shapes(name: str, saved: Tensor, own: Tensor) -> str:
+    return f"'{name}' has the shape {tuple(saved.shape)}, and the model's has {tuple(own.shape)}"
+
+
 def _read(path: Path) -> dict[str, Tensor]:
     if is_checkpoint(path):
         checkpoint = read_checkpoint(path)
-        return _find_state_dict(checkpoint.ema) or checkpoint.weights
+        return checkpoint.ema or checkpoint.weights
     if sealed_kind(path) is not None or path.suffix == ".safetensors":
         return read_state(path)
     state = _find_state_dict(load_torch(path))
@@ -226,31 +209,6 @@ def _thinned_shapes(
     return shapes | {name: (*own[name].shape[:1], *shapes[name][1:]) for name in kept}
 
 
-def _different_shapes(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
-    return [name for name in own if name in state and state[name].shape != own[name].shape]
-
-
-def _number_kind(tensor: Tensor) -> tuple[bool, bool]:
-    return tensor.is_floating_point(), tensor.is_complex()
-
-
-def _describe_shapes(different: Sequence[str], state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
-    name = different[0]
-    shapes = f"'{name}' has the shape {tuple(state[name].shape)}, and the model's has {tuple(own[name].shape)}"
-    if _decisive_key(different, state, own) == "net":
-        return shapes
-    counts = f"{state[name].shape[0]} outputs against {own[name].shape[0]}"
-    return f"{shapes}: {counts}, as from another number of classes"
-
-
-def _decisive_key(different: Sequence[str], state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
-    """The setting at fault: num_classes if only the outputs of later layers differ, and net otherwise."""
-    others = any(
-        state[name].ndim != own[name].ndim or state[name].shape[1:] != own[name].shape[1:] for name in different
-    )
-    return "net" if not different or different[0] == next(iter(own)) or others else "num_classes"
-
-
 # What a run starts from
 
 
@@ -260,9 +218,13 @@ class Start:
 
     checkpoint: Checkpoint | None = None
     weights: Path | None = None
-    source: Path | None = None
     others: bool = False
     """Whether another checkpoint of the folder can be used instead."""
+
+    @property
+    def source(self) -> Path | None:
+        """The file of the checkpoint or of the weights."""
+        return self.weights if self.checkpoint is None else self.checkpoint.path
 
 
 def start_of_training(
@@ -275,7 +237,7 @@ def start_of_training(
         _check_free(checkpoints)
         return Start(weights=file_of(saver.pretrain_model, PRETRAIN))
     if saver.auto_resume and (checkpoint := checkpoints.load_latest(unusable)) is not None:
-        return Start(checkpoint=checkpoint, source=checkpoint.path, others=True)
+        return Start(checkpoint=checkpoint, others=True)
     if saver.resume_model is not None:
         return _resumed(saver.resume_model, checkpoints, unusable)
     _check_free(checkpoints)
@@ -290,7 +252,7 @@ def start_of_evaluation(saver: Saver, given: Set[str], checkpoints: Checkpoints)
         if path is not None and (key in given or key == RESUME):
             return _checkpoint_or_weights(file_of(path, key))
     if (checkpoint := checkpoints.load_model()) is not None:
-        return Start(checkpoint=checkpoint, source=checkpoint.path)
+        return Start(checkpoint=checkpoint)
     if saver.pretrain_model is not None:
         return _checkpoint_or_weights(file_of(saver.pretrain_model, PRETRAIN))
     raise GossamerError(
@@ -306,11 +268,7 @@ def file_of(path: Path, key: str) -> Path:
             raise GossamerError(f"{path} is a folder without checkpoints", *key.split("."))
         return model.path
     if not path.is_file():
-        remedy = "train it first, name another file, or set it to null" if key == PRETRAIN else "name another file"
-        folder = path.parent
-        others = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-        close = nearest(path.name, [name for name in others if not name.startswith(path.name)])
-        raise GossamerError(f"file not found: {path}{close}; {remedy}", *key.split("."))
+        raise GossamerError(f"file not found: {path}; name another file, or set it to null", *key.split("."))
     return path
 
 
@@ -318,15 +276,8 @@ def changed_settings(old: Any, new: Any) -> list[str]:
     """Messages about settings whose change has a limited effect on a resumed run."""
     if old is None or new is None:
         return []
-    messages: list[str] = []
-    for key, effect in _LIMITED_EFFECT.items():
-        before, after = (dict(_leaves(_at(settings, key), key)) for settings in (old, new))
-        messages += [
-            f"{k} is {after.get(k)} now and was {before.get(k)}: {effect}"
-            for k in {**before, **after}
-            if before.get(k) != after.get(k)
-        ]
-    return messages
+    changes = [(key, _at(old, key), _at(new, key), effect) for key, effect in _LIMITED_EFFECT.items()]
+    return [f"{key} is {now} now and was {was}: {effect}" for key, was, now, effect in changes if was != now]
 
 
 def describes_another_run(old: Any, new: Any) -> bool:
@@ -360,14 +311,6 @@ _LIMITED_EFFECT = {
 """Settings that may change in a resumed run, and what the change does."""
 
 
-def _leaves(settings: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(settings, Mapping):
-        for name, value in cast(Mapping[str, Any], settings).items():
-            yield from _leaves(value, f"{key}.{name}")
-    elif settings is not None:
-        yield key, settings
-
-
 def _at(settings: Any, key: str) -> Any:
     for part in key.split("."):
         settings = cast(Mapping[str, Any], settings).get(part) if isinstance(settings, Mapping) else None
@@ -382,7 +325,7 @@ def _resumed(path: Path, checkpoints: Checkpoints, unusable: Mapping[Path, Check
         raise GossamerError(f"{path} is a folder without checkpoints", *RESUME.split("."))
     if checkpoint.path.parent.resolve() != checkpoints.folder.resolve():
         _check_free(checkpoints)
-    return Start(checkpoint=checkpoint, source=checkpoint.path, others=is_folder)
+    return Start(checkpoint=checkpoint, others=is_folder)
 
 
 def _checkpoints_in(path: Path) -> Checkpoints:
@@ -391,9 +334,7 @@ def _checkpoints_in(path: Path) -> Checkpoints:
 
 
 def _checkpoint_or_weights(path: Path) -> Start:
-    if is_checkpoint(path):
-        return Start(checkpoint=read_checkpoint(path), source=path)
-    return Start(weights=path, source=path)
+    return Start(checkpoint=read_checkpoint(path)) if is_checkpoint(path) else Start(weights=path)
 
 
 def _check_free(checkpoints: Checkpoints) -> None:

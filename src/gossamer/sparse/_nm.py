@@ -1,10 +1,10 @@
-"""The masks of N:M patterns: kernels for large weights on a CPU, and torch operations that choose the same elsewhere.
+"""The masks of N:M patterns: kernels for the CPU, and torch operations for N:M along input channels elsewhere.
 
 Groups are ranked by comparisons, without a sort. Floats are compared as integers through their bits: without the sign
 these order magnitudes, half precision needs no conversion, and values above infinity are NaN, so that one running
-maximum finds it. Tiles, of shape `(out / m, m, in / m, m, positions)`, keep exactly n in every row and column: up to
-4×4 the best mask comes from tables of half tiles; larger ones start from a greedy mask, which is improved until nothing
-can be gained. Sums are taken in one fixed order, or in integers, so that every device chooses the same mask.
+maximum finds it. Tiles, of shape `(out / m, m, in / m, m, positions)`, keep exactly n in every row and column and are
+always computed on the CPU: up to 4×4 the best mask comes from tables of half tiles; larger ones start from a greedy
+mask, which is improved until nothing can be gained.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ BEST_UP_TO = 32
 """The largest tile whose best mask is found in reasonable time."""
 _TABLE_UP_TO = 4
 """The largest tile whose masks are listed; their number explodes (2:4 has 90, 3:6 has 297 200)."""
-_CHUNK = 1 << 16
-"""How many tiles torch operations take at a time, to bound their memory."""
 
 
 def has_kernel(scores: torch.Tensor) -> bool:
@@ -110,35 +108,23 @@ def rank_by_torch(groups: Tensor, n: int) -> Tensor:
 
 def best_tiles(grid: Tensor, n: int, signed: bool) -> Tensor:
     """The masks that keep most in sum: of the values when `signed`, of the magnitudes otherwise."""
-    m = grid.shape[1]
-    if m > _TABLE_UP_TO:
-        return _tile_by_tile(grid, n, signed, best_by_cycles)
-    wide = _wide(grid)
-    if has_kernel(wide):
-        keep = best_by_kernel(wide, n, signed)
-        if keep is not None:
-            return keep
-    return _tile_by_tile(grid, n, signed, best_by_torch)
+    listed = grid.shape[1] <= _TABLE_UP_TO and grid.numel() > 0
+    keep = best_by_table(_wide(grid.cpu()), n, signed) if listed else None
+    return _tile_by_tile(grid, n, signed, best_by_cycles) if keep is None else keep.to(grid.device)
 
 
 def greedy_tiles(grid: Tensor, n: int, signed: bool) -> Tensor:
     """The masks that take the largest first while its row and column have room, completed."""
-    return _tile_by_tile(grid, n, signed, greedy_by_kernel if has_kernel(_wide(grid)) else greedy_by_torch)
+    return _tile_by_tile(grid, n, signed, greedy)
 
 
 def _tile_by_tile(grid: Tensor, n: int, signed: bool, find: Callable[[Tensor, int], Tensor]) -> Tensor:
     """The masks that `find` makes of finite `(tiles, m, m)`."""
     refuse_nan(grid)
     m = grid.shape[1]
-    apart = _wide(grid if signed else grid.abs()).permute(0, 2, 4, 1, 3)
-    keep = torch.empty(apart.shape, dtype=torch.bool, device=grid.device)
-    if not grid.numel():
-        return keep.permute(0, 3, 1, 4, 2)
-    tiles = _without_infinity(apart.reshape(-1, m, m))
-    kept = keep.reshape(tiles.shape)
-    for start in range(0, tiles.shape[0], _CHUNK):
-        kept[start : start + _CHUNK] = find(tiles[start : start + _CHUNK], n)
-    return keep.permute(0, 3, 1, 4, 2)
+    apart = _wide(grid if signed else grid.abs()).cpu().permute(0, 2, 4, 1, 3)
+    keep = find(_without_infinity(apart.reshape(-1, m, m)), n) if grid.numel() else torch.empty(0, dtype=torch.bool)
+    return keep.reshape(apart.shape).permute(0, 3, 1, 4, 2).to(grid.device)
 
 
 def _wide(scores: Tensor) -> Tensor:
@@ -217,7 +203,7 @@ def table(n: int, m: int) -> Table:
     )
 
 
-def best_by_kernel(grid: Tensor, n: int, signed: bool) -> Tensor | None:
+def best_by_table(grid: Tensor, n: int, signed: bool) -> Tensor | None:
     """The best masks of a CPU grid with m ≤ 4; None when it holds NaN, infinities or numbers near the largest."""
     halves = table(n, grid.shape[1])
     keep = torch.empty(grid.shape, dtype=torch.bool)
@@ -231,42 +217,20 @@ def best_by_kernel(grid: Tensor, n: int, signed: bool) -> Tensor | None:
         tables = limit, halves.rows, halves.tops, halves.rests, halves.bottoms, halves.ends, halves.masks
         invalid.append(best_of_table()(values[first:end], kept[first:end], signed, packed, *tables))
 
-    over_rows(run, grid.shape[0], GRAIN // 8 // max(grid[0].numel(), 1))
+    over_rows(run, grid.shape[0], GRAIN // 8 // grid[0].numel())
     return None if any(invalid) else keep
-
-
-def best_by_torch(tiles: Tensor, n: int) -> Tensor:
-    """What `best_by_kernel` finds, of `(tiles, m, m)` on any device."""
-    m = tiles.shape[1]
-    halves = table(n, m)
-    parts = halves.rows, halves.tops, halves.rests, halves.bottoms, halves.masks
-    rows, tops, rests, bottoms, masks = (torch.from_numpy(part).to(tiles.device) for part in parts)
-    sums = tiles[:, :, rows[:, 0]]
-    for k in range(1, n):
-        sums = sums + tiles[:, :, rows[:, k]]
-    slots = torch.nn.functional.pad(sums.flatten(1), (0, 1))
-    lower = slots[:, bottoms[:, 0]] + slots[:, bottoms[:, 1]]
-    ends = [0, *halves.ends.tolist()]
-    found = [lower[:, first:end].max(dim=1) for first, end in itertools.pairwise(ends)]
-    below = torch.stack([values for values, _ in found], dim=1)
-    where = torch.stack([first + index for first, (_, index) in zip(ends, found, strict=False)], dim=1)
-    total = (slots[:, tops[:, 0]] + slots[:, tops[:, 1]]) + below[:, rests]
-    top = total.argmax(dim=1)
-    bottom = where.gather(1, rests[top].unsqueeze(1)).squeeze(1)
-    chosen = masks[top] | masks[len(tops) + bottom]
-    return ((chosen.unsqueeze(1) >> torch.arange(m * m, device=tiles.device)) & 1).bool().reshape(tiles.shape)
 
 
 def best_by_cycles(tiles: Tensor, n: int) -> Tensor:
     """The best masks of tiles of any size, found on the CPU."""
-    mantissa, exponent = np.frexp(tiles.cpu().double().contiguous().numpy())
+    mantissa, exponent = np.frexp(tiles.double().contiguous().numpy())
     # Whole numbers, 40 bits for the largest of a tile: sums are exact, so that the search ends.
     peak = exponent.max(axis=(1, 2), keepdims=True, where=mantissa != 0, initial=-(1 << 14))
     whole = (mantissa * float(1 << 40)).astype(np.int64) >> np.clip(peak - exponent, 0, 62)
-    return _fill(whole, n, improve=True).to(tiles.device)
+    return _fill(whole, n, improve=True)
 
 
-def greedy_by_kernel(tiles: Tensor, n: int) -> Tensor:
+def greedy(tiles: Tensor, n: int) -> Tensor:
     """Greedy masks of `(tiles, m, m)` on the CPU."""
     return _fill(tiles.contiguous().numpy(), n, improve=False)
 
@@ -280,45 +244,6 @@ def _fill(scores: Any, n: int, improve: bool) -> Tensor:
 
     over_rows(run, scores.shape[0], GRAIN // 16 // scores.shape[1] ** 2)
     return keep
-
-
-def greedy_by_torch(tiles: Tensor, n: int) -> Tensor:
-    """What `greedy_by_kernel` finds, on any device."""
-    count, m, _ = tiles.shape
-    flat = tiles.reshape(count, m * m)
-    keep = torch.zeros(flat.shape, dtype=torch.bool, device=tiles.device)
-    rows = torch.zeros(count, m, dtype=torch.int64, device=tiles.device)
-    columns = torch.zeros_like(rows)
-    order = flat.argsort(dim=1, descending=True, stable=True)
-    for rank in range(m * m):
-        place = order[:, rank : rank + 1]
-        row, column = place // m, place % m
-        in_row, in_column = rows.gather(1, row), columns.gather(1, column)
-        room = (in_row < n) & (in_column < n)
-        keep.scatter_(1, place, room)
-        rows.scatter_(1, row, in_row + room)
-        columns.scatter_(1, column, in_column + room)
-    kept = keep.reshape(tiles.shape)
-    while (short := (kept.sum(dim=(1, 2)) < n * m).nonzero().flatten()).numel():
-        kept[short] = _complete(tiles[short], kept[short], n)
-    return kept
-
-
-def _complete(tiles: Tensor, kept: Tensor, n: int) -> Tensor:
-    """One weight more in the first row and the first column with room, by the swap that gains most."""
-    each = torch.arange(tiles.shape[0], device=tiles.device)
-    row = (kept.sum(dim=2) < n).int().argmax(dim=1)
-    column = (kept.sum(dim=1) < n).int().argmax(dim=1)
-    free = kept & ~kept[each, row].unsqueeze(1) & ~kept[each, :, column].unsqueeze(2)
-    gain = (tiles[each, row].unsqueeze(1) + tiles[each, :, column].unsqueeze(2)) - tiles
-    gain = gain.clamp(min=torch.finfo(gain.dtype).min)  # even an overflow stays above what is not free
-    place = torch.where(free, gain, -torch.inf).flatten(1).argmax(dim=1)
-    i, j = place // tiles.shape[1], place % tiles.shape[1]
-    kept = kept.clone()
-    kept[each, i, j] = False
-    kept[each, row, j] = True
-    kept[each, i, column] = True
-    return kept
 
 
 # Kernels

@@ -59,7 +59,8 @@ def smallest(scores: Tensor, count: int) -> Tensor:
     refuse_nan(scores)
     if count <= 0 or count >= scores.numel():
         return torch.full_like(scores, count > 0, dtype=torch.bool)
-    threshold = _kth_smallest(scores, count)
+    wide = scores if scores.dtype in _WIDE else scores.float()
+    threshold = wide.kthvalue(count).values.to(scores.dtype)
     chosen = scores < threshold
     missing = count - int(chosen.count_nonzero())
     ties = (scores == threshold).nonzero().flatten()
@@ -71,14 +72,6 @@ def refuse_nan(scores: Tensor) -> None:
     """Raise `SparsityError` when a score is NaN (one pass, no copy)."""
     if scores.numel() and bool(scores.aminmax().max.isnan()):
         raise SparsityError(f"{int(scores.isnan().count_nonzero())} of {scores.numel()} scores are NaN and cannot rank")
-
-
-def _kth_smallest(scores: Tensor, k: int) -> Tensor:
-    """The k-th smallest value, 1-based."""
-    wide = scores if scores.dtype in _WIDE else scores.float()
-    if not wide.is_cpu:
-        return wide.kthvalue(k).values.to(scores.dtype)
-    return torch.tensor(np.partition(wide.detach().numpy(), k - 1)[k - 1], dtype=scores.dtype)
 
 
 _FEW = 64

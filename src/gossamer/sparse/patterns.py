@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,57 +31,40 @@ from gossamer.sparse._nm import (
 from gossamer.sparse.masks import refuse_nan, smallest, zero_count
 
 
-class Pattern(Protocol):
+class Pattern(ABC):
     """What every pattern answers. Masks are True where a weight is kept."""
 
+    @abstractmethod
     def fits(self, shape: Sequence[int]) -> str | None:
         """Why a weight of this shape cannot take the pattern, or None."""
-        ...
 
+    @abstractmethod
     def unit_scores(self, scores: Tensor) -> Tensor:
         """The mean score of each unit, flat."""
-        ...
 
+    @abstractmethod
     def expand(self, units: Tensor, shape: Sequence[int]) -> Tensor:
         """One value per unit, flat, as a tensor of the weight's shape."""
-        ...
 
     def mask(self, scores: Tensor, sparsity: float) -> Tensor:
         """The mask that zeroes exactly round(units · sparsity) units of the lowest scores."""
-        ...
-
-    def violations(self, weight: Tensor) -> int:
-        """How many units of the weight break the pattern."""
-        ...
-
-
-class _Units(ABC):
-    """Patterns whose units are zero as a whole: masks follow from scores per unit."""
-
-    @abstractmethod
-    def fits(self, shape: Sequence[int]) -> str | None: ...
-
-    @abstractmethod
-    def unit_scores(self, scores: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def expand(self, units: Tensor, shape: Sequence[int]) -> Tensor: ...
-
-    def mask(self, scores: Tensor, sparsity: float) -> Tensor:
-        reason = self.fits(scores.shape)
-        if reason:
-            raise SparsityError(f"{self} does not fit shape {tuple(scores.shape)}: {reason}")
+        self._check(scores.shape)
         units = self.unit_scores(scores)
         zeros = smallest(units, zero_count(units.numel(), sparsity))
         return self.expand(zeros.logical_not_(), scores.shape)
 
     def violations(self, weight: Tensor) -> int:
+        """How many units of the weight break the pattern."""
         share = self.unit_scores((weight == 0).double())
         return int(((share > 0) & (share < 1)).count_nonzero())
 
+    def _check(self, shape: Sequence[int]) -> None:
+        if reason := self.fits(shape):
+            raise SparsityError(f"{self} does not fit shape {tuple(shape)}: {reason}")
+
 
 @dataclass(frozen=True)
-class Unstructured(_Units):
+class Unstructured(Pattern):
     """Any weight may be zero."""
 
     def fits(self, shape: Sequence[int]) -> str | None:
@@ -98,7 +81,7 @@ class Unstructured(_Units):
 
 
 @dataclass(frozen=True)
-class Block(_Units):
+class Block(Pattern):
     """Blocks of `rows` output by `cols` input channels, at each kernel position."""
 
     rows: int
@@ -124,7 +107,7 @@ class Block(_Units):
 
 
 @dataclass(frozen=True)
-class Filter(_Units):
+class Filter(Pattern):
     """Whole output filters."""
 
     def fits(self, shape: Sequence[int]) -> str | None:
@@ -138,7 +121,7 @@ class Filter(_Units):
 
 
 @dataclass(frozen=True)
-class Channel(_Units):
+class Channel(Pattern):
     """Whole input channels."""
 
     def fits(self, shape: Sequence[int]) -> str | None:
@@ -152,7 +135,7 @@ class Channel(_Units):
 
 
 @dataclass(frozen=True)
-class NM:
+class NM(Pattern):
     """Keep the `n` best of every `m` neighbouring input channels, at each kernel position.
 
     Below its own sparsity of 1 − n/m the mask takes the lowest scores among
@@ -184,12 +167,9 @@ class NM:
         return sparsity >= self.sparsity - 1e-9
 
     def fits(self, shape: Sequence[int]) -> str | None:
-        """Why a weight of this shape cannot take the pattern, or None."""
         if len(shape) < 2:
             return "N:M needs a weight with input and output channels"
-        one = shape[1] == 1
-        reason = f"{shape[1]} input channel{'s' * (not one)} do{'es' * one} not divide by {self.m}"
-        return None if shape[1] % self.m == 0 else reason
+        return f"{shape[1]} input channels do not divide by {self.m}" if shape[1] % self.m else None
 
     def unit_scores(self, scores: Tensor) -> Tensor:
         """The scores, flat; what the full pattern keeps counts as infinite and goes last."""
@@ -197,16 +177,14 @@ class NM:
         return scores.detach().masked_fill(keep, float("inf")).reshape(-1)
 
     def expand(self, units: Tensor, shape: Sequence[int]) -> Tensor:
-        """Flat values in the weight's shape."""
         return units.reshape(tuple(shape))
 
     def mask(self, scores: Tensor, sparsity: float) -> Tensor:
         """The mask of the highest scores: the full pattern once the sparsity has reached it."""
+        if not self.reached(sparsity):
+            return super().mask(scores, sparsity)
         self._check(scores.shape)
-        if self.reached(sparsity):
-            return self._keep(scores.detach(), signed=True)
-        zeros = smallest(self.unit_scores(scores), zero_count(scores.numel(), sparsity))
-        return self.expand(zeros.logical_not_(), scores.shape)
+        return self._keep(scores.detach(), signed=True)
 
     def keep_largest(self, weight: Tensor) -> Tensor:
         """The full pattern's mask of the largest magnitudes of a weight."""
@@ -217,10 +195,6 @@ class NM:
         """How many groups hold more than `n` weights."""
         self._check(weight.shape)
         return int(((self._groups(weight) != 0).sum(dim=2) > self.n).count_nonzero())
-
-    def _check(self, shape: Sequence[int]) -> None:
-        if reason := self.fits(shape):
-            raise SparsityError(f"{self} does not fit shape {tuple(shape)}: {reason}")
 
     def _keep(self, scores: Tensor, signed: bool) -> Tensor:
         if has_kernel(scores) and self.m <= KERNEL_UP_TO:
@@ -319,9 +293,6 @@ def _named_pattern(mask_type: str) -> Pattern:
         "block4": Block(1, 4),
         "block": Block(1, 4),
         "tensorrt": NM(2, 4),
-        "m4n2_1d": NM(2, 4),
-        "m4n2_2d_best": NM2d(2, 4),
-        "m4n2_2d_greedy": NM2d(2, 4, "greedy"),
         "filter": Filter(),
         "channel": Channel(),
     }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from threading import Event
@@ -31,8 +31,6 @@ GainOf = Callable[[Array, Array, Array], Array]
 """(order, slots, taken) to the gain matrix of a round."""
 _SAME = 1e-12
 """Kept magnitudes closer than this, relatively, differ by rounding only."""
-_LOOK_EVERY = 0.1
-"""Seconds between two looks at what other threads have done."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ def search_each(
     """`search` of every matrix, several at once: each on one thread, the largest first.
 
     One that alone takes longer than its share of the threads is split among all of them instead, before the others.
-    `progress` is called from the calling thread with the index of a matrix that is being searched and the share of
+    `progress` is called, from any of the threads, with the index of a matrix that is being searched and the share of
     all work that is done.
     """
     threads = torch.get_num_threads()
@@ -119,50 +117,31 @@ def search_each(
     found: dict[int, ChannelOrder] = {}
     done = [0.0] * len(matrices)
 
-    def one(index: int, threads: int | None, report: Callable[[int], None]) -> None:
+    stop = Event()
+
+    def one(index: int, threads: int | None) -> None:
         def note(share: float) -> None:
+            if stop.is_set():
+                raise _StoppedError
             done[index] = share * costs[index]
-            report(index)
+            progress(index, sum(done) / total)
 
         found[index] = search(matrices[index].weights(), n, m, effort=effort, progress=note, threads=threads)
 
-    def report(index: int) -> None:
-        progress(index, sum(done) / total)
-
     for index in split:
-        one(index, None, report)
-    _at_once(partial(one, threads=1), [i for i in by_size if i not in found], threads, report)
+        one(index, None)
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            list(pool.map(partial(one, threads=1), [index for index in by_size if index not in found]))
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return [found[index] for index in range(len(matrices))]
 
 
 class _StoppedError(Exception):
     """Ends a search on another thread."""
-
-
-def _at_once(one: Callable[..., None], indices: Sequence[int], threads: int, report: Callable[[int], None]) -> None:
-    """`one(index, report=…)` on several threads; the last index that they report goes to `report` on this one."""
-    latest: int | None = None
-    stop = Event()
-
-    def note(index: int) -> None:
-        nonlocal latest
-        latest = index
-        if stop.is_set():
-            raise _StoppedError
-
-    with ThreadPoolExecutor(threads) as pool:
-        waiting = {pool.submit(one, index, report=note) for index in indices}
-        try:
-            while waiting:
-                done, waiting = wait(waiting, timeout=_LOOK_EVERY, return_when=FIRST_EXCEPTION)
-                for future in done:
-                    future.result()
-                if latest is not None:
-                    report(latest)
-        except BaseException:
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
 
 def kept_magnitude(weights: Tensor, n: int = 2, m: int = 4) -> float:

@@ -80,12 +80,6 @@ def constant_nodes(graph: Graph) -> str:
     return graph.add("DequantizeLinear", graph.add("QuantizeLinear", weight, *parts, axis=0), *parts, axis=0)
 
 
-def transposed_before(graph: Graph) -> str:
-    turned = graph.constant("conv.weight", np.ascontiguousarray(WEIGHT.transpose(1, 0, 2, 3)))
-    name = graph.add("Transpose", turned, perm=[1, 0, 2, 3])
-    return graph.emulate(name, symmetric(WEIGHT, 0), np.zeros(6, np.int8), 0)
-
-
 def transposed_between(graph: Graph) -> str:
     turned = np.ascontiguousarray(WEIGHT.transpose(1, 0, 2, 3))
     scale, zero = graph.constant("scale", symmetric(WEIGHT, None)), graph.constant("zero", np.int8(0))
@@ -112,13 +106,6 @@ def masked(graph: Graph) -> str:
     return graph.emulate(product, symmetric(WEIGHT, 0), np.zeros(6, np.int8), 0)
 
 
-def computed_zero_point(graph: Graph) -> str:
-    zero = graph.add("Cast", graph.constant("zero", np.zeros(6, np.int32)), to=onnx.TensorProto.INT8)
-    parts = graph.constant("scale", symmetric(WEIGHT, 0)), zero
-    integers = graph.add("QuantizeLinear", graph.constant("conv.weight", WEIGHT), *parts, axis=0)
-    return graph.add("DequantizeLinear", integers, *parts, axis=0)
-
-
 def computed_scale(graph: Graph) -> str:
     weight = graph.constant("conv.weight", WEIGHT)
     most = graph.add("ReduceMax", graph.add("Abs", weight), graph.constant("axes", np.int64([1, 2, 3])), keepdims=0)
@@ -129,12 +116,10 @@ def computed_scale(graph: Graph) -> str:
 LAYOUTS = [
     identity,
     constant_nodes,
-    transposed_before,
     transposed_between,
     transposed_behind,
     clipped,
     masked,
-    computed_zero_point,
     computed_scale,
 ]
 
@@ -152,7 +137,7 @@ def test_each_way_to_lay_out_a_weight_ends_in_one_constant_of_integers(layout: A
     assert not {"Transpose", "Clip", "Mul", "Div", "Cast", "Constant"} & set(kinds)
 
 
-@pytest.mark.parametrize("opset", [10, 11, 12, 13, 16, 19, 21])
+@pytest.mark.parametrize("opset", [10, 13, 21])
 def test_every_opset_since_the_first_with_quantization_is_read(opset: int) -> None:
     graph = Graph(opset, ir_version=10 if opset == 21 else 8)
     result = check_same(convolution(graph, emulated_weight(graph, WEIGHT, None)))
@@ -191,12 +176,9 @@ def product(operator: str, inputs: Array, weight: Array, axis: int | None, **att
     [
         ("Gemm", (3, 8), (5, 8), 0, {"transB": 1}),
         ("Gemm", (3, 8), (8, 5), 1, {}),
-        ("Gemm", (3, 8), (8, 5), None, {}),
         ("MatMul", (2, 3, 8), (8, 5), 1, {}),
-        ("MatMul", (2, 3, 8), (8, 5), None, {}),
         ("ConvTranspose", (2, 8, 5, 5), (8, 5, 3, 3), 1, {"strides": [2, 2]}),
         ("Conv", (2, 8, 5, 5), (8, 1, 3, 3), 0, {"group": 8}),
-        ("Conv", (2, 8, 5, 5), (4, 4, 3, 3), 0, {"group": 2}),
         ("Conv", (2, 8, 9), (4, 8, 3), 0, {}),
     ],
 )
@@ -261,7 +243,7 @@ def test_a_scale_for_each_block_of_weights_is_left_as_it_is() -> None:
     assert np.array_equal(computed(quantize_qat_export(model, inplace=False), x), computed(model, x))
 
 
-def test_weights_that_are_not_numbers_are_told_by_name() -> None:
+def test_weights_that_are_not_numbers_are_reported_by_name() -> None:
     graph = Graph()
     weight = WEIGHT.copy()
     weight[0, 0, 0, 0] = np.nan
@@ -317,8 +299,6 @@ CHANNELS = 6
 LAYERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int, dict[str, Any]]] = {
     "Conv": ((2, 4, 7, 7), (CHANNELS, 4, 3, 3), 0, {}),
     "grouped Conv": ((2, 4, 7, 7), (CHANNELS, 2, 3, 3), 0, {"group": 2}),
-    "depthwise Conv": ((2, CHANNELS, 7, 7), (CHANNELS, 1, 3, 3), 0, {"group": CHANNELS}),
-    "1-D Conv": ((2, 4, 7), (CHANNELS, 4, 3), 0, {}),
     "ConvTranspose": ((2, 4, 5, 5), (4, CHANNELS, 3, 3), 1, {}),
     "Gemm": ((3, 8), (CHANNELS, 8), 0, {"transB": 1}),
     "upright Gemm": ((3, 8), (8, CHANNELS), 1, {}),
@@ -373,7 +353,7 @@ def test_batch_norm_goes_into_scale_and_bias(kind: str, by_channel: bool, bias: 
 
 
 @pytest.mark.parametrize("operator", ["Mul", "Div", "Add", "Sub"])
-@pytest.mark.parametrize("shape", [(1, CHANNELS, 1, 1), (CHANNELS, 1, 1), (1,), ()])
+@pytest.mark.parametrize("shape", [(1, CHANNELS, 1, 1), ()])
 def test_a_constant_for_each_channel_is_folded(operator: str, shape: tuple[int, ...]) -> None:
     graph = Graph()
     weight = FOLDING_RANDOM.randn(CHANNELS, 4, 3, 3).astype(np.float32)
@@ -383,7 +363,7 @@ def test_a_constant_for_each_channel_is_folded(operator: str, shape: tuple[int, 
     assert operator not in types(result)
 
 
-def test_what_differs_from_place_to_place_is_not_folded() -> None:
+def test_what_differs_between_positions_is_not_folded() -> None:
     graph = Graph()
     weight = FOLDING_RANDOM.randn(CHANNELS, 4, 3, 3).astype(np.float32)
     name = graph.constant("c", FOLDING_RANDOM.randn(1, 1, 5, 5).astype(np.float32))
@@ -609,7 +589,7 @@ def test_a_bias_in_the_right_steps_is_left_alone() -> None:
     assert np.array_equal(initializers(result)["b"], np.arange(6))
 
 
-@pytest.mark.parametrize("shape", [(5,), (1, 5), (1,), ()])
+@pytest.mark.parametrize("shape", [(5,), (1,)])
 def test_every_shape_of_a_linear_layers_bias_for_each_output(shape: tuple[int, ...]) -> None:
     graph = Graph()
     weight = BIAS_RANDOM.randn(8, 5).astype(np.float32)

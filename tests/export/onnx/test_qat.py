@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,7 @@ def one_sentence(path: Path) -> str:
     return str(error.value)
 
 
-def test_a_model_is_changed_in_place_unless_told_otherwise() -> None:
+def test_a_model_is_changed_in_place_unless_asked_otherwise() -> None:
     model = emulated()
     kept = model.SerializeToString()
     result = quantize_qat_export(model, inplace=False)
@@ -59,14 +57,6 @@ def test_a_file_is_read_and_left_and_the_result_is_one_new_file(tmp_path: Path) 
     assert [file.name for file in output.parent.iterdir()] == ["quantized.onnx"]
 
 
-def test_a_file_may_be_replaced_by_its_result(tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    onnx.save(emulated(), path)
-    quantize_qat_export(path, path)
-    assert list(integer_weights(path)) == ["conv.weight"]
-    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
-
-
 def test_weights_in_a_file_beside_the_model_are_read(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(emulated(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
@@ -79,7 +69,7 @@ def test_weights_in_a_file_beside_the_model_are_read(tmp_path: Path) -> None:
     assert integer_weights(tmp_path / "out.onnx")["conv.weight"].any()
 
 
-def test_a_missing_file_of_weights_is_told_by_name(tmp_path: Path) -> None:
+def test_a_missing_file_of_weights_is_reported_by_name(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(emulated(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
     content = (tmp_path / "weights.bin").read_bytes()
@@ -93,75 +83,28 @@ def test_a_missing_file_of_weights_is_told_by_name(tmp_path: Path) -> None:
     assert one_sentence(path).startswith(f"{path}: its external data cannot be read: ")
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "none.onnx"
-    assert one_sentence(path) == f"{path}: file not found; give an ONNX model"
-    assert one_sentence(tmp_path).startswith(f"{tmp_path}: cannot be read: ")
-
-
-@pytest.mark.parametrize("content", [b"", b"no model", b"\x80\x02}q\x00.", bytes(100)])
-def test_a_file_that_is_no_model_is_told(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"", b"no model", emulated().SerializeToString()[:-9]])
+def test_a_file_that_is_no_model_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(content)
     assert one_sentence(path) == f"{path}: not an ONNX model, or incomplete; export it again"
+    assert one_sentence(tmp_path / "none.onnx") == f"{tmp_path / 'none.onnx'}: file not found; give an ONNX model"
+    assert one_sentence(tmp_path).startswith(f"{tmp_path}: cannot be read: ")
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
-def test_a_part_of_a_model_is_told(tmp_path: Path, share: float) -> None:
-    path = tmp_path / "model.onnx"
-    content = emulated().SerializeToString()
-    path.write_bytes(content[: int(len(content) * share)])
-    assert one_sentence(path) == f"{path}: not an ONNX model, or incomplete; export it again"
-
-
-def test_a_model_without_emulated_quantization_is_told(tmp_path: Path) -> None:
+def test_a_model_without_emulated_quantization_is_reported(tmp_path: Path) -> None:
     graph = Graph()
     path = tmp_path / "model.onnx"
     onnx.save(graph.build(graph.add("Conv", "x", graph.constant("w", WEIGHT)), (1, 4, 7, 7)), path)
     assert one_sentence(path).startswith(f"{path}: it has no QuantizeLinear, so there is nothing to quantize")
 
 
-def test_a_model_that_is_quantized_already_comes_back_as_it_was(tmp_path: Path) -> None:
-    once = quantize_qat_export(emulated())
-    assert quantize_qat_export(once, inplace=False).SerializeToString() == once.SerializeToString()
-
-
-def test_a_model_whose_weights_alone_are_quantized_comes_back_as_it_was() -> None:
+def test_a_model_whose_weights_alone_are_quantized_is_restored_as_it_was() -> None:
     graph = Graph()
     name = graph.emulate(graph.constant("w", WEIGHT), symmetric(WEIGHT, 0), np.zeros(6, np.int8), 0)
     once = quantize_qat_export(graph.build(graph.add("Conv", "x", name), (1, 4, 7, 7)))
     assert "QuantizeLinear" not in {node.op_type for node in once.graph.node}
     assert quantize_qat_export(once, inplace=False).SerializeToString() == once.SerializeToString()
-
-
-def test_a_place_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("a file")
-    with pytest.raises(GossamerError, match=r"taken/out\.onnx: cannot be written"):
-        quantize_qat_export(emulated(), tmp_path / "taken" / "out.onnx")
-    with pytest.raises(GossamerError, match="cannot be written"):
-        quantize_qat_export(emulated(), tmp_path)
-
-
-def test_a_write_that_breaks_off_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "out.onnx"
-    path.write_text("before")
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(GossamerError, match=r"out\.onnx: cannot be written: No space left on device"):
-        quantize_qat_export(emulated(), path)
-    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("out.onnx", "before")]
-
-
-def test_what_is_missing_is_told_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "onnx_ir" else found(name, *rest)
-    )
-    with pytest.raises(GossamerError, match=r"quantize_qat_export needs onnx_ir: pip install 'gossamer\[onnx\]'"):
-        quantize_qat_export("model.onnx")
 
 
 def test_unused_operators_and_constants_are_gone() -> None:
@@ -174,7 +117,7 @@ def test_unused_operators_and_constants_are_gone() -> None:
 
 
 @pytest.mark.parametrize("given", [None, 3, onnx.GraphProto()])
-def test_what_is_neither_a_model_nor_a_path_is_told(given: object) -> None:
+def test_what_is_neither_a_model_nor_a_path_is_reported(given: object) -> None:
     with pytest.raises(GossamerError, match="expected an ONNX model or the path of one, found"):
         quantize_qat_export(given)  # type: ignore[arg-type]
 
@@ -219,27 +162,6 @@ def test_every_convolution_runs_in_integers_and_gives_what_torch_gives(tmp_path:
     assert (model.stem.norm.weight < 0).any()
 
 
-@pytest.mark.slow
-def test_the_file_is_about_a_quarter_of_the_float_one(tmp_path: Path) -> None:
-    layers = [nn.Conv2d(3, 128, 3), nn.BatchNorm2d(128), nn.ReLU(), nn.Conv2d(128, 256, 3), nn.BatchNorm2d(256)]
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10)).eval()
-    floats = to_onnx(model, tmp_path / "float.onnx", noise(2))
-    emulate(model, noise(8))
-    integers = to_onnx(model, tmp_path / "integers.onnx", noise(2))
-    assert 0.24 < integers.stat().st_size / floats.stat().st_size < 0.30
-    emulated = to_onnx(model, tmp_path / "emulated.onnx", noise(2), integers=False)
-    assert emulated.stat().st_size > floats.stat().st_size
-    assert integer_weights(emulated) == {}
-    assert len(integer_weights(integers)) == 3
-
-
-def emulate(model: nn.Module, inputs: Tensor) -> Emulation:
-    emulation = Emulation(model, Rules(SCHEMES["default"]).schemes(model), {})
-    with emulation.calibration(), torch.no_grad():
-        model(inputs)
-    return emulation
-
-
 def test_a_model_in_the_middle_of_training_is_written_as_it_evaluates_and_stays_as_it_is(tmp_path: Path) -> None:
     model = plain_network()
     optimizer = sgd(model)
@@ -257,15 +179,7 @@ def test_a_model_in_the_middle_of_training_is_written_as_it_evaluates_and_stays_
     assert integer_operators(path) == {"QGemm": 1, "QLinearConv": 2}
 
 
-def test_operators_are_counted_as_the_runtime_fuses_them(tmp_path: Path) -> None:
-    graph = Graph()
-    weight = np.random.RandomState(0).randn(4, 8).astype(np.float32)
-    y = graph.add("Gemm", "x", graph.constant("w", weight), transB=1)
-    (tmp_path / "gemm.onnx").write_bytes(graph.build(y, (3, 8)).SerializeToString())
-    assert integer_operators(tmp_path / "gemm.onnx") == {"Gemm": 1}
-
-
-def test_a_model_that_the_runtime_refuses_is_one_sentence(tmp_path: Path) -> None:
+def test_a_model_that_the_runtime_refuses_is_one_line(tmp_path: Path) -> None:
     graph = Graph()
     model: Any = graph.build(graph.add("Relu", "x"), (3, 8))
     model.graph.node[0].op_type = "Rely"

@@ -33,7 +33,8 @@ def test_augmentation_is_the_same_for_an_epoch_and_index_and_differs_between_epo
 def test_neighbours_are_augmented_differently():
     source = Scenes(type="scenes", split="train", size=64, transforms=["RandomHorizontalFlip"])
     data = build_dataset(source, task="detection")
-    flipped = [not torch.equal(data[(0, index)][0], data.original(index)[0] / 255) for index in range(20)]
+    plain = build_dataset(source.model_copy(update={"transforms": []}), task="detection")
+    flipped = [not torch.equal(data[(0, index)][0], plain[index][0]) for index in range(20)]
     assert 3 < sum(flipped) < 17
 
 
@@ -142,12 +143,8 @@ def test_images_of_several_sizes_need_a_transform_that_ends_in_one(tmp_path):
 
 
 def test_a_source_of_the_other_task_is_an_error():
-    with pytest.raises(
-        GossamerError, match=r"'digits' data has one class for each image .* use one of coco, json_lines, scenes"
-    ):
+    with pytest.raises(GossamerError, match=r"'digits' data is not for detection; use one of coco, json_lines, scenes"):
         build_dataset(Digits(type="digits", split="test"), task="detection")
-    with pytest.raises(GossamerError, match="'scenes' data has boxes and is not for classification"):
-        build_dataset(Scenes(type="scenes", split="test"), task="classification")
 
 
 def test_a_limit_keeps_the_first_images():

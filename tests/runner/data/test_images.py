@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from gossamer.runner.data.examples import ImageFileError, read_image
@@ -18,8 +19,8 @@ def test_every_kind_of_image_comes_out_as_rgb_bytes(tmp_path, mode):
     else:
         Image.new("RGB", (6, 4), (255, 255, 255)).convert(mode).save(path)
     pixels = read_image(str(path))
-    assert pixels.dtype == np.uint8
-    assert pixels.shape == (4, 6, 3)
+    assert pixels.dtype == torch.uint8
+    assert pixels.shape == (3, 4, 6)
     assert (pixels == (40000 // 256 if mode.startswith("I") else 255)).all()
 
 
@@ -28,12 +29,12 @@ def test_a_palette_with_transparency_keeps_its_colours(tmp_path):
     image.putpalette([200, 100, 50, 1, 2, 3])
     image.putpixel((1, 0), 1)
     image.save(tmp_path / "a.png", transparency=bytes([128, 255]))
-    assert read_image(str(tmp_path / "a.png")).tolist() == [[[200, 100, 50], [1, 2, 3]]]
+    assert read_image(str(tmp_path / "a.png")).tolist() == [[[200, 1]], [[100, 2]], [[50, 3]]]
 
 
 def test_a_float_image_is_a_share_of_white(tmp_path):
     Image.fromarray(np.array([[0.0, 0.5, 1.0]], np.float32)).save(tmp_path / "a.tif")
-    assert read_image(str(tmp_path / "a.tif"))[0, :, 0].tolist() == [0, 127, 255]
+    assert read_image(str(tmp_path / "a.tif"))[0, 0].tolist() == [0, 127, 255]
 
 
 def test_an_image_is_turned_as_its_exif_orientation_says(tmp_path):
@@ -43,9 +44,9 @@ def test_an_image_is_turned_as_its_exif_orientation_says(tmp_path):
     exif[0x0112] = 6  # turn by a quarter, clockwise
     image.save(tmp_path / "a.jpg", exif=exif)
     pixels = read_image(str(tmp_path / "a.jpg"))
-    assert pixels.shape == (30, 10, 3)
-    assert pixels[2, 5, 0] > 200
-    assert pixels[27, 5, 0] < 50
+    assert pixels.shape == (3, 30, 10)
+    assert pixels[0, 2, 5] > 200
+    assert pixels[0, 27, 5] < 50
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg"])
@@ -89,5 +90,5 @@ def test_what_is_no_image_or_not_there_is_named(tmp_path):
 
 def test_a_decompression_bomb_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)
-    with pytest.raises(ImageFileError, match="too large"):
+    with pytest.raises(ImageFileError, match=r"cannot read the image \(.*decompression bomb"):
         read_image(str(picture(tmp_path / "a.png")))

@@ -91,11 +91,10 @@ def test_a_list_starts_from_its_own_folder_and_takes_what_the_config_counts(tmp_
 @pytest.mark.parametrize(
     ("line", "note", "message"),
     [
-        ("a.png", "lines without label", r"train\.txt:2: expected 'path label', found 'a\.png'"),
-        ("a.png cat", "labels that are not integers", r"train\.txt:2: the label 'cat' is not an integer"),
-        ("a.png 1.5", "labels that are not integers", r"train\.txt:2: the label '1\.5' is not an integer"),
-        ("a.png -1", "labels out of range", r"train\.txt:2: the label -1 is not between 0 and 2"),
-        ("a.png 3", "labels out of range", r"train\.txt:2: the label 3 is not between 0 and 2"),
+        ("a.png", "lines without path and label", r"train\.txt:2: expected 'path label', .*, found 'a\.png'"),
+        ("a.png cat", "lines without path and label", r"train\.txt:2: .*, found 'a\.png cat'"),
+        ("a.png -1", "lines without path and label", r"train\.txt:2: .* a label from 0 to 2, found 'a\.png -1'"),
+        ("a.png 3", "lines without path and label", r"train\.txt:2: .* a label from 0 to 2, found 'a\.png 3'"),
         ("b.png 1", "missing images", r"train\.txt:2: no such image: .*b\.png"),
     ],
 )
@@ -155,7 +154,6 @@ def test_idx_files_are_read_plain_and_packed(tmp_path, packing):
     assert len(data) == 3
     assert data.classes == ["0", "1", "2"]
     assert [data[index][1] for index in range(3)] == [2, 0, 1]
-    assert torch.equal(data.original(1)[0], torch.from_numpy(GREYS[1]).expand(3, 2, 4))
     assert torch.equal(data[1][0], torch.from_numpy(GREYS[1]).expand(3, 2, 4) / 255)
 
 
@@ -171,20 +169,17 @@ LABELS = idx_bytes(np.array([2, 0, 1], np.uint8))
     ("images", "labels", "message"),
     [
         (b"", LABELS, "images: the IDX file ends within its header"),
-        (idx_bytes(GREYS)[:10], LABELS, "images: the IDX file ends within its header"),
-        (b"PNG" + idx_bytes(GREYS), LABELS, "images: not an IDX file"),
-        (idx_bytes(GREYS, 0x55), LABELS, "images: not an IDX file"),
-        (idx_bytes(GREYS)[:-1], LABELS, r"declares 24 bytes of \(3, 2, 4\), but only 23 follow"),
-        (idx_bytes(GREYS) + b"x", LABELS, "declares 24 bytes .* but more follow"),
+        (b"PNG" + idx_bytes(GREYS), LABELS, "images: not an IDX file of up to 4 dimensions"),
+        (idx_bytes(GREYS)[:-1], LABELS, r"declares 24 bytes of \(3, 2, 4\); the file has another number"),
+        (idx_bytes(GREYS) + b"x", LABELS, "declares 24 bytes .* another number"),
         (gzip.compress(idx_bytes(GREYS), mtime=0)[:-9], LABELS, "images: cannot read the file"),
         (idx_bytes(GREYS[:2]), LABELS, "labels: 3 labels for 2 images"),
         (LABELS, LABELS, r"expected images of shape .* found \(3, 1\)|expected images of shape .* found \(3,\)"),
         (idx_bytes(GREYS), idx_bytes(GREYS), r"labels: expected numbers of shape \(n,\)"),
         (idx_bytes(GREYS[:, :0]), LABELS, "have no pixels"),
-        (idx_header(*[1] * 255), LABELS, "expected an IDX file of at most 4 dimensions, found 255"),
-        (idx_header(*[2**32 - 1] * 3), LABELS, "but the file holds at most 16"),
-        (idx_header(2**20, 2**20), LABELS, "declares 1099511627776 bytes .* but the file holds at most 12"),
-        (gzip.compress(idx_header(2**20, 2**20), mtime=0), LABELS, "declares 1099511627776 bytes .* but the file"),
+        (idx_header(*[1] * 255), LABELS, "not an IDX file of up to 4 dimensions"),
+        (idx_header(*[2**32 - 1] * 3), LABELS, "the file has another number"),
+        (gzip.compress(idx_header(2**20, 2**20), mtime=0), LABELS, "declares 1099511627776 bytes .* another number"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
@@ -203,7 +198,7 @@ def test_a_missing_idx_file_is_named(tmp_path):
 def test_npz_arrays_of_colours_are_read(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (3, 2, 4, 3)).astype(np.uint8)
     data = read_npz(tmp_path, images=pixels, labels=np.array([[1], [0], [1]]))
-    assert torch.equal(data.original(2)[0], torch.from_numpy(pixels[2]).permute(2, 0, 1))
+    assert torch.equal(data[2][0], torch.from_numpy(pixels[2]).permute(2, 0, 1) / 255)
     assert [data[index][1] for index in range(3)] == [1, 0, 1]
 
 
@@ -220,28 +215,21 @@ def test_a_batch_of_arrays_is_what_its_samples_are(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("labels", "note", "message"),
-    [
-        (np.array([0, 5, 1]), "labels out of range", "labels: image 1: the label 5 is not between 0 and 1"),
-        (np.array([0, -1, 1]), "labels out of range", "labels: image 1: the label -1 is not between 0 and 1"),
-        (np.array([0, 0.5, 1]), "labels that are not integers", "labels: image 1: the label 0.5 is not an integer"),
-        (np.array([0, np.nan, 1]), "labels that are not integers", "labels: image 1: the label nan is not an integer"),
-        (np.array([0, np.inf, 1]), "labels that are not integers", "labels: image 1: the label inf is not an integer"),
-    ],
+    ("labels", "shown"), [([0, 5, 1], "5"), ([0, -1, 1], "-1"), ([0, 0.5, 1], "0.5"), ([0, np.nan, 1], "nan")]
 )
-def test_a_bad_label_is_skipped_and_counted_or_refused_by_its_number(tmp_path, labels, note, message):
+def test_a_bad_label_is_skipped_and_counted_or_refused_by_its_number(tmp_path, labels, shown):
     data = read_npz(tmp_path, images=GREYS, labels=labels, num_classes=2)
     assert [data[index][1] for index in range(len(data))] == [0, 1]
-    assert torch.equal(data.original(1)[0][0], torch.from_numpy(GREYS[2]))
-    assert data.notes[0].startswith(f"{note}, left out: 1;")
-    with pytest.raises(GossamerError, match=message):
+    assert torch.equal(data[1][0][0], torch.from_numpy(GREYS[2]) / 255)
+    assert data.notes[0].startswith("invalid labels, left out: 1;")
+    with pytest.raises(GossamerError, match=f"labels: image 1: expected a label from 0 to 1, found {shown}"):
         read_npz(tmp_path, images=GREYS, labels=labels, num_classes=2, on_error="refuse")
 
 
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"images": GREYS}, r"no array 'labels' \(it has 'images'\); set 'label_key'"),
+        ({"images": GREYS}, r"no array 'labels' among \['images'\]; set 'label_key'"),
         ({"image": GREYS, "labels": [0, 1, 2]}, "no array 'images' .* nearest: 'image'"),
         ({"images": GREYS / 255, "labels": [0, 1, 2]}, "expected integers from 0 to 255, found float64"),
         ({"images": GREYS.astype(int) + 250, "labels": [0, 1, 2]}, "expected integers from 0 to 255"),
@@ -264,7 +252,7 @@ def test_a_file_that_is_no_npz_is_refused(tmp_path):
         build_dataset(source, task="classification")
     with source.path.open("wb") as file:
         np.save(file, GREYS)
-    with pytest.raises(GossamerError, match="found a single array"):
+    with pytest.raises(GossamerError, match="not an NPZ file of plain arrays"):
         build_dataset(source, task="classification")
 
 
@@ -288,14 +276,12 @@ def encrypted(content: bytes) -> bytes:
     ("images", "change", "message"),
     [
         (shaped("(1, 99999999, 99999999)"), bytes, "not an NPZ file of plain arrays"),
-        (shaped("(1, 1180591620717411303424)"), bytes, "not an NPZ file of plain arrays"),
         (npy("{'descr': '|u1', 'fortran_order': False, 'shape': (1,\n"), bytes, "not an NPZ file"),
-        (npy("{[]: 1}\n"), bytes, "not an NPZ file of plain arrays"),
         (npy("(" * 3000), bytes, "not an NPZ file of plain arrays"),
         (b"abc", encrypted, "not an NPZ file of plain arrays .*encrypted"),
-        (b"abc", bytes, "'images' is not an array"),
+        (b"abc", bytes, "images: expected images of shape"),
     ],
-    ids=["huge shape", "shape beyond 64 bits", "cut header", "unhashable key", "deep header", "encrypted", "no array"],
+    ids=["huge shape", "cut header", "deep header", "encrypted", "no array"],
 )
 def test_a_damaged_npz_file_is_refused(tmp_path, images, change, message):
     content = io.BytesIO()

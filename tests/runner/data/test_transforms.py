@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gossamer.errors import GossamerError
-from gossamer.runner.data.boxes import Boxes
+from gossamer.runner.data.examples import Boxes
 from gossamer.runner.data.transforms import Pipeline
 
 
@@ -113,7 +113,7 @@ def test_texts_stand_for_modes_policies_and_nested_transforms():
         ("ToTensor", "images are already tensors"),
         ("MixUp", r"transforms\[0\]: MixUp cannot be used here"),
         ("functional", "has no 'functional'"),
-        ({"Resize": {"size": 3}, "RandomCrop": {"size": 3}}, "expected one name with its arguments"),
+        ({"Resize": {"size": 3}, "RandomCrop": {"size": 3}}, "expected a name, or one name with its arguments"),
         ({"RandomApply": {"transforms": ["Flip"]}}, r"transforms\[0\]\.RandomApply\.transforms\[0\]: .* has no 'Flip'"),
     ],
 )

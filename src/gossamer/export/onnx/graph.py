@@ -1,7 +1,7 @@
 """Constants and edits of an ONNX graph.
 
-Constant values are computed on demand and never cached, so that the graph may change in between: the two quantization
-operators here, exactly as ONNX defines them, and all others by onnx's reference evaluator.
+Constant values are computed on demand and never cached, so that the graph may change in between: QuantizeLinear here,
+because onnx's reference evaluator does not saturate large values, and all other operators by that evaluator.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ def constant(value: ir.Value | None, depth: int = _MAX_DEPTH) -> Array | None:
     node = value.producer()
     if node is None or value.index() != 0 or not is_standard(node):
         return None
-    if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
-        return _quantization(node, depth)
     if node.op_type in _RANDOM or any(attribute.type in _SUBGRAPHS for attribute in node.attributes.values()):
         return None
     inputs: list[Array | None] = []
@@ -53,7 +51,7 @@ def constant(value: ir.Value | None, depth: int = _MAX_DEPTH) -> Array | None:
         if given is not None and array is None:
             return None
         inputs.append(array)
-    return _evaluate(node, inputs)
+    return _quantize(node, inputs) if node.op_type == "QuantizeLinear" else _evaluate(node, inputs)
 
 
 def quantize(x: Array, scale: Array, zero_point: Array, axis: int) -> Array:
@@ -70,14 +68,6 @@ def quantize(x: Array, scale: Array, zero_point: Array, axis: int) -> Array:
         steps = np.rint(x.astype(np.float32) / step.astype(np.float32))
     steps = np.where(step == 0, np.float32(0), steps).astype(np.float64)
     return np.clip(steps + offset, bounds.min, bounds.max).astype(zero_point.dtype)
-
-
-def dequantize(integers: Array, scale: Array, zero_point: Array, axis: int) -> Array:
-    """DequantizeLinear: `(integers − zero_point) · scale`, in the dtype of the scale."""
-    wide = np.int64 if integers.dtype.itemsize > 2 else np.int32
-    offset = along_axis(zero_point, integers.ndim, axis).astype(wide)
-    floats = (integers.astype(wide) - offset).astype(scale.dtype)
-    return (floats * along_axis(scale, integers.ndim, axis)).astype(scale.dtype)
 
 
 def along_axis(per_channel: Array, rank: int, axis: int) -> Array:
@@ -101,27 +91,16 @@ def is_standard(node: ir.Node) -> bool:
     return node.domain in ("", "ai.onnx")
 
 
-def _quantization(node: ir.Node, depth: int) -> Array | None:
-    """The output of QuantizeLinear or DequantizeLinear on constants; None for dtypes other than 8-bit integers."""
-    x = constant(node.inputs[0], depth - 1)
-    scale = None if x is None else constant(node.inputs[1], depth - 1)
-    if x is None or scale is None or is_blocked(node):
+def _quantize(node: ir.Node, inputs: list[Array | None]) -> Array | None:
+    """The output of QuantizeLinear on constants; None for dtypes other than 8-bit integers, and for blocks."""
+    x, scale, *rest = inputs
+    if x is None or scale is None or scale.ndim > 1 or is_blocked(node) or node.attributes.get_int("output_dtype", 0):
         return None
-    quantizes = node.op_type == "QuantizeLinear"
-    if len(node.inputs) > 2 and node.inputs[2] is not None:
-        zero_point = constant(node.inputs[2], depth - 1)
-    elif quantizes and node.attributes.get_int("output_dtype", 0):
-        return None
-    else:
-        zero_point = np.zeros(scale.shape, np.uint8 if quantizes else x.dtype)
-    if zero_point is None or scale.ndim > 1 or scale.dtype.kind != "f" or zero_point.size not in (1, scale.size):
-        return None
+    given = rest[0] if rest else None
+    zero_point = np.zeros(scale.shape, np.uint8) if given is None else given
     axis = quantization_axis(node)
-    if scale.size != 1 and not (-x.ndim <= axis < x.ndim and x.shape[axis] == scale.size):
-        return None
-    if not quantizes:
-        return dequantize(x, scale, zero_point, axis) if x.dtype.kind in "iu" else None
-    return quantize(x, scale, zero_point, axis) if zero_point.dtype in EIGHT_BITS and x.dtype.kind == "f" else None
+    fits = scale.size == 1 or (-x.ndim <= axis < x.ndim and x.shape[axis] == scale.size)
+    return quantize(x, scale, zero_point, axis) if fits and zero_point.dtype in EIGHT_BITS else None
 
 
 def _evaluate(node: ir.Node, inputs: list[Array | None]) -> Array | None:

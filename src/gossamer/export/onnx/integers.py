@@ -53,10 +53,9 @@ class IntegerWeight:
     @property
     def steps(self) -> Array:
         """The integers minus the zero point: zero where the weight is zero."""
-        offset = self.zero_point.astype(np.int32)
-        if self.axis is not None and offset.size > 1:
-            offset = offset.reshape([-1 if at == self.axis else 1 for at in range(self.integers.ndim)])
-        return self.integers.astype(np.int32) - (offset if offset.size > 1 else offset.reshape(()))
+        return self.integers.astype(np.int32) - along_axis(
+            self.zero_point.astype(np.int32), self.integers.ndim, self.axis or 0
+        )
 
     @property
     def is_stored(self) -> bool:
@@ -126,29 +125,25 @@ def integer_weight(value: ir.Value | None) -> IntegerWeight | None:
     node = None if value is None else value.producer()
     if node is None or node.op_type != "DequantizeLinear" or not is_standard(node) or is_blocked(node):
         return None
-    integers, scale = constant(node.inputs[0]), constant(node.inputs[1])
-    if integers is None or scale is None or integers.dtype not in EIGHT_BITS:
-        return None
-    given = node.inputs[2] if len(node.inputs) > 2 else None
-    zero_point = np.zeros(scale.shape, integers.dtype) if given is None else constant(given)
-    if zero_point is None:
-        return None
-    axis = None if scale.size == 1 else quantization_axis(node) % integers.ndim
-    return IntegerWeight(node, integers, scale, zero_point, axis)
+    return _weight(node, node)
 
 
 def integer_table(node: ir.Node) -> IntegerWeight | None:
     """The constant 8-bit integers that a Gather selects from, if the selection is dequantized with one scale."""
     user = sole_user(node.outputs[0])
-    integers = constant(node.inputs[0])
-    if user is None or user.op_type != "DequantizeLinear" or integers is None or integers.dtype not in EIGHT_BITS:
+    weight = None if user is None or user.op_type != "DequantizeLinear" else _weight(node, user)
+    return weight if weight is not None and weight.axis is None else None
+
+
+def _weight(node: ir.Node, dequantizer: ir.Node) -> IntegerWeight | None:
+    """The constant 8-bit integers that are the first input of an operator, with the scale of a DequantizeLinear."""
+    integers, scale = constant(node.inputs[0]), constant(dequantizer.inputs[1])
+    if integers is None or scale is None or integers.dtype not in EIGHT_BITS:
         return None
-    scale = constant(user.inputs[1])
-    if scale is None or scale.size != 1:
-        return None
-    given = user.inputs[2] if len(user.inputs) > 2 else None
-    zero_point = constant(given) if given is not None else np.zeros((), integers.dtype)
-    return None if zero_point is None else IntegerWeight(node, integers, scale, zero_point, None)
+    given = dequantizer.inputs[2] if len(dequantizer.inputs) > 2 else None
+    zero_point = np.zeros(scale.shape, integers.dtype) if given is None else constant(given)
+    axis = None if scale.size == 1 else quantization_axis(dequantizer) % integers.ndim
+    return None if zero_point is None else IntegerWeight(node, integers, scale, zero_point, axis)
 
 
 def _set_weight(

@@ -1,7 +1,7 @@
 """`to_onnx`: a torch model as one ONNX file, with integer weights if it emulates quantization.
 
 torch.onnx traces a copy of the model. torch.export cannot trace torch's fake-quantize operators, so a function mode
-replaces their calls, in any model, by custom operators that are translated to QuantizeLinear and DequantizeLinear.
+replaces their calls, in any model, by a custom operator that is translated to QuantizeLinear and DequantizeLinear.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gossamer.errors import GossamerError, first_line
 from gossamer.export.examples import ExampleInputs
 from gossamer.export.onnx.model_files import make_parent, require, write_model
 from gossamer.export.onnx.qat import quantize_qat_export
-from gossamer.export.weights import states
+from gossamer.export.weights.file import copied
 from gossamer.io import dtype_name
 from gossamer.model.additions import strip
 from gossamer.quantization import emulations_in
@@ -107,11 +107,16 @@ def as_onnx(
 def export(model: nn.Module, inputs: tuple[Any, ...], target: Path, **options: Any) -> ModelProto:
     """`torch.onnx.export` without its output; `target` appears in errors."""
     try:
-        with quiet(), _FakeQuantizeTranslation(target) as mode:
+        with quiet(), _FakeQuantizeTranslation(target):
             # torch.onnx takes a last dict for keyword arguments, unless another dict follows.
             arguments: tuple[Any, ...] = (*inputs, {}) if inputs and isinstance(inputs[-1], dict) else inputs
             program: Any = torch.onnx.export(
-                model, arguments, dynamo=True, verbose=False, custom_translation_table=mode.translations, **options
+                model,
+                arguments,
+                dynamo=True,
+                verbose=False,
+                custom_translation_table={_fake_quantize(): _translate},
+                **options,
             )
             return _without_traces(program.model_proto)
     except Exception as error:
@@ -123,7 +128,7 @@ def export(model: nn.Module, inputs: tuple[Any, ...], target: Path, **options: A
 
 def stripped_copy(model: nn.Module, target: Path) -> nn.Module:
     """A copy in evaluation mode on the CPU, without wrappers and without what training methods added."""
-    return strip(states.copied(model, target))
+    return strip(copied(model, target))
 
 
 def is_quantized(model: ModelProto) -> bool:
@@ -210,7 +215,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class _FakeQuantizeTranslation(TorchFunctionMode):
-    """Replaces fake-quantize calls by custom operators that torch.onnx writes with `translations`."""
+    """Replaces fake-quantize calls by a custom operator that torch.onnx writes with `_translate`."""
 
     def __init__(self, target: Path) -> None:
         super().__init__()
@@ -226,29 +231,17 @@ class _FakeQuantizeTranslation(TorchFunctionMode):
             return self._per_channel(*args, **kwargs)
         return func(*args, **kwargs)
 
-    @property
-    def translations(self) -> dict[Any, Callable[..., Any]]:
-        with_scalars, with_tensors = _custom_operators()
-        return {with_scalars: _translate_scalars, with_tensors: _translate_tensors}
-
     def _per_tensor(
         self, input: Tensor, scale: float | Tensor, zero_point: int | Tensor, quant_min: int, quant_max: int
     ) -> Tensor:
-        self._check_bits(quant_min, quant_max)
-        with_scalars, with_tensors = _custom_operators()
-        if not isinstance(scale, Tensor) and not isinstance(zero_point, Tensor):
-            output = with_scalars(input.float(), float(scale), int(zero_point), quant_min, quant_max)
-        else:
-            step, zero = (torch.as_tensor(given, device=input.device) for given in (scale, zero_point))
-            output = with_tensors(input.float(), step.float(), zero, 0, quant_min, quant_max)
-        return output.to(input.dtype)
+        step, zero = (torch.as_tensor(given, device=input.device) for given in (scale, zero_point))
+        return self._per_channel(input, step.float(), zero, 0, quant_min, quant_max)
 
     def _per_channel(
         self, input: Tensor, scale: Tensor, zero_point: Tensor, axis: int, quant_min: int, quant_max: int
     ) -> Tensor:
         self._check_bits(quant_min, quant_max)
-        output = _custom_operators()[1](input.float(), scale, zero_point, axis, quant_min, quant_max)
-        return output.to(input.dtype)
+        return _fake_quantize()(input.float(), scale, zero_point, axis, quant_min, quant_max).to(input.dtype)
 
     def _check_bits(self, low: int, high: int) -> None:
         bounds = torch.iinfo(_torch_dtype(low))
@@ -260,62 +253,34 @@ class _FakeQuantizeTranslation(TorchFunctionMode):
 
 
 @cache
-def _custom_operators() -> tuple[Any, Any]:
-    """The two operators, registered with torch on the first export."""
+def _fake_quantize() -> Any:
+    """The custom operator, registered with torch on the first export."""
 
-    def with_scalars(x: Tensor, scale: float, zero_point: int, low: int, high: int) -> Tensor:
+    def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, low: int, high: int) -> Tensor:
         raise NotImplementedError("this operator is traced, never computed")
 
-    def with_tensors(x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, low: int, high: int) -> Tensor:
-        raise NotImplementedError("this operator is traced, never computed")
-
-    def fake(x: Tensor, *_: object) -> Tensor:
+    def shape_of(x: Tensor, *_: object) -> Tensor:
         return torch.empty_like(x)
 
-    for name, body in {"fake_quantize_scalars": with_scalars, "fake_quantize_tensors": with_tensors}.items():
-        operator = torch.library.custom_op(f"gossamer::{name}", body, mutates_args=())
-        operator.register_fake(fake)
-    namespace: Any = cast(Any, torch.ops).gossamer
-    return namespace.fake_quantize_scalars.default, namespace.fake_quantize_tensors.default
+    torch.library.custom_op("gossamer::fake_quantize", fake_quantize, mutates_args=()).register_fake(shape_of)
+    return cast(Any, torch.ops).gossamer.fake_quantize.default
 
 
-def _translate_scalars(x: Any, scale: float, zero_point: int, low: int, high: int) -> Any:
-    import numpy as np
-
-    return _translate(x, _constant(np.float32(scale)), _constant(_numpy_dtype(low)(zero_point)), {}, low, high)
-
-
-def _translate_tensors(x: Any, scale: Any, zero_point: Any, axis: int, low: int, high: int) -> Any:
-    import onnx_ir as ir
-    from onnxscript import opset18
-
-    zero = cast(Any, opset18).Cast(zero_point, to=int(ir.DataType.INT8 if low < 0 else ir.DataType.UINT8))
-    return _translate(x, scale, zero, {"axis": axis}, low, high)
-
-
-def _translate(x: Any, scale: Any, zero_point: Any, attributes: dict[str, int], low: int, high: int) -> Any:
-    from onnxscript import opset18
-
-    opset = cast(Any, opset18)
-    integers, bounds = opset.QuantizeLinear(x, scale, zero_point, **attributes), torch.iinfo(_torch_dtype(low))
-    if (low, high) != (bounds.min, bounds.max):
-        integers = opset.Clip(integers, _constant(_numpy_dtype(low)(low)), _constant(_numpy_dtype(low)(high)))
-    return opset.DequantizeLinear(integers, scale, zero_point, **attributes)
-
-
-def _constant(number: Any) -> Any:
+def _translate(x: Any, scale: Any, zero_point: Any, axis: int, low: int, high: int) -> Any:
+    """The operator in ONNX: QuantizeLinear, Clip for fewer than 8 bits, and DequantizeLinear."""
     import numpy as np
     import onnx_ir as ir
     from onnxscript import opset18
 
-    return cast(Any, opset18).Constant(value=ir.tensor(np.asarray(number)))
+    opset, dtype = cast(Any, opset18), _torch_dtype(low)
+    kind = np.int8 if low < 0 else np.uint8
+    zero = opset.Cast(zero_point, to=int(ir.DataType.from_numpy(np.dtype(kind))))
+    integers = opset.QuantizeLinear(x, scale, zero, axis=axis)
+    if (low, high) != (torch.iinfo(dtype).min, torch.iinfo(dtype).max):
+        limits = (opset.Constant(value=ir.tensor(np.asarray(limit, kind))) for limit in (low, high))
+        integers = opset.Clip(integers, *limits)
+    return opset.DequantizeLinear(integers, scale, zero, axis=axis)
 
 
 def _torch_dtype(low: int) -> torch.dtype:
     return torch.int8 if low < 0 else torch.uint8
-
-
-def _numpy_dtype(low: int) -> Any:
-    import numpy as np
-
-    return np.int8 if low < 0 else np.uint8

@@ -2,7 +2,6 @@
 
 from gossamer.export.weights.reading import (
     THINNED,
-    ForeignFile,
     emulate_as,
     is_model_file,
     is_thinned,
@@ -15,7 +14,6 @@ from gossamer.export.weights.reading import (
 
 __all__ = [
     "THINNED",
-    "ForeignFile",
     "emulate_as",
     "is_model_file",
     "is_thinned",

@@ -8,7 +8,7 @@ is stored under its own name, its scales as `NAME@scale` and the ranges of activ
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -18,8 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch import Tensor, nn
 
 from gossamer.errors import Location, file_error, within
-from gossamer.export.weights.file import RANGES, SCALE, ModelFile, damaged
-from gossamer.export.weights.states import State
+from gossamer.export.weights.file import RANGES, SCALE, Entry, ModelFile, State, damaged
 from gossamer.io import DTYPES, DTYPES_BY_NAME
 from gossamer.model import named_modules, unwrap
 from gossamer.quantization import Numbers, Scheme
@@ -89,24 +88,23 @@ class QuantizedFile:
         except ValidationError:
             raise damaged(file.path, "its metadata 'quantized' is invalid") from None
         self._rounded = {
-            name: (Rounded(numbers.build(), axis), DTYPES_BY_NAME[dtype])
+            name: (Rounded(numbers, axis), DTYPES_BY_NAME[dtype])
             for name, (numbers, axis, dtype) in metadata.weights.items()
         }
         self.norms_frozen = metadata.norms_frozen
-        schemes = [scheme.build() for scheme in metadata.schemes]
-        self.schemes: dict[str, Scheme] = {path: schemes[index] for path, index in metadata.modules.items()}
+        self.schemes = {path: metadata.schemes[index] for path, index in metadata.modules.items()}
         self._sites = metadata.ranges
         extra = [RANGES, *(f"{name}{SCALE}" for name in self._rounded)]
         self.tensors = {
-            name: _Entry(self._rounded[name][1] if name in self._rounded else entry.dtype, entry.shape)
+            name: Entry(self._rounded[name][1] if name in self._rounded else entry.dtype, entry.shape)
             for name, entry in file.tensors.items()
             if name not in extra
         }
         self.tied = file.tied
         self._check_shapes()
 
-    def check(self, seen: Callable[[float], None] = lambda _: None) -> None:
-        self._file.check(seen)
+    def check(self) -> None:
+        self._file.check()
         for name in self._rounded:
             scale = self._file.read(f"{name}{SCALE}")
             if not bool((scale.isfinite() & (scale > 0)).all()):
@@ -119,21 +117,11 @@ class QuantizedFile:
         if name not in self._rounded:
             return self._file.read(name)
         how, dtype = self._rounded[name]
-        return how.floats(*self.integers(name), dtype)
+        return how.floats(self._file.read(name), self._file.read(f"{name}{SCALE}"), dtype)
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        if name not in self._rounded:
-            self._file.read_into(name, target)
-        else:
-            target.copy_(self.read(name))
-
-    def integers(self, name: str) -> tuple[Tensor, Tensor]:
-        """The integers of a weight, and their scales."""
-        return self._file.read(name), self._file.read(f"{name}{SCALE}")
-
-    @property
-    def integer_names(self) -> list[str]:
-        return list(self._rounded)
+    def integers(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The integers of each quantized weight, and their scales."""
+        return {name: (self._file.read(name), self._file.read(f"{name}{SCALE}")) for name in self._rounded}
 
     def check_modules(self, model: nn.Module) -> None:
         """Raise unless the model has every module that the file quantizes."""
@@ -171,57 +159,24 @@ class QuantizedFile:
             raise damaged(self.path, "its ranges do not match their names")
 
 
-@dataclass(frozen=True)
-class _Entry:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 # The metadata key `quantized`
 
 
-class _Strict(BaseModel):
+class _Metadata(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-
-class _Numbers(_Strict):
-    bits: Annotated[int, Field(ge=BITS.start, lt=BITS.stop)]
-    symmetric: bool
-    reduced: bool
-    by_channel: bool
-
-    def build(self) -> Numbers:
-        return Numbers(self.bits, self.symmetric, self.reduced, self.by_channel)
-
-    @model_validator(mode="after")
-    def _has_numbers(self) -> Self:
-        if self.build().bounds[1] < 1:
-            raise ValueError("no numbers besides 0")
-        return self
-
-
-class _Scheme(_Strict):
-    inputs: _Numbers | None
-    weights: _Numbers | None
-    outputs: _Numbers | None
-    before_curves: bool
-
-    def build(self) -> Scheme:
-        inputs, weights, outputs = (
-            None if part is None else part.build() for part in (self.inputs, self.weights, self.outputs)
-        )
-        return Scheme(inputs, weights, outputs, self.before_curves)
-
-
-class _Metadata(_Strict):
-    weights: dict[str, tuple[_Numbers, int | None, Literal["F64", "F32", "F16", "BF16"]]]
+    weights: dict[str, tuple[Numbers, int | None, Literal["F64", "F32", "F16", "BF16"]]]
     ranges: list[str]
-    schemes: list[_Scheme]
+    schemes: list[Scheme]
     modules: dict[str, Annotated[int, Field(ge=0)]]
     norms_frozen: bool
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
+        formats = [numbers for numbers, *_ in self.weights.values()]
+        formats += [part for one in self.schemes for part in (one.inputs, one.weights, one.outputs) if part is not None]
+        if any(numbers.bits not in BITS or numbers.bounds[1] < 1 for numbers in formats):
+            raise ValueError("a format has no numbers besides 0")
         if len(set(self.ranges)) != len(self.ranges):
             raise ValueError("two ranges have the same name")
         if any(index >= len(self.schemes) for index in self.modules.values()):

@@ -6,9 +6,8 @@ Files of Gossamer are checked to the last byte before a tensor is used.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -16,27 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import Location, file_error, nearest, within
-from gossamer.export.weights.file import KIND, damaged, open_model_file
+from gossamer.export.weights.file import KIND, Entry, clean_state, damaged, open_model_file
 from gossamer.export.weights.quantized import QuantizedFile
-from gossamer.export.weights.states import clean_state
 from gossamer.io import DTYPES, DTYPES_BY_NAME, dtype_name, sealed_kind
+from gossamer.model import unwrap
 from gossamer.model.additions import is_added
 from gossamer.model.thin.cuts import shrink_to, shrunk
 from gossamer.model.weights import shares_elements
 
 THINNED = {"thinned": "yes"}
 """The `about` entry of a file whose layers are smaller than those that the model's code builds."""
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the share that is done, from 0 to 1."""
-
-
-class Entry(Protocol):
-    """Dtype and shape of a tensor in a file."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 class Weights(Protocol):
@@ -48,9 +36,8 @@ class Weights(Protocol):
     def tied(self) -> Mapping[str, str]: ...
     @property
     def about(self) -> Mapping[str, str]: ...
-    def check(self, seen: Callable[[float], None] = ...) -> None: ...
+    def check(self) -> None: ...
     def read(self, name: str) -> Tensor: ...
-    def read_into(self, name: str, target: Tensor) -> None: ...
 
 
 def is_model_file(path: str | os.PathLike[str]) -> bool:
@@ -69,21 +56,21 @@ def is_thinned(path: str | os.PathLike[str]) -> bool:
     return is_model_file(path) and THINNED.items() <= read_about(path).items()
 
 
-def read_state(path: str | os.PathLike[str], *, progress: Progress | None = None) -> dict[str, Tensor]:
+def read_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Every tensor of a safetensors file by name, on the CPU, dense."""
     with open_weights(path) as weights:
-        weights.check(_labelled(progress, "Checking the file"))
+        weights.check()
         tensors = {name: weights.read(name) for name in weights.tensors}
         return tensors | {name: tensors[first] for name, first in weights.tied.items()}
 
 
-def load_into(model: nn.Module, path: str | os.PathLike[str], *, progress: Progress | None = None) -> None:
+def load_into(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Fill a model's tensors from a safetensors file, one at a time, without a second copy of all.
 
     The file is checked and compared with the model first: if this raises, the model is unchanged. A file of a thinned
     network shrinks the model's layers; one of a quantized network makes the model emulate its integers.
     """
-    own = clean_state(model)
+    own = clean_state(unwrap(model).state_dict())
     with open_weights(path) as weights:
         names = _match_prefix(own, {name: name for name in weights.tensors} | dict(weights.tied))
         # Additions of training methods may be missing on either side: an ASP model's file fits the plain model.
@@ -96,20 +83,15 @@ def load_into(model: nn.Module, path: str | os.PathLike[str], *, progress: Progr
         _check_fit(expected, {name: weights.tensors[first] for name, first in names.items()}, Path(path))
         if isinstance(weights, QuantizedFile):
             weights.check_modules(model)
-        weights.check(_labelled(progress, "Checking the file"))
+        weights.check()
         if thinned:
             shrink_to(model, shapes)
-            own |= clean_state(model)
-        report = _labelled(progress, "Loading weights")
+            own |= clean_state(unwrap(model).state_dict())
         with torch.no_grad():
-            for done, (name, first) in enumerate(names.items()):
-                report(done / len(names))
-                target = own[name].detach()
-                weights.read_into(first, target)
-                torch.autograd.graph.increment_version(target)  # numpy's writes do not count for autograd
+            for name, first in names.items():
+                own[name].copy_(weights.read(first))
         if isinstance(weights, QuantizedFile):
             weights.emulate(model)
-        report(1.0)
 
 
 def emulate_as(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -127,8 +109,7 @@ def read_integers(path: str | os.PathLike[str]) -> dict[str, tuple[Tensor, Tenso
     """The integer weights of a file, each with its scales; empty for a file without integers."""
     with open_weights(path) as weights:
         weights.check()
-        names = weights.integer_names if isinstance(weights, QuantizedFile) else []
-        return {name: weights.integers(name) for name in names if isinstance(weights, QuantizedFile)}
+        return weights.integers() if isinstance(weights, QuantizedFile) else {}
 
 
 # Open files
@@ -151,19 +132,13 @@ def open_weights(path: str | os.PathLike[str]) -> Generator[Weights]:
         yield foreign
 
 
-@dataclass(frozen=True)
-class _ForeignEntry:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 class ForeignFile:
     """A safetensors file of another tool, read by the safetensors library."""
 
     def __init__(self, file: Any, path: Path) -> None:
         self.path = path
         self._file = file
-        self.tensors: dict[str, _ForeignEntry] = {}
+        self.tensors: dict[str, Entry] = {}
         self.tied: dict[str, str] = {}
         self.about: dict[str, str] = {}
         names: list[str] = file.keys()
@@ -172,17 +147,13 @@ class ForeignFile:
             dtype = str(piece.get_dtype())
             if dtype not in DTYPES_BY_NAME:
                 raise file_error(path, f"'{name}' has dtype {dtype}, which is not supported")
-            self.tensors[name] = _ForeignEntry(DTYPES_BY_NAME[dtype], tuple(piece.get_shape()))
+            self.tensors[name] = Entry(DTYPES_BY_NAME[dtype], tuple(piece.get_shape()))
 
-    def check(self, seen: Callable[[float], None] = lambda _: None) -> None:
+    def check(self) -> None:
         """Such files have no digests to check."""
-        seen(1.0)
 
     def read(self, name: str) -> Tensor:
         return self._file.get_tensor(name)
-
-    def read_into(self, name: str, target: Tensor) -> None:
-        target.copy_(self.read(name))
 
 
 @contextmanager
@@ -195,7 +166,7 @@ def _open_foreign(path: Path) -> Generator[ForeignFile]:
             metadata: dict[str, str] = file.metadata() or {}
             foreign = ForeignFile(file, path)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise file_error(path, f"{_describe(path, error)}") from None
+            raise file_error(path, _describe(path, error)) from None
         if metadata.get("kind", "").startswith("gossamer") or "packed" in metadata:
             raise damaged(path, "its header has changed since it was written")
         yield foreign
@@ -260,7 +231,3 @@ def _can_hold(target: torch.dtype, stored: torch.dtype) -> bool:
 _NOT_PROMOTED = {torch.uint16, torch.uint32, torch.uint64} | {
     dtype for dtype in DTYPES if dtype.is_floating_point and dtype.itemsize == 1
 }
-
-
-def _labelled(progress: Progress | None, label: str) -> Callable[[float], None]:
-    return (lambda share: progress(label, share)) if progress else (lambda _: None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -186,6 +187,12 @@ class Observed:
     """Tensors that were multiplied with in another way than a layer does."""
     used: set[str] = field(default_factory=set[str])
     """Tensors that take part."""
+
+    def add(self, other: Observed) -> None:
+        self.products += other.products
+        self.outputs += other.outputs
+        self.otherwise |= other.otherwise
+        self.used |= other.used
 
 
 class _Products(Observer):
@@ -397,9 +404,7 @@ class Runner:
         """What the model does on all inputs together."""
         found = Observed()
         for one in [*(observed for _, observed in self.runs), *self.traced]:
-            found.products += one.products
-            found.otherwise |= one.otherwise
-            found.used |= one.used
+            found.add(one)
         return found
 
     def difference(self, state: State, kept: Mapping[str, Tensor], prepare: Prepare) -> str | None:
@@ -426,14 +431,8 @@ class Runner:
         """Run with these tensors, also as in training where some weights are used only there."""
         observed = self._once(state, arguments, prepare, training=False)
         if self.trains:
-            try:
-                trained = self._once(state, arguments, prepare, training=True)
-            except Exception:  # noqa: BLE001  (a detector needs targets in training)
-                return observed
-            observed.products += trained.products
-            observed.outputs += trained.outputs
-            observed.otherwise |= trained.otherwise
-            observed.used |= trained.used
+            with suppress(Exception):  # a detector needs targets in training
+                observed.add(self._once(state, arguments, prepare, training=True))
         return observed
 
     def _vary(self, example: Example) -> None:

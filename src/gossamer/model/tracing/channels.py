@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,6 @@ from gossamer.model.tracing.tracer import storage_of, tensors_in
 
 Ints = NDArray[np.int64]
 Labels = NDArray[np.uint64]
-T = TypeVar("T")
 Shape = tuple[int, ...]
 UNREGISTERED = "a tensor that is neither parameter nor buffer"
 
@@ -516,26 +515,20 @@ def _product(shape: Shape, dims: Sequence[int]) -> int:
 # Tensors and operations
 
 
-class _ByTensor(Generic[T]):
-    """Values by tensor: by identity, and only as long as the tensor exists."""
+@dataclass
+class _Record:
+    """What is known about one tensor."""
 
-    def __init__(self) -> None:
-        self._values: Any = WeakTensorKeyDictionary()
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        return tensor in self._values
-
-    def __getitem__(self, tensor: Tensor) -> T:
-        return self._values[tensor]
-
-    def __setitem__(self, tensor: Tensor, value: T) -> None:
-        self._values[tensor] = value
-
-    def get(self, tensor: Tensor) -> T | None:
-        return self._values.get(tensor)
-
-    def tensors(self) -> list[Tensor]:
-        return list(self._values.keys())
+    name: str | None = None
+    """Of a parameter or buffer."""
+    layout: Layout = ()
+    origin: str | None = None
+    """Where a tensor without channels comes from."""
+    positions: tuple[Layout, str] = ((), "")
+    """Channels whose positions it contains: they are fixed, for this reason, as soon as it is used."""
+    neutral: bool = False
+    """Whether it is the same everywhere."""
+    memory: int | None = None
 
 
 class Tensors:
@@ -547,25 +540,25 @@ class Tensors:
         self.leaves: dict[str, Layout] = {}
         """Parameters and buffers by name, as soon as they are used."""
         self._held: dict[str, str] = {}
-        self._leaf_names = _ByTensor[str]()
-        self._known = _ByTensor[Layout]()
-        self._origins = _ByTensor[str]()
-        self._revealing = _ByTensor[tuple[Layout, str]]()
-        self._neutral = _ByTensor[bool]()
-        self._memory = _ByTensor[int]()
+        self._records: Any = WeakTensorKeyDictionary()
         self._written: set[int] = set()
         self._storages: list[object] = []
+
+    def _of(self, tensor: Tensor) -> _Record:
+        record = self._records.get(tensor)
+        if record is None:
+            record = self._records[tensor] = _Record()
+        return record
 
     # What the network is made of
 
     def add_leaf(self, name: str, tensor: Tensor) -> None:
         """Add a stand-in for a parameter or buffer; it gets channels when it is first used."""
-        self._leaf_names[tensor] = name
-        self._memory[tensor] = storage_of(tensor)
+        self._records[tensor] = _Record(name=name, memory=storage_of(tensor))
 
     def add_input(self, tensor: Tensor, origin: str) -> None:
         """Add an input of the network."""
-        self._origins[tensor] = origin
+        self._of(tensor).origin = origin
 
     def hold_leaf(self, name: str, why: str) -> None:
         """Fix a parameter or buffer, independent of how it is used."""
@@ -579,31 +572,31 @@ class Tensors:
     def hold_remaining(self, why: str, output: Any) -> None:
         """Fix all tensors that still exist after a run: they are in the output, or the model keeps them."""
         returned = {id(tensor) for tensor in pytree.tree_leaves(output)}
-        if any(id(tensor) not in returned for tensor in self._remaining()):
+        if any(id(tensor) not in returned for tensor in self._tracked()):
             gc.collect()  # reference cycles
-        remaining = self._remaining()
+        remaining = self._tracked()
         for tensor in remaining:
-            name = self._leaf_names.get(tensor)
+            name = self._of(tensor).name
             if name is not None:
                 self.hold_leaf(name, why)
-        self.hold([tensor for tensor in remaining if tensor in self._known], why)
+            else:
+                self.hold([tensor], why)
         self.reveal(remaining)
 
-    def _remaining(self) -> list[Tensor]:
-        """The tensors that still exist, of those that have channels or reveal positions."""
-        return [tensor for kind in (self._known, self._leaf_names, self._revealing) for tensor in kind.tensors()]
+    def _tracked(self) -> list[Tensor]:
+        return [tensor for tensor in self._records if self.is_tracked(tensor) or self._of(tensor).positions[0]]
 
     # Channels
 
     def layout(self, tensor: Tensor) -> Layout:
-        if self._memory.get(tensor) not in (None, storage_of(tensor)):
+        record = self._of(tensor)
+        if record.memory not in (None, storage_of(tensor)):
             raise RuntimeError("it puts other memory under a tensor (.data =), which cannot be traced")
-        name = self._leaf_names.get(tensor)
-        if name is None:
-            return self._known.get(tensor) or ()
-        if name not in self.leaves:
+        if record.name is None:
+            return record.layout
+        if record.name not in self.leaves:
             self.name_channels(tensor, range(tensor.dim()))
-        return self.leaves[name]
+        return self.leaves[record.name]
 
     def operand(self, tensor: Tensor, met: str) -> Operand:
         """The tensor as one operand of several; `met` says how the others meet it."""
@@ -619,70 +612,60 @@ class Tensors:
         return replace(operand, shape=shape)
 
     def is_tracked(self, tensor: Tensor) -> bool:
-        return tensor in self._leaf_names or bool(self._known.get(tensor))
-
-    def is_leaf(self, tensor: Tensor) -> bool:
-        """Whether it is a parameter or buffer."""
-        return tensor in self._leaf_names
-
-    def is_known(self, tensor: Tensor) -> bool:
-        """Whether something has been noted about it before."""
-        return tensor in self._leaf_names or tensor in self._known
+        """Whether it is a parameter or buffer, or has channels."""
+        record = self._of(tensor)
+        return record.name is not None or bool(record.layout)
 
     def is_unused(self, tensor: Tensor) -> bool:
         """Whether it is a parameter or buffer that nothing has used yet."""
-        name = self._leaf_names.get(tensor)
+        name = self._of(tensor).name
         return name is not None and name not in self.leaves
 
     def name_channels(self, tensor: Tensor, dims: Iterable[int]) -> None:
         """Give an unused parameter channels along these dimensions; along others it is held in place."""
         sizes = {dim: int(tensor.shape[dim]) for dim in dims}
-        self.leaves[self._leaf_names[tensor]] = tuple(
-            self.channels.fresh(dim, size) for dim, size in sizes.items() if size > 1
-        )
+        self.set_leaf(tensor, tuple(self.channels.fresh(dim, size) for dim, size in sizes.items() if size > 1))
 
     def set_leaf(self, tensor: Tensor, layout: Layout) -> None:
         """Give an unused parameter this layout."""
-        self.leaves[self._leaf_names[tensor]] = layout
+        name = self._of(tensor).name
+        assert name is not None
+        self.leaves[name] = layout
 
     def set(self, tensor: Tensor, layout: Layout) -> None:
-        self._known[tensor] = layout
-        self._memory[tensor] = storage_of(tensor)
+        record = self._of(tensor)
+        record.layout, record.memory = layout, storage_of(tensor)
 
     def hold(self, tensors: Iterable[Tensor], why: str) -> None:
         for tensor in tensors:
             self.channels.fix_all(self.layout(tensor), why)
 
-    # A tensor that contains positions of channels holds them in place as soon as it is used
-
     def contains_positions(self, tensor: Tensor, layout: Layout, why: str) -> None:
-        self._revealing[tensor] = (layout, why)
+        self._of(tensor).positions = (layout, why)
 
     def reveal(self, tensors: Iterable[Tensor]) -> None:
+        """Fix the channels whose positions these tensors contain."""
         for tensor in tensors:
-            layout, why = self._revealing.get(tensor) or ((), "")
-            self.channels.fix_all(layout, why)
+            self.channels.fix_all(*self._of(tensor).positions)
 
-    # Where tensors without channels come from
+    # Tensors without channels
 
     def origin(self, tensor: Tensor) -> str:
-        return self._origins.get(tensor) or UNREGISTERED
+        return self._of(tensor).origin or UNREGISTERED
 
     def inherit(self, outputs: Iterable[Tensor], inputs: Iterable[Tensor], otherwise: str) -> None:
         """Give results the origin of their arguments without channels."""
-        origin = next((self._origins[tensor] for tensor in inputs if tensor in self._origins), otherwise)
+        origin = next((origin for tensor in inputs if (origin := self._of(tensor).origin)), otherwise)
         for tensor in outputs:
-            if tensor not in self._origins:
-                self._origins[tensor] = origin
-
-    # Tensors that are the same everywhere
+            self._of(tensor).origin = self._of(tensor).origin or origin
 
     def make_neutral(self, tensor: Tensor) -> None:
-        self._neutral[tensor] = True
+        """Note that the tensor is the same everywhere."""
+        self._of(tensor).neutral = True
         self._storages.append(tensor.untyped_storage())
 
     def is_neutral(self, tensor: Tensor) -> bool:
-        return tensor in self._neutral and storage_of(tensor) not in self._written
+        return self._of(tensor).neutral and storage_of(tensor) not in self._written
 
     def mark_written(self, tensor: Tensor) -> None:
         """Note an in-place write: the tensor and its views are no longer the same everywhere."""

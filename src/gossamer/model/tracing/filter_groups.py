@@ -15,10 +15,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from gossamer.model.parameters import (
-    first_names,
+    embedding_tables,
     is_depthwise,
     is_transposed,
-    named_modules,
     named_parameters,
     owner_of,
     prunable,
@@ -65,7 +64,7 @@ class FilterGraph:
         self.read: dict[str, Ints] = {}
         """Of each weight that sums over its input, the class of every input channel."""
         self.depthwise = {name for name in prunable(model) if is_depthwise(model, name)}
-        tables = dict.fromkeys(_embeddings(model), 1)
+        tables = dict.fromkeys(embedding_tables(model), 1)  # their columns are channels
         self.output_dim = {name: int(is_transposed(model, name)) for name in prunable(model)} | tables
         for name, out in self.output_dim.items():
             by_dims: Mapping[tuple[int, ...], Ints] = {
@@ -105,12 +104,15 @@ class FilterGraph:
 
     def components(self) -> list[Ints]:
         """The classes of each group, sorted; groups in the order of their first weight."""
-        parent = _Union(len(self.coupling.classes.colour))
+        size = len(self.coupling.classes.colour)
+        label = np.arange(size)
         for classes in self.produced.values():
-            parent.join(classes)
+            merged, own = np.arange(size), label[classes]
+            merged[own] = own.min()
+            label = merged[label]
         found: dict[int, list[Ints]] = {}
         for classes in self.produced.values():
-            found.setdefault(parent.root(int(classes.flat[0])), []).append(classes.reshape(-1))
+            found.setdefault(int(label[classes.flat[0]]), []).append(classes.reshape(-1))
         return [np.unique(np.concatenate(members)) for members in found.values()]
 
     def group(self, classes: Ints) -> FilterGroup:
@@ -124,13 +126,6 @@ class FilterGraph:
         )
 
 
-def _embeddings(model: nn.Module) -> list[str]:
-    """Tables whose columns are channels."""
-    first = first_names(model)
-    names = [f"{path}.weight".lstrip(".") for path, layer in named_modules(model) if isinstance(layer, nn.Embedding)]
-    return list(dict.fromkeys(first[name] for name in names if name in first))
-
-
 def _held(coupling: Coupling) -> dict[int, str]:
     """Why a class cannot be removed: it has a fixed position, belongs to a part of a tensor, or to an average."""
     found: dict[int, str] = {}
@@ -139,21 +134,3 @@ def _held(coupling: Coupling) -> dict[int, str]:
         for number in np.flatnonzero(reasons.number >= 0).tolist():
             found.setdefault(number, reasons.messages[int(reasons.number[number])])
     return found
-
-
-class _Union:
-    """Disjoint sets."""
-
-    def __init__(self, size: int) -> None:
-        self._parent = list(range(size))
-
-    def root(self, member: int) -> int:
-        while self._parent[member] != member:
-            self._parent[member] = self._parent[self._parent[member]]
-            member = self._parent[member]
-        return member
-
-    def join(self, members: Ints) -> None:
-        first, *others = np.unique(members).tolist()
-        for other in others:
-            self._parent[self.root(other)] = self.root(first)

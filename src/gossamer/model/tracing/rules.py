@@ -101,23 +101,15 @@ def _observe_tracked(call: Call, inputs: list[Tensor], outputs: list[Tensor], wr
         tensors.inherit(outputs, (), f"the result of {call.title}, whose effect on channels is not known")
         return
     layouts: Sequence[Layout] = result if isinstance(result, list) else [result] * len(outputs)
-    origin = _origin(call, inputs)
-    for tensor, layout in zip(outputs, layouts, strict=False):
-        tensors.inherit([tensor], inputs if layout else (), origin)
-        if layout and not tensors.is_known(tensor):
-            tensors.set(tensor, layout)
-
-
-def _origin(call: Call, inputs: list[Tensor]) -> str:
-    """What to call a result without channels: of a chain of operations, the first that met something without."""
-    tensors = call.tensors
     origin = next((tensors.origin(t) for t in inputs if t.dim() and not tensors.is_tracked(t)), None)
     if origin is None:
-        return f"the result of {call.title}"
-    if origin.startswith(("what", "something")):
-        return origin
-    met = any(tensors.is_tracked(t) and not tensors.is_leaf(t) for t in inputs)
-    return f"something that {call.title} combines with {origin}" if met else f"what {call.title} makes of {origin}"
+        origin = f"the result of {call.title}"
+    elif not origin.startswith("something"):
+        origin = f"something that {call.title} combines with {origin}"
+    for tensor, layout in zip(outputs, layouts, strict=False):
+        tensors.inherit([tensor], inputs if layout else (), origin)
+        if layout and not tensors.is_tracked(tensor):
+            tensors.set(tensor, layout)
 
 
 def _observe_untracked(
@@ -212,9 +204,11 @@ def _attention(call: Call) -> list[Layout] | None:
 # Convolutions
 
 
-def _convolution(call: Call) -> Layout:
+def _convolution(call: Call) -> Layout | None:
     x, weight = call["input"], call["weight"]
     groups, transposed = int(call["groups"]), bool(call["transposed"])
+    if transposed and 1 < groups < x.shape[1]:
+        return None
     why = f"{call.title} moves over this dimension"
     layout = call.hold(call.layout("input"), [d for d in range(x.dim()) if d != 1], why)
     holds = _entering(call, "input").holds
@@ -223,8 +217,6 @@ def _convolution(call: Call) -> Layout:
         leaving = _depthwise(call, entering, weight)
     elif groups == 1:
         leaving = _dense(call, entering, weight, int(transposed))
-    elif transposed:
-        leaving = _grouped_transposed(call, entering, weight, groups)
     else:
         leaving = _grouped(call, entering, weight, groups)
     if isinstance(call.get("bias"), Tensor):
@@ -268,49 +260,22 @@ def _grouped(call: Call, entering: Operand, weight: Tensor, groups: int) -> Layo
         out = call.channels.fresh(0, int(weight.shape[0]))
         call.tensors.set_leaf(weight, (out,) if seen is None else (out, seen))
     else:
-        _agree(call, inside, weight, groups, entering.holds)
+        _share_grouped(call, inside, weight, groups, entering.holds or call.title)
     out = tuple(factor for factor in call.tensors.layout(weight) if factor.dims == (0,))
     _split_by_group(call, out, groups)
     return out
 
 
-def _grouped_transposed(call: Call, entering: Operand, weight: Tensor, groups: int) -> Layout:
-    """The weight is (in, out per group): its rows are input channels, and see the outputs of their own group."""
-    rows, width = int(weight.shape[0]), int(weight.shape[1])
-    _split_by_group(call, entering.layout, groups)
-    if call.tensors.is_unused(weight):
-        into, out = call.channels.fresh(0, rows), call.channels.fresh(0, groups * width)
-        outside = _split_by_group(call, (out,), groups)
-        assert outside is not None
-        call.tensors.set_leaf(weight, (into, _seen_by_rows(outside, weight, groups)))
-    layout = call.tensors.layout(weight)
-    seen = next((factor for factor in layout if factor.dims == (0, 1)), None)
-    outside = None
-    if seen is not None:
-        first = slice(None, None, rows // groups)
-        outside = Factor((0, 1), seen.atoms[first], seen.copies[first])
-    _agree(call, outside, weight, groups, f"{call.title} uses a weight that is used otherwise too")
-    into = tuple(factor for factor in layout if factor.dims == (0,))
-    call.join([entering, Operand(into, (rows,), holds=_plain(call))], (rows,))
-    if outside is None:
-        return ()
-    call.channels.fix(outside, [0], _in_group(call))
-    out = Factor((0,), outside.atoms.reshape(-1), outside.copies.reshape(-1))
-    return (call.channels.register(out),)
-
-
-def _agree(call: Call, inside: Factor | None, weight: Tensor, groups: int, why: str | None) -> None:
-    """A weight that has a layout must have the one that a grouped convolution needs."""
+def _share_grouped(call: Call, inside: Factor | None, weight: Tensor, groups: int, why: str) -> None:
+    """A weight that is used before must have the layout that a grouped convolution needs."""
     layout = call.tensors.layout(weight)
     known = next((factor for factor in layout if factor.dims == (0, 1)), None)
-    others = tuple(factor for factor in layout if factor.dims not in ((0,), (0, 1)))
-    call.channels.fix_all(others, why or call.title)
     if known is not None and inside is not None:
         seen = call.channels.register(_seen_by_rows(inside, weight, groups))
         call.channels.unify(known, seen, f"{call.title} uses one weight on different channels")
-    else:
-        rest = (*(() if known is None else (known,)), *(() if inside is None else (inside,)))
-        call.channels.fix_all(rest, why or call.title)
+        inside = known = None
+    rest = [factor for factor in layout if factor.dims not in ((0,), (0, 1))]
+    call.channels.fix_all((*rest, *(factor for factor in (known, inside) if factor is not None)), why)
 
 
 def _split_by_group(call: Call, layout: Layout, groups: int) -> Factor | None:
@@ -616,13 +581,6 @@ def _split(call: Call) -> list[Layout]:
 # Order and repetition
 
 
-def _flip(call: Call) -> Layout:
-    layout = call.layout("self")
-    for dim in call["dims"]:
-        layout = call.layouts.gathered(layout, dim % call["self"].dim(), slice(None, None, -1))
-    return layout
-
-
 def _roll(call: Call) -> Layout | None:
     x: Tensor = call["self"]
     if not call["dims"]:
@@ -640,27 +598,6 @@ def _repeat(call: Call) -> Layout:
     for dim, times in enumerate(repeats):
         layout = call.layouts.repeated(layout, dim, times)
     return layout
-
-
-def _pixel_shuffle(call: Call) -> Layout:
-    factor: int = call["upscale_factor"]
-    *lead, channels, height, width = call.shape_of("self")
-    return _shuffled_pixels(call, lead, (channels // factor**2, factor, factor, height, width), (0, 3, 1, 4, 2))
-
-
-def _pixel_unshuffle(call: Call) -> Layout:
-    factor: int = call["downscale_factor"]
-    *lead, channels, height, width = call.shape_of("self")
-    return _shuffled_pixels(call, lead, (channels, height // factor, factor, width // factor, factor), (0, 2, 4, 1, 3))
-
-
-def _shuffled_pixels(call: Call, lead: list[int], sizes: Sequence[int], dims: Sequence[int]) -> Layout:
-    """View the last dimensions as `sizes`, put them in the order `dims`, and view them as the result."""
-    split = (*lead, *sizes)
-    order = [*range(len(lead)), *(len(lead) + dim for dim in dims)]
-    layout = call.layouts.viewed(call.layout("self"), call.shape_of("self"), split, _merged(call))
-    layout = call.layouts.renamed(layout, order.index)
-    return call.layouts.viewed(layout, tuple(split[i] for i in order), call.shape, _merged(call))
 
 
 def _channel_shuffle(call: Call) -> Layout:
@@ -750,11 +687,8 @@ _RULES: dict[str, Rule] = {
     "unbind": _unbind,
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), _split),
     **dict.fromkeys(("chunk", "unsafe_chunk"), _split),
-    "flip": _flip,
     "roll": _roll,
     "repeat": _repeat,
-    "pixel_shuffle": _pixel_shuffle,
-    "pixel_unshuffle": _pixel_unshuffle,
     **dict.fromkeys(("channel_shuffle", "native_channel_shuffle"), _channel_shuffle),
     "cat": _cat,
     "stack": _stack,

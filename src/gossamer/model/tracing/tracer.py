@@ -328,31 +328,13 @@ def _opened(thing: Any) -> tuple[Iterable[Any], Callable[[], None] | None]:
         case types.MethodType():
             return (thing.__self__, thing.__func__), None
         case functools.partial():
-            partial = cast(functools.partial[Any], thing)
-            return (partial.func, partial.args, partial.keywords), None
+            return (thing.func, thing.args, thing.keywords), None
         case types.FunctionType():
             return (thing.__closure__ or (), thing.__defaults__, thing.__dict__), None
         case types.CellType():
             return _cell(thing)
         case _:
-            return _object(thing)
-
-
-def _object(thing: Any) -> tuple[Iterable[Any], Callable[[], None] | None]:
-    """An object's attributes, slots included."""
-    slots = [name for kind in type(thing).__mro__ for name in _slots(vars(kind).get("__slots__", ()))]
-    before = {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
-
-    def undo() -> None:
-        for name, value in before.items():
-            object.__setattr__(thing, name, value)
-
-    return (getattr(thing, "__dict__", None), *before.values()), undo if before else None
-
-
-def _slots(declared: Any) -> list[str]:
-    names = [declared] if isinstance(declared, str) else list(declared)
-    return [name for name in names if not name.startswith("__")]
+            return (getattr(thing, "__dict__", None),), None
 
 
 def _cell(cell: types.CellType) -> tuple[Iterable[Any], Callable[[], None] | None]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import FieldError, GossamerError, ModifierError, Problem, nearest
 from gossamer.model import named_modules
-from gossamer.modifiers.base import Modifier, Run, register
+from gossamer.modifiers.base import Modifier, Run
 from gossamer.modifiers.state import LARGEST_SETTING, Item, Layout, Spec, StateField
 from gossamer.quantities import Factor, Share, Temperature
 
@@ -88,7 +88,6 @@ class TeacherModifier(Modifier):
         return cast("DistillationLoss", run.scratch["loss"]).total(loss, outputs, inputs)
 
 
-@register
 class DistillationModifier(TeacherModifier):
     """Learn from a teacher's outputs as well as from the labels: (1 − hardness) · loss + hardness · T² · KL."""
 
@@ -108,7 +107,6 @@ class DistillationModifier(TeacherModifier):
         return OutputLoss(run, distillation, order, self.teacher_input_keys, self.hardness, self.temperature, keys)
 
 
-@register
 class PerLayerDistillationModifier(TeacherModifier):
     """Learn from a teacher's features layer by layer: loss + gain · Σ mean((student − teacher)²)."""
 

@@ -15,12 +15,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.optim.sgd import sgd
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import ModifierError
 from gossamer.model import get_module
-from gossamer.modifiers.base import Run, locating_errors
+from gossamer.modifiers.base import Run, locating_errors, optimizer_settings, sgd_step
 from gossamer.modifiers.distillation.outputs import Key, Path, classes, pairs
 from gossamer.modifiers.distillation.passes import Distillation, DistillationLoss, TrainingPass
 from gossamer.modifiers.distillation.teacher import LayerHook, Teacher
@@ -297,7 +296,7 @@ class FeatureLoss(DistillationLoss):
 
     @torch.no_grad()
     def train_projections(self) -> None:
-        """One step with the arithmetic of `torch.optim.SGD`, on the mean of all ranks' gradients."""
+        """One step of `torch.optim.SGD`, on the mean of all ranks' gradients."""
         held: dict[str, Tensor] = self.run.state.get("projections", {})
         if not held:
             return
@@ -305,34 +304,13 @@ class FeatureLoss(DistillationLoss):
         pulled, self._gradients = self._gradients, {}
         gradients = [pulled[key] if key in pulled else torch.zeros_like(held[key]) for key in held]
         self.run.distributed.average(gradients)
-        rates = {pair.key: self._settings(pair.student) for pair in self.layers}
+        settings = optimizer_settings(self.run)
+        first = next(iter(settings.values()), (0.0, 0.0))
+        layers = {pair.key: get_module(self.run.module, pair.student) for pair in self.layers}
         for (key, matrix), gradient in zip(held.items(), gradients, strict=True):
-            if key not in rates or not bool(gradient.isfinite().all()):
-                continue
-            buffers = [momenta[key].to(matrix) if key in momenta else None]
-            rate, momentum = rates[key]
-            sgd(
-                [matrix],
-                [gradient],
-                buffers,
-                lr=rate,
-                momentum=momentum,
-                weight_decay=0.0,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-            )
-            if buffers[0] is not None:
-                momenta[key] = buffers[0]
-
-    def _settings(self, name: str) -> tuple[float, float]:
-        """The optimizer's learning rate and momentum for a layer; Adam's relatives have their first beta for it."""
-        groups = self.run.optimizer.param_groups
-        if not groups:
-            return 0.0, 0.0
-        own = {id(parameter) for parameter in get_module(self.run.module, name).parameters()}
-        group = next((g for g in groups if any(id(parameter) in own for parameter in g["params"])), groups[0])
-        return float(group["lr"]), float(group.get("momentum", group.get("betas", (0.0,))[0]))
+            if key in layers and bool(gradient.isfinite().all()):
+                own = next((settings[weight] for weight in layers[key].parameters() if weight in settings), first)
+                sgd_step(matrix, gradient, momenta, key, own, 0.0)
 
 
 @dataclass

@@ -68,42 +68,28 @@ def classes(logits: Tensor) -> int:
 
 def _common(student: Any, teacher: Any) -> dict[Path, tuple[Tensor, Tensor]]:
     ours, theirs = _suitable(student), _suitable(teacher)
-    if not ours:
-        raise ModifierError(
-            f"finds nothing to distil in the model's output ({_kind(student)}): it needs {_SUITABLE}; return the "
-            f"logits too, and train on manager.loss(loss, outputs){_one_class(student)}"
-        )
-    if not theirs:
-        raise ModifierError(
-            f"finds nothing to learn from in the teacher's output ({_kind(teacher)}): it needs {_SUITABLE}"
-        )
+    for output, suitable, whose in ((student, ours, "model's"), (teacher, theirs, "teacher's")):
+        if not suitable:
+            raise ModifierError(
+                f"finds nothing to distil in the {whose} output ({_kind(output)}): it needs {_SUITABLE}; return the "
+                f"logits too, and train on manager.loss(loss, outputs){_one_class(output)}"
+            )
     if isinstance(student, Tensor):
         alike = [value for value in theirs.values() if value.shape == student.shape] or list(theirs.values())
-        if len(alike) > 1:
-            raise ModifierError(
-                f"cannot tell which of the teacher's outputs the model's one learns: they are {_listed(teacher)}; "
-                f"name it in {_FIELD}",
-                _FIELD,
-            )
-        return {(): (student, alike[0])}
-    if isinstance(teacher, Tensor):
+        if len(alike) == 1:
+            return {(): (student, alike[0])}
+    elif isinstance(teacher, Tensor):
         # Some models, such as Inception, return less in evaluation mode.
-        alike = [key for key, value in ours.items() if value.shape == teacher.shape]
-        key = (alike or list(ours))[0]
+        key = next((key for key, value in ours.items() if value.shape == teacher.shape), next(iter(ours)))
         return {(key,): (ours[key], teacher)}
-    both = [key for key in ours if key in theirs]
-    if both:
+    elif both := [key for key in ours if key in theirs]:
         return {(key,): (ours[key], theirs[key]) for key in both}
-    if isinstance(student, tuple | list) or isinstance(teacher, tuple | list):
-        if len(ours) != len(theirs):
-            raise ModifierError(
-                f"cannot tell which outputs go together: the model returns {_listed(student)} and the teacher "
-                f"{_listed(teacher)}; name those to learn in {_FIELD}, by position",
-                _FIELD,
-            )
+    elif len(ours) == len(theirs) and (isinstance(student, tuple | list) or isinstance(teacher, tuple | list)):
         return {(key,): (ours[key], other) for key, other in zip(ours, theirs.values(), strict=True)}
     raise ModifierError(
-        f"finds no output that both have: the model returns {_listed(student)} and the teacher {_listed(teacher)}"
+        f"cannot tell which outputs go together: the model returns {_listed(student)} and the teacher "
+        f"{_listed(teacher)}; name those to learn in {_FIELD}",
+        _FIELD,
     )
 
 

@@ -12,7 +12,7 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import ModifierError
 from gossamer.model.additions import recompile, uncompiled
+from gossamer.model.tracing.tracer import as_arguments
 from gossamer.modifiers.base import Run, locating_errors
 from gossamer.modifiers.distillation.outputs import Path, replaced, tensors
 from gossamer.modifiers.distillation.teacher import Hook, Teacher, TeacherOutput
@@ -202,10 +203,8 @@ class Distillation:
         """Run the teacher outside a forward pass, on a tensor, or a tuple or mapping of arguments."""
         student = self._student()
         assert student is not None
-        if isinstance(inputs, Mapping):
-            return self.teacher.compute(student, (), cast(Mapping[str, Any], inputs), keys)
-        args = tuple(cast(Sequence[Any], inputs)) if isinstance(inputs, tuple | list) else (inputs,)
-        return self.teacher.compute(student, args, {}, keys)
+        args, kwargs = as_arguments(inputs)
+        return self.teacher.compute(student, args, kwargs, keys)
 
     def begin(self, student: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The student is about to run in training mode."""

@@ -6,19 +6,31 @@ The hooks on modules refer to their owner weakly, and do nothing in a copied or 
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gossamer.errors import ModifierError, first_line, nearest
-from gossamer.model.additions import uncompiled
+from gossamer.errors import GossamerError, ModifierError, first_line, nearest
+from gossamer.model import unwrap
+from gossamer.model.additions import remove_substitutions, uncompiled
+from gossamer.model.parameters import named_state
+from gossamer.model.weights import duplicate
 from gossamer.modifiers.distillation.outputs import replaced, tensors
+from gossamer.modifiers.state import Item, Spec
+
+if TYPE_CHECKING:
+    from gossamer.modifiers.distillation.passes import Distillation
+
+_KEYWORDS = ("self", "disable")
+
+logger = logging.getLogger("gossamer")
 
 
 @dataclass
@@ -42,6 +54,24 @@ class Teacher:
     def release(self) -> None:
         """Free the module."""
         self.module, self.released = nn.Module(), True
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Weights and buffers of a copy, by name; part of the run's state, because the copy exists nowhere else."""
+        return {name: tensor.detach() for name, tensor in named_state(self.module)}
+
+    def load_state(self, saved: Mapping[str, Tensor] | None, needed: bool, model: nn.Module) -> list[str]:
+        """Load parsed weights into a copy of `model`; returns messages about what does not match."""
+        if not self.own or not needed:
+            return []
+        as_it = "is now" if self.released else "was given to modify"
+        if self.released:
+            self.module, self.released = frozen_copy(model), False
+        if saved is None:
+            return [f"the state holds no frozen copy of the model: the teacher is the model as it {as_it}"]
+        with torch.no_grad():
+            for name, tensor in named_state(self.module):
+                tensor.copy_(saved[name])
+        return []
 
     def record(self, key: Hashable, layer: nn.Module) -> RemovableHandle:
         """Record the output of this layer of the teacher under the key."""
@@ -94,6 +124,85 @@ class Teacher:
             raise ModifierError(other_device_message(theirs.device, ours.device))
 
 
+def distillation_for(module: nn.Module, given: object, used: bool) -> Distillation | None:
+    """The distillation of a run on `module`, with what the user gave as teacher; None without distillation."""
+    _check_teacher(module, given)
+    if not used:
+        if given is not None and given is not False:
+            logger.warning("distillation_teacher has no effect: the recipe holds no distillation modifier")
+        return None
+    if given is False or given == "disable":
+        logger.warning("distillation is switched off: its modifiers have no effect in this run")
+        return None
+    from gossamer.modifiers.distillation.passes import Distillation
+
+    if isinstance(given, nn.Module):
+        return Distillation(Teacher(given), unwrap(module))
+    if given is None:
+        logger.info("no distillation_teacher was given: the model learns from a frozen copy of itself as it is now")
+    return Distillation(Teacher(frozen_copy(module), own=True), unwrap(module))
+
+
+def frozen_copy(module: nn.Module) -> nn.Module:
+    """A copy of the model that never trains, without what recipes have attached to the model."""
+    from gossamer.quantization import withdraw
+
+    inner = unwrap(module)
+    try:
+        copy = duplicate(inner)
+    except Exception as error:
+        raise GossamerError(
+            f"distillation_teacher: the model cannot be copied to be its own teacher ({first_line(error)}); "
+            "give a teacher module"
+        ) from error
+    withdraw(copy)
+    remove_substitutions(copy)
+    copy.zero_grad(set_to_none=True)
+    return copy.eval().requires_grad_(False)
+
+
+def _check_teacher(module: nn.Module, given: Any) -> None:
+    if isinstance(given, str):
+        if given not in _KEYWORDS:
+            close = nearest(given, _KEYWORDS)
+            message = f"expected a module, 'self' or 'disable', found '{given}'{close}"
+            raise GossamerError(message, "distillation_teacher")
+        return
+    if given is None or given is False:
+        return
+    if not isinstance(given, nn.Module):
+        raise GossamerError(
+            f"distillation_teacher: expected a torch.nn.Module, 'self' or 'disable', found {type(given).__name__}"
+        )
+    if unwrap(given) is unwrap(module):
+        raise GossamerError("distillation_teacher: it is the model that trains; write 'self' for a frozen copy of it")
+    ours = {parameter.device for parameter in module.parameters()}
+    theirs = {parameter.device for parameter in given.parameters()}
+    if ours and theirs and not ours & theirs:
+        raise GossamerError(other_device_message(min(theirs, key=str), min(ours, key=str)))
+
+
+def parse_teacher_state(
+    teacher: Teacher, item: Item | None, model: Mapping[str, Spec]
+) -> tuple[dict[str, Tensor] | None, str | None]:
+    """The saved weights of a copy, None when there are none that fit, and then why; `model` is the model to copy."""
+    if item is None:
+        return None, None
+    if not teacher.own:
+        return None, "the frozen copy of the model in the state is dropped: another teacher was given"
+    held = (
+        dict(model)
+        if teacher.released
+        else {name: Spec.of(name, tensor) for name, tensor in named_state(teacher.module)}
+    )
+    saved = item.entries()
+    odd = [name for name in held if name not in saved or saved[name].shape() != held[name].shape]
+    if odd or saved.keys() - held.keys():
+        name = (odd or sorted(saved.keys() - held.keys()))[0]
+        return None, f"the frozen copy of the model in the state is dropped: {name!r} does not fit this model"
+    return {name: saved[name].weight(spec) for name, spec in held.items()}, None
+
+
 def other_device_message(theirs: torch.device, ours: torch.device) -> str:
     """The message about a teacher on another device than the model."""
     return f"distillation_teacher: it is on '{theirs}' and the model on '{ours}'; move it there: teacher.to('{ours}')"
@@ -130,18 +239,6 @@ class LayerHook(Hook):
         first = next(found, None)
         if owner is not None and first is not None:
             self.callback(owner, first)
-
-
-def without_hooks(module: nn.Module) -> nn.Module:
-    """Remove the distillation hooks that a copy of a model has from the original."""
-    for layer in module.modules():
-        for name in ("_forward_pre_hooks", "_forward_hooks"):
-            hooks = cast(dict[int, object], getattr(layer, name))
-            for key in [key for key, hook in hooks.items() if isinstance(hook, Hook | DisabledHook)]:
-                del hooks[key]
-                for options in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
-                    cast(dict[int, bool], getattr(layer, options)).pop(key, None)
-    return module
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-// Shows values under the pointer and for the keyboard. The page is complete without it.
+// Shows values under the pointer. The page is complete without it.
 (function () {
   'use strict';
   const tip = document.getElementById('tip');
@@ -35,10 +35,7 @@
   document.querySelectorAll('[data-chart]').forEach(function (chart) {
     const data = JSON.parse(chart.dataset.chart);
     const area = chart.querySelector('.area'), cursor = chart.querySelector('.cursor');
-    const epochs = data.lines.flatMap(function (line) { return line.at.map(function (point) { return point[0]; }); })
-      .sort(function (a, b) { return a - b; })
-      .filter(function (x, i, all) { return !i || x !== all[i - 1]; });
-    let current = -1;
+    const epochs = data.lines.flatMap(function (line) { return line.at.map(function (point) { return point[0]; }); });
     if (!epochs.length) return;
 
     function pointAt(line, x) {
@@ -60,52 +57,22 @@
         const point = pointAt(line, x);
         if (point) lines.push(line.name + ': ' + format(point[1], data.unit));
       });
-      show(lines.join('\n'), box.left + share * box.width, y === null ? box.top + 20 : y);
+      show(lines.join('\n'), box.left + share * box.width, y);
     }
 
     function nearest(x) {
-      let best = 0;
-      epochs.forEach(function (epoch, i) {
-        if (Math.abs(epoch - x) < Math.abs(epochs[best] - x)) best = i;
-      });
-      return best;
-    }
-
-    function leave() {
-      cursor.style.display = 'none';
-      hide();
+      return epochs.reduce(function (best, epoch) { return Math.abs(epoch - x) < Math.abs(best - x) ? epoch : best; });
     }
 
     area.addEventListener('pointermove', function (event) {
       const box = area.getBoundingClientRect();
-      current = nearest(data.from + (event.clientX - box.left) / box.width * (data.to - data.from));
-      showEpoch(epochs[current], event.clientY);
+      const x = data.from + (event.clientX - box.left) / box.width * (data.to - data.from);
+      showEpoch(nearest(x), event.clientY);
     });
-    area.addEventListener('pointerleave', leave);
-    chart.addEventListener('focus', function () {
-      if (!chart.matches(':focus-visible')) return;
-      if (current < 0) current = epochs.length - 1;
-      showEpoch(epochs[current], null);
+    area.addEventListener('pointerleave', function () {
+      cursor.style.display = 'none';
+      hide();
     });
-    chart.addEventListener('blur', leave);
-    chart.addEventListener('keydown', function (event) {
-      if (event.key === 'Escape') leave();
-      const moves = {ArrowLeft: current - 1, ArrowRight: current + 1, Home: 0, End: epochs.length - 1};
-      const next = moves[event.key];
-      if (next === undefined) return;
-      event.preventDefault();
-      current = Math.max(0, Math.min(epochs.length - 1, next));
-      showEpoch(epochs[current], null);
-    });
-  });
-
-  document.querySelectorAll('.scroll').forEach(function (box) {
-    const hint = box.previousElementSibling;
-    function update() {
-      hint.classList.toggle('on', box.scrollWidth - box.clientWidth - box.scrollLeft > 2);
-    }
-    box.addEventListener('scroll', update, {passive: true});
-    new ResizeObserver(update).observe(box);
   });
 
   let opened = [];

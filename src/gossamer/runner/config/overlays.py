@@ -1,4 +1,4 @@
-"""`--data`: other data than a config names, as changes to its tree.
+"""`--data`: other data than a config names, as changes to its settings.
 
 `tiny` is the data that comes with the package, with matching settings. A folder is recognized by its files and replaces
 the sources only. Reads no image and no annotation.
@@ -9,14 +9,13 @@ from __future__ import annotations
 import importlib.resources
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from gossamer.errors import GossamerError, Location, Problems, within
 from gossamer.runner.config.schema import Config, Source
-from gossamer.runner.config.tree import Tree, merged, read_tree
+from gossamer.runner.config.settings import Settings, read_settings
 
 Task = Literal["classification", "detection"]
 
@@ -25,48 +24,44 @@ DETECTORS = ("retinanet", "fasterrcnn", "fcos", "ssd", "maskrcnn", "keypointrcnn
 """Prefixes of torchvision's names of detectors."""
 BOXES = ("coco", "json_lines", "scenes")
 """The types of data with boxes."""
-SHARED = frozenset(Source.model_fields)
+SHARED = frozenset(Source.model_fields) - {"type"}
 """The settings of all sources, which stay when a source is replaced by another one."""
 
 _TINY_LOCATION = Location(f"--data {TINY}")
 _IDX = re.compile(r"(?P<family>.*?)(?P<part>train|t10k|test|val)-images[-.]idx3-ubyte(?P<packed>\.gz)?")
-_TESTS = ("val", "test")
 _LAYOUTS = (
     "IDX files (train-images-idx3-ubyte, t10k-images-idx3-ubyte and their labels, plain or .gz), train/ and val/ or "
     "test/ with a folder for each class, train.npz and test.npz, or train.json and val.json or test.json with images/"
 )
-Sources = tuple[Mapping[str, str], Mapping[str, str]]
+Sources = list[dict[str, str]]
 """The settings of the training data and of the test data."""
 
 
-def with_data(tree: Tree, data: str, early: Tree, name: str, problems: Problems) -> Tree:
-    """The tree of a config with other data: `tiny`, or a folder.
+def use_data(settings: Settings, data: str, early: Settings, name: str, problems: Problems) -> None:
+    """Give a config other data: `tiny`, or a folder.
 
-    `early` is the tree with the overrides of the net and the task, `name` is that of the config.
+    `early` are the settings with the overrides of the net and the task, `name` is that of the config.
     """
     task = _task_in(early)
     if data == TINY:
-        net = early.at("net", "type")
-        return _with_tiny(tree, "" if net is None else str(net.content), task, name, problems)
+        _use_tiny(settings, str(early.get("net", "type") or ""), task, name, problems)
+        return
     folder, location = Path(data), Location(f"--data {data}")
     with within(location=location):
         if not folder.is_dir():
             raise GossamerError(f"expected '{TINY}' or an existing folder")
         sources = _recognize(folder, task)
     for source, part in zip(sources, ("train", "test"), strict=True):
-        entries = Tree.of(dict(source), location).content
-        assert isinstance(entries, dict)
-        tree = _with_source(tree, part, entries | _shared_settings(tree.at("dataset", part)), location)
-    return tree.without("num_classes")
+        settings.put(("dataset", part), {**source, **_shared(settings.get("dataset", part))}, location)
+    settings.remove("num_classes")
 
 
-def with_source_type(tree: Tree, part: str, kind: object) -> Tree:
-    """The tree without settings of `dataset.train` or `dataset.test` that a source of another type lacks."""
-    source = tree.at("dataset", part)
-    old = tree.at("dataset", part, "type")
-    if source is None or old is None or old.content == kind:
-        return tree
-    return _with_source(tree, part, _shared_settings(source), source.location)
+def use_source_type(settings: Settings, part: str, kind: object) -> None:
+    """Remove settings of `dataset.train` or `dataset.test` that a source of another type may lack."""
+    old = settings.get("dataset", part, "type")
+    if old is not None and old != kind:
+        source = settings.get("dataset", part)
+        settings.put(("dataset", part), _shared(source), settings.locate("dataset", part))
 
 
 def task_of(config: Config) -> Task:
@@ -75,13 +70,10 @@ def task_of(config: Config) -> Task:
     return config.task or _task(config.net.type, kinds)
 
 
-def _task_in(tree: Tree) -> str:
+def _task_in(settings: Settings) -> str:
     """The same before a config is checked."""
-    given, net = tree.child("task"), tree.at("net", "type")
-    if given is not None and isinstance(given.content, str):
-        return given.content
-    kinds = [kind.content for part in ("train", "test") if (kind := tree.at("dataset", part, "type")) is not None]
-    return _task(str(net.content) if net else "", kinds)
+    kinds = [settings.get("dataset", part, "type") for part in ("train", "test")]
+    return str(settings.get("task") or _task(str(settings.get("net", "type") or ""), kinds))
 
 
 def _task(net: str, kinds: Sequence[object]) -> Task:
@@ -94,59 +86,48 @@ def _is_torchvision(net: str) -> bool:
     return ":" not in net and "/" not in net
 
 
-def _with_source(tree: Tree, part: str, entries: dict[str, Tree], location: Location) -> Tree:
-    dataset = Tree({part: Tree(entries, location)}, location)
-    return merged(tree.without("dataset", part), Tree({"dataset": dataset}, tree.location))
-
-
-def _shared_settings(source: Tree | None) -> dict[str, Tree]:
-    entries = source.content if source is not None else None
-    return {name: value for name, value in entries.items() if name in SHARED} if isinstance(entries, dict) else {}
+def _shared(source: Any) -> dict[str, Any]:
+    return {name: source[name] for name in SHARED & source.keys()} if isinstance(source, dict) else {}
 
 
 # The data that comes with the package
 
 
-def _with_tiny(tree: Tree, net: str, task: str, name: str, problems: Problems) -> Tree:
+def _use_tiny(settings: Settings, net: str, task: str, name: str, problems: Problems) -> None:
     family = next((family for family in ("retinanet", "fasterrcnn") if net.startswith(family)), task)
     with importlib.resources.as_file(importlib.resources.files("gossamer.runner.config") / TINY) as folder:
         file = folder / f"{family}.yaml"
         if not file.is_file():
             with within("task", location=_TINY_LOCATION):
                 raise GossamerError(f"expected classification or detection, found {task!r}")
-        overlay = read_tree(file, problems)
+        overlay = read_settings(file, problems)
     if not _is_torchvision(net):
-        overlay = overlay.without("net")
-    overlay = _for_recipe(overlay, tree)
-    tree = merged(tree, replace(overlay, location=tree.location))
-    saver = {"save_dir": f"runs/{name}-{TINY}"}
-    pretrained = tree.at("saver", "pretrain_model")
-    if pretrained is not None and isinstance(pretrained.content, str):
-        saver["pretrain_model"] = str(_tiny_run(Path(pretrained.content)))
-    return merged(tree, Tree.of({"saver": saver}, _TINY_LOCATION))
+        overlay.remove("net")
+    # Of the recipe variables those that the config sets, and no lr_scheduler beside a recipe without one.
+    for variable in list(overlay.get("sparsity", "recipe_variables") or ()):
+        if settings.get("sparsity", "recipe_variables", variable) is None:
+            overlay.remove("sparsity", "recipe_variables", variable)
+    if settings.get("sparsity", "recipe") is None:
+        overlay.remove("sparsity")
+    elif settings.get("trainer", "lr_scheduler") is None:
+        overlay.remove("trainer", "lr_scheduler")
+    settings.merge(overlay)
+    settings.put(("saver", "save_dir"), f"runs/{name}-{TINY}", _TINY_LOCATION)
+    pretrained = settings.get("saver", "pretrain_model")
+    if isinstance(pretrained, str):
+        settings.put(("saver", "pretrain_model"), str(_tiny_run(Path(pretrained))), _TINY_LOCATION)
 
 
-def _for_recipe(overlay: Tree, tree: Tree) -> Tree:
-    """The overlay with the recipe variables that the config sets, and no lr_scheduler beside a recipe without one."""
-    names = overlay.at("sparsity", "recipe_variables")
-    for name in names.content if names is not None and isinstance(names.content, dict) else ():
-        if tree.at("sparsity", "recipe_variables", name) is None:
-            overlay = overlay.without("sparsity", "recipe_variables", name)
-    if tree.at("sparsity", "recipe") is None:
-        return overlay.without("sparsity")
-    return overlay if tree.at("trainer", "lr_scheduler") is not None else overlay.without("trainer", "lr_scheduler")
-
-
-def without_missing_weights(tree: Tree, warnings: list[str]) -> Tree:
-    """With `tiny`, the tree without weights of a tiny run that does not exist yet."""
-    weights = tree.at("saver", "pretrain_model")
-    if weights is None or weights.location != _TINY_LOCATION or os.path.exists(str(weights.content)):
-        return tree
-    warnings.append(
-        f"{_TINY_LOCATION}: starting from random weights because {weights.content} does not exist; train the float "
-        f"config with {_TINY_LOCATION} first, or name weights with --set saver.pretrain_model=FILE"
-    )
-    return tree.without("saver", "pretrain_model")
+def remove_missing_weights(settings: Settings, warnings: list[str]) -> None:
+    """With `tiny`, remove weights of a tiny run that does not exist yet."""
+    weights = settings.get("saver", "pretrain_model")
+    is_tiny = settings.locate("saver", "pretrain_model") == _TINY_LOCATION
+    if is_tiny and weights is not None and not os.path.exists(weights):
+        warnings.append(
+            f"{_TINY_LOCATION}: starting from random weights because {weights} does not exist; train the float "
+            f"config with {_TINY_LOCATION} first, or name weights with --set saver.pretrain_model=FILE"
+        )
+        settings.remove("saver", "pretrain_model")
 
 
 def _tiny_run(pretrained: Path) -> Path:
@@ -162,76 +143,51 @@ def _tiny_run(pretrained: Path) -> Path:
 
 
 def _recognize(folder: Path, task: str) -> Sources:
-    layouts = {layout: sources for layout, read in _READERS.items() if (sources := read(folder)) is not None}
+    layouts = {
+        "idx": _idx(folder),
+        "class folders": _train_and_test(folder, "image_folder", "", _has_folders),
+        "npz": _train_and_test(folder, "npz", ".npz", Path.is_file),
+        "coco": _train_and_test(folder, "coco", ".json", Path.is_file),
+    }
+    layouts = {layout: sources for layout, sources in layouts.items() if sources}
     fitting = {layout: sources for layout, sources in layouts.items() if (layout == "coco") == (task == "detection")}
     if len(fitting) > 1:
         raise GossamerError(f"the folder holds data of several kinds: {' and '.join(fitting)}; keep one of them")
     if layouts and not fitting:
-        content = "boxes for detection" if task == "classification" else "images in classes"
-        raise GossamerError(f"the folder holds {content}, but the config is for {task}")
+        raise GossamerError(f"the folder holds data of the kind {next(iter(layouts))}, but the config is for {task}")
     if not layouts:
         raise GossamerError(f"the folder holds no data of a known kind; expected {_LAYOUTS}")
-    return next(iter(fitting.values()))
+    ((layout, sources),) = fitting.items()
+    if layout == "coco":
+        if not (folder / "images").is_dir():
+            raise GossamerError("train.json is there, but the folder images/ is missing")
+        sources = [{**source, "images": str(folder / "images")} for source in sources]
+    return sources
 
 
-def _idx(folder: Path) -> Sources | None:
-    pairs: dict[str, dict[str, Mapping[str, str]]] = {}
+def _train_and_test(folder: Path, kind: str, suffix: str, exists: Callable[[Path], bool]) -> Sources:
+    """`train` and `val`, else `test`, with a suffix."""
+    train, *tests = (folder / f"{name}{suffix}" for name in ("train", "val", "test"))
+    test = next((path for path in tests if exists(path)), None)
+    return [{"type": kind, "path": str(path)} for path in (train, test)] if test and exists(train) else []
+
+
+def _has_folders(path: Path) -> bool:
+    return path.is_dir() and any(entry.is_dir() for entry in path.iterdir())
+
+
+def _idx(folder: Path) -> Sources:
+    families: dict[str, dict[str, dict[str, str]]] = {}
     for name in sorted(os.listdir(folder), reverse=True):  # plain files come after packed ones and replace them
         if (match := _IDX.fullmatch(name)) is None:
             continue
         labels = name.replace("-images", "-labels").replace("idx3", "idx1")
         if not (folder / labels).is_file():
             raise GossamerError(f"{name} is there, but {labels} is missing")
-        part = "train" if match["part"] == "train" else "test"
-        pairs.setdefault(match["family"], {})[part] = {
-            "type": "idx",
-            "images": str(folder / name),
-            "labels": str(folder / labels),
-        }
-    families = {name: (pair["train"], pair["test"]) for name, pair in pairs.items() if len(pair) == 2}
-    if len(families) > 1:
-        names = ", ".join(f"'{name}'" for name in families)
+        source = {"type": "idx", "images": str(folder / name), "labels": str(folder / labels)}
+        families.setdefault(match["family"], {})["train" if match["part"] == "train" else "test"] = source
+    complete = {name: pair for name, pair in families.items() if len(pair) == 2}
+    if len(complete) > 1:
+        names = ", ".join(f"'{name}'" for name in complete)
         raise GossamerError(f"the folder holds several sets of IDX files: {names}; keep one of them")
-    return next(iter(families.values()), None)
-
-
-def _class_folders(folder: Path) -> Sources | None:
-    tests = [folder / name for name in _TESTS if _has_folders(folder / name)]
-    if not tests or not _has_folders(folder / "train"):
-        return None
-    return _of_type("image_folder", folder / "train", tests[0])
-
-
-def _npz(folder: Path) -> Sources | None:
-    tests = [folder / f"{name}.npz" for name in _TESTS if (folder / f"{name}.npz").is_file()]
-    return _of_type("npz", folder / "train.npz", tests[0]) if tests and (folder / "train.npz").is_file() else None
-
-
-def _coco(folder: Path) -> Sources | None:
-    tests = [folder / f"{name}.json" for name in _TESTS if (folder / f"{name}.json").is_file()]
-    if not tests or not (folder / "train.json").is_file():
-        return None
-    if not (folder / "images").is_dir():
-        raise GossamerError(f"train.json and {tests[0].name} are there, but the folder images/ is missing")
-    train, test = _of_type("coco", folder / "train.json", tests[0])
-    images = {"images": str(folder / "images")}
-    return {**train, **images}, {**test, **images}
-
-
-_READERS: dict[str, Callable[[Path], Sources | None]] = {
-    "idx": _idx,
-    "class folders": _class_folders,
-    "npz": _npz,
-    "coco": _coco,
-}
-
-
-def _of_type(kind: str, train: Path, test: Path) -> Sources:
-    return {"type": kind, "path": str(train)}, {"type": kind, "path": str(test)}
-
-
-def _has_folders(folder: Path) -> bool:
-    if not folder.is_dir():
-        return False
-    with os.scandir(folder) as entries:
-        return any(entry.is_dir() for entry in entries)
+    return [pair[part] for pair in complete.values() for part in ("train", "test")]

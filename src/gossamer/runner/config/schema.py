@@ -39,6 +39,7 @@ class Named(Part):
 class Source(Part):
     """Settings of all datasets."""
 
+    type: Any
     batch_size: BatchSize = 32
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     transforms: list[Transform] = []

@@ -1,26 +1,28 @@
 """Annotation files of boxes: COCO JSON, and the JSON lines of United Perception.
 
-COCO is read with the standard parser instead of pycocotools, whose index keeps every annotation as an object and which
-does not check its input.
+COCO is read with the standard parser instead of pycocotools, which does not check its input.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
+from array import array
 from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 import numpy as np
 
-from gossamer.errors import Location, Problem, file_error, nearest
+from gossamer.errors import file_error, format_value, nearest
 from gossamer.io import read_regular
 from gossamer.runner.config.schema import Coco, JsonLines
-from gossamer.runner.data.boxes import BoxRows
-from gossamer.runner.data.examples import BoxedFiles, Names
-from gossamer.runner.data.readers import DataProblems, ExistingFiles, KnownClasses, integer
+from gossamer.runner.data.examples import ROUNDING, BoxedFiles, BoxTable, DataProblems, ExistingFiles, KnownClasses
 
 # COCO
+
+_COCO_KEYS = ("images", "annotations", "categories")
 
 
 def read_coco(source: Coco, known: KnownClasses, problems: DataProblems) -> tuple[BoxedFiles, list[str]]:
@@ -28,41 +30,37 @@ def read_coco(source: Coco, known: KnownClasses, problems: DataProblems) -> tupl
     content = _parse(_read_text(source.path), source.path)
     images, annotations, categories = (_records(content, key, source.path) for key in _COCO_KEYS)
     labels, faults, classes = _read_categories(categories, known, source.path)
-    names, sizes, positions, missing = _read_images(images, source, problems)
-
-    def problem_at(index: int, message: str) -> Problem:
-        label = f"annotation {_id_of(annotations[index], index)}"
-        return Problem(f"{label}: {message}", location=Location(str(source.path)))
-
-    rows = BoxRows(problems, problem_at)
+    files = _Files(source, problems)
+    positions: dict[Any, int | None] = {}  # by image id; None if the image is missing
+    for index, record in enumerate(images):
+        identity, prefix = _identify(record, "image", index)
+        name = record.get("file_name") if _is_object(record) else None
+        if identity is None or not isinstance(name, str):
+            message = f"{prefix}'id' or 'file_name' is missing"
+            problems.add("images without id or file_name, left out", message, source.path)
+        elif identity in positions:
+            problems.add("images with a repeated id, left out", f"{prefix}the id is used twice", source.path)
+        else:
+            positions[identity] = files.add_image(name, record.get("height"), record.get("width"), prefix)
     ids: set[Any] = set()
     for index, record in enumerate(annotations):
+        identity, prefix = _identify(record, "annotation", index)
         if not _is_object(record):
-            problems.add("annotations that are not objects, left out", problem_at(index, "expected an object"))
+            problems.add("annotations that are not objects, left out", f"{prefix}expected an object", source.path)
             continue
-        if not _is_new(record.get("id"), ids):
-            problems.add("annotations with a repeated id, left out", problem_at(index, "the id is used twice"))
-            continue
-        image = _hashable(record.get("image_id"))
-        if image in missing:
-            continue
-        position = positions.get(image)
-        if position is None:
-            problems.add("annotations of unknown images, left out", problem_at(index, f"unknown image {image!r}"))
-            continue
-        category = _hashable(record.get("category_id"))
-        label = labels.get(category)
-        if label is None:
+        image, category = _hashable(record.get("image_id")), _hashable(record.get("category_id"))
+        if identity is not None and identity in ids:
+            problems.add("annotations with a repeated id, left out", f"{prefix}the id is used twice", source.path)
+        elif image not in positions:
+            problems.add("annotations of unknown images, left out", f"{prefix}unknown image {image!r}", source.path)
+        elif category not in labels:
             fault = faults.get(category, f"unknown category {category!r}")
-            problems.add("annotations of unknown categories, left out", problem_at(index, fault))
-            continue
-        crowd = bool(record.get("iscrowd")) or bool(record.get("ignore"))
-        rows.add(position, record.get("bbox"), label, crowd, index)
-    declared = np.array(sizes, np.int64).reshape(-1, 2)
-    return BoxedFiles(Names(names), rows.table(declared, widths=True), declared), classes
-
-
-_COCO_KEYS = ("images", "annotations", "categories")
+            problems.add("annotations of unknown categories, left out", prefix + fault, source.path)
+        elif (position := positions[image]) is not None:
+            crowd = bool(record.get("iscrowd")) or bool(record.get("ignore"))
+            files.add_box(position, record.get("bbox"), labels[category], crowd, prefix, widths=True)
+        ids.add(identity)
+    return files.finish(), classes
 
 
 def _records(content: Any, key: str, path: Path) -> list[Any]:
@@ -80,7 +78,7 @@ def _read_categories(
     """Labels by category id, faults of the categories that cannot be used, and the names of all classes."""
     names: dict[int, str] = {}
     for record in categories:
-        identity = integer(record.get("id")) if _is_object(record) else None
+        identity = _integer(record.get("id")) if _is_object(record) else None
         if identity is None:
             raise file_error(path, f"the id of a category is not an integer: {record!r}")
         if identity in names:
@@ -97,61 +95,10 @@ def _read_categories(
     return labels, faults, classes
 
 
-def _read_images(
-    images: list[Any], source: Coco, problems: DataProblems
-) -> tuple[list[str], list[tuple[int, int]], dict[Any, int], set[Any]]:
-    """Paths and declared sizes of images that exist, their positions by id, and the ids of missing images."""
-    root = source.images or source.path.parent
-    existing = ExistingFiles()
-    names: list[str] = []
-    sizes: list[tuple[int, int]] = []
-    positions: dict[Any, int] = {}
-    missing: set[Any] = set()
-    ids: set[Any] = set()
-
-    def problem_at(index: int, message: str) -> Problem:
-        return Problem(f"image {_id_of(images[index], index)}: {message}", location=Location(str(source.path)))
-
-    for index, record in enumerate(images):
-        name = record.get("file_name") if _is_object(record) else None
-        if not isinstance(name, str) or not _is_object(record) or record.get("id") is None:
-            problems.add(
-                "images without id or file_name, left out", problem_at(index, "'id' or 'file_name' is missing")
-            )
-            continue
-        if not _is_new(record["id"], ids):
-            problems.add("images with a repeated id, left out", problem_at(index, "the id is used twice"))
-            continue
-        identity = _hashable(record["id"])
-        path = os.path.join(root, name)
-        if path not in existing:
-            missing.add(identity)
-            problems.add("missing images, left out", problem_at(index, f"no such image: {path}"))
-            continue
-        size = _declared_size(record, "height", "width")
-        if size is None:
-            sides = f"{record.get('width')!r} × {record.get('height')!r}"
-            problems.add("invalid sizes, ignored", problem_at(index, f"the size {sides} is not two positive integers"))
-        positions[identity] = len(names)
-        names.append(path)
-        sizes.append(size or (-1, -1))
-    return names, sizes, positions, missing
-
-
-def _is_new(identity: Any, ids: set[Any]) -> bool:
-    """Whether an id occurs for the first time; annotations may have none."""
-    identity = _hashable(identity)
-    if identity in ids:
-        return False
-    if identity is not None:
-        ids.add(identity)
-    return True
-
-
-def _id_of(record: Any, index: int) -> Any:
-    """The id of a record, or its position in the list."""
-    identity = record.get("id") if _is_object(record) else None
-    return f"number {index + 1}" if identity is None else identity
+def _identify(record: Any, noun: str, index: int) -> tuple[Any, str]:
+    """The id of a record, and the beginning of messages about it."""
+    identity = _hashable(record.get("id")) if _is_object(record) else None
+    return identity, f"{noun} {f'number {index + 1}' if identity is None else identity}: "
 
 
 def _hashable(value: Any) -> Any:
@@ -163,70 +110,138 @@ def _hashable(value: Any) -> Any:
 
 def read_json_lines(source: JsonLines, known: KnownClasses, problems: DataProblems) -> tuple[BoxedFiles, list[str]]:
     """All images that exist, with their usable boxes; classes are numbers from `first_label`."""
-    root = source.images or source.path.parent
-    existing = ExistingFiles()
-    names: list[str] = []
-    sizes: list[tuple[int, int]] = []
+    files = _Files(source, problems)
     listed: set[str] = set()
-    highest = 0
-
-    def problem_at(line: int, message: str) -> Problem:
-        return Problem(message, location=Location(str(source.path), line))
-
-    rows = BoxRows(problems, problem_at)
+    first, highest = source.first_label, -1
     for number, line in enumerate(_read_text(source.path).split("\n"), 1):
         if not line.strip():
             continue
         record = _parse(line, source.path, number)
         name = record.get("filename") if _is_object(record) else None
         instances = record.get("instances", []) if _is_object(record) else None
-        if not isinstance(name, str) or not isinstance(instances, list) or not _is_object(record):
-            problem = problem_at(number, "expected an object with 'filename' and a list 'instances'")
-            problems.add("lines without filename or instances, left out", problem)
+        if not isinstance(name, str) or not isinstance(instances, list):
+            message = "expected an object with 'filename' and a list 'instances'"
+            problems.add("lines without filename or instances, left out", message, source.path, number)
             continue
-        path = os.path.join(root, name)
-        if path not in existing:
-            problems.add("missing images, left out", problem_at(number, f"no such image: {path}"))
+        if name in listed:
+            problems.add("repeated images, left out", f"{name} is listed twice", source.path, number)
             continue
-        if path in listed:
-            problems.add("repeated images, left out", problem_at(number, f"{path} is listed twice"))
+        listed.add(name)
+        position = files.add_image(name, record.get("image_height"), record.get("image_width"), line=number)
+        if position is None:
             continue
-        listed.add(path)
-        size = _declared_size(record, "image_height", "image_width")
-        if size is None:
-            sides = f"{record.get('image_width')!r} × {record.get('image_height')!r}"
-            problem = problem_at(number, f"the size {sides} is not two positive integers")
-            problems.add("invalid sizes, ignored", problem)
         for instance in cast("list[Any]", instances):
-            label = _label(instance, source.first_label, known)
-            if isinstance(label, int):
-                highest = max(highest, label)
-                rows.add(len(names), instance.get("bbox"), label, bool(instance.get("is_ignored")), number)
-            else:
-                reason, message = label
-                problems.add(reason, problem_at(number, message))
-        names.append(path)
-        sizes.append(size or (-1, -1))
-    declared = np.array(sizes, np.int64).reshape(-1, 2)
-    classes = known.numbered(highest - 1, source.first_label)
-    return BoxedFiles(Names(names), rows.table(declared), declared), classes
+            if not _is_object(instance):
+                message = f"expected an instance, found {format_value(instance)}"
+                problems.add("instances that are not objects, left out", message, source.path, number)
+                continue
+            label = _integer(instance.get("label"))
+            if label is None or not first <= label < first + known.limit:
+                found = format_value(instance.get("label"))
+                message = f"expected a label from {first} to {first + known.limit - 1}, found {found}"
+                problems.add("invalid labels, left out", message, source.path, number)
+                continue
+            highest = max(highest, label - first)
+            crowd = bool(instance.get("is_ignored"))
+            files.add_box(position, instance.get("bbox"), label - first + 1, crowd, line=number)
+    return files.finish(), known.numbered(highest, first)
 
 
-def _label(instance: Any, first: int, known: KnownClasses) -> int | tuple[str, str]:
-    """The class of an instance, counted from 1; else the reason and the message why it has none."""
-    if not _is_object(instance):
-        return "instances that are not objects, left out", f"expected an instance, found {instance!r}"
-    label = integer(instance.get("label"))
-    if label is None:
-        message = f"the label {instance.get('label')!r} is not an integer"
-        return "labels that are not integers, left out", message
-    if not first <= label < first + known.limit:
-        message = f"the label {label} is not between {first} and {first + known.limit - 1}"
-        return "labels out of range, left out", message
-    return label - first + 1
+# Both
 
 
-# JSON
+class _Files:
+    """Images and boxes in the order of an annotation file, each checked when it is added."""
+
+    def __init__(self, source: Coco | JsonLines, problems: DataProblems) -> None:
+        self._path = source.path
+        self._root = source.images or source.path.parent
+        self._problems = problems
+        self._existing = ExistingFiles()
+        self._names: list[str] = []
+        self._sizes: list[tuple[int, int] | None] = []
+        self._images, self._corners, self._labels, self._crowd = array("q"), array("f"), array("q"), array("b")
+
+    def add_image(self, name: str, height: Any, width: Any, prefix: str = "", line: int | None = None) -> int | None:
+        """The index of the image, or None if it is missing; `prefix` and `line` go into messages."""
+        path = os.path.join(self._root, name)
+        if path not in self._existing:
+            self._problems.add("missing images, left out", f"{prefix}no such image: {path}", self._path, line)
+            return None
+        valid = all(type(side) is int and 0 < side < 2**31 for side in (height, width))
+        if not valid and (height, width) != (None, None):
+            message = f"{prefix}the size {width!r} × {height!r} is not two positive integers"
+            self._problems.add("invalid sizes, ignored", message, self._path, line)
+        self._names.append(path)
+        self._sizes.append((height, width) if valid else None)
+        return len(self._names) - 1
+
+    def add_box(
+        self,
+        image: int,
+        box: Any,
+        label: int,
+        crowd: bool,
+        prefix: str = "",
+        line: int | None = None,
+        *,
+        widths: bool = False,
+    ) -> None:
+        """Four numbers: x1, y1, x2, y2, or with `widths` x, y, width, height."""
+        size = self._sizes[image]
+        height, width = size or (math.inf, math.inf)
+        x1, y1, x2, y2 = _four_numbers(box)
+        if widths:
+            x2, y2 = x1 + x2, y1 + y2
+        left, right, top, bottom = max(x1, 0), min(x2, width), max(y1, 0), min(y2, height)
+        reason = fault = ""
+        if not all(map(math.isfinite, (x1, y1, x2, y2))):
+            reason, fault = "boxes that are not four finite numbers, left out", "is not four finite numbers"
+        elif x1 >= x2 or y1 >= y2:
+            reason, fault = "boxes without area, left out", "has no area"
+        elif left >= right or top >= bottom:
+            reason, fault = "boxes outside their image, left out", f"lies outside its image of {width} × {height}"
+        elif max(left - x1, x2 - right, top - y1, y2 - bottom) > ROUNDING:
+            message = f"{prefix}the box {format_value(box)} reaches outside its image of {width} × {height}"
+            self._problems.add("boxes partly outside their image, clamped", message, self._path, line)
+        if reason:
+            self._problems.add(reason, f"{prefix}the box {format_value(box)} {fault}", self._path, line)
+            return
+        self._images.append(image)
+        self._corners.extend((left, top, right, bottom))
+        self._labels.append(label)
+        self._crowd.append(crowd)
+
+    def finish(self) -> BoxedFiles:
+        images = np.array(self._images, np.int64)
+        order = np.argsort(images, kind="stable")
+        table = BoxTable(
+            np.searchsorted(images[order], np.arange(len(self._names) + 1)),
+            np.array(self._corners, np.float32).reshape(-1, 4)[order],
+            np.array(self._labels, np.int64)[order],
+            np.array(self._crowd, np.bool_)[order],
+        )
+        return BoxedFiles(self._names, self._sizes, table)
+
+
+def _four_numbers(box: Any) -> list[float]:
+    if isinstance(box, list) and len(cast("list[Any]", box)) == 4:
+        numbers = cast("list[Any]", box)
+        if all(isinstance(number, int | float) for number in numbers):
+            with contextlib.suppress(OverflowError):
+                return [float(number) for number in numbers]
+    return [math.nan] * 4
+
+
+def _integer(value: Any) -> int | None:
+    """The integer that a label or an id is, also when it is written as 3.0; else None."""
+    if type(value) is float and value.is_integer():
+        return int(value)
+    return value if type(value) is int else None
+
+
+def _is_object(value: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)
 
 
 def _read_text(path: Path) -> str:
@@ -247,17 +262,3 @@ def _parse(text: str, path: Path, line: int = 1) -> Any:
         raise file_error(path, message, line + error.lineno - 1, error.colno) from None
     except (RecursionError, ValueError) as error:  # nested too deeply, or an integer of too many digits
         raise file_error(path, f"cannot parse the JSON: {error}", line) from None
-
-
-def _is_object(value: Any) -> TypeGuard[dict[str, Any]]:
-    return isinstance(value, dict)
-
-
-def _declared_size(record: dict[str, Any], height: str, width: str) -> tuple[int, int] | None:
-    """Height and width if both are positive integers, (−1, −1) if both are missing; else None."""
-    sides = record.get(height), record.get(width)
-    if sides == (None, None):
-        return -1, -1
-    if all(isinstance(side, int) and not isinstance(side, bool) and 0 < side < 2**31 for side in sides):
-        return int(sides[0] or 0), int(sides[1] or 0)
-    return None

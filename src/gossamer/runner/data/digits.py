@@ -1,16 +1,13 @@
 """The embedded data: scikit-learn's handwritten digits, and scenes of them for detection with exact boxes.
 
 Of each class, the last fifth is the test split. A scene is a function of (seed, split, index) and is composed when it
-is read, with digits of many sizes and colours on a textured background. `write_coco` writes scenes as files.
+is read, with digits of many sizes and colours on a textured background.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -18,11 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from gossamer.errors import GossamerError
-from gossamer.io import atomic_write
 from gossamer.runner.config.schema import Digits, Scenes
-from gossamer.runner.data.boxes import Boxes
-from gossamer.runner.data.examples import Example, LabelledArrays
-from gossamer.runner.data.readers import DataProblems, KnownClasses
+from gossamer.runner.data.examples import Boxes, DataProblems, Example, KnownClasses, LabelledArrays
 
 CLASSES = [str(digit) for digit in range(10)]
 Pool = tuple[NDArray[np.uint8], NDArray[np.int64]]
@@ -122,9 +116,6 @@ class SceneExamples:
     def name(self, index: int) -> str:
         return f"scenes, {self.split}: scene {index}"
 
-    def first(self, count: int) -> SceneExamples:
-        return dataclasses.replace(self, count=min(count, self.count))
-
 
 def compose(pool: Pool, seed: int, split: str, index: int, size: int) -> Scene:
     """The scene with this index, made of the digits in the pool."""
@@ -223,45 +214,3 @@ def _weights(count: int, length: int) -> NDArray[np.float64]:
     """(length, count): the weight of each of `count` values for each of `length` pixels."""
     centres = np.clip((np.arange(length) + 0.5) * count / length - 0.5, 0, count - 1)
     return np.clip(1 - np.abs(centres[:, None] - np.arange(count)), 0, None)
-
-
-def write_coco(source: Scenes, folder: Path) -> Path:
-    """Write `annotations.json` and `images/` to a folder; returns the path of the JSON file."""
-    count = source.count if source.limit is None else min(source.count, source.limit)
-    path = folder / "annotations.json"
-    images: list[dict[str, Any]] = []
-    annotations: list[dict[str, Any]] = []
-    try:
-        (folder / "images").mkdir(parents=True, exist_ok=True)
-        for index in range(count):
-            scene = compose(digits(source.split), source.seed, source.split, index, source.size)
-            name = f"images/{index:06d}.png"
-            _write_png(scene, folder / name)
-            images.append({"id": index, "file_name": name, "height": source.size, "width": source.size})
-            for (x1, y1, x2, y2), digit in zip(scene.corners.tolist(), scene.digits.tolist(), strict=True):
-                annotations.append(
-                    {
-                        "id": len(annotations) + 1,
-                        "image_id": index,
-                        "category_id": digit + 1,
-                        "bbox": [x1, y1, x2 - x1, y2 - y1],
-                        "area": (x2 - x1) * (y2 - y1),
-                        "iscrowd": 0,
-                    }
-                )
-        categories = [{"id": digit + 1, "name": name} for digit, name in enumerate(CLASSES)]
-        content = {"images": images, "annotations": annotations, "categories": categories}
-        with atomic_write(path) as scratch:
-            scratch.write_text(json.dumps(content), encoding="utf-8")
-    except OSError as error:
-        raise GossamerError(f"{folder}: cannot write the scenes ({error.strerror})") from None
-    return path
-
-
-def _write_png(scene: Scene, path: Path) -> None:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise GossamerError("images need Pillow; install it with: pip install 'gossamer[vision]'") from None
-    with atomic_write(path) as scratch:
-        Image.fromarray(scene.image).save(scratch)

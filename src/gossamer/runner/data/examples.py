@@ -1,15 +1,15 @@
-"""Images with their ground truth before any transform, from files or from arrays in memory, decoded to RGB bytes.
+"""What the readers of all formats use and return: known classes, problems in the data, and images with their truth.
 
-The readers of the formats return these, and `ImageData` reads from them. All can be pickled for worker processes.
+Images are decoded to RGB bytes when they are read. All classes can be pickled for worker processes.
 """
 
 from __future__ import annotations
 
-import struct
+import os
 import warnings
-import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -17,12 +17,142 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gossamer.errors import GossamerError, Location, Problem
+from gossamer.errors import GossamerError, Location, Problem, first_line, nearest
 from gossamer.io import open_regular
-from gossamer.runner.data.boxes import Boxes, BoxTable
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+MAX_CLASSES = 100_000
+"""The limit for numbered classes if nothing else bounds them; a larger label is taken for a mistake."""
+ROUNDING = 1.0
+"""Pixels that a box may reach outside its image without being reported: annotation tools round."""
+ON_ERROR = "correct it, or set 'on_error: skip'"
+"""The fix for data that is refused."""
+
+
+@dataclass(frozen=True)
+class KnownClasses:
+    """What is known before reading: the class names of the training set, or their number from the config."""
+
+    names: list[str] | None = None
+    count: int | None = None
+
+    @property
+    def limit(self) -> int:
+        """The number of classes that labels may refer to."""
+        if self.names is not None:
+            return len(self.names)
+        return MAX_CLASSES if self.count is None else self.count
+
+    def numbered(self, highest: int, first: int = 0) -> list[str]:
+        """The names of classes that only have numbers; `highest` is the largest index in use."""
+        if self.names is not None:
+            return self.names
+        count = highest + 1 if self.count is None else self.count
+        return [str(index + first) for index in range(count)]
+
+    def fault(self, name: str) -> str | None:
+        """Why a class name cannot be used, or None."""
+        if self.names is None or name in self.names:
+            return None
+        return f"the training set has no class {name!r}{nearest(name, self.names)}"
+
+
+class DataProblems:
+    """Problems in a dataset: the first one is raised, or all are counted by reason, as `on_error` says.
+
+    >>> problems = DataProblems(refuse=False)
+    >>> problems.add("boxes without area, left out", "annotation 7: no area", "a.json")
+    >>> problems.notes
+    ['boxes without area, left out: 1; the first: a.json: annotation 7: no area']
+    """
+
+    def __init__(self, *, refuse: bool) -> None:
+        self.refuse = refuse
+        self._counts: Counter[str] = Counter()
+        self._first: dict[str, Problem] = {}
+
+    def add(self, reason: str, message: str, file: object, line: int | None = None) -> None:
+        """Raise a problem, or count it under its reason."""
+        problem = Problem(message, location=Location(str(file), line))
+        if self.refuse:
+            raise GossamerError(replace(problem, fix=ON_ERROR))
+        self._counts[reason] += 1
+        self._first.setdefault(reason, problem)
+
+    @property
+    def notes(self) -> list[str]:
+        """One message for each reason, with the count and the first example."""
+        return [f"{reason}: {count}; the first: {self._first[reason]}" for reason, count in self._counts.items()]
+
+
+class ExistingFiles:
+    """Whether files exist, by listing each folder once: much faster than a system call for each file.
+
+    >>> __file__ in ExistingFiles()
+    True
+    """
+
+    def __init__(self) -> None:
+        self._folders: dict[str, set[str]] = {}
+
+    def __contains__(self, path: str) -> bool:
+        folder, name = os.path.split(path)
+        if folder not in self._folders:
+            try:
+                with os.scandir(folder or os.curdir) as entries:
+                    self._folders[folder] = {entry.name for entry in entries if entry.is_file()}
+            except OSError:
+                self._folders[folder] = set()
+        return name in self._folders[folder]
+
+
+# Boxes
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """The boxes of one image: corners (n, 4) as x1, y1, x2, y2; labels (n,) from 1; which ones are crowds."""
+
+    corners: Tensor
+    labels: Tensor
+    crowd: Tensor
+
+    def __getitem__(self, keep: Tensor) -> Boxes:
+        return Boxes(self.corners[keep], self.labels[keep], self.crowd[keep])
+
+    def target(self, image_id: int) -> dict[str, Tensor]:
+        """The target of torchvision's detectors and of the COCO metrics."""
+        return {
+            "boxes": self.corners,
+            "labels": self.labels,
+            "image_id": torch.tensor(image_id),
+            "iscrowd": self.crowd.to(torch.int64),
+        }
+
+
+@dataclass(frozen=True)
+class BoxTable:
+    """The boxes of many images in four arrays; those of image i are rows `starts[i]` to `starts[i + 1]`."""
+
+    starts: NDArray[np.int64]
+    corners: NDArray[np.float32]
+    labels: NDArray[np.int64]
+    crowd: NDArray[np.bool_]
+
+    def at(self, index: int, height: int, width: int) -> tuple[Boxes, int]:
+        """The boxes of an image of this size, clamped to it, and how many of them reached outside."""
+        rows = slice(int(self.starts[index]), int(self.starts[index + 1]))
+        corners = self.corners[rows]
+        clamped = np.clip(corners, 0, np.array([width, height, width, height], np.float32))
+        outside = int((np.abs(clamped - corners).max(axis=1, initial=0) > ROUNDING).sum())
+        keep = (clamped[:, 2:] > clamped[:, :2]).all(axis=1)
+        columns = (torch.from_numpy(column[keep]) for column in (clamped, self.labels[rows], self.crowd[rows]))
+        return Boxes(*columns), outside
+
+
+# Images with their ground truth
 
 
 @dataclass(frozen=True)
@@ -44,82 +174,50 @@ class Examples(Protocol):
         """The name of the image in messages."""
         ...
 
-    def first(self, count: int) -> Examples: ...
-
-
-class Names:
-    """Many file names in one block of bytes, which worker processes share without copying.
-
-    >>> Names(["a.png", "b.png"])[1]
-    'b.png'
-    """
-
-    def __init__(self, names: Iterable[str]) -> None:
-        encoded = [name.encode("utf-8", "surrogateescape") for name in names]
-        self._ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
-        self._text = b"".join(encoded)
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __getitem__(self, index: int) -> str:
-        start = int(self._ends[index - 1]) if index else 0
-        return self._text[start : int(self._ends[index])].decode("utf-8", "surrogateescape")
-
-    def first(self, count: int) -> Names:
-        return Names(self[index] for index in range(count))
-
 
 @dataclass(frozen=True)
 class LabelledFiles:
     """Image files with one class each."""
 
-    names: Names
-    labels: NDArray[np.int64]
+    names: list[str]
+    labels: list[int]
 
     def __len__(self) -> int:
         return len(self.names)
 
     def read(self, index: int) -> Example:
-        return Example(_channels_first(read_image(self.names[index])), int(self.labels[index]))
+        return Example(read_image(self.names[index]), self.labels[index])
 
     def name(self, index: int) -> str:
         return self.names[index]
-
-    def first(self, count: int) -> LabelledFiles:
-        return LabelledFiles(self.names.first(count), self.labels[:count])
 
 
 @dataclass(frozen=True)
 class BoxedFiles:
-    """Image files with boxes, and the declared sizes (images, 2): height and width, −1 where not declared."""
+    """Image files with boxes, and the declared sizes: height and width, None where not declared."""
 
-    names: Names
+    names: list[str]
+    sizes: list[tuple[int, int] | None]
     boxes: BoxTable
-    sizes: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.names)
 
     def read(self, index: int) -> Example:
-        pixels = read_image(self.names[index])
-        height, width, _ = pixels.shape
+        image = read_image(self.names[index])
+        _, height, width = image.shape
         boxes, outside = self.boxes.at(index, height, width)
-        declared_height, declared_width = self.sizes[index]
+        declared = self.sizes[index]
         message = ""
-        if declared_height >= 0 and (declared_height, declared_width) != (height, width):
-            declared = f"{declared_width} × {declared_height}"
-            message = f"the image is {width} × {height} pixels, but its annotation says {declared}"
+        if declared is not None and declared != (height, width):
+            size = f"{declared[1]} × {declared[0]}"
+            message = f"the image is {width} × {height} pixels, but its annotation says {size}"
         elif outside:
             message = f"{outside} of its boxes reach outside the image of {width} × {height} pixels"
-        problem = Problem(message, location=Location(self.names[index])) if message else None
-        return Example(_channels_first(pixels), boxes, problem)
+        return Example(image, boxes, Problem(message, location=Location(self.names[index])) if message else None)
 
     def name(self, index: int) -> str:
         return self.names[index]
-
-    def first(self, count: int) -> BoxedFiles:
-        return BoxedFiles(self.names.first(count), self.boxes.first(count), self.sizes[:count])
 
 
 @dataclass(frozen=True)
@@ -146,39 +244,20 @@ class LabelledArrays:
     def name(self, index: int) -> str:
         return f"{self.origin}: image {self.numbers[index]}"
 
-    def first(self, count: int) -> LabelledArrays:
-        return LabelledArrays(self.pixels[:count], self.labels[:count], self.numbers[:count], self.origin)
-
-
-def _channels_first(pixels: NDArray[np.uint8]) -> Tensor:
-    return torch.from_numpy(pixels).permute(2, 0, 1)
-
 
 # Image files
-
-# What Pillow's decoders raise on damaged files, besides OSError.
-_DAMAGE = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    TypeError,
-    EOFError,
-    IndexError,
-    KeyError,
-    OverflowError,
-    ZeroDivisionError,
-    struct.error,
-    zlib.error,
-)
 
 
 class ImageFileError(GossamerError):
     """An image file that is missing or damaged."""
 
 
-def read_image(path: str) -> NDArray[np.uint8]:
-    """The pixels (height, width, 3) of an image file, rotated by its EXIF orientation."""
-    Image, ImageOps = _pillow()  # noqa: N806
+def read_image(path: str) -> Tensor:
+    """The pixels (3, height, width) of an image file as bytes, rotated by its EXIF orientation."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise GossamerError("images need Pillow; install it with: pip install 'gossamer[vision]'") from None
     try:
         # Warnings about damaged metadata and large images must not end a run that turns warnings into errors.
         with warnings.catch_warnings():
@@ -186,45 +265,29 @@ def read_image(path: str) -> NDArray[np.uint8]:
             with open_regular(path) as file, Image.open(file) as image:
                 image.load()
                 pixels = np.array(_rgb(ImageOps.exif_transpose(image)), dtype=np.uint8)
-    except FileNotFoundError:
-        raise _error(path, "no such image") from None
-    except Image.DecompressionBombError as error:
-        raise _error(path, f"the image is too large ({error})") from None
-    except _DAMAGE as error:
-        reason = "unknown image format" if isinstance(error, Image.UnidentifiedImageError) else error
-        raise _error(path, f"cannot read the image ({reason})") from None
-    if pixels.ndim != 3 or not pixels.size:
-        raise _error(path, "the image has no pixels")
-    return pixels
-
-
-def _error(path: str, message: str) -> ImageFileError:
-    return ImageFileError(Problem(message, location=Location(path)))
+        if pixels.ndim != 3 or not pixels.size:
+            raise ValueError("it has no pixels")
+    except Exception as error:  # noqa: BLE001  (only Pillow runs here, whose decoders raise anything on damaged files)
+        if isinstance(error, FileNotFoundError):
+            message = "no such image"
+        else:
+            unknown = isinstance(error, Image.UnidentifiedImageError)
+            message = f"cannot read the image ({'unknown image format' if unknown else first_line(error)})"
+        raise ImageFileError(Problem(message, location=Location(path))) from None
+    return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 def _rgb(image: Image) -> Image:
+    from PIL import Image
+
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # converting directly to RGB warns
     if image.mode == "F" or image.mode.startswith("I"):
-        image = _eight_bits(image)
+        # 16-bit grey values by their upper byte; floats scaled from [0, 1] to bytes if none exceeds 1.
+        values = np.asarray(image).astype(np.float64)
+        if image.mode == "F":
+            values = values * 255 if np.nanmax(values) <= 1 else values
+        elif image.mode.startswith("I;16") or values.max() > 255:
+            values = values // 256
+        image = Image.fromarray(np.nan_to_num(values).clip(0, 255).astype(np.uint8))
     return image.convert("RGB")
-
-
-def _eight_bits(image: Image) -> Image:
-    """16-bit grey values by their upper byte; floats scaled from [0, 1] to bytes if none exceeds 1."""
-    Image, _ = _pillow()  # noqa: N806
-    pixels = np.asarray(image).astype(np.float64)
-    if image.mode == "F":
-        scaled = pixels * 255 if pixels.size and np.nanmax(pixels) <= 1 else pixels
-    else:
-        wide = image.mode.startswith("I;16") or (pixels.size and pixels.max() > 255)
-        scaled = pixels // 256 if wide else pixels
-    return Image.fromarray(np.nan_to_num(scaled).clip(0, 255).astype(np.uint8))
-
-
-def _pillow():
-    try:
-        from PIL import Image, ImageOps
-    except ImportError:
-        raise GossamerError("images need Pillow; install it with: pip install 'gossamer[vision]'") from None
-    return Image, ImageOps

@@ -11,21 +11,19 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gossamer.errors import Location, Problem, file_error, first_line, nearest
+from gossamer.errors import GossamerError, file_error, first_line, format_value, nearest
 from gossamer.io import open_regular
 from gossamer.runner.config.schema import Idx, ImageFolder, ImageList, Npz
-from gossamer.runner.data.examples import LabelledArrays, LabelledFiles, Names
-from gossamer.runner.data.readers import DataProblems, ExistingFiles, KnownClasses
+from gossamer.runner.data.examples import DataProblems, ExistingFiles, KnownClasses, LabelledArrays, LabelledFiles
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 
@@ -48,11 +46,10 @@ def read_image_folder(
             raise file_error(path, f"{fault}; rename the folder, or remove it from the test data")
         images = list(_images_below(path))
         if not images:
-            problem = Problem("no images in this folder", location=Location(str(path)))
-            problems.add("class folders without images", problem)
+            problems.add("class folders without images", "no images in this folder", path)
         names += images
         labels += [classes.index(folder)] * len(images)
-    return LabelledFiles(Names(names), np.array(labels, np.int64)), classes
+    return LabelledFiles(names, labels), classes
 
 
 def _class_folders(path: Path) -> list[str]:
@@ -82,30 +79,17 @@ def read_image_list(source: ImageList, known: KnownClasses, problems: DataProble
     names: list[str] = []
     labels: list[int] = []
     for number, line in _lines(source.path):
-        problem = Problem("", location=Location(str(source.path), number))
-        parts = line.rsplit(None, 1)
-        if len(parts) < 2:
-            problem = replace(problem, message=f"expected 'path label', found {line.strip()!r}")
-            problems.add("lines without label, left out", problem)
-            continue
-        try:
-            label = int(parts[1])
-        except ValueError:
-            problem = replace(problem, message=f"the label {parts[1]!r} is not an integer")
-            problems.add("labels that are not integers, left out", problem)
-            continue
-        if not 0 <= label < known.limit:
-            problem = replace(problem, message=f"the label {label} is not between 0 and {known.limit - 1}")
-            problems.add("labels out of range, left out", problem)
-            continue
-        path = os.path.join(root, parts[0].strip())
-        if path not in existing:
-            problems.add("missing images, left out", replace(problem, message=f"no such image: {path}"))
-            continue
-        names.append(path)
-        labels.append(label)
-    classes = known.numbered(max(labels, default=-1))
-    return LabelledFiles(Names(names), np.array(labels, np.int64)), classes
+        name, label = line.rsplit(None, 1) if len(line.split()) > 1 else ("", "")
+        path = os.path.join(root, name.strip())
+        if not label.isdecimal() or len(label) > 9 or int(label) >= known.limit:
+            message = f"expected 'path label', a label from 0 to {known.limit - 1}, found {line.strip()!r}"
+            problems.add("lines without path and label, left out", message, source.path, number)
+        elif path not in existing:
+            problems.add("missing images, left out", f"no such image: {path}", source.path, number)
+        else:
+            names.append(path)
+            labels.append(int(label))
+    return LabelledFiles(names, labels), known.numbered(max(labels, default=-1))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -138,37 +122,22 @@ def read_idx(source: Idx, known: KnownClasses, problems: DataProblems) -> tuple[
 def read_npz(source: Npz, known: KnownClasses, problems: DataProblems) -> tuple[LabelledArrays, list[str]]:
     """Two arrays of one file, by their keys."""
     try:
-        file = open_regular(source.path)
+        with open_regular(source.path) as file:
+            arrays: Any = np.load(file, allow_pickle=False)
+            for field, key in (("image_key", source.image_key), ("label_key", source.label_key)):
+                if key not in arrays.files:
+                    near = nearest(key, arrays.files)
+                    message = f"no array {key!r} among {format_value(arrays.files)}; set '{field}'{near}"
+                    raise file_error(source.path, message)
+            images, labels = (np.atleast_1d(arrays[key]) for key in (source.image_key, source.label_key))
+    except GossamerError:
+        raise
     except OSError as error:
         raise file_error(source.path, f"cannot read the file ({error.strerror or error})") from None
-    with file:
-        content = _with_numpy(source.path, lambda: np.load(file, allow_pickle=False))
-        if not isinstance(content, np.lib.npyio.NpzFile):
-            raise file_error(source.path, "expected an NPZ file with several arrays, found a single array")
-        images, labels = (_npz_array(content, field, source) for field in ("image_key", "label_key"))
+    except Exception as error:  # noqa: BLE001  (only NumPy and zipfile run here, and they raise anything)
+        raise file_error(source.path, f"not an NPZ file of plain arrays ({first_line(error)})") from None
     path = str(source.path)
     return _labelled(images, f"{path}: {source.image_key}", labels, f"{path}: {source.label_key}", known, problems)
-
-
-def _npz_array(arrays: Any, field: str, source: Npz) -> NDArray[Any]:
-    key: str = getattr(source, field)
-    if key not in arrays.files:
-        names = ", ".join(repr(name) for name in arrays.files) or "none"
-        raise file_error(source.path, f"no array {key!r} (it has {names}); set '{field}'{nearest(key, arrays.files)}")
-    array = _with_numpy(source.path, lambda: arrays[key])
-    if not isinstance(array, np.ndarray):
-        raise file_error(source.path, f"{key!r} is not an array; write the file with numpy.savez")
-    return cast("NDArray[Any]", array)
-
-
-def _with_numpy(path: Path, read: Callable[[], Any]) -> Any:
-    """Call NumPy's reader, which raises many kinds of errors for damaged files."""
-    try:
-        return read()
-    except OSError as error:
-        raise file_error(path, f"cannot read the file ({error.strerror or error})") from None
-    except Exception as error:  # noqa: BLE001  (only NumPy and zipfile run here, and they raise anything)
-        raise file_error(path, f"not an NPZ file of plain arrays ({first_line(error)})") from None
 
 
 def _idx_array(path: Path) -> NDArray[Any]:
@@ -177,27 +146,20 @@ def _idx_array(path: Path) -> NDArray[Any]:
             packed = plain.read(2) == b"\x1f\x8b"
         with gzip.open(path) if packed else path.open("rb") as file:
             zeros, code, dimensions = struct.unpack(">HBB", file.read(4))
-            if zeros or code not in _IDX_TYPES or not dimensions:
-                raise file_error(path, f"not an IDX file (it starts with {zeros:04x}{code:02x})")
-            if dimensions > _MAX_DIMENSIONS:
-                message = f"expected an IDX file of at most {_MAX_DIMENSIONS} dimensions, found {dimensions}"
-                raise file_error(path, message)
+            if zeros or code not in _IDX_TYPES or not 1 <= dimensions <= _MAX_DIMENSIONS:
+                raise file_error(path, f"not an IDX file of up to {_MAX_DIMENSIONS} dimensions")
             shape: tuple[int, ...] = struct.unpack(f">{dimensions}I", file.read(4 * dimensions))
             dtype = np.dtype(_IDX_TYPES[code])
             size = math.prod(shape) * dtype.itemsize
             possible = os.fstat(file.fileno()).st_size * (_MAX_DEFLATED if packed else 1)
-            if size > possible:
-                message = f"the IDX header declares {size} bytes of {shape}, but the file holds at most {possible}"
-                raise file_error(path, message)
             # One byte more than declared detects a file that is too long without unpacking all of it.
-            content = file.read(size + 1)
+            content = file.read(size + 1) if size <= possible else b""
     except (OSError, EOFError, zlib.error) as error:
         raise file_error(path, f"cannot read the file ({getattr(error, 'strerror', None) or error})") from None
     except struct.error:
         raise file_error(path, "the IDX file ends within its header") from None
     if len(content) != size:
-        rest = f"only {len(content)} follow" if len(content) < size else "more follow"
-        raise file_error(path, f"the IDX header declares {size} bytes of {shape}, but {rest}")
+        raise file_error(path, f"the IDX header declares {size} bytes of {shape}; the file has another number")
     return np.frombuffer(content, dtype).reshape(shape)
 
 
@@ -216,16 +178,10 @@ def _labelled(
         raise file_error(labels_name, f"expected numbers of shape (n,), found {labels.dtype} of {labels.shape}")
     if len(labels) != len(pixels):
         raise file_error(labels_name, f"{len(labels)} labels for {len(pixels)} images of {images_name}")
-    integral = np.isfinite(labels) & (np.floor(labels) == labels)
-    valid = integral & (labels >= 0) & (labels < known.limit)
+    valid = np.isin(labels, np.arange(known.limit))
     for number in np.flatnonzero(~valid):
-        if integral[number]:
-            reason = "labels out of range, left out"
-            message = f"image {number}: the label {labels[number]:.0f} is not between 0 and {known.limit - 1}"
-        else:
-            reason = "labels that are not integers, left out"
-            message = f"image {number}: the label {labels[number]} is not an integer"
-        problems.add(reason, Problem(message, location=Location(labels_name)))
+        message = f"image {number}: expected a label from 0 to {known.limit - 1}, found {labels[number]:g}"
+        problems.add("invalid labels, left out", message, labels_name)
     kept = labels[valid].astype(np.int64)
     pixels = pixels if valid.all() else pixels[valid]
     examples = LabelledArrays(torch.from_numpy(pixels), torch.from_numpy(kept), np.flatnonzero(valid), images_name)

@@ -5,50 +5,33 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from gossamer.errors import GossamerError, Location, Problem, within
-from gossamer.runner.config.schema import (
-    Coco,
-    Config,
-    Digits,
-    Idx,
-    ImageFolder,
-    ImageList,
-    JsonLines,
-    Npz,
-    Scenes,
-    Source,
-)
+from gossamer.errors import GossamerError, Location, Problem, format_value, within
+from gossamer.runner.config.schema import Config, Source
 from gossamer.runner.data.annotations import read_coco, read_json_lines
 from gossamer.runner.data.dataset import ImageData, TaskName
 from gossamer.runner.data.digits import read_digits, read_scenes
-from gossamer.runner.data.examples import Examples
+from gossamer.runner.data.examples import DataProblems, Examples, KnownClasses
 from gossamer.runner.data.labelled import read_idx, read_image_folder, read_image_list, read_npz
-from gossamer.runner.data.readers import DataProblems, KnownClasses
 from gossamer.runner.data.transforms import Pipeline
 
 logger = logging.getLogger("gossamer")
 Purpose = Literal["train", "test", "export"]
+Reader = Callable[[Any, KnownClasses, DataProblems], tuple[Examples, list[str]]]
+"""Returns the examples and the names of all classes."""
 
-
-@dataclass(frozen=True)
-class Reader:
-    task: TaskName
-    read: Callable[[Any, KnownClasses, DataProblems], tuple[Examples, list[str]]]
-    """Returns the examples and the names of all classes."""
-
-
-READERS: dict[type[Source], Reader] = {
-    ImageFolder: Reader("classification", read_image_folder),
-    ImageList: Reader("classification", read_image_list),
-    Coco: Reader("detection", read_coco),
-    JsonLines: Reader("detection", read_json_lines),
-    Idx: Reader("classification", read_idx),
-    Npz: Reader("classification", read_npz),
-    Digits: Reader("classification", read_digits),
-    Scenes: Reader("detection", read_scenes),
+READERS: dict[str, tuple[TaskName, Reader]] = {
+    "image_folder": ("classification", read_image_folder),
+    "image_list": ("classification", read_image_list),
+    "coco": ("detection", read_coco),
+    "json_lines": ("detection", read_json_lines),
+    "idx": ("classification", read_idx),
+    "npz": ("classification", read_npz),
+    "digits": ("classification", read_digits),
+    "scenes": ("detection", read_scenes),
 }
+"""By the `type` of a source in a config."""
 
 
 def build_dataset(
@@ -63,35 +46,21 @@ def build_dataset(
 
     `num_classes` bounds the labels of sources whose classes are numbers.
     """
-    reader = READERS[type(source)]
-    kind = _type_of(type(source))
-    if reader.task != task:
-        fitting = ", ".join(_type_of(other) for other, reader in READERS.items() if reader.task == task)
-        content = "boxes" if reader.task == "detection" else "one class for each image"
-        raise GossamerError(
-            Problem(f"'{kind}' data has {content} and is not for {task}", ("type",), fix=f"use one of {fitting}")
-        )
+    source_task, read = READERS[source.type]
+    if source_task != task:
+        fitting = ", ".join(kind for kind, (other, _) in READERS.items() if other == task)
+        raise GossamerError(Problem(f"'{source.type}' data is not for {task}", ("type",), fix=f"use one of {fitting}"))
     pipeline = Pipeline(source.transforms)
     problems = DataProblems(refuse=source.on_error == "refuse")
-    examples, names = reader.read(source, KnownClasses(classes, num_classes), problems)
+    examples, names = read(source, KnownClasses(classes, num_classes), problems)
     notes = problems.notes
     if not len(examples):
-        origin = getattr(source, "path", None) or getattr(source, "images", kind)
+        origin = getattr(source, "path", None) or getattr(source, "images", source.type)
         raise GossamerError(Problem("; ".join(["no image can be used", *notes]), location=Location(str(origin))))
     if num_classes is not None and len(names) > num_classes:
-        message = f"the '{kind}' data has {len(names)} classes, but num_classes is {num_classes}"
+        message = f"the '{source.type}' data has {len(names)} classes, but num_classes is {num_classes}"
         raise GossamerError(Problem(message, fix=f"set 'num_classes: {len(names)}'"))
-    if source.limit is not None and source.limit < len(examples):
-        examples = examples.first(source.limit)
-    return ImageData(
-        examples, pipeline, task=reader.task, classes=names, notes=notes, seed=seed, refuse=problems.refuse
-    )
-
-
-def _type_of(source: type[Source]) -> str:
-    """The `type` of a source in a config."""
-    (name,) = get_args(source.model_fields["type"].annotation)
-    return name
+    return ImageData(examples, pipeline, source, task=source_task, classes=names, notes=notes, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -123,7 +92,8 @@ def read_run_data(
         with within("dataset", "train"):
             train_data = build_dataset(train, task=task, seed=seed, num_classes=count)
             if training and classes and classes != train_data.classes:
-                message = f"the run started with other classes: {_some(classes)}, now {_some(train_data.classes)}"
+                shown = f"{format_value(classes)}, now {format_value(train_data.classes)}"
+                message = f"the run started with other classes: {shown}"
                 fix = "resume with the same data, or start a new run from its weights"
                 raise GossamerError(Problem(message, fix=fix))
         classes = train_data.classes
@@ -137,7 +107,3 @@ def read_run_data(
         for note in data.notes if data is not None else ():
             logger.warning("dataset.%s: %s", name, note)
     return RunData(train_data, test_data, classes or [], count or len(classes or []))
-
-
-def _some(classes: list[str]) -> str:
-    return ", ".join(classes[:5]) + (f", … ({len(classes)})" if len(classes) > 5 else "")

@@ -1,16 +1,26 @@
-"""The masks of one model under ASP: which weights it prunes, its mask buffers, and the hooks on its optimizers."""
+"""NVIDIA ASP's interface: 2:4 sparsity in two lines.
+
+    from gossamer.asp import ASP
+
+    ASP.prune_trained_model(model, optimizer)
+
+All calls of the original are supported. `ASP` finds the `Pruner` of a model, which keeps all state, so that several
+models, a second run or an exception do not interfere. Masks are buffers of the layers, with the names that checkpoints
+of the original have.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,25 +31,31 @@ from gossamer.engine.masks import Masks
 from gossamer.engine.optimizer import with_gradients
 from gossamer.errors import GossamerError, nearest, within
 from gossamer.model import (
+    embedding_tables,
+    expect_model,
     first_names,
     get_module,
     get_parameter,
     has_parameter,
     is_transposed,
     layer_path,
+    left_dense,
     named_modules,
+    prunable,
     stored_weight,
+    unwrap,
     weight_of,
 )
-from gossamer.model.additions import MASK, PRUNED, buffer_name
+from gossamer.model.additions import MASK, PRUNED, buffer_name, drop_buffers
 from gossamer.model.parameters import TIED, empties_a_norm
-from gossamer.model.permute import Permutation, find, state_of
+from gossamer.model.permute import Permutation, find
 from gossamer.model.weights import is_conv1d, stored, unprunable
 from gossamer.sparse import NM, parse_nm, share_of_zeros, zero_where
 
 if TYPE_CHECKING:
     from gossamer.recipe import Recipe
 
+__all__ = ["ASP", "create_mask", "set_identical_seed"]
 
 MaskCalculator = str | Callable[[Tensor], Tensor]
 """As users give it: the name of a pattern, or a function from a weight to its mask."""
@@ -52,55 +68,217 @@ LAYERS: dict[type[nn.Module], list[str]] = {
     nn.MultiheadAttention: ["in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"],
 }
 """The weights of each layer type; subclasses count as the type, and Transformers' `Conv1D` as `nn.Linear`."""
-GRAPH_FILE = "model_offline_permutation_graph.json"
+_GRAPH_FILE = "model_offline_permutation_graph.json"
 _HOLDER = 0
 """The key under which the engine's masks are held."""
-
 
 logger = logging.getLogger("gossamer.asp")
 
 
-@dataclass(frozen=True)
-class Search:
-    """Options of the search for a permutation."""
+class ASP:
+    """Automatic sparsity. Without a `model`, calls are about the one initialised last."""
 
-    example_inputs: Any = None
-    effort: float = 1.0
-    parts: bool = False
-    """Whether to trace a model with data-dependent control flow in parts."""
+    _pruners: ClassVar[weakref.WeakKeyDictionary[nn.Module, Pruner]] = weakref.WeakKeyDictionary()
+    _last: ClassVar[weakref.ref[nn.Module] | None] = None
+    _saving: ClassVar[tuple[bool, Path | None]] = (True, None)
+    """Whether to permute, and where to write graphs, for models initialised from now on."""
 
-    def run(
-        self,
+    @classmethod
+    def prune_trained_model(
+        cls,
         model: nn.Module,
-        names: Sequence[str],
-        pattern: NM,
-        optimizers: Sequence[torch.optim.Optimizer],
-        verbosity: int,
-    ) -> Permutation:
-        """Search, with a progress bar on a terminal, and log the result."""
-        from rich.console import Console
-        from rich.progress import Progress
+        optimizer: torch.optim.Optimizer,
+        *,
+        example_inputs: Any = None,
+        effort: float = 1.0,
+        parts: bool = False,
+    ) -> None:
+        """Prune to 2:4 now, and keep the zeros in training with this optimizer. Keeps the masks of a pruned model."""
+        whitelist = [nn.Linear, nn.Conv2d, nn.MultiheadAttention]
+        cls.init_model_for_pruning(model, "m4n2_1d", verbosity=2, whitelist=whitelist)
+        cls.init_optimizer_for_pruning(optimizer, model=model)
+        if not cls.is_sparsity_enabled(model):
+            cls.compute_sparse_masks(model, example_inputs=example_inputs, effort=effort, parts=parts)
 
-        visible = verbosity >= 2 and sys.stderr is not None and sys.stderr.isatty()
-        with Progress(console=Console(stderr=True), transient=True, disable=not visible) as bar:
-            task = bar.add_task("permuting channels", total=1.0)
-            permutation = find(
-                model,
-                names,
-                pattern.n,
-                pattern.m,
-                example_inputs=self.example_inputs,
-                optimizer=optimizers,
-                effort=self.effort,
-                parts=self.parts,
-                progress=lambda _, share: bar.update(task, completed=share),
+    @classmethod
+    def init_model_for_pruning(
+        cls,
+        model: nn.Module,
+        mask_calculator: MaskCalculator = "m4n2_1d",
+        verbosity: int = 3,
+        whitelist: Sequence[type[nn.Module]] = tuple(LAYERS),
+        allowed_layer_names: Sequence[str] | None = None,
+        disallowed_layer_names: Sequence[str] = (),
+        allow_recompute_mask: bool = False,
+        custom_layer_dict: Mapping[type[nn.Module], Sequence[str]] | None = None,
+        allow_permutation: bool = True,
+    ) -> None:
+        """Add mask buffers to the layers; weights do not change before `compute_sparse_masks`.
+
+        `mask_calculator` is a pattern (`m4n2_1d`, `2:4`, `m4n2_2d_best`, `m4n2_2d_greedy`, …) or a function from a
+        weight to its mask. `verbosity` selects what the logger `gossamer.asp` gets: 0 errors, 1 warnings, 2 results,
+        3 details. Masks that the model already has, from an earlier call or a checkpoint, stay in force.
+        """
+        expect_model(model, "init_model_for_pruning")
+        owner = unwrap(model)
+        pruner = Pruner(weakref.ref(owner), parse_calculator(mask_calculator), mask_calculator, verbosity)
+        allowed, pruner.graph_folder = cls._saving
+        pruner.recompute, pruner.permute = allow_recompute_mask, allow_permutation and allowed
+        leaves = _leaves_by_type(whitelist, custom_layer_dict or {})
+        named = allowed_layer_names is not None or bool(custom_layer_dict)
+        tables = [] if named else embedding_tables(owner)
+        pruner.skipped = left_dense(owner)
+        for name, home in _select_weights(model, leaves, allowed_layer_names, disallowed_layer_names).items():
+            reason = _reason_dense(owner, name, get_parameter(owner, name), pruner.calculator, name in tables)
+            if reason is None:
+                pruner.weights[name] = home
+            else:
+                pruner.skipped[name] = reason
+        with torch.inference_mode(False):
+            pruner.replace(cls._pruners.pop(owner, None))
+        cls._pruners[owner] = pruner
+        cls._last = weakref.ref(owner)
+        pruner.log_layers()
+
+    @classmethod
+    def init_optimizer_for_pruning(cls, optimizer: torch.optim.Optimizer, *, model: nn.Module | None = None) -> None:
+        """Mask gradients before and weights after each step of the optimizer, whose parameters identify the model."""
+        given = cast(object, optimizer)
+        if not isinstance(given, torch.optim.Optimizer):
+            kind = type(given).__name__
+            raise GossamerError(f"init_optimizer_for_pruning: expected a torch.optim.Optimizer, found {kind}")
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        pruners = [cls._pruner(model)] if model is not None or not cls._pruners else list(cls._pruners.values())
+        own = [one for one in pruners if any(id(parameter) in held for parameter in one.model().parameters())]
+        if not own:
+            raise GossamerError(
+                "init_optimizer_for_pruning: the optimizer holds no parameter of a model that was initialised; "
+                "call init_model_for_pruning(model) first, and pass an optimizer of that model"
             )
-        if (reason := permutation.untraceable or permutation.note) and verbosity >= 1:
-            logger.warning("channels are %s: %s", "permuted in part" if permutation.moves else "not permuted", reason)
-        for layer in permutation.layers if verbosity >= 2 else ():
-            kept = f"{layer.kept_before:.2%} of the magnitude kept, {layer.kept:.2%} after permutation"
-            logger.info("'%s': %s", layer.name, f"not permuted: {layer.reason}" if layer.reason else kept)
+        for pruner in own:
+            pruner.hook(optimizer)
+
+    @classmethod
+    def compute_sparse_masks(
+        cls, model: nn.Module | None = None, *, example_inputs: Any = None, effort: float = 1.0, parts: bool = False
+    ) -> None:
+        """Permute channels if allowed (the first time only), compute the masks and zero the weights.
+
+        To repeat it, pass `allow_recompute_mask` to `init_model_for_pruning`: the dense weights are restored first. If
+        anything fails, the model is unchanged. The permutation traces the model with `example_inputs`; `effort`
+        scales its search time; `parts` traces a model with data-dependent control flow in parts.
+        """
+        cls._pruner(model).compute(example_inputs=example_inputs, effort=effort, parts=parts)
+
+    @classmethod
+    def restore_pruned_weights(cls, model: nn.Module | None = None) -> None:
+        """Make the model dense again; needs `allow_recompute_mask`."""
+        cls._pruner(model).restore()
+
+    @classmethod
+    def forget(cls, model: nn.Module) -> None:
+        """Remove ASP's buffers from a model or a copy of it, and its hooks from the optimizers; the zeros stay."""
+        owner = unwrap(model)
+        pruner = cls._pruners.pop(owner, None)
+        if pruner is not None:
+            for optimizer in list(pruner.optimizers):
+                pruner.unhook(optimizer)
+        drop_buffers(owner)
+
+    @classmethod
+    def is_sparsity_enabled(cls, model: nn.Module | None = None) -> bool:
+        """Whether any weight is masked now, for instance after loading a checkpoint."""
+        return cls.already_init_asp_model(model) and cls._pruner(model).enabled
+
+    @classmethod
+    def already_init_asp_model(cls, model: nn.Module | None = None) -> bool:
+        """Whether the model was initialised; without one, whether the model initialised last still exists."""
+        if model is not None:
+            return unwrap(model) in cls._pruners
+        return cls._last is not None and cls._last() is not None
+
+    @classmethod
+    def layers(cls, model: nn.Module | None = None) -> dict[str, str | None]:
+        """Every weight considered: None if it is pruned, otherwise the reason why it stays dense."""
+        pruner = cls._pruner(model)
+        return {**dict.fromkeys(pruner.weights), **pruner.skipped}
+
+    @classmethod
+    def permutation(cls, model: nn.Module | None = None) -> Permutation | None:
+        """The last permutation, layer by layer; None before it."""
+        return cls._pruner(model).permutation
+
+    @classmethod
+    def recipe(cls, model: nn.Module | None = None) -> Recipe:
+        """An equivalent recipe: a manager that runs it computes the same weights."""
+        return cls._pruner(model).recipe()
+
+    @classmethod
+    def permute_model(
+        cls,
+        model: nn.Module,
+        dump_fx_graph: bool = False,
+        save_dumped_fx_graph: str | os.PathLike[str] = "./model_permutation_graph.json",
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        example_inputs: Any = None,
+        effort: float = 1.0,
+        parts: bool = False,
+        verbosity: int = 2,
+    ) -> Permutation:
+        """Permute channels only: the model's outputs do not change, and 2:4 would keep larger weights.
+
+        Moments of the `optimizer` and ASP's masks are permuted along.
+        """
+        expect_model(model, "permute_model")
+        names = [
+            name
+            for name in prunable(model)
+            if ineligible(_outputs_first(model, name, get_parameter(model, name)).shape) is None
+        ]
+        optimizers = [optimizer] if optimizer is not None else []
+        permutation = _search(
+            model, names, NM(2, 4), optimizers, verbosity, example_inputs=example_inputs, effort=effort, parts=parts
+        )
+        permutation.apply(model, optimizers, _mask_buffers(model, permutation.moves))
+        if dump_fx_graph:
+            _save_graph(permutation, Path(save_dumped_fx_graph))
         return permutation
+
+    @classmethod
+    def set_permutation_saving_params(
+        cls,
+        allow_permutation: bool = False,
+        save_permutation_graph: bool = False,
+        permutation_output_dir: str | os.PathLike[str] = ".",
+    ) -> None:
+        """Whether to permute, and where `compute_sparse_masks` writes which layers share channels (JSON, a plot).
+
+        Applies to the model initialised last and to later ones; a permutation that was forbidden there stays so.
+        """
+        cls._saving = (allow_permutation, Path(permutation_output_dir) if save_permutation_graph else None)
+        if cls.already_init_asp_model():
+            pruner = cls._pruner(None)
+            pruner.permute, pruner.graph_folder = pruner.permute and allow_permutation, cls._saving[1]
+
+    @classmethod
+    def _pruner(cls, model: nn.Module | None) -> Pruner:
+        owner = unwrap(model) if model is not None else None if cls._last is None else cls._last()
+        pruner = cls._pruners.get(owner) if owner is not None else None
+        if pruner is None:
+            raise GossamerError("the model is not initialised; call ASP.init_model_for_pruning(model) first")
+        return pruner
+
+
+def create_mask(tensor: torch.Tensor, pattern: str = "m4n2_1d", density: float = 0.5) -> torch.Tensor:
+    """The mask of a pattern on one tensor, in its dtype. `density` is ignored: the pattern determines it."""
+    calculator = cast(NM, parse_calculator(pattern))
+    rows = tensor.detach() if tensor.dim() > 1 else tensor.detach().reshape(1, -1)
+    return calculator.keep_largest(rows).reshape(tensor.shape).to(tensor.dtype)
+
+
+def set_identical_seed(identical_seed: int = 1) -> None:
+    """Not needed: the search for permutations uses no random seed, and every rank computes the same result."""
 
 
 @dataclass
@@ -148,7 +326,7 @@ class Pruner:
             before.drop(name)
         for name, home in before.weights.items():
             if name in self.weights and not self.recompute:
-                layer, leaf = layer_and_leaf(self.model(), home)
+                layer, leaf = _layer_and_leaf(self.model(), home)
                 layer._buffers.pop(buffer_name(leaf, PRUNED), None)  # pyright: ignore[reportPrivateUsage]
         for optimizer in list(before.optimizers):
             before.unhook(optimizer)
@@ -160,7 +338,7 @@ class Pruner:
         """Stop pruning a layer: remove its buffers, and restore its dense weight if that was kept."""
         if self.recompute and has_parameter(self.model(), name):
             get_parameter(self.model(), name).copy_(self._dense(name))
-        layer, leaf = layer_and_leaf(self.model(), self.weights[name])
+        layer, leaf = _layer_and_leaf(self.model(), self.weights[name])
         for kind in (MASK, PRUNED):
             layer._buffers.pop(buffer_name(leaf, kind), None)  # pyright: ignore[reportPrivateUsage]
 
@@ -179,7 +357,7 @@ class Pruner:
         return self._buffer(name, PRUNED, lambda w: torch.zeros_like(w, device="cpu")) if self.recompute else None
 
     def _buffer(self, name: str, kind: str, default: Callable[[Tensor], Tensor]) -> Tensor:
-        layer, leaf = layer_and_leaf(self.model(), self.weights[name])
+        layer, leaf = _layer_and_leaf(self.model(), self.weights[name])
         buffer = layer._buffers.get(buffer_name(leaf, kind))  # pyright: ignore[reportPrivateUsage]
         weight = get_parameter(self.model(), name).detach()
         if buffer is None or buffer.shape != weight.shape:
@@ -203,7 +381,7 @@ class Pruner:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def compute(self, search: Search) -> None:
+    def compute(self, **search: Any) -> None:
         """Permute, compute the masks and zero the weights; on an error the model is unchanged."""
         if not self.weights:
             raise GossamerError(f"no layer can be pruned: {self._reasons() or 'the whitelist matches none'}")
@@ -216,7 +394,7 @@ class Pruner:
             if bool(get_parameter(self.model(), name).detach().isnan().any()):
                 raise GossamerError(f"'{name}' cannot be pruned: it holds NaN; repair the weights first")
         if self.graph_folder is not None:
-            _make_folder(self.graph_folder)
+            self.graph_folder.mkdir(parents=True, exist_ok=True)
         again = self.enabled
         sparse = {name: get_parameter(self.model(), name).detach().clone() for name in self.weights if again}
         for name in sparse:
@@ -245,7 +423,7 @@ class Pruner:
         for name, keep in masks.items():
             self._log(2, "'%s' is %.2f%% sparse", name, 100 * share_of_zeros(keep))
         if applied is not None and self.graph_folder is not None:
-            save_graph(applied, self.graph_folder / GRAPH_FILE)
+            _save_graph(applied, self.graph_folder / _GRAPH_FILE)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -274,8 +452,8 @@ class Pruner:
         weight = weight_of(self.model(), name)
         with within(name):
             if isinstance(self.calculator, NM):
-                keep = self.calculator.keep_largest(outputs_first(self.model(), name, weight))
-                return outputs_first(self.model(), name, keep)
+                keep = self.calculator.keep_largest(_outputs_first(self.model(), name, weight))
+                return _outputs_first(self.model(), name, keep)
             keep = cast(object, self.calculator(weight))
         if not isinstance(keep, Tensor) or keep.shape != weight.shape:
             shown = f"shape {tuple(keep.shape)}" if isinstance(keep, Tensor) else type(keep).__name__
@@ -291,18 +469,17 @@ class Pruner:
             )
         return keep.to(weight.device, torch.bool)
 
-    def _permutation(self, search: Search) -> Permutation | None:
+    def _permutation(self, search: Mapping[str, Any]) -> Permutation | None:
         if not (isinstance(self.calculator, NM) and self.calculator.permutable):
             self._log(1, "channels are not permuted: only N:M patterns along input channels benefit")
             return None
-        return search.run(self.model(), list(self.weights), self.calculator, list(self.optimizers), self.verbosity)
+        optimizers = list(self.optimizers)
+        return _search(self.model(), list(self.weights), self.calculator, optimizers, self.verbosity, **search)
 
     # Training
 
     def hook(self, optimizer: torch.optim.Optimizer) -> None:
         """Mask gradients before and weights after each step of the optimizer."""
-        if optimizer not in self.optimizers:
-            self._warn_of_old_moments(optimizer)
         self.unhook(optimizer)
 
         def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -351,15 +528,6 @@ class Pruner:
             else:
                 self._masks.hold(_HOLDER, name, mask, get_parameter(self.model(), name))
 
-    def _warn_of_old_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        moves = [] if self.permutation is None else list(self.permutation.moves)
-        if any(state_of(optimizer, get_parameter(self.model(), name)) for name in moves):
-            self._log(
-                1,
-                "the optimizer was not known when the channels were permuted: its state is in the old order; "
-                "call init_optimizer_for_pruning before compute_sparse_masks",
-            )
-
     # Reports
 
     def recipe(self) -> Recipe:
@@ -399,20 +567,48 @@ class Pruner:
             logger.log({1: logging.WARNING, 2: logging.INFO}.get(level, logging.DEBUG), message, *args)
 
 
-def mask_buffers(model: nn.Module, names: Iterable[str]) -> dict[str, list[Tensor]]:
+def _search(
+    model: nn.Module,
+    names: Sequence[str],
+    pattern: NM,
+    optimizers: Sequence[torch.optim.Optimizer],
+    verbosity: int,
+    **options: Any,
+) -> Permutation:
+    """Search a permutation, with a progress bar on a terminal, and log the result; `options` are those of `find`."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    visible = verbosity >= 2 and sys.stderr is not None and sys.stderr.isatty()
+    with Progress(console=Console(stderr=True), transient=True, disable=not visible) as bar:
+        task = bar.add_task("permuting channels", total=1.0)
+
+        def report(_: str, share: float) -> None:
+            bar.update(task, completed=share)
+
+        permutation = find(model, names, pattern.n, pattern.m, optimizer=optimizers, progress=report, **options)
+    if (reason := permutation.untraceable or permutation.note) and verbosity >= 1:
+        logger.warning("channels are %s: %s", "permuted in part" if permutation.moves else "not permuted", reason)
+    for layer in permutation.layers if verbosity >= 2 else ():
+        kept = f"{layer.kept_before:.2%} of the magnitude kept, {layer.kept:.2%} after permutation"
+        logger.info("'%s': %s", layer.name, f"not permuted: {layer.reason}" if layer.reason else kept)
+    return permutation
+
+
+def _mask_buffers(model: nn.Module, names: Iterable[str]) -> dict[str, list[Tensor]]:
     """ASP's masks and pruned values on a model, by the weights they belong to."""
     buffers: dict[str, list[Tensor]] = {name: [] for name in names}
     for alias, name in first_names(model).items():  # a tied weight has its buffers in one of its layers
         if name in buffers:
-            layer, leaf = layer_and_leaf(model, alias)
+            layer, leaf = _layer_and_leaf(model, alias)
             own: Mapping[str, Tensor] = dict(layer.named_buffers(recurse=False))
             buffers[name] += [own[key] for kind in (MASK, PRUNED) if (key := buffer_name(leaf, kind)) in own]
     return buffers
 
 
-def save_graph(permutation: Permutation, path: Path) -> None:
+def _save_graph(permutation: Permutation, path: Path) -> None:
     """Write which layers share channels, and what each gains, as JSON and a plot beside it."""
-    _make_folder(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "note": permutation.untraceable or permutation.note,
         "groups": list(permutation.groups),
@@ -425,13 +621,6 @@ def save_graph(permutation: Permutation, path: Path) -> None:
     from gossamer.report.plots import plot_permutation
 
     plot_permutation(permutation, path.with_suffix(".png"))
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise GossamerError(f"{folder}: the folder for the graph cannot be created: {error.strerror}") from error
 
 
 # Which weights
@@ -448,27 +637,22 @@ def parse_calculator(given: MaskCalculator) -> Calculator:
         return parse_nm(given)
 
 
-def leaves_by_type(
+def _leaves_by_type(
     whitelist: Sequence[type[nn.Module]], custom: Mapping[type[nn.Module], Sequence[str]]
 ) -> dict[type[nn.Module], list[str]]:
     """The names of the weights of each layer type that may be pruned."""
-    _expect_several(whitelist, "whitelist", "a list of layer types")
-    for kind, names in custom.items():
-        _expect_several(names, f"custom_layer_dict: {_type_name(kind)}", "a list of parameter names")
+    _expect_list(whitelist, "whitelist", "layer types")
     known = LAYERS | {kind: list(names) for kind, names in custom.items()}
-    given: list[object] = [*whitelist, *custom]
-    for kind in given:
-        if not isinstance(kind, type):
-            raise GossamerError(f"whitelist: expected types of layers, such as nn.Linear, found {kind!r}")
+    for kind in whitelist:
         if kind not in known:
             raise GossamerError(
-                f"whitelist: the weights of {_type_name(kind)} are not known; name them in custom_layer_dict, "
-                f"as in {{{_type_name(kind)}: ['weight']}}"
+                f"whitelist: the weights of {kind!r} are not known; name them in custom_layer_dict, "
+                "as in {nn.Linear: ['weight']}"
             )
     return {kind: names for kind, names in known.items() if kind in (*whitelist, *custom)}
 
 
-def select_weights(
+def _select_weights(
     model: nn.Module,
     leaves: Mapping[type[nn.Module], Sequence[str]],
     allowed: Sequence[str] | None,
@@ -484,13 +668,14 @@ def select_weights(
         if path in excluded or (included is not None and path not in included):
             continue
         for leaf in _leaves_of(layer, leaves):
-            name = _stored_name(model, f"{path}.{leaf}" if path else leaf)
+            home, _, own = f"{path}.{leaf}".lstrip(".").rpartition(".")
+            name = f"{home}.{stored(get_module(model, home), own).leaf}".lstrip(".")
             if name in first and layer_path(name) not in excluded:
                 weights.setdefault(first[name], name)
     return weights
 
 
-def reason_dense(model: nn.Module, name: str, weight: nn.Parameter, calculator: Calculator, tied: bool) -> str | None:
+def _reason_dense(model: nn.Module, name: str, weight: nn.Parameter, calculator: Calculator, tied: bool) -> str | None:
     """Why a weight stays dense, or None. `tied`: an embedding shares it, and the user did not name its layer."""
     source = stored_weight(model, name)
     reason = (None if source is None else source.reason) or unprunable(weight)
@@ -500,34 +685,27 @@ def reason_dense(model: nn.Module, name: str, weight: nn.Parameter, calculator: 
         return "it is frozen"
     if tied:
         return f"{TIED}; name its layer in allowed_layer_names to prune it"
-    rows = outputs_first(model, name, weight)
+    rows = _outputs_first(model, name, weight)
     reason = ineligible(rows.shape)
     if reason is None and isinstance(calculator, NM):
         reason = calculator.fits(rows.shape)
     return reason
 
 
-def outputs_first(model: nn.Module, name: str, weight: Tensor) -> Tensor:
+def _outputs_first(model: nn.Module, name: str, weight: Tensor) -> Tensor:
     """The weight as `(out, in, …)`, however it is stored."""
     return weight.transpose(0, 1) if weight.dim() > 1 and is_transposed(model, name) else weight
 
 
-def layer_and_leaf(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _layer_and_leaf(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The layer that holds a weight, and the weight's name in it."""
     path, _, leaf = name.rpartition(".")
     return get_module(model, path), leaf
 
 
-def _stored_name(model: nn.Module, name: str) -> str:
-    """The name of the parameter that a weight is computed from, or of the weight itself."""
-    path, _, leaf = name.rpartition(".")
-    leaf = stored(get_module(model, path), leaf).leaf
-    return f"{path}.{leaf}" if path else leaf
-
-
 def _layer_paths(given: Sequence[str], field: str, known: set[str], first: Mapping[str, str]) -> set[str]:
     """Paths of layers from names of layers or weights, with or without the prefix of a wrapper."""
-    _expect_several(given, field, "a list of layer names")
+    _expect_list(given, field, "layer names")
     paths: set[str] = set()
     for name in given:
         plain = name
@@ -545,16 +723,11 @@ def _leaves_of(layer: nn.Module, leaves: Mapping[type[nn.Module], Sequence[str]]
             own = [name for name, _ in layer.named_parameters()]
             for name in names if kind not in LAYERS else ():
                 if name not in own:
-                    close = nearest(name, own) or f"; it has {', '.join(own) or 'none'}"
-                    raise GossamerError(f"custom_layer_dict: {_type_name(kind)} has no parameter '{name}'{close}")
+                    close = nearest(name, own)
+                    raise GossamerError(f"custom_layer_dict: {kind.__name__} has no parameter '{name}'{close}")
             yield from names
 
 
-def _expect_several(given: object, field: str, what: str) -> None:
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        shown = given.__name__ if isinstance(given, type) else repr(given)
-        raise GossamerError(f"{field}: expected {what}, found {shown}")
-
-
-def _type_name(kind: object) -> str:
-    return cast(str, getattr(kind, "__name__", repr(kind)))
+def _expect_list(given: object, field: str, what: str) -> None:
+    if isinstance(given, str | type):
+        raise GossamerError(f"{field}: expected a list of {what}, found {given!r}")

@@ -1,4 +1,4 @@
-"""`gossamer train`, `resume` and `eval`: runs of the trainer."""
+"""`gossamer train`, `resume`, `eval`, `compare` and `report`: runs of the trainer, and what they have written."""
 
 from __future__ import annotations
 
@@ -8,27 +8,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+from typer import Argument, Option
 
-from gossamer.cli.console import AsJson, out, reports_errors, say, show_json
-from gossamer.cli.models import Data, Imports, Sets
+from gossamer.cli.console import out, progress, reports_errors, say, show_json
+from gossamer.cli.options import AsJson, Data, Imports, Sets
+from gossamer.runner.formatting import format_size
 
 if TYPE_CHECKING:
     from gossamer.runner.display import Display
     from gossamer.runner.runs import Result
 
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="A config file.")]
-ConfigOrRun = Annotated[Path, typer.Argument(metavar="CONFIG|RUN", help="A config file, or a run folder.")]
-Weights = Annotated[
-    Path | None,
-    typer.Option("--weights", metavar="FILE|RUN", help="Weights instead of the run's best checkpoint."),
-]
-Processes = Annotated[int, typer.Option("--nproc", metavar="N", help="Number of processes on this machine.")]
+Runs = Annotated[list[Path], Argument(metavar="RUN…", help="Run folders; the first is the reference.")]
+Processes = Annotated[int, Option("--nproc", metavar="N", help="Number of processes on this machine.")]
 
 
 @reports_errors
 def train(
-    config: Config,
-    evaluate_only: Annotated[bool, typer.Option("-e", "--evaluate", help="Evaluate without training.")] = False,
+    config: Annotated[Path, Argument(metavar="CONFIG", help="A config file.")],
+    evaluate_only: Annotated[bool, Option("-e", "--evaluate", help="Evaluate without training.")] = False,
     sets: Sets = None,
     data: Data = None,
     processes: Processes = 1,
@@ -47,7 +44,7 @@ def train(
 
 @reports_errors
 def resume(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
+    folder: Annotated[Path, Argument(metavar="RUN", help="A run folder.")],
     sets: Sets = None,
     imports: Imports = None,
     processes: Processes = 1,
@@ -63,8 +60,10 @@ def resume(
 
 @reports_errors
 def evaluate(
-    config: ConfigOrRun,
-    weights: Weights = None,
+    config: Annotated[Path, Argument(metavar="CONFIG|RUN", help="A config file, or a run folder.")],
+    weights: Annotated[
+        Path | None, Option(metavar="FILE|RUN", help="Weights instead of the run's best checkpoint.")
+    ] = None,
     sets: Sets = None,
     data: Data = None,
     imports: Imports = None,
@@ -86,6 +85,49 @@ def evaluate(
         if result.source is not None:
             say(describe_source(result.model, result.source))
         out.print(metrics_table(result.metrics, result.sparsity))
+
+
+@reports_errors
+def compare(folders: Runs, as_json: AsJson = False) -> None:
+    """Compare accuracy, sparsity and non-zero weights of runs."""
+    from gossamer.runner.summary import comparison, comparison_table
+
+    if as_json:
+        show_json(comparison(folders))
+    else:
+        out.print(comparison_table(folders))
+
+
+@reports_errors
+def report(
+    folders: Runs,
+    output: Annotated[
+        Path | None,
+        Option("--output", "-o", metavar="FILE", help="The file to write; by default report.html in the run folder."),
+    ] = None,
+    sensitivity: Annotated[
+        bool, Option("--sensitivity", help="First measure the sensitivity of layers, which takes longer.")
+    ] = False,
+    benchmark: Annotated[
+        Path | None, Option(metavar="FILE", help="Include the results of gossamer benchmark --output.")
+    ] = None,
+    imports: Imports = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a self-contained HTML page about a run, or ./report.html that compares several."""
+    from gossamer.runner.reporting import report as write
+
+    if sensitivity:
+        from gossamer.runner.runs import measure_sensitivity
+
+        for folder in folders:
+            with progress(f"sensitivity of {folder.name}:", as_json) as show:
+                measure_sensitivity(folder, show, imports=imports or ())
+    path = write(folders, output, benchmark)
+    if as_json:
+        show_json({"file": str(path), "bytes": path.stat().st_size, "runs": [str(folder) for folder in folders]})
+        return
+    say(f"{path}: {format_size(path.stat().st_size)}")
 
 
 def _launch(processes: int) -> NoReturn:

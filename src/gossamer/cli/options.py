@@ -1,4 +1,4 @@
-"""The MODEL argument and the options that go with it."""
+"""Arguments and options that several commands share, and the model and the batches that they name."""
 
 from __future__ import annotations
 
@@ -8,51 +8,39 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from gossamer.errors import GossamerError, nearest
 
 if TYPE_CHECKING:
     from gossamer.models import LoadedModel
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="package.module:function, a torchvision model, a run folder, or an exported model.safetensors.",
-    ),
-]
+_MODEL = "package.module:function, a torchvision model, a run folder, or an exported model.safetensors."
+_IMPORT = "Trust this package: its code may run if a run folder or a file names it; repeatable."
+
+ModelArgument = Annotated[str, Argument(metavar="MODEL", help=_MODEL)]
 Weights = Annotated[
     Path | None,
-    typer.Option("--weights", "-w", metavar="FILE|RUN", help="Trained weights: .safetensors, .pt or a run folder."),
+    Option("--weights", "-w", metavar="FILE|RUN", help="Trained weights: .safetensors, .pt or a run folder."),
 ]
 Sets = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Set a value of the config, such as trainer.max_epoch=5; repeatable."
-    ),
+    Option("--set", metavar="KEY=VALUE", help="Set a value of the config, such as trainer.max_epoch=5; repeatable."),
 ]
 Data = Annotated[
-    str | None,
-    typer.Option("--data", metavar="tiny|FOLDER", help="Replace the data by the built-in data set or a folder."),
+    str | None, Option(metavar="tiny|FOLDER", help="Replace the data by the built-in data set or a folder.")
 ]
 Input = Annotated[
-    str | None, typer.Option("--input", metavar="SHAPE", help="Shape of the model's input, such as 1,3,224,224.")
+    str | None, Option("--input", metavar="SHAPE", help="Shape of the model's input, such as 1,3,224,224.")
 ]
 Classes = Annotated[
     int | None,
-    typer.Option(
-        "--num-classes", metavar="N", help="Number of classes, passed as num_classes to the model's function."
-    ),
+    Option("--num-classes", metavar="N", help="Number of classes, passed as num_classes to the model's function."),
 ]
-Imports = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--import",
-        metavar="PACKAGE",
-        help="Trust this package: its code may run if a run folder or a file names it; repeatable.",
-    ),
-]
+Imports = Annotated[list[str] | None, Option("--import", metavar="PACKAGE", help=_IMPORT)]
+PatternName = Annotated[str, Option("--pattern", metavar="N:M", help="The pattern, such as 2:4.")]
+RecipeOutput = Annotated[Path | None, Option("--output", "-o", metavar="FILE", help="Write the recipe: .yaml or .md.")]
+AsJson = Annotated[bool, Option("--json", help="Print only JSON.")]
 
 
 def load_model(

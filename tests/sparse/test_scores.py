@@ -1,4 +1,4 @@
-"""Scores of whole filters: what each formula takes first, and that dead filters do not count."""
+"""Scores of filters, and second-order scores from the empirical Fisher matrix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gossamer import Manager
 from gossamer.errors import GossamerError, SparsityError
-from gossamer.sparse import filter_median_distance, filter_norm, filter_nuclear
+from gossamer.sparse import BlockFisher, filter_median_distance, filter_norm, filter_nuclear
 from tests.loops import STEPS_PER_EPOCH, network, sgd, train
 
 KINDS = ["l2", "fpgm_l1", "fpgm_l2", "fpgm_cos", "nuclear"]
@@ -116,19 +116,6 @@ def test_duplicates_are_equals_and_go_before_a_filter_that_stands_alone(metric: 
     assert float(found[[0, 1, 3]].max()) < float(found[[2, 4]].min())
 
 
-def test_duplicates_are_equals_however_close_to_the_others() -> None:
-    weight = weights((40, 30), 0).float()
-    weight[17] = weight[5]
-    found = filter_median_distance(weight)
-    assert found[17] == found[5]
-
-
-def test_cosine_distance_sees_directions_only() -> None:
-    weight = weights((6, 9), 0)
-    scaled = weight * torch.tensor([1.0, 5, 0.1, 3, 7, 1e-6])[:, None]
-    assert torch.allclose(filter_median_distance(weight, "cos"), filter_median_distance(scaled, "cos"))
-
-
 @given(shapes, st.integers(0, 1000), st.sampled_from(["full", "rank 2", "duplicates", "scales"]))
 def test_the_nuclear_score_is_what_removing_the_filter_takes_from_the_norm(
     shape: tuple[int, ...], seed: int, kind: str
@@ -146,12 +133,6 @@ def test_the_nuclear_score_is_what_removing_the_filter_takes_from_the_norm(
     whole = nuclear_norm(weight)
     naive = [whole - nuclear_norm(torch.cat([weight[:i], weight[i + 1 :]])) for i in range(len(weight))]
     assert filter_nuclear(weight.reshape(shape)).tolist() == pytest.approx(naive, rel=1e-9, abs=1e-12 * whole)
-
-
-def test_the_nuclear_score_takes_the_filter_first_that_the_others_span() -> None:
-    weight = torch.tensor([[1.0, 0, 0], [0, 1, 0], [0, 0, 1], [0.6, 0.8, 0]])
-    assert filter_nuclear(weight).argsort().tolist()[0] == 3
-    assert filter_nuclear(torch.diag(torch.tensor([3.0, 2.0]))).tolist() == pytest.approx([3, 2])
 
 
 @every
@@ -255,3 +236,100 @@ def test_nan_in_training_is_refused_with_the_name_of_the_weight(kind: str) -> No
         model[0].weight.fill_(math.nan)
     with pytest.raises(GossamerError, match=r"'0\.weight' cannot be pruned at step 1.*NaN"):
         train(model, optimizer, range(4))
+
+
+def fisher_of(gradients: torch.Tensor, block: int, room: int | None = None) -> BlockFisher:
+    fisher = BlockFisher(gradients[0], block, room or len(gradients))
+    for gradient in gradients:
+        fisher.add(gradient)
+    return fisher
+
+
+def dense_inverse(gradients: torch.Tensor, damp: float) -> torch.Tensor:
+    fisher = gradients.T @ gradients / gradients.shape[0] + damp * torch.eye(gradients.shape[1], dtype=torch.float64)
+    return torch.linalg.inv(fisher)
+
+
+@pytest.mark.parametrize("count", [3, 50], ids=["Gram matrix, fewer gradients than weights", "dense block"])
+@pytest.mark.parametrize("block", [4, 7, 30])
+def test_the_inverse_diagonal_is_that_of_each_dense_block(count: int, block: int) -> None:
+    torch.manual_seed(0)
+    gradients = torch.randn(count, 30, dtype=torch.float64)
+    found = fisher_of(gradients, block).inverse_diagonal(1e-3)
+    expected = torch.cat([dense_inverse(part, 1e-3).diagonal() for part in gradients.split(block, dim=1)])
+    assert torch.allclose(found, expected, rtol=1e-8)
+
+
+def test_saliency_is_the_loss_of_removing_one_weight_alone() -> None:
+    torch.manual_seed(0)
+    gradients, weight = torch.randn(40, 12, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    fisher = gradients.T @ gradients / 40 + 0.1 * torch.eye(12, dtype=torch.float64)
+    saliency = fisher_of(gradients, 12).saliency(weight, 0.1).reshape(-1)
+    for index in range(12):
+        others = [i for i in range(12) if i != index]
+        flat = weight.reshape(-1)
+        move = torch.zeros(12, dtype=torch.float64)
+        move[index] = -flat[index]
+        move[others] = -torch.linalg.solve(fisher[others][:, others], fisher[others, index] * move[index])
+        assert float(saliency[index]) == pytest.approx(float(0.5 * move @ fisher @ move))
+
+
+@pytest.mark.parametrize("count", [4, 40], ids=["gradients kept", "gradients summed"])
+def test_compensation_is_the_constrained_minimum_of_each_block(count: int) -> None:
+    torch.manual_seed(0)
+    block = 5
+    gradients, weight = torch.randn(count, 10, dtype=torch.float64), torch.randn(10, dtype=torch.float64)
+    keep = torch.tensor([True, False, True, True, False, True, True, True, False, True])
+    found = fisher_of(gradients, block).compensated(weight, keep, 0.1)
+    assert bool((found[~keep] == 0).all())
+    for start in (0, 5):
+        part = slice(start, start + 5)
+        fisher = gradients[:, part].T @ gradients[:, part] / count + 0.1 * torch.eye(5, dtype=torch.float64)
+        slope = fisher @ (found[part] - weight[part])
+        assert torch.allclose(slope[keep[part]], torch.zeros(int(keep[part].sum()), dtype=torch.float64), atol=1e-12)
+
+
+def test_one_removed_weight_moves_the_others_as_the_optimal_brain_surgeon_says() -> None:
+    torch.manual_seed(0)
+    gradients, weight = torch.randn(20, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    inverse = dense_inverse(gradients, 1e-2)
+    keep = torch.ones(6, dtype=torch.bool)
+    keep[2] = False
+    expected = weight - weight[2] / inverse[2, 2] * inverse[:, 2]
+    assert torch.allclose(fisher_of(gradients, 6).compensated(weight, keep, 1e-2), expected * keep)
+
+
+def test_fewer_gradients_than_expected_give_the_same_matrix() -> None:
+    torch.manual_seed(0)
+    gradients = torch.randn(9, 30, dtype=torch.float64)
+    exact, early = fisher_of(gradients, 7), fisher_of(gradients, 7, room=500)
+    assert early.count == 9
+    assert torch.allclose(early.inverse_diagonal(1e-3), exact.inverse_diagonal(1e-3), rtol=1e-9)
+    assert early.mean_diagonal() == pytest.approx(float(gradients.square().mean()))
+
+
+@pytest.mark.parametrize("count", [3, 50])
+def test_the_mean_diagonal_is_the_mean_square_of_the_gradients(count: int) -> None:
+    gradients = torch.randn(count, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert fisher_of(gradients, 7).mean_diagonal() == pytest.approx(float(gradients.square().mean()))
+
+
+def held(fisher: BlockFisher) -> int:
+    """Numbers that the matrix holds."""
+    return sum(value.numel() for value in vars(fisher).values() if isinstance(value, torch.Tensor))
+
+
+def test_memory_does_not_grow_with_the_number_of_gradients() -> None:
+    weight = torch.zeros(1000)
+    assert held(BlockFisher(weight, 50, 10_000)) == held(BlockFisher(weight, 50, 50)) == 1000 * (50 + 16)
+    assert held(BlockFisher(weight, 500, 20)) == 1000 * 20, "gradients are less than blocks"
+
+
+def test_a_float32_sum_survives_a_damp_below_its_rounding() -> None:
+    """Equal gradients make a matrix of rank one, whose rounded sum is not positive definite beside a tiny damp."""
+    gradient = torch.randn(50, generator=torch.Generator().manual_seed(0)) * 100
+    fisher = fisher_of(gradient.expand(200, 50), 50)
+    assert bool(torch.isfinite(fisher.inverse_diagonal(1e-7)).all())
+    assert bool((fisher.inverse_diagonal(1e-7) > 0).all())
+    keep = torch.arange(50) % 2 == 0
+    assert bool(torch.isfinite(fisher.compensated(torch.ones(50), keep, 1e-7)).all())

@@ -1,22 +1,62 @@
-"""`semi_structured`: convert 2:4 weights of linear layers to torch's semi-structured tensors, on CUDA.
-
-The limits on shapes and dtypes are read from the installed torch.
-"""
+"""Models converted for inference: `thin` returns a smaller copy, `semi_structured` uses torch's 2:4 tensors on CUDA."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, first_line
 from gossamer.io import dtype_name
-from gossamer.model import first_names, get_parameter, named_modules, owner_of, prunable
+from gossamer.model import expect_model, get_parameter, named_modules, owner_of, prunable
+from gossamer.model import thin as thinning
+from gossamer.model.additions import strip
+from gossamer.model.parameters import unwrap
+from gossamer.model.thin import Progress, Thinned
+from gossamer.model.thin.cuts import spread_over_processes
+from gossamer.model.weights import check_values, duplicate
 from gossamer.quantization import is_emulated
 from gossamer.sparse import NM
+
+
+def thin(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    names: Collection[str] | None = None,
+    progress: Progress | None = None,
+) -> tuple[nn.Module, Thinned]:
+    """A copy of the model in evaluation mode without filters and channels of zeros, and a report of what was removed.
+
+    The copy computes the same outputs and can be saved in any format. `example_inputs` is a tensor, a tuple of
+    arguments for `forward`, or a dict of keyword arguments; by default, common shapes are tried. `names` restricts the
+    removal to filters of these weights. The model itself is not changed.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> _ = net[0].weight.data[:6].zero_(), net[0].bias.data.zero_()
+    >>> small, report = thin(net)
+    >>> small[0], report.parameters
+    (Linear(in_features=4, out_features=2, bias=True), (58, 16))
+    """
+    expect_model(model, "thin")
+    check_values(model, "thin")
+    if reason := spread_over_processes(model):
+        raise GossamerError(f"thin: {reason}; pass the unwrapped model")
+    try:
+        smaller: nn.Module = strip(duplicate(unwrap(model)).eval())
+    except Exception as error:  # of the model's own code, or of torch
+        reason = first_line(error).partition(". ")[0]
+        raise GossamerError(
+            f"thin: the model cannot be copied ({reason}); pass a model that copy.deepcopy supports"
+        ) from error
+    return smaller, thinning.thin(smaller, example_inputs, names=names, progress=progress)
+
+
+# Semi-structured tensors
 
 
 @dataclass(frozen=True)
@@ -43,11 +83,14 @@ def semi_structured(model: nn.Module, *, dry_run: bool = False, dtype: torch.dty
         raise GossamerError("semi_structured: no CUDA device found; dry_run=True lists which layers would be converted")
     if is_emulated(model):
         raise GossamerError("semi_structured: the model emulates quantization; call withdraw() first")
-    conversions = [_conversion(model, name, dtype if dry_run else None) for name in prunable(model)]
-    if not dry_run:
-        for conversion in conversions:
-            if conversion.eligible:
-                _convert(owner_of(model, conversion.name))
+    conversions: list[Conversion] = []
+    for name in prunable(model):
+        weight = get_parameter(model, name)
+        reason = _unsupported_layer(model, name, weight) or _unsupported_weight(weight, dtype if dry_run else None)
+        conversions.append(Conversion(name, tuple(weight.shape), reason))
+    for conversion in conversions:
+        if conversion.eligible and not dry_run:
+            _convert(owner_of(model, conversion.name))
     return conversions
 
 
@@ -59,17 +102,9 @@ def _convert(layer: nn.Module) -> None:
     layer.weight = nn.Parameter(sparse, requires_grad=False)
 
 
-def _conversion(model: nn.Module, name: str, dtype: torch.dtype | None) -> Conversion:
-    weight, layer = get_parameter(model, name), owner_of(model, name)
-    shape = tuple(weight.shape)
-    reason = _unsupported_layer(model, name, layer, weight) or _unsupported_weight(weight, shape, dtype)
-    return Conversion(name, shape, reason)
-
-
-def _unsupported_layer(model: nn.Module, name: str, layer: nn.Module, weight: Tensor) -> str | None:
+def _unsupported_layer(model: nn.Module, name: str, weight: Tensor) -> str | None:
     """Why a layer cannot be converted, whatever its shape."""
-    if isinstance(layer, nn.modules.conv._ConvNd):  # pyright: ignore[reportPrivateUsage]
-        return "a convolution; torch supports semi-structured tensors only in linear layers"
+    layer = owner_of(model, name)
     if type(layer).__name__ == "NonDynamicallyQuantizableLinear" or isinstance(layer, nn.MultiheadAttention):
         return "a part of MultiheadAttention, which reads the weight itself; use linear layers for its projections"
     if not isinstance(layer, nn.Linear):
@@ -78,26 +113,24 @@ def _unsupported_layer(model: nn.Module, name: str, layer: nn.Module, weight: Te
         return "its layer computes the weight from it; remove the norm, mask or parametrization first"
     if isinstance(weight, torch.sparse.SparseSemiStructuredTensor):
         return "its weight is semi-structured already"
-    shared = [other for other, first in first_names(model).items() if first == name and other != name]
     owners = [
         path
         for path, module in named_modules(model)
-        if dict(module.named_parameters(recurse=False)).get("weight") is weight
+        if any(parameter is weight for parameter in module.parameters(recurse=False))
     ]
-    if shared or len(owners) > 1:
-        return f"its weight is also '{(shared or owners)[0]}'; untie them first"
+    if len(owners) > 1:
+        return f"its weight is shared by {' and '.join(owners)}; untie them first"
     return None
 
 
-def _unsupported_weight(weight: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None) -> str | None:
+def _unsupported_weight(weight: Tensor, dtype: torch.dtype | None) -> str | None:
     """Why torch or the hardware does not support a weight."""
     kind = dtype or weight.dtype
     limits = _limits()
     if kind not in limits:
         known = ", ".join(sorted(dtype_name(one) for one in limits))
         return f"its weight is {dtype_name(kind)}; torch supports {known}: call model.half() first"
-    rows, columns = limits[kind]
-    for size, least, side in ((shape[0], rows, "output"), (shape[1], columns, "input")):
+    for size, least, side in zip(weight.shape, limits[kind], ("output", "input"), strict=True):
         if size < least or size % least:
             return f"{size} {side} features are not a multiple of {least}"
     if dtype is None and not weight.is_cuda:
