@@ -14,21 +14,9 @@ from torch import Tensor, nn
 
 from gossamer import runtime
 from gossamer.errors import GossamerError
+from tests.runtime.models import Residual, pruned
 
 SMALL = ["resnet18", "mobilenet_v3_small", "googlenet", "shufflenet_v2_x0_5", "squeezenet1_1", "regnet_y_400mf"]
-
-
-def pruned(model: nn.Module, share: float = 0.9, seed: int = 0) -> nn.Module:
-    """The model with zeros in every layer and batch norm that does something."""
-    torch.manual_seed(seed)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_(0, 0.1)
-            module.running_var.uniform_(0.5, 1.5)
-        elif isinstance(module, nn.Conv2d | nn.Linear):
-            weight = module.weight.data
-            weight[torch.rand_like(weight) < share] = 0
-    return model.eval()
 
 
 def distance(found: Any, expected: Any) -> float:
@@ -42,7 +30,7 @@ def check(model: nn.Module, engine: runtime.Engine, *args: Tensor) -> None:
         assert distance(engine(*args), model(*args)) < 1e-4
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_any_convolution_equals_torch(data: st.DataObject) -> None:
     draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
@@ -59,24 +47,6 @@ def test_any_convolution_equals_torch(data: st.DataObject) -> None:
     )
     engine = runtime.compile(model, torch.randn(2, channels, *size), threads=1, tuned=False)
     check(model, engine, torch.randn(draw(1, 5), channels, *size))
-
-
-class Residual(nn.Module):
-    """Blocks with a skip connection, a strided branch and a concatenation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 16, 3, padding=1)
-        self.left, self.right = nn.Conv2d(16, 16, 3, 2, 1), nn.Conv2d(16, 16, 1, 2)
-        self.norm, self.last = nn.BatchNorm2d(32), nn.Conv2d(32, 16, 5, padding=2)
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = nn.functional.max_pool2d(self.stem(x).relu(), 3, 2, 1)
-        y = (self.left(x) + self.right(x)).relu()
-        z = torch.cat([y, nn.functional.silu(y)], 1)
-        z = self.last(self.norm(z).relu()) + y
-        return self.head(z.mean((2, 3)))
 
 
 @pytest.mark.parametrize("size", [(32, 32), (33, 47)])

@@ -1,5 +1,5 @@
-"""Runs sparse networks fast on a CPU."""
+"""Runs networks with zeros in their weights fast on a CPU."""
 
-from gossamer.runtime.engine import Engine, compile
+from gossamer.runtime.engine import Engine, compile, load
 
-__all__ = ["Engine", "compile"]
+__all__ = ["Engine", "compile", "load"]

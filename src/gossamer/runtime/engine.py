@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gossamer.errors import GossamerError
+from gossamer.runtime.file import BUILTINS, load_plan, save_plan
 from gossamer.runtime.graph import Convolution, Graph, Linear, Node, Ref, simplify, trace
-from gossamer.runtime.operators import SparseLayer, nonzero_share
+from gossamer.runtime.operators import SparseLayer
 from gossamer.runtime.plan import Binding, Plan, TorchStep, build_plan
 from gossamer.runtime.tuning import tune
+from gossamer.runtime.weights import SparseWeight
 
 
 def compile(
@@ -39,6 +42,11 @@ def compile(
     plan = build_plan(graph)
     seconds = tune(plan, _sizes(graph, pytree.tree_leaves(example))) if tuned else {}
     return Engine(plan, threads or torch.get_num_threads(), seconds)
+
+
+def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Engine:
+    """An engine that `Engine.save` wrote. The file is data: it is checked, and nothing in it is executed."""
+    return Engine(load_plan(path), threads or torch.get_num_threads())
 
 
 class Engine:
@@ -67,6 +75,10 @@ class Engine:
                     self._arenas.append(arena)
         return pytree.tree_unflatten(outputs, graph.out_spec)
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the engine to one file, with every choice and without the model's class."""
+        save_plan(self._plan, path)
+
     def summary(self) -> str:
         """One line per operator: what computes it, the zeros of its weight, and the time measured for one image."""
         lines = [f"{'output':32} {'operator':16} {'weight':>20} {'zeros':>7} {'tile':>12} {'ms':>8}"]
@@ -77,7 +89,7 @@ class Engine:
             for op in step.operators:
                 line = f"{op.output[:32]:32} {type(op).__name__:16}"
                 if isinstance(op, SparseLayer):
-                    share = 1 - nonzero_share(op.weight)
+                    share = op.weight.zeros
                     tile = f"{op.vectors} {op.chunk} {op.rows}"
                     taken = self._seconds.get(op.output)
                     shape = "×".join(map(str, op.weight.shape))
@@ -158,6 +170,8 @@ class _Call:
     def _value(self, ref: Any) -> Any:
         """The value of an argument; a planar activation is copied out of the arena."""
         if isinstance(ref, Ref):
+            if isinstance(held := self._values.get(ref.name), SparseWeight):
+                self._values[ref.name] = held.dense()
             if ref.name not in self._values:
                 self._values[ref.name] = self._view(ref.name).clone(memory_format=torch.contiguous_format)
             return self._values[ref.name]
@@ -195,7 +209,7 @@ _FUNCTIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     "hardsigmoid": functional.hardsigmoid,
     "sigmoid": functional.sigmoid,
 }
-_BUILTINS = {name: getattr(operator, name) for name in ("getitem", "mul", "add", "sub", "floordiv", "truediv", "neg")}
+_BUILTINS = {name: getattr(operator, name) for name in BUILTINS}
 
 
 def _compute(node: Node, value: Callable[[Any], Any]) -> Any:
@@ -204,8 +218,9 @@ def _compute(node: Node, value: Callable[[Any], Any]) -> Any:
     if isinstance(node, Convolution | Linear):
         weight, bias = value(Ref(node.weight)), value(Ref(node.bias))
         if isinstance(node, Linear):
-            result = functional.linear(args[0], weight, bias)
+            result = functional.linear(args[0], weight.flatten(1), bias)
         else:
+            weight = weight.reshape(*weight.shape[:2], *node.size)
             options = (node.stride, node.padding, node.dilation, node.groups)
             result = functional.conv2d(args[0], weight, bias, *options)
         return _FUNCTIONS[node.activation](result if args[1] is None else result + args[1])

@@ -15,6 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from gossamer.runtime.weights import SparseWeight
+
 ACTIVATIONS = {
     "aten.relu.default": "relu",
     "aten.hardtanh.default": "relu6",
@@ -54,6 +56,8 @@ class Convolution(Node):
     op: str = "convolution"
     weight: str = ""
     bias: str = ""
+    size: tuple[int, int] = (1, 1)
+    """Of the window."""
     stride: tuple[int, int] = (1, 1)
     padding: tuple[int, int] = (0, 0)
     dilation: tuple[int, int] = (1, 1)
@@ -88,7 +92,7 @@ class Graph:
     nodes: list[Node]
     inputs: list[str]
     outputs: list[Any]
-    constants: dict[str, Tensor]
+    constants: dict[str, Tensor | SparseWeight]
     shapes: dict[str, tuple[int | str, ...]]
     """By value: its shape, with names for the sizes that differ from call to call."""
     dtypes: dict[str, torch.dtype]
@@ -125,6 +129,7 @@ def trace(model: nn.Module, example: tuple[Any, ...]) -> Graph:
     sources: dict[str, str] = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     sources |= dict(signature.inputs_to_lifted_tensor_constants)
     state = {**program.state_dict, **program.constants}
+    constants: dict[str, Tensor | SparseWeight]
     constants = {name: cast(Tensor, state[source]).detach() for name, source in sources.items()}
     inputs = cast(list[str], list(signature.user_inputs))
     graph = Graph([], inputs, [], constants, {}, {}, program.call_spec.in_spec, program.call_spec.out_spec)
@@ -176,7 +181,7 @@ def simplify(graph: Graph) -> Graph:
 def _folded(graph: Graph) -> Graph:
     """Layers instead of ATen's convolutions and linear layers, with batch norm folded into convolutions."""
     users, nodes = graph.users(), {node.output: node for node in graph.nodes}
-    constants, done, replaced = dict(graph.constants), set[str](), dict[str, Node]()
+    constants, done, replaced = cast(dict[str, Tensor], dict(graph.constants)), set[str](), dict[str, Node]()
     for node in graph.nodes:
         if node.op in ("aten.conv2d.default", "aten.linear.default"):
             replaced[node.output] = _layer(node, constants)
@@ -189,7 +194,7 @@ def _folded(graph: Graph) -> Graph:
             replaced[node.output] = replace(_with_norm(conv, norm, constants), output=node.output)
             done |= {source, norm.output}
     kept = [replaced.get(node.output, node) for node in graph.nodes if node.output not in done]
-    return replace(graph, nodes=kept, constants=constants)
+    return replace(graph, nodes=kept, constants={**constants})
 
 
 def norm_of(node: Node, nodes: Mapping[str, Node]) -> Node | None:
@@ -227,6 +232,7 @@ def _layer(node: Node, constants: dict[str, Tensor]) -> Node:
         args=(given["input"], None),
         weight=weight.name,
         bias=name,
+        size=pair(constants[weight.name].shape[2:]),
         stride=pair(given.get("stride", 1)),
         padding=pair(given.get("padding", 0)),
         dilation=pair(given.get("dilation", 1)),

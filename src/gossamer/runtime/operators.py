@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gossamer.runtime._code import Kernel
 from gossamer.runtime._compiler import kernel_address
 from gossamer.runtime.kernels import convolution, planes, tokens
 from gossamer.runtime.layout import LANES, Layout, Margins
+from gossamer.runtime.weights import Array, SparseWeight
 
-Array = NDArray[Any]
 Arrays = dict[str, Array]
 
 
@@ -115,10 +112,11 @@ def taps(size: int, stride: int, padding: int, dilation: int) -> list[tuple[int,
     return [((i * dilation - padding) % stride, (i * dilation - padding) // stride) for i in range(size)]
 
 
-def window_margins(window: Sequence[Tap]) -> Margins:
-    """The zeros that a window needs around its input."""
+def window_margins(window: Sequence[Tap], grown: tuple[int, int] = (0, 0)) -> Margins:
+    """The zeros that a window needs around its input; `grown` is how much higher and wider the output is."""
     down, right = [tap.down for tap in window], [tap.right for tap in window]
-    return Margins(max(0, -min(down)), max(0, *down), max(0, -min(right)), max(0, *right))
+    below, beside = max(down) + grown[0], max(right) + grown[1]
+    return Margins(max(0, -min(down)), max(0, below), max(0, -min(right)), max(0, beside))
 
 
 @dataclass
@@ -128,10 +126,12 @@ class SparseLayer(Operator):
     A strided convolution reads the phases of its input, a linear layer is a convolution with a window of one.
     """
 
-    weight: Tensor
+    weight: SparseWeight
     """`(out, in / groups, window)`."""
     bias: Tensor
     window: list[Tap]
+    margin: Margins = field(default_factory=Margins)
+    """Around the input."""
     groups: int = 1
     activation: str | None = None
     phase_channels: int = 0
@@ -142,7 +142,9 @@ class SparseLayer(Operator):
     """Input channels at a time."""
     rows: int = 1
     """Output channels that share the loads of their inputs."""
-    _weights: dict[object, Arrays] = field(default_factory=dict[object, Arrays], repr=False)
+    _weights: dict[tuple[int, int, object], Arrays] = field(
+        default_factory=dict[tuple[int, int, object], Arrays], repr=False
+    )
 
     @property
     def indexed(self) -> bool:
@@ -150,7 +152,7 @@ class SparseLayer(Operator):
         return len(self.window) == 1 and self.window[0].down == self.window[0].right == 0
 
     def margins(self) -> dict[str, Margins]:
-        return {self.inputs[0]: window_margins(self.window)}
+        return {self.inputs[0]: self.margin}
 
     def tile(self, layout: Layout) -> tuple[int, int]:
         """The number of tiles and the width of the wider ones, as even as possible."""
@@ -159,26 +161,29 @@ class SparseLayer(Operator):
 
     def weights(self, source: Layout) -> Arrays:
         """The weights in the kernel's order, with distances for the input's layout."""
-        weight = self.weight.numpy()
+        rows, per_group, _ = self.weight.shape
         # Inputs of one position are small enough for the first-level cache as a whole.
-        chunk = self.chunk if source.lanes > 1 else weight.shape[1]
+        chunk = self.chunk if source.lanes > 1 and self.groups == 1 else per_group
         key = (chunk, self.rows, None if self.indexed else (source.plane, source.pitch))
         if key in self._weights:
             return self._weights[key]
-        blocks, per_group = weight.shape[0] // self.rows, weight.shape[1]
-        weight = weight.reshape(blocks, self.rows, per_group, -1)
-        block, c, position = np.nonzero(weight.any(axis=1))
-        values = weight[block, :, c, position]
+        if self.rows == 1:
+            block, c, position = np.nonzero(self.weight.mask)
+            values = self.weight.values
+        else:
+            dense = self.weight.dense().numpy().reshape(rows // self.rows, self.rows, per_group, -1)
+            block, c, position = np.nonzero(dense.any(axis=1))
+            values = dense[block, :, c, position]
+        blocks, chunks = rows // self.rows, -(-per_group // chunk)
         channel = c + block // (blocks // self.groups) * per_group
         where = np.array([[tap.phase, tap.down, tap.right] for tap in self.window])[position]
         plane = where[:, 0] * self.phase_channels + channel
         offsets = 4 * (plane * source.plane + where[:, 1] * source.pitch + where[:, 2])
-        chunks = -(-per_group // chunk) if self.groups == 1 else 1
-        group = (c // chunk if chunks > 1 else 0) * blocks + block
+        group = (c // chunk) * blocks + block
         order = np.argsort(group, kind="stable")
         counts = np.bincount(group, minlength=chunks * blocks).reshape(chunks, blocks)
         ends = np.cumsum(counts).reshape(chunks, blocks)
-        found = {
+        found: Arrays = {
             "starts": np.concatenate([ends[:, :1] - counts[:, :1], ends], axis=1).astype(np.int32),
             "offsets": plane[order].astype(np.uint16) if self.indexed else offsets[order].astype(np.int32),
             "values": np.ascontiguousarray(values[order]),
@@ -186,6 +191,16 @@ class SparseLayer(Operator):
         }
         self._weights[key] = found
         return found
+
+    def forget(self) -> None:
+        """Drop the kernel's weights of choices that were only tried."""
+        self._weights.clear()
+
+    def release(self) -> None:
+        """Drop weights that are held twice, once the layer's choices are made."""
+        if len(self._weights) == 1:
+            ((chunk, rows, _), arrays), *_ = self._weights.items()
+            self.weight.lend(arrays["values"], chunk, rows)
 
     def call(self, places: Places, threads: int, scratch: int) -> Call:
         source, target = places[self.inputs[0]], places[self.output]
@@ -296,10 +311,12 @@ class MaximumPool(Operator):
     """The maximum over a window, of an input without negative values."""
 
     window: list[Tap] = field(default_factory=list[Tap])
+    margin: Margins = field(default_factory=Margins)
+    """Around the input."""
     phase_channels: int = 0
 
     def margins(self) -> dict[str, Margins]:
-        return {self.inputs[0]: window_margins(self.window)}
+        return {self.inputs[0]: self.margin}
 
     def call(self, places: Places, threads: int, scratch: int) -> Call:
         source, target = places[self.inputs[0]].layout, places[self.output]
@@ -420,8 +437,3 @@ class AttentionHeads(Operator):
         return _call(
             kernel_address(tokens.attention, wide, len(self.inputs) > 3), tokens.ATTENTION_FIELDS, values, arrays
         )
-
-
-def nonzero_share(weight: Tensor) -> float:
-    """Non-zero weights over all weights."""
-    return int(torch.count_nonzero(weight)) / max(weight.numel(), 1)

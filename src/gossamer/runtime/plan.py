@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
+from torch import Tensor
 
+from gossamer.errors import GossamerError
 from gossamer.runtime.graph import (
     Attention,
     Convolution,
@@ -41,6 +43,7 @@ from gossamer.runtime.operators import (
     window_margins,
 )
 from gossamer.runtime.program import SLOT, Program
+from gossamer.runtime.weights import SparseWeight
 
 Dim = int | str
 """A size, or the name of one that differs from call to call."""
@@ -255,6 +258,11 @@ class _Builder:
         packed = {name: self._packed.get(name, name) for name in used - made}
         return Plan(self._graph, steps, self._activations, packed)
 
+    @property
+    def _tensors(self) -> Mapping[str, Tensor]:
+        """The constants that are not weights of layers."""
+        return {name: value for name, value in self._graph.constants.items() if isinstance(value, Tensor)}
+
     def _is_folded_norm(self, node: Node) -> bool:
         """Whether a batch norm has no user but a node that computes its result from its factors."""
         users = [user for user in self._graph.nodes if node.output in user.inputs]
@@ -339,7 +347,7 @@ class _Builder:
         norm = norm_of(node, self._nodes)
         if norm is None:
             return None
-        factor, shift = norm_factors(norm, self._graph.constants)
+        factor, shift = norm_factors(norm, self._tensors)
         return self._map(node, [norm.args[0]], scale=factor.float(), shift=shift.float())
 
     def _layer_norm(self, node: Node) -> list[Operator] | None:
@@ -348,7 +356,7 @@ class _Builder:
         value = cast(Activation, self._activation(node.output))
         if value.kind == "image" or tuple(given["shape"]) != (value.channels,):
             return None
-        constants, channels = self._graph.constants, cast(int, value.channels)
+        constants, channels = self._tensors, cast(int, value.channels)
         weight, bias = given.get("weight"), given.get("bias")
         if any(isinstance(ref, Ref) and ref.name not in constants for ref in (weight, bias)):
             return None
@@ -386,39 +394,64 @@ class _Builder:
         if window is None:
             return None
         self._nonnegative.add(node.output)
-        before, name, positions = window
+        before, name, positions, margin = window
         channels = cast(int, cast(Activation, self._activation(source)).channels)
-        return [*before, MaximumPool([name], node.output, positions, channels)]
+        return [*before, MaximumPool([name], node.output, positions, margin, channels)]
 
     def _convolution(self, node: Convolution) -> list[Operator] | None:
         source, added = cast(Ref, node.args[0]).name, node.args[1]
-        weight = self._graph.constants[node.weight]
-        if isinstance(added, Ref) and self._activation(added.name) is None:
+        incoming, outgoing = self._activation(source), cast(Activation, self._activation(node.output))
+        if incoming is None or not self._can_add(added, outgoing):
             return None
-        size = cast(tuple[int, int], tuple(weight.shape[2:]))
-        window = self._window(source, node.output, size, node.stride, node.padding, node.dilation)
+        weight = self._weight(node.weight)
+        rows = cast(int, outgoing.channels)
+        shape = (rows, cast(int, incoming.channels) // node.groups, node.size[0] * node.size[1])
+        if weight.shape != shape or rows % node.groups or not _has_size(node, incoming, outgoing):
+            return None
+        window = self._window(source, node.output, node.size, node.stride, node.padding, node.dilation)
         if window is None:
             return None
-        before, name, positions = window
+        before, name, positions, margin = window
         layer = SparseLayer(
             [name, *([added.name] if isinstance(added, Ref) else [])],
             node.output,
-            weight.flatten(2),
-            self._graph.constants[node.bias],
+            weight,
+            self._bias(node.bias, rows),
             positions,
+            margin,
             groups=node.groups,
             activation=node.activation,
-            phase_channels=cast(int, cast(Activation, self._activation(source)).channels),
+            phase_channels=cast(int, incoming.channels),
         )
         return [*before, layer]
 
     def _linear(self, node: Linear) -> list[Operator] | None:
         source, added = cast(Ref, node.args[0]).name, node.args[1]
-        names = [source, *([added.name] if isinstance(added, Ref) else [])]
-        if any(value is None or value.kind == "image" for value in map(self._activation, names)):
+        incoming, outgoing = self._activation(source), cast(Activation, self._activation(node.output))
+        if incoming is None or incoming.kind == "image" or not self._can_add(added, outgoing):
             return None
-        weight, bias = (self._graph.constants[name] for name in (node.weight, node.bias))
-        return [SparseLayer(names, node.output, weight.unsqueeze(2), bias, [Tap(0, 0, 0)], activation=node.activation)]
+        weight = self._weight(node.weight)
+        if weight.shape != (outgoing.channels, incoming.channels, 1):
+            return None
+        names = [source, *([added.name] if isinstance(added, Ref) else [])]
+        bias = self._bias(node.bias, weight.shape[0])
+        return [SparseLayer(names, node.output, weight, bias, [Tap(0, 0, 0)], activation=node.activation)]
+
+    def _can_add(self, added: Any, outgoing: Activation) -> bool:
+        """Whether what a layer adds to its result is nothing, or an activation of the same shape."""
+        return not isinstance(added, Ref) or self._activation(added.name) == outgoing
+
+    def _weight(self, name: str) -> SparseWeight:
+        weight = self._graph.constants[name]
+        if not isinstance(weight, SparseWeight):
+            weight = self._graph.constants[name] = SparseWeight.of(weight)
+        return weight
+
+    def _bias(self, name: str, rows: int) -> Tensor:
+        bias = self._graph.constants[name]
+        if not isinstance(bias, Tensor) or bias.shape != (rows,) or bias.dtype != torch.float32:
+            raise GossamerError(f"'{name}': expected {rows} values of torch.float32")
+        return bias
 
     def _attention(self, node: Attention) -> list[Operator] | None:
         names = [cast(Ref, arg).name for arg in node.args[:3]]
@@ -447,8 +480,8 @@ class _Builder:
         stride: tuple[int, int],
         padding: tuple[int, int],
         dilation: tuple[int, int],
-    ) -> tuple[list[Operator], str, list[Tap]] | None:
-        """What to run before, the activation to read, and the window's positions in it."""
+    ) -> tuple[list[Operator], str, list[Tap], Margins] | None:
+        """What to run before, the activation to read, the window's positions in it, and the margins that it needs."""
         incoming, outgoing = self._activation(source), cast(Activation, self._activation(output))
         if incoming is None or stride[0] != stride[1]:
             return None
@@ -456,7 +489,10 @@ class _Builder:
         rows = taps(size[0], step, padding[0], dilation[0])
         columns = taps(size[1], step, padding[1], dilation[1])
         if step == 1:
-            return [], source, [Tap(0, row[1], column[1]) for row in rows for column in columns]
+            window = [Tap(0, row[1], column[1]) for row in rows for column in columns]
+            sizes = [cast(int, size) for value in (outgoing, incoming) for size in (value.height, value.width)]
+            grown = (sizes[0] - sizes[2], sizes[1] - sizes[3])
+            return [], source, window, window_margins(window, grown)
         key = (source, step, outgoing.height, outgoing.width)
         split, before = self._splits.get(key), list[Operator]()
         if split is None:
@@ -468,12 +504,23 @@ class _Builder:
                 split.phases.append(phase)
         phase = split.phases.index
         window = [Tap(phase((row[0], column[0])), row[1], column[1]) for row in rows for column in columns]
-        split.margin = split.margin.union(window_margins(window))
+        margin = window_margins(window)
+        split.margin = split.margin.union(margin)
         channels = cast(int, incoming.channels) * len(split.phases)
         self._activations[split.output] = Activation(
             "image", incoming.images, channels, outgoing.height, outgoing.width
         )
-        return before, split.output, window
+        return before, split.output, window, margin
+
+
+def _has_size(node: Convolution, incoming: Activation, outgoing: Activation) -> bool:
+    """Whether the output of a convolution has the size that follows from its input."""
+    sizes = zip((incoming.height, incoming.width), node.size, node.stride, node.padding, node.dilation, strict=True)
+    expected = [
+        (cast(int, size) + 2 * padding - dilation * (window - 1) - 1) // stride + 1
+        for size, window, stride, padding, dilation in sizes
+    ]
+    return expected == [outgoing.height, outgoing.width]
 
 
 def _is_size(size: Dim) -> bool:

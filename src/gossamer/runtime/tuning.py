@@ -19,6 +19,7 @@ _CHUNKS = (16, 32, 64, 128, 512)
 """Input channels per chunk to try."""
 _REGISTERS = 24
 """Accumulators that a tile may have."""
+_LARGEST_CHUNK = 1 << 20
 _REPETITIONS = 5
 _ALLOWANCE = 0.02
 """Seconds that one candidate may take."""
@@ -51,13 +52,35 @@ def tune(plan: Plan, sizes: Mapping[str, int]) -> dict[str, float]:
             if key not in known:
                 known[key] = _best(op, scratch)
             (op.vectors, op.chunk, op.rows), found[op.output] = known[key]
+            op.forget()
     return found
+
+
+def choices(plan: Plan) -> dict[str, Choice]:
+    """By output: what was chosen for each sparse layer."""
+    return {op.output: (op.vectors, op.chunk, op.rows) for op in plan.operators if isinstance(op, SparseLayer)}
+
+
+def set_choices(plan: Plan, chosen: Mapping[str, Choice]) -> None:
+    """Use these choices. Raises `ValueError` for one that kernels do not have."""
+    for op in plan.operators:
+        if isinstance(op, SparseLayer):
+            vectors, chunk, rows = chosen[op.output]
+            fits = all(type(number) is int and number > 0 for number in (vectors, chunk, rows))
+            if (
+                not fits
+                or vectors * rows > _REGISTERS
+                or chunk > _LARGEST_CHUNK
+                or op.weight.shape[0] // op.groups % rows
+            ):
+                raise ValueError(f"'{op.output}': no kernel for {chosen[op.output]}")
+            op.vectors, op.chunk, op.rows = vectors, chunk, rows
 
 
 def _shape(op: SparseLayer) -> tuple[object, ...]:
     """What the time of a layer depends on, besides its layouts; the share of zeros to a few percent."""
-    density = round(8 * math.log2(1 + np.count_nonzero(op.weight.numpy())))
-    return (tuple(op.weight.shape), density, op.groups, op.activation, len(op.inputs), tuple(op.window))
+    density = round(8 * math.log2(1 + op.weight.count))
+    return (op.weight.shape, density, op.groups, op.activation, len(op.inputs), tuple(op.window))
 
 
 class _Scratch:
@@ -111,9 +134,9 @@ def _best(op: SparseLayer, scratch: _Scratch) -> tuple[Choice, float]:
 def _shared_rows(op: SparseLayer) -> Iterator[int]:
     """Numbers of output channels to take together: where most of their weights are non-zero together."""
     yield 1
-    weight = op.weight.numpy() != 0
+    mask = op.weight.mask
     for rows in (2, 4):
-        if weight.shape[0] // op.groups % rows == 0:
-            union = np.count_nonzero(weight.reshape(-1, rows, *weight.shape[1:]).any(axis=1))
-            if np.count_nonzero(weight) > 0.5 * rows * union:
+        if mask.shape[0] // op.groups % rows == 0:
+            union = np.count_nonzero(mask.reshape(-1, rows, *mask.shape[1:]).any(axis=1))
+            if op.weight.count > 0.5 * rows * union:
                 yield rows
