@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -141,3 +142,18 @@ def test_the_summary_names_every_operator_and_the_zeros_of_its_weight() -> None:
     assert summary.count("SparseLayer") == 5
     assert "16×32×25" in summary
     assert "torch: aten" in summary
+
+
+def test_weights_take_less_than_a_third_of_dense_memory_at_90_percent_zeros() -> None:
+    model = pruned(nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 128, 1)))
+    engine = runtime.compile(model, torch.randn(1, 64, 14, 14), threads=1)
+    x = torch.randn(1, 64, 14, 14)
+    engine(x)
+    assert engine.weight_bytes <= 0.3 * sum(4 * parameter.numel() for parameter in model.parameters())
+    check(model, engine, x)
+
+
+def test_an_engine_can_be_pickled() -> None:
+    engine = runtime.compile(pruned(Residual()), torch.randn(2, 3, 32, 32), threads=1, tuned=False)
+    x = torch.randn(2, 3, 32, 32)
+    assert torch.equal(pickle.loads(pickle.dumps(engine))(x), engine(x))

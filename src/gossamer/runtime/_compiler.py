@@ -42,7 +42,7 @@ def kernel_address(build: Callable[..., ir.Module], *arguments: object) -> int:
 
 def _object_code(text: str) -> bytes:
     machine = _machine()
-    processor = f"{llvmlite.__version__} {machine.triple} {llvm.get_host_cpu_name()} {_features()}"
+    processor = f"{llvmlite.__version__} {machine.triple} {' '.join(_processor())}"
     name = hashlib.sha256(f"{processor}\n{text}".encode()).hexdigest()
     folder = _cache_folder()
     code = None if folder is None else _read(folder / name)
@@ -71,23 +71,29 @@ def optimized(text: str, machine: Any) -> Any:
 
 
 @cache
-def _features() -> str:
-    return llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit"
+def _processor() -> tuple[str, str]:
+    """The CPU to compile for and its features: the host's, or the CPU that `GOSSAMER_CPU` names, such as haswell."""
+    given = os.environ.get("GOSSAMER_CPU")
+    if given:
+        return given, ""
+    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit"
 
 
 @cache
 def _machine() -> Any:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    target = llvm.Target.from_default_triple()
-    return target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=_features(), opt=3, jit=True)
+    return _new_machine()
+
+
+def _new_machine() -> Any:
+    cpu, features = _processor()
+    return llvm.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
 
 
 @cache
 def _linker() -> Any:
-    target = llvm.Target.from_default_triple()
-    machine = target.create_target_machine(cpu=llvm.get_host_cpu_name(), features=_features(), opt=3, jit=True)
-    linker: Any = llvm.create_lljit_compiler(machine, use_jit_link=False)
+    linker: Any = llvm.create_lljit_compiler(_new_machine(), use_jit_link=False)
     return linker
 
 

@@ -75,6 +75,21 @@ class Engine:
                     self._arenas.append(arena)
         return pytree.tree_unflatten(outputs, graph.out_spec)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that the weights of native layers take."""
+        return sum(op.weight_bytes for op in self._layers)
+
+    @property
+    def _layers(self) -> list[SparseLayer]:
+        return [op for op in self._plan.operators if isinstance(op, SparseLayer)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"plan": self._plan, "threads": self.threads, "seconds": dict(self._seconds)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the engine to one file, with every choice and without the model's class."""
         save_plan(self._plan, path)
@@ -103,6 +118,8 @@ class Engine:
             binding = self._bindings.get(key)
             if binding is None:
                 binding = self._bindings[key] = self._plan.bind(sizes, self.threads)
+                for op in self._layers:
+                    op.release()
             return binding
 
     def _take(self, size: int) -> np.ndarray:

@@ -192,6 +192,11 @@ class SparseLayer(Operator):
         self._weights[key] = found
         return found
 
+    @property
+    def weight_bytes(self) -> int:
+        arrays = (array for found in self._weights.values() for array in found.values())
+        return self.weight.nbytes + sum(array.nbytes for array in arrays)
+
     def forget(self) -> None:
         """Drop the kernel's weights of choices that were only tried."""
         self._weights.clear()
