@@ -194,6 +194,18 @@ def test_an_average_can_be_exported_after_the_model(config: dict[str, Any]) -> N
     assert found == [zeros(model.get_parameter(name)) for name in PRUNABLE]
 
 
+def test_the_last_scheduler_to_prepare_a_model_decides_about_its_zeros() -> None:
+    dense = network()
+    weights = deepcopy(dense.state_dict())
+    scheduler, model = prepared(levels(sparsity_table=[90]), dense)
+    scheduler.prune_model(model, 0)
+    scheduler.export_sparse_model(model)
+    dense.load_state_dict(weights)
+    other, again = prepared(levels(sparsity_table=[10]), dense)
+    loop(other, again, sgd(again), range(2))
+    assert other.compute_sparse_rate(again) == pytest.approx(0.1, abs=1e-3)
+
+
 @pytest.mark.parametrize("config", [str_config(), probmask()], ids=["STR", "ProbMask"])
 def test_learned_parameters_in_no_optimizer_are_reported(
     config: dict[str, Any], caplog: pytest.LogCaptureFixture

@@ -111,6 +111,16 @@ def test_folding_writes_only_where_there_is_a_sparser() -> None:
     assert [name for name in PRUNABLE if model.get_parameter(name)._version != before[name]] == ["0.weight", "7.weight"]
 
 
+def test_training_on_after_export_keeps_the_zeros() -> None:
+    scheduler, model = prepared(str_config(-3.0))
+    loop(scheduler, model, sgd(model), range(3))
+    scheduler.export_sparse_model(model)
+    before = [zeros(model.get_parameter(name)) for name in PRUNABLE]
+    loop(scheduler, model, sgd(model), range(3, 6))
+    assert [zeros(model.get_parameter(name)) for name in PRUNABLE] == before
+    assert min(before) > 0
+
+
 def test_half_precision_weights_keep_their_type() -> None:
     scheduler, model = prepared(str_config(-3.0), network().to(torch.bfloat16))
     assert model(batch(0)[0].bfloat16()).dtype == torch.bfloat16

@@ -122,7 +122,7 @@ SOURCES = "; choose one of image_folder, image_list, coco, json_lines, idx, npz,
         ),
         (
             "sparsity:\n  scheduler:\n    type: AmpereScheduler\n    kwargs: {\n      mask_calculator: m4n2_3d}",
-            "5: sparsity.scheduler.kwargs.mask_calculator: unknown pattern 'm4n2_3d'; nearest: 'm4n2_1d'",
+            "5: sparsity.scheduler.kwargs.mask_calculator: unknown pattern 'm4n2_3d'; known: ",
         ),
         (
             SPARSE.strip() + "\n      sparsity_tabel: 3",

@@ -95,7 +95,7 @@ class BaseScheduler:
         self._untrained: set[int] = set()
         """The ids of learned parameters that no optimizer has stepped yet."""
         self._exported = Masks()
-        """The zeros of the exported model, for copies of it that are exported later."""
+        """The zeros to hold if training continues after the export."""
 
     # Calls of a training script
 
@@ -134,10 +134,13 @@ class BaseScheduler:
         elif self.traces and owner is model:
             prepared = traced(model, self.config.leaves)
         self.example_inputs, self.in_parts = example_inputs, networks is not None
+        for scheduler in list(_schedulers):
+            scheduler.release(model)
         self._exported = Masks()
         self.install(prepared)
         self._untrained = {id(p) for node in sparsers.nodes(unwrap(prepared)).values() for p in node.parameters()}
         self._reference = weakref.ref(unwrap(prepared))
+        _schedulers.add(self)
         self._watch = StepWatch(unwrap(prepared), self._before_step, self._after_step)
         return prepared
 
@@ -177,9 +180,9 @@ class BaseScheduler:
     def export_sparse_model(self, model: nn.Module) -> nn.Module:
         """Write the zeros into the weights and remove the sparsers, in place.
 
-        This ends the pruning: further optimizer steps change all weights. A copy of the prepared model, such as an
-        average, can be exported too, before or after it. Warns if `prune_model` was not called up to the length that
-        the config sets.
+        The zeros are held if training continues, as long as the scheduler exists and no other one prepares the model.
+        A copy of the prepared model, such as an average, can be exported too, before or after it. Warns if
+        `prune_model` was not called up to the length that the config sets.
         """
         owner = self._check_copy(model, "export_sparse_model")
         if self.iteration is None and not self._holds_masks and not self.learns:
@@ -194,7 +197,7 @@ class BaseScheduler:
                 held += [name for name in self._run.masks.names() if name not in held]
                 if self._begun:
                     self._run.finish()
-            self._run = self._watch = None
+            self._run = None
             for name in held:
                 weight = get_parameter(owner, name).detach()
                 self._exported.hold(0, name, weight != 0, weight)
@@ -425,6 +428,13 @@ class BaseScheduler:
     def after_step(self) -> None:
         """Called after each step of an optimizer that trains the model."""
 
+    def release(self, model: nn.Module) -> None:
+        """Stop holding the zeros of an exported model, because another scheduler prepares it."""
+        parameters = {id(parameter) for parameter in model.parameters()}
+        exported = self.prepared
+        if exported is not None and any(id(parameter) in parameters for parameter in exported.parameters()):
+            self._exported = Masks()
+
     @contextmanager
     def config_errors(self) -> Generator[None]:
         """Errors of modifiers become errors of the config."""
@@ -485,13 +495,15 @@ class BaseScheduler:
         return self._run.before_step(optimizer, args, kwargs)
 
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.prepared is None:
+        model = self.prepared
+        if model is None:
             return
         self._steps += 1
         if self._run is not None and self._begun and optimizer is self._run.optimizer:
             self._run.after_step(optimizer, (), {})
         elif self._run is not None:
             self._run.apply_masks()
+        self._exported.apply(model)
         self.after_step()
 
     def _warn_untrained(self) -> None:
@@ -550,6 +562,10 @@ class BaseScheduler:
             if not has_parameter(owner, name):
                 raise GossamerError(f"{call}: this is not a copy of the prepared model: it has no parameter '{name}'")
         return owner
+
+
+_schedulers: weakref.WeakSet[BaseScheduler] = weakref.WeakSet()
+"""Schedulers that may hold the zeros of a model that they have exported."""
 
 
 # Selection of layers

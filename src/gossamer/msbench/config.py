@@ -46,19 +46,8 @@ class Config:
             if kind is not None:
                 self.types[part] = kind
                 self.kwargs[part] = check_arguments(kind, kwargs, problems, part, "kwargs")
-        self.leaves: list[Any] = []
-        leaves = config.get("leaf_module")
-        if isinstance(leaves, list | tuple):
-            self.leaves += cast(Sequence[Any], leaves)
-        elif leaves is not None:
-            problems.add(f"expected a list of classes or dotted names, found {leaves!r}", "leaf_module")
-        self.sparsity: dict[str, Any] = {}
-        sparsity = config.get("sparsity")
-        if isinstance(sparsity, Mapping):
-            entries = cast(Mapping[str, Any], sparsity)
-            self.sparsity = check_arguments(_SparsityArguments, entries, problems, "sparsity")
-        elif sparsity is not None:
-            problems.add(f"expected {{'target_sparsity': …, 'uniform': …}}, found {sparsity!r}", "sparsity")
+        self.leaves: list[Any] = list(_leaves(config.get("leaf_module"), problems))
+        self.sparsity: dict[str, Any] = _sparsity(config.get("sparsity"), problems)
         problems.raise_if_any()
 
     def overridden(self, given: object) -> dict[str, Any]:
@@ -160,9 +149,28 @@ def _keyword_fields(kind: type) -> dict[str, tuple[Any, bool]]:
 
 
 class _SparsityArguments:
-    """The keys of `sparsity` in a config, which some schedulers use."""
+    """The keys of `sparsity` in a config."""
 
     def __init__(self, *, target_sparsity: Sparsity, uniform: bool = True) -> None: ...
+
+
+def _leaves(given: object, problems: Problems) -> Sequence[Any]:
+    if given is None:
+        return []
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        problems.add(f"expected a list of classes or dotted names, found {given!r}", "leaf_module")
+        return []
+    return cast(Sequence[Any], given)
+
+
+def _sparsity(given: object, problems: Problems) -> dict[str, Any]:
+    """`{'target_sparsity': 0.9, 'uniform': True}`, which some schedulers use."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        problems.add(f"expected {{'target_sparsity': …, 'uniform': …}}, found {given!r}", "sparsity")
+        return {}
+    return check_arguments(_SparsityArguments, cast(Mapping[str, Any], given), problems, "sparsity")
 
 
 def copy_config(value: Any) -> Any:

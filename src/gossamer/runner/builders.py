@@ -126,7 +126,7 @@ def _by_name(net: Net, num_classes: int, trust: Trust) -> nn.Module:
     anchors = {} if net.type in OWN_DETECTORS else {key: kwargs.pop(key) for key in ANCHORS if key in kwargs}
 
     def detector(**given: Any) -> Any:
-        with within("net", "kwargs"):
+        with within("kwargs"):
             return make(**given)
 
     model = _call(net, detector, {"num_classes": num_classes + 1, **kwargs})
