@@ -73,6 +73,7 @@ def test_every_file_has_a_row_in_every_runtime_that_takes_it(folder: Path) -> No
     rows = [(timing.runtime, Path(timing.file).name) for timing in found if timing.runtime != "openvino"]
     assert rows == [
         *(("onnxruntime", "dense.onnx"), ("onnxruntime", "sparse.onnx")),
+        *(("gossamer", "dense.onnx"), ("gossamer", "sparse.onnx")),
         *(("torch", "dense.pt2"), ("torch", "sparse.pt2"), ("torch", "mine")),
         ("load", "sparse.safetensors"),
     ]
@@ -262,7 +263,8 @@ def test_a_runtime_that_is_missing_is_named_with_what_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = relu(tmp_path / "a.onnx", (1, 4))
-    monkeypatch.setattr(runtimes, "find_spec", lambda name: None if name in ("onnxruntime", "openvino") else name)
+    missing = ("onnxruntime", "openvino", "gossamer")
+    monkeypatch.setattr(runtimes, "find_spec", lambda name: None if name in missing else name)
     with pytest.raises(GossamerError, match=r"a\.onnx: no runtime for it is installed: pip install 'gossamer\[onnx\]'"):
         measure([path], rounds=1)
     with pytest.raises(GossamerError, match="--runtime: openvino is not installed: pip install openvino"):

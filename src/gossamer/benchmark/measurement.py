@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from gossamer.benchmark.runtimes import (
+    RUNTIMES,
     Array,
     Candidate,
     Contents,
@@ -41,7 +42,7 @@ SMALL_GAIN = 1.15
 """A speedup below this factor is negligible when most products are with zero."""
 ADVICE = (
     "What makes a sparse model faster: removing whole filters (thin), 8-bit integers, 2:4 on an NVIDIA GPU since "
-    "Ampere, or a runtime that skips zeros; bitmask and sparse24 files make it smaller"
+    "Ampere, or a runtime that skips zeros (gossamer.runtime); bitmask and sparse24 files make it smaller"
 )
 
 
@@ -369,6 +370,8 @@ def _reason(timing: Timing, first: Timing) -> str:
     if parts or own.sparsity - base.sparsity < SPARSE:
         return "; ".join(parts)
     zeros = f"{own.sparsity:.1%} of its weights are zero"
+    if RUNTIMES[timing.runtime].skips_zeros:
+        return f"{zeros}, which {timing.runtime} skips" if timing.verdict == "faster" else zeros
     if timing.speed.high < SMALL_GAIN:
         return f"{zeros}, but {timing.runtime} does not skip zeros"
     return f"{zeros}, which {timing.runtime} is not known to use: repeat the measurement before you rely on it"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gossamer.errors import GossamerError
+from gossamer.runtime._onnx_functions import FUNCTIONS
 from gossamer.runtime.file import BUILTINS, load_plan, save_plan
 from gossamer.runtime.graph import Convolution, Graph, Linear, Node, Ref, simplify, trace
 from gossamer.runtime.operators import SparseLayer
@@ -61,19 +62,21 @@ class Engine:
 
     def __call__(self, *args: Any) -> Any:
         """The model's outputs."""
+        return pytree.tree_unflatten(self.flat(pytree.tree_leaves(args)), self._plan.graph.out_spec)
+
+    def flat(self, leaves: Sequence[Any]) -> list[Any]:
+        """All outputs in order, for all inputs in order."""
         graph = self._plan.graph
-        leaves = pytree.tree_leaves(args)
         sizes = _sizes(graph, leaves)
         with torch.inference_mode():
             binding = self._bind(sizes)
             arena = self._take(binding.arena_bytes)
             try:
                 values = {**graph.constants, **dict(zip(graph.inputs, leaves, strict=True))}
-                outputs = _Call(self._plan, binding, arena, values).run(self.threads)
+                return _Call(self._plan, binding, arena, values).run(self.threads)
             finally:
                 with self._lock:
                     self._arenas.append(arena)
-        return pytree.tree_unflatten(outputs, graph.out_spec)
 
     @property
     def weight_bytes(self) -> int:
@@ -244,5 +247,7 @@ def _compute(node: Node, value: Callable[[Any], Any]) -> Any:
     namespace, name, *overload = node.op.split(".")
     if namespace == "builtin":
         return _BUILTINS[name](*args)
+    if namespace == "onnx":
+        return FUNCTIONS[name](*args, **node.kwargs)
     function = getattr(getattr(torch.ops.aten, name), overload[0])
     return function(*args, **{key: value(item) for key, item in node.kwargs.items()})

@@ -33,6 +33,7 @@ from gossamer.io import (
     read_header,
     write_sealed,
 )
+from gossamer.runtime._onnx_functions import FUNCTIONS
 from gossamer.runtime.graph import Attention, Convolution, Graph, Linear, Node, Ref
 from gossamer.runtime.plan import Plan, build_plan
 from gossamer.runtime.tuning import Choice, choices, set_choices
@@ -157,7 +158,8 @@ def _graph(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Graph:
 
 def _check_operator(op: str) -> None:
     namespace, name, *_ = [*op.split("."), ""]
-    fits = {"aten": name in OPERATORS, "builtin": name in BUILTINS}.get(namespace, op in _LAYERS)
+    known = {"aten": name in OPERATORS, "builtin": name in BUILTINS, "onnx": name in FUNCTIONS}
+    fits = known.get(namespace, op in _LAYERS)
     if not fits:
         raise GossamerError(f"operator '{op}' is not supported in engine files; compile the model where it runs")
 

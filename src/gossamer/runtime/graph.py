@@ -124,6 +124,7 @@ def trace(model: nn.Module, example: tuple[Any, ...]) -> Graph:
 
     leaves, spec = pytree.tree_flatten(example)
     dynamic = pytree.tree_unflatten([_dynamic(leaf) for leaf in leaves], spec)
+    example = pytree.tree_unflatten([_doubled(leaf) for leaf in leaves], spec)
     program = torch.export.export(model, example, dynamic_shapes=dynamic).run_decompositions({})
     signature = program.graph_signature
     sources: dict[str, str] = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
@@ -155,6 +156,14 @@ def _dynamic(leaf: Any) -> dict[int, Any] | None:
         return None
     tokens = leaf.dim() == 3 or (leaf.dim() == 2 and not leaf.is_floating_point())
     return {0: auto, 1: auto} if tokens else {0: auto}
+
+
+def _doubled(leaf: Any) -> Any:
+    """The example with at least two entries in its dynamic dimensions: torch.export takes a size of 1 for fixed."""
+    for dim in _dynamic(leaf) or ():
+        if leaf.shape[dim] == 1:
+            leaf = torch.cat([leaf, leaf], dim)
+    return leaf
 
 
 def _plain(value: Any) -> Any:

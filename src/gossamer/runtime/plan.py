@@ -235,6 +235,8 @@ class _Builder:
         self._packed: dict[str, str] = {}
         self._splits: dict[tuple[str, int, Dim, Dim], SplitPhases] = {}
         self._nonnegative: set[str] = set()
+        self._sizes = {size for name in graph.inputs for size in graph.shapes.get(name, ())}
+        """The sizes that are known when an engine is called."""
 
     def plan(self) -> Plan:
         steps: list[Step] = []
@@ -271,13 +273,15 @@ class _Builder:
     def _activation(self, name: str) -> Activation | None:
         """The planar form of a value; None without one."""
         shape: tuple[Dim, ...] = self._graph.shapes.get(name, ())
+        if any(isinstance(size, str) and size not in self._sizes for size in shape):
+            return None
         if name in self._graph.constants or self._graph.dtypes.get(name) != torch.float32:
             return None
         if len(shape) == 4 and all(isinstance(size, int) for size in shape[1:]):
             return Activation("image", *shape)
-        if len(shape) == 3 and isinstance(shape[2], int) and all(_is_size(size) for size in shape[:2]):
+        if len(shape) == 3 and isinstance(shape[2], int):
             return Activation("tokens", shape[0], shape[2], 1, shape[1])
-        if len(shape) == 2 and isinstance(shape[1], int) and _is_size(shape[0]):
+        if len(shape) == 2 and isinstance(shape[1], int):
             return Activation("rows", 1, shape[1], 1, shape[0])
         return None
 
@@ -521,11 +525,6 @@ def _has_size(node: Convolution, incoming: Activation, outgoing: Activation) -> 
         for size, window, stride, padding, dilation in sizes
     ]
     return expected == [outgoing.height, outgoing.width]
-
-
-def _is_size(size: Dim) -> bool:
-    """Whether a size is a number or one name, not an expression."""
-    return isinstance(size, int) or size.isidentifier()
 
 
 def _is_global_mean(node: Node) -> bool:
