@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -336,3 +337,10 @@ def test_a_quantized_resnet_is_counted_in_integers_and_compared_with_its_float_f
     assert int8.contents.zeros >= dense.contents.zeros >= 512 * 512 * 9 // 2
     assert int8.contents.bytes < 0.3 * dense.contents.bytes
     assert int8.notes == ()
+
+
+def test_the_fastest_program_is_named_across_runtimes(folder: Path) -> None:
+    files = [folder / name for name in ("dense.onnx", "sparse.onnx")]
+    lines = explain(measure(files, rounds=3, batch=4, runtimes=["onnxruntime", "gossamer"]))
+    assert any(re.match(r"fastest: (dense|sparse)\.onnx in (onnxruntime|gossamer), [\d.e-]+ ms", line) for line in lines)
+    assert not any(line.startswith("fastest") for line in explain(measure(files, rounds=3, runtimes=["onnxruntime"])))

@@ -329,7 +329,22 @@ def explain(timings: Sequence[Timing]) -> list[str]:
             advice.append(_advice(timing, names))
     if any(timing.batch is None for timing in timings):
         advice.append("A file of weights holds no program, so reading it is timed; export ONNX to measure how it runs")
-    return list(dict.fromkeys([*lines, *advice]))
+    return list(dict.fromkeys([*lines, *_fastest(timings, names), *advice]))
+
+
+def _fastest(timings: Sequence[Timing], names: Mapping[str, str]) -> list[str]:
+    """Across runtimes: the fastest program, and the best time of the first file."""
+    programs = [timing for timing in timings if timing.batch is not None]
+    firsts = [timing for timing in programs if timing.first is None]
+    if len({timing.runtime for timing in programs}) < 2 or len({timing.file for timing in firsts}) != 1:
+        return []
+    best, first = (min(group, key=lambda timing: timing.median) for group in (programs, firsts))
+    if best is first:
+        return [f"fastest: {names[best.file]} in {best.runtime}, {1e3 * best.median:.3g} ms"]
+    return [
+        f"fastest: {names[best.file]} in {best.runtime}, {1e3 * best.median:.3g} ms; {names[first.file]} takes "
+        f"{1e3 * first.median:.3g} ms in {first.runtime}, {first.median / best.median:.2f}× as long"
+    ]
 
 
 def format_ratio(ratio: Ratio) -> str:
