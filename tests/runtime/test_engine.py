@@ -157,3 +157,23 @@ def test_an_engine_can_be_pickled() -> None:
     engine = runtime.compile(pruned(Residual()), torch.randn(2, 3, 32, 32), threads=1, tuned=False)
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(pickle.loads(pickle.dumps(engine))(x), engine(x))
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU6(), nn.SiLU(), nn.GELU(), nn.Hardswish(), nn.Sigmoid()])
+def test_nan_and_infinity_pass_as_in_torch(activation: nn.Module) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 2, 1, groups=2, bias=False), activation, nn.MaxPool2d(2)).eval()
+    model[0].weight.data.fill_(1.0)
+    x = torch.randn(1, 2, 4, 32)
+    x[0, 0, 1, 3], x[0, 1, 2, 20] = float("nan"), float("inf")
+    with torch.inference_mode():
+        expected = model(x)
+    found = runtime.compile(model, x, threads=1, tuned=False)(x)
+    assert torch.equal(found.isnan(), expected.isnan())
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-5, atol=1e-6)
+
+
+def test_compiling_leaves_the_mode_of_every_module() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout()).train()
+    model[1].eval()
+    runtime.compile(model, torch.randn(2, 3, 8, 8), threads=1, tuned=False)
+    assert [module.training for module in model] == [True, False, True]

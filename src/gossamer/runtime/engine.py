@@ -34,12 +34,13 @@ def compile(
     measurements that choose how each layer is computed.
     """
     example = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
-    training = model.training
+    training = [module for module in model.modules() if module.training]
     try:
         with torch.no_grad():
             graph = simplify(trace(model.eval(), example))
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True
     plan = build_plan(graph)
     seconds = tune(plan, _sizes(graph, pytree.tree_leaves(example))) if tuned else {}
     return Engine(plan, threads or torch.get_num_threads(), seconds)

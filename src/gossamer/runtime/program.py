@@ -91,23 +91,25 @@ class _Helpers:
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._threads = 0
         self._lock = threading.Lock()
-        self._waiting = 0
+        self._idle = 0
 
     def submit(self, task: Callable[[], object]) -> None:
         with self._lock:
-            if self._tasks.qsize() >= self._waiting:
+            if self._tasks.qsize() >= self._idle:
+                self._idle += 1
                 threading.Thread(target=self._serve, daemon=True, name="gossamer-runtime").start()
-                self._waiting += 1
-            self._tasks.put(task)
+        self._tasks.put(task)
 
     def _serve(self) -> None:
         while True:
             task = self._tasks.get()
-            self._waiting -= 1
+            with self._lock:
+                self._idle -= 1
             task()
-            self._waiting += 1
+            del task  # it refers to a program
+            with self._lock:
+                self._idle += 1
 
 
 _pools: dict[int, _Helpers] = {}

@@ -64,7 +64,8 @@ def exponential(f: Function, value: Value) -> Value:
         p = fma(p, r, constant(coefficient))
     integers = ir.VectorType(I32, lanes)
     shifted = build.shl(build.fptosi(n, integers), ir.Constant(integers, [23] * lanes))
-    return build.bitcast(build.add(build.bitcast(p, integers), shifted), kind)
+    result = build.bitcast(build.add(build.bitcast(p, integers), shifted), kind)
+    return build.select(build.fcmp_unordered("uno", value, value), value, result)
 
 
 def error_function(f: Function, value: Value) -> Value:

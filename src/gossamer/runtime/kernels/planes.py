@@ -177,8 +177,8 @@ def maximum_planes() -> ir.Module:
                 distance = build.sext(kernel.load(offsets, I32, kernel.mul(tap, 4)), I64)
                 value = kernel.load(kernel.at(x, distance), _VECTOR, kernel.mul(k, _STEP))
                 best = most.get()
-                larger = build.fcmp_unordered(">", value, best)  # true for NaN, which torch keeps
-                most.set(build.select(larger, value, best))
+                larger = build.or_(build.fcmp_ordered(">", value, best), build.fcmp_unordered("uno", value, value))
+                most.set(build.select(larger, value, best))  # NaN stays, as in torch
             value = keep_valid(kernel, most.get(), kernel.at(valid, kernel.mul(k, LANES // 8)), 0)
             kernel.store(value, y, kernel.mul(k, _STEP), align=_STEP)
         clear_margins(kernel, y, kernel["head"], integer(0), 0, LANES)
