@@ -32,6 +32,7 @@ from benchmarks.obs_accuracy import obs_accuracy, obs_accuracy_on_cifar, obs_acc
 from benchmarks.permutation_search import permutation_of_resnet50, permutation_search, permutation_search_large
 from benchmarks.quantized_speed import quantized_speed
 from benchmarks.runner_speed import runner_speed
+from benchmarks.runtime import runtime_speed, runtime_speed_of_all
 from benchmarks.thinning import thinning
 from benchmarks.thinning_peer import thinning_peer
 from benchmarks.training_step import small_training_step, training_step
@@ -50,10 +51,12 @@ SHORT: dict[str, Benchmark] = {
     "quantized-speed": quantized_speed,
     "runner-speed": runner_speed,
     "thinning": thinning,
+    "runtime": runtime_speed,
 }
 LONG: dict[str, Benchmark] = {
     "mask-update-patterns": mask_update_of_patterns,
     "permutation-large": permutation_search_large,
+    "runtime-all": runtime_speed_of_all,
     "methods-accuracy-digits": methods_accuracy_on_digits,
     "obs-accuracy-digits": obs_accuracy_on_digits,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def test_every_file_has_a_row_in_every_runtime_that_takes_it(folder: Path) -> No
     rows = [(timing.runtime, Path(timing.file).name) for timing in found if timing.runtime != "openvino"]
     assert rows == [
         *(("onnxruntime", "dense.onnx"), ("onnxruntime", "sparse.onnx")),
+        *(("gossamer", "dense.onnx"), ("gossamer", "sparse.onnx")),
         *(("torch", "dense.pt2"), ("torch", "sparse.pt2"), ("torch", "mine")),
         ("load", "sparse.safetensors"),
     ]
@@ -262,7 +264,8 @@ def test_a_runtime_that_is_missing_is_named_with_what_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = relu(tmp_path / "a.onnx", (1, 4))
-    monkeypatch.setattr(runtimes, "find_spec", lambda name: None if name in ("onnxruntime", "openvino") else name)
+    missing = ("onnxruntime", "openvino", "gossamer")
+    monkeypatch.setattr(runtimes, "find_spec", lambda name: None if name in missing else name)
     with pytest.raises(GossamerError, match=r"a\.onnx: no runtime for it is installed: pip install 'gossamer\[onnx\]'"):
         measure([path], rounds=1)
     with pytest.raises(GossamerError, match="--runtime: openvino is not installed: pip install openvino"):
@@ -334,3 +337,11 @@ def test_a_quantized_resnet_is_counted_in_integers_and_compared_with_its_float_f
     assert int8.contents.zeros >= dense.contents.zeros >= 512 * 512 * 9 // 2
     assert int8.contents.bytes < 0.3 * dense.contents.bytes
     assert int8.notes == ()
+
+
+def test_the_fastest_program_is_named_across_runtimes(folder: Path) -> None:
+    files = [folder / name for name in ("dense.onnx", "sparse.onnx")]
+    lines = explain(measure(files, rounds=3, batch=4, runtimes=["onnxruntime", "gossamer"]))
+    expected = re.compile(r"fastest: (dense|sparse)\.onnx in (onnxruntime|gossamer), [\d.e-]+ ms")
+    assert any(expected.match(line) for line in lines)
+    assert not any(line.startswith("fastest") for line in explain(measure(files, rounds=3, runtimes=["onnxruntime"])))

@@ -60,11 +60,13 @@ def test_the_runs_of_the_demo_start_alike_and_train_for_as_long(
 
 
 def test_the_demo_times_a_thinned_and_an_integer_file_and_shows_the_result(commands: list[list[str]]) -> None:
-    (timed,) = [words for words in commands if words[0] == "benchmark"]
+    timed, *sparse = [words for words in commands if words[0] == "benchmark"]
     (page,) = [words for words in commands if words[0] == "report"]
     assert timed[1] == "runs/demo/dense/model.onnx"
     assert {"runs/demo/filters/model-thin.onnx", "runs/demo/int8/model.onnx"} <= set(timed)
     assert page[page.index("--benchmark") + 1] == timed[timed.index("--output") + 1]
+    assert len(sparse) == 2
+    assert all({"onnxruntime", "gossamer"} <= set(words) and "levels" in words[2] for words in sparse)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 
 from gossamer.benchmark.runtimes import (
+    RUNTIMES,
     Array,
     Candidate,
     Contents,
@@ -42,7 +43,7 @@ SMALL_GAIN = 1.15
 """A speedup below this factor is negligible when most products are with zero."""
 ADVICE = (
     "What makes a sparse model faster: removing whole filters (thin), 8-bit integers, 2:4 on an NVIDIA GPU since "
-    "Ampere, or a runtime that skips zeros; bitmask and sparse24 files make it smaller"
+    "Ampere, or a runtime that skips zeros (gossamer.runtime); bitmask and sparse24 files make it smaller"
 )
 
 
@@ -329,7 +330,22 @@ def explain(timings: Sequence[Timing]) -> list[str]:
             advice.append(_advice(timing, names))
     if any(timing.batch is None for timing in timings):
         advice.append("A file of weights holds no program, so reading it is timed; export ONNX to measure how it runs")
-    return list(dict.fromkeys([*lines, *advice]))
+    return list(dict.fromkeys([*lines, *_fastest(timings, names), *advice]))
+
+
+def _fastest(timings: Sequence[Timing], names: Mapping[str, str]) -> list[str]:
+    """Across runtimes: the fastest program, and the best time of the first file."""
+    programs = [timing for timing in timings if timing.batch is not None]
+    firsts = [timing for timing in programs if timing.first is None]
+    if len({timing.runtime for timing in programs}) < 2 or len({timing.file for timing in firsts}) != 1:
+        return []
+    best, first = (min(group, key=lambda timing: timing.median) for group in (programs, firsts))
+    if best is first:
+        return [f"fastest: {names[best.file]} in {best.runtime}, {1e3 * best.median:.3g} ms"]
+    return [
+        f"fastest: {names[best.file]} in {best.runtime}, {1e3 * best.median:.3g} ms; {names[first.file]} takes "
+        f"{1e3 * first.median:.3g} ms in {first.runtime}, {first.median / best.median:.2f}× as long"
+    ]
 
 
 def format_ratio(ratio: Ratio) -> str:
@@ -370,6 +386,8 @@ def _reason(timing: Timing, first: Timing) -> str:
     if parts or own.sparsity - base.sparsity < SPARSE:
         return "; ".join(parts)
     zeros = f"{own.sparsity:.1%} of its weights are zero"
+    if RUNTIMES[timing.runtime].skips_zeros:
+        return f"{zeros}, which {timing.runtime} skips" if timing.verdict == "faster" else zeros
     if timing.speed.high < SMALL_GAIN:
         return f"{zeros}, but {timing.runtime} does not skip zeros"
     return f"{zeros}, which {timing.runtime} is not known to use: repeat the measurement before you rely on it"

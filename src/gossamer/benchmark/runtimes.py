@@ -106,6 +106,7 @@ class Runtime:
     """Supported files; the empty suffix stands for a model in memory."""
     load: Callable[..., Program]
     """Called with the candidate, `threads`, and `trust`: whether to load files whose format can run code."""
+    skips_zeros: bool = False
 
     @property
     def is_installed(self) -> bool:
@@ -208,6 +209,23 @@ def _load_openvino(path: Path, threads: int, trust: bool) -> Program:
         return lambda: request.infer(feeds, share_inputs=True)
 
     return Program(tuple(slots), bind, lambda outputs: _as_arrays(outputs.values()), partial(contents_of_onnx, path))
+
+
+def _load_gossamer(path: Path, threads: int, trust: bool) -> Program:
+    from gossamer import runtime
+
+    session = runtime.InferenceSession(path, threads=threads)
+    names = {"float": "float32", "double": "float64"}
+    slots: list[Slot] = []
+    for given in session.get_inputs():
+        dtype = given.type.removeprefix("tensor(").removesuffix(")")
+        slots.append(_onnx_slot(path, given.name, given.shape, names.get(dtype, dtype)))
+
+    def bind(arrays: Sequence[Array]) -> Run:
+        feeds = {slot.name: array for slot, array in zip(slots, arrays, strict=True)}
+        return lambda: session.run(None, feeds)
+
+    return Program(tuple(slots), bind, _as_arrays, partial(contents_of_onnx, path))
 
 
 def _onnx_slot(path: Path, name: str, shape: Sequence[int | str | None], dtype: str) -> Slot:
@@ -338,6 +356,7 @@ RUNTIMES = {
     for runtime in (
         Runtime("onnxruntime", "onnxruntime", "'gossamer[onnx]'", (".onnx",), _load_onnxruntime),
         Runtime("openvino", "openvino", "openvino", (".onnx",), _load_openvino),
+        Runtime("gossamer", "gossamer", "'gossamer[onnx]'", (".onnx",), _load_gossamer, skips_zeros=True),
         Runtime("torch", "torch", "torch", (".pt2", ""), _load_torch),
         Runtime("load", "safetensors", "safetensors", (".safetensors",), _load_weights),
     )

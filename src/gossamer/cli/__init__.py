@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from gossamer.cli import analyze, benchmark, create, export, nm, recipe, runs
+from gossamer.cli import analyze, benchmark, compile, create, export, nm, recipe, runs
 from gossamer.cli.console import say
 
 __all__ = ["app", "main"]
@@ -34,6 +34,9 @@ app.command("eval", epilog="Example: gossamer eval runs/res18 --set dataset.test
 app.command(epilog="Example: gossamer export runs/res18_ampere_sparse --format onnx")(export.export)
 app.command(epilog="Example: gossamer compare runs/res18 runs/res18_amba_sparse runs/res18_ampere_sparse")(runs.compare)
 app.command(epilog="Example: gossamer benchmark dense.onnx sparse.onnx --threads 2")(benchmark.benchmark)
+app.command("compile", epilog="Example: gossamer compile runs/res18_amba_sparse -o model.gossamer")(
+    compile.compile_model
+)
 app.command(epilog="Example: gossamer report runs/res18")(runs.report)
 app.command(epilog="Example: gossamer quantize-qat-export model.onnx -o model-int8.onnx")(export.quantize_qat_export)
 

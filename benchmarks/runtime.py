@@ -1,0 +1,175 @@
+"""Sparse networks in `gossamer.runtime`, over the same networks dense in the best of torch and onnxruntime.
+
+Weights are random with zeros drawn uniformly in every layer but the first and the last; what the networks compute is of
+no use, how fast they do is the same. Contenders take turns. torch runs images in channels-last memory format.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import onnxruntime
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from benchmarks.measuring import Row, Watch, ratio_quartiles, rounds_of
+from gossamer import runtime
+
+ROUNDS = 15
+Inputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Network:
+    """How to make a network and its inputs, and the speed-ups to reach, by share of zeros."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[int], Inputs]
+    aims: dict[float, float]
+
+
+def runtime_speed(watch: Watch) -> Iterator[Row]:
+    """One thread, single inputs, 90 % zeros."""
+    for network in networks():
+        yield from _compare(watch, network, shares=[0.9], batches=[1], threads=[1])
+
+
+def runtime_speed_of_all(watch: Watch) -> Iterator[Row]:
+    """Every network with 0, 80, 90 and 95 % zeros, one and two threads, batches of 1 and 16."""
+    for network in networks():
+        yield from _compare(watch, network, shares=[0.0, 0.8, 0.9, 0.95], batches=[1, 16], threads=[1, 2])
+
+
+def networks() -> list[Network]:
+    def images(batch: int) -> Inputs:
+        return (torch.randn(batch, 3, 224, 224),)
+
+    def tokens(batch: int) -> Inputs:
+        return (torch.randint(30000, (batch, 128)), torch.ones(batch, 128, dtype=torch.long))
+
+    convolutional = {0.8: 1.8, 0.9: 3.0, 0.95: 5.0}
+    return [
+        Network("ResNet-18, 224²", torchvision.models.resnet18, images, convolutional),
+        Network("ResNet-50, 224²", torchvision.models.resnet50, images, convolutional),
+        Network("MiniLM encoder, 128 tokens", lambda: Encoder(384, 6), tokens, {0.8: 1.8, 0.9: 2.5, 0.95: 3.5}),
+        Network("BERT-base encoder, 128 tokens", lambda: Encoder(768, 12), tokens, {0.8: 2.0, 0.9: 3.5, 0.95: 5.0}),
+        Network(
+            "MLP 3 × 2048", _perceptron, lambda batch: (torch.randn(batch, 2048),), {0.8: 2.0, 0.9: 3.0, 0.95: 5.0}
+        ),
+    ]
+
+
+class Encoder(nn.Module):
+    """A BERT encoder of this width and depth, with heads as MiniLM and BERT-base have them."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertModel
+
+        config = BertConfig(
+            hidden_size=width, num_hidden_layers=layers, num_attention_heads=12, intermediate_size=4 * width
+        )
+        self.bert: Any = BertModel(config, add_pooling_layer=False)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.bert(input_ids=ids, attention_mask=mask)[0]
+
+
+def _perceptron() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU()
+    )
+
+
+def with_zeros(model: nn.Module, share: float) -> nn.Module:
+    """A copy with this share of zeros in every convolution and linear layer but the first and last of a CNN."""
+    model = deepcopy(model)
+    layers = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    chosen = layers[1:-1] if isinstance(layers[0], nn.Conv2d) else layers
+    for layer in chosen:
+        weight = layer.weight.data
+        weight.masked_fill_(torch.rand_like(weight) < share, 0.0)
+    return model
+
+
+def _compare(
+    watch: Watch, network: Network, shares: list[float], batches: list[int], threads: list[int]
+) -> Iterator[Row]:
+    torch.manual_seed(0)
+    dense = network.build().eval()
+    before = torch.get_num_threads()
+    with TemporaryDirectory() as folder:
+        file = _exported(dense, network, Path(folder))
+        for share in shares:
+            engine = runtime.compile(with_zeros(dense, share), network.inputs(2), threads=1)
+            for count in threads:
+                torch.set_num_threads(count)
+                session = _session(file, count)
+                for batch in batches:
+                    contenders = _contenders(dense, engine, session, network.inputs(batch))
+                    engine.threads = count
+                    yield _row(watch, network, share, batch, count, contenders)
+    torch.set_num_threads(before)
+
+
+def _contenders(
+    dense: nn.Module, engine: runtime.Engine, session: Any, inputs: Inputs
+) -> dict[str, Callable[[], object]]:
+    images = inputs[0].dim() == 4
+    model = deepcopy(dense).to(memory_format=torch.channels_last) if images else dense
+    arranged = tuple(value.contiguous(memory_format=torch.channels_last) for value in inputs) if images else inputs
+    feeds = {put.name: value.numpy() for put, value in zip(session.get_inputs(), inputs, strict=True)}
+
+    def torch_dense() -> object:
+        with torch.inference_mode():
+            return model(*arranged)
+
+    return {
+        "ours": lambda: engine(*inputs),
+        "torch": torch_dense,
+        "onnxruntime": lambda: session.run(None, feeds),
+    }
+
+
+def _row(
+    watch: Watch,
+    network: Network,
+    share: float,
+    batch: int,
+    threads: int,
+    contenders: dict[str, Callable[[], object]],
+) -> Row:
+    seconds = rounds_of(contenders, watch, f"{network.name}, {share:.0%} zeros", ROUNDS, warm_up=2)
+    found = {name: statistics.median(values) for name, values in seconds.items()}
+    best = min(("torch", "onnxruntime"), key=lambda name: found[name])
+    aim = network.aims.get(share, 1 / 1.05 if share == 0 else 1.0)
+    return Row(
+        f"{network.name}, {share:.0%} zeros, batch {batch}, {threads} thread{'s' if threads > 1 else ''}",
+        1e3 * found["ours"],
+        1e3 * found[best],
+        "ms",
+        1 / aim,
+        note=f"{found[best] / found['ours']:.2f}× the speed of {best}; aim {aim:.2g}×",
+        spread=ratio_quartiles(seconds["ours"], seconds[best]),
+    )
+
+
+def _exported(model: nn.Module, network: Network, folder: Path) -> Path:
+    example, path = network.inputs(2), folder / "dense.onnx"
+    dynamic = tuple({0: torch.export.Dim.AUTO} for _ in example)
+    torch.onnx.export(model, example, path, dynamo=True, dynamic_shapes=dynamic, verbose=False)
+    return path
+
+
+def _session(path: Path, threads: int) -> Any:
+    options: Any = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

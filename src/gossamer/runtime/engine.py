@@ -1,0 +1,254 @@
+"""The engine: a compiled model that is called like the model."""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gossamer.errors import GossamerError
+from gossamer.runtime._onnx_functions import FUNCTIONS
+from gossamer.runtime.file import BUILTINS, load_plan, save_plan
+from gossamer.runtime.graph import Convolution, Graph, Linear, Node, Ref, simplify, trace
+from gossamer.runtime.operators import SparseLayer
+from gossamer.runtime.plan import Binding, Plan, TorchStep, build_plan
+from gossamer.runtime.tuning import tune
+from gossamer.runtime.weights import SparseWeight
+
+
+def compile(
+    model: nn.Module, example_inputs: Tensor | tuple[Any, ...], *, threads: int | None = None, tuned: bool = True
+) -> Engine:
+    """Compile a model for this CPU.
+
+    `example_inputs` is a tensor or a tuple of arguments. The batch size and the number of tokens may differ from call
+    to call; other sizes are fixed. `threads` is torch's number of threads by default. `tuned=False` skips the
+    measurements that choose how each layer is computed.
+    """
+    example = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
+    training = [module for module in model.modules() if module.training]
+    try:
+        with torch.no_grad():
+            graph = simplify(trace(model.eval(), example))
+    finally:
+        for module in training:
+            module.training = True
+    plan = build_plan(graph)
+    seconds = tune(plan, _sizes(graph, pytree.tree_leaves(example))) if tuned else {}
+    return Engine(plan, threads or torch.get_num_threads(), seconds)
+
+
+def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Engine:
+    """An engine that `Engine.save` wrote. The file is data: it is checked, and nothing in it is executed."""
+    return Engine(load_plan(path), threads or torch.get_num_threads())
+
+
+class Engine:
+    """A compiled model. Calls from several threads at once are independent of each other."""
+
+    def __init__(self, plan: Plan, threads: int = 1, seconds: Mapping[str, float] | None = None) -> None:
+        self.threads = threads
+        self._plan, self._seconds = plan, seconds or {}
+        self._bindings: dict[tuple[object, ...], Binding] = {}
+        self._arenas: list[np.ndarray] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any) -> Any:
+        """The model's outputs."""
+        return pytree.tree_unflatten(self.flat(pytree.tree_leaves(args)), self._plan.graph.out_spec)
+
+    def flat(self, leaves: Sequence[Any]) -> list[Any]:
+        """All outputs in order, for all inputs in order."""
+        graph = self._plan.graph
+        sizes = _sizes(graph, leaves)
+        with torch.inference_mode():
+            binding = self._bind(sizes)
+            arena = self._take(binding.arena_bytes)
+            try:
+                values = {**graph.constants, **dict(zip(graph.inputs, leaves, strict=True))}
+                return _Call(self._plan, binding, arena, values).run(self.threads)
+            finally:
+                with self._lock:
+                    self._arenas.append(arena)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that the weights of native layers take."""
+        return sum(op.weight_bytes for op in self._layers)
+
+    @property
+    def _layers(self) -> list[SparseLayer]:
+        return [op for op in self._plan.operators if isinstance(op, SparseLayer)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"plan": self._plan, "threads": self.threads, "seconds": dict(self._seconds)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the engine to one file, with every choice and without the model's class."""
+        save_plan(self._plan, path)
+
+    def summary(self) -> str:
+        """One line per operator: what computes it, the zeros of its weight, and the time measured for one image."""
+        lines = [f"{'output':32} {'operator':16} {'weight':>20} {'zeros':>7} {'tile':>12} {'ms':>8}"]
+        for step in self._plan.steps:
+            if isinstance(step, TorchStep):
+                lines.append(f"{step.node.output[:32]:32} torch: {step.node.op}")
+                continue
+            for op in step.operators:
+                line = f"{op.output[:32]:32} {type(op).__name__:16}"
+                if isinstance(op, SparseLayer):
+                    share = op.weight.zeros
+                    tile = f"{op.vectors} {op.chunk} {op.rows}"
+                    taken = self._seconds.get(op.output)
+                    shape = "×".join(map(str, op.weight.shape))
+                    line += f" {shape:>20} {share:>7.1%} {tile:>12} {'' if taken is None else f'{1e3 * taken:8.3f}':>8}"
+                lines.append(line)
+        return "\n".join(lines)
+
+    def _bind(self, sizes: Mapping[str, int]) -> Binding:
+        key = (self.threads, *sorted(sizes.items()))
+        with self._lock:
+            binding = self._bindings.get(key)
+            if binding is None:
+                binding = self._bindings[key] = self._plan.bind(sizes, self.threads)
+                for op in self._layers:
+                    op.release()
+            return binding
+
+    def _take(self, size: int) -> np.ndarray:
+        """Memory for one call that no other call uses at the same time."""
+        with self._lock:
+            while self._arenas:
+                arena = self._arenas.pop()
+                if arena.nbytes >= size:
+                    return arena
+        raw = np.zeros(size + 4096, np.uint8)
+        start = -raw.ctypes.data % 4096
+        return raw[start : start + size]
+
+
+def _sizes(graph: Graph, leaves: Sequence[Any]) -> dict[str, int]:
+    """The sizes that differ from call to call, by name; raises if an input does not fit the example."""
+    if len(leaves) != len(graph.inputs):
+        raise GossamerError(f"expected {len(graph.inputs)} inputs as in the example, found {len(leaves)}")
+    found: dict[str, int] = {}
+    for name, leaf in zip(graph.inputs, leaves, strict=True):
+        if name not in graph.shapes:
+            continue  # a number or None
+        expected, dtype = graph.shapes[name], graph.dtypes[name]
+        fits = (
+            isinstance(leaf, Tensor)
+            and leaf.dtype == dtype
+            and leaf.device.type == "cpu"
+            and leaf.dim() == len(expected)
+        )
+        for size, actual in zip(expected, leaf.shape, strict=True) if fits else ():
+            fits = fits and actual > 0 and actual == (found.setdefault(size, actual) if isinstance(size, str) else size)
+        if not fits:
+            shape = ", ".join("any" if isinstance(size, str) else str(size) for size in expected)
+            actual = (
+                f"{leaf.dtype} {tuple(leaf.shape)} on {leaf.device}"
+                if isinstance(leaf, Tensor)
+                else type(leaf).__name__
+            )
+            raise GossamerError(f"input '{name}': expected {dtype} ({shape}) on the CPU, found {actual}")
+    return found
+
+
+class _Call:
+    """One call of an engine: values by name, and the arena."""
+
+    def __init__(self, plan: Plan, binding: Binding, arena: np.ndarray, values: dict[str, Any]) -> None:
+        self._plan, self._binding, self._arena, self._values = plan, binding, arena, values
+        self._floats = torch.from_numpy(arena[: arena.nbytes // 4 * 4].view(np.float32))
+        self._copied: set[str] = set()
+
+    def run(self, threads: int) -> list[Any]:
+        self._arena[: self._binding.header] = 0
+        for step, program in zip(self._plan.steps, self._binding.programs, strict=True):
+            if isinstance(step, TorchStep):
+                self._values[step.node.output] = _compute(step.node, self._value)
+                continue
+            for name in (name for op in step.operators for name in op.inputs):
+                if name in self._plan.packed and name not in self._copied:
+                    self._pack(name, self._values[self._plan.packed[name]])
+                    self._copied.add(name)
+            assert program is not None
+            program.run(self._arena.ctypes.data, threads)
+        return [self._value(ref) for ref in self._plan.graph.outputs]
+
+    def _value(self, ref: Any) -> Any:
+        """The value of an argument; a planar activation is copied out of the arena."""
+        if isinstance(ref, Ref):
+            if isinstance(held := self._values.get(ref.name), SparseWeight):
+                self._values[ref.name] = held.dense()
+            if ref.name not in self._values:
+                self._values[ref.name] = self._view(ref.name).clone(memory_format=torch.contiguous_format)
+            return self._values[ref.name]
+        return [self._value(item) for item in cast(tuple[Any, ...], ref)] if isinstance(ref, tuple) else ref
+
+    def _view(self, name: str) -> Tensor:
+        """A planar activation on the arena, in the shape that it has in the graph."""
+        place, kind = self._binding.places[name], self._plan.activations[name].kind
+        layout = place.layout
+        shape = (place.images, layout.channels, layout.height, layout.width)
+        view = self._floats.as_strided(shape, layout.strides(), place.offset // 4 + layout.start)
+        if kind == "image":
+            return view
+        return view[0, :, 0].T if kind == "rows" else view[:, :, 0].mT
+
+    def _pack(self, name: str, value: Tensor) -> None:
+        """Copy a tensor into the arena, with zeros around it."""
+        place = self._binding.places[name]
+        self._floats[place.offset // 4 : (place.offset + place.bytes) // 4].zero_()
+        if (
+            self._plan.activations[name].kind == "mask"
+        ):  # (batch, heads, queries, keys) as (batch, queries, heads · keys)
+            value = torch.zeros(()).where(value, -3e38) if value.dtype == torch.bool else value.clamp(min=-3e38)
+            value = value.transpose(1, 2).flatten(2)
+        self._view(name).copy_(value)
+
+
+_FUNCTIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
+    None: lambda value: value,
+    "relu": functional.relu,
+    "relu6": functional.relu6,
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "hardswish": functional.hardswish,
+    "hardsigmoid": functional.hardsigmoid,
+    "sigmoid": functional.sigmoid,
+}
+_BUILTINS = {name: getattr(operator, name) for name in BUILTINS}
+
+
+def _compute(node: Node, value: Callable[[Any], Any]) -> Any:
+    """A node by torch."""
+    args = [value(arg) for arg in node.args]
+    if isinstance(node, Convolution | Linear):
+        weight, bias = value(Ref(node.weight)), value(Ref(node.bias))
+        if isinstance(node, Linear):
+            result = functional.linear(args[0], weight.flatten(1), bias)
+        else:
+            weight = weight.reshape(*weight.shape[:2], *node.size)
+            options = (node.stride, node.padding, node.dilation, node.groups)
+            result = functional.conv2d(args[0], weight, bias, *options)
+        return _FUNCTIONS[node.activation](result if args[1] is None else result + args[1])
+    namespace, name, *overload = node.op.split(".")
+    if namespace == "builtin":
+        return _BUILTINS[name](*args)
+    if namespace == "onnx":
+        return FUNCTIONS[name](*args, **node.kwargs)
+    function = getattr(getattr(torch.ops.aten, name), overload[0])
+    return function(*args, **{key: value(item) for key, item in node.kwargs.items()})

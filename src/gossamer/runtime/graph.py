@@ -1,0 +1,376 @@
+"""The graph of a model as plain data, and the simplifications that do not depend on the CPU.
+
+A graph comes from `torch.export`. Its operators keep their ATen names. Convolutions and linear layers become nodes of
+their own: batch norm is folded, and an addition and an activation that follow are part of the node. Attention with
+the views around it becomes one node.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.runtime.weights import SparseWeight
+
+ACTIVATIONS = {
+    "aten.relu.default": "relu",
+    "aten.hardtanh.default": "relu6",
+    "aten.silu.default": "silu",
+    "aten.gelu.default": "gelu",
+    "aten.hardswish.default": "hardswish",
+    "aten.hardsigmoid.default": "hardsigmoid",
+    "aten.sigmoid.default": "sigmoid",
+}
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A value of the graph, by name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operator: its name, its arguments with `Ref`s, and the name of its result."""
+
+    op: str
+    output: str = ""
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def inputs(self) -> list[str]:
+        return list(_names([self.args, self.kwargs]))
+
+
+@dataclass(frozen=True)
+class Convolution(Node):
+    """A 2-d convolution with bias, an addition and an activation; `args` are the input and what is added, if any."""
+
+    op: str = "convolution"
+    weight: str = ""
+    bias: str = ""
+    size: tuple[int, int] = (1, 1)
+    """Of the window."""
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+    activation: str | None = None
+
+
+@dataclass(frozen=True)
+class Linear(Node):
+    """A linear layer with bias, an addition and an activation; `args` are the input and what is added, if any."""
+
+    op: str = "linear"
+    weight: str = ""
+    bias: str = ""
+    activation: str | None = None
+
+
+@dataclass(frozen=True)
+class Attention(Node):
+    """Attention; `args` are query, key and value `(batch, tokens, heads · size)`, and a mask or None."""
+
+    op: str = "attention"
+    heads: int = 1
+    scale: float = 1.0
+    causal: bool = False
+
+
+@dataclass
+class Graph:
+    """Nodes in the order of execution, constants by name, and the shapes that the example had."""
+
+    nodes: list[Node]
+    inputs: list[str]
+    outputs: list[Any]
+    constants: dict[str, Tensor | SparseWeight]
+    shapes: dict[str, tuple[int | str, ...]]
+    """By value: its shape, with names for the sizes that differ from call to call."""
+    dtypes: dict[str, torch.dtype]
+    in_spec: Any = None
+    out_spec: Any = None
+
+    def users(self) -> Counter[str]:
+        """By value: how many nodes and outputs use it."""
+        return Counter([*(name for node in self.nodes for name in node.inputs), *_names(self.outputs)])
+
+    def consumers(self, name: str) -> list[Node]:
+        return [node for node in self.nodes if name in node.inputs]
+
+
+def _names(value: Any) -> Iterator[str]:
+    if isinstance(value, Ref):
+        yield value.name
+    elif isinstance(value, Mapping):
+        for item in cast(Mapping[str, Any], value).values():
+            yield from _names(item)
+    elif isinstance(value, list | tuple):
+        for item in cast(Sequence[Any], value):
+            yield from _names(item)
+
+
+def trace(model: nn.Module, example: tuple[Any, ...]) -> Graph:
+    """The graph of a model in evaluation mode, with a dynamic first dimension of every tensor in the example."""
+    import torch.utils._pytree as pytree
+
+    leaves, spec = pytree.tree_flatten(example)
+    dynamic = pytree.tree_unflatten([_dynamic(leaf) for leaf in leaves], spec)
+    example = pytree.tree_unflatten([_doubled(leaf) for leaf in leaves], spec)
+    program = torch.export.export(model, example, dynamic_shapes=dynamic).run_decompositions({})
+    signature = program.graph_signature
+    sources: dict[str, str] = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    sources |= dict(signature.inputs_to_lifted_tensor_constants)
+    state = {**program.state_dict, **program.constants}
+    constants: dict[str, Tensor | SparseWeight]
+    constants = {name: cast(Tensor, state[source]).detach() for name, source in sources.items()}
+    inputs = cast(list[str], list(signature.user_inputs))
+    graph = Graph([], inputs, [], constants, {}, {}, program.call_spec.in_spec, program.call_spec.out_spec)
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            sizes = cast(Sequence[Any], value.shape)
+            graph.shapes[node.name] = tuple(size if type(size) is int else str(size) for size in sizes)
+            graph.dtypes[node.name] = value.dtype
+        if node.op == "call_function":
+            target: Any = node.target
+            name = str(target) if "aten" in str(target) else f"builtin.{target.__name__}"
+            graph.nodes.append(Node(name, node.name, _plain(node.args), _plain(node.kwargs)))
+        elif node.op == "output":
+            graph.outputs = list(_plain(node.args[0]))
+    return graph
+
+
+def _dynamic(leaf: Any) -> dict[int, Any] | None:
+    """The dimensions that may differ from call to call: the batch, and the length of token ids and embeddings."""
+    auto = torch.export.Dim.AUTO
+    if not isinstance(leaf, Tensor) or not leaf.dim():
+        return None
+    tokens = leaf.dim() == 3 or (leaf.dim() == 2 and not leaf.is_floating_point())
+    return {0: auto, 1: auto} if tokens else {0: auto}
+
+
+def _doubled(leaf: Any) -> Any:
+    """The example with at least two entries in its dynamic dimensions: torch.export takes a size of 1 for fixed."""
+    for dim in _dynamic(leaf) or ():
+        if leaf.shape[dim] == 1:
+            leaf = torch.cat([leaf, leaf], dim)
+    return leaf
+
+
+def _plain(value: Any) -> Any:
+    """An argument with references instead of torch.fx's nodes."""
+    if isinstance(value, torch.fx.Node):
+        return Ref(value.name)
+    if isinstance(value, list | tuple):
+        return tuple(_plain(item) for item in cast(Sequence[Any], value))
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in cast(Mapping[str, Any], value).items()}
+    return value
+
+
+# Simplification
+
+Layer = Convolution | Linear
+
+
+def simplify(graph: Graph) -> Graph:
+    """Fold batch norm, and merge layers with what follows them."""
+    return _merged(_with_attention(_folded(graph)))
+
+
+def _folded(graph: Graph) -> Graph:
+    """Layers instead of ATen's convolutions and linear layers, with batch norm folded into convolutions."""
+    users, nodes = graph.users(), {node.output: node for node in graph.nodes}
+    constants, done, replaced = cast(dict[str, Tensor], dict(graph.constants)), set[str](), dict[str, Node]()
+    for node in graph.nodes:
+        if node.op in ("aten.conv2d.default", "aten.linear.default"):
+            replaced[node.output] = _layer(node, constants)
+        norm = norm_of(node, nodes)
+        if norm is None:
+            continue
+        source = cast(Ref, norm.args[0]).name
+        conv = replaced.get(source)
+        if isinstance(conv, Convolution) and users[source] == 1 and users[norm.output] == 1:
+            replaced[node.output] = replace(_with_norm(conv, norm, constants), output=node.output)
+            done |= {source, norm.output}
+    kept = [replaced.get(node.output, node) for node in graph.nodes if node.output not in done]
+    return replace(graph, nodes=kept, constants={**constants})
+
+
+def norm_of(node: Node, nodes: Mapping[str, Node]) -> Node | None:
+    """The batch norm whose output a `getitem` takes."""
+    if node.op != "builtin.getitem" or node.args[1] != 0:
+        return None
+    norm = nodes.get(cast(Ref, node.args[0]).name)
+    return norm if norm is not None and norm.op == "aten._native_batch_norm_legit_no_training.default" else None
+
+
+def norm_factors(norm: Node, constants: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Batch norm as x · factor + shift, in float64."""
+    scale, shift, mean, var = (None if ref is None else constants[ref.name].double() for ref in norm.args[1:5])
+    assert mean is not None
+    assert var is not None
+    factor = (1.0 if scale is None else scale) / torch.sqrt(var + norm.args[6])
+    return factor, (0.0 if shift is None else shift) - mean * factor
+
+
+def _layer(node: Node, constants: dict[str, Tensor]) -> Node:
+    """The layer that a node is; the node itself where its weight is not a constant of 32-bit floats."""
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    weight, bias = given["weight"], given.get("bias")
+    if not isinstance(weight, Ref) or weight.name not in constants or constants[weight.name].dtype != torch.float32:
+        return node
+    if isinstance(given.get("padding"), str) or (bias is not None and bias.name not in constants):
+        return node
+    name = f"{node.output}.bias"
+    constants[name] = torch.zeros(constants[weight.name].shape[0]) if bias is None else constants[bias.name]
+    if node.op == "aten.linear.default":
+        return Linear(output=node.output, args=(given["input"], None), weight=weight.name, bias=name)
+    return Convolution(
+        output=node.output,
+        args=(given["input"], None),
+        weight=weight.name,
+        bias=name,
+        size=pair(constants[weight.name].shape[2:]),
+        stride=pair(given.get("stride", 1)),
+        padding=pair(given.get("padding", 0)),
+        dilation=pair(given.get("dilation", 1)),
+        groups=given.get("groups", 1),
+    )
+
+
+def pair(value: Any) -> tuple[int, int]:
+    """An option of a 2-d operator: one number, or one for each dimension."""
+    values = (value, value) if isinstance(value, int) else tuple(value)
+    return (values[0], values[-1])
+
+
+def _with_norm(conv: Convolution, norm: Node, constants: dict[str, Tensor]) -> Convolution:
+    factor, shift = norm_factors(norm, constants)
+    weight, bias = f"{conv.output}.weight.folded", f"{conv.output}.bias.folded"
+    constants[weight] = (constants[conv.weight].double() * factor.reshape(-1, 1, 1, 1)).float()
+    constants[bias] = (constants[conv.bias].double() * factor + shift).float()
+    return replace(conv, weight=weight, bias=bias)
+
+
+def _merged(graph: Graph) -> Graph:
+    """Merge additions and activations into the layers in front of them."""
+    users, nodes = graph.users(), dict[str, Node]()
+    for node in graph.nodes:
+        merged = _with_addition(node, nodes, users, graph) or _with_activation(node, nodes, users)
+        if merged is None:
+            nodes[node.output] = node
+        else:
+            layer, source = merged
+            del nodes[source]
+            nodes[node.output] = layer
+    return replace(graph, nodes=list(nodes.values()))
+
+
+def _with_addition(
+    node: Node, nodes: Mapping[str, Node], users: Counter[str], graph: Graph
+) -> tuple[Layer, str] | None:
+    if node.op != "aten.add.Tensor" or node.kwargs or not all(isinstance(arg, Ref) for arg in node.args):
+        return None
+    first, second = (cast(Ref, arg) for arg in node.args)
+    if graph.shapes.get(first.name) != graph.shapes.get(second.name):
+        return None
+    for own, other in ((second, first), (first, second)):
+        layer = nodes.get(own.name)
+        if isinstance(layer, Layer) and layer.activation is None and layer.args[1] is None and users[own.name] == 1:
+            return replace(layer, output=node.output, args=(layer.args[0], other)), own.name
+    return None
+
+
+def _with_activation(node: Node, nodes: Mapping[str, Node], users: Counter[str]) -> tuple[Layer, str] | None:
+    activation = activation_of(node)
+    if activation is None:
+        return None
+    source = cast(Ref, node.args[0]).name
+    layer = nodes.get(source)
+    if isinstance(layer, Layer) and layer.activation is None and users[source] == 1:
+        return replace(layer, output=node.output, activation=activation), source
+    return None
+
+
+def activation_of(node: Node) -> str | None:
+    """The activation that a node is, if kernels have it."""
+    name = ACTIVATIONS.get(node.op)
+    if name == "relu6" and node.args[1:] != (0.0, 6.0):
+        return None
+    return None if name == "gelu" and node.kwargs.get("approximate", "none") != "none" else name
+
+
+def _with_attention(graph: Graph) -> Graph:
+    """Replace scaled dot-product attention, with the views that separate and join heads, by one node."""
+    users, nodes = graph.users(), {node.output: node for node in graph.nodes}
+    replaced: dict[str, Node] = {}
+    for node in graph.nodes:
+        if node.op != "aten.view.default" or not isinstance(node.args[0], Ref):
+            continue
+        swapped = nodes.get(node.args[0].name)
+        if swapped is None or not _swaps_heads(swapped):
+            continue
+        product = nodes.get(swapped.args[0].name)
+        if product is None or product.op != "aten.scaled_dot_product_attention.default":
+            continue
+        if users[swapped.output] != 1 or users[product.output] != 1:
+            continue
+        sources = [_before_heads(ref, nodes, graph) for ref in product.args[:3]]
+        shape, width = graph.shapes[product.output], graph.shapes[node.output]
+        options = {**dict(zip(("mask", "dropout", "causal"), product.args[3:], strict=False)), **product.kwargs}
+        if None in sources or len(width) != 3 or options.get("enable_gqa") or options.get("dropout"):
+            continue
+        scale = options.get("scale")
+        replaced[node.output] = Attention(
+            output=node.output,
+            args=(*(Ref(cast(str, source)) for source in sources), options.get("mask", options.get("attn_mask"))),
+            heads=cast(int, shape[1]),
+            scale=cast(int, shape[3]) ** -0.5 if scale is None else scale,
+            causal=bool(options.get("causal", options.get("is_causal", False))),
+        )
+    result = replace(graph, nodes=[replaced.get(node.output, node) for node in graph.nodes])
+    return without_unused(result)
+
+
+def _swaps_heads(node: Node) -> bool:
+    return node.op == "aten.transpose.int" and sorted(node.args[1:]) == [1, 2]
+
+
+def _before_heads(ref: Any, nodes: Mapping[str, Node], graph: Graph) -> str | None:
+    """The value `(batch, tokens, heads · size)` that views turned into `(batch, heads, tokens, size)`."""
+    swapped = nodes.get(ref.name)
+    if swapped is None or not _swaps_heads(swapped):
+        return None
+    view = nodes.get(swapped.args[0].name)
+    if view is None or view.op != "aten.view.default":
+        return None
+    source, shape = view.args[0].name, graph.shapes[view.output]
+    before = graph.shapes[source]
+    heads, size = shape[2:]
+    if len(before) != 3 or before[:2] != shape[:2] or before[2] != cast(int, heads) * cast(int, size):
+        return None
+    return source
+
+
+def without_unused(graph: Graph) -> Graph:
+    """The graph without nodes whose results nothing uses."""
+    needed, kept = set(_names(graph.outputs)), list[Node]()
+    for node in reversed(graph.nodes):
+        if node.output in needed or node.op in _CHECKS:
+            kept.append(node)
+            needed.update(node.inputs)
+    return replace(graph, nodes=kept[::-1])
+
+
+_CHECKS = ("aten._assert_scalar.default",)

@@ -1,0 +1,1 @@
+"""Native kernels over planar activations."""

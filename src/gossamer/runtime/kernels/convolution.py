@@ -1,0 +1,184 @@
+"""The sparse convolution: a few output channels and a tile of positions at a time, over the non-zero weights only.
+
+For one output channel, each non-zero weight is a distance in the input and a value. The value is broadcast, multiplied
+with the inputs at that distance from the tile, and added to accumulators that stay in registers. Several channels that
+have their non-zero weights at the same positions share the loads of the inputs: dense layers, and zeros in blocks along
+output channels. Input channels come in chunks, so that what a tile reads stays in the first-level cache; between chunks
+the sums are kept in the output.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from gossamer.runtime._code import F32, I1, I16, I32, I64, POINTER, Function, Kernel, Value, Variable, integer
+from gossamer.runtime.kernels.epilogue import activate
+
+FIELDS = (
+    *("x", "x_image", "x_plane", "y", "y_image", "y_plane", "r", "r_image", "r_plane"),  # bytes in the arena
+    *("starts", "offsets", "values", "bias", "valid"),  # addresses of constants
+    *("blocks", "chunks", "tiles", "wide_tiles", "groups", "group_blocks", "head", "tail"),
+)
+_BUSY = 8
+"""Sums in flight that keep two multipliers with a latency of four cycles busy."""
+
+
+def sparse_convolution(
+    lanes: int, vectors: int, rows: int, activation: str | None, residual: bool, indexed: bool
+) -> ir.Module:
+    """The kernel for tiles of `vectors` and `vectors - 1` vectors, and blocks of `rows` output channels.
+
+    `indexed` weights have the number of a plane, in 16 bits, instead of a distance.
+    """
+    module = ir.Module("sparse_convolution")
+    kernel = Kernel(module, FIELDS)
+    wide = _tile(module, "wide", lanes, vectors, rows, activation, residual, indexed)
+    narrow = _tile(module, "narrow", lanes, vectors - 1, rows, activation, residual, indexed) if vectors > 1 else None
+    build = kernel.build
+    with kernel.each_item() as item:
+        group, tile, image = kernel.split(item, kernel["groups"], kernel["tiles"])
+        first = build.mul(group, kernel["group_blocks"])
+        last = kernel.call("llvm.smin.i64", I64, build.add(first, kernel["group_blocks"]), kernel["blocks"])
+        is_wide = build.icmp_signed("<", tile, kernel["wide_tiles"])
+        vector = kernel.add(
+            kernel.mul(tile, vectors - 1), kernel.call("llvm.smin.i64", I64, tile, kernel["wide_tiles"])
+        )
+        position = kernel.mul(vector, 4 * lanes)
+
+        def base(name: str) -> Value:
+            return kernel.at(
+                kernel.arena, kernel.add(kernel[name], build.mul(image, kernel[f"{name}_image"]), position)
+            )
+
+        valid = kernel.at(kernel.pointer("valid"), kernel.mul(vector, lanes // 8))
+        head = build.select(build.icmp_signed("==", tile, integer(0)), kernel["head"], integer(0))
+        is_last = build.icmp_signed("==", kernel.add(tile, integer(1)), kernel["tiles"])
+        tail = build.select(is_last, kernel["tail"], integer(0))
+        arguments = [base("x"), base("y"), base("r"), valid, kernel.table, first, last, head, tail]
+        if narrow is None:
+            build.call(wide, arguments)
+        else:
+            with kernel.either(is_wide) as (then, otherwise):
+                with then:
+                    build.call(wide, arguments)
+                with otherwise:
+                    build.call(narrow, arguments)
+    kernel.close()
+    return module
+
+
+class _Tile(Function):
+    def __init__(self, module: ir.Module, name: str) -> None:
+        super().__init__(module, name, [POINTER] * 5 + [I64] * 4)
+        self.function.linkage = "internal"
+
+    def __getitem__(self, name: str) -> Value:
+        return self.field(self.arguments[4], len(Kernel.COMMON) + FIELDS.index(name))
+
+    def pointer(self, name: str) -> Value:
+        return self.build.inttoptr(self[name], POINTER)
+
+
+def _tile(
+    module: ir.Module,
+    name: str,
+    lanes: int,
+    vectors: int,
+    rows: int,
+    activation: str | None,
+    residual: bool,
+    indexed: bool,
+) -> ir.Function:
+    """A function that computes blocks `first` to `last` of output channels for one tile."""
+    f = _Tile(module, name)
+    vector = ir.VectorType(F32, lanes)
+    zero, step = ir.Constant(vector, None), 4 * lanes
+    x, y, r, valid, _, first, last, head, tail = f.arguments
+    build = f.build
+    starts, offsets, values, bias = (f.pointer(name) for name in ("starts", "offsets", "values", "bias"))
+    blocks, chunks = f["blocks"], f["chunks"]
+    x_plane, y_plane, r_plane = f["x_plane"], f["y_plane"], f["r_plane"]
+    sums = [[f.variable(vector, zero) for _ in range(vectors)] for _ in range(rows)]
+    # A narrow tile would wait for its few sums: several sums for each, added at the end, keep the multipliers busy.
+    more = [[[f.variable(vector, zero) for _ in own] for own in sums] for _ in range(_BUSY // (vectors * rows) - 1)]
+    with f.loop(integer(0), chunks) as chunk:
+        chunk_starts = f.at(starts, f.mul(f.mul(chunk, f.add(blocks, integer(1))), 4))
+        is_first = build.icmp_signed("==", chunk, integer(0))
+        is_last = build.icmp_signed("==", chunk, f.add(chunks, integer(-1)))
+        with f.loop(first, last) as block:
+            row = f.mul(block, rows)
+            outputs = [f.at(y, f.mul(f.add(row, integer(k)), y_plane)) for k in range(rows)]
+            with f.either(is_first) as (then, otherwise):
+                with then:
+                    for k, own in enumerate(sums):
+                        value = f.splat(f.load(f.at(bias, f.mul(row, 4)), F32, 4 * k), lanes)
+                        for total in own:
+                            total.set(value)
+                with otherwise:
+                    for output, own in zip(outputs, sums, strict=True):
+                        for k, total in enumerate(own):
+                            total.set(f.load(output, vector, k * step, align=step))
+            bounds = f.at(chunk_starts, f.mul(block, 4))
+            begin, end = (build.sext(f.load(bounds, I32, at), I64) for at in (0, 4))
+
+            def accumulate(i: Value, totals: list[list[Variable]]) -> None:
+                """Add the products of one weight per row."""
+                if indexed:
+                    plane = build.zext(f.load(offsets, I16, f.mul(i, 2), align=2), I64)
+                    source = f.at(x, build.mul(plane, x_plane))
+                else:
+                    source = f.at(x, build.sext(f.load(offsets, I32, f.mul(i, 4)), I64))
+                weights = f.at(values, f.mul(i, 4 * rows))
+                inputs = [f.load(source, vector, k * step) for k in range(vectors)]
+                for k, own in enumerate(totals):
+                    weight = f.splat(f.load(weights, F32, 4 * k), lanes)
+                    for value, total in zip(inputs, own, strict=True):
+                        total.set(f.call(f"llvm.fma.v{lanes}f32", vector, weight, value, total.get()))
+
+            if more:
+                several = 1 + len(more)
+                for total in (total for part in more for own in part for total in own):
+                    total.set(zero)
+                even = build.sub(end, build.srem(build.sub(end, begin), integer(several)))
+                with f.loop(begin, even, several) as i:
+                    for k, totals in enumerate([sums, *more]):
+                        accumulate(f.add(i, integer(k)), totals)
+                begin = even
+            with f.loop(begin, end) as i:
+                accumulate(i, sums)
+            for part in more:
+                for own, others in zip(sums, part, strict=True):
+                    for total, other in zip(own, others, strict=True):
+                        total.set(build.fadd(total.get(), other.get()))
+            with build.if_then(is_last):
+                for index, (output, own) in enumerate(zip(outputs, sums, strict=True)):
+                    added = f.at(r, f.mul(f.add(row, integer(index)), r_plane))
+                    for k, total in enumerate(own):
+                        value = total.get()
+                        if residual:
+                            value = build.fadd(value, f.load(added, vector, k * step, align=step))
+                        total.set(keep_valid(f, activate(f, value, activation), valid, k))
+                    clear_margins(f, output, head, tail, vectors, lanes)
+            for output, own in zip(outputs, sums, strict=True):
+                for k, total in enumerate(own):
+                    f.store(total.get(), output, k * step, align=step)
+    f.close()
+    return f.function
+
+
+def keep_valid(f: Function, value: Value, valid: Value, k: int) -> Value:
+    """Zeros where a position of the `k`-th vector does not belong to the image."""
+    lanes = value.type.count
+    if lanes == 1:
+        return value  # activations of one position have no others
+    bits = f.load(valid, ir.IntType(lanes), k * lanes // 8, align=lanes // 8)
+    return f.build.select(f.build.bitcast(bits, ir.VectorType(I1, lanes)), value, ir.Constant(value.type, None))
+
+
+def clear_margins(f: Function, output: Value, head: Value, tail: Value, vectors: int, lanes: int) -> None:
+    """Write `head` vectors of zeros in front of a tile and `tail` behind it."""
+    zero, step = ir.Constant(ir.VectorType(F32, lanes), None), 4 * lanes
+    with f.loop(integer(0), head) as k:
+        f.store(zero, output, f.build.neg(f.mul(f.add(k, integer(1)), step)), align=step)
+    with f.loop(integer(0), tail) as k:
+        f.store(zero, output, f.mul(f.add(k, integer(vectors)), step), align=step)

@@ -1,0 +1,187 @@
+"""Kernels that go through planes once: splitting into phases, element-wise operations, maxima and means."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from gossamer.runtime._code import F32, I32, I64, Kernel, Value, integer
+from gossamer.runtime.kernels.convolution import clear_margins, keep_valid
+from gossamer.runtime.kernels.epilogue import activate
+from gossamer.runtime.layout import LANES
+
+_VECTOR = ir.VectorType(F32, LANES)
+_INDICES = ir.VectorType(I32, LANES)
+_STEP = 4 * LANES
+_ZERO = ir.Constant(_VECTOR, None)
+
+SPLIT_FIELDS = (
+    *("x", "x_image", "x_plane", "x_pitch", "height", "width"),
+    *("y", "y_image", "y_plane", "y_pitch", "phase_bytes"),
+    *("channels", "phases", "phase_table", "above", "rows", "left", "columns"),
+)
+
+
+def split_phases(stride: int) -> ir.Module:
+    """Every `stride`-th row and column as planes of their own, so that a strided convolution reads neighbours.
+
+    For phase (a, b), position (y, x) of its plane is (stride·y + a, stride·x + b) of the input, or zero outside of it.
+    The table lists the phases that a convolution needs as pairs of 64-bit integers.
+    """
+    module = ir.Module("split_phases")
+    kernel = Kernel(module, SPLIT_FIELDS)
+    build = kernel.build
+    lane = ir.Constant(_INDICES, list(range(LANES)))
+    with kernel.each_item() as item:
+        channel, image = kernel.split(item, kernel["channels"])
+        x = kernel.add(kernel["x"], build.mul(image, kernel["x_image"]), build.mul(channel, kernel["x_plane"]))
+        y = kernel.add(kernel["y"], build.mul(image, kernel["y_image"]), build.mul(channel, kernel["y_plane"]))
+        x, y = kernel.at(kernel.arena, x), kernel.at(kernel.arena, y)
+        with kernel.loop(integer(0), kernel["phases"]) as phase:
+            entry = kernel.at(kernel.pointer("phase_table"), kernel.mul(phase, 16))
+            down, right = kernel.field(entry, 0), kernel.field(entry, 1)
+            plane = kernel.at(y, build.mul(phase, kernel["phase_bytes"]))
+            with kernel.loop(build.neg(kernel["above"]), kernel["rows"]) as row:
+                source_row = build.add(kernel.mul(row, stride), down)
+                inside = build.icmp_unsigned("<", source_row, kernel["height"])
+                source_row = build.select(inside, source_row, integer(0))
+                source = kernel.at(x, kernel.mul(build.mul(source_row, kernel["x_pitch"]), 4))
+                width = build.trunc(build.select(inside, kernel["width"], integer(0)), I32)
+                target = kernel.at(plane, kernel.mul(build.mul(row, kernel["y_pitch"]), 4))
+                with kernel.loop(build.neg(kernel["left"]), kernel["columns"], LANES) as column:
+                    start = build.add(kernel.mul(column, stride), right)
+                    lanes = build.mul(lane, ir.Constant(_INDICES, [stride] * LANES))
+                    indices = build.add(kernel.splat(build.trunc(start, I32), LANES), lanes)
+                    mask = build.icmp_unsigned("<", indices, kernel.splat(width, LANES))
+                    value = _every(kernel, kernel.at(source, kernel.mul(start, 4)), stride, indices, mask, source)
+                    kernel.store(value, target, kernel.mul(column, 4))
+    kernel.close()
+    return module
+
+
+def _every(kernel: Kernel, pointer: Value, stride: int, indices: Value, mask: Value, source: Value) -> Value:
+    """Every `stride`-th float; positions that the mask leaves out are not read for strides other than 2."""
+    build = kernel.build
+    if stride == 2:
+        low, high = kernel.load(pointer, _VECTOR), kernel.load(pointer, _VECTOR, _STEP)
+        even = ir.Constant(_INDICES, list(range(0, 2 * LANES, 2)))
+        return build.select(mask, build.shuffle_vector(low, high, even), _ZERO)
+    value = _ZERO
+    for k in range(LANES):
+        inside = build.extract_element(mask, ir.Constant(I32, k))
+        index = build.select(inside, build.extract_element(indices, ir.Constant(I32, k)), ir.Constant(I32, 0))
+        single = kernel.load(source, F32, kernel.mul(build.zext(index, I64), 4))
+        single = build.select(inside, single, ir.Constant(F32, 0.0))
+        value = build.insert_element(value, single, ir.Constant(I32, k))
+    return value
+
+
+MAP_FIELDS = (
+    *("x", "x_image", "x_plane", "y", "y_image", "y_plane", "r", "r_image", "r_plane"),
+    *("scale", "shift", "gate", "gate_image", "gate_plane", "valid", "channels", "vectors", "head", "tail"),
+)
+
+
+def map_planes(lanes: int, activation: str | None, affine: bool, residual: bool, gated: bool) -> ir.Module:
+    """`activation(x · scale[c] + shift[c] + r)`, times a gate per plane; without any of them a copy."""
+    module = ir.Module("map_planes")
+    vector, step = ir.VectorType(F32, lanes), 4 * lanes
+    kernel = Kernel(module, MAP_FIELDS)
+    build = kernel.build
+    with kernel.each_item() as item:
+        channel, image = kernel.split(item, kernel["channels"])
+
+        def base(name: str) -> Value:
+            offset = kernel.add(kernel[name], build.mul(image, kernel[f"{name}_image"]))
+            return kernel.at(kernel.arena, kernel.add(offset, build.mul(channel, kernel[f"{name}_plane"])))
+
+        x, y, r = base("x"), base("y"), base("r")
+        here = kernel.mul(channel, 4)
+        scale = kernel.splat(kernel.load(kernel.pointer("scale"), F32, here), lanes) if affine else None
+        shift = kernel.splat(kernel.load(kernel.pointer("shift"), F32, here), lanes) if affine else None
+        gate = kernel.splat(kernel.load(base("gate"), F32), lanes) if gated else None
+        valid, vectors = kernel.pointer("valid"), kernel["vectors"]
+        with kernel.loop(integer(0), vectors) as k:
+            value = kernel.load(x, vector, kernel.mul(k, step), align=step)
+            if affine:
+                value = kernel.call(f"llvm.fma.v{lanes}f32", vector, value, scale, shift)
+            if residual:
+                value = build.fadd(value, kernel.load(r, vector, kernel.mul(k, step), align=step))
+            value = activate(kernel, value, activation)
+            if gated:
+                value = build.fmul(value, gate)
+            value = keep_valid(kernel, value, kernel.at(valid, kernel.mul(k, lanes // 8)), 0)
+            kernel.store(value, y, kernel.mul(k, step), align=step)
+        clear_margins(kernel, y, kernel["head"], integer(0), 0, lanes)
+        clear_margins(kernel, kernel.at(y, kernel.mul(vectors, step)), integer(0), kernel["tail"], 0, lanes)
+    kernel.close()
+    return module
+
+
+MEAN_FIELDS = ("x", "x_image", "x_plane", "y", "y_image", "y_plane", "factor", "valid", "channels", "vectors")
+
+
+def mean_planes() -> ir.Module:
+    """The mean of every plane, as planes of one position; the factor is an address of 1 / (height · width)."""
+    module = ir.Module("mean_planes")
+    kernel = Kernel(module, MEAN_FIELDS)
+    build = kernel.build
+    with kernel.each_item() as item:
+        channel, image = kernel.split(item, kernel["channels"])
+        x = kernel.add(kernel["x"], build.mul(image, kernel["x_image"]), build.mul(channel, kernel["x_plane"]))
+        y = kernel.add(kernel["y"], build.mul(image, kernel["y_image"]), build.mul(channel, kernel["y_plane"]))
+        pointer = kernel.at(kernel.arena, x)
+        total = kernel.variable(_VECTOR, _ZERO)
+        with kernel.loop(integer(0), kernel["vectors"]) as k:
+            value = kernel.load(pointer, _VECTOR, kernel.mul(k, _STEP), align=_STEP)
+            value = keep_valid(kernel, value, kernel.at(kernel.pointer("valid"), kernel.mul(k, LANES // 8)), 0)
+            total.set(build.fadd(total.get(), value))
+        values = total.get()
+        width = LANES
+        while width > 1:  # halves, so that the order of additions is fixed
+            width //= 2
+            low = [*range(width), *([0] * (LANES - width))]
+            high = [*range(width, 2 * width), *([0] * (LANES - width))]
+            values = build.fadd(
+                build.shuffle_vector(values, values, ir.Constant(_INDICES, low)),
+                build.shuffle_vector(values, values, ir.Constant(_INDICES, high)),
+            )
+        single = build.extract_element(values, ir.Constant(I32, 0))
+        single = build.fmul(single, kernel.load(kernel.pointer("factor"), F32))
+        result = build.insert_element(_ZERO, single, ir.Constant(I32, 0))
+        kernel.store(result, kernel.at(kernel.arena, y), align=_STEP)
+    kernel.close()
+    return module
+
+
+MAXIMUM_FIELDS = (
+    *("x", "x_image", "x_plane", "y", "y_image", "y_plane"),
+    *("offsets", "taps", "valid", "channels", "vectors", "head", "tail"),
+)
+
+
+def maximum_planes() -> ir.Module:
+    """The maximum over positions at fixed distances, for inputs without negative values: the margins hold zeros."""
+    module = ir.Module("maximum_planes")
+    kernel = Kernel(module, MAXIMUM_FIELDS)
+    build = kernel.build
+    with kernel.each_item() as item:
+        channel, image = kernel.split(item, kernel["channels"])
+        x = kernel.add(kernel["x"], build.mul(image, kernel["x_image"]), build.mul(channel, kernel["x_plane"]))
+        y = kernel.add(kernel["y"], build.mul(image, kernel["y_image"]), build.mul(channel, kernel["y_plane"]))
+        x, y = kernel.at(kernel.arena, x), kernel.at(kernel.arena, y)
+        offsets, valid, vectors = kernel.pointer("offsets"), kernel.pointer("valid"), kernel["vectors"]
+        most = kernel.variable(_VECTOR, _ZERO)
+        with kernel.loop(integer(0), vectors) as k:
+            most.set(_ZERO)
+            with kernel.loop(integer(0), kernel["taps"]) as tap:
+                distance = build.sext(kernel.load(offsets, I32, kernel.mul(tap, 4)), I64)
+                value = kernel.load(kernel.at(x, distance), _VECTOR, kernel.mul(k, _STEP))
+                best = most.get()
+                larger = build.or_(build.fcmp_ordered(">", value, best), build.fcmp_unordered("uno", value, value))
+                most.set(build.select(larger, value, best))  # NaN stays, as in torch
+            value = keep_valid(kernel, most.get(), kernel.at(valid, kernel.mul(k, LANES // 8)), 0)
+            kernel.store(value, y, kernel.mul(k, _STEP), align=_STEP)
+        clear_margins(kernel, y, kernel["head"], integer(0), 0, LANES)
+        clear_margins(kernel, kernel.at(y, kernel.mul(vectors, _STEP)), integer(0), kernel["tail"], 0, LANES)
+    kernel.close()
+    return module

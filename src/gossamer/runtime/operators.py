@@ -1,0 +1,444 @@
+"""Native operators: what each reads and writes, which margins it needs, and the table that its kernel reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+from torch import Tensor
+
+from gossamer.runtime._code import Kernel
+from gossamer.runtime._compiler import kernel_address
+from gossamer.runtime.kernels import convolution, planes, tokens
+from gossamer.runtime.layout import LANES, Layout, Margins
+from gossamer.runtime.weights import Array, SparseWeight
+
+Arrays = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class Place:
+    """An activation in the arena: its layout, the number of images, and the byte offset of the first."""
+
+    layout: Layout
+    images: int
+    offset: int
+
+    @property
+    def bytes(self) -> int:
+        return self.images * self.layout.image_bytes
+
+    def fields(self, name: str) -> dict[str, int]:
+        layout = self.layout
+        return {
+            name: self.offset + 4 * layout.start,
+            f"{name}_image": layout.image_bytes,
+            f"{name}_plane": 4 * layout.plane,
+        }
+
+
+Places = Mapping[str, Place]
+
+
+@dataclass
+class Call:
+    """A kernel with the table for one set of sizes; `keep` holds what the table refers to."""
+
+    address: int
+    table: Array
+    keep: object = None
+
+
+@dataclass
+class Operator:
+    """One kernel call; `inputs` and `output` are names of activations."""
+
+    inputs: list[str]
+    output: str
+
+    def margins(self) -> dict[str, Margins]:
+        """By input: the zeros that must surround it."""
+        return {}
+
+    def same_pitch(self) -> list[str]:
+        """Activations whose rows must have the same distance."""
+        return [*self.inputs, self.output]
+
+    def scratch(self, places: Places) -> int:
+        """Bytes of memory that each thread needs for itself."""
+        return 0
+
+    def call(self, places: Places, threads: int, scratch: int) -> Call:
+        """The kernel and its table for activations at these places; `scratch` is an offset in the arena."""
+        raise NotImplementedError
+
+
+def _call(address: int, fields: Sequence[str], values: Mapping[str, int], keep: object) -> Call:
+    """The values in the order of the fields; what a kernel variant does not read is 0."""
+    return Call(address, np.array([values.get(name, 0) for name in (*Kernel.COMMON, *fields)], np.int64), keep)
+
+
+def _addresses(arrays: Arrays) -> dict[str, int]:
+    return {name: array.ctypes.data for name, array in arrays.items()}
+
+
+@lru_cache(maxsize=256)
+def _valid(layout: Layout) -> Array:
+    """One bit per position of the vectors that cover an image: whether it belongs to it."""
+    positions = np.arange(layout.vectors * layout.lanes)
+    inside = (positions % layout.pitch < layout.width) & (positions // layout.pitch < layout.height)
+    return np.packbits(inside, bitorder="little")
+
+
+@dataclass(frozen=True)
+class Tap:
+    """One position of a window: its phase, and the distance in that phase's plane."""
+
+    phase: int
+    down: int
+    right: int
+
+
+def taps(size: int, stride: int, padding: int, dilation: int) -> list[tuple[int, int]]:
+    """By position of the window in one dimension: its phase and its distance there.
+
+    Output y reads input `stride·y + i·dilation − padding`, which is position `y + distance` of phase `phase`.
+
+    >>> taps(3, 2, 1, 1)
+    [(1, -1), (0, 0), (1, 0)]
+    """
+    return [((i * dilation - padding) % stride, (i * dilation - padding) // stride) for i in range(size)]
+
+
+def window_margins(window: Sequence[Tap], grown: tuple[int, int] = (0, 0)) -> Margins:
+    """The zeros that a window needs around its input; `grown` is how much higher and wider the output is."""
+    down, right = [tap.down for tap in window], [tap.right for tap in window]
+    below, beside = max(down) + grown[0], max(right) + grown[1]
+    return Margins(max(0, -min(down)), max(0, below), max(0, -min(right)), max(0, beside))
+
+
+@dataclass
+class SparseLayer(Operator):
+    """A convolution or linear layer over its non-zero weights; `inputs` are the input and what is added, if any.
+
+    A strided convolution reads the phases of its input, a linear layer is a convolution with a window of one.
+    """
+
+    weight: SparseWeight
+    """`(out, in / groups, window)`."""
+    bias: Tensor
+    window: list[Tap]
+    margin: Margins = field(default_factory=Margins)
+    """Around the input."""
+    groups: int = 1
+    activation: str | None = None
+    phase_channels: int = 0
+    """Channels of one phase."""
+    vectors: int = 8
+    """The width of a tile."""
+    chunk: int = 64
+    """Input channels at a time."""
+    rows: int = 1
+    """Output channels that share the loads of their inputs."""
+    _weights: dict[tuple[int, int, object], Arrays] = field(
+        default_factory=dict[tuple[int, int, object], Arrays], repr=False
+    )
+
+    @property
+    def indexed(self) -> bool:
+        """Whether a plane's number is enough to find an input."""
+        return len(self.window) == 1 and self.window[0].down == self.window[0].right == 0
+
+    def margins(self) -> dict[str, Margins]:
+        return {self.inputs[0]: self.margin}
+
+    def tile(self, layout: Layout) -> tuple[int, int]:
+        """The number of tiles and the width of the wider ones, as even as possible."""
+        tiles = -(-layout.vectors // self.vectors)
+        return tiles, -(-layout.vectors // tiles)
+
+    def weights(self, source: Layout) -> Arrays:
+        """The weights in the kernel's order, with distances for the input's layout."""
+        rows, per_group, _ = self.weight.shape
+        # Inputs of one position are small enough for the first-level cache as a whole.
+        chunk = self.chunk if source.lanes > 1 and self.groups == 1 else per_group
+        key = (chunk, self.rows, None if self.indexed else (source.plane, source.pitch))
+        if key in self._weights:
+            return self._weights[key]
+        if self.rows == 1:
+            block, c, position = np.nonzero(self.weight.mask)
+            values = self.weight.values
+        else:
+            dense = self.weight.dense().numpy().reshape(rows // self.rows, self.rows, per_group, -1)
+            block, c, position = np.nonzero(dense.any(axis=1))
+            values = dense[block, :, c, position]
+        blocks, chunks = rows // self.rows, -(-per_group // chunk)
+        channel = c + block // (blocks // self.groups) * per_group
+        where = np.array([[tap.phase, tap.down, tap.right] for tap in self.window])[position]
+        plane = where[:, 0] * self.phase_channels + channel
+        offsets = 4 * (plane * source.plane + where[:, 1] * source.pitch + where[:, 2])
+        group = (c // chunk) * blocks + block
+        order = np.argsort(group, kind="stable")
+        counts = np.bincount(group, minlength=chunks * blocks).reshape(chunks, blocks)
+        ends = np.cumsum(counts).reshape(chunks, blocks)
+        found: Arrays = {
+            "starts": np.concatenate([ends[:, :1] - counts[:, :1], ends], axis=1).astype(np.int32),
+            "offsets": plane[order].astype(np.uint16) if self.indexed else offsets[order].astype(np.int32),
+            "values": np.ascontiguousarray(values[order]),
+            "bias": np.ascontiguousarray(self.bias.numpy()),
+        }
+        self._weights[key] = found
+        return found
+
+    @property
+    def weight_bytes(self) -> int:
+        arrays = (array for found in self._weights.values() for array in found.values())
+        return self.weight.nbytes + sum(array.nbytes for array in arrays)
+
+    def forget(self) -> None:
+        """Drop the kernel's weights of choices that were only tried."""
+        self._weights.clear()
+
+    def release(self) -> None:
+        """Drop weights that are held twice, once the layer's choices are made."""
+        if len(self._weights) == 1:
+            ((chunk, rows, _), arrays), *_ = self._weights.items()
+            self.weight.lend(arrays["values"], chunk, rows)
+
+    def call(self, places: Places, threads: int, scratch: int) -> Call:
+        source, target = places[self.inputs[0]], places[self.output]
+        layout, blocks = target.layout, self.weight.shape[0] // self.rows
+        tiles, wide = self.tile(layout)
+        groups = 1
+        if threads > 1:
+            groups = min(-(-8 * threads // (tiles * target.images)), max(1, blocks // 8))
+        group_blocks = -(-blocks // groups)
+        groups = -(-blocks // group_blocks)
+        arrays = {**self.weights(source.layout), "valid": _valid(layout)}
+        residual = len(self.inputs) > 1
+        values = {
+            **_addresses(arrays),
+            **source.fields("x"),
+            **target.fields("y"),
+            **(places[self.inputs[1]].fields("r") if residual else {}),
+            "blocks": blocks,
+            "chunks": arrays["starts"].shape[0],
+            "tiles": tiles,
+            "wide_tiles": layout.vectors - tiles * (wide - 1),
+            "groups": groups,
+            "group_blocks": group_blocks,
+            "head": layout.head,
+            "tail": layout.tail,
+            "items": target.images * tiles * groups,
+        }
+        kernel = (layout.lanes, wide, self.rows, self.activation, residual, self.indexed)
+        return _call(kernel_address(convolution.sparse_convolution, *kernel), convolution.FIELDS, values, arrays)
+
+
+@dataclass
+class SplitPhases(Operator):
+    """The input's rows and columns at a stride, as planes of their own."""
+
+    stride: int = 2
+    phases: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    margin: Margins = field(default_factory=Margins)
+    """Of the result."""
+
+    def same_pitch(self) -> list[str]:
+        return [self.output]
+
+    def call(self, places: Places, threads: int, scratch: int) -> Call:
+        source, target, margin = places[self.inputs[0]], places[self.output], self.margin
+        arrays = {"phase_table": np.array(self.phases, np.int64)}
+        values = {
+            **_addresses(arrays),
+            **source.fields("x"),
+            **target.fields("y"),
+            "x_pitch": source.layout.pitch,
+            "height": source.layout.height,
+            "width": source.layout.width,
+            "y_pitch": target.layout.pitch,
+            "phase_bytes": 4 * source.layout.channels * target.layout.plane,
+            "channels": source.layout.channels,
+            "phases": len(self.phases),
+            "above": margin.above,
+            "rows": target.layout.height + margin.below,
+            "left": margin.left,
+            "columns": target.layout.width + margin.right,
+            "items": target.images * source.layout.channels,
+        }
+        return _call(kernel_address(planes.split_phases, self.stride), planes.SPLIT_FIELDS, values, arrays)
+
+
+@dataclass
+class MapPlanes(Operator):
+    """`activation(x · scale + shift + r) · gate`; `inputs` are x and, if there are any, r and the gate."""
+
+    gated: bool = False
+    """Whether the last input is a gate `(batch, channels, 1, 1)`."""
+    activation: str | None = None
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    target_channel: int = 0
+    """Where the result begins in the output, for a concatenation."""
+
+    def same_pitch(self) -> list[str]:
+        return [*(self.inputs[:-1] if self.gated else self.inputs), self.output]
+
+    def call(self, places: Places, threads: int, scratch: int) -> Call:
+        source, target = places[self.inputs[0]], places[self.output]
+        arrays = {"valid": _valid(target.layout)}
+        if self.scale is not None and self.shift is not None:
+            arrays |= {"scale": self.scale.numpy(), "shift": self.shift.numpy()}
+        gated = self.gated
+        residual = len(self.inputs) > 1 + gated
+        values = {
+            **_addresses(arrays),
+            **source.fields("x"),
+            **target.fields("y"),
+            **(places[self.inputs[1]].fields("r") if residual else {}),
+            **(places[self.inputs[-1]].fields("gate") if gated else {}),
+            "channels": source.layout.channels,
+            "vectors": target.layout.vectors,
+            "head": target.layout.head,
+            "tail": target.layout.tail,
+            "items": target.images * source.layout.channels,
+        }
+        values["y"] += 4 * self.target_channel * target.layout.plane
+        kernel = (target.layout.lanes, self.activation, self.scale is not None, residual, gated)
+        return _call(kernel_address(planes.map_planes, *kernel), planes.MAP_FIELDS, values, arrays)
+
+
+@dataclass
+class MaximumPool(Operator):
+    """The maximum over a window, of an input without negative values."""
+
+    window: list[Tap] = field(default_factory=list[Tap])
+    margin: Margins = field(default_factory=Margins)
+    """Around the input."""
+    phase_channels: int = 0
+
+    def margins(self) -> dict[str, Margins]:
+        return {self.inputs[0]: self.margin}
+
+    def call(self, places: Places, threads: int, scratch: int) -> Call:
+        source, target = places[self.inputs[0]].layout, places[self.output]
+        offsets = [
+            4 * (tap.phase * self.phase_channels * source.plane + tap.down * source.pitch + tap.right)
+            for tap in self.window
+        ]
+        arrays = {"offsets": np.array(offsets, np.int32), "valid": _valid(target.layout)}
+        values = {
+            **_addresses(arrays),
+            **places[self.inputs[0]].fields("x"),
+            **target.fields("y"),
+            "taps": len(self.window),
+            "channels": target.layout.channels,
+            "vectors": target.layout.vectors,
+            "head": target.layout.head,
+            "tail": target.layout.tail,
+            "items": target.images * target.layout.channels,
+        }
+        return _call(kernel_address(planes.maximum_planes), planes.MAXIMUM_FIELDS, values, arrays)
+
+
+@dataclass
+class MeanPool(Operator):
+    """The mean of every plane, `(batch, channels, 1, 1)`."""
+
+    def same_pitch(self) -> list[str]:
+        return [self.output]
+
+    def call(self, places: Places, threads: int, scratch: int) -> Call:
+        source, target = places[self.inputs[0]], places[self.output]
+        area = source.layout.height * source.layout.width
+        arrays = {"factor": np.array([1 / area], np.float32), "valid": _valid(source.layout)}
+        values = {
+            **_addresses(arrays),
+            **source.fields("x"),
+            **target.fields("y"),
+            "channels": source.layout.channels,
+            "vectors": source.layout.vectors,
+            "items": target.images * source.layout.channels,
+        }
+        return _call(kernel_address(planes.mean_planes), planes.MEAN_FIELDS, values, arrays)
+
+
+@dataclass
+class LayerNorm(Operator):
+    """Layer norm over the channels of every token."""
+
+    scale: Tensor
+    shift: Tensor
+    epsilon: float
+
+    def call(self, places: Places, threads: int, scratch: int) -> Call:
+        target = places[self.output]
+        arrays = {
+            "scale": self.scale.numpy(),
+            "shift": self.shift.numpy(),
+            "settings": np.array([1 / target.layout.channels, self.epsilon], np.float32),
+            "valid": _valid(target.layout),
+        }
+        values = {
+            **_addresses(arrays),
+            **places[self.inputs[0]].fields("x"),
+            **target.fields("y"),
+            "channels": target.layout.channels,
+            "vectors": target.layout.vectors,
+            "items": target.images * target.layout.vectors,
+        }
+        return _call(kernel_address(tokens.layer_norm, target.layout.lanes), tokens.NORM_FIELDS, values, arrays)
+
+
+@dataclass
+class AttentionHeads(Operator):
+    """Attention; `inputs` are query, key, value and, if there is one, the mask `(batch, heads · keys, 1, queries)`."""
+
+    heads: int = 1
+    scale: float = 1.0
+    mask_heads: int = 1
+
+    def same_pitch(self) -> list[str]:
+        return [self.inputs[0], self.output]
+
+    def _wide(self, layout: Layout) -> int:
+        return min(3, layout.vectors)
+
+    def scratch(self, places: Places) -> int:
+        target, keys = places[self.output].layout, places[self.inputs[1]].layout.width
+        return 4 * LANES * self._wide(target) * keys
+
+    def call(self, places: Places, threads: int, scratch: int) -> Call:
+        q, k, v = (places[name] for name in self.inputs[:3])
+        target = places[self.output]
+        layout, wide = target.layout, self._wide(target.layout)
+        arrays = {"scale": np.array([self.scale], np.float32), "valid": _valid(layout)}
+        values = {
+            **_addresses(arrays),
+            **q.fields("q"),
+            **k.fields("k"),
+            **v.fields("v"),
+            **target.fields("y"),
+            "scratch": scratch,
+            "scratch_bytes": self.scratch(places),
+            "heads": self.heads,
+            "size": layout.channels // self.heads,
+            "keys": k.layout.width,
+            "tiles": -(-layout.vectors // wide),
+            "vectors": layout.vectors,
+            "items": target.images * self.heads * -(-layout.vectors // wide),
+        }
+        if len(self.inputs) > 3:
+            mask = places[self.inputs[3]]
+            values |= {
+                "mask": mask.offset,
+                "mask_image": mask.layout.image_bytes if mask.images > 1 else 0,
+                "mask_head": 4 * mask.layout.plane * k.layout.width if self.mask_heads > 1 else 0,
+                "mask_row": 4 * mask.layout.plane,
+            }
+        return _call(
+            kernel_address(tokens.attention, wide, len(self.inputs) > 3), tokens.ATTENTION_FIELDS, values, arrays
+        )

@@ -1,0 +1,534 @@
+"""From a graph to steps: native operators over planar activations where a node has a kernel, torch for the rest.
+
+A plan does not depend on the batch size or the number of tokens. `bind` adds those: layouts, places in one arena, and
+programs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from gossamer.errors import GossamerError
+from gossamer.runtime.graph import (
+    Attention,
+    Convolution,
+    Graph,
+    Linear,
+    Node,
+    Ref,
+    activation_of,
+    norm_factors,
+    norm_of,
+    pair,
+)
+from gossamer.runtime.layout import LANES, Layout, Margins
+from gossamer.runtime.operators import (
+    AttentionHeads,
+    LayerNorm,
+    MapPlanes,
+    MaximumPool,
+    MeanPool,
+    Operator,
+    Place,
+    SparseLayer,
+    SplitPhases,
+    Tap,
+    taps,
+    window_margins,
+)
+from gossamer.runtime.program import SLOT, Program
+from gossamer.runtime.weights import SparseWeight
+
+Dim = int | str
+"""A size, or the name of one that differs from call to call."""
+Kind = Literal["image", "tokens", "rows", "mask"]
+"""`(batch, channels, height, width)`, `(batch, tokens, channels)`, `(batch, channels)`, or a mask of attention."""
+_PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A planar activation: what it holds, and its sizes."""
+
+    kind: Kind
+    images: Dim
+    channels: Dim | tuple[Dim, ...]
+    height: Dim
+    width: Dim
+
+
+@dataclass
+class NativeStep:
+    """Operators that run one after the other without torch in between."""
+
+    operators: list[Operator] = field(default_factory=list[Operator])
+
+
+@dataclass
+class TorchStep:
+    """One node that torch computes."""
+
+    node: Node
+
+
+Step = NativeStep | TorchStep
+
+
+@dataclass
+class Binding:
+    """A plan for one set of sizes."""
+
+    places: dict[str, Place]
+    arena_bytes: int
+    header: int
+    """Bytes at the start of the arena that must be zero before a call."""
+    programs: list[Program | None]
+    """By step; None for one of torch."""
+
+
+@dataclass
+class Plan:
+    """Steps in order, and the planar activations that they use."""
+
+    graph: Graph
+    steps: list[Step]
+    activations: dict[str, Activation]
+    packed: dict[str, str]
+    """By planar activation that torch makes: the value it is a copy of."""
+
+    @property
+    def operators(self) -> list[Operator]:
+        return [operator for step in self.steps if isinstance(step, NativeStep) for operator in step.operators]
+
+    def layouts(self, sizes: Mapping[str, int]) -> dict[str, Layout]:
+        """The layout of every planar activation; activations that a kernel goes through together share their pitch."""
+        margins: dict[str, Margins] = defaultdict(Margins)
+        pitches = _Groups()
+        for operator in self.operators:
+            for name, own in operator.margins().items():
+                margins[name] = margins[name].union(own)
+            for name in [*operator.inputs, operator.output]:
+                pitches.join([name])
+            pitches.join(operator.same_pitch())
+        split = {operator.output for operator in self.operators if isinstance(operator, SplitPhases)}
+        needed: dict[str, int] = defaultdict(int)
+        for name in pitches.names():
+            own, root = margins[name], pitches.root(name)
+            margin = own.left + own.right if name in split else max(own.left, own.right)
+            needed[root] = max(needed[root], _size(self.activations[name].width, sizes) + margin)
+        found: dict[str, Layout] = {}
+        for name in pitches.names():
+            value = self.activations[name]
+            channels, height, width = (_size(size, sizes) for size in (value.channels, value.height, value.width))
+            if value.kind == "rows" and width == 1:
+                found[name] = Layout.single(channels)
+                continue
+            slack = LANES if name in split else 0
+            found[name] = Layout.of(channels, height, width, needed[pitches.root(name)], margins[name], slack)
+        return found
+
+    def bind(self, sizes: Mapping[str, int], threads: int) -> Binding:
+        """Lay out the arena for these sizes, and write the tables of all operators."""
+        layouts = self.layouts(sizes)
+        header = _up(len(self.operators) * SLOT)
+        images = {name: _size(self.activations[name].images, sizes) for name in layouts}
+        free = {name: Place(layout, images[name], 0) for name, layout in layouts.items()}
+        scratch = max((operator.scratch(free) for operator in self.operators), default=0)
+        start = header + _up(threads * scratch)
+        offsets, end = self._offsets({name: place.bytes for name, place in free.items()})
+        places = {name: Place(place.layout, place.images, start + offsets[name]) for name, place in free.items()}
+        programs: list[Program | None] = []
+        slot = 0
+        for step in self.steps:
+            if isinstance(step, TorchStep):
+                programs.append(None)
+                continue
+            calls = [operator.call(places, threads, header) for operator in step.operators]
+            for call in calls:
+                call.table[0] = slot
+                slot += SLOT
+            operators = [(call.address, call.table) for call in calls]
+            programs.append(Program(operators, [call.keep for call in calls]))
+        slack = 4 * max((layout.plane for layout in layouts.values()), default=0) + 2 * _PAGE
+        return Binding(places, start + end + slack, header, programs)
+
+    def _offsets(self, sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+        """Offsets such that activations which are alive together do not overlap; the largest are placed first."""
+        first, last = dict.fromkeys(self.packed, 0), dict[str, int]()
+        time = 0
+        for step in self.steps:
+            if isinstance(step, NativeStep):
+                uses = [[*operator.inputs, operator.output] for operator in step.operators]
+            else:
+                uses = [step.node.inputs]
+            for names in uses:
+                time += 1
+                for name in names:
+                    if name in sizes:
+                        first.setdefault(name, time)
+                        last[name] = time
+        for value in self.graph.outputs:
+            if isinstance(value, Ref) and value.name in sizes:
+                last[value.name] = time + 1
+        offsets: dict[str, int] = {}
+        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+            together = (n for n in offsets if first[n] <= last[name] and first[name] <= last[n])
+            start = 0
+            for begin, end in sorted((offsets[other], offsets[other] + sizes[other]) for other in together):
+                if start + sizes[name] <= begin:
+                    break
+                start = max(start, end)
+            offsets[name] = start
+        return offsets, max((offsets[name] + sizes[name] for name in sizes), default=0)
+
+
+def _size(size: Dim | tuple[Dim, ...], sizes: Mapping[str, int]) -> int:
+    if isinstance(size, tuple):
+        product = 1
+        for part in size:
+            product *= _size(part, sizes)
+        return product
+    return sizes[size] if isinstance(size, str) else size
+
+
+def _up(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE
+
+
+class _Groups:
+    """Disjoint sets of names."""
+
+    def __init__(self) -> None:
+        self._parents: dict[str, str] = {}
+
+    def names(self) -> list[str]:
+        return list(self._parents)
+
+    def root(self, name: str) -> str:
+        while self._parents[name] != name:
+            name = self._parents[name]
+        return name
+
+    def join(self, names: Iterable[str]) -> None:
+        roots = [self.root(self._parents.setdefault(name, name)) for name in names]
+        for root in roots[1:]:
+            if root != roots[0]:
+                self._parents[root] = roots[0]
+
+
+def build_plan(graph: Graph) -> Plan:
+    """Operators for all nodes that have kernels."""
+    return _Builder(graph).plan()
+
+
+class _Builder:
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._nodes = {node.output: node for node in graph.nodes}
+        self._activations: dict[str, Activation] = {}
+        self._packed: dict[str, str] = {}
+        self._splits: dict[tuple[str, int, Dim, Dim], SplitPhases] = {}
+        self._nonnegative: set[str] = set()
+        self._sizes = {size for name in graph.inputs for size in graph.shapes.get(name, ())}
+        """The sizes that are known when an engine is called."""
+
+    def plan(self) -> Plan:
+        steps: list[Step] = []
+        segment = NativeStep()
+        inside: set[str] = set()
+        for node in self._graph.nodes:
+            if node.op == "aten._native_batch_norm_legit_no_training.default" and self._is_folded_norm(node):
+                continue
+            operators = self._operators(node)
+            if operators is None:
+                if inside.intersection(node.inputs):
+                    steps.append(segment)
+                    segment, inside = NativeStep(), set[str]()
+                steps.append(TorchStep(node))
+                continue
+            segment.operators += operators
+            inside.add(node.output)
+        steps += [segment] if segment.operators else []
+        used = {name for step in steps if isinstance(step, NativeStep) for op in step.operators for name in op.inputs}
+        made = {op.output for step in steps if isinstance(step, NativeStep) for op in step.operators}
+        packed = {name: self._packed.get(name, name) for name in used - made}
+        return Plan(self._graph, steps, self._activations, packed)
+
+    @property
+    def _tensors(self) -> Mapping[str, Tensor]:
+        """The constants that are not weights of layers."""
+        return {name: value for name, value in self._graph.constants.items() if isinstance(value, Tensor)}
+
+    def _is_folded_norm(self, node: Node) -> bool:
+        """Whether a batch norm has no user but a node that computes its result from its factors."""
+        users = [user for user in self._graph.nodes if node.output in user.inputs]
+        return all(norm_of(user, self._nodes) is node and self._norm(user) is not None for user in users)
+
+    def _activation(self, name: str) -> Activation | None:
+        """The planar form of a value; None without one."""
+        shape: tuple[Dim, ...] = self._graph.shapes.get(name, ())
+        if any(isinstance(size, str) and size not in self._sizes for size in shape):
+            return None
+        if name in self._graph.constants or self._graph.dtypes.get(name) != torch.float32:
+            return None
+        if len(shape) == 4 and all(isinstance(size, int) for size in shape[1:]):
+            return Activation("image", *shape)
+        if len(shape) == 3 and isinstance(shape[2], int):
+            return Activation("tokens", shape[0], shape[2], 1, shape[1])
+        if len(shape) == 2 and isinstance(shape[1], int):
+            return Activation("rows", 1, shape[1], 1, shape[0])
+        return None
+
+    def _operators(self, node: Node) -> list[Operator] | None:
+        """The kernels for a node; None without any."""
+        value = self._activation(node.output)
+        if value is None:
+            return None
+        if isinstance(node, Convolution):
+            found = self._convolution(node)
+        elif isinstance(node, Linear):
+            found = self._linear(node)
+        elif isinstance(node, Attention):
+            found = self._attention(node)
+        elif node.op == "aten.add.Tensor" and not node.kwargs:
+            found = self._map(node, list(node.args))
+        elif activation_of(node) is not None:
+            found = self._map(node, [node.args[0]], activation=activation_of(node))
+        elif node.op == "builtin.getitem":
+            found = self._norm(node)
+        elif node.op == "aten.layer_norm.default":
+            found = self._layer_norm(node)
+        elif node.op == "aten.cat.default":
+            found = self._concatenation(node)
+        elif node.op == "aten.max_pool2d.default":
+            found = self._maximum(node)
+        elif node.op == "aten.mul.Tensor":
+            found = self._gate(node)
+        elif _is_global_mean(node):
+            found = self._mean(node)
+        else:
+            found = None
+        activation = getattr(node, "activation", None) or activation_of(node)
+        if activation in ("relu", "relu6"):
+            self._nonnegative.add(node.output)
+        if found is not None:
+            self._activations[node.output] = value
+            for name in (name for operator in found for name in operator.inputs):
+                if name not in self._activations:
+                    self._activations[name] = cast(Activation, self._activation(name))
+        return found
+
+    def _map(self, node: Node, sources: list[Any], **options: Any) -> list[Operator] | None:
+        names = [source.name for source in sources if isinstance(source, Ref)]
+        value = self._activation(node.output)
+        if len(names) != len(sources) or any(self._activation(name) != value for name in names):
+            return None
+        return [MapPlanes(names, node.output, **options)]
+
+    def _gate(self, node: Node) -> list[Operator] | None:
+        """A product with one factor per channel, as in squeeze-and-excitation."""
+        names = [arg.name for arg in node.args if isinstance(arg, Ref)]
+        value = cast(Activation, self._activation(node.output))
+        for name, gate in (names, names[::-1]) if len(names) == 2 else ():
+            factor = self._activation(gate)
+            sizes = None if factor is None else (factor.images, factor.channels, factor.height, factor.width)
+            if self._activation(name) == value and sizes == (value.images, value.channels, 1, 1):
+                return [MapPlanes([name, gate], node.output, gated=True)]
+        return None
+
+    def _mean(self, node: Node) -> list[Operator] | None:
+        source = cast(Ref, node.args[0]).name
+        value = self._activation(source)
+        return None if value is None or value.kind != "image" else [MeanPool([source], node.output)]
+
+    def _norm(self, node: Node) -> list[Operator] | None:
+        norm = norm_of(node, self._nodes)
+        if norm is None:
+            return None
+        factor, shift = norm_factors(norm, self._tensors)
+        return self._map(node, [norm.args[0]], scale=factor.float(), shift=shift.float())
+
+    def _layer_norm(self, node: Node) -> list[Operator] | None:
+        names = ("input", "shape", "weight", "bias", "eps")
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        value = cast(Activation, self._activation(node.output))
+        if value.kind == "image" or tuple(given["shape"]) != (value.channels,):
+            return None
+        constants, channels = self._tensors, cast(int, value.channels)
+        weight, bias = given.get("weight"), given.get("bias")
+        if any(isinstance(ref, Ref) and ref.name not in constants for ref in (weight, bias)):
+            return None
+        scale = torch.ones(channels) if weight is None else constants[weight.name]
+        shift = torch.zeros(channels) if bias is None else constants[bias.name]
+        return [LayerNorm([given["input"].name], node.output, scale, shift, given.get("eps", 1e-5))]
+
+    def _concatenation(self, node: Node) -> list[Operator] | None:
+        sources = [part for part in node.args[0] if isinstance(part, Ref)]
+        dim = node.args[1] if node.args[1:] else 0
+        value = cast(Activation, self._activation(node.output))
+        parts = [self._activation(part.name) for part in sources]
+        same = all(p is not None and (p.height, p.width) == (value.height, value.width) for p in parts)
+        if value.kind != "image" or dim != 1 or len(sources) != len(node.args[0]) or not same:
+            return None
+        if all(part.name in self._nonnegative for part in sources):
+            self._nonnegative.add(node.output)
+        found, channel = list[Operator](), 0
+        for source, part in zip(sources, parts, strict=True):
+            found.append(MapPlanes([source.name], node.output, target_channel=channel))
+            channel += cast(int, cast(Activation, part).channels)
+        return found
+
+    def _maximum(self, node: Node) -> list[Operator] | None:
+        names = ("input", "size", "stride", "padding", "dilation", "ceil_mode")
+        given = dict(zip(names, node.args, strict=False))
+        source = given["input"].name
+        if source not in self._nonnegative:
+            return None
+        size = pair(given["size"])
+        stride = pair(given.get("stride") or size)
+        window = self._window(
+            source, node.output, size, stride, pair(given.get("padding", 0)), pair(given.get("dilation", 1))
+        )
+        if window is None:
+            return None
+        self._nonnegative.add(node.output)
+        before, name, positions, margin = window
+        channels = cast(int, cast(Activation, self._activation(source)).channels)
+        return [*before, MaximumPool([name], node.output, positions, margin, channels)]
+
+    def _convolution(self, node: Convolution) -> list[Operator] | None:
+        source, added = cast(Ref, node.args[0]).name, node.args[1]
+        incoming, outgoing = self._activation(source), cast(Activation, self._activation(node.output))
+        if incoming is None or not self._can_add(added, outgoing):
+            return None
+        weight = self._weight(node.weight)
+        rows = cast(int, outgoing.channels)
+        shape = (rows, cast(int, incoming.channels) // node.groups, node.size[0] * node.size[1])
+        if weight.shape != shape or rows % node.groups or not _has_size(node, incoming, outgoing):
+            return None
+        window = self._window(source, node.output, node.size, node.stride, node.padding, node.dilation)
+        if window is None:
+            return None
+        before, name, positions, margin = window
+        layer = SparseLayer(
+            [name, *([added.name] if isinstance(added, Ref) else [])],
+            node.output,
+            weight,
+            self._bias(node.bias, rows),
+            positions,
+            margin,
+            groups=node.groups,
+            activation=node.activation,
+            phase_channels=cast(int, incoming.channels),
+        )
+        return [*before, layer]
+
+    def _linear(self, node: Linear) -> list[Operator] | None:
+        source, added = cast(Ref, node.args[0]).name, node.args[1]
+        incoming, outgoing = self._activation(source), cast(Activation, self._activation(node.output))
+        if incoming is None or incoming.kind == "image" or not self._can_add(added, outgoing):
+            return None
+        weight = self._weight(node.weight)
+        if weight.shape != (outgoing.channels, incoming.channels, 1):
+            return None
+        names = [source, *([added.name] if isinstance(added, Ref) else [])]
+        bias = self._bias(node.bias, weight.shape[0])
+        return [SparseLayer(names, node.output, weight, bias, [Tap(0, 0, 0)], activation=node.activation)]
+
+    def _can_add(self, added: Any, outgoing: Activation) -> bool:
+        """Whether what a layer adds to its result is nothing, or an activation of the same shape."""
+        return not isinstance(added, Ref) or self._activation(added.name) == outgoing
+
+    def _weight(self, name: str) -> SparseWeight:
+        weight = self._graph.constants[name]
+        if not isinstance(weight, SparseWeight):
+            weight = self._graph.constants[name] = SparseWeight.of(weight)
+        return weight
+
+    def _bias(self, name: str, rows: int) -> Tensor:
+        bias = self._graph.constants[name]
+        if not isinstance(bias, Tensor) or bias.shape != (rows,) or bias.dtype != torch.float32:
+            raise GossamerError(f"'{name}': expected {rows} values of torch.float32")
+        return bias
+
+    def _attention(self, node: Attention) -> list[Operator] | None:
+        names = [cast(Ref, arg).name for arg in node.args[:3]]
+        mask = node.args[3]
+        if any(self._activation(name) is None for name in names) or node.causal:
+            return None
+        if not isinstance(mask, Ref):
+            return [AttentionHeads(names, node.output, node.heads, node.scale)]
+        shape = self._graph.shapes[mask.name]
+        if len(shape) != 4 or shape[1] not in (1, node.heads):
+            return None
+        batch, heads, queries, keys = shape
+        name = f"{mask.name}/mask"
+        self._activations[name] = Activation("mask", batch, (heads, keys), 1, queries)
+        self._packed[name] = mask.name
+        query = cast(Activation, self._activation(names[0]))
+        if queries != query.width:
+            return None
+        return [AttentionHeads([*names, name], node.output, node.heads, node.scale, cast(int, heads))]
+
+    def _window(
+        self,
+        source: str,
+        output: str,
+        size: tuple[int, int],
+        stride: tuple[int, int],
+        padding: tuple[int, int],
+        dilation: tuple[int, int],
+    ) -> tuple[list[Operator], str, list[Tap], Margins] | None:
+        """What to run before, the activation to read, the window's positions in it, and the margins that it needs."""
+        incoming, outgoing = self._activation(source), cast(Activation, self._activation(output))
+        if incoming is None or stride[0] != stride[1]:
+            return None
+        step = stride[0]
+        rows = taps(size[0], step, padding[0], dilation[0])
+        columns = taps(size[1], step, padding[1], dilation[1])
+        if step == 1:
+            window = [Tap(0, row[1], column[1]) for row in rows for column in columns]
+            sizes = [cast(int, size) for value in (outgoing, incoming) for size in (value.height, value.width)]
+            grown = (sizes[0] - sizes[2], sizes[1] - sizes[3])
+            return [], source, window, window_margins(window, grown)
+        key = (source, step, outgoing.height, outgoing.width)
+        split, before = self._splits.get(key), list[Operator]()
+        if split is None:
+            split = SplitPhases([source], f"{source}/{step}@{outgoing.height}x{outgoing.width}", stride=step)
+            self._splits[key] = split
+            before.append(split)
+        for phase in ((row[0], column[0]) for row in rows for column in columns):
+            if phase not in split.phases:
+                split.phases.append(phase)
+        phase = split.phases.index
+        window = [Tap(phase((row[0], column[0])), row[1], column[1]) for row in rows for column in columns]
+        margin = window_margins(window)
+        split.margin = split.margin.union(margin)
+        channels = cast(int, incoming.channels) * len(split.phases)
+        self._activations[split.output] = Activation(
+            "image", incoming.images, channels, outgoing.height, outgoing.width
+        )
+        return before, split.output, window, margin
+
+
+def _has_size(node: Convolution, incoming: Activation, outgoing: Activation) -> bool:
+    """Whether the output of a convolution has the size that follows from its input."""
+    sizes = zip((incoming.height, incoming.width), node.size, node.stride, node.padding, node.dilation, strict=True)
+    expected = [
+        (cast(int, size) + 2 * padding - dilation * (window - 1) - 1) // stride + 1
+        for size, window, stride, padding, dilation in sizes
+    ]
+    return expected == [outgoing.height, outgoing.width]
+
+
+def _is_global_mean(node: Node) -> bool:
+    """Whether a node takes the mean of every plane and keeps four dimensions."""
+    if node.op == "aten.adaptive_avg_pool2d.default":
+        return pair(node.args[1]) == (1, 1)
+    return node.op == "aten.mean.dim" and tuple(node.args[1:3]) in (((2, 3), True), ((-1, -2), True), ((-2, -1), True))

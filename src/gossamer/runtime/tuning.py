@@ -1,0 +1,142 @@
+"""Measured choices: tile, chunk and shared rows of each sparse layer."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from gossamer.runtime.layout import Layout
+from gossamer.runtime.operators import Operator, Place, SparseLayer
+from gossamer.runtime.plan import Plan
+from gossamer.runtime.program import SLOT, Program
+
+_WIDTHS = (2, 3, 4, 6, 8, 12, 14, 16, 20)
+"""Widths of tiles to try, in vectors."""
+_CHUNKS = (16, 32, 64, 128, 512)
+"""Input channels per chunk to try."""
+_REGISTERS = 24
+"""Accumulators that a tile may have."""
+_LARGEST_CHUNK = 1 << 20
+_REPETITIONS = 5
+_ALLOWANCE = 0.02
+"""Seconds that one candidate may take."""
+
+Choice = tuple[int, int, int]
+"""The width of a tile, the channels of a chunk, and the rows that share loads."""
+
+
+def fastest(function: Callable[[], object]) -> float:
+    """The least time of several calls, in seconds; stops early once the allowance is spent."""
+    best, end = math.inf, time.perf_counter() + _ALLOWANCE
+    for _ in range(_REPETITIONS):
+        start = time.perf_counter()
+        function()
+        now = time.perf_counter()
+        best = min(best, now - start)
+        if now > end:
+            break
+    return best
+
+
+def tune(plan: Plan, sizes: Mapping[str, int]) -> dict[str, float]:
+    """Choose tile, chunk and shared rows of every sparse layer by measurement; returns seconds by operator."""
+    scratch = _Scratch(plan.layouts(sizes))
+    known: dict[object, tuple[Choice, float]] = {}
+    found: dict[str, float] = {}
+    for op in plan.operators:
+        if isinstance(op, SparseLayer):
+            key = (_shape(op), scratch.layouts[op.inputs[0]], scratch.layouts[op.output])
+            if key not in known:
+                known[key] = _best(op, scratch)
+            (op.vectors, op.chunk, op.rows), found[op.output] = known[key]
+            op.forget()
+    return found
+
+
+def choices(plan: Plan) -> dict[str, Choice]:
+    """By output: what was chosen for each sparse layer."""
+    return {op.output: (op.vectors, op.chunk, op.rows) for op in plan.operators if isinstance(op, SparseLayer)}
+
+
+def set_choices(plan: Plan, chosen: Mapping[str, Choice]) -> None:
+    """Use these choices. Raises `ValueError` for one that kernels do not have."""
+    for op in plan.operators:
+        if isinstance(op, SparseLayer):
+            vectors, chunk, rows = chosen[op.output]
+            fits = all(type(number) is int and number > 0 for number in (vectors, chunk, rows))
+            if (
+                not fits
+                or vectors * rows > _REGISTERS
+                or chunk > _LARGEST_CHUNK
+                or op.weight.shape[0] // op.groups % rows
+            ):
+                raise ValueError(f"'{op.output}': no kernel for {chosen[op.output]}")
+            op.vectors, op.chunk, op.rows = vectors, chunk, rows
+
+
+def _shape(op: SparseLayer) -> tuple[object, ...]:
+    """What the time of a layer depends on, besides its layouts; the share of zeros to a few percent."""
+    density = round(8 * math.log2(1 + op.weight.count))
+    return (op.weight.shape, density, op.groups, op.activation, len(op.inputs), tuple(op.window))
+
+
+class _Scratch:
+    """Runs single operators on memory of its own, one image on one thread."""
+
+    def __init__(self, layouts: Mapping[str, Layout]) -> None:
+        self.layouts = layouts
+        self._size = 4096 + max((layout.image_bytes for layout in layouts.values()), default=0) // 4096 * 4096 + 65536
+        memory = np.zeros(4 * self._size + 8192, np.uint8)
+        self._arena = memory[-memory.ctypes.data % 4096 :]
+
+    def time(self, op: Operator) -> float:
+        names = dict.fromkeys([*op.inputs, op.output])
+        places = {name: Place(self.layouts[name], 1, 4096 + k * self._size) for k, name in enumerate(names)}
+        call = op.call(places, 1, 0)
+        program = Program([(call.address, call.table)], call.keep)
+        address, counters = self._arena.ctypes.data, self._arena[:SLOT]
+
+        def run() -> None:
+            counters[:] = 0
+            program.run(address, 1)
+
+        run()
+        return fastest(run)
+
+
+def _best(op: SparseLayer, scratch: _Scratch) -> tuple[Choice, float]:
+    layout = scratch.layouts[op.output]
+    times: dict[Choice, float] = {}
+
+    def attempt(width: int, chunk: int, rows: int) -> None:
+        op.vectors, op.chunk, op.rows = width, chunk, rows
+        choice = (op.tile(layout)[1], chunk, rows)
+        if choice not in times:
+            times[choice] = scratch.time(op)
+
+    def best() -> Choice:
+        return min(times, key=lambda choice: times[choice])
+
+    chunks = [chunk for chunk in _CHUNKS if chunk < 2 * op.weight.shape[1] and op.groups == 1] or [max(_CHUNKS)]
+    middle = chunks[len(chunks) // 2]
+    for rows in _shared_rows(op):
+        most = min(layout.vectors, _REGISTERS // rows)
+        for width in [width for width in _WIDTHS if width <= most] or [most]:
+            attempt(width, middle, rows)
+    for chunk in chunks:
+        attempt(best()[0], chunk, best()[2])
+    return best(), times[best()]
+
+
+def _shared_rows(op: SparseLayer) -> Iterator[int]:
+    """Numbers of output channels to take together: where most of their weights are non-zero together."""
+    yield 1
+    mask = op.weight.mask
+    for rows in (2, 4):
+        if mask.shape[0] // op.groups % rows == 0:
+            union = np.count_nonzero(mask.reshape(-1, rows, *mask.shape[1:]).any(axis=1))
+            if op.weight.count > 0.5 * rows * union:
+                yield rows

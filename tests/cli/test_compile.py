@@ -1,0 +1,56 @@
+"""`gossamer compile` writes an engine that runs without the model."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gossamer import runtime
+from gossamer.cli import app
+from gossamer.export import to_onnx
+
+MODEL = """
+import torch
+from torch import nn
+
+def tiny():
+    torch.manual_seed(0)
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)]
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), *head)
+    model[0].weight.data[torch.rand_like(model[0].weight) < 0.9] = 0
+    return model
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "models_to_compile.py").write_text(MODEL)
+    return tmp_path
+
+
+def test_a_model_and_its_onnx_file_compile_to_the_same_outputs(folder: Path) -> None:
+    model = import_module("models_to_compile").tiny().eval()
+    to_onnx(model, "tiny.onnx", torch.randn(2, 3, 16, 16))
+    for name, output in (("models_to_compile:tiny", "a.gossamer"), ("tiny.onnx", "b.gossamer")):
+        arguments = ["compile", name, "-o", output, "--json", *(["--input", "1,3,16,16"] if ":" in name else [])]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["bytes"] == Path(output).stat().st_size
+    x = torch.randn(5, 3, 16, 16)
+    with torch.inference_mode():
+        expected = model(x)
+    assert torch.allclose(runtime.load("a.gossamer")(x), expected, atol=1e-5)
+    assert torch.allclose(runtime.load("b.gossamer")(x)[0], expected, atol=1e-5)
+
+
+def test_an_error_is_one_sentence(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["compile", "nope.onnx"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: nope.onnx: file not found")
