@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -72,12 +73,11 @@ class Encoder(nn.Module):
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        from transformers import BertConfig, BertModel
-
-        config = BertConfig(
+        transformers: Any = import_module("transformers")  # slow to import, and for these networks only
+        config = transformers.BertConfig(
             hidden_size=width, num_hidden_layers=layers, num_attention_heads=12, intermediate_size=4 * width
         )
-        self.bert: Any = BertModel(config, add_pooling_layer=False)
+        self.bert: Any = transformers.BertModel(config, add_pooling_layer=False)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         return self.bert(input_ids=ids, attention_mask=mask)[0]
