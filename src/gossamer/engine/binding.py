@@ -127,7 +127,8 @@ class BoundModifier:
         self.modifier = modifier
         self.timing = Timing.of(modifier, run.steps_per_epoch)
         self.status: Status = "pending"
-        self.bound: Sequence[str] = ()
+        self.bound_names: Sequence[str] = ()
+        """All names that the modifier's `bind` returned; `targets` are those that it can act on now."""
         self.state: dict[str, Any] = {}
         self.plan: dict[str, Any] = {}
         self.scratch: dict[str, Any] = {}
@@ -150,7 +151,7 @@ class BoundModifier:
             location = self._run.recipe.location(self.index)
             return (Problem(f"cannot run yet: {self.modifier.unavailable}", (self.modifier.name,), location),)
         try:
-            self.bound = self.modifier.bind(self)
+            self.bound_names = self.modifier.bind(self)
         except ModifierError as error:
             return self.log.locate(error).problems
         return ()
@@ -161,10 +162,10 @@ class BoundModifier:
 
     @property
     def targets(self) -> list[str]:
-        """The bound names, without parameters of layers that are not in the model now."""
+        """The bound names that are in the model now and, while one of several optimizers steps, that it steps."""
         if self.modifier.structural:
-            return list(self.bound)
-        names = [name for name in self.bound if has_parameter(self.module, name)]
+            return list(self.bound_names)
+        names = [name for name in self.bound_names if has_parameter(self.module, name)]
         stepping = self._run.stepping
         return names if stepping is None else [n for n in names if id(self.weights.parameter(n)) in stepping]
 
@@ -190,9 +191,9 @@ class BoundModifier:
 class _View:
     """A part of a run as one modifier sees it."""
 
-    def __init__(self, run: TrainingRun, own: BoundModifier) -> None:
+    def __init__(self, run: TrainingRun, bound: BoundModifier) -> None:
         self._run = run
-        self._own = own
+        self._bound = bound
 
 
 class _Clock(_View):
@@ -206,24 +207,24 @@ class _Clock(_View):
 
     @property
     def start(self) -> int:
-        return self._own.timing.start
+        return self._bound.timing.start
 
     @property
     def end(self) -> int | None:
-        return self._own.timing.end
+        return self._bound.timing.end
 
     @property
     def updates_done(self) -> int:
-        return self._own.timing.updates_until(self.step)
+        return self._bound.timing.updates_until(self.step)
 
     @property
     def next_update(self) -> int | None:
-        return self._own.timing.next_after(self.step)
+        return self._bound.timing.next_after(self.step)
 
 
 class _Weights(_View):
-    def __init__(self, run: TrainingRun, own: BoundModifier) -> None:
-        super().__init__(run, own)
+    def __init__(self, run: TrainingRun, bound: BoundModifier) -> None:
+        super().__init__(run, bound)
         self._substitutions: dict[str, Substitution] = {}
 
     def parameter(self, name: str) -> nn.Parameter:
@@ -260,7 +261,7 @@ class _Weights(_View):
         return name in self._substitutions
 
     def permute(self, names: Sequence[str], n: int, m: int) -> None:
-        self._run.permute(self._own.modifier.name, names, n, m)
+        self._run.permute(self._bound.modifier.name, names, n, m)
 
     def filter_graph(self) -> FilterGraph | str:
         return self._run.filter_graph()
@@ -268,12 +269,12 @@ class _Weights(_View):
     def thin(self, names: Sequence[str]) -> None:
         from gossamer.engine.thinning import thin_run
 
-        thin_run(self._run, self._own, names)
+        thin_run(self._run, self._bound, names)
 
 
 class _Masks(_View):
     def get(self, name: str) -> Tensor | None:
-        return self._run.masks.kept_by(self._own.index, name)
+        return self._run.masks.kept_by(self._bound.index, name)
 
     def set(self, name: str, keep: Tensor) -> None:
         run = self._run
@@ -283,11 +284,11 @@ class _Masks(_View):
                 "nothing of a row of the weight; lower the sparsity, or remove the norm from the layer first"
             )
         ended = [other.index for other in self._ended()]
-        run.masks.hold(self._own.index, name, keep, get_parameter(run.module, name), ended)
+        run.masks.hold(self._bound.index, name, keep, get_parameter(run.module, name), ended)
 
     def release(self, name: str) -> None:
         self._run.masks.apply_changes(self._run.module)
-        self._run.masks.release(self._own.index, name)
+        self._run.masks.release(self._bound.index, name)
 
     def inherited(self, name: str, key: str) -> tuple[Tensor, Tensor] | None:
         for other in self._ended():
@@ -300,7 +301,7 @@ class _Masks(_View):
         return [name for name in self._run.pruned() if has_parameter(self._run.module, name)]
 
     def _ended(self) -> list[BoundModifier]:
-        return [own for own in self._run.modifiers if own.status == "ended" and own is not self._own]
+        return [bound for bound in self._run.modifiers if bound.status == "ended" and bound is not self._bound]
 
 
 class _Optimizer(_View):
@@ -349,22 +350,22 @@ class _Log(_View):
             log(tag, value, self._run.step)
 
     def skip(self, name: str, reason: str) -> None:
-        self._own.skipped[name] = reason
+        self._bound.skipped[name] = reason
 
     def locate(self, error: ModifierError) -> GossamerError:
-        name, location = self._own.modifier.name, partial(self._run.recipe.location, self._own.index)
+        name, location = self._bound.modifier.name, partial(self._run.recipe.location, self._bound.index)
         return GossamerError(problem.within(name, location=location(*problem.key)) for problem in error.problems)
 
     def skipped(self) -> None:
         """Log what the modifier leaves alone; as a warning where that is a weight and the recipe did not ask for it."""
-        own = self._own
-        weights = {*prunable(own.module), *left_dense(own.module)}
+        bound = self._bound
+        weights = {*prunable(bound.module), *left_dense(bound.module)}
         skipped: dict[tuple[int, str], list[str]] = {}
-        for name, reason in own.skipped.items():
+        for name, reason in bound.skipped.items():
             level = logging.WARNING if name in weights and reason != EXCLUDED else logging.INFO
             skipped.setdefault((level, reason), []).append(f"'{name}'")
         for (level, reason), names in skipped.items():
-            logger.log(level, "%s leaves %s alone: %s", own.modifier.name, ", ".join(names), reason)
+            logger.log(level, "%s leaves %s alone: %s", bound.modifier.name, ", ".join(names), reason)
 
 
 # Gradient samplers, for second-order pruning
@@ -438,11 +439,11 @@ def bindings(recipe: Recipe, module: nn.Module) -> list[Binding]:
     from gossamer.engine.run import TrainingRun
 
     result: list[Binding] = []
-    for own in TrainingRun(recipe, module, grad_sampler=no_losses).modifiers:
-        problems = () if own.modifier.unavailable else own.bind()
+    for bound in TrainingRun(recipe, module, grad_sampler=no_losses).modifiers:
+        problems = () if bound.modifier.unavailable else bound.bind()
         if not problems:
-            own.log.skipped()
-        result.append(Binding(own.modifier, list(own.bound), dict(own.skipped), problems))
+            bound.log.skipped()
+        result.append(Binding(bound.modifier, list(bound.bound_names), dict(bound.skipped), problems))
     return result
 
 

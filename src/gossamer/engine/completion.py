@@ -28,7 +28,7 @@ logger = logging.getLogger("gossamer")
 
 def targets(modifiers: Iterable[BoundModifier]) -> dict[str, float]:
     """By parameter: the final sparsity, if the recipe sets one for this parameter alone."""
-    return _final(modifiers, lambda run, name, epoch: run.modifier.sparsity_of(run, name, epoch))
+    return _final(modifiers, lambda bound, name, epoch: bound.modifier.sparsity_of(bound, name, epoch))
 
 
 def final_shares(modifiers: Iterable[BoundModifier]) -> dict[str, float]:
@@ -41,11 +41,11 @@ def final_shares(modifiers: Iterable[BoundModifier]) -> dict[str, float]:
 
 def planned_shares(modifiers: Iterable[BoundModifier], step: int) -> dict[str, float]:
     """The same at a step; 0 before pruning begins."""
-    own = [bound for bound in modifiers if bound.modifier.prunes]
-    found = dict.fromkeys(final_shares(own), 0.0)
-    for bound in own:
+    pruning = [bound for bound in modifiers if bound.modifier.prunes]
+    found = dict.fromkeys(final_shares(pruning), 0.0)
+    for bound in pruning:
         epoch = _epoch(bound, step)
-        for name in (name for name in bound.bound if name in found):
+        for name in (name for name in bound.bound_names if name in found):
             found[name] = max(found[name], _share(bound, name, epoch) or 0.0)
     return found
 
@@ -63,14 +63,14 @@ def _final(
 ) -> dict[str, float]:
     found: dict[str, float] = {}
     for bound in (bound for bound in modifiers if bound.modifier.prunes):
-        shares = {name: share(bound, name, bound.modifier.last_epoch) for name in bound.bound}
+        shares = {name: share(bound, name, bound.modifier.last_epoch) for name in bound.bound_names}
         found |= {name: max(value, found.get(name, 0.0)) for name, value in shares.items() if value}
     return found
 
 
 def _share(bound: BoundModifier, name: str, epoch: float) -> float | None:
-    own = bound.modifier.sparsity_of(bound, name, epoch)
-    return bound.modifier.sparsity_at(epoch) if own is None else own
+    sparsity = bound.modifier.sparsity_of(bound, name, epoch)
+    return bound.modifier.sparsity_at(epoch) if sparsity is None else sparsity
 
 
 # A run that does not complete its recipe
@@ -159,7 +159,7 @@ def reached_sparsity(run: TrainingRun) -> str:
     """`, sparsity 40.0% of 80.0%`; empty without a target, and for shares of filters or channels."""
     shares = final_shares(run.modifiers)
     weights = {name: get_parameter(run.module, name).detach() for name in shares if has_parameter(run.module, name)}
-    structured = any(isinstance(own.modifier.pattern, Filter | Channel) for own in run.modifiers)
+    structured = any(isinstance(bound.modifier.pattern, Filter | Channel) for bound in run.modifiers)
     if not weights or structured:
         return ""
     total = max(sum(weight.numel() for weight in weights.values()), 1)
@@ -211,7 +211,7 @@ def warn_of_regrowth(run: TrainingRun) -> None:
     masks, weights = run.masks, dict[str, Tensor]()
     for name in final_shares(run.modifiers):
         # What layers compute with a learned threshold or probability stays zero without a mask.
-        if has_parameter(run.module, name) and not any(own.weights.substitutes(name) for own in run.modifiers):
+        if has_parameter(run.module, name) and not any(bound.weights.substitutes(name) for bound in run.modifiers):
             weight = get_parameter(run.module, name).detach()
             if bool(weight.any()):  # a parameter that is all zeros was initialized to zero and is not sparse
                 weights[name] = weight

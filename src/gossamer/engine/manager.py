@@ -271,7 +271,7 @@ class Manager:
         )
         run.bind()
         end = round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS)
-        starts = [own.timing.start for own in run.modifiers if own.modifier.family == "quantization"]
+        starts = [bound.timing.start for bound in run.modifiers if bound.modifier.family == "quantization"]
         stop = min((start - 1 for start in starts if data is not None and 0 < start <= end), default=end)
         zeros = _count_zeros(module)
         run.begin(stop)
@@ -356,7 +356,7 @@ class Manager:
     @property
     def skipped(self) -> dict[str, dict[str, str]]:
         """By modifier: the parameters it leaves alone, with the reason."""
-        return {a.key: dict(a.skipped) for a in self._attached().modifiers if a.skipped}
+        return {bound.key: dict(bound.skipped) for bound in self._attached().modifiers if bound.skipped}
 
     def hold_rates(self) -> RecipeRates | None:
         """Let each step use the learning rates that the recipe set, whatever a scheduler sets; None if it sets none."""
@@ -463,8 +463,8 @@ class Manager:
     ) -> None:
         self._check_free()
         check_arguments(module, optimizer, steps_per_epoch, scaler)
-        own = {id(parameter) for parameter in module.parameters()}
-        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        parameters = {id(parameter) for parameter in module.parameters()}
+        if not any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
             raise GossamerError("modify: the optimizer holds none of the model's parameters; pass the model's own")
         if not allow_parallel and unwrap(module) is not module:
             raise GossamerError(f"modify: {type(module).__name__} wraps the model, and allow_parallel_module is False")

@@ -63,7 +63,10 @@ class Masks:
 
     def snapshot(self) -> Callable[[], None]:
         """A function that restores the present masks."""
-        held = {name: {holder: zeros.clone() for holder, zeros in own.items()} for name, own in self._held.items()}
+        held = {
+            name: {holder: zeros.clone() for holder, zeros in holders.items()}
+            for name, holders in self._held.items()
+        }
 
         def restore() -> None:
             self.clear()

@@ -124,8 +124,8 @@ class StepWatch:
         known = self._trains.get(optimizer)
         if known is None or known[0] != count:
             module = self._module()
-            own = {id(parameter) for parameter in module.parameters()} if module is not None else set[int]()
-            shared = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+            trained = {id(parameter) for parameter in module.parameters()} if module is not None else set[int]()
+            shared = any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"])
             known = self._trains[optimizer] = (count, shared)
         return known[1]
 

@@ -92,11 +92,11 @@ class TrainingRun:
         """Called once before the first step of the optimizer, unless a state is loaded."""
         self.hook_calls = 0
         self.modifiers = self._modifiers()
-        parts = [(own.modifier, own.timing) for own in self.modifiers if own.modifier.family != "logging"]
+        parts = [(bound.modifier, bound.timing) for bound in self.modifiers if bound.modifier.family != "logging"]
         self.progress = Progress(parts, steps_per_epoch)
         self.rates: RecipeRates | None = None
         """The learning rates that the recipe sets, if it sets any."""
-        if optimizer is not None and any(own.modifier.family == "learning_rate" for own in self.modifiers):
+        if optimizer is not None and any(bound.modifier.family == "learning_rate" for bound in self.modifiers):
             from gossamer.engine.learning_rate import RecipeRates
 
             self.rates = RecipeRates(self.modifiers, optimizer)
@@ -107,33 +107,33 @@ class TrainingRun:
     def _modifiers(self) -> list[BoundModifier]:
         """The key of a modifier is its class name with its number within the class."""
         seen: Counter[str] = Counter()
-        bound: list[BoundModifier] = []
+        modifiers: list[BoundModifier] = []
         for index, modifier in enumerate(self.recipe.modifiers):
-            bound.append(BoundModifier(index, f"{modifier.name}.{seen[modifier.name]}", modifier, self))
+            modifiers.append(BoundModifier(index, f"{modifier.name}.{seen[modifier.name]}", modifier, self))
             seen[modifier.name] += 1
-        return bound
+        return modifiers
 
     # Beginning and end
 
     def bind(self) -> None:
         """Find the targets of all modifiers; raises `RecipeError` before anything changes."""
-        found = (problem for own in self.modifiers for problem in self._bind(own))
+        found = (problem for bound in self.modifiers for problem in self._bind(bound))
         problems = list(islice(found, MAX_SUGGESTED))
-        if any(own.modifier.removal_epochs for own in self.modifiers):
+        if any(bound.modifier.removal_epochs for bound in self.modifiers):
             from gossamer.engine.thinning import removal_conflicts
 
             conflicts = removal_conflicts(self.modifiers)
-            problems += [problem for own, error in conflicts for problem in own.log.locate(error).problems]
+            problems += [problem for bound, error in conflicts for problem in bound.log.locate(error).problems]
         if problems:
             raise RecipeError(problems)
-        pruning = [own for own in self.modifiers if own.modifier.prunes]
-        bound = {name for own in pruning for name in own.bound}
-        self.held_with_filters = {name for own in pruning for name in own.held_with_filters if name not in bound}
+        pruning = [bound for bound in self.modifiers if bound.modifier.prunes]
+        pruned = {name for bound in pruning for name in bound.bound_names}
+        self.held_with_filters = {name for bound in pruning for name in bound.held_with_filters if name not in pruned}
 
-    def _bind(self, own: BoundModifier) -> tuple[Problem, ...]:
-        problems = own.bind()
+    def _bind(self, bound: BoundModifier) -> tuple[Problem, ...]:
+        problems = bound.bind()
         if not problems:
-            own.log.skipped()
+            bound.log.skipped()
         return problems
 
     def begin(self, step: int) -> None:
@@ -149,10 +149,10 @@ class TrainingRun:
 
     def take_over_masks(self) -> None:
         """Write the zeros of `torch.nn.utils.prune` into the weights that it masks; the model computes the same."""
-        for own in self.modifiers:
-            for name in own.bound if own.modifier.prunes else ():
+        for bound in self.modifiers:
+            for name in bound.bound_names if bound.modifier.prunes else ():
                 if (mask := torch_mask(self.module, name)) is not None:
-                    own.weights.write(name, weight_of(self.module, name))
+                    bound.weights.write(name, weight_of(self.module, name))
                     zeros = mask.numel() - int(mask.count_nonzero())
                     logger.info("'%s' has %d zeros of torch.nn.utils.prune, which stay zero", name, zeros)
 
@@ -171,22 +171,22 @@ class TrainingRun:
 
     def finish(self, *, keep_weights: bool = False) -> None:
         """Leave in the weights what the model computes with, unless `keep_weights`, and release the optimizer."""
-        for own in self.modifiers:
-            if own.status == "active":
-                (own.modifier.discard if keep_weights else own.modifier.finish)(own)
+        for bound in self.modifiers:
+            if bound.status == "active":
+                (bound.modifier.discard if keep_weights else bound.modifier.finish)(bound)
         if not keep_weights:
             self.apply_masks()
-        for own in self.modifiers:
-            if own.status != "pending":
-                own.modifier.finalized(own)
+        for bound in self.modifiers:
+            if bound.status != "pending":
+                bound.modifier.finalized(bound)
         self.unhook()
         if self._copied_teacher is not None:
             self._copied_teacher.release()
 
     def undo_modifiers(self) -> None:
-        for own in reversed(self.modifiers):
-            if own.status == "active":
-                own.modifier.undo(own)
+        for bound in reversed(self.modifiers):
+            if bound.status == "active":
+                bound.modifier.undo(bound)
 
     # Time
 
@@ -194,8 +194,8 @@ class TrainingRun:
         """Move the clock to `step` and do what is due: ends first, then updates and starts by their start."""
         self.step = step
         self.progress.move(step)
-        for own, action in self._due(step):
-            self._perform(own, action)
+        for bound, action in self._due(step):
+            self._perform(bound, action)
         if self.rates is not None:
             self.rates.record()
         if self.external_clock:
@@ -207,36 +207,36 @@ class TrainingRun:
         Logging modifiers come last, when the masks are applied.
         """
         events: list[tuple[tuple[int, ...], BoundModifier, str]] = []
-        for own in self.modifiers:
-            index, timing, last = own.index, own.timing, int(own.modifier.family == "logging")
+        for bound in self.modifiers:
+            index, timing, last = bound.index, bound.timing, int(bound.modifier.family == "logging")
             brief = int(timing.end != timing.start)
-            ends = own.status != "ended" and timing.end is not None and timing.end <= step
-            if own.status == "pending" and timing.start <= step:
-                events.append(((last, timing.start, brief, timing.start, index, 0), own, "start"))
-            elif own.status == "active" and not ends and timing.updates_at(step):
-                events.append(((last, step, 1, timing.start, index, 0), own, "update"))
+            ends = bound.status != "ended" and timing.end is not None and timing.end <= step
+            if bound.status == "pending" and timing.start <= step:
+                events.append(((last, timing.start, brief, timing.start, index, 0), bound, "start"))
+            elif bound.status == "active" and not ends and timing.updates_at(step):
+                events.append(((last, step, 1, timing.start, index, 0), bound, "update"))
             if ends and timing.end is not None:
-                events.append(((last, timing.end, 0, timing.start, index, 1), own, "end"))
-        return [(own, action) for _, own, action in sorted(events, key=lambda event: event[0])]
+                events.append(((last, timing.end, 0, timing.start, index, 1), bound, "end"))
+        return [(bound, action) for _, bound, action in sorted(events, key=lambda event: event[0])]
 
-    def _perform(self, own: BoundModifier, action: str) -> None:
+    def _perform(self, bound: BoundModifier, action: str) -> None:
         try:
-            with locating_errors(own):
+            with locating_errors(bound):
                 match action:
                     case "start":
-                        own.status = "active"
-                        own.modifier.start(own)
+                        bound.status = "active"
+                        bound.modifier.start(bound)
                     case "update":
-                        own.modifier.update(own)
+                        bound.modifier.update(bound)
                     case _:
-                        own.modifier.end(own)
-                        own.status = "ended"
+                        bound.modifier.end(bound)
+                        bound.status = "ended"
                         if self._copied_teacher is not None and not self._distills():
                             self._copied_teacher.release()
         except SparsityError as error:
-            location = self.recipe.location(own.index)
+            location = self.recipe.location(bound.index)
             message = f"cannot prune at step {self.step}: {error}"
-            raise GossamerError(Problem(message, (own.modifier.name,), location)) from error
+            raise GossamerError(Problem(message, (bound.modifier.name,), location)) from error
         finally:
             self.masks.apply_changes(self.module)
 
@@ -264,10 +264,10 @@ class TrainingRun:
             self.rates.before_step(self.step)
         self._restart_learning_rate()
         try:
-            for own in self.modifiers:
-                if own.status == "active":
-                    with locating_errors(own):
-                        own.modifier.before_step(own)
+            for bound in self.modifiers:
+                if bound.status == "active":
+                    with locating_errors(bound):
+                        bound.modifier.before_step(bound)
         finally:
             self.stepping = None
 
@@ -276,9 +276,9 @@ class TrainingRun:
         self.hook_calls += 1
         self.progress.stepped = True
         self.attached = None
-        for own in self.modifiers:
-            if own.status == "active":
-                own.modifier.after_step(own)
+        for bound in self.modifiers:
+            if bound.status == "active":
+                bound.modifier.after_step(bound)
         self.loss_scale.after_step()
         self.apply_masks()
         if not self.external_clock:
@@ -294,10 +294,10 @@ class TrainingRun:
 
     def loss(self, loss: Tensor, outputs: Any, inputs: Any) -> Tensor:
         """The loss to train on, after all active modifiers."""
-        for own in self.modifiers:
-            if own.status == "active":
-                with locating_errors(own):
-                    loss = own.modifier.loss(own, loss, outputs, inputs)
+        for bound in self.modifiers:
+            if bound.status == "active":
+                with locating_errors(bound):
+                    loss = bound.modifier.loss(bound, loss, outputs, inputs)
         return loss
 
     # The model
@@ -335,8 +335,8 @@ class TrainingRun:
         if self._copied_teacher is not None and not self._copied_teacher.released:
             permutation.apply(self._copied_teacher.module)
         shapes = {name: tuple(get_parameter(self.module, name).shape) for name in permutation.moves}
-        for own in self.modifiers:
-            own.state = with_weights(own.state, shapes, permutation.of)
+        for bound in self.modifiers:
+            bound.state = with_weights(bound.state, shapes, permutation.of)
 
     def filter_graph(self) -> FilterGraph | str:
         """Which filters depend on each other, or why that is unknown; traced again when shapes have changed."""
@@ -360,31 +360,31 @@ class TrainingRun:
 
     def _distills(self) -> bool:
         """Whether a modifier uses the teacher, now or later."""
-        return any(own.modifier.family == "distillation" and own.status != "ended" for own in self.modifiers)
+        return any(bound.modifier.family == "distillation" and bound.status != "ended" for bound in self.modifiers)
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         from gossamer.engine.state import STATE_FORMAT, check_declared, frozen
 
-        for own in self.modifiers:
-            check_declared(own)
+        for bound in self.modifiers:
+            check_declared(bound)
         self.progress.saved_step = self.step
         shapes = {name: list(tensor.shape) for name, tensor in shaped_tensors(self.module)}
         modifiers = {
-            own.key: {
-                "status": own.status,
-                "targets": list(own.bound),
-                "state": frozen(own.state),
+            bound.key: {
+                "status": bound.status,
+                "targets": list(bound.bound_names),
+                "state": frozen(bound.state),
                 "masks": frozen(masks),
                 "parameters": {
-                    **{name: {"shape": shapes[name]} for name in own.bound if name in shapes},
+                    **{name: {"shape": shapes[name]} for name in bound.bound_names if name in shapes},
                     **{name: {"shape": list(keep.shape), "zeros": int((~keep).sum())} for name, keep in masks.items()},
                 },
             }
-            for own, masks in ((own, self.masks.of(own.index)) for own in self.modifiers)
+            for bound, masks in ((bound, self.masks.of(bound.index)) for bound in self.modifiers)
         }
-        families = {own.modifier.family for own in self.modifiers}
+        families = {bound.modifier.family for bound in self.modifiers}
         teacher = self._copied_teacher if self._distills() else None
         return {
             "format": STATE_FORMAT,
@@ -430,11 +430,11 @@ class TrainingRun:
         self.progress.restored, self.before_first_step = True, None
         self.skipped_steps = resume.skipped_steps
         self.masks.clear()
-        for own, new in zip(self.modifiers, resume.modifiers, strict=True):
-            own.scratch.clear()
-            own.status, own.state = new.status, new.state
+        for bound, new in zip(self.modifiers, resume.modifiers, strict=True):
+            bound.scratch.clear()
+            bound.status, bound.state = new.status, new.state
             for name, keep in new.masks.items():
-                self.masks.hold(own.index, name, keep, get_parameter(self.module, name))
+                self.masks.hold(bound.index, name, keep, get_parameter(self.module, name))
         restore_settings(self.optimizer, resume.groups)
         if self.restart is not None and resume.restart is not None:
             self.restart.replace(resume.restart)
@@ -442,12 +442,12 @@ class TrainingRun:
         if self.distillation is not None:
             messages = self.distillation.teacher.load_state(resume.teacher, self._distills(), self.module)
             problems += messages if resume.teacher_problem is None else [resume.teacher_problem]
-        for own in self.modifiers:
-            if own.status == "active":
-                own.modifier.restore(own)
-        for own, action in self._due(resume.step):
+        for bound in self.modifiers:
+            if bound.status == "active":
+                bound.modifier.restore(bound)
+        for bound, action in self._due(resume.step):
             if action == "start":
-                self._perform(own, action)
+                self._perform(bound, action)
         self.apply_masks()
         if self.rates is not None:
             self.rates.record()

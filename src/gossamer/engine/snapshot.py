@@ -62,7 +62,7 @@ class Snapshot:
         self._run = run
         teacher = None if run.distillation is None else run.distillation.teacher
         self._teacher = None if teacher is None else (teacher, teacher.module, teacher.released)
-        layers = [layer for own in run.modifiers for layer in own.modifier.replaced_layers(own).values()]
+        layers = [layer for bound in run.modifiers for layer in bound.modifier.replaced_layers(bound).values()]
         modules = [run.module, *layers, *([teacher.module] if teacher is not None and teacher.own else [])]
         tensors = {id(tensor): tensor for module in modules for _, tensor in shaped_tensors(module)}
         self._trained = [(tensor, tensor.requires_grad, tensor.grad) for tensor in tensors.values()]
@@ -75,7 +75,9 @@ class Snapshot:
             self.keep_moments()
         self._settings = settings(run.optimizer)
         self._modifiers: list[tuple[Status, dict[str, Any], dict[str, Any], dict[str, str]]]
-        self._modifiers = [(own.status, own.state, dict(own.scratch), dict(own.skipped)) for own in run.modifiers]
+        self._modifiers = [
+            (bound.status, bound.state, dict(bound.scratch), dict(bound.skipped)) for bound in run.modifiers
+        ]
         self._masks = run.masks.snapshot()
         self._counts = (run.step, run.skipped_steps, run.before_first_step)
         self._progress, self._restart = copy(run.progress), copy(run.restart)
@@ -116,8 +118,8 @@ class Snapshot:
         if self._teacher is not None:
             teacher, teacher.module, teacher.released = self._teacher
         restore_settings(run.optimizer, self._settings)
-        for own, held in zip(run.modifiers, self._modifiers, strict=True):
-            own.status, own.state, own.scratch, own.skipped = held
+        for bound, held in zip(run.modifiers, self._modifiers, strict=True):
+            bound.status, bound.state, bound.scratch, bound.skipped = held
         self._masks()
         run.step, run.skipped_steps, run.before_first_step = self._counts
         vars(run.progress).update(vars(self._progress))  # others refer to this object
@@ -125,9 +127,9 @@ class Snapshot:
             vars(run.restart).update(vars(self._restart))
         if run.rates is not None:
             run.rates.record()
-        for own in run.modifiers:
-            if own.status == "active":
-                own.modifier.restore(own)
+        for bound in run.modifiers:
+            if bound.status == "active":
+                bound.modifier.restore(bound)
         run.attached = self._attached
         for one in self._untouched:
             one.touch()

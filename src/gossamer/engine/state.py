@@ -166,13 +166,13 @@ def match_states(
     return found
 
 
-def check_declared(own: BoundModifier) -> None:
+def check_declared(bound: BoundModifier) -> None:
     """Raise for what could be saved but not loaded again."""
-    known = own.modifier.state_fields(own)
-    for key in own.state:
+    known = bound.modifier.state_fields(bound)
+    for key in bound.state:
         if key not in known and key != CUTS:
             raise GossamerError(
-                f"{own.modifier.name}: run.state holds '{key}', which its state_fields() does not declare; "
+                f"{bound.modifier.name}: run.state holds '{key}', which its state_fields() does not declare; "
                 f"declare it there, for instance {{'{key}': gossamer.modifiers.state.integer()}}, so that a "
                 "checkpoint can be loaded"
             )
@@ -243,9 +243,9 @@ class Resume:
     def may_fail(self, modifiers: Sequence[BoundModifier]) -> bool:
         """Whether resuming runs code that may raise: a modifier that starts, or one of the user's that is restored."""
         return any(
-            (new.status == "pending" and own.timing.start <= self.step)
-            or (new.status == "active" and not type(own.modifier).__module__.startswith("gossamer."))
-            for own, new in zip(modifiers, self.modifiers, strict=True)
+            (new.status == "pending" and bound.timing.start <= self.step)
+            or (new.status == "active" and not type(bound.modifier).__module__.startswith("gossamer."))
+            for bound, new in zip(modifiers, self.modifiers, strict=True)
         )
 
 
@@ -260,16 +260,16 @@ def plan_resume(run: TrainingRun, state: RunState) -> Resume:
         )
     specs, removals = _model(run, state)
     keys = match_states(
-        [(own.key, own.bound) for own in run.modifiers],
+        [(bound.key, bound.bound_names) for bound in run.modifiers],
         {key: entry.targets for key, entry in state.modifiers.items()},
     )
     resumed: list[ResumedModifier] = []
-    for own, key in zip(run.modifiers, keys, strict=True):
+    for bound, key in zip(run.modifiers, keys, strict=True):
         if key is None:
             resumed.append(ResumedModifier())
-            problems.append(f"{own.key} is not in the state and starts from the beginning")
+            problems.append(f"{bound.key} is not in the state and starts from the beginning")
         else:
-            resumed.append(_modifier(own, state.modifiers[key], specs, problems))
+            resumed.append(_modifier(bound, state.modifiers[key], specs, problems))
     unknown = [key for key in state.modifiers if key not in keys]
     problems += [f"{key} is in the state but not in the recipe, and is dropped" for key in unknown]
     restart = run.restart.parse_state(state.restart) if run.restart is not None and state.restart else None
@@ -287,11 +287,11 @@ def _model(run: TrainingRun, state: RunState) -> tuple[dict[str, Spec], list[Rem
     """The tensors that the model has after the state is loaded, and what has to be removed for that."""
     module, uncut = run.module, {} if run.attached is None else run.attached.uncut()
     specs = {name: Spec.of(name, tensor) for name, tensor in shaped_tensors(module)}
-    for own in run.modifiers:
-        for path, layer in own.modifier.replaced_layers(own).items():
+    for bound in run.modifiers:
+        for path, layer in bound.modifier.replaced_layers(bound).items():
             specs |= {f"{path}.{name}": Spec.of(name, tensor) for name, tensor in shaped_tensors(layer)}
     if not any(CUTS in entry.state.entries() for entry in state.modifiers.values()) and not any(
-        CUTS in own.state for own in run.modifiers
+        CUTS in bound.state for bound in run.modifiers
     ):
         return specs, []
     from gossamer.engine.thinning import check_not_thinner, due_removals
@@ -321,11 +321,11 @@ def _whole(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _modifier(
-    own: BoundModifier, saved: ModifierState, specs: Mapping[str, Spec], problems: list[str]
+    bound: BoundModifier, saved: ModifierState, specs: Mapping[str, Spec], problems: list[str]
 ) -> ResumedModifier:
     device = next((spec.device for spec in specs.values()), torch.device("cpu"))
     unchanged = {n for n, was in (saved.parameters or {}).items() if n in specs and specs[n].shape == was.shape}
-    layout = Layout(own.bound, specs, device, unchanged)
+    layout = Layout(bound.bound_names, specs, device, unchanged)
     masks: dict[str, Tensor] = {}
     reported: set[str] = set()
     for name, item in saved.masks.items():
@@ -334,29 +334,29 @@ def _modifier(
             reason = "it is not in the model"
         elif specs[name].shape != shape:
             reason = f"it has shape {specs[name].shape}"
-        elif name not in own.bound and name not in own.held_with_filters:
-            if own.skipped.get(name, "").startswith(TIED):
+        elif name not in bound.bound_names and name not in bound.held_with_filters:
+            if bound.skipped.get(name, "").startswith(TIED):
                 raise item.error("no mask of a weight that is left dense unless the recipe names it")
             reason = "the recipe no longer names it there"
         else:
             masks[name] = keep = item.mask(specs[name])
-            if empties_a_norm(own.module, name, keep):
+            if empties_a_norm(bound.module, name, keep):
                 raise item.error("a mask that keeps a weight in each row, because the layer divides by its norm")
             zeros, saved_zeros = keep.numel() - int(keep.count_nonzero()), saved.zeros(name)
             if saved_zeros is not None and zeros != saved_zeros:
                 raise GossamerError(f"{item.where}: expected {saved_zeros} zeros, found {zeros}; save the state again")
         if reason is not None:
             reported.add(name)
-            problems.append(f"{own.key}: the mask of '{name}' {shape} is dropped: {reason}")
+            problems.append(f"{bound.key}: the mask of '{name}' {shape} is dropped: {reason}")
     entries = saved.state.entries()
     others = Item({key: entry.value for key, entry in entries.items() if key != CUTS}, saved.state.where)
-    state = own.modifier.parse_state(own, others, layout, active=saved.status == "active")
+    state = bound.modifier.parse_state(bound, others, layout, active=saved.status == "active")
     if CUTS in entries:
         from gossamer.engine.thinning import Removal
 
         state[CUTS] = [Removal.parse(item).state() for item in entries[CUTS].items()]
     problems += [
-        f"{own.key}: what the state holds for '{name}' is dropped: {reason}"
+        f"{bound.key}: what the state holds for '{name}' is dropped: {reason}"
         for name, reason in layout.dropped.items()
         if name not in reported
     ]

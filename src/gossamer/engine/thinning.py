@@ -31,12 +31,12 @@ logger = logging.getLogger("gossamer")
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def thin_run(run: TrainingRun, own: BoundModifier, names: Collection[str]) -> None:
+def thin_run(run: TrainingRun, bound: BoundModifier, names: Collection[str]) -> None:
     """Remove filters of these weights that are entirely zero."""
     from gossamer.model.permute import unordered_state
     from gossamer.model.thin import thin
 
-    module, modifier = run.module, own.modifier.name
+    module, modifier = run.module, bound.modifier.name
     before = {name: tuple(tensor.shape) for name, tensor in shaped_tensors(module)}
     odd = unordered_state(run.optimizer, {name: get_tensor(module, name) for name in before})
     if odd:
@@ -53,7 +53,7 @@ def thin_run(run: TrainingRun, own: BoundModifier, names: Collection[str]) -> No
     if thinned.note:
         logger.warning("%s: %s", modifier, thinned.note)
     for name, reason in thinned.kept.items():
-        own.log.skip(name, reason)
+        bound.log.skip(name, reason)
         logger.info("%s: '%s' keeps filters of zeros: %s", modifier, name, reason)
     if not thinned.cuts:
         logger.warning("%s removes nothing: no filter or channel is entirely zero and removable", modifier)
@@ -67,7 +67,7 @@ def thin_run(run: TrainingRun, own: BoundModifier, names: Collection[str]) -> No
             run.step,
         )
     cuts, shapes = thinned.cuts, {name: before[name] for name in thinned.cuts.kept}
-    own.state.setdefault(CUTS, []).append(Removal(cuts, shapes).state())
+    bound.state.setdefault(CUTS, []).append(Removal(cuts, shapes).state())
     for name, shape in shapes.items():
         cuts.cut_state(run.optimizer, name, get_tensor(module, name), torch.Size(shape))
     run.masks.cut(cuts, module)
@@ -169,8 +169,8 @@ def due_removals(module: nn.Module, state: RunState, sizes: Shapes, example_inpu
 
 def check_not_thinner(state: RunState, modifiers: Sequence[BoundModifier], sizes: Shapes) -> None:
     """Raise when a model lacks filters that the run of the state still had."""
-    own = [entry for bound in modifiers for entry in bound.state.get(CUTS, ())]
-    lost = [entry for entry in own if any(sizes.get(name) != tuple(shape) for name, shape in entry["shapes"].items())]
+    done = [entry for bound in modifiers for entry in bound.state.get(CUTS, ())]
+    lost = [entry for entry in done if any(sizes.get(name) != tuple(shape) for name, shape in entry["shapes"].items())]
     if len(lost) > len(removals(state)):
         raise GossamerError(
             "state: it is from before filters were removed from this model, and they cannot come back; "
@@ -206,15 +206,15 @@ def _together(found: Iterable[Removal]) -> Cuts:
 def removal_conflicts(modifiers: Sequence[BoundModifier]) -> list[tuple[BoundModifier, ModifierError]]:
     """Removals during gradual pruning, whose sparsity would then count from the remaining filters."""
     found: list[tuple[BoundModifier, ModifierError]] = []
-    for own in modifiers:
-        for other in modifiers if own.modifier.removal_epochs else ():
+    for bound in modifiers:
+        for other in modifiers if bound.modifier.removal_epochs else ():
             pruning, timing = other.modifier, other.timing
             if not pruning.prunes or pruning.updates_every is None or timing.end is None:
                 continue
-            for epoch in own.modifier.removal_epochs:
-                if timing.start <= to_step(epoch, own.clock.steps_per_epoch) < timing.end:
+            for epoch in bound.modifier.removal_epochs:
+                if timing.start <= to_step(epoch, bound.clock.steps_per_epoch) < timing.end:
                     when = f"removes filters at epoch {max(epoch, 0.0):g}, while {pruning.name} prunes until epoch"
                     why = f"{when} {pruning.end_epoch:g}, whose sparsity would count from the rest; start later"
-                    found.append((own, ModifierError(why, "start_epoch")))
+                    found.append((bound, ModifierError(why, "start_epoch")))
                     break
     return found

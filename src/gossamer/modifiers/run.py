@@ -257,7 +257,10 @@ class Run(Protocol):
 
     @property
     def targets(self) -> Sequence[str]:
-        """What `bind` returned: the names that this modifier acts on."""
+        """The names that this modifier acts on: those that `bind` returned and that are in the model now.
+
+        While one of several optimizers steps, only those that it steps.
+        """
         ...
 
     @property

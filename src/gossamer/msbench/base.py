@@ -404,7 +404,7 @@ class BaseScheduler:
     def install(self, model: nn.Module) -> None:
         """Bind the modifiers to the model, which raises if they do not fit, and insert the sparsers."""
         run = self._new_run(model)
-        self.names = [name for own in run.modifiers for name in own.bound]
+        self.names = [name for own in run.modifiers for name in own.bound_names]
         self.skipped = {name: why for own in run.modifiers for name, why in own.skipped.items()}
         self._run, self._begun, self.iteration = None if self.learns else run, False, None
         if type(self) is BaseScheduler and not self.learns and run.modifiers[0].modifier.sparsity_at(0.0) == 0:
