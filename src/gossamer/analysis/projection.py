@@ -66,7 +66,7 @@ def project(recipe: Recipe, model: nn.Module) -> Projection:
     """
     module = unwrap(model)
     all_modifiers = TrainingRun(recipe, model, None, float(STEPS), grad_sampler=no_losses).modifiers
-    pruning = [bound for bound in all_modifiers if bound.modifier.family == "pruning" and bound.modifier.unavailable is None]
+    pruning = [bound for bound in all_modifiers if bound.modifier.family == "pruning"]
     if problems := [problem for bound in pruning for problem in bound.bind()]:
         raise RecipeError(problems)
     horizon = float(max(recipe.max_epochs, 0))

@@ -23,7 +23,7 @@ from gossamer.cli.console import (
     text_table,
 )
 from gossamer.cli.options import AsJson, load_model
-from gossamer.errors import Problem, RecipeError, format_problems
+from gossamer.errors import RecipeError, format_problems
 
 if TYPE_CHECKING:
     from gossamer.modifiers.base import Modifier
@@ -194,13 +194,8 @@ def _as_data(recipe: Recipe) -> dict[str, Any]:
 
 
 def _warnings(recipe: Recipe) -> list[str]:
-    """Settings without effect, and modifiers that cannot run yet."""
-    unavailable = [
-        Problem(f"cannot run yet: {modifier.unavailable}", (modifier.name,), recipe.location(index))
-        for index, modifier in enumerate(recipe.modifiers)
-        if modifier.unavailable
-    ]
-    return [str(problem) for problem in (*recipe.warnings, *unavailable)]
+    """Settings without effect."""
+    return [str(warning) for warning in recipe.warnings]
 
 
 # Terminal

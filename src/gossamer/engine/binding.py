@@ -22,7 +22,7 @@ from gossamer.errors import GossamerError, ModifierError, Problem
 from gossamer.model import get_parameter, has_parameter, left_dense, prunable
 from gossamer.model.additions import Substitution
 from gossamer.model.parameters import empties_a_norm
-from gossamer.modifiers.base import EXCLUDED, Modifier, to_step
+from gossamer.modifiers.base import EXCLUDED, SPARED_EMBEDDINGS, Modifier, to_step
 from gossamer.modifiers.run import Data, Distributed
 from gossamer.recipe import Recipe
 
@@ -147,9 +147,6 @@ class BoundModifier:
 
     def bind(self) -> tuple[Problem, ...]:
         """Find the modifier's targets; changes nothing, and returns what is wrong, with its location in the recipe."""
-        if self.modifier.unavailable is not None:
-            location = self._run.recipe.location(self.index)
-            return (Problem(f"cannot run yet: {self.modifier.unavailable}", (self.modifier.name,), location),)
         try:
             self.bound_names = self.modifier.bind(self)
         except ModifierError as error:
@@ -178,6 +175,11 @@ class BoundModifier:
         """Parameters beside the targets that may be held at zero with filters."""
         filters: FilterPlan | None = self.plan.get("filters")
         return () if filters is None else filters.vectors.keys()
+
+    @property
+    def spared_embeddings(self) -> Collection[str]:
+        """Weights shared with an embedding, which are left dense because the recipe does not name them exactly."""
+        return self.plan.get(SPARED_EMBEDDINGS, ())
 
     def __getattr__(self, name: str) -> Any:
         if name not in _MOVED:
@@ -440,7 +442,7 @@ def bindings(recipe: Recipe, module: nn.Module) -> list[Binding]:
 
     result: list[Binding] = []
     for bound in TrainingRun(recipe, module, grad_sampler=no_losses).modifiers:
-        problems = () if bound.modifier.unavailable else bound.bind()
+        problems = bound.bind()
         if not problems:
             bound.log.skipped()
         result.append(Binding(bound.modifier, list(bound.bound_names), dict(bound.skipped), problems))

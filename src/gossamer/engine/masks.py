@@ -64,8 +64,7 @@ class Masks:
     def snapshot(self) -> Callable[[], None]:
         """A function that restores the present masks."""
         held = {
-            name: {holder: zeros.clone() for holder, zeros in holders.items()}
-            for name, holders in self._held.items()
+            name: {holder: zeros.clone() for holder, zeros in holders.items()} for name, holders in self._held.items()
         }
 
         def restore() -> None:

@@ -71,16 +71,16 @@ class TrainingRun:
         self.loggers = loggers
         self.example_inputs = example_inputs
         self.restart = restart
-        """The user's learning-rate scheduler, if it was given."""
+        """Resets the user's learning-rate scheduler, if one was given."""
         self.distillation = distillation
-        """The teacher, if there is one."""
+        """The teacher and its hooks, if there is a teacher."""
         self.accumulation_steps = accumulation_steps
         self.calibration_data = calibration_data
         self.step = 0
         self.skipped_steps = 0
         self.masks = Masks()
-        self.attached: Snapshot | None = None
-        """What attaching the recipe changed, until the first optimizer step: loading a state undoes it."""
+        self.before_attach: Snapshot | None = None
+        """Model and run before the recipe was attached, until the first step: loading a state rolls back to it."""
         self.loss_scale = LossScale(scaler)
         self.stepping: set[int] | None = None
         """The ids of the parameters that are about to step, while one of several optimizers does."""
@@ -138,12 +138,12 @@ class TrainingRun:
 
     def begin(self, step: int) -> None:
         """Do what is due up to `step`; a failure leaves model and optimizer as they were."""
-        self.attached = before = Snapshot(self)
+        self.before_attach = before = Snapshot(self)
         try:
             self.take_over_masks()
             self.advance(step)
         except Exception:
-            before.restore()
+            before.roll_back()
             raise
         before.keep_changed()
 
@@ -202,17 +202,16 @@ class TrainingRun:
             self._restart_learning_rate()
 
     def _due(self, step: int) -> list[tuple[BoundModifier, str]]:
-        """What is due at or before `step`, in order; a modifier of no length starts and ends at once.
-
-        Logging modifiers come last, when the masks are applied.
-        """
+        """What is due at or before `step`, in order; a modifier whose start is its end starts and ends at once."""
+        # Sorted by: logging modifiers last, when the masks are applied; the step; ends, and modifiers that start and end
+        # at one step, before other starts and updates; the start; the position in the recipe; start before end.
         events: list[tuple[tuple[int, ...], BoundModifier, str]] = []
         for bound in self.modifiers:
             index, timing, last = bound.index, bound.timing, int(bound.modifier.family == "logging")
-            brief = int(timing.end != timing.start)
+            lasts = int(timing.end != timing.start)
             ends = bound.status != "ended" and timing.end is not None and timing.end <= step
             if bound.status == "pending" and timing.start <= step:
-                events.append(((last, timing.start, brief, timing.start, index, 0), bound, "start"))
+                events.append(((last, timing.start, lasts, timing.start, index, 0), bound, "start"))
             elif bound.status == "active" and not ends and timing.updates_at(step):
                 events.append(((last, step, 1, timing.start, index, 0), bound, "update"))
             if ends and timing.end is not None:
@@ -275,7 +274,7 @@ class TrainingRun:
         """The optimizer's post-step hook: masks are applied and time moves."""
         self.hook_calls += 1
         self.progress.stepped = True
-        self.attached = None
+        self.before_attach = None
         for bound in self.modifiers:
             if bound.status == "active":
                 bound.modifier.after_step(bound)
@@ -329,8 +328,8 @@ class TrainingRun:
                 modifier,
                 self.step,
             )
-        if self.attached is not None:
-            self.attached.keep_moments()
+        if self.before_attach is not None:
+            self.before_attach.keep_moments()
         permutation.apply(self.module, self.optimizer, self.masks.by_name())
         if self._copied_teacher is not None and not self._copied_teacher.released:
             permutation.apply(self._copied_teacher.module)
@@ -412,15 +411,15 @@ class TrainingRun:
         try:
             return self._resume(resume)
         except BaseException:
-            snapshot.restore()
+            snapshot.roll_back()
             raise
 
     def _resume(self, resume: Resume) -> list[str]:
         """Become what was parsed; only a modifier that starts here, or one of the user's, can fail."""
         self.undo_modifiers()
-        if self.attached is not None:
-            self.attached.undo()
-            self.attached = None
+        if self.before_attach is not None:
+            self.before_attach.roll_back_untouched()
+            self.before_attach = None
         if resume.removals:
             from gossamer.engine.thinning import apply_removals
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from gossamer.engine.optimizer import SETTINGS
 from gossamer.engine.snapshot import shaped_tensors
 from gossamer.errors import GossamerError
-from gossamer.model.parameters import TIED, empties_a_norm
+from gossamer.model.parameters import empties_a_norm
 from gossamer.modifiers.state import BITS, LARGEST_SETTING, LARGEST_STEP, Item, Layout, Spec, short
 from gossamer.sparse import pack
 
@@ -285,7 +285,7 @@ def plan_resume(run: TrainingRun, state: RunState) -> Resume:
 
 def _model(run: TrainingRun, state: RunState) -> tuple[dict[str, Spec], list[Removal]]:
     """The tensors that the model has after the state is loaded, and what has to be removed for that."""
-    module, uncut = run.module, {} if run.attached is None else run.attached.uncut()
+    module, uncut = run.module, {} if run.before_attach is None else run.before_attach.uncut()
     specs = {name: Spec.of(name, tensor) for name, tensor in shaped_tensors(module)}
     for bound in run.modifiers:
         for path, layer in bound.modifier.replaced_layers(bound).items():
@@ -335,7 +335,7 @@ def _modifier(
         elif specs[name].shape != shape:
             reason = f"it has shape {specs[name].shape}"
         elif name not in bound.bound_names and name not in bound.held_with_filters:
-            if bound.skipped.get(name, "").startswith(TIED):
+            if name in bound.spared_embeddings:
                 raise item.error("no mask of a weight that is left dense unless the recipe names it")
             reason = "the recipe no longer names it there"
         else:

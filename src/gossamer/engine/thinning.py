@@ -43,8 +43,8 @@ def thin_run(run: TrainingRun, bound: BoundModifier, names: Collection[str]) -> 
         key = next(iter(odd.values()))
         logger.warning("%s removes nothing: the optimizer's '%s' cannot be cut with its weight", modifier, key)
         return
-    if run.attached is not None:
-        run.attached.keep_moments()
+    if run.before_attach is not None:
+        run.before_attach.keep_moments()
     try:
         thinned = thin(module, run.example_inputs, names=names)
     except GossamerError as error:

@@ -26,6 +26,8 @@ from gossamer.sparse import Pattern
 
 EXCLUDED = "excluded"
 """The reason with which parameters that the recipe excludes are skipped."""
+SPARED_EMBEDDINGS = "spared_embeddings"
+"""The key in `run.plan` of the weights that are left dense because an embedding shares them."""
 _NEWER = {"start": "start_epoch", "end": "end_epoch", "targets": "params"}
 
 
@@ -92,8 +94,6 @@ class Modifier(BaseModel):
 
     family: ClassVar[str] = "other"
     """`pruning`, `quantization`, `distillation`, `learning_rate`, `parameters`, `optimizer`, `epoch`, `logging`."""
-    unavailable: ClassVar[str | None] = None
-    """Why the modifier can be loaded but not run; None if it can run."""
     epoch_fields: ClassVar[tuple[str, ...]] = ("start_epoch", "end_epoch")
     """Fields that hold epochs, which shift when a recipe is composed after another."""
     periodic: ClassVar[bool] = False
