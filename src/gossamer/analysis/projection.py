@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gossamer.engine import BoundModifier, TrainingRun
-from gossamer.engine.binding import no_losses
+from gossamer.engine.samplers import no_losses
 from gossamer.errors import RecipeError, within
 from gossamer.model import get_parameter, prunable, unwrap
 from gossamer.modifiers import Outlook

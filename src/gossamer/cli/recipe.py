@@ -159,7 +159,7 @@ def _bind(recipe: Recipe, model: str | None, imports: list[str] | None) -> list[
     """The parameters of the model that each modifier acts on; None without a model."""
     if model is None:
         return None
-    from gossamer.engine import bindings
+    from gossamer.engine import check_bindings
 
     return [
         {
@@ -168,7 +168,7 @@ def _bind(recipe: Recipe, model: str | None, imports: list[str] | None) -> list[
             "skipped": dict(binding.skipped),
             "error": format_problems(binding.problems) or None,
         }
-        for binding in bindings(recipe, load_model(model, imports=imports).model)
+        for binding in check_bindings(recipe, load_model(model, imports=imports).model)
     ]
 
 

@@ -1,30 +1,27 @@
-"""One modifier in one run: its status, schedule and state, and the `Run` that its hooks see.
+"""One modifier in one run: `BoundModifier` has its status, schedule and state, and is the `Run` that its hooks see.
 
-Epochs are rounded to steps once and nothing is accumulated: everything is a function of the step, so that a run can
-start at any point.
+The private classes are the parts of that `Run`: clock, weights, masks, optimizer and log.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from gossamer.engine.samplers import as_sampler, without_distillation
+from gossamer.engine.timing import Timing
 from gossamer.errors import GossamerError, ModifierError, Problem
 from gossamer.model import get_parameter, has_parameter, left_dense, prunable
 from gossamer.model.additions import Substitution
 from gossamer.model.parameters import empties_a_norm
-from gossamer.modifiers.base import EXCLUDED, SPARED_EMBEDDINGS, Modifier, to_step
+from gossamer.modifiers.base import EXCLUDED, SPARED_EMBEDDINGS, Modifier
 from gossamer.modifiers.run import Data, Distributed
-from gossamer.recipe import Recipe
 
 if TYPE_CHECKING:
     from gossamer.engine.run import TrainingRun
@@ -35,12 +32,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gossamer")
 
 Status = Literal["pending", "active", "ended"]
-Sampler = Callable[[nn.Module], Iterable[Tensor]]
 
 _FIRST_MOMENTS = ("momentum_buffer", "exp_avg")
 """Adam's second moment stays: without it, the step after a reset would be too large."""
 
-_MOVED = {
+_DEPRECATED_MEMBERS = {
     "step": "clock.step",
     "parameter": "weights.parameter",
     "gradient": "weights.gradient",
@@ -51,71 +47,6 @@ _MOVED = {
     "skip": "log.skip",
 }
 """Members that modifiers outside Gossamer may use under an earlier name."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Start, end and updates of one modifier; the k-th update is at round((start + k·every)·steps_per_epoch)."""
-
-    start: int
-    end: int | None
-    start_epoch: float
-    every: float | None
-    steps_per_epoch: float
-
-    @classmethod
-    def of(cls, modifier: Modifier, steps_per_epoch: float) -> Timing:
-        start_epoch = max(modifier.start_epoch, 0.0)
-        end = None if modifier.end_epoch == -1 else to_step(modifier.end_epoch, steps_per_epoch)
-        return cls(to_step(start_epoch, steps_per_epoch), end, start_epoch, modifier.updates_every, steps_per_epoch)
-
-    @property
-    def last(self) -> int:
-        """The step at which the modifier is complete."""
-        return self.start if self.end is None else self.end
-
-    def updates_at(self, step: int) -> bool:
-        """Whether an update falls on this step, between start and end, both excluded.
-
-        >>> [s for s in range(11) if Timing(0, 10, 0.0, 0.25, 10).updates_at(s)]
-        [2, 5, 8]
-        """
-        if self.every is None or step <= self.start or (self.end is not None and step >= self.end):
-            return False
-        if self.every == -1:
-            return True
-        guess = round((step / self.steps_per_epoch - self.start_epoch) / self.every)
-        return any(self._update(k) == step for k in (guess - 1, guess, guess + 1))
-
-    def next_after(self, step: int) -> int | None:
-        """The next step at which the modifier starts, updates or ends."""
-        if step < self.start:
-            return self.start
-        if self.end is not None and step >= self.end:
-            return None
-        if self.every is None:
-            return self.end
-        due = step + 1 if self.every == -1 else self._update(self.updates_until(step) + 1)
-        return due if self.end is None else min(due, self.end)
-
-    def updates_until(self, step: int) -> int:
-        """The largest k whose update falls at or before this step.
-
-        >>> [Timing(0, 10, 0.0, 0.25, 10).updates_until(s) for s in (0, 1, 2, 4, 5, 10)]
-        [0, 0, 1, 1, 2, 4]
-        """
-        if self.every is None or self.every == -1:
-            return max(step - self.start, 0)
-        k = math.floor(((step + 0.5) / self.steps_per_epoch - self.start_epoch) / self.every)
-        while self._update(k) > step:
-            k -= 1
-        while self._update(k + 1) <= step:
-            k += 1
-        return max(k, 0)
-
-    def _update(self, k: int) -> int:
-        assert self.every is not None
-        return round((self.start_epoch + k * self.every) * self.steps_per_epoch)
 
 
 class BoundModifier:
@@ -138,9 +69,9 @@ class BoundModifier:
         self.masks = _Masks(run, self)
         self.optimizer = _Optimizer(run, self)
         self.distributed = Distributed(run.wrapped_module)
-        sampler = _as_sampler(run.grad_sampler, getattr(modifier, "grad_sampler_kwargs", {}))
+        sampler = as_sampler(run.grad_sampler, getattr(modifier, "grad_sampler_kwargs", {}))
         if sampler is not None and run.distillation is not None:
-            sampler = _undistilled(sampler, run.distillation.pause)
+            sampler = without_distillation(sampler, run.distillation.pause)
         self.data = Data(sampler, run.calibration_data)
         self.log = _Log(run, self)
         self._run = run
@@ -182,9 +113,9 @@ class BoundModifier:
         return self.plan.get(SPARED_EMBEDDINGS, ())
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _MOVED:
+        if name not in _DEPRECATED_MEMBERS:
             raise AttributeError(f"a run has no attribute '{name}'")
-        path = _MOVED[name]
+        path = _DEPRECATED_MEMBERS[name]
         warnings.warn(f"run.{name} is deprecated; use run.{path}", DeprecationWarning, stacklevel=2)
         view, _, member = path.partition(".")
         return getattr(getattr(self, view), member)
@@ -358,7 +289,7 @@ class _Log(_View):
         name, location = self._bound.modifier.name, partial(self._run.recipe.location, self._bound.index)
         return GossamerError(problem.within(name, location=location(*problem.key)) for problem in error.problems)
 
-    def skipped(self) -> None:
+    def report_skipped(self) -> None:
         """Log what the modifier leaves alone; as a warning where that is a weight and the recipe did not ask for it."""
         bound = self._bound
         weights = {*prunable(bound.module), *left_dense(bound.module)}
@@ -368,87 +299,3 @@ class _Log(_View):
             skipped.setdefault((level, reason), []).append(f"'{name}'")
         for (level, reason), names in skipped.items():
             logger.log(level, "%s leaves %s alone: %s", bound.modifier.name, ", ".join(names), reason)
-
-
-# Gradient samplers, for second-order pruning
-
-
-def _as_sampler(given: object, kwargs: Mapping[str, Any]) -> Sampler | None:
-    """What the user gave to `modify`: a function that takes the model and yields losses, or SparseML's mapping.
-
-    `kwargs` are the modifier's `grad_sampler_kwargs`, for the builder of batches in the mapping.
-    """
-    if given is None:
-        return None
-    if isinstance(given, Mapping):
-        return _from_mapping(cast(Mapping[str, Any], given), kwargs)
-    if callable(given):
-        return cast(Sampler, given)
-    raise GossamerError(
-        f"grad_sampler: expected a function of the model that yields losses, or a mapping with "
-        f"'data_loader_builder' and 'loss_function', found {type(given).__name__}"
-    )
-
-
-def _from_mapping(given: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Sampler:
-    builder: Any = given.get("data_loader_builder")
-    loss_function: Any = given.get("loss_function", given.get("loss_fn"))
-    if builder is None or loss_function is None:
-        raise GossamerError(
-            "grad_sampler: the mapping needs 'data_loader_builder' (yields forward arguments, "
-            "forward keywords and targets) and 'loss_function' (outputs, targets)"
-        )
-
-    def sample(model: nn.Module) -> Iterator[Tensor]:
-        batches: Any = builder(dict(kwargs))
-        for args, keywords, target in batches:
-            loss: Tensor = loss_function(model(*args, **keywords), target)
-            yield loss
-
-    return sample
-
-
-def _undistilled(sampler: Sampler, pause: Callable[[], AbstractContextManager[None]]) -> Sampler:
-    """The same sampler without distillation: its gradients are those of the user's loss."""
-
-    def sample(model: nn.Module) -> Iterator[Tensor]:
-        losses = iter(sampler(model))
-        while True:
-            with pause():
-                loss = next(losses, None)
-            if loss is None:
-                return
-            yield loss
-
-    return sample
-
-
-# Binding a recipe without a run
-
-
-@dataclass(frozen=True)
-class Binding:
-    """A modifier's targets in one model, the parameters that it skips, and its problems."""
-
-    modifier: Modifier
-    targets: list[str]
-    skipped: dict[str, str]
-    problems: tuple[Problem, ...]
-
-
-def bindings(recipe: Recipe, module: nn.Module) -> list[Binding]:
-    """Bind every modifier to a model without changing it; problems are collected, not raised."""
-    from gossamer.engine.run import TrainingRun
-
-    result: list[Binding] = []
-    for bound in TrainingRun(recipe, module, grad_sampler=no_losses).modifiers:
-        problems = bound.bind()
-        if not problems:
-            bound.log.skipped()
-        result.append(Binding(bound.modifier, list(bound.bound_names), dict(bound.skipped), problems))
-    return result
-
-
-def no_losses(_: nn.Module) -> Iterable[Tensor]:
-    """A gradient sampler for second-order methods, which need one to be bound and do not call it before they start."""
-    return ()

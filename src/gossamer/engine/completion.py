@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from gossamer.engine.binding import BoundModifier, Timing
+from gossamer.engine.binding import BoundModifier
+from gossamer.engine.timing import Timing
 from gossamer.model import get_parameter, has_parameter
 from gossamer.modifiers.base import Modifier
 from gossamer.sparse import Channel, Filter

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,11 @@ from gossamer.engine.binding import BoundModifier
 from gossamer.engine.completion import Progress
 from gossamer.engine.masks import Masks
 from gossamer.engine.optimizer import Arguments, LossScale, restore_settings, settings, with_gradients
+from gossamer.engine.samplers import no_losses
 from gossamer.engine.snapshot import Snapshot, shaped_tensors
 from gossamer.errors import MAX_SUGGESTED, GossamerError, Problem, RecipeError, SparsityError
 from gossamer.model import get_parameter, torch_mask, unwrap, weight_of
-from gossamer.modifiers.base import locating_errors
+from gossamer.modifiers.base import Modifier, locating_errors
 from gossamer.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -117,7 +119,7 @@ class TrainingRun:
 
     def bind(self) -> None:
         """Find the targets of all modifiers; raises `RecipeError` before anything changes."""
-        found = (problem for bound in self.modifiers for problem in self._bind(bound))
+        found = (problem for bound in self.modifiers for problem in self.bind_one(bound))
         problems = list(islice(found, MAX_SUGGESTED))
         if any(bound.modifier.removal_epochs for bound in self.modifiers):
             from gossamer.engine.thinning import removal_conflicts
@@ -130,10 +132,11 @@ class TrainingRun:
         pruned = {name for bound in pruning for name in bound.bound_names}
         self.held_with_filters = {name for bound in pruning for name in bound.held_with_filters if name not in pruned}
 
-    def _bind(self, bound: BoundModifier) -> tuple[Problem, ...]:
+    def bind_one(self, bound: BoundModifier) -> tuple[Problem, ...]:
+        """Find the targets of one modifier and log what it skips; returns its problems."""
         problems = bound.bind()
         if not problems:
-            bound.log.skipped()
+            bound.log.report_skipped()
         return problems
 
     def begin(self, step: int) -> None:
@@ -203,8 +206,8 @@ class TrainingRun:
 
     def _due(self, step: int) -> list[tuple[BoundModifier, str]]:
         """What is due at or before `step`, in order; a modifier whose start is its end starts and ends at once."""
-        # Sorted by: logging modifiers last, when the masks are applied; the step; ends, and modifiers that start and end
-        # at one step, before other starts and updates; the start; the position in the recipe; start before end.
+        # Sorted by: logging modifiers last, when the masks are applied; the step; ends, and modifiers that start and
+        # end at one step, before other starts and updates; the start; the position in the recipe; start before end.
         events: list[tuple[tuple[int, ...], BoundModifier, str]] = []
         for bound in self.modifiers:
             index, timing, last = bound.index, bound.timing, int(bound.modifier.family == "logging")
@@ -451,6 +454,26 @@ class TrainingRun:
         if self.rates is not None:
             self.rates.record()
         return problems
+
+
+@dataclass(frozen=True)
+class BindingResult:
+    """A modifier's names in one model, the parameters that it skips, and its problems."""
+
+    modifier: Modifier
+    targets: list[str]
+    skipped: dict[str, str]
+    problems: tuple[Problem, ...]
+
+
+def check_bindings(recipe: Recipe, module: nn.Module) -> list[BindingResult]:
+    """Bind every modifier to a model without attaching the recipe; problems are returned, not raised."""
+    run = TrainingRun(recipe, module, grad_sampler=no_losses)
+    result: list[BindingResult] = []
+    for bound in run.modifiers:
+        problems = run.bind_one(bound)
+        result.append(BindingResult(bound.modifier, list(bound.bound_names), dict(bound.skipped), problems))
+    return result
 
 
 def is_driven(optimizer: torch.optim.Optimizer) -> bool:

@@ -94,7 +94,7 @@ class Snapshot:
             self._moments = {id(key): (held, deepcopy(held)) for key, held in states.items()}
 
     def keep_changed(self) -> None:
-        """Drop what has not changed; `roll_back_untouched` restores the rest, unless something else writes it from now on."""
+        """Drop what has not changed; `roll_back_untouched` restores what nothing else writes from now on."""
         if not self._moments_kept:  # removing channels replaces data, which is not a write in place
             self._saved = [one for one in self._saved if not one.untouched]
         for one in self._saved:

@@ -139,7 +139,7 @@ class RigLPruningModifier(DynamicPruningModifier):
         return erdos_renyi(shapes, self.final_sparsity, kernel=self.sparsity_strategy == "erdos_renyi_kernel")
 
     def before_step(self, run: Run) -> None:
-        if run.clock.next_update == run.clock.step + 1:
+        if run.clock.next_update == run.clock.step + 1:  # also before the end, which drops the gradients
             gradients = {name: run.weights.gradient(name) for name in run.targets}
             run.scratch["gradients"] = {n: g.detach().abs() for n, g in gradients.items() if g is not None}
 

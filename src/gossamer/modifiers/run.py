@@ -32,12 +32,12 @@ class Clock(Protocol):
     def end(self) -> int | None: ...
     @property
     def updates_done(self) -> int:
-        """How many updates fall at or before this step, the start not counted."""
+        """How many updates have been due by this step, one on the end included and the start not counted."""
         ...
 
     @property
     def next_update(self) -> int | None:
-        """The step of the next update, or None."""
+        """The step at which the modifier next starts, updates or ends; None after its end, or if nothing follows."""
         ...
 
 
