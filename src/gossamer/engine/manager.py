@@ -13,15 +13,9 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from gossamer.engine.completion import (
-    final_shares,
-    planned_shares,
-    reached_sparsity,
-    targets,
-    warn_of_regrowth,
-    watch,
-)
+from gossamer.engine.completion import reached_sparsity, report_if_dropped, warn_of_regrowth
 from gossamer.engine.optimizer import counting_scaler
+from gossamer.engine.planned_sparsity import final_sparsities, planned_sparsities, target_sparsities
 from gossamer.engine.run import Logger, TrainingRun, is_driven, logger
 from gossamer.errors import GossamerError, Problem
 from gossamer.model import expect_model, has_parameter, unwrap, weight_of
@@ -211,7 +205,7 @@ class Manager:
         run.hook()
         self._run = run
         if self.report_when_dropped:
-            watch(self, run)
+            report_if_dropped(self, run)
         if scaler is None:
             logger.info("counting optimizer steps; with a GradScaler, pass scaler= to count the steps that it skips")
             return optimizer
@@ -394,10 +388,10 @@ class Manager:
     def targets(self) -> dict[str, float]:
         """By parameter: the sparsity at the end of its pruning, where the recipe sets one for this parameter alone.
 
-        Parameters that share one threshold, as with `global_sparsity: true`, are not included, because their shares
-        depend on the weights. `planned()` has the sparsity of all of them together.
+        Parameters that share one threshold, as with `global_sparsity: true`, are not included, because the sparsity
+        of each depends on the weights. `planned()` has the sparsity of all of them together.
         """
-        return targets(self._attached().modifiers)
+        return target_sparsities(self._attached().modifiers)
 
     def planned(self, step: int | None = None) -> dict[str, float]:
         """By pruned parameter: the scheduled sparsity at a step, by default at the end.
@@ -407,8 +401,8 @@ class Manager:
         """
         run = self._attached()
         if step is None:
-            return final_shares(run.modifiers)
-        return planned_shares(run.modifiers, step)
+            return final_sparsities(run.modifiers)
+        return planned_sparsities(run.modifiers, step)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the run, for resuming it; masks are packed to bits."""

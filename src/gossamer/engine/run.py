@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.engine.binding import BoundModifier
-from gossamer.engine.completion import Progress
+from gossamer.engine.completion import RunProgress
 from gossamer.engine.masks import Masks
 from gossamer.engine.optimizer import Arguments, LossScale, restore_settings, settings, with_gradients
 from gossamer.engine.samplers import no_losses
@@ -95,7 +95,7 @@ class TrainingRun:
         self.hook_calls = 0
         self.modifiers = self._modifiers()
         parts = [(bound.modifier, bound.timing) for bound in self.modifiers if bound.modifier.family != "logging"]
-        self.progress = Progress(parts, steps_per_epoch)
+        self.progress = RunProgress(parts, steps_per_epoch)
         self.rates: RecipeRates | None = None
         """The learning rates that the recipe sets, if it sets any."""
         if optimizer is not None and any(bound.modifier.family == "learning_rate" for bound in self.modifiers):

@@ -191,7 +191,7 @@ class Modifier(BaseModel):
         """By weight: its predicted zeros at the end, for a bound modifier before training."""
         return {}
 
-    def shares(self, run: Run, sparsity: float) -> dict[str, float]:
+    def sparsities(self, run: Run, sparsity: float) -> dict[str, float]:
         """By weight: its sparsity when all targets together have `sparsity`; empty if that is unknown."""
         return {}
 

@@ -364,7 +364,7 @@ class BaseScheduler:
         """The model that `prepare_sparse_model` returned, without wrappers; None if it is gone."""
         return self._reference() if self._reference is not None else None
 
-    def final_shares(self) -> Mapping[str, float]:
+    def final_sparsities(self) -> Mapping[str, float]:
         """The final sparsity of each weight, if it is known before training."""
         final = self.final_sparsity
         return {} if final is None or self.learns else dict.fromkeys(self.names, final)

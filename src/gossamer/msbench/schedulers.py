@@ -176,16 +176,16 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         bound = self._bound
         if bound is None:
             raise GossamerError("sparse_analysis: the model was exported; prepare it again")
-        shares = [bound.modifier.shares(bound, sparsity) for sparsity in self.table]
+        shares = [bound.modifier.sparsities(bound, sparsity) for sparsity in self.table]
         by_name = {name: [share[name] for share in shares] for name in self.names}
         return layer_report(owner, by_name, self.table, self.example, self.skipped)
 
-    def final_shares(self) -> Mapping[str, float]:
+    def final_sparsities(self) -> Mapping[str, float]:
         """By the current weights; empty after the export and for custom mask generators."""
         bound = self._bound
         if bound is None or self.generator.mask_type is None:
             return {}
-        return bound.modifier.shares(bound, self.table[-1])
+        return bound.modifier.sparsities(bound, self.table[-1])
 
     def _write_analysis(self, report: LayerReport) -> None:
         if not _is_first_rank():

@@ -152,7 +152,7 @@ def weights_of(model: nn.Module) -> dict[str, LayerWeights]:
 def note_plan(runner: Runner) -> None:
     """Record the layers with their targets, and the planned sparsity."""
     owner, sparsifier = unwrap(runner.model), runner.sparsifier
-    targets, dense = sparsifier.targets(), sparsifier.left_dense()
+    targets, dense = sparsifier.target_sparsities(), sparsifier.left_dense()
     layers: dict[str, PlannedLayer] = {}
     for name in prunable(owner) if runner.start_weights is None else runner.start_weights:
         # Schedulers use names of layers, recipes names of weights.
