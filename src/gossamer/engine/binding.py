@@ -272,8 +272,8 @@ class _Optimizer(_View):
                 value.zero_() if where is None else value.masked_fill_(where, 0)
 
     def restart_learning_rate(self) -> None:
-        if self._run.restart is not None:
-            self._run.restart.due = True
+        if self._run.scheduler_reset is not None:
+            self._run.scheduler_reset.due = True
 
 
 class _Log(_View):

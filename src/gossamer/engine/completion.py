@@ -164,7 +164,7 @@ def warn_of_regrowth(run: TrainingRun) -> None:
                 weights[name] = weight
     total = sum(weight.numel() for weight in weights.values())
     zeros = sum(weight.numel() - int(weight.count_nonzero()) for weight in weights.values())
-    held = {name: masks.zeros(name).to(weight.device) for name, weight in weights.items() if name in masks.names()}
+    held = {name: masks.zero_mask(name).to(weight.device) for name, weight in weights.items() if name in masks.names()}
     kept = sum(int(mask.count_nonzero()) for mask in held.values())
     masked = sum(int((weights[name] == 0).logical_and_(mask).count_nonzero()) for name, mask in held.items())
     if zeros - masked > _REGROWN * total:

@@ -1,7 +1,7 @@
 """Learning rates of a recipe next to the user's scheduler, and restarting that scheduler.
 
-`RecipeRates` warns if something else changes a rate that the recipe set, or sets it again; `Restart` resets a scheduler
-to its initial state, for pruning in levels.
+`RecipeRates` warns if something else changes a rate that the recipe set, or sets it again; `SchedulerReset` resets a
+scheduler to its initial state, for pruning in levels.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ _CONFIGURED = (
 """Attributes that never change; not loaded from a state, which could make a scheduler divide by zero."""
 
 
-class Restart:
-    """A scheduler with its initial state; `rates` overrides the learning rates to restart from."""
+class SchedulerReset:
+    """Resets a scheduler to its initial state; `rates` overrides the learning rates to restart from."""
 
     def __init__(self, scheduler: Any, rates: float | list[float] | None = None) -> None:
         if not _is_scheduler(scheduler):
@@ -152,7 +152,7 @@ class Restart:
             if "initial_lr" in group:
                 values["initial_lr"] = rate
 
-    def __call__(self) -> None:
+    def reset(self) -> None:
         """Reset the scheduler and its optimizer's learning rates to iteration 0."""
         self.due = False
         _restore(self.scheduler, self._initial)
@@ -164,22 +164,22 @@ class Restart:
         """The initial state, as far as it consists of numbers, text, lists and dictionaries of these."""
         return {"scheduler": _saved(self._initial), "groups": _saved(self._groups), "due": self.due}
 
-    def parse_state(self, item: Item) -> RestartState:
+    def parse_state(self, item: Item) -> SchedulerResetState:
         """A saved initial state that fits the scheduler; other values are taken from its own initial state."""
         fields = item.fields(["scheduler", "groups", "due"])
         initial = _parsed(fields["scheduler"], self._initial)
-        return RestartState(fields["due"].flag(), initial, _parsed(fields["groups"], self._groups))
+        return SchedulerResetState(fields["due"].flag(), initial, _parsed(fields["groups"], self._groups))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Use a saved initial state for restarts."""
-        self.replace(self.parse_state(Item(state, "state.restart")))
+        self.set_initial(self.parse_state(Item(state, "state.restart")))
 
-    def replace(self, state: RestartState) -> None:
+    def set_initial(self, state: SchedulerResetState) -> None:
         """Use this initial state for restarts."""
         self.due, self._initial, self._groups = state
 
 
-class RestartState(NamedTuple):
+class SchedulerResetState(NamedTuple):
     """The initial state of a scheduler, and whether it restarts before the next step."""
 
     due: bool

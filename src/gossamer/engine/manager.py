@@ -157,11 +157,11 @@ class Manager:
         ):
             logger.warning("calibration_data has no effect: no modifier of the recipe uses it")
         steps = float(steps_per_epoch)
-        restart = None
+        scheduler_reset = None
         if lr_scheduler is not None:
-            from gossamer.engine.learning_rate import Restart
+            from gossamer.engine.learning_rate import SchedulerReset
 
-            restart = Restart(lr_scheduler)
+            scheduler_reset = SchedulerReset(lr_scheduler)
         distillation = None
         if self.distillation_modifiers or distillation_teacher is not None:
             from gossamer.modifiers.distillation.teacher import distillation_for
@@ -175,14 +175,14 @@ class Manager:
             grad_sampler=grad_sampler,
             loggers=loggers,
             example_inputs=example_inputs,
-            restart=restart,
+            scheduler_reset=scheduler_reset,
             distillation=distillation,
             scaler=scaler,
             accumulation_steps=int(accumulation_steps),
             calibration_data=calibration_data,
         )
         run.bind()
-        if restart is not None and restart.begun and self._pending is None:
+        if scheduler_reset is not None and scheduler_reset.begun and self._pending is None:
             logger.warning(
                 "lr_scheduler has already stepped: levels will restart it from there; "
                 "pass it before loading its state, or load the manager's state too"
@@ -305,9 +305,9 @@ class Manager:
             run = TrainingRun(recipe, module, None, _ONE_SHOT_STEPS)
             run.bind()
         if state is not None:
-            from gossamer.engine.thinning import cut_to_state
+            from gossamer.engine.removals import apply_saved_removals
 
-            cut_to_state(unwrap(module), state)
+            apply_saved_removals(unwrap(module), state)
         if run is not None:
             run.begin(round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS))
 
@@ -362,7 +362,7 @@ class Manager:
     def masks(self) -> dict[str, torch.Tensor]:
         """By pruned parameter: True where the weight is kept."""
         run = self._attached()
-        return {name: ~run.masks.zeros(name) for name in run.pruned()}
+        return {name: ~run.masks.zero_mask(name) for name in run.pruned()}
 
     @property
     def mask_changes(self) -> int:

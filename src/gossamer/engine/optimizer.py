@@ -1,4 +1,4 @@
-"""The user's optimizer and GradScaler: hooks on their steps, the loss scale, and the settings that modifiers change.
+"""The user's optimizer and GradScaler: hooks on their steps, the loss scale, and the options that modifiers change.
 
 Nothing wraps the optimizer. The GradScaler alone is replaced by a subclass that shares its state, because the hooks of
 an optimizer do not run on a step that the scaler skips.
@@ -21,21 +21,24 @@ if TYPE_CHECKING:
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-SETTINGS = {"learning_rate": "lr", "optimizer": "weight_decay"}
-"""By family of modifiers: the option of parameter groups that they set."""
+GROUP_OPTIONS = {"learning_rate": "lr", "optimizer": "weight_decay"}
+"""By family of modifiers: the option of parameter groups that they set.
+
+The one modifier of the family `optimizer` is SetWeightDecayModifier.
+"""
 
 
-def settings(
-    optimizer: torch.optim.Optimizer | None, families: Collection[str] = tuple(SETTINGS)
+def group_options(
+    optimizer: torch.optim.Optimizer | None, families: Collection[str] = tuple(GROUP_OPTIONS)
 ) -> list[dict[str, float]]:
     """By parameter group: the options that modifiers of these families set."""
-    keys = [key for family, key in SETTINGS.items() if family in families]
+    keys = [key for family, key in GROUP_OPTIONS.items() if family in families]
     groups = optimizer.param_groups if optimizer is not None else []
     return [{key: float(group[key]) for key in keys if key in group} for group in groups]
 
 
-def restore_settings(optimizer: torch.optim.Optimizer | None, saved: Sequence[Mapping[str, float]]) -> None:
-    """Restore what `settings` returned, in place where the optimizer holds tensors."""
+def restore_group_options(optimizer: torch.optim.Optimizer | None, saved: Sequence[Mapping[str, float]]) -> None:
+    """Restore what `group_options` returned, in place where the optimizer holds tensors."""
     groups = optimizer.param_groups if optimizer is not None else []
     for group, values in zip(groups, saved, strict=False):
         for key, value in values.items():
@@ -51,7 +54,7 @@ def set_option(group: dict[str, Any], key: str, value: Any) -> None:
         group[key] = value
 
 
-def with_gradients(
+def call_after_backward(
     args: tuple[Any, ...], kwargs: dict[str, Any], callback: Callable[[], None], *, every: bool = False
 ) -> Arguments | None:
     """For a pre-step hook: call `callback` when the gradients are computed.
@@ -78,7 +81,7 @@ def with_gradients(
     return (*args[:1], observed, *args[2:]), kwargs
 
 
-class StepWatch:
+class GlobalStepHooks:
     """Calls `before` and `after`, bound methods of one owner, around the steps of every optimizer that trains a model.
 
     For front ends that are not given the optimizer. Keeps neither the model nor the owner alive.
@@ -165,9 +168,12 @@ class LossScale:
 
     def after_step(self) -> None:
         self.of_gradients, self.overflowed = 1.0, False
-        self.after_skipped_step()
+        self._forget_scaled_loss()
 
     def after_skipped_step(self) -> None:
+        self._forget_scaled_loss()
+
+    def _forget_scaled_loss(self) -> None:
         self._loss_scaled = None if self._loss_scaled is None else False
 
     def loss_scaled(self) -> None:

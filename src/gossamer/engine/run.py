@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.engine.binding import BoundModifier
 from gossamer.engine.completion import RunProgress
-from gossamer.engine.masks import Masks
-from gossamer.engine.optimizer import Arguments, LossScale, restore_settings, settings, with_gradients
+from gossamer.engine.masks import ZeroMasks
+from gossamer.engine.optimizer import Arguments, LossScale, call_after_backward, group_options, restore_group_options
 from gossamer.engine.samplers import no_losses
 from gossamer.engine.snapshot import Snapshot, shaped_tensors
 from gossamer.errors import MAX_SUGGESTED, GossamerError, Problem, RecipeError, SparsityError
@@ -30,8 +30,8 @@ from gossamer.modifiers.base import Modifier, locating_errors
 from gossamer.recipe import Recipe
 
 if TYPE_CHECKING:
-    from gossamer.engine.learning_rate import RecipeRates, Restart
-    from gossamer.engine.state import Resume, RunState
+    from gossamer.engine.learning_rate import RecipeRates, SchedulerReset
+    from gossamer.engine.state import ResumePlan, RunState
     from gossamer.model.tracing.filter_groups import FilterGraph
     from gossamer.modifiers.distillation.passes import Distillation
     from gossamer.modifiers.distillation.teacher import Teacher
@@ -57,7 +57,7 @@ class TrainingRun:
         grad_sampler: object = None,
         loggers: Sequence[Logger] = (),
         example_inputs: Any = None,
-        restart: Restart | None = None,
+        scheduler_reset: SchedulerReset | None = None,
         distillation: Distillation | None = None,
         scaler: GradScaler | None = None,
         accumulation_steps: int = 1,
@@ -72,7 +72,7 @@ class TrainingRun:
         self.grad_sampler = grad_sampler
         self.loggers = loggers
         self.example_inputs = example_inputs
-        self.restart = restart
+        self.scheduler_reset = scheduler_reset
         """Resets the user's learning-rate scheduler, if one was given."""
         self.distillation = distillation
         """The teacher and its hooks, if there is a teacher."""
@@ -80,7 +80,7 @@ class TrainingRun:
         self.calibration_data = calibration_data
         self.step = 0
         self.skipped_steps = 0
-        self.masks = Masks()
+        self.masks = ZeroMasks()
         self.before_attach: Snapshot | None = None
         """Model and run before the recipe was attached, until the first step: loading a state rolls back to it."""
         self.loss_scale = LossScale(scaler)
@@ -244,8 +244,8 @@ class TrainingRun:
 
     def _restart_learning_rate(self) -> None:
         """Not when a modifier requests it: the user's scheduler makes its own step after the optimizer's."""
-        if self.restart is not None and self.restart.due:
-            self.restart()
+        if self.scheduler_reset is not None and self.scheduler_reset.due:
+            self.scheduler_reset.reset()
 
     # Optimizer steps
 
@@ -256,7 +256,7 @@ class TrainingRun:
         if self.before_first_step is not None:
             check, self.before_first_step = self.before_first_step, None
             check()
-        return with_gradients(args, kwargs, lambda: self._before_step(optimizer))
+        return call_after_backward(args, kwargs, lambda: self._before_step(optimizer))
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer is not self.optimizer or self.external_clock:
@@ -314,7 +314,7 @@ class TrainingRun:
 
     def permute(self, modifier: str, names: Sequence[str], n: int, m: int) -> None:
         """Reorder channels so that n:m keeps more weights; masks and the state of optimizer and modifiers follow."""
-        from gossamer.engine.state import with_weights
+        from gossamer.engine.state import map_weight_tensors
         from gossamer.model.permute import find
 
         permutation = find(self.module, names, n, m, example_inputs=self.example_inputs, optimizer=self.optimizer)
@@ -338,7 +338,7 @@ class TrainingRun:
             permutation.apply(self._copied_teacher.module)
         shapes = {name: tuple(get_parameter(self.module, name).shape) for name in permutation.moves}
         for bound in self.modifiers:
-            bound.state = with_weights(bound.state, shapes, permutation.of)
+            bound.state = map_weight_tensors(bound.state, shapes, permutation.of)
 
     def filter_graph(self) -> FilterGraph | str:
         """Which filters depend on each other, or why that is unknown; traced again when shapes have changed."""
@@ -367,7 +367,7 @@ class TrainingRun:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        from gossamer.engine.state import STATE_FORMAT, check_declared, frozen
+        from gossamer.engine.state import STATE_FORMAT, check_declared, to_saved
 
         for bound in self.modifiers:
             check_declared(bound)
@@ -377,8 +377,8 @@ class TrainingRun:
             bound.key: {
                 "status": bound.status,
                 "targets": list(bound.bound_names),
-                "state": frozen(bound.state),
-                "masks": frozen(masks),
+                "state": to_saved(bound.state),
+                "masks": to_saved(masks),
                 "parameters": {
                     **{name: {"shape": shapes[name]} for name in bound.bound_names if name in shapes},
                     **{name: {"shape": list(keep.shape), "zeros": int((~keep).sum())} for name, keep in masks.items()},
@@ -393,10 +393,10 @@ class TrainingRun:
             "step": self.step,
             "steps_per_epoch": self.steps_per_epoch,
             "skipped_steps": self.skipped_steps,
-            "groups": settings(self.optimizer, families),
+            "groups": group_options(self.optimizer, families),
             "modifiers": modifiers,
-            **({"restart": self.restart.state_dict()} if self.restart is not None else {}),
-            **({"teacher": frozen(teacher.state_dict())} if teacher is not None else {}),
+            **({"restart": self.scheduler_reset.state_dict()} if self.scheduler_reset is not None else {}),
+            **({"teacher": to_saved(teacher.state_dict())} if teacher is not None else {}),
         }
 
     def load_state_dict(self, state: RunState | Mapping[str, Any]) -> list[str]:
@@ -417,14 +417,14 @@ class TrainingRun:
             snapshot.roll_back()
             raise
 
-    def _resume(self, resume: Resume) -> list[str]:
+    def _resume(self, resume: ResumePlan) -> list[str]:
         """Become what was parsed; only a modifier that starts here, or one of the user's, can fail."""
         self.undo_modifiers()
         if self.before_attach is not None:
             self.before_attach.roll_back_untouched()
             self.before_attach = None
         if resume.removals:
-            from gossamer.engine.thinning import apply_removals
+            from gossamer.engine.removals import apply_removals
 
             apply_removals(self.module, resume.removals, self.optimizer)
         self.step = resume.step
@@ -437,9 +437,9 @@ class TrainingRun:
             bound.status, bound.state = new.status, new.state
             for name, keep in new.masks.items():
                 self.masks.hold(bound.index, name, keep, get_parameter(self.module, name))
-        restore_settings(self.optimizer, resume.groups)
-        if self.restart is not None and resume.restart is not None:
-            self.restart.replace(resume.restart)
+        restore_group_options(self.optimizer, resume.groups)
+        if self.scheduler_reset is not None and resume.scheduler_reset is not None:
+            self.scheduler_reset.set_initial(resume.scheduler_reset)
         problems = list(resume.problems)
         if self.distillation is not None:
             messages = self.distillation.teacher.load_state(resume.teacher, self._distills(), self.module)

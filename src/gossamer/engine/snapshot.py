@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gossamer.engine.optimizer import restore_settings, settings
+from gossamer.engine.optimizer import group_options, restore_group_options
 from gossamer.model.parameters import named_state
 
 if TYPE_CHECKING:
@@ -73,14 +73,14 @@ class Snapshot:
         """The optimizer's dictionary for each parameter, and a copy of it."""
         if with_moments:
             self.keep_moments()
-        self._settings = settings(run.optimizer)
+        self._group_options = group_options(run.optimizer)
         self._modifiers: list[tuple[Status, dict[str, Any], dict[str, Any], dict[str, str]]]
         self._modifiers = [
             (bound.status, bound.state, dict(bound.scratch), dict(bound.skipped)) for bound in run.modifiers
         ]
         self._restore_masks = run.masks.snapshot()
         self._counts = (run.step, run.skipped_steps, run.before_first_step)
-        self._progress, self._restart = copy(run.progress), copy(run.restart)
+        self._progress, self._scheduler_reset = copy(run.progress), copy(run.scheduler_reset)
         self._before_attach = run.before_attach
         self._untouched = (
             [] if run.before_attach is None else [one for one in run.before_attach._saved if one.untouched]
@@ -119,14 +119,14 @@ class Snapshot:
             tensor.grad = gradient
         if self._teacher is not None:
             teacher, teacher.module, teacher.released = self._teacher
-        restore_settings(run.optimizer, self._settings)
+        restore_group_options(run.optimizer, self._group_options)
         for bound, held in zip(run.modifiers, self._modifiers, strict=True):
             bound.status, bound.state, bound.scratch, bound.skipped = held
         self._restore_masks()
         run.step, run.skipped_steps, run.before_first_step = self._counts
         vars(run.progress).update(vars(self._progress))  # others refer to this object
-        if run.restart is not None:
-            vars(run.restart).update(vars(self._restart))
+        if run.scheduler_reset is not None:
+            vars(run.scheduler_reset).update(vars(self._scheduler_reset))
         if run.rates is not None:
             run.rates.record()
         for bound in run.modifiers:

@@ -2,7 +2,7 @@
 
 Schedulers of torch are stepped in each iteration, so lengths that a config gives in epochs become iterations here.
 The warm-up is our own: torch's SequentialLR delays the schedule by the warm-up, and ChainedScheduler is exact for
-some schedulers only. A recipe restarts both through `engine.restart`.
+some schedulers only. A recipe restarts both through `engine/learning_rate.py`.
 """
 
 from __future__ import annotations
