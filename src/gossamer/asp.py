@@ -48,7 +48,7 @@ from gossamer.model import (
 )
 from gossamer.model.additions import MASK, PRUNED, buffer_name, drop_buffers
 from gossamer.model.parameters import TIED, empties_a_norm
-from gossamer.model.permute import Permutation, find
+from gossamer.model.permute import Permutation, find_permutation
 from gossamer.model.weights import is_conv1d, stored, unprunable
 from gossamer.sparse import NM, parse_nm, share_of_zeros, zero_where
 
@@ -586,7 +586,9 @@ def _search(
         def report(_: str, share: float) -> None:
             bar.update(task, completed=share)
 
-        permutation = find(model, names, pattern.n, pattern.m, optimizer=optimizers, progress=report, **options)
+        permutation = find_permutation(
+            model, names, pattern.n, pattern.m, optimizer=optimizers, progress=report, **options
+        )
     if (reason := permutation.untraceable or permutation.note) and verbosity >= 1:
         logger.warning("channels are %s: %s", "permuted in part" if permutation.moves else "not permuted", reason)
     for layer in permutation.layers if verbosity >= 2 else ():

@@ -81,7 +81,7 @@ def test_a_beginning_that_was_saved_is_gone_back_to(kind: str, loaded_first: boo
     if loaded_first:
         second = SchedulerReset(other)
     second.load_state_dict(saved[0])
-    second()
+    second.reset()
     assert course(other, again, 5) == first
 
 

@@ -530,13 +530,13 @@ def test_weights_in_any_memory_layout_move(layout: str):
 
 
 def test_models_without_values_are_answered_with_reasons():
-    from gossamer.model.permute import find
+    from gossamer.model.permute import find_permutation
 
     with torch.device("meta"):
         meta = nn.Sequential(conv(8), conv())
     lazy = nn.Sequential(nn.LazyConv2d(16, 3), nn.LazyConv2d(16, 3))
     for model in (meta, lazy):
-        found = find(model, ["0.weight", "1.weight"], example_inputs=image().float())
+        found = find_permutation(model, ["0.weight", "1.weight"], example_inputs=image().float())
         assert all(layer.reason for layer in found.layers)
         assert not found.moves
 
@@ -545,9 +545,10 @@ def test_a_weight_with_nan_is_left_alone():
     model = written(lambda self, x: self.b(self.a(x)), a=conv(), b=conv())
     with torch.no_grad():
         model.b.weight[0, 0, 0, 0] = torch.nan
-    from gossamer.model.permute import find
+    from gossamer.model.permute import find_permutation
 
     reasons = {
-        layer.name: layer.reason for layer in find(model, ["a.weight", "b.weight"], example_inputs=image()).layers
+        layer.name: layer.reason
+        for layer in find_permutation(model, ["a.weight", "b.weight"], example_inputs=image()).layers
     }
     assert reasons == {"a.weight": None, "b.weight": "its weights hold NaN or infinity, or nothing yet"}

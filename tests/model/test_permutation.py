@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from gossamer.model import permute as permutation
 from gossamer.model.parameters import get_tensor, prunable
-from gossamer.model.permute import Permutation, find
+from gossamer.model.permute import Permutation, find_permutation
 from tests.model.keeping import keeps, random_search, randomised, reason
 from tests.model.test_cases import Written, conv, image
 
@@ -61,7 +61,7 @@ def test_permuting_before_training_on_is_the_same_as_permuting_after(make: Any):
     one, two = make(first.parameters()), make(second.parameters())
     trained(first, one, 3)
     trained(second, two, 3)
-    found = find(first, prunable(first), example_inputs=image(), optimizer=one)
+    found = find_permutation(first, prunable(first), example_inputs=image(), optimizer=one)
     assert reason(found, "8.weight") is None
     found.apply(first, one)
     trained(first, one, 3)
@@ -77,7 +77,7 @@ def test_gradients_and_companions_move_with_their_weights():
     weights = {name: get_tensor(model, name) for name in prunable(model)}
     before = {name: (weight.detach().clone(), weight.grad.clone()) for name, weight in weights.items()}
     masks = {name: [weight.detach() > 0] for name, weight in weights.items()}
-    found = find(model, list(weights), example_inputs=image())
+    found = find_permutation(model, list(weights), example_inputs=image())
     found.apply(model, companions=masks)
     for name, weight in weights.items():
         assert torch.equal(weight, found.of(name, before[name][0]))
@@ -89,7 +89,7 @@ def test_state_that_cannot_be_reordered_holds_its_weights():
     model = network()
     optimizer = torch.optim.Adafactor(model.parameters())
     trained(model, optimizer, 1)
-    found = find(model, prunable(model), example_inputs=image(), optimizer=optimizer)
+    found = find_permutation(model, prunable(model), example_inputs=image(), optimizer=optimizer)
     assert not found.moves
     assert "the optimizer's 'row_var' cannot be reordered" in (reason(found, "8.weight") or "")
 
@@ -105,7 +105,7 @@ def test_state_that_belongs_to_all_parameters_together_holds_them_all():
         return value
 
     optimizer.step(loss)
-    found = find(model, prunable(model), example_inputs=image(), optimizer=optimizer)
+    found = find_permutation(model, prunable(model), example_inputs=image(), optimizer=optimizer)
     assert not found.moves
 
 
@@ -115,7 +115,7 @@ def test_a_preconditioner_that_happens_to_have_the_shape_of_its_weight_holds_it(
     for parameter in model.parameters():
         if parameter.dim() == 2:
             optimizer.state[parameter]["left"] = torch.eye(parameter.shape[0])
-    found = find(model, prunable(model), example_inputs=torch.zeros(2, 8).double(), optimizer=optimizer)
+    found = find_permutation(model, prunable(model), example_inputs=torch.zeros(2, 8).double(), optimizer=optimizer)
     assert not found.moves
 
 
@@ -142,7 +142,7 @@ def test_wrapped_models_move_under_their_clean_names(wrap: str):
         model[3] = torch.compile(plain[3])
     else:
         model = type(wrap, (_Wrapper,), {})(plain)
-    found = find(model, ["3.weight", "8.weight"], example_inputs=image())
+    found = find_permutation(model, ["3.weight", "8.weight"], example_inputs=image())
     assert [layer.reason for layer in found.layers] == [None, None]
     found.apply(model)
     with torch.compiler.set_stance("force_eager"):
@@ -167,7 +167,7 @@ def test_a_search_is_only_asked_for_channels_that_may_move_and_its_order_is_used
 
     monkeypatch.setattr(permutation, "search_each", search_each)
     model = network()
-    found = find(model, prunable(model), example_inputs=image())
+    found = find_permutation(model, prunable(model), example_inputs=image())
     for layer in found.layers:
         weight = get_tensor(model, layer.name).detach()
         total = float(weight.abs().sum())
@@ -181,7 +181,7 @@ def test_a_search_is_only_asked_for_channels_that_may_move_and_its_order_is_used
 def test_the_same_model_gives_the_same_permutation_whatever_the_seed():
     def once(seed: int) -> Permutation:
         torch.manual_seed(seed)
-        return find(network(), ["3.weight", "8.weight"], example_inputs=image())
+        return find_permutation(network(), ["3.weight", "8.weight"], example_inputs=image())
 
     one, two = once(0), once(1)
     assert one.moves.keys() == two.moves.keys()
@@ -191,7 +191,9 @@ def test_the_same_model_gives_the_same_permutation_whatever_the_seed():
 
 def test_progress_runs_from_nothing_to_everything():
     told: list[float] = []
-    find(network(), ["3.weight", "8.weight"], example_inputs=image(), progress=lambda label, share: told.append(share))
+    find_permutation(
+        network(), ["3.weight", "8.weight"], example_inputs=image(), progress=lambda label, share: told.append(share)
+    )
     assert told == sorted(told)
     assert told[-1] == 1.0
 
@@ -214,7 +216,7 @@ def test_progress_runs_from_nothing_to_everything():
     ids=lambda model: "_".join(type(layer).__name__ for layer in model),
 )
 def test_inputs_of_usual_models_are_guessed(model: nn.Module):
-    assert find(model, prunable(model)).layers[-1].reason is None
+    assert find_permutation(model, prunable(model)).layers[-1].reason is None
 
 
 # Models that cannot be traced
@@ -222,7 +224,7 @@ def test_inputs_of_usual_models_are_guessed(model: nn.Module):
 
 def test_a_model_whose_forward_raises_is_left_alone_and_says_why():
     model = Written(lambda self, x: self.missing(x), a=conv(8))
-    found = find(model, ["a.weight"], example_inputs=image())
+    found = find_permutation(model, ["a.weight"], example_inputs=image())
     assert not found.moves
     assert "the model could not be traced: AttributeError" in (found.untraceable or "")
     assert found.layers[0].reason == found.untraceable
@@ -230,12 +232,12 @@ def test_a_model_whose_forward_raises_is_left_alone_and_says_why():
 
 def test_a_model_without_example_and_known_layers_asks_for_one():
     model = Written(lambda self, x, y: x @ self.a, a=nn.Parameter(torch.randn(8, 8)))
-    assert "give example_inputs" in (find(model, ["a"]).untraceable or "")
+    assert "give example_inputs" in (find_permutation(model, ["a"]).untraceable or "")
 
 
 def test_weights_that_nothing_uses_say_so():
     model = Written(lambda self, x: self.a(x), a=conv(8), idle=conv())
-    found = find(model, ["idle.weight"], example_inputs=image().float())
+    found = find_permutation(model, ["idle.weight"], example_inputs=image().float())
     assert found.layers[0].reason == "the network does not use it, as far as traced"
 
 
@@ -262,7 +264,7 @@ def outputs_of_both_ways(model: nn.Module) -> list[Tensor]:
 def test_a_model_with_data_dependent_control_flow_is_traced_in_parts_if_asked_to():
     model = randomised(Branching())
     before = outputs_of_both_ways(model)
-    found = find(model, prunable(model), example_inputs=image(), parts=True)
+    found = find_permutation(model, prunable(model), example_inputs=image(), parts=True)
     assert found.untraceable is None
     assert "could not be traced as a whole" in (found.note or "")
     assert "held in place: body" in (found.note or "")
@@ -282,7 +284,7 @@ def test_a_weight_that_code_around_a_part_uses_stays_in_place():
 
     model = randomised(Reaching())
     before = outputs_of_both_ways(model)
-    found = find(model, prunable(model), example_inputs=image(), parts=True)
+    found = find_permutation(model, prunable(model), example_inputs=image(), parts=True)
     found.apply(model)
     for a, b in zip(before, outputs_of_both_ways(model), strict=True):
         assert (a - b).abs().max() / a.abs().max() < 1e-9
@@ -291,7 +293,7 @@ def test_a_weight_that_code_around_a_part_uses_stays_in_place():
 
 def test_a_model_with_data_dependent_control_flow_is_left_alone_unless_asked():
     """Its code may reach for layers inside a part on a path that the example does not take."""
-    found = find(randomised(Branching()), ["body.3.weight"], example_inputs=image())
+    found = find_permutation(randomised(Branching()), ["body.3.weight"], example_inputs=image())
     assert not found.moves
     assert "its control flow depends on values" in (reason(found, "body.3.weight") or "")
 
@@ -303,19 +305,19 @@ def test_a_part_that_is_called_in_too_many_ways_is_not_traced():
                 x = self.body(x[..., :8, :8].repeat(1, 1, 1, 3)[..., :size])[..., :8]
             return self.left(x) if x.sum() > 0 else self.right(x)
 
-    found = find(randomised(Many()), prunable(Many()), example_inputs=image(), parts=True)
+    found = find_permutation(randomised(Many()), prunable(Many()), example_inputs=image(), parts=True)
     assert reason(found, "body.3.weight") is not None
 
 
 def test_wrong_guesses_leave_no_report_of_torch(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]):
     model = nn.Sequential(nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(16 * 9 * 7, 16))
-    assert "could not be traced" in (find(model, ["2.weight"]).untraceable or "")
+    assert "could not be traced" in (find_permutation(model, ["2.weight"]).untraceable or "")
     assert not caplog.text
     assert "".join(capfd.readouterr()) == ""
 
 
 def test_a_model_with_layers_that_are_not_made_yet_is_told_of():
-    assert find(nn.Sequential(nn.LazyLinear(16), nn.Linear(16, 16)), ["1.weight"]).untraceable
+    assert find_permutation(nn.Sequential(nn.LazyLinear(16), nn.Linear(16, 16)), ["1.weight"]).untraceable
 
 
 class TwoInputs(nn.Module):
@@ -328,7 +330,7 @@ class TwoInputs(nn.Module):
 
 
 def test_the_number_of_inputs_is_given_as_the_reason():
-    assert "forward takes 2 inputs (x, y)" in (find(TwoInputs(), ["b.weight"]).untraceable or "")
+    assert "forward takes 2 inputs (x, y)" in (find_permutation(TwoInputs(), ["b.weight"]).untraceable or "")
 
 
 class Caching(nn.Module):
@@ -366,7 +368,7 @@ def clear_caches() -> None:
 def test_a_model_that_keeps_fake_tensors_outside_itself_is_reported_with_the_modules_name():
     clear_caches()
     model = randomised(nn.Sequential(Caching(), conv()))
-    found = find(model, ["0.b.weight", "1.weight"], example_inputs=image())
+    found = find_permutation(model, ["0.b.weight", "1.weight"], example_inputs=image())
     clear_caches()
     assert (found.untraceable or "").startswith("'0' stores tensors outside the model, such as in the cache of a")
     assert not found.moves
@@ -383,7 +385,7 @@ def test_a_model_that_seeds_its_random_numbers_is_left_alone():
             return self.b(self.a(x) * torch.rand(16, 1, 1, dtype=x.dtype))
 
     assert "seeds the random numbers" in (
-        find(Seeding().double(), ["b.weight"], example_inputs=image()).untraceable or ""
+        find_permutation(Seeding().double(), ["b.weight"], example_inputs=image()).untraceable or ""
     )
 
 
@@ -398,7 +400,9 @@ def test_a_model_that_puts_other_memory_under_a_tensor_is_left_alone():
             hidden.data = hidden * torch.linspace(0, 1, 16, dtype=x.dtype).view(1, 16, 1, 1)
             return self.b(hidden)
 
-    assert "other memory" in (find(Assigning().double(), ["b.weight"], example_inputs=image()).untraceable or "")
+    assert "other memory" in (
+        find_permutation(Assigning().double(), ["b.weight"], example_inputs=image()).untraceable or ""
+    )
 
 
 # The model is left as it was
@@ -468,7 +472,7 @@ def test_tracing_a_model_leaves_no_trace_in_it():
     wants_gradient = [parameter.requires_grad for parameter in model.parameters()]
     identities = [id(tensor) for tensor in [*model.parameters(), *model.buffers()]]
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    find(model, ["b.weight"], example_inputs=image())
+    find_permutation(model, ["b.weight"], example_inputs=image())
     assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
     assert modes == [module.training for module in model.modules()]
     assert attributes == {name: set(vars(module)) for name, module in model.named_modules()}
@@ -486,7 +490,7 @@ def test_tracing_a_model_leaves_no_trace_in_it():
 
 def test_an_interruption_while_reordering_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch):
     model = network()
-    found = find(model, ["3.weight"], example_inputs=image())
+    found = find_permutation(model, ["3.weight"], example_inputs=image())
     assert len(found.moves) > 2
     state = copy.deepcopy(model.state_dict())
     plain, calls = Permutation.of, []

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gossamer.model import permute as permutation
 from gossamer.model.parameters import get_parameter, get_tensor, prunable
-from gossamer.model.permute import Permutation, find
+from gossamer.model.permute import Permutation, find_permutation
 from tests.model.keeping import LIMIT, distance, random_search, randomised, tensors_in
 
 models = pytest.importorskip("torchvision.models")
@@ -82,7 +82,7 @@ def small(name: str) -> nn.Module:
 def permuted(model: nn.Module, example_inputs: Any = None, parts: bool = False) -> tuple[Permutation, float]:
     """The permutation, and the share of weights that fit hardware whose input channels can move."""
     shapes = {name: get_parameter(model, name).shape for name in prunable(model)}
-    found = find(
+    found = find_permutation(
         model,
         [name for name, shape in shapes.items() if shape[0] % 8 == 0 and shape[1] % 16 == 0],
         example_inputs=example_inputs,

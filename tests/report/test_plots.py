@@ -18,7 +18,7 @@ from gossamer.analysis.layers import LayerReport, layer_report
 from gossamer.analysis.sensitivity import SensitivityMap, sensitivity_map
 from gossamer.analysis.timeline import timeline
 from gossamer.errors import GossamerError
-from gossamer.model.permute import find
+from gossamer.model.permute import find_permutation
 from gossamer.report import plots
 
 FORMULA = "$\\frac{$"
@@ -67,7 +67,7 @@ def sensitivities(labelled: bool = True) -> SensitivityMap:
 
 def plot_permutation(path: Path) -> None:
     names = [f"{FORMULA}.weight", "last.weight"]
-    plots.plot_permutation(find(Network(), names, example_inputs=batch()[0]), path)
+    plots.plot_permutation(find_permutation(Network(), names, example_inputs=batch()[0]), path)
 
 
 def plot_timeline(path: Path) -> None:

@@ -99,7 +99,7 @@ def permute(
     The table shows the share of the magnitude that N:M keeps in each layer without and with permutation, its upper
     bound (the largest weights of each row, without a pattern), and the efficacy: the gain relative to that bound.
     """
-    from gossamer.model.permute import find
+    from gossamer.model.permute import find_permutation
 
     chosen = _parse(pattern)
     if not chosen.permutable:
@@ -113,7 +113,7 @@ def permute(
         reason = next(iter(skipped.values()), "it has no layers")
         raise GossamerError(f"{model}: no layer can be {pattern}: {reason}")
     with progress("searching", as_json) as show, redirect_stdout(sys.stderr):
-        permutation = find(
+        permutation = find_permutation(
             loaded.model,
             names,
             chosen.n,

@@ -196,8 +196,11 @@ class _Weights(_View):
     def permute(self, names: Sequence[str], n: int, m: int) -> None:
         self._run.permute(self._bound.modifier.name, names, n, m)
 
-    def filter_graph(self) -> FilterGraph | str:
-        return self._run.filter_graph()
+    def filter_graph(self) -> FilterGraph | None:
+        return self._run.filter_graph()[0]
+
+    def untraceable_reason(self) -> str:
+        return self._run.filter_graph()[1]
 
     def thin(self, names: Sequence[str]) -> None:
         from gossamer.engine.thinning import thin_run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from gossamer.engine.completion import reached_sparsity, report_if_dropped, warn_of_regrowth
 from gossamer.engine.optimizer import counting_scaler
 from gossamer.engine.planned_sparsity import final_sparsities, planned_sparsities, target_sparsities
-from gossamer.engine.run import Logger, TrainingRun, is_driven, logger
+from gossamer.engine.run import MetricLogger, TrainingRun, is_driven
 from gossamer.errors import GossamerError, Problem
 from gossamer.model import expect_model, has_parameter, unwrap, weight_of
 from gossamer.modifiers.base import Modifier, to_step
@@ -27,6 +28,8 @@ from gossamer.sparse import share_of_zeros
 if TYPE_CHECKING:
     from gossamer.engine.learning_rate import RecipeRates
     from gossamer.engine.state import RunState
+
+logger = logging.getLogger("gossamer")
 
 _ONE_SHOT_STEPS = 1000
 """Steps per epoch in one-shot application, where nothing trains."""
@@ -53,7 +56,7 @@ class Manager:
 
     @property
     def recipe(self) -> str:
-        """The recipe's text."""
+        """The recipe's text, as in SparseML; `recipe_object` is the `Recipe`."""
         return self.recipe_object.text
 
     @property
@@ -83,13 +86,6 @@ class Manager:
     @property
     def learning_rate_modifiers(self) -> list[Modifier]:
         return self._family("learning_rate")
-
-    @property
-    def epoch_modifiers(self) -> list[Modifier]:
-        return self._family("epoch")
-
-    def iter_modifiers(self) -> Iterator[Modifier]:
-        return iter(self.modifiers)
 
     def phase(self, epoch: float) -> str:
         """`quantization`, `pruning`, `fine-tuning` (after pruning) or `training`: the first that applies."""
@@ -125,7 +121,7 @@ class Manager:
         grad_sampler: object = None,
         calibration_data: Iterable[Any] | None = None,
         scaler: GradScaler | None = None,
-        loggers: Sequence[Logger] = (),
+        loggers: Sequence[MetricLogger] = (),
         example_inputs: Any = None,
         lr_scheduler: Any = None,
         accumulation_steps: int = 1,
@@ -133,11 +129,23 @@ class Manager:
         """Attach the recipe: from now on the optimizer's steps drive it. Changes nothing if it raises.
 
         Returns the optimizer or, if a GradScaler was given, a scaler to use in its place, so that skipped steps count.
-        `epoch` starts the run at a later epoch. `example_inputs` (a tensor, or a tuple or dict of arguments) is used to
-        trace the model, to permute channels and to find coupled filters; without it common shapes are tried.
-        `LevelPruningModifier` restarts `lr_scheduler`. `distillation_teacher` is a module; None or "self" for a frozen
-        copy of the model as it is now; "disable" or False for none. `accumulation_steps` is the number by which each
-        loss is divided when gradients of several batches are accumulated.
+
+        - `steps_per_epoch`: optimizer steps in an epoch.
+        - `wrap_optim`: SparseML's name for `scaler`.
+        - `epoch`: start the run at a later epoch.
+        - `allow_parallel_module`: if False, raise for a model that DDP or another wrapper contains.
+        - `distillation_teacher`: a module; None or "self" for a frozen copy of the model as it is now; "disable" or
+          False for none.
+        - `grad_sampler`: for second-order pruning, a function that takes the model and yields losses of single batches,
+          or SparseML's mapping with `data_loader_builder` and `loss_function`.
+        - `calibration_data`: batches to calibrate activation ranges and batch norm with.
+        - `scaler`: the GradScaler of the training loop.
+        - `loggers`: called with a tag, a value and the step for each value that a modifier logs.
+        - `example_inputs`: a tensor, or a tuple or dict of arguments, to trace the model with, to permute channels and
+          to find coupled filters; without it common shapes are tried.
+        - `lr_scheduler`: the scheduler that `LevelPruningModifier` restarts.
+        - `accumulation_steps`: the number by which each loss is divided when gradients of several batches are
+          accumulated.
         """
         if wrap_optim is not None and scaler is not None and wrap_optim is not scaler:
             raise GossamerError("wrap_optim and scaler are two names for one argument; pass only one of them")
@@ -235,7 +243,7 @@ class Manager:
         epoch: float = math.inf,
         finalize: bool = True,
         grad_sampler: object = None,
-        loggers: Sequence[Logger] = (),
+        loggers: Sequence[MetricLogger] = (),
         example_inputs: Any = None,
         calibration_data: Iterable[Any] | None = None,
     ) -> None:
@@ -310,20 +318,6 @@ class Manager:
             apply_saved_removals(unwrap(module), state)
         if run is not None:
             run.begin(round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS))
-
-    def loss_update(
-        self,
-        loss: torch.Tensor,
-        module: nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        epoch: float = -1.0,
-        steps_per_epoch: float = -1.0,
-        student_outputs: Any = None,
-        student_inputs: Any = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        """SparseML's name for `loss`."""
-        return self.loss(loss, student_outputs, student_inputs)
 
     def loss(self, loss: torch.Tensor, outputs: Any, inputs: Any = None) -> torch.Tensor:
         """The loss to train on, including distillation: (1 − h) · loss + h · T² · KL, and the losses of layers.
@@ -423,6 +417,31 @@ class Manager:
             return []
         return _report(self._run.load_state_dict(parsed))
 
+    # Members of SparseML's manager, for existing scripts
+
+    @property
+    def epoch_modifiers(self) -> list[Modifier]:
+        return self._family("epoch")
+
+    def iter_modifiers(self) -> Iterator[Modifier]:
+        return iter(self.modifiers)
+
+    def loss_update(
+        self,
+        loss: torch.Tensor,
+        module: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        epoch: float = -1.0,
+        steps_per_epoch: float = -1.0,
+        student_outputs: Any = None,
+        student_inputs: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """SparseML's name for `loss`."""
+        return self.loss(loss, student_outputs, student_inputs)
+
+    # Helpers
+
     def _family(self, family: str) -> list[Modifier]:
         return [modifier for modifier in self.modifiers if modifier.family == family]
 
@@ -456,7 +475,7 @@ class Manager:
         scaler: object,
     ) -> None:
         self._check_free()
-        check_arguments(module, optimizer, steps_per_epoch, scaler)
+        check_modify_arguments(module, optimizer, steps_per_epoch, scaler)
         parameters = {id(parameter) for parameter in module.parameters()}
         if not any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
             raise GossamerError("modify: the optimizer holds none of the model's parameters; pass the model's own")
@@ -464,7 +483,7 @@ class Manager:
             raise GossamerError(f"modify: {type(module).__name__} wraps the model, and allow_parallel_module is False")
 
 
-def check_arguments(model: object, optimizer: object, steps_per_epoch: Any, scaler: object) -> None:
+def check_modify_arguments(model: object, optimizer: object, steps_per_epoch: Any, scaler: object) -> None:
     """Raise unless a recipe can be attached to these."""
     expect_model(model, "model")
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("gossamer")
 
-Logger = Callable[[str, float, int], None]
+MetricLogger = Callable[[str, float, int], None]
+"""Called with a tag, a value and the step."""
 
 
 class TrainingRun:
@@ -55,7 +56,7 @@ class TrainingRun:
         steps_per_epoch: float = 1.0,
         *,
         grad_sampler: object = None,
-        loggers: Sequence[Logger] = (),
+        loggers: Sequence[MetricLogger] = (),
         example_inputs: Any = None,
         scheduler_reset: SchedulerReset | None = None,
         distillation: Distillation | None = None,
@@ -103,8 +104,8 @@ class TrainingRun:
 
             self.rates = RecipeRates(self.modifiers, optimizer)
         self._handles: list[RemovableHandle] = []
-        self._filter_graph: tuple[Any, FilterGraph | str] | None = None
-        """The shapes that the model had when it was last traced, and the result."""
+        self._filter_graph: tuple[Any, FilterGraph | None, str] | None = None
+        """The shapes that the model had when it was last traced, the result, and why there is none."""
 
     def _modifiers(self) -> list[BoundModifier]:
         """The key of a modifier is its class name with its number within the class."""
@@ -315,9 +316,11 @@ class TrainingRun:
     def permute(self, modifier: str, names: Sequence[str], n: int, m: int) -> None:
         """Reorder channels so that n:m keeps more weights; masks and the state of optimizer and modifiers follow."""
         from gossamer.engine.state import map_weight_tensors
-        from gossamer.model.permute import find
+        from gossamer.model.permute import find_permutation
 
-        permutation = find(self.module, names, n, m, example_inputs=self.example_inputs, optimizer=self.optimizer)
+        permutation = find_permutation(
+            self.module, names, n, m, example_inputs=self.example_inputs, optimizer=self.optimizer
+        )
         if message := permutation.untraceable or permutation.note:
             share = "permutes in part" if permutation.moves else "continues without permutation"
             logger.warning("%s %s: %s", modifier, share, message)
@@ -340,20 +343,24 @@ class TrainingRun:
         for bound in self.modifiers:
             bound.state = map_weight_tensors(bound.state, shapes, permutation.of)
 
-    def filter_graph(self) -> FilterGraph | str:
-        """Which filters depend on each other, or why that is unknown; traced again when shapes have changed."""
+    def filter_graph(self) -> tuple[FilterGraph | None, str]:
+        """Which filters depend on each other, or None and why the model cannot be traced.
+
+        The model is traced again when shapes have changed.
+        """
         from gossamer.model.tracing.coupling import couple
         from gossamer.model.tracing.filter_groups import FilterGraph
         from gossamer.model.tracing.tracer import Untraceable
 
         shapes = tuple((name, tuple(tensor.shape)) for name, tensor in shaped_tensors(self.module))
         if self._filter_graph is None or self._filter_graph[0] != shapes:
+            graph, reason = None, ""
             try:
                 graph = FilterGraph(self.module, couple(self.module, self.example_inputs, parts=True))
             except Untraceable as error:
-                graph = str(error)
-            self._filter_graph = (shapes, graph)
-        return self._filter_graph[1]
+                reason = str(error)
+            self._filter_graph = (shapes, graph, reason)
+        return self._filter_graph[1:]
 
     @property
     def _copied_teacher(self) -> Teacher | None:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from gossamer.engine import Manager
 from gossamer.engine.learning_rate import RecipeRates
 from gossamer.engine.removals import apply_saved_removals, thinned_shapes
-from gossamer.engine.run import Logger
+from gossamer.engine.run import MetricLogger
 from gossamer.engine.state import RunState
 from gossamer.errors import GossamerError
 from gossamer.io import atomic_write, load_torch
@@ -108,7 +108,7 @@ class Adapter:
         accumulation_steps: int = 1,
         scaler: Any = None,
         scheduler: Any = None,
-        loggers: Sequence[Logger] = (),
+        loggers: Sequence[MetricLogger] = (),
     ) -> Manager:
         """Start the recipe, or resume it from `state`; without a state, it starts in the middle after `steps_done`."""
         if self._manager is not None and state is not None:

@@ -1,8 +1,8 @@
 """Permute the channels of a network so that N:M keeps larger weights, without changing what it computes.
 
-`find` searches orders: layers that read the same channels share one order, found on their weights together. A
-`Permutation` applies them to parameters, buffers, gradients, masks and optimizer state alike. Layers that cannot be
-permuted are listed with the reason.
+`find_permutation` searches orders: layers that read the same channels share one order, found on their weights
+together. A `Permutation` applies them to parameters, buffers, gradients, masks and optimizer state alike. Layers that
+cannot be permuted are listed with the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Progress = Callable[[str, float], None]
 """Called with what is being searched and the share of the work that is done, 0 to 1."""
 
 
-def find(
+def find_permutation(
     model: nn.Module,
     names: Sequence[str],
     n: int = 2,

@@ -387,7 +387,7 @@ def register(cls: M) -> M:
 
 def registered() -> Mapping[str, type[Modifier]]:
     """Every modifier that recipes may use, by name."""
-    return {name: find(name) for name in known_names()}
+    return {name: modifier_class(name) for name in known_names()}
 
 
 def known_names() -> Collection[str]:
@@ -395,7 +395,7 @@ def known_names() -> Collection[str]:
     return dict.fromkeys([*BUILT_IN, *_registry]).keys()
 
 
-def find(name: str) -> type[Modifier]:
+def modifier_class(name: str) -> type[Modifier]:
     """The modifier class of that name; raises `GossamerError` with what to use instead."""
     if name in _registry:
         return _registry[name]

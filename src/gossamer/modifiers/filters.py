@@ -56,15 +56,15 @@ def plan_filters(
 ) -> FilterPlan:
     """Find coupled filters by tracing the model; in a model that cannot be traced each weight is on its own."""
     units = "channels" if channels else "filters"
-    traced = run.weights.filter_graph()
-    graph = None if isinstance(traced, str) else traced
+    graph = run.weights.filter_graph()
     sizes = {name: shape[int(channels)] for name, shape in shapes.items()}
     pools = pools_of(sizes, graph, channels=channels, user_groups=user_groups, own_sparsity=own_sparsity)
     notes: list[str] = []
-    if isinstance(traced, str):
-        notes.append(f"coupled {units} are unknown, and each layer is pruned on its own: {traced}")
-    elif traced.coupling.note is not None:
-        notes.append(f"coupled {units} are known in parts of the model only: {traced.coupling.note}")
+    if graph is None:
+        reason = run.weights.untraceable_reason()
+        notes.append(f"coupled {units} are unknown, and each layer is pruned on its own: {reason}")
+    elif graph.coupling.note is not None:
+        notes.append(f"coupled {units} are known in parts of the model only: {graph.coupling.note}")
     if graph is not None:
         notes += _unpruned(graph, pools, shapes, channels)
     vectors = {} if channels else vectors_of(run.module, list(shapes), graph)

@@ -256,11 +256,11 @@ class PruningModifier(Modifier):
             return None
         graph = run.weights.filter_graph()
         if isinstance(self.pattern, Channel):
-            first = not isinstance(graph, str) and graph.reads_input(name)
+            first = graph is not None and graph.reads_input(name)
             return "it reads the model's input, whose channels would be ignored" if first else None
-        if last and (isinstance(graph, str) or is_held(graph, name)):
+        if last and (graph is None or is_held(graph, name)):
             return "the last layer: pruning its filters would remove outputs"
-        if not isinstance(graph, str) and leaves(graph, name):
+        if graph is not None and leaves(graph, name):
             return "its filters are outputs of the model, or of a part that was traced separately"
         return None
 

@@ -69,8 +69,12 @@ class Weights(Protocol):
         """Reorder channels, without changing what the model computes, so that n:m keeps more of these weights."""
         ...
 
-    def filter_graph(self) -> FilterGraph | str:
-        """Which filters depend on each other; the reason when the model cannot be traced."""
+    def filter_graph(self) -> FilterGraph | None:
+        """Which filters depend on each other; None if the model cannot be traced."""
+        ...
+
+    def untraceable_reason(self) -> str:
+        """Why `filter_graph` is None; empty if the model can be traced."""
         ...
 
     def thin(self, names: Sequence[str]) -> None:
