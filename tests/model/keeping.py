@@ -109,7 +109,7 @@ def keeps(
     modes = {name: module.training for name, module in model.named_modules()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(permutation, "search_each", random_search)
-        found = permutation.find(
+        found = permutation.find_permutation(
             model, wanted, m // 2, m, example_inputs=inputs if example_inputs is None else example_inputs
         )
     assert found.untraceable is None

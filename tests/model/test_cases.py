@@ -422,7 +422,7 @@ def keeps_itself(model: nn.Module, moving: bool) -> None:
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(permutation, "search_each", random_search)
         before = model(image())
-        found = permutation.find(model, ["a.weight"], example_inputs=image())
+        found = permutation.find_permutation(model, ["a.weight"], example_inputs=image())
         found.apply(model)
         assert (model(image()) - before).abs().max() < 1e-9
     assert (found.layers[0].reason is None) == moving

@@ -20,12 +20,13 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from gossamer.analysis.accuracy import Labelled, Score, class_scores, labelled, score_now
-from gossamer.analysis.sensitivity import LABELLED_SAMPLES, Progress, restore, rounded, select_weights
+from gossamer.analysis.sensitivity import LABELLED_SAMPLES, restore, rounded, select_weights
 from gossamer.errors import GossamerError, SparsityError
 from gossamer.model import get_parameter, named_parameters, unwrap
 from gossamer.model.recalibration import recalibrate
 from gossamer.model.tracing.tracer import preserved
 from gossamer.modifiers import EpochRangeModifier, GMPruningModifier
+from gossamer.progress import Progress
 from gossamer.recipe import Recipe
 from gossamer.sparse import Unstructured, erdos_renyi, global_masks, magnitude, zero_count
 from gossamer.sparse.masks import smallest

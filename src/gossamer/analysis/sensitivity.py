@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice, pairwise
@@ -33,6 +33,7 @@ from gossamer.model.parameters import with_norms_kept
 from gossamer.model.tracing.coupling import couple
 from gossamer.model.tracing.filter_groups import FilterGraph, FilterGroup
 from gossamer.model.tracing.tracer import Untraceable, batch_arguments, preserved
+from gossamer.progress import Progress
 from gossamer.sparse import NM, Channel, Filter, Pattern, Unstructured, magnitude, parse_pattern, zero_count
 
 MAX_BATCHES = 2
@@ -43,8 +44,6 @@ _HALVINGS = 200
 logger = logging.getLogger("gossamer")
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Progress = Callable[[str, float], None]
-"""Receives the current layer and the completed share of the work."""
 
 
 @dataclass(frozen=True)

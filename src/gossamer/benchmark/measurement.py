@@ -30,8 +30,9 @@ from gossamer.benchmark.runtimes import (
     select_runtimes,
     torch_threads,
 )
-from gossamer.benchmark.timing import Progress, Ratio, Turns, Verdict, interleaved, paired
+from gossamer.benchmark.timing import Ratio, Turns, Verdict, interleaved, paired
 from gossamer.errors import GossamerError, first_line, nearest
+from gossamer.progress import Progress
 
 Shapes = Mapping[str, Sequence[int]]
 _CONTROL = -1

@@ -17,8 +17,9 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from gossamer.progress import Progress
+
 Key = TypeVar("Key", bound=Hashable)
-Progress = Callable[[str, float], None]
 Verdict = Literal["faster", "slower", "same", "unclear"]
 
 MIN_ROUNDS = 10

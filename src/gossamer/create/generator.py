@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from gossamer.analysis.sensitivity import MAX_BATCHES, Progress, first_inputs
+from gossamer.analysis.sensitivity import MAX_BATCHES, first_inputs
 from gossamer.create import modifiers
 from gossamer.create.choices import CONSTANT, Choices, choose
 from gossamer.create.layers import PLAIN, LayerPlan, percent, plan_layers
@@ -29,6 +29,7 @@ from gossamer.model.parameters import nothing_to_prune
 from gossamer.model.tracing.flow import Ends, ends
 from gossamer.modifiers import Modifier
 from gossamer.modifiers.base import modifier_class
+from gossamer.progress import Progress
 from gossamer.recipe import Recipe, load
 from gossamer.recipe.nodes import expression_in
 from gossamer.recipe.variables import evaluate

@@ -13,12 +13,13 @@ from typing import Any, Literal
 from torch import nn
 
 from gossamer.analysis.hardware import ineligible
-from gossamer.analysis.sensitivity import Progress, SensitivityCurve, allocate, sensitivity
+from gossamer.analysis.sensitivity import SensitivityCurve, allocate, sensitivity
 from gossamer.create.choices import Choices
 from gossamer.errors import GossamerError, Problem, SparsityError
 from gossamer.model import embedding_tables, get_parameter, is_depthwise, is_transposed, left_dense, prunable, unwrap
 from gossamer.model.parameters import TIED
 from gossamer.model.tracing.flow import Ends
+from gossamer.progress import Progress
 from gossamer.sparse import Block, Channel, Filter, Pattern, Unstructured, erdos_renyi, within_reach, zero_count
 
 TINY = 1024

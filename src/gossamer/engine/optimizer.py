@@ -19,7 +19,8 @@ from torch.utils.hooks import RemovableHandle
 if TYPE_CHECKING:
     from gossamer.engine.run import TrainingRun
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and keyword arguments of an optimizer step, which a pre-step hook may replace."""
 
 GROUP_OPTIONS = {"learning_rate": "lr", "optimizer": "weight_decay"}
 """By family of modifiers: the option of parameter groups that they set.
@@ -56,7 +57,7 @@ def set_option(group: dict[str, Any], key: str, value: Any) -> None:
 
 def call_after_backward(
     args: tuple[Any, ...], kwargs: dict[str, Any], callback: Callable[[], None], *, every: bool = False
-) -> Arguments | None:
+) -> StepArguments | None:
     """For a pre-step hook: call `callback` when the gradients are computed.
 
     That is now, or, with a closure, after its first call (after each one with `every`); then this returns the arguments
@@ -90,7 +91,7 @@ class GlobalStepHooks:
     def __init__(
         self,
         module: nn.Module,
-        before: Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Arguments | None],
+        before: Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], StepArguments | None],
         after: Callable[[torch.optim.Optimizer], None],
     ) -> None:
         self._module = weakref.ref(module)
@@ -100,7 +101,7 @@ class GlobalStepHooks:
         # torch keeps global hooks alive, so they refer to this object weakly.
         pre, post = weakref.WeakMethod(self._pre), weakref.WeakMethod(self._post)
 
-        def before_any(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Arguments | None:
+        def before_any(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> StepArguments | None:
             call = pre()
             return call(optimizer, args, kwargs) if call is not None else None
 
@@ -112,7 +113,9 @@ class GlobalStepHooks:
         handles = [register_optimizer_step_pre_hook(before_any), register_optimizer_step_post_hook(after_any)]
         self.remove = weakref.finalize(self, _remove, handles)
 
-    def _pre(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def _pre(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StepArguments | None:
         before = self._before()
         return before(optimizer, args, kwargs) if before is not None and self._trains_model(optimizer) else None
 

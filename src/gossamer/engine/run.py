@@ -21,7 +21,13 @@ from torch.utils.hooks import RemovableHandle
 from gossamer.engine.binding import BoundModifier
 from gossamer.engine.completion import RunProgress
 from gossamer.engine.masks import ZeroMasks
-from gossamer.engine.optimizer import Arguments, LossScale, call_after_backward, group_options, restore_group_options
+from gossamer.engine.optimizer import (
+    LossScale,
+    StepArguments,
+    call_after_backward,
+    group_options,
+    restore_group_options,
+)
 from gossamer.engine.samplers import no_losses
 from gossamer.engine.snapshot import Snapshot, shaped_tensors
 from gossamer.errors import MAX_SUGGESTED, GossamerError, Problem, RecipeError, SparsityError
@@ -252,7 +258,7 @@ class TrainingRun:
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments | None:
+    ) -> StepArguments | None:
         """The optimizer's pre-step hook: modifiers see the gradients of what this optimizer trains."""
         if self.before_first_step is not None:
             check, self.before_first_step = self.before_first_step, None

@@ -16,9 +16,10 @@ from gossamer.model import expect_model, get_parameter, named_modules, owner_of,
 from gossamer.model import thin as thinning
 from gossamer.model.additions import strip
 from gossamer.model.parameters import unwrap
-from gossamer.model.thin import Progress, Thinned
+from gossamer.model.thin import Thinned
 from gossamer.model.thin.cuts import spread_over_processes
 from gossamer.model.weights import check_values, duplicate
+from gossamer.progress import Progress
 from gossamer.quantization import is_emulated
 from gossamer.sparse import NM
 

@@ -30,10 +30,11 @@ from gossamer.export.examples import (
 from gossamer.export.onnx.model_files import read_model, require, write_model
 from gossamer.export.onnx.qat import integer_weights
 from gossamer.export.onnx.writer import as_onnx, is_quantized, own_error, quiet, reason_of, stripped_copy
-from gossamer.export.saving import Progress, Verified
+from gossamer.export.saving import Verified
 from gossamer.export.weights.file import bits
 from gossamer.model import prunable, weight_of
 from gossamer.model.parameters import own_tensors
+from gossamer.progress import Progress
 from gossamer.quantization import is_emulated
 
 if TYPE_CHECKING:

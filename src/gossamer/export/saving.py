@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -32,14 +32,12 @@ from gossamer.io import atomic_write
 from gossamer.model import expect_model, unwrap
 from gossamer.model.additions import without_additions
 from gossamer.model.weights import check_values
+from gossamer.progress import Progress
 from gossamer.quantization import is_emulated
 from gossamer.sparse import NM
 
 FORMATS = ("onnx", "pt2", "safetensors", "sparse24", "bitmask")
 _ENCODINGS: dict[str, Encoding] = {"safetensors": "dense", "sparse24": "sparse24", "bitmask": "bitmask"}
-
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the share that is done, from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ def save(
     `integers=False`. `about` is text to store in the file.
     """
     target, texts = Path(path), about or {}
-    _check_arguments(target, format, texts)
+    _check_save_arguments(target, format, texts)
     report: Progress = progress or (lambda _label, _share: None)
     if format in _ENCODINGS:
         state = state_of(model, target)
@@ -145,7 +143,7 @@ def state_bytes(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def _check_arguments(target: Path, format: str, about: Mapping[str, str]) -> None:
+def _check_save_arguments(target: Path, format: str, about: Mapping[str, str]) -> None:
     if format not in FORMATS:
         known = ", ".join(FORMATS)
         raise GossamerError(f"format: there is no '{format}'{nearest(format, FORMATS)}; there are {known}")

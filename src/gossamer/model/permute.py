@@ -8,7 +8,7 @@ cannot be permuted are listed with the reason.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -22,11 +22,10 @@ from gossamer.model.parameters import first_names, get_tensor, is_transposed
 from gossamer.model.tracing.channels import Factor, Ints, Labels
 from gossamer.model.tracing.coupling import Coupling, couple
 from gossamer.model.tracing.tracer import Untraceable
+from gossamer.progress import Progress
 from gossamer.sparse.permutation import Matrix, kept_bound, kept_magnitude, search_each
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-Progress = Callable[[str, float], None]
-"""Called with what is being searched and the share of the work that is done, 0 to 1."""
 
 
 def find_permutation(

@@ -23,7 +23,7 @@ from gossamer.engine.binding import BoundModifier
 from gossamer.engine.completion import TOLERANCE
 from gossamer.engine.learning_rate import SchedulerReset
 from gossamer.engine.masks import ZeroMasks
-from gossamer.engine.optimizer import Arguments, GlobalStepHooks
+from gossamer.engine.optimizer import GlobalStepHooks, StepArguments
 from gossamer.engine.run import TrainingRun
 from gossamer.engine.state import RunState, to_saved
 from gossamer.errors import GossamerError, Key, Problem, nearest, within
@@ -486,7 +486,7 @@ class BaseScheduler:
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments | None:
+    ) -> StepArguments | None:
         self._untrained -= {id(p) for group in optimizer.param_groups for p in group["params"]}
         if self._run is None or not self._begun:
             return None

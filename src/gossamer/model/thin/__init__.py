@@ -10,7 +10,7 @@ reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +27,9 @@ from gossamer.model.tracing.channels import Ints
 from gossamer.model.tracing.coupling import couple
 from gossamer.model.tracing.filter_groups import FilterGraph
 from gossamer.model.tracing.tracer import Untraceable
+from gossamer.progress import Progress
 
 State = Mapping[str, Tensor]
-Progress = Callable[[str, float], None]
-"""Called with the current step and the share of the work that is done, 0 to 1."""
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 CARRIES = "it carries the constant of the filters that were removed"
