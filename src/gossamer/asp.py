@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.analysis.hardware import ineligible
-from gossamer.engine.masks import Masks
-from gossamer.engine.optimizer import with_gradients
+from gossamer.engine.masks import ZeroMasks
+from gossamer.engine.optimizer import call_after_backward
 from gossamer.errors import GossamerError, nearest, within
 from gossamer.model import (
     embedding_tables,
@@ -301,7 +301,7 @@ class Pruner:
     optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = field(
         default_factory=weakref.WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]]
     )
-    _masks: Masks = field(default_factory=Masks)
+    _masks: ZeroMasks = field(default_factory=ZeroMasks)
     _versions: dict[str, tuple[weakref.ref[Tensor], int]] = field(
         default_factory=dict[str, tuple[weakref.ref[Tensor], int]]
     )
@@ -483,7 +483,7 @@ class Pruner:
         self.unhook(optimizer)
 
         def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return with_gradients(args, kwargs, self._mask_gradients, every=True)
+            return call_after_backward(args, kwargs, self._mask_gradients, every=True)
 
         def after(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.apply_masks()
@@ -511,7 +511,7 @@ class Pruner:
         for name in self._masks.names():
             gradient = get_parameter(self.model(), name).grad
             if gradient is not None:
-                zero_where(gradient, self._masks.zeros(name).to(gradient.device))
+                zero_where(gradient, self._masks.zero_mask(name).to(gradient.device))
 
     def _follow_buffers(self) -> None:
         """Update the engine's masks from buffers that changed, for instance by loading a checkpoint."""

@@ -163,14 +163,6 @@ def test_a_modifier_of_ones_own_is_known_after_its_import(run):
     assert found["modifiers"][0]["fields"] == {"effort": 0.5}
 
 
-def test_what_cannot_run_yet_is_a_warning(run):
-    body = "class Someday(gossamer.Modifier):\n    unavailable = 'it is not built'\n"
-    write("some_day.py", f"import gossamer\n\n@gossamer.register\n{body}")
-    recipe = write("someday.yaml", "modifiers: [!Someday {}]\n")
-    found = json.loads(run("recipe", "check", recipe, "--import", "some_day", "--json").stdout)
-    assert any("Someday: cannot run yet: it is not built" in warning for warning in found["warnings"])
-
-
 def test_show_fills_in_the_variables(run):
     result = run("recipe", "show", "builtin:gmp-90", "--set", "num_epochs=10", "--set", "final_sparsity=0.8", "--json")
     found = json.loads(result.stdout)

@@ -81,10 +81,10 @@ def digits() -> ModuleType:
 
 
 def test_the_recipe_of_the_demo_fits_its_model(digits: ModuleType) -> None:
-    from gossamer.engine import bindings
+    from gossamer.engine import check_bindings
 
     recipe = gossamer.load(EXAMPLES / "digits.yaml")
-    found = bindings(recipe, digits.SmallResNet())
+    found = check_bindings(recipe, digits.SmallResNet())
     assert [binding.problems for binding in found if binding.problems] == []
     assert recipe.variables["final_sparsity"] == 0.9
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
-from gossamer.engine.learning_rate import Restart
+from gossamer.engine.learning_rate import SchedulerReset
 from gossamer.errors import GossamerError
 from tests.loops import through_disk
 from tests.msbench.lr_schedulers import RATES, rates, step_rate
@@ -43,10 +43,10 @@ def course(scheduler: Any, held: torch.optim.Optimizer, steps: int) -> list[list
 def test_it_goes_through_the_same_rates_again(kind: str, steps: int) -> None:
     held = optimizer()
     scheduler = RATES[kind](held)
-    restart = Restart(scheduler)
+    restart = SchedulerReset(scheduler)
     first = course(scheduler, held, steps)
     for _ in range(2):
-        restart()
+        restart.reset()
         assert course(scheduler, held, steps) == first
     undisturbed = optimizer()
     assert course(RATES[kind](undisturbed), undisturbed, steps) == first
@@ -57,10 +57,10 @@ def test_the_state_of_a_scheduler_that_started_over_is_that_of_a_new_one(kind: s
     held = optimizer()
     scheduler = RATES[kind](held)
     before = through_disk(scheduler.state_dict())
-    restart = Restart(scheduler)
+    restart = SchedulerReset(scheduler)
     course(scheduler, held, 5)
     assert scheduler.state_dict() != before
-    restart()
+    restart.reset()
     assert scheduler.state_dict() == before
 
 
@@ -69,19 +69,19 @@ def test_the_state_of_a_scheduler_that_started_over_is_that_of_a_new_one(kind: s
 def test_a_beginning_that_was_saved_is_gone_back_to(kind: str, loaded_first: bool) -> None:
     held = optimizer()
     scheduler = RATES[kind](held)
-    restart = Restart(scheduler)
+    restart = SchedulerReset(scheduler)
     first = course(scheduler, held, 5)
     saved = through_disk([restart.state_dict(), held.state_dict(), scheduler.state_dict()])
     again = optimizer()
     other = RATES[kind](again)
     if not loaded_first:
-        second = Restart(other)
+        second = SchedulerReset(other)
     again.load_state_dict(saved[1])
     other.load_state_dict(saved[2])
     if loaded_first:
-        second = Restart(other)
+        second = SchedulerReset(other)
     second.load_state_dict(saved[0])
-    second()
+    second.reset()
     assert course(other, again, 5) == first
 
 
@@ -92,12 +92,12 @@ def test_a_cycled_momentum_starts_over_too(name: str) -> None:
     scheduler = OneCycleLR(held, max_lr=0.2, total_steps=6)
     key = "momentum" if name == "SGD" else "betas"
     before = held.param_groups[0][key]
-    restart = Restart(scheduler)
+    restart = SchedulerReset(scheduler)
     for _ in range(3):
         held.step()
         scheduler.step()
     assert held.param_groups[0][key] != before
-    restart()
+    restart.reset()
     assert held.param_groups[0][key] == before
 
 
@@ -105,10 +105,10 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
     held = optimizer(lr=torch.tensor(0.1))
     scheduler = CosineAnnealingLR(held, T_max=4)
     rate = held.param_groups[0]["lr"]
-    restart = Restart(scheduler)
+    restart = SchedulerReset(scheduler)
     course(scheduler, held, 3)
     assert float(rate) < 0.09
-    restart()
+    restart.reset()
     assert held.param_groups[0]["lr"] is rate
     assert float(rate) == pytest.approx(0.1)
 
@@ -117,9 +117,9 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
 def test_rates_that_are_given_come_before_those_that_were_found(given: Any, expected: list[float]) -> None:
     held = optimizer()
     scheduler = RATES["plateau"](held)
-    restart = Restart(scheduler, given)
+    restart = SchedulerReset(scheduler, given)
     course(scheduler, held, 4)
-    restart()
+    restart.reset()
     assert rates(held) == expected
 
 
@@ -130,11 +130,11 @@ SCALING = ["cosine", "milestones", "plateau", "lambda", "warm-up, then cosine", 
 def test_the_whole_schedule_scales_from_the_rates_that_are_given(kind: str) -> None:
     held, fresh = optimizer(), optimizer(0.02)
     scheduler = RATES[kind](held)
-    restart = Restart(scheduler, [0.02, 0.004])
+    restart = SchedulerReset(scheduler, [0.02, 0.004])
     course(scheduler, held, 3)
     other = RATES[kind](fresh)
     for _ in range(2):
-        restart()
+        restart.reset()
         assert scheduler.get_last_lr() == pytest.approx(rates(held))
         assert torch.tensor(course(scheduler, held, 6)).allclose(torch.tensor(course(other, fresh, 6)))
         fresh = optimizer(0.02)
@@ -144,9 +144,9 @@ def test_the_whole_schedule_scales_from_the_rates_that_are_given(kind: str) -> N
 def test_one_cycle_starts_from_the_rate_that_is_given_and_keeps_its_peak() -> None:
     held = optimizer()
     scheduler = OneCycleLR(held, max_lr=0.2, total_steps=21, pct_start=0.3)
-    restart = Restart(scheduler, 0.1)
+    restart = SchedulerReset(scheduler, 0.1)
     course(scheduler, held, 4)
-    restart()
+    restart.reset()
     found = [both[0] for both in course(scheduler, held, 10)]
     assert found[0] == min(found[:6]) == pytest.approx(0.1)
     assert max(found) == pytest.approx(0.2, rel=0.05)
@@ -196,11 +196,11 @@ def test_containers_start_over_and_what_is_not_plain_stays_the_very_same() -> No
     scheduler = Holder(held)
     before = deepcopy(place(scheduler))
     others = strangers(scheduler)
-    restart = Restart(scheduler)
+    restart = SchedulerReset(scheduler)
     for _ in range(2):
         course(scheduler, held, 3)
         assert place(scheduler) != before
-        restart()
+        restart.reset()
         assert place(scheduler) == before
         assert strangers(scheduler) == others
         assert scheduler.counts.default_factory is list
@@ -211,28 +211,28 @@ def test_containers_start_over_and_what_is_not_plain_stays_the_very_same() -> No
 def test_what_the_user_set_in_the_optimizer_besides_the_rate_stays() -> None:
     held = optimizer(weight_decay=1e-4)
     scheduler = CosineAnnealingLR(held, T_max=4)
-    restart = Restart(scheduler)
+    restart = SchedulerReset(scheduler)
     course(scheduler, held, 2)
     held.param_groups[0].update(weight_decay=0.5, momentum=0.7)
-    restart()
+    restart.reset()
     assert (held.param_groups[0]["weight_decay"], held.param_groups[0]["momentum"]) == (0.5, 0.7)
 
 
 def test_it_knows_whether_the_scheduler_had_made_steps() -> None:
     held = optimizer()
     scheduler = CosineAnnealingLR(held, T_max=4)
-    assert not Restart(scheduler).begun
+    assert not SchedulerReset(scheduler).begun
     course(scheduler, held, 1)
-    assert Restart(scheduler).begun
+    assert SchedulerReset(scheduler).begun
 
 
 @pytest.mark.parametrize("given", [None, 0.1, "cosine", object(), CosineAnnealingLR, nn.Linear(2, 2)])
 def test_anything_else_than_a_scheduler_is_refused(given: Any) -> None:
     with pytest.raises(GossamerError, match="lr_scheduler: expected a learning-rate scheduler of torch, such as"):
-        Restart(given)
+        SchedulerReset(given)
 
 
 def test_as_many_rates_as_groups_are_wanted() -> None:
     held = optimizer()
     with pytest.raises(GossamerError, match="init_lr: expected one rate, or one for each of 2 groups, found"):
-        Restart(CosineAnnealingLR(held, T_max=4), [0.1, 0.2, 0.3])
+        SchedulerReset(CosineAnnealingLR(held, T_max=4), [0.1, 0.2, 0.3])

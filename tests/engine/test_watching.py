@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from gossamer.engine.optimizer import StepWatch
+from gossamer.engine.optimizer import GlobalStepHooks
 from tests.loops import loss_at, network, sgd, train, zeros
 from tests.msbench.configs import levels, prepared, str_config
 
@@ -43,7 +43,7 @@ def _no_leftovers() -> Iterator[None]:
 class Listener:
     def __init__(self, module: nn.Module) -> None:
         self.heard: list[tuple[str, Any]] = []
-        self.watch = StepWatch(module, self.before, self.after)
+        self.watch = GlobalStepHooks(module, self.before, self.after)
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.heard.append(("before", optimizer))
@@ -124,7 +124,7 @@ def test_what_before_returns_are_the_arguments_to_step_with() -> None:
 
     class Wraps:
         def __init__(self) -> None:
-            self.watch = StepWatch(model, self.before, self.after)
+            self.watch = GlobalStepHooks(model, self.before, self.after)
 
         def before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
             closure = args[1] if len(args) > 1 else kwargs["closure"]

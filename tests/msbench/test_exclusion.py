@@ -183,13 +183,13 @@ def test_layers_of_every_kind_are_pruned_and_evaluate_as_exported(kind: str, met
     model.eval()
     with torch.no_grad():
         before = model(inputs)
-    with_gradients = model(inputs).detach()
+    call_after_backward = model(inputs).detach()
     rate = scheduler.compute_sparse_rate(model)
     scheduler.export_sparse_model(model)
     with torch.no_grad():
         after = model(inputs)
     assert torch.allclose(before, after, atol=1e-6)
-    assert torch.allclose(before, with_gradients, atol=1e-6)
+    assert torch.allclose(before, call_after_backward, atol=1e-6)
     assert scheduler.compute_sparse_rate(model) == rate > 0.05
     assert list(model.state_dict()) == keys
     found = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.dim() > 1 and zeros(p)}

@@ -238,7 +238,7 @@ def test_layers_are_named_without_their_parametrizations() -> None:
     model, _ = built("weight_norm")
     manager = Manager("modifiers: [!LayerPruningModifier {layers: __ALL_PRUNABLE__, start_epoch: 5}]")
     manager.modify(model, optimizer_of(model), steps_per_epoch=1)
-    assert list(manager._attached().modifiers[0].bound) == ["0", "2", "4"]
+    assert list(manager._attached().modifiers[0].bound_names) == ["0", "2", "4"]
     manager.finalize(warn=False)
     reasons = {layer.name: layer.reason for layer in semi_structured(model, dry_run=True)}
     assert reasons[COMPUTED["weight_norm"]] == (

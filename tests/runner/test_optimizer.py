@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gossamer.engine.learning_rate import Restart
+from gossamer.engine.learning_rate import SchedulerReset
 from gossamer.errors import GossamerError
 from gossamer.runner.config.schema import LRScheduler, Optimizer
 from gossamer.runner.optimizer import LENGTHS, WarmUp, build_lr_scheduler, build_optimizer
@@ -95,9 +95,9 @@ def test_a_scheduler_continues_from_its_state(kind: str, stop: int) -> None:
 @pytest.mark.parametrize("kind", ["MultiStepLR", "CosineAnnealingLR", "OneCycleLR"])
 def test_a_level_starts_schedule_and_warm_up_over(kind: str) -> None:
     scheduler = built(sgd(), kind, warmup_iter=5)
-    restart = Restart(scheduler)
+    restart = SchedulerReset(scheduler)
     first = course(scheduler, 15)
-    restart()
+    restart.reset()
     assert course(scheduler, 15) == first
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from gossamer.errors import GossamerError
 from gossamer.runner import records as module
-from gossamer.runner.records import FULL, OFTEN, Records, read_records, thinned
+from gossamer.runner.records import FULL, OFTEN, Records, downsampled, read_records
 
 
 def lines(folder: Path) -> list[dict]:
@@ -126,7 +126,7 @@ def long_run(length: int, every: int = 10) -> list[dict]:
 def test_the_last_iterations_tests_levels_and_ends_of_a_long_run_stay(tmp_path: Path) -> None:
     now = 1_000_000
     before = long_run(now)
-    after = thinned(before, now)
+    after = downsampled(before, now)
     assert [line for line in after if line["iteration"] > now - FULL] == [
         line for line in before if line["iteration"] > now - FULL
     ]
@@ -140,13 +140,13 @@ def test_the_last_iterations_tests_levels_and_ends_of_a_long_run_stay(tmp_path: 
 def test_thinning_often_or_once_comes_to_the_same_and_an_interruption_leaves_no_trace() -> None:
     lines, kept = long_run(1_000_000, 50), list[dict]()
     for start, stop in ((-1, 333_333), (203_333, 700_020), (570_001, 2_000_000)):  # each goes on from a checkpoint
-        kept = thinned([line for line in kept if line["iteration"] <= start], start - start % OFTEN)
+        kept = downsampled([line for line in kept if line["iteration"] <= start], start - start % OFTEN)
         for line in lines:
             if start < line["iteration"] <= stop:
                 kept.append(line)
                 if line["kind"] == "train" and line["iteration"] % OFTEN == 0:
-                    kept = thinned(kept, line["iteration"])
-    assert thinned(kept, 1_000_000) == thinned(lines, 1_000_000)
+                    kept = downsampled(kept, line["iteration"])
+    assert downsampled(kept, 1_000_000) == downsampled(lines, 1_000_000)
 
 
 def test_the_file_of_a_long_run_stays_small_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

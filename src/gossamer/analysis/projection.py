@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gossamer.engine import BoundModifier, TrainingRun
-from gossamer.engine.binding import no_losses
+from gossamer.engine.samplers import no_losses
 from gossamer.errors import RecipeError, within
 from gossamer.model import get_parameter, prunable, unwrap
 from gossamer.modifiers import Outlook
@@ -65,25 +65,25 @@ def project(recipe: Recipe, model: nn.Module) -> Projection:
     Outlook(zeros=360, pattern='unstructured', certainty='exact', modifier='GMPruningModifier')
     """
     module = unwrap(model)
-    bound = TrainingRun(recipe, model, None, float(STEPS), grad_sampler=no_losses).modifiers
-    runs = [run for run in bound if run.modifier.family == "pruning" and run.modifier.unavailable is None]
-    if problems := [problem for run in runs for problem in run.bind()]:
+    all_modifiers = TrainingRun(recipe, model, None, float(STEPS), grad_sampler=no_losses).modifiers
+    pruning = [bound for bound in all_modifiers if bound.modifier.family == "pruning"]
+    if problems := [problem for bound in pruning for problem in bound.bind()]:
         raise RecipeError(problems)
     horizon = float(max(recipe.max_epochs, 0))
     layers: dict[str, Outlook] = {}
     skipped: dict[str, str] = {}
     budgets: list[Budget] = []
-    for run in runs:
-        skipped |= run.skipped
-        end = run.modifier.released_epoch
+    for bound in pruning:
+        skipped |= bound.skipped
+        end = bound.modifier.released_epoch
         if end is not None and end < horizon:
-            reason = f"{run.modifier.name} releases its zeros at epoch {end:g}, before training ends"
-            skipped |= dict.fromkeys(run.bound, reason)
+            reason = f"{bound.modifier.name} releases its zeros at epoch {end:g}, before training ends"
+            skipped |= dict.fromkeys(bound.bound_names, reason)
             continue
-        with within(run.modifier.name, location=recipe.location(run.index)):
-            outlooks = run.modifier.outlook(run)
+        with within(bound.modifier.name, location=recipe.location(bound.index)):
+            outlooks = bound.modifier.outlook(bound)
         layers = _merge(layers, outlooks)
-        if (budget := _budget(run, outlooks)) is not None:
+        if (budget := _budget(bound, outlooks)) is not None:
             budgets.append(budget)
     ours = prunable(module)
     return Projection(
@@ -92,7 +92,7 @@ def project(recipe: Recipe, model: nn.Module) -> Projection:
         layers={name: layers[name] for name in [*ours, *layers] if name in layers},
         dense={name: skipped.get(name, "not named by the recipe") for name in ours if name not in layers},
         budgets=tuple(budgets),
-        notes=tuple(_notes(recipe, module, layers, runs)),
+        notes=tuple(_notes(recipe, module, layers, pruning)),
     )
 
 
@@ -106,16 +106,16 @@ def _merge(before: Mapping[str, Outlook], outlooks: Mapping[str, Outlook]) -> di
     return joined
 
 
-def _budget(run: BoundModifier, outlooks: Mapping[str, Outlook]) -> Budget | None:
+def _budget(bound: BoundModifier, outlooks: Mapping[str, Outlook]) -> Budget | None:
     """The total of zeros in layers with learned sparsity, if the method has a target."""
     names = tuple(name for name, outlook in outlooks.items() if outlook.zeros is None)
-    if not names or run.modifier.goal is None:
+    if not names or bound.modifier.goal is None:
         return None
-    return Budget(names, zero_count(sum(run.weights.parameter(name).numel() for name in names), run.modifier.goal))
+    return Budget(names, zero_count(sum(bound.weights.parameter(name).numel() for name in names), bound.modifier.goal))
 
 
 def _notes(
-    recipe: Recipe, module: nn.Module, layers: Mapping[str, Outlook], runs: Sequence[BoundModifier]
+    recipe: Recipe, module: nn.Module, layers: Mapping[str, Outlook], pruning: Sequence[BoundModifier]
 ) -> Iterable[str]:
     """Limitations of the numbers."""
     if any(outlook.certainty == "estimated" for outlook in layers.values()):
@@ -132,7 +132,7 @@ def _notes(
         yield "the recipe also quantizes to 8-bit integers, which sizes do not include: they take a quarter"
     idle = [name for name in prunable(module) if name not in layers]
     zeros = sum(int((get_parameter(module, name) == 0).sum()) for name in idle)
-    if zeros and runs:
+    if zeros and pruning:
         yield f"{zeros:,} weights that are zero now have no mask: training changes them"
     if any(modifier.removal_epochs for modifier in recipe.modifiers):
         yield "LayerThinningModifier removes filters that are all zero; they count as zeros here"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gossamer.engine.binding import Timing
+from gossamer.engine.timing import Timing
 from gossamer.modifiers.base import Modifier
 from gossamer.recipe import Recipe
 

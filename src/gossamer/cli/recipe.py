@@ -23,7 +23,7 @@ from gossamer.cli.console import (
     text_table,
 )
 from gossamer.cli.options import AsJson, load_model
-from gossamer.errors import Problem, RecipeError, format_problems
+from gossamer.errors import RecipeError, format_problems
 
 if TYPE_CHECKING:
     from gossamer.modifiers.base import Modifier
@@ -159,7 +159,7 @@ def _bind(recipe: Recipe, model: str | None, imports: list[str] | None) -> list[
     """The parameters of the model that each modifier acts on; None without a model."""
     if model is None:
         return None
-    from gossamer.engine import bindings
+    from gossamer.engine import check_bindings
 
     return [
         {
@@ -168,7 +168,7 @@ def _bind(recipe: Recipe, model: str | None, imports: list[str] | None) -> list[
             "skipped": dict(binding.skipped),
             "error": format_problems(binding.problems) or None,
         }
-        for binding in bindings(recipe, load_model(model, imports=imports).model)
+        for binding in check_bindings(recipe, load_model(model, imports=imports).model)
     ]
 
 
@@ -194,13 +194,8 @@ def _as_data(recipe: Recipe) -> dict[str, Any]:
 
 
 def _warnings(recipe: Recipe) -> list[str]:
-    """Settings without effect, and modifiers that cannot run yet."""
-    unavailable = [
-        Problem(f"cannot run yet: {modifier.unavailable}", (modifier.name,), recipe.location(index))
-        for index, modifier in enumerate(recipe.modifiers)
-        if modifier.unavailable
-    ]
-    return [str(problem) for problem in (*recipe.warnings, *unavailable)]
+    """Settings without effect."""
+    return [str(warning) for warning in recipe.warnings]
 
 
 # Terminal

@@ -22,13 +22,13 @@ from gossamer.create.modifiers import Context, Phases, phases
 from gossamer.create.schemas import RecipeVariables
 from gossamer.create.text import Entry, Variable, format_recipe, name_patterns
 from gossamer.engine import Manager
-from gossamer.engine.manager import check_arguments
+from gossamer.engine.manager import check_modify_arguments
 from gossamer.errors import GossamerError, Problem
 from gossamer.model import expect_model, left_dense, prunable, unwrap
 from gossamer.model.parameters import nothing_to_prune
 from gossamer.model.tracing.ends import Ends, ends
 from gossamer.modifiers import Modifier
-from gossamer.modifiers.base import find
+from gossamer.modifiers.base import modifier_class
 from gossamer.progress import Progress
 from gossamer.recipe import Recipe, load
 from gossamer.recipe.nodes import expression_in
@@ -81,8 +81,8 @@ def initialize(
     progress: called with a layer's name and the share of the work done while layers are measured.
     """
     choices = choose(pruning, quantization, lr, distillation, recipe_variables)
-    check_arguments(model, optimizer, steps_per_epoch, scaler)
-    _check_arguments(choices, distillation_teacher, grad_sampler, lr_scheduler)
+    check_modify_arguments(model, optimizer, steps_per_epoch, scaler)
+    _check_choices(choices, distillation_teacher, grad_sampler, lr_scheduler)
     batches = _batches(data)
     warnings = list(choices.without_effect)
     if batches is not None and (problem := choices.check_data()) is not None:
@@ -208,7 +208,7 @@ def _assemble(
 
 
 def _build(entry: Entry, variables: Mapping[str, object]) -> Modifier:
-    kind = find(entry.modifier)
+    kind = modifier_class(entry.modifier)
     fields = {name: _evaluated(value, variables) for name, value in entry.fields.items()}
     try:
         return kind.model_validate(fields)
@@ -317,7 +317,7 @@ def _layer_comments(choices: Choices, layers: Sequence[LayerPlan], module: nn.Mo
 # Arguments of `initialize`
 
 
-def _check_arguments(choices: Choices, teacher: object, grad_sampler: object, lr_scheduler: object) -> None:
+def _check_choices(choices: Choices, teacher: object, grad_sampler: object, lr_scheduler: object) -> None:
     """Raise for arguments that contradict the choices, and warn about those without effect."""
     method = choices.method
     if teacher is not None and not choices.distillation:

@@ -1,30 +1,28 @@
-"""One modifier in one run: its status, schedule and state, and the `Run` that its hooks see.
+"""One modifier in one run: `BoundModifier` has its status, schedule and state, and is the `Run` that its hooks see.
 
-Epochs are rounded to steps once and nothing is accumulated: everything is a function of the step, so that a run can
-start at any point.
+The private classes are the parts of that `Run`: clock, weights, masks, optimizer and log.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from gossamer.engine.samplers import as_sampler, without_distillation
+from gossamer.engine.timing import Timing
 from gossamer.errors import GossamerError, ModifierError, Problem
 from gossamer.model import get_parameter, has_parameter, left_dense, prunable
 from gossamer.model.additions import Substitution
 from gossamer.model.parameters import empties_a_norm
-from gossamer.modifiers.base import EXCLUDED, Modifier, to_step
-from gossamer.modifiers.run import Data, Distributed
-from gossamer.recipe import Recipe
+from gossamer.modifiers.base import EXCLUDED, SPARED_EMBEDDINGS, Modifier
+from gossamer.modifiers.distributed import Distributed
+from gossamer.modifiers.run import Data
 
 if TYPE_CHECKING:
     from gossamer.engine.run import TrainingRun
@@ -35,12 +33,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gossamer")
 
 Status = Literal["pending", "active", "ended"]
-Sampler = Callable[[nn.Module], Iterable[Tensor]]
 
 _FIRST_MOMENTS = ("momentum_buffer", "exp_avg")
 """Adam's second moment stays: without it, the step after a reset would be too large."""
 
-_MOVED = {
+_DEPRECATED_MEMBERS = {
     "step": "clock.step",
     "parameter": "weights.parameter",
     "gradient": "weights.gradient",
@@ -53,71 +50,6 @@ _MOVED = {
 """Members that modifiers outside Gossamer may use under an earlier name."""
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Start, end and updates of one modifier; the k-th update is at round((start + k·every)·steps_per_epoch)."""
-
-    start: int
-    end: int | None
-    start_epoch: float
-    every: float | None
-    steps_per_epoch: float
-
-    @classmethod
-    def of(cls, modifier: Modifier, steps_per_epoch: float) -> Timing:
-        start_epoch = max(modifier.start_epoch, 0.0)
-        end = None if modifier.end_epoch == -1 else to_step(modifier.end_epoch, steps_per_epoch)
-        return cls(to_step(start_epoch, steps_per_epoch), end, start_epoch, modifier.updates_every, steps_per_epoch)
-
-    @property
-    def last(self) -> int:
-        """The step at which the modifier is complete."""
-        return self.start if self.end is None else self.end
-
-    def updates_at(self, step: int) -> bool:
-        """Whether an update falls on this step, between start and end, both excluded.
-
-        >>> [s for s in range(11) if Timing(0, 10, 0.0, 0.25, 10).updates_at(s)]
-        [2, 5, 8]
-        """
-        if self.every is None or step <= self.start or (self.end is not None and step >= self.end):
-            return False
-        if self.every == -1:
-            return True
-        guess = round((step / self.steps_per_epoch - self.start_epoch) / self.every)
-        return any(self._update(k) == step for k in (guess - 1, guess, guess + 1))
-
-    def next_after(self, step: int) -> int | None:
-        """The next step at which the modifier starts, updates or ends."""
-        if step < self.start:
-            return self.start
-        if self.end is not None and step >= self.end:
-            return None
-        if self.every is None:
-            return self.end
-        due = step + 1 if self.every == -1 else self._update(self.updates_until(step) + 1)
-        return due if self.end is None else min(due, self.end)
-
-    def updates_until(self, step: int) -> int:
-        """The largest k whose update falls at or before this step.
-
-        >>> [Timing(0, 10, 0.0, 0.25, 10).updates_until(s) for s in (0, 1, 2, 4, 5, 10)]
-        [0, 0, 1, 1, 2, 4]
-        """
-        if self.every is None or self.every == -1:
-            return max(step - self.start, 0)
-        k = math.floor(((step + 0.5) / self.steps_per_epoch - self.start_epoch) / self.every)
-        while self._update(k) > step:
-            k -= 1
-        while self._update(k + 1) <= step:
-            k += 1
-        return max(k, 0)
-
-    def _update(self, k: int) -> int:
-        assert self.every is not None
-        return round((self.start_epoch + k * self.every) * self.steps_per_epoch)
-
-
 class BoundModifier:
     """A modifier with its status, schedule and state in a run; implements `modifiers.Run`."""
 
@@ -127,7 +59,8 @@ class BoundModifier:
         self.modifier = modifier
         self.timing = Timing.of(modifier, run.steps_per_epoch)
         self.status: Status = "pending"
-        self.bound: Sequence[str] = ()
+        self.bound_names: Sequence[str] = ()
+        """All names that the modifier's `bind` returned; `targets` are those that it can act on now."""
         self.state: dict[str, Any] = {}
         self.plan: dict[str, Any] = {}
         self.scratch: dict[str, Any] = {}
@@ -137,20 +70,17 @@ class BoundModifier:
         self.masks = _Masks(run, self)
         self.optimizer = _Optimizer(run, self)
         self.distributed = Distributed(run.wrapped_module)
-        sampler = _as_sampler(run.grad_sampler, getattr(modifier, "grad_sampler_kwargs", {}))
+        sampler = as_sampler(run.grad_sampler, getattr(modifier, "grad_sampler_kwargs", {}))
         if sampler is not None and run.distillation is not None:
-            sampler = _undistilled(sampler, run.distillation.pause)
+            sampler = without_distillation(sampler, run.distillation.pause)
         self.data = Data(sampler, run.calibration_data)
         self.log = _Log(run, self)
         self._run = run
 
     def bind(self) -> tuple[Problem, ...]:
         """Find the modifier's targets; changes nothing, and returns what is wrong, with its location in the recipe."""
-        if self.modifier.unavailable is not None:
-            location = self._run.recipe.location(self.index)
-            return (Problem(f"cannot run yet: {self.modifier.unavailable}", (self.modifier.name,), location),)
         try:
-            self.bound = self.modifier.bind(self)
+            self.bound_names = self.modifier.bind(self)
         except ModifierError as error:
             return self.log.locate(error).problems
         return ()
@@ -161,10 +91,10 @@ class BoundModifier:
 
     @property
     def targets(self) -> list[str]:
-        """The bound names, without parameters of layers that are not in the model now."""
+        """The bound names that are in the model now and, while one of several optimizers steps, that it steps."""
         if self.modifier.structural:
-            return list(self.bound)
-        names = [name for name in self.bound if has_parameter(self.module, name)]
+            return list(self.bound_names)
+        names = [name for name in self.bound_names if has_parameter(self.module, name)]
         stepping = self._run.stepping
         return names if stepping is None else [n for n in names if id(self.weights.parameter(n)) in stepping]
 
@@ -178,10 +108,15 @@ class BoundModifier:
         filters: FilterPlan | None = self.plan.get("filters")
         return () if filters is None else filters.vectors.keys()
 
+    @property
+    def spared_embeddings(self) -> Collection[str]:
+        """Weights shared with an embedding, which are left dense because the recipe does not name them exactly."""
+        return self.plan.get(SPARED_EMBEDDINGS, ())
+
     def __getattr__(self, name: str) -> Any:
-        if name not in _MOVED:
+        if name not in _DEPRECATED_MEMBERS:
             raise AttributeError(f"a run has no attribute '{name}'")
-        path = _MOVED[name]
+        path = _DEPRECATED_MEMBERS[name]
         warnings.warn(f"run.{name} is deprecated; use run.{path}", DeprecationWarning, stacklevel=2)
         view, _, member = path.partition(".")
         return getattr(getattr(self, view), member)
@@ -190,9 +125,9 @@ class BoundModifier:
 class _View:
     """A part of a run as one modifier sees it."""
 
-    def __init__(self, run: TrainingRun, own: BoundModifier) -> None:
+    def __init__(self, run: TrainingRun, bound: BoundModifier) -> None:
         self._run = run
-        self._own = own
+        self._bound = bound
 
 
 class _Clock(_View):
@@ -206,24 +141,24 @@ class _Clock(_View):
 
     @property
     def start(self) -> int:
-        return self._own.timing.start
+        return self._bound.timing.start
 
     @property
     def end(self) -> int | None:
-        return self._own.timing.end
+        return self._bound.timing.end
 
     @property
     def updates_done(self) -> int:
-        return self._own.timing.updates_until(self.step)
+        return self._bound.timing.updates_until(self.step)
 
     @property
     def next_update(self) -> int | None:
-        return self._own.timing.next_after(self.step)
+        return self._bound.timing.next_after(self.step)
 
 
 class _Weights(_View):
-    def __init__(self, run: TrainingRun, own: BoundModifier) -> None:
-        super().__init__(run, own)
+    def __init__(self, run: TrainingRun, bound: BoundModifier) -> None:
+        super().__init__(run, bound)
         self._substitutions: dict[str, Substitution] = {}
 
     def parameter(self, name: str) -> nn.Parameter:
@@ -260,20 +195,23 @@ class _Weights(_View):
         return name in self._substitutions
 
     def permute(self, names: Sequence[str], n: int, m: int) -> None:
-        self._run.permute(self._own.modifier.name, names, n, m)
+        self._run.permute(self._bound.modifier.name, names, n, m)
 
-    def filter_graph(self) -> FilterGraph | str:
-        return self._run.filter_graph()
+    def filter_graph(self) -> FilterGraph | None:
+        return self._run.filter_graph()[0]
+
+    def untraceable_reason(self) -> str:
+        return self._run.filter_graph()[1]
 
     def thin(self, names: Sequence[str]) -> None:
         from gossamer.engine.thinning import thin_run
 
-        thin_run(self._run, self._own, names)
+        thin_run(self._run, self._bound, names)
 
 
 class _Masks(_View):
     def get(self, name: str) -> Tensor | None:
-        return self._run.masks.kept_by(self._own.index, name)
+        return self._run.masks.kept_by(self._bound.index, name)
 
     def set(self, name: str, keep: Tensor) -> None:
         run = self._run
@@ -283,11 +221,11 @@ class _Masks(_View):
                 "nothing of a row of the weight; lower the sparsity, or remove the norm from the layer first"
             )
         ended = [other.index for other in self._ended()]
-        run.masks.hold(self._own.index, name, keep, get_parameter(run.module, name), ended)
+        run.masks.hold(self._bound.index, name, keep, get_parameter(run.module, name), ended)
 
     def release(self, name: str) -> None:
         self._run.masks.apply_changes(self._run.module)
-        self._run.masks.release(self._own.index, name)
+        self._run.masks.release(self._bound.index, name)
 
     def inherited(self, name: str, key: str) -> tuple[Tensor, Tensor] | None:
         for other in self._ended():
@@ -300,7 +238,7 @@ class _Masks(_View):
         return [name for name in self._run.pruned() if has_parameter(self._run.module, name)]
 
     def _ended(self) -> list[BoundModifier]:
-        return [own for own in self._run.modifiers if own.status == "ended" and own is not self._own]
+        return [bound for bound in self._run.modifiers if bound.status == "ended" and bound is not self._bound]
 
 
 class _Optimizer(_View):
@@ -338,8 +276,8 @@ class _Optimizer(_View):
                 value.zero_() if where is None else value.masked_fill_(where, 0)
 
     def restart_learning_rate(self) -> None:
-        if self._run.restart is not None:
-            self._run.restart.due = True
+        if self._run.scheduler_reset is not None:
+            self._run.scheduler_reset.due = True
 
 
 class _Log(_View):
@@ -349,103 +287,19 @@ class _Log(_View):
             log(tag, value, self._run.step)
 
     def skip(self, name: str, reason: str) -> None:
-        self._own.skipped[name] = reason
+        self._bound.skipped[name] = reason
 
     def locate(self, error: ModifierError) -> GossamerError:
-        name, location = self._own.modifier.name, partial(self._run.recipe.location, self._own.index)
+        name, location = self._bound.modifier.name, partial(self._run.recipe.location, self._bound.index)
         return GossamerError(problem.within(name, location=location(*problem.key)) for problem in error.problems)
 
-    def skipped(self) -> None:
+    def report_skipped(self) -> None:
         """Log what the modifier leaves alone; as a warning where that is a weight and the recipe did not ask for it."""
-        own = self._own
-        weights = {*prunable(own.module), *left_dense(own.module)}
+        bound = self._bound
+        weights = {*prunable(bound.module), *left_dense(bound.module)}
         skipped: dict[tuple[int, str], list[str]] = {}
-        for name, reason in own.skipped.items():
+        for name, reason in bound.skipped.items():
             level = logging.WARNING if name in weights and reason != EXCLUDED else logging.INFO
             skipped.setdefault((level, reason), []).append(f"'{name}'")
         for (level, reason), names in skipped.items():
-            logger.log(level, "%s leaves %s alone: %s", own.modifier.name, ", ".join(names), reason)
-
-
-# Gradient samplers, for second-order pruning
-
-
-def _as_sampler(given: object, kwargs: Mapping[str, Any]) -> Sampler | None:
-    """What the user gave to `modify`: a function that takes the model and yields losses, or SparseML's mapping.
-
-    `kwargs` are the modifier's `grad_sampler_kwargs`, for the builder of batches in the mapping.
-    """
-    if given is None:
-        return None
-    if isinstance(given, Mapping):
-        return _from_mapping(cast(Mapping[str, Any], given), kwargs)
-    if callable(given):
-        return cast(Sampler, given)
-    raise GossamerError(
-        f"grad_sampler: expected a function of the model that yields losses, or a mapping with "
-        f"'data_loader_builder' and 'loss_function', found {type(given).__name__}"
-    )
-
-
-def _from_mapping(given: Mapping[str, Any], kwargs: Mapping[str, Any]) -> Sampler:
-    builder: Any = given.get("data_loader_builder")
-    loss_function: Any = given.get("loss_function", given.get("loss_fn"))
-    if builder is None or loss_function is None:
-        raise GossamerError(
-            "grad_sampler: the mapping needs 'data_loader_builder' (yields forward arguments, "
-            "forward keywords and targets) and 'loss_function' (outputs, targets)"
-        )
-
-    def sample(model: nn.Module) -> Iterator[Tensor]:
-        batches: Any = builder(dict(kwargs))
-        for args, keywords, target in batches:
-            loss: Tensor = loss_function(model(*args, **keywords), target)
-            yield loss
-
-    return sample
-
-
-def _undistilled(sampler: Sampler, pause: Callable[[], AbstractContextManager[None]]) -> Sampler:
-    """The same sampler without distillation: its gradients are those of the user's loss."""
-
-    def sample(model: nn.Module) -> Iterator[Tensor]:
-        losses = iter(sampler(model))
-        while True:
-            with pause():
-                loss = next(losses, None)
-            if loss is None:
-                return
-            yield loss
-
-    return sample
-
-
-# Binding a recipe without a run
-
-
-@dataclass(frozen=True)
-class Binding:
-    """A modifier's targets in one model, the parameters that it skips, and its problems."""
-
-    modifier: Modifier
-    targets: list[str]
-    skipped: dict[str, str]
-    problems: tuple[Problem, ...]
-
-
-def bindings(recipe: Recipe, module: nn.Module) -> list[Binding]:
-    """Bind every modifier to a model without changing it; problems are collected, not raised."""
-    from gossamer.engine.run import TrainingRun
-
-    result: list[Binding] = []
-    for own in TrainingRun(recipe, module, grad_sampler=no_losses).modifiers:
-        problems = () if own.modifier.unavailable else own.bind()
-        if not problems:
-            own.log.skipped()
-        result.append(Binding(own.modifier, list(own.bound), dict(own.skipped), problems))
-    return result
-
-
-def no_losses(_: nn.Module) -> Iterable[Tensor]:
-    """A gradient sampler for second-order methods, which need one to be bound and do not call it before they start."""
-    return ()
+            logger.log(level, "%s leaves %s alone: %s", bound.modifier.name, ", ".join(names), reason)

@@ -1,4 +1,4 @@
-"""What a recipe plans, and warnings about a run that does not complete it or that regrows zeros."""
+"""Warnings about a run that does not complete its recipe, or whose recipe holds fewer zeros than the model has."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import atexit
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from gossamer.engine.binding import BoundModifier, Timing
+from gossamer.engine.planned_sparsity import final_sparsities
+from gossamer.engine.timing import Timing
 from gossamer.model import get_parameter, has_parameter
 from gossamer.modifiers.base import Modifier
 from gossamer.sparse import Channel, Filter
@@ -21,59 +21,6 @@ if TYPE_CHECKING:
     from gossamer.engine.run import TrainingRun
 
 logger = logging.getLogger("gossamer")
-
-# The scheduled sparsity of each parameter, from the bound modifiers and the step alone.
-# Under masks of filters or channels it is a share of those.
-
-
-def targets(modifiers: Iterable[BoundModifier]) -> dict[str, float]:
-    """By parameter: the final sparsity, if the recipe sets one for this parameter alone."""
-    return _final(modifiers, lambda run, name, epoch: run.modifier.sparsity_of(run, name, epoch))
-
-
-def final_shares(modifiers: Iterable[BoundModifier]) -> dict[str, float]:
-    """By pruned parameter: the final sparsity; parameters that share a threshold have the one of all of them together.
-
-    For these only the mean, weighted by size, is the recipe's target.
-    """
-    return _final(modifiers, _share)
-
-
-def planned_shares(modifiers: Iterable[BoundModifier], step: int) -> dict[str, float]:
-    """The same at a step; 0 before pruning begins."""
-    own = [bound for bound in modifiers if bound.modifier.prunes]
-    found = dict.fromkeys(final_shares(own), 0.0)
-    for bound in own:
-        epoch = _epoch(bound, step)
-        for name in (name for name in bound.bound if name in found):
-            found[name] = max(found[name], _share(bound, name, epoch) or 0.0)
-    return found
-
-
-def _epoch(bound: BoundModifier, step: int) -> float:
-    """The epoch of a step, at least the modifier's start or end epoch from the (rounded) step of it on."""
-    timing, epoch = bound.timing, step / bound.clock.steps_per_epoch
-    if timing.end is not None and step >= timing.end:
-        return max(epoch, bound.modifier.end_epoch)
-    return max(epoch, bound.modifier.start_epoch) if step >= timing.start else epoch
-
-
-def _final(
-    modifiers: Iterable[BoundModifier], share: Callable[[BoundModifier, str, float], float | None]
-) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for bound in (bound for bound in modifiers if bound.modifier.prunes):
-        shares = {name: share(bound, name, bound.modifier.last_epoch) for name in bound.bound}
-        found |= {name: max(value, found.get(name, 0.0)) for name, value in shares.items() if value}
-    return found
-
-
-def _share(bound: BoundModifier, name: str, epoch: float) -> float | None:
-    own = bound.modifier.sparsity_of(bound, name, epoch)
-    return bound.modifier.sparsity_at(epoch) if own is None else own
-
-
-# A run that does not complete its recipe
 
 TOLERANCE = 0.05
 """The share of a recipe's steps that may be missing when they would no longer change the sparsity of the model."""
@@ -84,7 +31,7 @@ _TRAINING_ONLY = ("epoch", "learning_rate", "distillation")
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """The schedule of a run and how far it came, without a reference to the run or the model.
 
     So a dropped manager can be reported without keeping anything alive.
@@ -156,19 +103,19 @@ def _changes_the_model_after(step: int, modifier: Modifier, timing: Timing) -> b
 
 
 def reached_sparsity(run: TrainingRun) -> str:
-    """`, sparsity 40.0% of 80.0%`; empty without a target, and for shares of filters or channels."""
-    shares = final_shares(run.modifiers)
-    weights = {name: get_parameter(run.module, name).detach() for name in shares if has_parameter(run.module, name)}
-    structured = any(isinstance(own.modifier.pattern, Filter | Channel) for own in run.modifiers)
+    """`, sparsity 40.0% of 80.0%`; empty without a target, and under masks of filters or channels."""
+    planned = final_sparsities(run.modifiers)
+    weights = {name: get_parameter(run.module, name).detach() for name in planned if has_parameter(run.module, name)}
+    structured = any(isinstance(bound.modifier.pattern, Filter | Channel) for bound in run.modifiers)
     if not weights or structured:
         return ""
     total = max(sum(weight.numel() for weight in weights.values()), 1)
-    target = sum(shares[name] * weight.numel() for name, weight in weights.items()) / total
+    target = sum(planned[name] * weight.numel() for name, weight in weights.items()) / total
     kept = sum(int(weight.count_nonzero()) for weight in weights.values())
     return f", sparsity {1 - kept / total:.1%} of {target:.1%}"
 
 
-def watch(manager: object, run: TrainingRun) -> None:
+def report_if_dropped(manager: object, run: TrainingRun) -> None:
     """Report a run that did not finish when its manager is dropped, when the run is, or when the interpreter exits.
 
     A manager without a reference, as in `optimizer = Manager(recipe).modify(…)`, is dropped before the first step; its
@@ -179,11 +126,11 @@ def watch(manager: object, run: TrainingRun) -> None:
         weakref.finalize(owner, _report_dropped, run.progress).atexit = False
 
 
-_open: weakref.WeakKeyDictionary[object, Progress] = weakref.WeakKeyDictionary()
+_open: weakref.WeakKeyDictionary[object, RunProgress] = weakref.WeakKeyDictionary()
 """By run: what is checked at exit."""
 
 
-def _report_dropped(progress: Progress) -> None:
+def _report_dropped(progress: RunProgress) -> None:
     """A run that was saved at its last step may be resumed and is not reported."""
     if progress.reported or not progress.stepped or progress.saved_step == progress.step:
         return
@@ -209,15 +156,15 @@ def warn_of_regrowth(run: TrainingRun) -> None:
     That happens when sparse weights are loaded without the manager's state. Called before the first optimizer step.
     """
     masks, weights = run.masks, dict[str, Tensor]()
-    for name in final_shares(run.modifiers):
+    for name in final_sparsities(run.modifiers):
         # What layers compute with a learned threshold or probability stays zero without a mask.
-        if has_parameter(run.module, name) and not any(own.weights.substitutes(name) for own in run.modifiers):
+        if has_parameter(run.module, name) and not any(bound.weights.substitutes(name) for bound in run.modifiers):
             weight = get_parameter(run.module, name).detach()
             if bool(weight.any()):  # a parameter that is all zeros was initialized to zero and is not sparse
                 weights[name] = weight
     total = sum(weight.numel() for weight in weights.values())
     zeros = sum(weight.numel() - int(weight.count_nonzero()) for weight in weights.values())
-    held = {name: masks.zeros(name).to(weight.device) for name, weight in weights.items() if name in masks.names()}
+    held = {name: masks.zero_mask(name).to(weight.device) for name, weight in weights.items() if name in masks.names()}
     kept = sum(int(mask.count_nonzero()) for mask in held.values())
     masked = sum(int((weights[name] == 0).logical_and_(mask).count_nonzero()) for name, mask in held.items())
     if zeros - masked > _REGROWN * total:

@@ -1,7 +1,7 @@
 """Learning rates of a recipe next to the user's scheduler, and restarting that scheduler.
 
-`RecipeRates` warns if something else changes a rate that the recipe set, or sets it again; `Restart` resets a scheduler
-to its initial state, for pruning in levels.
+`RecipeRates` warns if something else changes a rate that the recipe set, or sets it again; `SchedulerReset` resets a
+scheduler to its initial state, for pruning in levels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from numbers import Number
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from gossamer.engine.binding import BoundModifier
 from gossamer.engine.optimizer import set_option
 from gossamer.errors import GossamerError
 from gossamer.modifiers.state import LARGEST_SETTING, LARGEST_STEP, Item, Spec
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("gossamer")
 
@@ -35,7 +32,7 @@ class RecipeRates:
     """
 
     def __init__(self, modifiers: Sequence[BoundModifier], optimizer: torch.optim.Optimizer) -> None:
-        self._modifiers = [own for own in modifiers if own.modifier.family == "learning_rate"]
+        self._modifiers = [bound for bound in modifiers if bound.modifier.family == "learning_rate"]
         self._optimizer = optimizer
         self._rates: dict[int, float] = {}
         self._held = False
@@ -54,9 +51,9 @@ class RecipeRates:
         """Record the rates of all groups that a learning-rate modifier sets now, or has set if they are held."""
         self._rates.clear()
         groups: list[dict[str, Any]] = self._optimizer.param_groups
-        for own in self._modifiers:
-            if own.status == "active" or (self._held and own.status == "ended"):
-                chosen = own.modifier.learning_rate_groups
+        for bound in self._modifiers:
+            if bound.status == "active" or (self._held and bound.status == "ended"):
+                chosen = bound.modifier.learning_rate_groups
                 for index in range(len(groups)) if chosen is None else chosen:
                     # Reading a rate from a GPU would make each step wait for it.
                     if index < len(groups) and (self._held or _on_cpu(groups[index]["lr"])):
@@ -112,8 +109,8 @@ _CONFIGURED = (
 """Attributes that never change; not loaded from a state, which could make a scheduler divide by zero."""
 
 
-class Restart:
-    """A scheduler with its initial state; `rates` overrides the learning rates to restart from."""
+class SchedulerReset:
+    """Resets a scheduler to its initial state; `rates` overrides the learning rates to restart from."""
 
     def __init__(self, scheduler: Any, rates: float | list[float] | None = None) -> None:
         if not _is_scheduler(scheduler):
@@ -150,12 +147,12 @@ class Restart:
         if _has_bases(self._initial):
             bases = self._initial.get("base_lrs") or [group.get("initial_lr", group["lr"]) for group in groups]
         _rebase(self._initial, bases, rates)
-        for own, group, lr, rate in zip(self._groups, groups, _scaled(present, bases, rates), rates, strict=True):
-            own["lr"] = lr
+        for values, group, lr, rate in zip(self._groups, groups, _scaled(present, bases, rates), rates, strict=True):
+            values["lr"] = lr
             if "initial_lr" in group:
-                own["initial_lr"] = rate
+                values["initial_lr"] = rate
 
-    def __call__(self) -> None:
+    def reset(self) -> None:
         """Reset the scheduler and its optimizer's learning rates to iteration 0."""
         self.due = False
         _restore(self.scheduler, self._initial)
@@ -167,22 +164,22 @@ class Restart:
         """The initial state, as far as it consists of numbers, text, lists and dictionaries of these."""
         return {"scheduler": _saved(self._initial), "groups": _saved(self._groups), "due": self.due}
 
-    def parse_state(self, item: Item) -> RestartState:
+    def parse_state(self, item: Item) -> SchedulerResetState:
         """A saved initial state that fits the scheduler; other values are taken from its own initial state."""
         fields = item.fields(["scheduler", "groups", "due"])
         initial = _parsed(fields["scheduler"], self._initial)
-        return RestartState(fields["due"].flag(), initial, _parsed(fields["groups"], self._groups))
+        return SchedulerResetState(fields["due"].flag(), initial, _parsed(fields["groups"], self._groups))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Use a saved initial state for restarts."""
-        self.replace(self.parse_state(Item(state, "state.restart")))
+        self.set_initial(self.parse_state(Item(state, "state.restart")))
 
-    def replace(self, state: RestartState) -> None:
+    def set_initial(self, state: SchedulerResetState) -> None:
         """Use this initial state for restarts."""
         self.due, self._initial, self._groups = state
 
 
-class RestartState(NamedTuple):
+class SchedulerResetState(NamedTuple):
     """The initial state of a scheduler, and whether it restarts before the next step."""
 
     due: bool
@@ -271,24 +268,24 @@ def _saved(value: Any) -> Any:
     return [_saved(item) for item in cast(list[Any], value)] if isinstance(value, list | tuple | deque) else value
 
 
-def _parsed(item: Item, own: Any, key: str = "") -> Any:
+def _parsed(item: Item, initial: Any, key: str = "") -> Any:
     """A saved value in the place of the scheduler's own, if that is a number, or a list or dictionary of numbers."""
     if key in _CONFIGURED or item.value is None:
-        return own
-    if type(own) is dict:
-        held, given = cast(dict[str, Any], own), item.entries()
+        return initial
+    if type(initial) is dict:
+        held, given = cast(dict[str, Any], initial), item.entries()
         return {name: _parsed(given[name], value, name) if name in given else value for name, value in held.items()}
-    if isinstance(own, list | tuple):
-        mine, items = cast(list[Any], own), item.items()
+    if isinstance(initial, list | tuple):
+        mine, items = cast(list[Any], initial), item.items()
         if len(mine) != len(items):  # saved with other parameter groups
             return mine
         return type(mine)(_parsed(one, held, key) for one, held in zip(items, mine, strict=True))
-    if isinstance(own, Tensor):
-        return item.tensor(Spec(tuple(own.shape), own.dtype, own.device))
-    if isinstance(own, bool):
+    if isinstance(initial, Tensor):
+        return item.tensor(Spec(tuple(initial.shape), initial.dtype, initial.device))
+    if isinstance(initial, bool):
         return item.flag()
-    if not isinstance(own, int | float):
-        return own
+    if not isinstance(initial, int | float):
+        return initial
     if key in _COUNTS:
         return item.integer(-1)
     if key == "best" and item.value in (math.inf, -math.inf):  # before the first metric

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,16 +14,10 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from gossamer.engine.completion import (
-    final_shares,
-    planned_shares,
-    reached_sparsity,
-    targets,
-    warn_of_regrowth,
-    watch,
-)
+from gossamer.engine.completion import reached_sparsity, report_if_dropped, warn_of_regrowth
 from gossamer.engine.optimizer import counting_scaler
-from gossamer.engine.run import Logger, TrainingRun, is_driven, logger
+from gossamer.engine.planned_sparsity import final_sparsities, planned_sparsities, target_sparsities
+from gossamer.engine.run import MetricLogger, TrainingRun, is_driven
 from gossamer.errors import GossamerError, Problem
 from gossamer.model import expect_model, has_parameter, unwrap, weight_of
 from gossamer.modifiers.base import Modifier, to_step
@@ -33,6 +28,8 @@ from gossamer.sparse import measured_sparsity
 if TYPE_CHECKING:
     from gossamer.engine.learning_rate import RecipeRates
     from gossamer.engine.state import RunState
+
+logger = logging.getLogger("gossamer")
 
 _ONE_SHOT_STEPS = 1000
 """Steps per epoch in one-shot application, where nothing trains."""
@@ -59,7 +56,7 @@ class Manager:
 
     @property
     def recipe(self) -> str:
-        """The recipe's text."""
+        """The recipe's text, as in SparseML; `recipe_object` is the `Recipe`."""
         return self.recipe_object.text
 
     @property
@@ -89,13 +86,6 @@ class Manager:
     @property
     def learning_rate_modifiers(self) -> list[Modifier]:
         return self._family("learning_rate")
-
-    @property
-    def epoch_modifiers(self) -> list[Modifier]:
-        return self._family("epoch")
-
-    def iter_modifiers(self) -> Iterator[Modifier]:
-        return iter(self.modifiers)
 
     def phase(self, epoch: float) -> str:
         """`quantization`, `pruning`, `fine-tuning` (after pruning) or `training`: the first that applies."""
@@ -131,7 +121,7 @@ class Manager:
         grad_sampler: object = None,
         calibration_data: Iterable[Any] | None = None,
         scaler: GradScaler | None = None,
-        loggers: Sequence[Logger] = (),
+        loggers: Sequence[MetricLogger] = (),
         example_inputs: Any = None,
         lr_scheduler: Any = None,
         accumulation_steps: int = 1,
@@ -139,11 +129,23 @@ class Manager:
         """Attach the recipe: from now on the optimizer's steps drive it. Changes nothing if it raises.
 
         Returns the optimizer or, if a GradScaler was given, a scaler to use in its place, so that skipped steps count.
-        `epoch` starts the run at a later epoch. `example_inputs` (a tensor, or a tuple or dict of arguments) is used to
-        trace the model, to permute channels and to find coupled filters; without it common shapes are tried.
-        `LevelPruningModifier` restarts `lr_scheduler`. `distillation_teacher` is a module; None or "self" for a frozen
-        copy of the model as it is now; "disable" or False for none. `accumulation_steps` is the number by which each
-        loss is divided when gradients of several batches are accumulated.
+
+        - `steps_per_epoch`: optimizer steps in an epoch.
+        - `wrap_optim`: SparseML's name for `scaler`.
+        - `epoch`: start the run at a later epoch.
+        - `allow_parallel_module`: if False, raise for a model that DDP or another wrapper contains.
+        - `distillation_teacher`: a module; None or "self" for a frozen copy of the model as it is now; "disable" or
+          False for none.
+        - `grad_sampler`: for second-order pruning, a function that takes the model and yields losses of single batches,
+          or SparseML's mapping with `data_loader_builder` and `loss_function`.
+        - `calibration_data`: batches to calibrate activation ranges and batch norm with.
+        - `scaler`: the GradScaler of the training loop.
+        - `loggers`: called with a tag, a value and the step for each value that a modifier logs.
+        - `example_inputs`: a tensor, or a tuple or dict of arguments, to trace the model with, to permute channels and
+          to find coupled filters; without it common shapes are tried.
+        - `lr_scheduler`: the scheduler that `LevelPruningModifier` restarts.
+        - `accumulation_steps`: the number by which each loss is divided when gradients of several batches are
+          accumulated.
         """
         if wrap_optim is not None and scaler is not None and wrap_optim is not scaler:
             raise GossamerError("wrap_optim and scaler are two names for one argument; pass only one of them")
@@ -163,11 +165,11 @@ class Manager:
         ):
             logger.warning("calibration_data has no effect: no modifier of the recipe uses it")
         steps = float(steps_per_epoch)
-        restart = None
+        scheduler_reset = None
         if lr_scheduler is not None:
-            from gossamer.engine.learning_rate import Restart
+            from gossamer.engine.learning_rate import SchedulerReset
 
-            restart = Restart(lr_scheduler)
+            scheduler_reset = SchedulerReset(lr_scheduler)
         distillation = None
         if self.distillation_modifiers or distillation_teacher is not None:
             from gossamer.modifiers.distillation.teacher import distillation_for
@@ -181,14 +183,14 @@ class Manager:
             grad_sampler=grad_sampler,
             loggers=loggers,
             example_inputs=example_inputs,
-            restart=restart,
+            scheduler_reset=scheduler_reset,
             distillation=distillation,
             scaler=scaler,
             accumulation_steps=int(accumulation_steps),
             calibration_data=calibration_data,
         )
         run.bind()
-        if restart is not None and restart.begun and self._pending is None:
+        if scheduler_reset is not None and scheduler_reset.begun and self._pending is None:
             logger.warning(
                 "lr_scheduler has already stepped: levels will restart it from there; "
                 "pass it before loading its state, or load the manager's state too"
@@ -211,7 +213,7 @@ class Manager:
         run.hook()
         self._run = run
         if self.report_when_dropped:
-            watch(self, run)
+            report_if_dropped(self, run)
         if scaler is None:
             logger.info("counting optimizer steps; with a GradScaler, pass scaler= to count the steps that it skips")
             return optimizer
@@ -241,7 +243,7 @@ class Manager:
         epoch: float = math.inf,
         finalize: bool = True,
         grad_sampler: object = None,
-        loggers: Sequence[Logger] = (),
+        loggers: Sequence[MetricLogger] = (),
         example_inputs: Any = None,
         calibration_data: Iterable[Any] | None = None,
     ) -> None:
@@ -271,7 +273,7 @@ class Manager:
         )
         run.bind()
         end = round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS)
-        starts = [own.timing.start for own in run.modifiers if own.modifier.family == "quantization"]
+        starts = [bound.timing.start for bound in run.modifiers if bound.modifier.family == "quantization"]
         stop = min((start - 1 for start in starts if data is not None and 0 < start <= end), default=end)
         zeros = _count_zeros(module)
         run.begin(stop)
@@ -311,25 +313,11 @@ class Manager:
             run = TrainingRun(recipe, module, None, _ONE_SHOT_STEPS)
             run.bind()
         if state is not None:
-            from gossamer.engine.thinning import cut_to_state
+            from gossamer.engine.removals import apply_saved_removals
 
-            cut_to_state(unwrap(module), state)
+            apply_saved_removals(unwrap(module), state)
         if run is not None:
             run.begin(round(min(max(epoch, 0.0), max(self.max_epochs, 0)) * _ONE_SHOT_STEPS))
-
-    def loss_update(
-        self,
-        loss: torch.Tensor,
-        module: nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        epoch: float = -1.0,
-        steps_per_epoch: float = -1.0,
-        student_outputs: Any = None,
-        student_inputs: Any = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        """SparseML's name for `loss`."""
-        return self.loss(loss, student_outputs, student_inputs)
 
     def loss(self, loss: torch.Tensor, outputs: Any, inputs: Any = None) -> torch.Tensor:
         """The loss to train on, including distillation: (1 − h) · loss + h · T² · KL, and the losses of layers.
@@ -356,7 +344,7 @@ class Manager:
     @property
     def skipped(self) -> dict[str, dict[str, str]]:
         """By modifier: the parameters it leaves alone, with the reason."""
-        return {a.key: dict(a.skipped) for a in self._attached().modifiers if a.skipped}
+        return {bound.key: dict(bound.skipped) for bound in self._attached().modifiers if bound.skipped}
 
     def hold_rates(self) -> RecipeRates | None:
         """Let each step use the learning rates that the recipe set, whatever a scheduler sets; None if it sets none."""
@@ -368,7 +356,7 @@ class Manager:
     def masks(self) -> dict[str, torch.Tensor]:
         """By pruned parameter: True where the weight is kept."""
         run = self._attached()
-        return {name: ~run.masks.zeros(name) for name in run.pruned()}
+        return {name: ~run.masks.zero_mask(name) for name in run.pruned()}
 
     @property
     def mask_changes(self) -> int:
@@ -394,10 +382,10 @@ class Manager:
     def targets(self) -> dict[str, float]:
         """By parameter: the sparsity at the end of its pruning, where the recipe sets one for this parameter alone.
 
-        Parameters that share one threshold, as with `global_sparsity: true`, are not included, because their shares
-        depend on the weights. `planned()` has the sparsity of all of them together.
+        Parameters that share one threshold, as with `global_sparsity: true`, are not included, because the sparsity
+        of each depends on the weights. `planned()` has the sparsity of all of them together.
         """
-        return targets(self._attached().modifiers)
+        return target_sparsities(self._attached().modifiers)
 
     def planned(self, step: int | None = None) -> dict[str, float]:
         """By pruned parameter: the scheduled sparsity at a step, by default at the end.
@@ -407,8 +395,8 @@ class Manager:
         """
         run = self._attached()
         if step is None:
-            return final_shares(run.modifiers)
-        return planned_shares(run.modifiers, step)
+            return final_sparsities(run.modifiers)
+        return planned_sparsities(run.modifiers, step)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the run, for resuming it; masks are packed to bits."""
@@ -428,6 +416,31 @@ class Manager:
             self._pending = parsed
             return []
         return _report(self._run.load_state_dict(parsed))
+
+    # Members of SparseML's manager, for existing scripts
+
+    @property
+    def epoch_modifiers(self) -> list[Modifier]:
+        return self._family("epoch")
+
+    def iter_modifiers(self) -> Iterator[Modifier]:
+        return iter(self.modifiers)
+
+    def loss_update(
+        self,
+        loss: torch.Tensor,
+        module: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        epoch: float = -1.0,
+        steps_per_epoch: float = -1.0,
+        student_outputs: Any = None,
+        student_inputs: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """SparseML's name for `loss`."""
+        return self.loss(loss, student_outputs, student_inputs)
+
+    # Helpers
 
     def _family(self, family: str) -> list[Modifier]:
         return [modifier for modifier in self.modifiers if modifier.family == family]
@@ -462,15 +475,15 @@ class Manager:
         scaler: object,
     ) -> None:
         self._check_free()
-        check_arguments(module, optimizer, steps_per_epoch, scaler)
-        own = {id(parameter) for parameter in module.parameters()}
-        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        check_modify_arguments(module, optimizer, steps_per_epoch, scaler)
+        parameters = {id(parameter) for parameter in module.parameters()}
+        if not any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
             raise GossamerError("modify: the optimizer holds none of the model's parameters; pass the model's own")
         if not allow_parallel and unwrap(module) is not module:
             raise GossamerError(f"modify: {type(module).__name__} wraps the model, and allow_parallel_module is False")
 
 
-def check_arguments(model: object, optimizer: object, steps_per_epoch: Any, scaler: object) -> None:
+def check_modify_arguments(model: object, optimizer: object, steps_per_epoch: Any, scaler: object) -> None:
     """Raise unless a recipe can be attached to these."""
     expect_model(model, "model")
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from gossamer.model.thin.cuts import Cuts
 
 
-class Masks:
-    """By parameter and holder, True where a weight is zero; one byte a weight."""
+class ZeroMasks:
+    """True where a weight is zero, by parameter and holder; one byte per weight.
+
+    `hold`, `kept_by` and `of` take and return the inverse, True where a weight is kept, as modifiers use it.
+    """
 
     def __init__(self) -> None:
         self._held: dict[str, dict[int, Tensor]] = {}
@@ -63,7 +66,9 @@ class Masks:
 
     def snapshot(self) -> Callable[[], None]:
         """A function that restores the present masks."""
-        held = {name: {holder: zeros.clone() for holder, zeros in own.items()} for name, own in self._held.items()}
+        held = {
+            name: {holder: zeros.clone() for holder, zeros in holders.items()} for name, holders in self._held.items()
+        }
 
         def restore() -> None:
             self.clear()
@@ -100,7 +105,8 @@ class Masks:
     def names(self) -> list[str]:
         return list(self._zeros)
 
-    def zeros(self, name: str) -> Tensor:
+    def zero_mask(self, name: str) -> Tensor:
+        """The mask of all holders together, True where the weight is zero."""
         return self._zeros[name]
 
     def apply(self, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""The user's optimizer and GradScaler: hooks on their steps, the loss scale, and the settings that modifiers change.
+"""The user's optimizer and GradScaler: hooks on their steps, the loss scale, and the options that modifiers change.
 
 Nothing wraps the optimizer. The GradScaler alone is replaced by a subclass that shares its state, because the hooks of
 an optimizer do not run on a step that the scaler skips.
@@ -19,23 +19,27 @@ from torch.utils.hooks import RemovableHandle
 if TYPE_CHECKING:
     from gossamer.engine.run import TrainingRun
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and keyword arguments of an optimizer step, which a pre-step hook may replace."""
 
-SETTINGS = {"learning_rate": "lr", "optimizer": "weight_decay"}
-"""By family of modifiers: the option of parameter groups that they set."""
+GROUP_OPTIONS = {"learning_rate": "lr", "optimizer": "weight_decay"}
+"""By family of modifiers: the option of parameter groups that they set.
+
+The one modifier of the family `optimizer` is SetWeightDecayModifier.
+"""
 
 
-def settings(
-    optimizer: torch.optim.Optimizer | None, families: Collection[str] = tuple(SETTINGS)
+def group_options(
+    optimizer: torch.optim.Optimizer | None, families: Collection[str] = tuple(GROUP_OPTIONS)
 ) -> list[dict[str, float]]:
     """By parameter group: the options that modifiers of these families set."""
-    keys = [key for family, key in SETTINGS.items() if family in families]
+    keys = [key for family, key in GROUP_OPTIONS.items() if family in families]
     groups = optimizer.param_groups if optimizer is not None else []
     return [{key: float(group[key]) for key in keys if key in group} for group in groups]
 
 
-def restore_settings(optimizer: torch.optim.Optimizer | None, saved: Sequence[Mapping[str, float]]) -> None:
-    """Restore what `settings` returned, in place where the optimizer holds tensors."""
+def restore_group_options(optimizer: torch.optim.Optimizer | None, saved: Sequence[Mapping[str, float]]) -> None:
+    """Restore what `group_options` returned, in place where the optimizer holds tensors."""
     groups = optimizer.param_groups if optimizer is not None else []
     for group, values in zip(groups, saved, strict=False):
         for key, value in values.items():
@@ -51,9 +55,9 @@ def set_option(group: dict[str, Any], key: str, value: Any) -> None:
         group[key] = value
 
 
-def with_gradients(
+def call_after_backward(
     args: tuple[Any, ...], kwargs: dict[str, Any], callback: Callable[[], None], *, every: bool = False
-) -> Arguments | None:
+) -> StepArguments | None:
     """For a pre-step hook: call `callback` when the gradients are computed.
 
     That is now, or, with a closure, after its first call (after each one with `every`); then this returns the arguments
@@ -78,7 +82,7 @@ def with_gradients(
     return (*args[:1], observed, *args[2:]), kwargs
 
 
-class StepWatch:
+class GlobalStepHooks:
     """Calls `before` and `after`, bound methods of one owner, around the steps of every optimizer that trains a model.
 
     For front ends that are not given the optimizer. Keeps neither the model nor the owner alive.
@@ -87,7 +91,7 @@ class StepWatch:
     def __init__(
         self,
         module: nn.Module,
-        before: Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Arguments | None],
+        before: Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], StepArguments | None],
         after: Callable[[torch.optim.Optimizer], None],
     ) -> None:
         self._module = weakref.ref(module)
@@ -97,7 +101,7 @@ class StepWatch:
         # torch keeps global hooks alive, so they refer to this object weakly.
         pre, post = weakref.WeakMethod(self._pre), weakref.WeakMethod(self._post)
 
-        def before_any(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Arguments | None:
+        def before_any(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> StepArguments | None:
             call = pre()
             return call(optimizer, args, kwargs) if call is not None else None
 
@@ -109,7 +113,9 @@ class StepWatch:
         handles = [register_optimizer_step_pre_hook(before_any), register_optimizer_step_post_hook(after_any)]
         self.remove = weakref.finalize(self, _remove, handles)
 
-    def _pre(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def _pre(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StepArguments | None:
         before = self._before()
         return before(optimizer, args, kwargs) if before is not None and self._trains_model(optimizer) else None
 
@@ -124,8 +130,8 @@ class StepWatch:
         known = self._trains.get(optimizer)
         if known is None or known[0] != count:
             module = self._module()
-            own = {id(parameter) for parameter in module.parameters()} if module is not None else set[int]()
-            shared = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+            trained = {id(parameter) for parameter in module.parameters()} if module is not None else set[int]()
+            shared = any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"])
             known = self._trains[optimizer] = (count, shared)
         return known[1]
 
@@ -165,9 +171,12 @@ class LossScale:
 
     def after_step(self) -> None:
         self.of_gradients, self.overflowed = 1.0, False
-        self.after_skipped_step()
+        self._forget_scaled_loss()
 
     def after_skipped_step(self) -> None:
+        self._forget_scaled_loss()
+
+    def _forget_scaled_loss(self) -> None:
         self._loss_scaled = None if self._loss_scaled is None else False
 
     def loss_scaled(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -18,25 +19,33 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.engine.binding import BoundModifier
-from gossamer.engine.completion import Progress
-from gossamer.engine.masks import Masks
-from gossamer.engine.optimizer import Arguments, LossScale, restore_settings, settings, with_gradients
+from gossamer.engine.completion import RunProgress
+from gossamer.engine.masks import ZeroMasks
+from gossamer.engine.optimizer import (
+    LossScale,
+    StepArguments,
+    call_after_backward,
+    group_options,
+    restore_group_options,
+)
+from gossamer.engine.samplers import no_losses
 from gossamer.engine.snapshot import Snapshot, shaped_tensors
 from gossamer.errors import MAX_SUGGESTED, GossamerError, Problem, RecipeError, SparsityError
 from gossamer.model import get_parameter, torch_mask, unwrap, weight_of
-from gossamer.modifiers.base import locating_errors
+from gossamer.modifiers.base import Modifier, locating_errors
 from gossamer.recipe import Recipe
 
 if TYPE_CHECKING:
-    from gossamer.engine.learning_rate import RecipeRates, Restart
-    from gossamer.engine.state import Resume, RunState
+    from gossamer.engine.learning_rate import RecipeRates, SchedulerReset
+    from gossamer.engine.state import ResumePlan, RunState
     from gossamer.model.tracing.filter_groups import FilterGraph
     from gossamer.modifiers.distillation.passes import Distillation
     from gossamer.modifiers.distillation.teacher import Teacher
 
 logger = logging.getLogger("gossamer")
 
-Logger = Callable[[str, float, int], None]
+MetricLogger = Callable[[str, float, int], None]
+"""Called with a tag, a value and the step."""
 
 
 class TrainingRun:
@@ -53,9 +62,9 @@ class TrainingRun:
         steps_per_epoch: float = 1.0,
         *,
         grad_sampler: object = None,
-        loggers: Sequence[Logger] = (),
+        loggers: Sequence[MetricLogger] = (),
         example_inputs: Any = None,
-        restart: Restart | None = None,
+        scheduler_reset: SchedulerReset | None = None,
         distillation: Distillation | None = None,
         scaler: GradScaler | None = None,
         accumulation_steps: int = 1,
@@ -70,17 +79,17 @@ class TrainingRun:
         self.grad_sampler = grad_sampler
         self.loggers = loggers
         self.example_inputs = example_inputs
-        self.restart = restart
-        """The user's learning-rate scheduler, if it was given."""
+        self.scheduler_reset = scheduler_reset
+        """Resets the user's learning-rate scheduler, if one was given."""
         self.distillation = distillation
-        """The teacher, if there is one."""
+        """The teacher and its hooks, if there is a teacher."""
         self.accumulation_steps = accumulation_steps
         self.calibration_data = calibration_data
         self.step = 0
         self.skipped_steps = 0
-        self.masks = Masks()
-        self.attached: Snapshot | None = None
-        """What attaching the recipe changed, until the first optimizer step: loading a state undoes it."""
+        self.masks = ZeroMasks()
+        self.before_attach: Snapshot | None = None
+        """Model and run before the recipe was attached, until the first step: loading a state rolls back to it."""
         self.loss_scale = LossScale(scaler)
         self.stepping: set[int] | None = None
         """The ids of the parameters that are about to step, while one of several optimizers does."""
@@ -92,67 +101,68 @@ class TrainingRun:
         """Called once before the first step of the optimizer, unless a state is loaded."""
         self.hook_calls = 0
         self.modifiers = self._modifiers()
-        parts = [(own.modifier, own.timing) for own in self.modifiers if own.modifier.family != "logging"]
-        self.progress = Progress(parts, steps_per_epoch)
+        parts = [(bound.modifier, bound.timing) for bound in self.modifiers if bound.modifier.family != "logging"]
+        self.progress = RunProgress(parts, steps_per_epoch)
         self.rates: RecipeRates | None = None
         """The learning rates that the recipe sets, if it sets any."""
-        if optimizer is not None and any(own.modifier.family == "learning_rate" for own in self.modifiers):
+        if optimizer is not None and any(bound.modifier.family == "learning_rate" for bound in self.modifiers):
             from gossamer.engine.learning_rate import RecipeRates
 
             self.rates = RecipeRates(self.modifiers, optimizer)
         self._handles: list[RemovableHandle] = []
-        self._filter_graph: tuple[Any, FilterGraph | str] | None = None
-        """The shapes that the model had when it was last traced, and the result."""
+        self._filter_graph: tuple[Any, FilterGraph | None, str] | None = None
+        """The shapes that the model had when it was last traced, the result, and why there is none."""
 
     def _modifiers(self) -> list[BoundModifier]:
         """The key of a modifier is its class name with its number within the class."""
         seen: Counter[str] = Counter()
-        bound: list[BoundModifier] = []
+        modifiers: list[BoundModifier] = []
         for index, modifier in enumerate(self.recipe.modifiers):
-            bound.append(BoundModifier(index, f"{modifier.name}.{seen[modifier.name]}", modifier, self))
+            modifiers.append(BoundModifier(index, f"{modifier.name}.{seen[modifier.name]}", modifier, self))
             seen[modifier.name] += 1
-        return bound
+        return modifiers
 
     # Beginning and end
 
     def bind(self) -> None:
         """Find the targets of all modifiers; raises `RecipeError` before anything changes."""
-        found = (problem for own in self.modifiers for problem in self._bind(own))
+        found = (problem for bound in self.modifiers for problem in self.bind_one(bound))
         problems = list(islice(found, MAX_SUGGESTED))
-        if any(own.modifier.removal_epochs for own in self.modifiers):
+        if any(bound.modifier.removal_epochs for bound in self.modifiers):
             from gossamer.engine.thinning import removal_conflicts
 
             conflicts = removal_conflicts(self.modifiers)
-            problems += [problem for own, error in conflicts for problem in own.log.locate(error).problems]
+            problems += [problem for bound, error in conflicts for problem in bound.log.locate(error).problems]
         if problems:
             raise RecipeError(problems)
-        pruning = [own for own in self.modifiers if own.modifier.prunes]
-        bound = {name for own in pruning for name in own.bound}
-        self.held_with_filters = {name for own in pruning for name in own.held_with_filters if name not in bound}
+        pruning = [bound for bound in self.modifiers if bound.modifier.prunes]
+        pruned = {name for bound in pruning for name in bound.bound_names}
+        self.held_with_filters = {name for bound in pruning for name in bound.held_with_filters if name not in pruned}
 
-    def _bind(self, own: BoundModifier) -> tuple[Problem, ...]:
-        problems = own.bind()
+    def bind_one(self, bound: BoundModifier) -> tuple[Problem, ...]:
+        """Find the targets of one modifier and log what it skips; returns its problems."""
+        problems = bound.bind()
         if not problems:
-            own.log.skipped()
+            bound.log.report_skipped()
         return problems
 
     def begin(self, step: int) -> None:
         """Do what is due up to `step`; a failure leaves model and optimizer as they were."""
-        self.attached = before = Snapshot(self)
+        self.before_attach = before = Snapshot(self)
         try:
             self.take_over_masks()
             self.advance(step)
         except Exception:
-            before.restore()
+            before.roll_back()
             raise
         before.keep_changed()
 
     def take_over_masks(self) -> None:
         """Write the zeros of `torch.nn.utils.prune` into the weights that it masks; the model computes the same."""
-        for own in self.modifiers:
-            for name in own.bound if own.modifier.prunes else ():
+        for bound in self.modifiers:
+            for name in bound.bound_names if bound.modifier.prunes else ():
                 if (mask := torch_mask(self.module, name)) is not None:
-                    own.weights.write(name, weight_of(self.module, name))
+                    bound.weights.write(name, weight_of(self.module, name))
                     zeros = mask.numel() - int(mask.count_nonzero())
                     logger.info("'%s' has %d zeros of torch.nn.utils.prune, which stay zero", name, zeros)
 
@@ -171,22 +181,22 @@ class TrainingRun:
 
     def finish(self, *, keep_weights: bool = False) -> None:
         """Leave in the weights what the model computes with, unless `keep_weights`, and release the optimizer."""
-        for own in self.modifiers:
-            if own.status == "active":
-                (own.modifier.discard if keep_weights else own.modifier.finish)(own)
+        for bound in self.modifiers:
+            if bound.status == "active":
+                (bound.modifier.discard if keep_weights else bound.modifier.finish)(bound)
         if not keep_weights:
             self.apply_masks()
-        for own in self.modifiers:
-            if own.status != "pending":
-                own.modifier.finalized(own)
+        for bound in self.modifiers:
+            if bound.status != "pending":
+                bound.modifier.finalized(bound)
         self.unhook()
         if self._copied_teacher is not None:
             self._copied_teacher.release()
 
     def undo_modifiers(self) -> None:
-        for own in reversed(self.modifiers):
-            if own.status == "active":
-                own.modifier.undo(own)
+        for bound in reversed(self.modifiers):
+            if bound.status == "active":
+                bound.modifier.undo(bound)
 
     # Time
 
@@ -194,67 +204,66 @@ class TrainingRun:
         """Move the clock to `step` and do what is due: ends first, then updates and starts by their start."""
         self.step = step
         self.progress.move(step)
-        for own, action in self._due(step):
-            self._perform(own, action)
+        for bound, action in self._due(step):
+            self._perform(bound, action)
         if self.rates is not None:
             self.rates.record()
         if self.external_clock:
             self._restart_learning_rate()
 
     def _due(self, step: int) -> list[tuple[BoundModifier, str]]:
-        """What is due at or before `step`, in order; a modifier of no length starts and ends at once.
-
-        Logging modifiers come last, when the masks are applied.
-        """
+        """What is due at or before `step`, in order; a modifier whose start is its end starts and ends at once."""
+        # Sorted by: logging modifiers last, when the masks are applied; the step; ends, and modifiers that start and
+        # end at one step, before other starts and updates; the start; the position in the recipe; start before end.
         events: list[tuple[tuple[int, ...], BoundModifier, str]] = []
-        for own in self.modifiers:
-            index, timing, last = own.index, own.timing, int(own.modifier.family == "logging")
-            brief = int(timing.end != timing.start)
-            ends = own.status != "ended" and timing.end is not None and timing.end <= step
-            if own.status == "pending" and timing.start <= step:
-                events.append(((last, timing.start, brief, timing.start, index, 0), own, "start"))
-            elif own.status == "active" and not ends and timing.updates_at(step):
-                events.append(((last, step, 1, timing.start, index, 0), own, "update"))
+        for bound in self.modifiers:
+            index, timing, last = bound.index, bound.timing, int(bound.modifier.family == "logging")
+            lasts = int(timing.end != timing.start)
+            ends = bound.status != "ended" and timing.end is not None and timing.end <= step
+            if bound.status == "pending" and timing.start <= step:
+                events.append(((last, timing.start, lasts, timing.start, index, 0), bound, "start"))
+            elif bound.status == "active" and not ends and timing.updates_at(step):
+                events.append(((last, step, 1, timing.start, index, 0), bound, "update"))
             if ends and timing.end is not None:
-                events.append(((last, timing.end, 0, timing.start, index, 1), own, "end"))
-        return [(own, action) for _, own, action in sorted(events, key=lambda event: event[0])]
+                events.append(((last, timing.end, 0, timing.start, index, 1), bound, "end"))
+        return [(bound, action) for _, bound, action in sorted(events, key=lambda event: event[0])]
 
-    def _perform(self, own: BoundModifier, action: str) -> None:
+    def _perform(self, bound: BoundModifier, action: str) -> None:
         try:
-            with locating_errors(own):
+            with locating_errors(bound):
                 match action:
                     case "start":
-                        own.status = "active"
-                        own.modifier.start(own)
+                        bound.status = "active"
+                        bound.modifier.start(bound)
                     case "update":
-                        own.modifier.update(own)
+                        bound.modifier.update(bound)
                     case _:
-                        own.modifier.end(own)
-                        own.status = "ended"
+                        bound.modifier.end(bound)
+                        bound.status = "ended"
                         if self._copied_teacher is not None and not self._distills():
                             self._copied_teacher.release()
         except SparsityError as error:
-            location = self.recipe.location(own.index)
+            location = self.recipe.location(bound.index)
             message = f"cannot prune at step {self.step}: {error}"
-            raise GossamerError(Problem(message, (own.modifier.name,), location)) from error
+            raise GossamerError(Problem(message, (bound.modifier.name,), location)) from error
         finally:
             self.masks.apply_changes(self.module)
 
     def _restart_learning_rate(self) -> None:
         """Not when a modifier requests it: the user's scheduler makes its own step after the optimizer's."""
-        if self.restart is not None and self.restart.due:
-            self.restart()
+        if self.scheduler_reset is not None and self.scheduler_reset.due:
+            self.scheduler_reset.reset()
 
     # Optimizer steps
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments | None:
+    ) -> StepArguments | None:
         """The optimizer's pre-step hook: modifiers see the gradients of what this optimizer trains."""
         if self.before_first_step is not None:
             check, self.before_first_step = self.before_first_step, None
             check()
-        return with_gradients(args, kwargs, lambda: self._before_step(optimizer))
+        return call_after_backward(args, kwargs, lambda: self._before_step(optimizer))
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer is not self.optimizer or self.external_clock:
@@ -264,10 +273,10 @@ class TrainingRun:
             self.rates.before_step(self.step)
         self._restart_learning_rate()
         try:
-            for own in self.modifiers:
-                if own.status == "active":
-                    with locating_errors(own):
-                        own.modifier.before_step(own)
+            for bound in self.modifiers:
+                if bound.status == "active":
+                    with locating_errors(bound):
+                        bound.modifier.before_step(bound)
         finally:
             self.stepping = None
 
@@ -275,10 +284,10 @@ class TrainingRun:
         """The optimizer's post-step hook: masks are applied and time moves."""
         self.hook_calls += 1
         self.progress.stepped = True
-        self.attached = None
-        for own in self.modifiers:
-            if own.status == "active":
-                own.modifier.after_step(own)
+        self.before_attach = None
+        for bound in self.modifiers:
+            if bound.status == "active":
+                bound.modifier.after_step(bound)
         self.loss_scale.after_step()
         self.apply_masks()
         if not self.external_clock:
@@ -294,10 +303,10 @@ class TrainingRun:
 
     def loss(self, loss: Tensor, outputs: Any, inputs: Any) -> Tensor:
         """The loss to train on, after all active modifiers."""
-        for own in self.modifiers:
-            if own.status == "active":
-                with locating_errors(own):
-                    loss = own.modifier.loss(own, loss, outputs, inputs)
+        for bound in self.modifiers:
+            if bound.status == "active":
+                with locating_errors(bound):
+                    loss = bound.modifier.loss(bound, loss, outputs, inputs)
         return loss
 
     # The model
@@ -312,7 +321,7 @@ class TrainingRun:
 
     def permute(self, modifier: str, names: Sequence[str], n: int, m: int) -> None:
         """Reorder channels so that n:m keeps more weights; masks and the state of optimizer and modifiers follow."""
-        from gossamer.engine.state import with_weights
+        from gossamer.engine.state import map_weight_tensors
         from gossamer.model.permute import find_permutation
 
         permutation = find_permutation(
@@ -331,29 +340,33 @@ class TrainingRun:
                 modifier,
                 self.step,
             )
-        if self.attached is not None:
-            self.attached.keep_moments()
+        if self.before_attach is not None:
+            self.before_attach.keep_moments()
         permutation.apply(self.module, self.optimizer, self.masks.by_name())
         if self._copied_teacher is not None and not self._copied_teacher.released:
             permutation.apply(self._copied_teacher.module)
         shapes = {name: tuple(get_parameter(self.module, name).shape) for name in permutation.moves}
-        for own in self.modifiers:
-            own.state = with_weights(own.state, shapes, permutation.of)
+        for bound in self.modifiers:
+            bound.state = map_weight_tensors(bound.state, shapes, permutation.of)
 
-    def filter_graph(self) -> FilterGraph | str:
-        """Which filters depend on each other, or why that is unknown; traced again when shapes have changed."""
+    def filter_graph(self) -> tuple[FilterGraph | None, str]:
+        """Which filters depend on each other, or None and why the model cannot be traced.
+
+        The model is traced again when shapes have changed.
+        """
         from gossamer.model.tracing.coupling import couple
         from gossamer.model.tracing.filter_groups import FilterGraph
         from gossamer.model.tracing.tracer import Untraceable
 
         shapes = tuple((name, tuple(tensor.shape)) for name, tensor in shaped_tensors(self.module))
         if self._filter_graph is None or self._filter_graph[0] != shapes:
+            graph, reason = None, ""
             try:
                 graph = FilterGraph(self.module, couple(self.module, self.example_inputs, parts=True))
             except Untraceable as error:
-                graph = str(error)
-            self._filter_graph = (shapes, graph)
-        return self._filter_graph[1]
+                reason = str(error)
+            self._filter_graph = (shapes, graph, reason)
+        return self._filter_graph[1:]
 
     @property
     def _copied_teacher(self) -> Teacher | None:
@@ -362,41 +375,41 @@ class TrainingRun:
 
     def _distills(self) -> bool:
         """Whether a modifier uses the teacher, now or later."""
-        return any(own.modifier.family == "distillation" and own.status != "ended" for own in self.modifiers)
+        return any(bound.modifier.family == "distillation" and bound.status != "ended" for bound in self.modifiers)
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        from gossamer.engine.state import STATE_FORMAT, check_declared, frozen
+        from gossamer.engine.state import STATE_FORMAT, check_declared, to_saved
 
-        for own in self.modifiers:
-            check_declared(own)
+        for bound in self.modifiers:
+            check_declared(bound)
         self.progress.saved_step = self.step
         shapes = {name: list(tensor.shape) for name, tensor in shaped_tensors(self.module)}
         modifiers = {
-            own.key: {
-                "status": own.status,
-                "targets": list(own.bound),
-                "state": frozen(own.state),
-                "masks": frozen(masks),
+            bound.key: {
+                "status": bound.status,
+                "targets": list(bound.bound_names),
+                "state": to_saved(bound.state),
+                "masks": to_saved(masks),
                 "parameters": {
-                    **{name: {"shape": shapes[name]} for name in own.bound if name in shapes},
+                    **{name: {"shape": shapes[name]} for name in bound.bound_names if name in shapes},
                     **{name: {"shape": list(keep.shape), "zeros": int((~keep).sum())} for name, keep in masks.items()},
                 },
             }
-            for own, masks in ((own, self.masks.of(own.index)) for own in self.modifiers)
+            for bound, masks in ((bound, self.masks.of(bound.index)) for bound in self.modifiers)
         }
-        families = {own.modifier.family for own in self.modifiers}
+        families = {bound.modifier.family for bound in self.modifiers}
         teacher = self._copied_teacher if self._distills() else None
         return {
             "format": STATE_FORMAT,
             "step": self.step,
             "steps_per_epoch": self.steps_per_epoch,
             "skipped_steps": self.skipped_steps,
-            "groups": settings(self.optimizer, families),
+            "groups": group_options(self.optimizer, families),
             "modifiers": modifiers,
-            **({"restart": self.restart.state_dict()} if self.restart is not None else {}),
-            **({"teacher": frozen(teacher.state_dict())} if teacher is not None else {}),
+            **({"restart": self.scheduler_reset.state_dict()} if self.scheduler_reset is not None else {}),
+            **({"teacher": to_saved(teacher.state_dict())} if teacher is not None else {}),
         }
 
     def load_state_dict(self, state: RunState | Mapping[str, Any]) -> list[str]:
@@ -414,17 +427,17 @@ class TrainingRun:
         try:
             return self._resume(resume)
         except BaseException:
-            snapshot.restore()
+            snapshot.roll_back()
             raise
 
-    def _resume(self, resume: Resume) -> list[str]:
+    def _resume(self, resume: ResumePlan) -> list[str]:
         """Become what was parsed; only a modifier that starts here, or one of the user's, can fail."""
         self.undo_modifiers()
-        if self.attached is not None:
-            self.attached.undo()
-            self.attached = None
+        if self.before_attach is not None:
+            self.before_attach.roll_back_untouched()
+            self.before_attach = None
         if resume.removals:
-            from gossamer.engine.thinning import apply_removals
+            from gossamer.engine.removals import apply_removals
 
             apply_removals(self.module, resume.removals, self.optimizer)
         self.step = resume.step
@@ -432,28 +445,48 @@ class TrainingRun:
         self.progress.restored, self.before_first_step = True, None
         self.skipped_steps = resume.skipped_steps
         self.masks.clear()
-        for own, new in zip(self.modifiers, resume.modifiers, strict=True):
-            own.scratch.clear()
-            own.status, own.state = new.status, new.state
+        for bound, new in zip(self.modifiers, resume.modifiers, strict=True):
+            bound.scratch.clear()
+            bound.status, bound.state = new.status, new.state
             for name, keep in new.masks.items():
-                self.masks.hold(own.index, name, keep, get_parameter(self.module, name))
-        restore_settings(self.optimizer, resume.groups)
-        if self.restart is not None and resume.restart is not None:
-            self.restart.replace(resume.restart)
+                self.masks.hold(bound.index, name, keep, get_parameter(self.module, name))
+        restore_group_options(self.optimizer, resume.groups)
+        if self.scheduler_reset is not None and resume.scheduler_reset is not None:
+            self.scheduler_reset.set_initial(resume.scheduler_reset)
         problems = list(resume.problems)
         if self.distillation is not None:
             messages = self.distillation.teacher.load_state(resume.teacher, self._distills(), self.module)
             problems += messages if resume.teacher_problem is None else [resume.teacher_problem]
-        for own in self.modifiers:
-            if own.status == "active":
-                own.modifier.restore(own)
-        for own, action in self._due(resume.step):
+        for bound in self.modifiers:
+            if bound.status == "active":
+                bound.modifier.restore(bound)
+        for bound, action in self._due(resume.step):
             if action == "start":
-                self._perform(own, action)
+                self._perform(bound, action)
         self.apply_masks()
         if self.rates is not None:
             self.rates.record()
         return problems
+
+
+@dataclass(frozen=True)
+class BindingResult:
+    """A modifier's names in one model, the parameters that it skips, and its problems."""
+
+    modifier: Modifier
+    targets: list[str]
+    skipped: dict[str, str]
+    problems: tuple[Problem, ...]
+
+
+def check_bindings(recipe: Recipe, module: nn.Module) -> list[BindingResult]:
+    """Bind every modifier to a model without attaching the recipe; problems are returned, not raised."""
+    run = TrainingRun(recipe, module, grad_sampler=no_losses)
+    result: list[BindingResult] = []
+    for bound in run.modifiers:
+        problems = run.bind_one(bound)
+        result.append(BindingResult(bound.modifier, list(bound.bound_names), dict(bound.skipped), problems))
+    return result
 
 
 def is_driven(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,4 +1,4 @@
-"""A run, its model and its optimizer at one moment, to return to.
+"""A copy of a run, its model and its optimizer at one moment, to roll back to.
 
 One is taken when a recipe is attached, and one when a state is loaded into a run and a modifier may fail to start.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gossamer.engine.optimizer import restore_settings, settings
+from gossamer.engine.optimizer import group_options, restore_group_options
 from gossamer.model.parameters import named_state
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ class _Saved:
     def cut(self) -> bool:
         return self.tensor.shape != self.values.shape
 
-    def touch(self) -> None:
-        """Take the tensor as it is now for untouched."""
+    def mark_untouched(self) -> None:
+        """Count writes from now on only."""
         self.version = self.tensor._version  # pyright: ignore[reportPrivateUsage]
 
     def restore(self) -> None:
@@ -62,7 +62,7 @@ class Snapshot:
         self._run = run
         teacher = None if run.distillation is None else run.distillation.teacher
         self._teacher = None if teacher is None else (teacher, teacher.module, teacher.released)
-        layers = [layer for own in run.modifiers for layer in own.modifier.replaced_layers(own).values()]
+        layers = [layer for bound in run.modifiers for layer in bound.modifier.replaced_layers(bound).values()]
         modules = [run.module, *layers, *([teacher.module] if teacher is not None and teacher.own else [])]
         tensors = {id(tensor): tensor for module in modules for _, tensor in shaped_tensors(module)}
         self._trained = [(tensor, tensor.requires_grad, tensor.grad) for tensor in tensors.values()]
@@ -73,14 +73,18 @@ class Snapshot:
         """The optimizer's dictionary for each parameter, and a copy of it."""
         if with_moments:
             self.keep_moments()
-        self._settings = settings(run.optimizer)
+        self._group_options = group_options(run.optimizer)
         self._modifiers: list[tuple[Status, dict[str, Any], dict[str, Any], dict[str, str]]]
-        self._modifiers = [(own.status, own.state, dict(own.scratch), dict(own.skipped)) for own in run.modifiers]
-        self._masks = run.masks.snapshot()
+        self._modifiers = [
+            (bound.status, bound.state, dict(bound.scratch), dict(bound.skipped)) for bound in run.modifiers
+        ]
+        self._restore_masks = run.masks.snapshot()
         self._counts = (run.step, run.skipped_steps, run.before_first_step)
-        self._progress, self._restart = copy(run.progress), copy(run.restart)
-        self._attached = run.attached
-        self._untouched = [] if run.attached is None else [one for one in run.attached._saved if one.untouched]
+        self._progress, self._scheduler_reset = copy(run.progress), copy(run.scheduler_reset)
+        self._before_attach = run.before_attach
+        self._untouched = (
+            [] if run.before_attach is None else [one for one in run.before_attach._saved if one.untouched]
+        )
 
     def keep_moments(self) -> None:
         """Copy the optimizer's state too, which only moving or removing channels changes."""
@@ -90,23 +94,23 @@ class Snapshot:
             self._moments = {id(key): (held, deepcopy(held)) for key, held in states.items()}
 
     def keep_changed(self) -> None:
-        """Drop what has not changed; `undo` restores the rest, unless something else writes it from now on."""
+        """Drop what has not changed; `roll_back_untouched` restores what nothing else writes from now on."""
         if not self._moments_kept:  # removing channels replaces data, which is not a write in place
             self._saved = [one for one in self._saved if not one.untouched]
         for one in self._saved:
-            one.touch()
+            one.mark_untouched()
 
     def uncut(self) -> dict[str, Tensor]:
-        """By name: the tensors of the model that `undo` will restore to another shape."""
+        """By name: the tensors of the model that `roll_back_untouched` will restore to another shape."""
         values = {id(one.tensor): one.values for one in self._saved if one.cut and one.untouched}
         return {name: values[id(tensor)] for name, tensor in named_state(self._run.module) if id(tensor) in values}
 
-    def undo(self) -> None:
+    def roll_back_untouched(self) -> None:
         """Restore the tensors that nothing has written since `keep_changed`."""
         self._restore_tensors([one for one in self._saved if one.untouched])
 
-    def restore(self) -> None:
-        """Bring everything back, after what active modifiers changed besides tensors is undone."""
+    def roll_back(self) -> None:
+        """Restore model, optimizer and run, after active modifiers undo what they changed besides tensors."""
         run = self._run
         run.undo_modifiers()
         self._restore_tensors(self._saved)
@@ -115,22 +119,22 @@ class Snapshot:
             tensor.grad = gradient
         if self._teacher is not None:
             teacher, teacher.module, teacher.released = self._teacher
-        restore_settings(run.optimizer, self._settings)
-        for own, held in zip(run.modifiers, self._modifiers, strict=True):
-            own.status, own.state, own.scratch, own.skipped = held
-        self._masks()
+        restore_group_options(run.optimizer, self._group_options)
+        for bound, held in zip(run.modifiers, self._modifiers, strict=True):
+            bound.status, bound.state, bound.scratch, bound.skipped = held
+        self._restore_masks()
         run.step, run.skipped_steps, run.before_first_step = self._counts
         vars(run.progress).update(vars(self._progress))  # others refer to this object
-        if run.restart is not None:
-            vars(run.restart).update(vars(self._restart))
+        if run.scheduler_reset is not None:
+            vars(run.scheduler_reset).update(vars(self._scheduler_reset))
         if run.rates is not None:
             run.rates.record()
-        for own in run.modifiers:
-            if own.status == "active":
-                own.modifier.restore(own)
-        run.attached = self._attached
+        for bound in run.modifiers:
+            if bound.status == "active":
+                bound.modifier.restore(bound)
+        run.before_attach = self._before_attach
         for one in self._untouched:
-            one.touch()
+            one.mark_untouched()
 
     def _restore_tensors(self, tensors: list[_Saved]) -> None:
         cut = any(one.cut for one in tensors)

@@ -15,22 +15,20 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from gossamer.engine.optimizer import SETTINGS
+from gossamer.engine.optimizer import GROUP_OPTIONS
+from gossamer.engine.removals import REMOVALS, Removal, check_has_filters_of, due_removals
 from gossamer.engine.snapshot import shaped_tensors
 from gossamer.errors import GossamerError
-from gossamer.model.parameters import TIED, empties_a_norm
-from gossamer.modifiers.state import BITS, LARGEST_SETTING, LARGEST_STEP, Item, Layout, Spec, short
+from gossamer.model.parameters import empties_a_norm
+from gossamer.modifiers.state import BITS, LARGEST_SETTING, LARGEST_STEP, Item, Spec, StateLayout, short
 from gossamer.sparse import pack
 
 if TYPE_CHECKING:
     from gossamer.engine.binding import BoundModifier, Status
-    from gossamer.engine.learning_rate import RestartState
+    from gossamer.engine.learning_rate import SchedulerResetState
     from gossamer.engine.run import TrainingRun
-    from gossamer.engine.thinning import Removal
 
 STATE_FORMAT = 1
-CUTS = "cuts"
-"""The key, in the state of a modifier, of the filters that it removed."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class RunState:
     skipped_steps: int
     groups: list[dict[str, float]]
     modifiers: dict[str, ModifierState]
-    restart: Item | None
+    scheduler_reset: Item | None
     teacher: Item | None
 
     @classmethod
@@ -119,9 +117,9 @@ class RunState:
             step=fields["step"].integer(),
             steps_per_epoch=fields["steps_per_epoch"].number(1 / LARGEST_STEP, LARGEST_STEP),
             skipped_steps=fields["skipped_steps"].integer() if "skipped_steps" in fields else 0,
-            groups=[_group(group) for group in fields["groups"].items()] if "groups" in fields else [],
+            groups=[_parse_group(group) for group in fields["groups"].items()] if "groups" in fields else [],
             modifiers={key: ModifierState.parse(entry) for key, entry in fields["modifiers"].entries().items()},
-            restart=fields.get("restart"),
+            scheduler_reset=fields.get("restart"),
             teacher=fields.get("teacher"),
         )
 
@@ -135,8 +133,8 @@ class RunState:
         return round(step)
 
 
-def _group(item: Item) -> dict[str, float]:
-    return {key: value.number(0, LARGEST_SETTING) for key, value in item.fields([], SETTINGS.values()).items()}
+def _parse_group(item: Item) -> dict[str, float]:
+    return {key: value.number(0, LARGEST_SETTING) for key, value in item.fields([], GROUP_OPTIONS.values()).items()}
 
 
 def match_states(
@@ -166,30 +164,32 @@ def match_states(
     return found
 
 
-def check_declared(own: BoundModifier) -> None:
+def check_declared(bound: BoundModifier) -> None:
     """Raise for what could be saved but not loaded again."""
-    known = own.modifier.state_fields(own)
-    for key in own.state:
-        if key not in known and key != CUTS:
+    known = bound.modifier.state_fields(bound)
+    for key in bound.state:
+        if key not in known and key != REMOVALS:
             raise GossamerError(
-                f"{own.modifier.name}: run.state holds '{key}', which its state_fields() does not declare; "
+                f"{bound.modifier.name}: run.state holds '{key}', which its state_fields() does not declare; "
                 f"declare it there, for instance {{'{key}': gossamer.modifiers.state.integer()}}, so that a "
                 "checkpoint can be loaded"
             )
 
 
-def frozen(value: Any) -> Any:
-    """A copy that later steps cannot change, with masks packed to bits."""
+def to_saved(value: Any) -> Any:
+    """A copy of a state as it is saved: later steps do not change it, and masks are packed to bits."""
     if isinstance(value, Tensor):
         return {BITS: pack(value)} if value.dtype == torch.bool else value.detach().clone()
     if isinstance(value, Mapping):
-        return {key: frozen(item) for key, item in cast(Mapping[Any, Any], value).items()}
+        return {key: to_saved(item) for key, item in cast(Mapping[Any, Any], value).items()}
     if isinstance(value, list | tuple):
-        return [frozen(item) for item in cast(list[Any], value)]
+        return [to_saved(item) for item in cast(list[Any], value)]
     return value
 
 
-def with_weights(value: Any, shapes: Mapping[str, tuple[int, ...]], change: Callable[[str, Tensor], Tensor]) -> Any:
+def map_weight_tensors(
+    value: Any, shapes: Mapping[str, tuple[int, ...]], change: Callable[[str, Tensor], Tensor]
+) -> Any:
     """The same values with `change(name, tensor)` in place of every tensor that belongs to one of these weights.
 
     That is one number per weight under the weight's name, in the weight's shape or flat; alone or in a list.
@@ -207,10 +207,10 @@ def with_weights(value: Any, shapes: Mapping[str, tuple[int, ...]], change: Call
         return result if item.dim() == len(shapes[name]) else result.reshape(-1)
 
     new = {
-        key: changed(key, item) if key in shapes else with_weights(item, shapes, change)
+        key: changed(key, item) if key in shapes else map_weight_tensors(item, shapes, change)
         for key, item in entries.items()
     }
-    # Whoever holds what has not changed goes on to hold it.
+    # Return the same object if nothing changed, so that other references to it stay valid.
     return entries if all(new[key] is item for key, item in entries.items()) else new
 
 
@@ -218,8 +218,8 @@ def with_weights(value: Any, shapes: Mapping[str, tuple[int, ...]], change: Call
 
 
 @dataclass(frozen=True)
-class ResumedModifier:
-    """What one modifier has to become."""
+class ModifierPlan:
+    """Status, state and masks of one modifier after loading."""
 
     status: Status = "pending"
     state: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -227,15 +227,15 @@ class ResumedModifier:
 
 
 @dataclass(frozen=True)
-class Resume:
-    """What a run has to become; `problems` are messages about what does not match its recipe and model."""
+class ResumePlan:
+    """What loading a state does to a run; `problems` are messages about what does not match its recipe and model."""
 
     step: int
     skipped_steps: int
     groups: list[dict[str, float]]
     removals: list[Removal]
-    modifiers: list[ResumedModifier]
-    restart: RestartState | None
+    modifiers: list[ModifierPlan]
+    scheduler_reset: SchedulerResetState | None
     teacher: dict[str, Tensor] | None
     teacher_problem: str | None
     problems: list[str]
@@ -243,13 +243,13 @@ class Resume:
     def may_fail(self, modifiers: Sequence[BoundModifier]) -> bool:
         """Whether resuming runs code that may raise: a modifier that starts, or one of the user's that is restored."""
         return any(
-            (new.status == "pending" and own.timing.start <= self.step)
-            or (new.status == "active" and not type(own.modifier).__module__.startswith("gossamer."))
-            for own, new in zip(modifiers, self.modifiers, strict=True)
+            (new.status == "pending" and bound.timing.start <= self.step)
+            or (new.status == "active" and not type(bound.modifier).__module__.startswith("gossamer."))
+            for bound, new in zip(modifiers, self.modifiers, strict=True)
         )
 
 
-def plan_resume(run: TrainingRun, state: RunState) -> Resume:
+def plan_resume(run: TrainingRun, state: RunState) -> ResumePlan:
     """Parse a state against a run; raises `GossamerError` for what cannot be resumed."""
     problems: list[str] = []
     step = state.step_at(run.steps_per_epoch)
@@ -258,55 +258,55 @@ def plan_resume(run: TrainingRun, state: RunState) -> Resume:
             f"steps_per_epoch was {state.steps_per_epoch:g} and is {run.steps_per_epoch:g}: "
             f"the run resumes at step {step}, the same epoch"
         )
-    specs, removals = _model(run, state)
+    specs, removals = _expected_tensors(run, state)
     keys = match_states(
-        [(own.key, own.bound) for own in run.modifiers],
+        [(bound.key, bound.bound_names) for bound in run.modifiers],
         {key: entry.targets for key, entry in state.modifiers.items()},
     )
-    resumed: list[ResumedModifier] = []
-    for own, key in zip(run.modifiers, keys, strict=True):
+    resumed: list[ModifierPlan] = []
+    for bound, key in zip(run.modifiers, keys, strict=True):
         if key is None:
-            resumed.append(ResumedModifier())
-            problems.append(f"{own.key} is not in the state and starts from the beginning")
+            resumed.append(ModifierPlan())
+            problems.append(f"{bound.key} is not in the state and starts from the beginning")
         else:
-            resumed.append(_modifier(own, state.modifiers[key], specs, problems))
+            resumed.append(_plan_modifier(bound, state.modifiers[key], specs, problems))
     unknown = [key for key in state.modifiers if key not in keys]
     problems += [f"{key} is in the state but not in the recipe, and is dropped" for key in unknown]
-    restart = run.restart.parse_state(state.restart) if run.restart is not None and state.restart else None
+    scheduler_reset = None
+    if run.scheduler_reset is not None and state.scheduler_reset is not None:
+        scheduler_reset = run.scheduler_reset.parse_state(state.scheduler_reset)
     teacher, teacher_problem = None, None
     if run.distillation is not None:
         from gossamer.modifiers.distillation.teacher import parse_teacher_state
 
         teacher, teacher_problem = parse_teacher_state(run.distillation.teacher, state.teacher, specs)
-    return Resume(
-        step, state.skipped_steps, state.groups, removals, resumed, restart, teacher, teacher_problem, problems
+    return ResumePlan(
+        step, state.skipped_steps, state.groups, removals, resumed, scheduler_reset, teacher, teacher_problem, problems
     )
 
 
-def _model(run: TrainingRun, state: RunState) -> tuple[dict[str, Spec], list[Removal]]:
+def _expected_tensors(run: TrainingRun, state: RunState) -> tuple[dict[str, Spec], list[Removal]]:
     """The tensors that the model has after the state is loaded, and what has to be removed for that."""
-    module, uncut = run.module, {} if run.attached is None else run.attached.uncut()
+    module, uncut = run.module, {} if run.before_attach is None else run.before_attach.uncut()
     specs = {name: Spec.of(name, tensor) for name, tensor in shaped_tensors(module)}
-    for own in run.modifiers:
-        for path, layer in own.modifier.replaced_layers(own).items():
+    for bound in run.modifiers:
+        for path, layer in bound.modifier.replaced_layers(bound).items():
             specs |= {f"{path}.{name}": Spec.of(name, tensor) for name, tensor in shaped_tensors(layer)}
-    if not any(CUTS in entry.state.entries() for entry in state.modifiers.values()) and not any(
-        CUTS in own.state for own in run.modifiers
+    if not any(REMOVALS in entry.state.entries() for entry in state.modifiers.values()) and not any(
+        REMOVALS in bound.state for bound in run.modifiers
     ):
         return specs, []
-    from gossamer.engine.thinning import check_not_thinner, due_removals
-
     for name, whole in uncut.items():
         specs[name] = specs[name].shaped(tuple(whole.shape))
     sizes = {name: spec.shape for name, spec in specs.items()}
-    check_not_thinner(state, run.modifiers, sizes)
-    due = due_removals(_whole(module, uncut), state, sizes, run.example_inputs)
+    check_has_filters_of(state, run.modifiers, sizes)
+    due = due_removals(_uncut_copy(module, uncut), state, sizes, run.example_inputs)
     for removal in due:
         specs |= {name: specs[name].shaped(removal.after(name)) for name in removal.shapes}
     return specs, due
 
 
-def _whole(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
+def _uncut_copy(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
     """The model before anything is cut; a copy, where attaching the recipe has cut it."""
     if not uncut:
         return module
@@ -320,12 +320,13 @@ def _whole(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
     return module
 
 
-def _modifier(
-    own: BoundModifier, saved: ModifierState, specs: Mapping[str, Spec], problems: list[str]
-) -> ResumedModifier:
+def _plan_modifier(
+    bound: BoundModifier, saved: ModifierState, specs: Mapping[str, Spec], problems: list[str]
+) -> ModifierPlan:
+    """Parse the saved state of one modifier against recipe and model; appends a message for each part it drops."""
     device = next((spec.device for spec in specs.values()), torch.device("cpu"))
     unchanged = {n for n, was in (saved.parameters or {}).items() if n in specs and specs[n].shape == was.shape}
-    layout = Layout(own.bound, specs, device, unchanged)
+    layout = StateLayout(bound.bound_names, specs, device, unchanged)
     masks: dict[str, Tensor] = {}
     reported: set[str] = set()
     for name, item in saved.masks.items():
@@ -334,30 +335,28 @@ def _modifier(
             reason = "it is not in the model"
         elif specs[name].shape != shape:
             reason = f"it has shape {specs[name].shape}"
-        elif name not in own.bound and name not in own.held_with_filters:
-            if own.skipped.get(name, "").startswith(TIED):
+        elif name not in bound.bound_names and name not in bound.held_with_filters:
+            if name in bound.spared_embeddings:
                 raise item.error("no mask of a weight that is left dense unless the recipe names it")
             reason = "the recipe no longer names it there"
         else:
             masks[name] = keep = item.mask(specs[name])
-            if empties_a_norm(own.module, name, keep):
+            if empties_a_norm(bound.module, name, keep):
                 raise item.error("a mask that keeps a weight in each row, because the layer divides by its norm")
             zeros, saved_zeros = keep.numel() - int(keep.count_nonzero()), saved.zeros(name)
             if saved_zeros is not None and zeros != saved_zeros:
                 raise GossamerError(f"{item.where}: expected {saved_zeros} zeros, found {zeros}; save the state again")
         if reason is not None:
             reported.add(name)
-            problems.append(f"{own.key}: the mask of '{name}' {shape} is dropped: {reason}")
+            problems.append(f"{bound.key}: the mask of '{name}' {shape} is dropped: {reason}")
     entries = saved.state.entries()
-    others = Item({key: entry.value for key, entry in entries.items() if key != CUTS}, saved.state.where)
-    state = own.modifier.parse_state(own, others, layout, active=saved.status == "active")
-    if CUTS in entries:
-        from gossamer.engine.thinning import Removal
-
-        state[CUTS] = [Removal.parse(item).state() for item in entries[CUTS].items()]
+    others = Item({key: entry.value for key, entry in entries.items() if key != REMOVALS}, saved.state.where)
+    state = bound.modifier.parse_state(bound, others, layout, active=saved.status == "active")
+    if REMOVALS in entries:
+        state[REMOVALS] = [Removal.parse(item).state() for item in entries[REMOVALS].items()]
     problems += [
-        f"{own.key}: what the state holds for '{name}' is dropped: {reason}"
+        f"{bound.key}: what the state holds for '{name}' is dropped: {reason}"
         for name, reason in layout.dropped.items()
         if name not in reported
     ]
-    return ResumedModifier(saved.status, state, masks)
+    return ModifierPlan(saved.status, state, masks)

@@ -1,50 +1,41 @@
-"""Removing filters during training from the model, the optimizer's state, the masks and the modifiers' state.
-
-Each removal is recorded in the modifier's state, so that a newly built model can be cut before weights are loaded.
-"""
+"""Removing filters during training from the model, the optimizer's state, the masks and the modifiers' state."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
 
 from gossamer.engine.binding import BoundModifier
+from gossamer.engine.removals import REMOVALS, Removal
 from gossamer.engine.snapshot import shaped_tensors
-from gossamer.engine.state import CUTS, RunState, with_weights
+from gossamer.engine.state import map_weight_tensors
 from gossamer.errors import GossamerError, ModifierError
 from gossamer.model.parameters import get_tensor
-from gossamer.model.thin import incoherent
-from gossamer.model.thin.cuts import Cuts
 from gossamer.modifiers.base import to_step
-from gossamer.modifiers.state import Item
 
 if TYPE_CHECKING:
     from gossamer.engine.run import TrainingRun
 
 logger = logging.getLogger("gossamer")
 
-Shapes = Mapping[str, tuple[int, ...]]
 
-
-def thin_run(run: TrainingRun, own: BoundModifier, names: Collection[str]) -> None:
+def thin_run(run: TrainingRun, bound: BoundModifier, names: Collection[str]) -> None:
     """Remove filters of these weights that are entirely zero."""
     from gossamer.model.permute import unordered_state
     from gossamer.model.thin import thin
 
-    module, modifier = run.module, own.modifier.name
+    module, modifier = run.module, bound.modifier.name
     before = {name: tuple(tensor.shape) for name, tensor in shaped_tensors(module)}
     odd = unordered_state(run.optimizer, {name: get_tensor(module, name) for name in before})
     if odd:
         key = next(iter(odd.values()))
         logger.warning("%s removes nothing: the optimizer's '%s' cannot be cut with its weight", modifier, key)
         return
-    if run.attached is not None:
-        run.attached.keep_moments()
+    if run.before_attach is not None:
+        run.before_attach.keep_moments()
     try:
         thinned = thin(module, run.example_inputs, names=names)
     except GossamerError as error:
@@ -53,7 +44,7 @@ def thin_run(run: TrainingRun, own: BoundModifier, names: Collection[str]) -> No
     if thinned.note:
         logger.warning("%s: %s", modifier, thinned.note)
     for name, reason in thinned.kept.items():
-        own.log.skip(name, reason)
+        bound.log.skip(name, reason)
         logger.info("%s: '%s' keeps filters of zeros: %s", modifier, name, reason)
     if not thinned.cuts:
         logger.warning("%s removes nothing: no filter or channel is entirely zero and removable", modifier)
@@ -67,154 +58,27 @@ def thin_run(run: TrainingRun, own: BoundModifier, names: Collection[str]) -> No
             run.step,
         )
     cuts, shapes = thinned.cuts, {name: before[name] for name in thinned.cuts.kept}
-    own.state.setdefault(CUTS, []).append(Removal(cuts, shapes).state())
+    bound.state.setdefault(REMOVALS, []).append(Removal(cuts, shapes).state())
     for name, shape in shapes.items():
         cuts.cut_state(run.optimizer, name, get_tensor(module, name), torch.Size(shape))
     run.masks.cut(cuts, module)
     for other in run.modifiers:
-        if CUTS not in other.state:
-            other.state = with_weights(other.state, shapes, cuts.of)
-
-
-@dataclass(frozen=True)
-class Removal:
-    """One recorded removal: the kept positions, and the shapes before."""
-
-    cuts: Cuts
-    shapes: Shapes
-
-    @classmethod
-    def parse(cls, item: Item) -> Removal:
-        fields = item.fields(["kept", "shapes"])
-        shapes = {
-            name: tuple(size.integer() for size in shape.items()) for name, shape in fields["shapes"].entries().items()
-        }
-        kept = {name: _positions(dims, shapes.get(name, ())) for name, dims in fields["kept"].entries().items()}
-        if kept.keys() != shapes.keys():
-            raise GossamerError(f"{item.where}: 'kept' and 'shapes' name different tensors; save the state again")
-        return cls(Cuts(kept), shapes)
-
-    def after(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor after it."""
-        kept = self.cuts.kept[name]
-        return tuple(len(kept[dim]) if dim in kept else size for dim, size in enumerate(self.shapes[name]))
-
-    def state(self) -> dict[str, Any]:
-        """As a modifier's state holds it."""
-        kept = {name: {str(dim): rows for dim, rows in dims.items()} for name, dims in self.cuts.kept.items()}
-        return {"kept": kept, "shapes": {name: list(shape) for name, shape in self.shapes.items()}}
-
-
-def _positions(item: Item, shape: tuple[int, ...]) -> dict[int, Tensor]:
-    dims = {str(dim): dim for dim in range(len(shape))}
-    return {dims[key]: rows.positions(shape[dims[key]]) for key, rows in item.fields([], dims).items()}
-
-
-def removals(state: RunState) -> list[Removal]:
-    """All removals in a state, in order."""
-    found: list[Removal] = []
-    for entry in state.modifiers.values():
-        held = entry.state.entries()
-        found += [Removal.parse(item) for item in held[CUTS].items()] if CUTS in held else []
-    return found
-
-
-def thinned_shapes(state: RunState) -> Shapes:
-    """By weight that the run of a state has cut: the shape that it has now."""
-    return _first_and_last(removals(state))[1]
-
-
-def cut_to_state(
-    module: nn.Module,
-    state: RunState,
-    optimizer: torch.optim.Optimizer | None = None,
-    example_inputs: Any = None,
-) -> None:
-    """Apply the removals in a state to a model, unless it has been cut already. All of them or none."""
-    sizes = {name: tuple(tensor.shape) for name, tensor in shaped_tensors(module)}
-    apply_removals(module, due_removals(module, state, sizes, example_inputs), optimizer)
-
-
-def apply_removals(module: nn.Module, due: Sequence[Removal], optimizer: torch.optim.Optimizer | None) -> None:
-    """Cut a model and its optimizer state; `due_removals` has checked that they fit."""
-    for removal in due:
-        removal.cuts.apply(module)
-        for name, shape in removal.shapes.items():
-            removal.cuts.cut_state(optimizer, name, get_tensor(module, name), torch.Size(shape))
-
-
-def due_removals(module: nn.Module, state: RunState, sizes: Shapes, example_inputs: Any = None) -> list[Removal]:
-    """The removals of a state that a model with these shapes still lacks: all or none. Changes nothing.
-
-    Raises when they do not fit the model, or would leave channels that are produced and not read, or the reverse.
-    """
-    found = removals(state)
-    first, last = _first_and_last(found)
-    if all(sizes.get(name) == shape for name, shape in last.items()):
-        return []
-    for name, shape in first.items():
-        if sizes.get(name) != shape:
-            held = f"has shape {sizes[name]}" if name in sizes else "is not in the model"
-            raise GossamerError(
-                f"state: '{name}' {held}, and was thinned from {shape} to {last[name]}; "
-                "load the state into a model with the run's original architecture"
-            )
-    has_replaced_layers = any(
-        entry.status == "active" and "layers" in entry.state.entries() for entry in state.modifiers.values()
-    )
-    if not has_replaced_layers and (odd := incoherent(module, _together(found), example_inputs)) is not None:
-        raise GossamerError(f"state: '{odd}' was not thinned as the layers around it; save the state again")
-    return found
-
-
-def check_not_thinner(state: RunState, modifiers: Sequence[BoundModifier], sizes: Shapes) -> None:
-    """Raise when a model lacks filters that the run of the state still had."""
-    own = [entry for bound in modifiers for entry in bound.state.get(CUTS, ())]
-    lost = [entry for entry in own if any(sizes.get(name) != tuple(shape) for name, shape in entry["shapes"].items())]
-    if len(lost) > len(removals(state)):
-        raise GossamerError(
-            "state: it is from before filters were removed from this model, and they cannot come back; "
-            "load it into a newly built model"
-        )
-
-
-def _first_and_last(found: Iterable[Removal]) -> tuple[Shapes, Shapes]:
-    """The shapes of what was cut, before the first and after the last removal."""
-    first: dict[str, tuple[int, ...]] = {}
-    last: dict[str, tuple[int, ...]] = {}
-    for removal in found:
-        for name, shape in removal.shapes.items():
-            if last.get(name, shape) != shape:
-                raise GossamerError(
-                    f"state: '{name}' has shape {last[name]} after one removal and {shape} before the next"
-                )
-            first.setdefault(name, shape)
-            last[name] = removal.after(name)
-    return first, last
-
-
-def _together(found: Iterable[Removal]) -> Cuts:
-    """Several removals as one."""
-    kept: dict[str, dict[int, Tensor]] = {}
-    for removal in found:
-        for name, dims in removal.cuts.kept.items():
-            held = kept.setdefault(name, {})
-            held.update({dim: held[dim][rows] if dim in held else rows for dim, rows in dims.items()})
-    return Cuts(kept)
+        if REMOVALS not in other.state:
+            other.state = map_weight_tensors(other.state, shapes, cuts.of)
 
 
 def removal_conflicts(modifiers: Sequence[BoundModifier]) -> list[tuple[BoundModifier, ModifierError]]:
     """Removals during gradual pruning, whose sparsity would then count from the remaining filters."""
     found: list[tuple[BoundModifier, ModifierError]] = []
-    for own in modifiers:
-        for other in modifiers if own.modifier.removal_epochs else ():
+    for bound in modifiers:
+        for other in modifiers if bound.modifier.removal_epochs else ():
             pruning, timing = other.modifier, other.timing
             if not pruning.prunes or pruning.updates_every is None or timing.end is None:
                 continue
-            for epoch in own.modifier.removal_epochs:
-                if timing.start <= to_step(epoch, own.clock.steps_per_epoch) < timing.end:
+            for epoch in bound.modifier.removal_epochs:
+                if timing.start <= to_step(epoch, bound.clock.steps_per_epoch) < timing.end:
                     when = f"removes filters at epoch {max(epoch, 0.0):g}, while {pruning.name} prunes until epoch"
                     why = f"{when} {pruning.end_epoch:g}, whose sparsity would count from the rest; start later"
-                    found.append((own, ModifierError(why, "start_epoch")))
+                    found.append((bound, ModifierError(why, "start_epoch")))
                     break
     return found

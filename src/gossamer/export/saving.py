@@ -96,7 +96,7 @@ def save(
     `integers=False`. `about` is text to store in the file.
     """
     target, texts = Path(path), about or {}
-    _check_arguments(target, format, texts)
+    _check_save_arguments(target, format, texts)
     report: Progress = progress or (lambda _label, _share: None)
     if format in _ENCODINGS:
         state = state_of(model, target)
@@ -143,7 +143,7 @@ def state_bytes(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def _check_arguments(target: Path, format: str, about: Mapping[str, str]) -> None:
+def _check_save_arguments(target: Path, format: str, about: Mapping[str, str]) -> None:
     if format not in FORMATS:
         known = ", ".join(FORMATS)
         raise GossamerError(f"format: there is no '{format}'{nearest(format, FORMATS)}; there are {known}")

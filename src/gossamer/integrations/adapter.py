@@ -21,9 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.engine import Manager
 from gossamer.engine.learning_rate import RecipeRates
-from gossamer.engine.run import Logger
+from gossamer.engine.removals import apply_saved_removals, thinned_shapes
+from gossamer.engine.run import MetricLogger
 from gossamer.engine.state import RunState
-from gossamer.engine.thinning import cut_to_state, thinned_shapes
 from gossamer.errors import GossamerError
 from gossamer.io import atomic_write, load_torch
 from gossamer.modifiers.base import Modifier, to_step
@@ -108,7 +108,7 @@ class Adapter:
         accumulation_steps: int = 1,
         scaler: Any = None,
         scheduler: Any = None,
-        loggers: Sequence[Logger] = (),
+        loggers: Sequence[MetricLogger] = (),
     ) -> Manager:
         """Start the recipe, or resume it from `state`; without a state, it starts in the middle after `steps_done`."""
         if self._manager is not None and state is not None:
@@ -159,7 +159,7 @@ class Adapter:
             for state in map(RunState.parse, states()):
                 shapes = thinned_shapes(state)
                 if shapes and all(name in weights and weights[name].shape == size for name, size in shapes.items()):
-                    cut_to_state(module, state, optimizer)
+                    apply_saved_removals(module, state, optimizer)
                     return
 
         self._load_hook = model.register_load_state_dict_pre_hook(shrink)

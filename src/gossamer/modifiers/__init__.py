@@ -1,9 +1,9 @@
-"""What a recipe can do: one family per file, one class per modifier. A class is imported when it is first used."""
+"""What a recipe can do: one kind of method per file, one class per modifier. Classes are imported on first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from gossamer.modifiers.base import BUILT_IN, Modifier, Outlook, find, register, registered
+from gossamer.modifiers.base import BUILT_IN, Modifier, Outlook, modifier_class, register, registered
 from gossamer.modifiers.run import Run
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ __all__ = [
     "StructuredPruningModifier",
     "TopKASTPruningModifier",
     "TrainableParamsModifier",
-    "find",
+    "modifier_class",
     "register",
     "registered",
 ]

@@ -120,18 +120,18 @@ class RigLPruningModifier(DynamicPruningModifier):
     def sparsity_of(self, run: Run, name: str, epoch: float) -> float | None:
         if self.sparsity_at(epoch) is None:
             return None
-        if "shares" not in run.plan:
-            run.plan["shares"] = self._shares(run)
-        return run.plan["shares"].get(name)
+        if "sparsities" not in run.plan:
+            run.plan["sparsities"] = self._sparsities(run)
+        return run.plan["sparsities"].get(name)
 
     def outlook(self, run: Run) -> dict[str, Outlook]:
-        return self._exact_outlook(run, self._shares(run))
+        return self._exact_outlook(run, self._sparsities(run))
 
     def start(self, run: Run) -> None:
-        for name, keep in self.masks(run, self.rank(run), self._shares(run)).items():
+        for name, keep in self.masks(run, self.rank(run), self._sparsities(run)).items():
             run.masks.set(name, keep)
 
-    def _shares(self, run: Run) -> dict[str, float]:
+    def _sparsities(self, run: Run) -> dict[str, float]:
         """The sparsity of each layer, which depends on its shape."""
         shapes = {name: tuple(run.weights.parameter(name).shape) for name in run.targets}
         if self.sparsity_strategy == "uniform":
@@ -139,7 +139,7 @@ class RigLPruningModifier(DynamicPruningModifier):
         return erdos_renyi(shapes, self.final_sparsity, kernel=self.sparsity_strategy == "erdos_renyi_kernel")
 
     def before_step(self, run: Run) -> None:
-        if run.clock.next_update == run.clock.step + 1:
+        if run.clock.next_update == run.clock.step + 1:  # also before the end, which drops the gradients
             gradients = {name: run.weights.gradient(name) for name in run.targets}
             run.scratch["gradients"] = {n: g.detach().abs() for n, g in gradients.items() if g is not None}
 

@@ -56,15 +56,15 @@ def plan_filters(
 ) -> FilterPlan:
     """Find coupled filters by tracing the model; in a model that cannot be traced each weight is on its own."""
     units = "channels" if channels else "filters"
-    traced = run.weights.filter_graph()
-    graph = None if isinstance(traced, str) else traced
+    graph = run.weights.filter_graph()
     sizes = {name: shape[int(channels)] for name, shape in shapes.items()}
     pools = pools_of(sizes, graph, channels=channels, user_groups=user_groups, own_sparsity=own_sparsity)
     notes: list[str] = []
-    if isinstance(traced, str):
-        notes.append(f"coupled {units} are unknown, and each layer is pruned on its own: {traced}")
-    elif traced.coupling.note is not None:
-        notes.append(f"coupled {units} are known in parts of the model only: {traced.coupling.note}")
+    if graph is None:
+        reason = run.weights.untraceable_reason()
+        notes.append(f"coupled {units} are unknown, and each layer is pruned on its own: {reason}")
+    elif graph.coupling.note is not None:
+        notes.append(f"coupled {units} are known in parts of the model only: {graph.coupling.note}")
     if graph is not None:
         notes += _unpruned(graph, pools, shapes, channels)
     vectors = {} if channels else vectors_of(run.module, list(shapes), graph)
@@ -73,7 +73,7 @@ def plan_filters(
 
 def _unpruned(graph: FilterGraph, pools: Pools, names: Collection[str], channels: bool) -> list[str]:
     """A warning about the first pool whose channels cannot be removed, because another weight uses them too."""
-    side, shares = (graph.read, "reads") if channels else (graph.produced, "produces")
+    side, verb = (graph.read, "reads") if channels else (graph.produced, "produces")
     for pool in pools.pools:
         first = pool.members[0]
         units, classes = pools.units[first], side.get(first)
@@ -86,7 +86,7 @@ def _unpruned(graph: FilterGraph, pools: Pools, names: Collection[str], channels
             if name not in (*pool.members, *graph.depthwise) and np.isin(other, own).any():
                 why = "is pruned separately" if name in names else "is not pruned"
                 kept = f"pruned channels of '{first}' cannot be removed from the model"
-                return [f"{kept}: '{name}' {shares} the same channels and {why}"]
+                return [f"{kept}: '{name}' {verb} the same channels and {why}"]
     return []
 
 
@@ -201,11 +201,11 @@ class Pools:
 
 
 def _share(pool: Pool, sparsity: Mapping[str, float], numels: Mapping[str, int]) -> float:
-    shares = {name: sparsity[name] for name in pool.members if name in sparsity}
-    shares = shares or {name: sparsity[name] for name in pool.followers if name in sparsity}
-    if pool.user_defined or len(set(shares.values())) == 1:
-        return next(iter(shares.values()))
-    return sum(share * numels[name] for name, share in shares.items()) / sum(numels[name] for name in shares)
+    sparsities = {name: sparsity[name] for name in pool.members if name in sparsity}
+    sparsities = sparsities or {name: sparsity[name] for name in pool.followers if name in sparsity}
+    if pool.user_defined or len(set(sparsities.values())) == 1:
+        return next(iter(sparsities.values()))
+    return sum(value * numels[name] for name, value in sparsities.items()) / sum(numels[name] for name in sparsities)
 
 
 def pools_of(

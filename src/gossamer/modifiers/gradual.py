@@ -411,17 +411,17 @@ class LevelPruningModifier(PruningModifier):
             return level
         if self.allocation != "erk":
             return None
-        shares: dict[float, dict[str, float]] = run.plan.setdefault("shares", {})
-        if level not in shares:
-            shares[level] = erdos_renyi({other: run.weights.parameter(other).shape for other in run.targets}, level)
-        return shares[level].get(name)
+        sparsities: dict[float, dict[str, float]] = run.plan.setdefault("sparsities", {})
+        if level not in sparsities:
+            sparsities[level] = erdos_renyi({other: run.weights.parameter(other).shape for other in run.targets}, level)
+        return sparsities[level].get(name)
 
     def outlook(self, run: Run) -> dict[str, Outlook]:
         even = isinstance(self.pattern, NM) or self.allocation in ("uniform", "erk")
         certainty = "exact" if even else "estimated"
         return {
-            name: self._outlook(round(share * run.weights.parameter(name).numel()), certainty)
-            for name, share in self.shares(run, self.levels[-1]).items()
+            name: self._outlook(round(sparsity * run.weights.parameter(name).numel()), certainty)
+            for name, sparsity in self.sparsities(run, self.levels[-1]).items()
         }
 
     def starts(self, start: int, end: int) -> list[int]:
@@ -479,7 +479,7 @@ class LevelPruningModifier(PruningModifier):
             case "uniform":
                 return uniform(shapes, sparsity)
 
-    def shares(self, run: Run, sparsity: float) -> dict[str, float]:
+    def sparsities(self, run: Run, sparsity: float) -> dict[str, float]:
         """The sparsity of each layer at a level, by the weights as they are now."""
         masks = self._masks_at(run, sparsity)
         return {name: 1 - int(keep.count_nonzero()) / max(keep.numel(), 1) for name, keep in masks.items()}

@@ -29,7 +29,17 @@ from gossamer.model import (
 )
 from gossamer.model.parameters import TIED, with_norms_kept
 from gossamer.model.weights import WHOLE
-from gossamer.modifiers.base import EXCLUDED, Certainty, ExcludedNames, Modifier, Outlook, ParamName, ParamNames, Run
+from gossamer.modifiers.base import (
+    EXCLUDED,
+    SPARED_EMBEDDINGS,
+    Certainty,
+    ExcludedNames,
+    Modifier,
+    Outlook,
+    ParamName,
+    ParamNames,
+    Run,
+)
 from gossamer.modifiers.filters import SAVED, FilterPlan, hold_vectors, is_held, leaves, plan_filters
 from gossamer.modifiers.scoring import outputs_first
 from gossamer.modifiers.state import LARGEST_WEIGHT, StateField, tensors
@@ -172,6 +182,8 @@ class PruningModifier(Modifier):
             if reason and name in matches.exact:
                 raise ModifierError(f"'{name}' cannot be pruned: {reason}", field)
             if reason is None and name not in matches.exact:
+                if name in tables:
+                    run.plan.setdefault(SPARED_EMBEDDINGS, set()).add(name)
                 reason = TIED if name in tables else self._spared(run, name, name == last)
                 reason = reason and f"{reason}; name it exactly to prune it"
             if reason:
@@ -244,11 +256,11 @@ class PruningModifier(Modifier):
             return None
         graph = run.weights.filter_graph()
         if isinstance(self.pattern, Channel):
-            first = not isinstance(graph, str) and graph.reads_input(name)
+            first = graph is not None and graph.reads_input(name)
             return "it reads the model's input, whose channels would be ignored" if first else None
-        if last and (isinstance(graph, str) or is_held(graph, name)):
+        if last and (graph is None or is_held(graph, name)):
             return "the last layer: pruning its filters would remove outputs"
-        if not isinstance(graph, str) and leaves(graph, name):
+        if graph is not None and leaves(graph, name):
             return "its filters are outputs of the model, or of a part that was traced separately"
         return None
 

@@ -124,7 +124,7 @@ class FisherScorer(Scorer):
             )
 
     def observe(self, run: Run) -> None:
-        """Keep the gradients of the last steps before the next update."""
+        """Keep the gradients of the last steps before the next update, or the end, which may prune once more."""
         due, count = run.clock.next_update, self.num_grads(_reached(run))
         if run.data.grad_sampler is not None or due is None or due - run.clock.step > count:
             return

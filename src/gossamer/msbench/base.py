@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from gossamer.engine.binding import BoundModifier
 from gossamer.engine.completion import TOLERANCE
-from gossamer.engine.learning_rate import Restart
-from gossamer.engine.masks import Masks
-from gossamer.engine.optimizer import Arguments, StepWatch
+from gossamer.engine.learning_rate import SchedulerReset
+from gossamer.engine.masks import ZeroMasks
+from gossamer.engine.optimizer import GlobalStepHooks, StepArguments
 from gossamer.engine.run import TrainingRun
-from gossamer.engine.state import RunState, frozen
+from gossamer.engine.state import RunState, to_saved
 from gossamer.errors import GossamerError, Key, Problem, nearest, within
 from gossamer.model import (
     ALL_PRUNABLE,
@@ -102,12 +102,12 @@ class BaseScheduler:
         self._reference: weakref.ref[nn.Module] | None = None
         self._run: TrainingRun | None = None
         self._begun = False
-        self._restart: Restart | None = None
-        self._step_watch: StepWatch | None = None
+        self._restart: SchedulerReset | None = None
+        self._step_watch: GlobalStepHooks | None = None
         self._steps = 0
         self._untrained: set[int] = set()
         """The ids of learned parameters that no optimizer has stepped yet."""
-        self._exported = Masks()
+        self._exported = ZeroMasks()
         """The zeros to hold if training continues after the export."""
 
     # Calls of a training script
@@ -151,14 +151,14 @@ class BaseScheduler:
         self.example_inputs, self.in_parts = example_inputs, networks is not None
         for scheduler in list(_schedulers):
             scheduler.release(model)
-        self._exported = Masks()
+        self._exported = ZeroMasks()
         self.install(prepared)
         self._untrained = {
             id(p) for module in sparsers.fake_sparse_modules(unwrap(prepared)).values() for p in module.parameters()
         }
         self._reference = weakref.ref(unwrap(prepared))
         _schedulers.add(self)
-        self._step_watch = StepWatch(unwrap(prepared), self._before_step, self._after_step)
+        self._step_watch = GlobalStepHooks(unwrap(prepared), self._before_step, self._after_step)
         return prepared
 
     def prune_model(self, model: nn.Module, iteration: int) -> None:
@@ -184,14 +184,14 @@ class BaseScheduler:
 
     def set_lr_scheduler(self, lr_scheduler: Any) -> None:
         """Set the learning-rate scheduler that each level restarts."""
-        self._restart = Restart(lr_scheduler, self.init_lr)
+        self._restart = SchedulerReset(lr_scheduler, self.init_lr)
         if self._restart.begun:
             logger.warning(
                 "set_lr_scheduler: it has already made steps, and levels will restart it from there; "
                 "call this before its state is loaded, or load the sparse scheduler's state after this call"
             )
         if self._run is not None:
-            self._run.restart = self._restart
+            self._run.scheduler_reset = self._restart
         self.init_optimizer(self._restart.optimizer)
 
     def export_sparse_model(self, model: nn.Module) -> nn.Module:
@@ -301,7 +301,7 @@ class BaseScheduler:
             "config": self.config_fingerprint,
             "iteration": self.iteration,
             "run": self._run.state_dict() if self._run is not None and self._begun else None,
-            "by_hand": frozen(self._run.masks.of(0)) if self._run is not None and not self._begun else {},
+            "by_hand": to_saved(self._run.masks.of(0)) if self._run is not None and not self._begun else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -424,7 +424,7 @@ class BaseScheduler:
     def install(self, model: nn.Module) -> None:
         """Bind the modifiers to the model, which raises if they do not fit, and insert the sparsers."""
         run = self._new_run(model)
-        self.names = [name for own in run.modifiers for name in own.bound]
+        self.names = [name for own in run.modifiers for name in own.bound_names]
         self.skipped = {name: why for own in run.modifiers for name, why in own.skipped.items()}
         self._run, self._begun, self.iteration = None if self.learns else run, False, None
         if type(self) is BaseScheduler and not self.learns and run.modifiers[0].modifier.sparsity_at(0.0) == 0:
@@ -453,7 +453,7 @@ class BaseScheduler:
         parameters = {id(parameter) for parameter in model.parameters()}
         exported = self.prepared
         if exported is not None and any(id(parameter) in parameters for parameter in exported.parameters()):
-            self._exported = Masks()
+            self._exported = ZeroMasks()
 
     @contextmanager
     def config_errors(self) -> Generator[None]:
@@ -503,14 +503,14 @@ class BaseScheduler:
     def _new_run(self, model: nn.Module) -> TrainingRun:
         with self.config_errors():
             recipe, example = Recipe.of(self.modifiers(), name=LOCATION.file), self.example_inputs
-            run = TrainingRun(recipe, model, None, 1.0, example_inputs=example, restart=self._restart)
+            run = TrainingRun(recipe, model, None, 1.0, example_inputs=example, scheduler_reset=self._restart)
             run.bind()
         run.external_clock = True
         return run
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments | None:
+    ) -> StepArguments | None:
         self._untrained -= {id(p) for group in optimizer.param_groups for p in group["params"]}
         if self._run is None or not self._begun:
             return None

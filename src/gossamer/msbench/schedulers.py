@@ -24,7 +24,7 @@ from gossamer.modifiers.learned import (
     note_statistics,
     warn_of_stale_statistics,
 )
-from gossamer.modifiers.state import Item, Layout, vector
+from gossamer.modifiers.state import Item, StateLayout, vector
 from gossamer.msbench import sparsers
 from gossamer.msbench.base import SCHEDULER_KWARGS, BaseScheduler, logger
 from gossamer.msbench.config import Config
@@ -179,7 +179,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         bound = self._bound
         if bound is None:
             raise GossamerError("sparse_analysis: the model was exported; prepare it again")
-        shares = [bound.modifier.shares(bound, sparsity) for sparsity in self.table]
+        shares = [bound.modifier.sparsities(bound, sparsity) for sparsity in self.table]
         by_name = {name: [share[name] for share in shares] for name in self.names}
         return layer_report(owner, by_name, self.table, self.example, self.skipped)
 
@@ -188,7 +188,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         bound = self._bound
         if bound is None or self.generator.mask_type is None:
             return {}
-        return bound.modifier.shares(bound, self.table[-1])
+        return bound.modifier.sparsities(bound, self.table[-1])
 
     def _write_analysis(self, report: LayerReport) -> None:
         if not _is_first_rank():
@@ -502,7 +502,7 @@ class ProbMaskPruneScheduler(BaseScheduler):
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         entries = Item(state, "load_state_dict").entries()
         saved = entries["statistics"].fields([], STATISTICS) if "statistics" in entries else {}
-        statistics = {key: vector().parse(item, Layout(self.names, {})) for key, item in saved.items()}
+        statistics = {key: vector().parse(item, StateLayout(self.names, {})) for key, item in saved.items()}
         problems = super().load_state_dict(state)
         self._statistics = statistics or self._statistics
         return problems

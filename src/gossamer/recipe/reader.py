@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gossamer.errors import GossamerError, Key, Location, Problem
-from gossamer.modifiers.base import NOT_OFFERED, Modifier, find, known_names
+from gossamer.modifiers.base import NOT_OFFERED, Modifier, known_names, modifier_class
 from gossamer.recipe.nodes import (
     ListNode,
     MapNode,
@@ -176,14 +176,14 @@ def _build(written: ModifierNode, scope: Scope, problems: SourceProblems) -> tup
     broken = {name for name, value in values.items() if value is BROKEN}
     given = {name: value for name, value in values.items() if name not in broken}
     try:
-        modifier_class = find(written.name)
+        kind = modifier_class(written.name)
     except GossamerError as error:
         problems.extend(error.problems, location=problems.location(start))
         return None
     try:
-        modifier = modifier_class.model_validate(given)
+        modifier = kind.model_validate(given)
     except ValidationError as error:
-        for problem in problems_of(error, given, modifier_class, reported=broken):
+        for problem in problems_of(error, given, kind, reported=broken):
             problems.at(_position(problem.key, fields, start, problems), problem, written.name)
         return None
     except GossamerError as error:

@@ -131,7 +131,7 @@ def _by_name(net: Net, num_classes: int, trust: Trust) -> nn.Module:
 
     model = _call(net, detector, {"num_classes": num_classes + 1, **kwargs})
     with within("net", "kwargs"):
-        _check_arguments(make, model, kwargs)
+        _check_detector_kwargs(make, model, kwargs)
         if anchors:
             set_anchors(model, **anchors)
         if is_file:
@@ -139,7 +139,7 @@ def _by_name(net: Net, num_classes: int, trust: Trust) -> nn.Module:
     return model
 
 
-def _check_arguments(make: Callable[..., Any], model: nn.Module, given: Mapping[str, Any]) -> None:
+def _check_detector_kwargs(make: Callable[..., Any], model: nn.Module, given: Mapping[str, Any]) -> None:
     """Raise for an argument that torchvision's detectors would silently ignore."""
     known: set[str] = {"fixed_size", "size_divisible", "weights"}
     for function in (getattr(make, "func", make), type(model).__init__):

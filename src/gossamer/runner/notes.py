@@ -25,7 +25,7 @@ from gossamer.report.weights import BINS, weight_bins
 from gossamer.runner.checkpoint import CheckpointError, describe
 
 if TYPE_CHECKING:
-    from gossamer.runner.trainer import Runner
+    from gossamer.runner.trainer import Trainer
 
 FOLDER = "analysis"
 MAX_BYTES = 16_000_000
@@ -149,28 +149,28 @@ def weights_of(model: nn.Module) -> dict[str, LayerWeights]:
     return {name: LayerWeights.of(get_parameter(owner, name).detach()) for name in prunable(owner)}
 
 
-def note_plan(runner: Runner) -> None:
+def note_plan(trainer: Trainer) -> None:
     """Record the layers with their targets, and the planned sparsity."""
-    owner, sparsifier = unwrap(runner.model), runner.sparsifier
-    targets, dense = sparsifier.targets(), sparsifier.left_dense()
+    owner, sparsifier = unwrap(trainer.model), trainer.sparsifier
+    targets, dense = sparsifier.target_sparsities(), sparsifier.left_dense()
     layers: dict[str, PlannedLayer] = {}
-    for name in prunable(owner) if runner.start_weights is None else runner.start_weights:
+    for name in prunable(owner) if trainer.start_weights is None else trainer.start_weights:
         # Schedulers use names of layers, recipes names of weights.
         reason = dense.get(name) or dense.get(name.rpartition(".")[0])
         layers[name] = PlannedLayer(target=targets.get(name), dense=reason, transposed=is_transposed(owner, name))
     plan = PlanNote(
-        length=runner.length,
-        steps_per_epoch=runner.steps_per_epoch,
+        length=trainer.length,
+        steps_per_epoch=trainer.steps_per_epoch,
         sparse=sparsifier.sparse,
         layers=layers,
-        course=_course(runner),
+        course=_course(trainer),
     )
-    write_note(runner.folder, "plan", plan)
+    write_note(trainer.folder, "plan", plan)
 
 
-def origin_of(runner: Runner) -> Origin | None:
+def origin_of(trainer: Trainer) -> Origin | None:
     """The run whose weights this run starts from: its name and metrics."""
-    path = runner.start.weights
+    path = trainer.start.weights
     if path is None:
         return None
     name = path.parent.parent.name if path.parent.name == "checkpoints" else path.parent.name
@@ -182,25 +182,25 @@ def origin_of(runner: Runner) -> Origin | None:
     return Origin(name=name or path.name, metrics=finite)
 
 
-def note_sensitivity(runner: Runner, progress: Progress | None = None, *, bounded: bool = False) -> None:
+def note_sensitivity(trainer: Trainer, progress: Progress | None = None, *, bounded: bool = False) -> None:
     """Record the sensitivity of the layers of the final model, or why it was skipped.
 
     Needs no labels: it prunes one layer at a time and compares the outputs. A detector is measured network by network.
     `bounded` limits the cost relative to the training.
     """
-    model = unwrap(runner.outcome)
+    model = unwrap(trainer.outcome)
     names = prunable(model)
-    checkpoint = runner.start.checkpoint
-    iteration = runner.iteration if runner.training else (checkpoint.iteration if checkpoint is not None else 0)
-    count = _images(runner, len(names)) if bounded else IMAGES[0]
+    checkpoint = trainer.start.checkpoint
+    iteration = trainer.iteration if trainer.training else (checkpoint.iteration if checkpoint is not None else 0)
+    count = _images(trainer, len(names)) if bounded else IMAGES[0]
     if count == 0:
         why = "Sensitivity not measured: it takes too many forward passes for a run of this length."
-        write_note(runner.folder, "sensitivity", SensitivityNote(iteration=iteration, left_out=why))
+        write_note(trainer.folder, "sensitivity", SensitivityNote(iteration=iteration, left_out=why))
         return
     from gossamer.analysis.sensitivity import sensitivity
 
     rows: dict[str, list[float | None]] = {}
-    parts = _networks(runner, count)
+    parts = _networks(trainer, count)
     for index, (module, inputs) in enumerate(parts):
         own = {id(parameter): name for name, parameter in module.named_parameters()}
         layers = {own[id(p)]: name for name in names if id(p := get_parameter(model, name)) in own}
@@ -215,44 +215,44 @@ def note_sensitivity(runner: Runner, progress: Progress | None = None, *, bounde
     ordered = {name: rows[name] for name in names if name in rows}
     images = len(parts[0][1][0])
     note = SensitivityNote(iteration=iteration, sparsities=list(LEVELS), images=images, rows=ordered)
-    write_note(runner.folder, "sensitivity", note)
+    write_note(trainer.folder, "sensitivity", note)
 
 
-def _images(runner: Runner, layers: int) -> int:
+def _images(trainer: Trainer, layers: int) -> int:
     """The largest number of images within the limits; 0 if even the smallest exceeds them."""
-    train = runner.config.dataset.train
-    seen = runner.iteration * runner.config.trainer.accumulate * runner.distributed.world_size
+    train = trainer.config.dataset.train
+    seen = trainer.iteration * trainer.config.trainer.accumulate * trainer.distributed.world_size
     budget = min(MAX_PASSES, MAX_SHARE * 3 * seen * (train.batch_size if train is not None else 1))
-    if runner.kind == "detection":  # one image each, and large ones
+    if trainer.kind == "detection":  # one image each, and large ones
         return IMAGES[-1] if layers * len(LEVELS) <= budget else 0
     return next((count for count in IMAGES if layers * len(LEVELS) * count <= budget), 0)
 
 
-def _networks(runner: Runner, count: int) -> list[tuple[nn.Module, tuple[Any, ...]]]:
+def _networks(trainer: Trainer, count: int) -> list[tuple[nn.Module, tuple[Any, ...]]]:
     """Modules and their inputs."""
-    model = unwrap(runner.outcome)
-    if runner.kind == "detection":
+    model = unwrap(trainer.outcome)
+    if trainer.kind == "detection":
         with torch.no_grad():
-            networks = runner.task.networks(model, runner.example())
+            networks = trainer.task.networks(model, trainer.example())
         return [(network.module, network.inputs) for network in networks.values()]
-    data = runner.train_data or runner.test_data
+    data = trainer.train_data or trainer.test_data
     assert data is not None
     images = data.read_batch([(0, index) for index in range(min(count, len(data)))], train=False).images
     if not isinstance(images, Tensor):
         raise GossamerError("its first images cannot be read", "dataset")
-    return [(model, (images.to(runner.distributed.device),))]
+    return [(model, (images.to(trainer.distributed.device),))]
 
 
-def _course(runner: Runner) -> list[tuple[float, float]]:
+def _course(trainer: Trainer) -> list[tuple[float, float]]:
     """Iterations and the planned sparsity from each of them on; empty if the method has no schedule."""
-    sparsifier = runner.sparsifier
+    sparsifier = trainer.sparsifier
 
     def planned(at: int) -> float | None:
-        return sparsifier.planned_in(at) if at < runner.length else sparsifier.planned(at)
+        return sparsifier.planned_in(at) if at < trainer.length else sparsifier.planned(at)
 
     course: list[tuple[float, float]] = []
     before = 0
-    for at in [*range(0, runner.length, max(1, runner.length // SAMPLES)), runner.length]:
+    for at in [*range(0, trainer.length, max(1, trainer.length // SAMPLES)), trainer.length]:
         share = planned(at)
         if share is None:
             continue
@@ -262,7 +262,7 @@ def _course(runner: Runner) -> list[tuple[float, float]]:
         before = at
     target = sparsifier.target()
     if course:  # some methods prune in the last step
-        course.append((float(runner.length), course[-1][1] if target is None else target))
+        course.append((float(trainer.length), course[-1][1] if target is None else target))
     return course
 
 

@@ -2,7 +2,7 @@
 
 Schedulers of torch are stepped in each iteration, so lengths that a config gives in epochs become iterations here.
 The warm-up is our own: torch's SequentialLR delays the schedule by the warm-up, and ChainedScheduler is exact for
-some schedulers only. A recipe restarts both through `engine.restart`.
+some schedulers only. A recipe restarts both through `engine/learning_rate.py`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def build_optimizer(config: Optimizer, parameters: Any) -> torch.optim.Optimizer
             raise GossamerError(f"torch.optim has no '{config.type}'{nearest(config.type, known)}", "type")
         if "params" in config.kwargs:
             raise GossamerError("the runner passes the model's parameters; remove it", "kwargs", "params")
-        _check_arguments(kind, config.kwargs)
+        _check_kwargs(kind, config.kwargs)
         try:
             return kind(parameters, **config.kwargs)
         except (TypeError, ValueError) as error:
@@ -97,7 +97,7 @@ def build_lr_scheduler(
         if name not in LENGTHS:
             raise GossamerError(f"no '{name}'{nearest(name, LENGTHS)}; there are {', '.join(LENGTHS)}", "type")
         kind: Any = getattr(torch_schedulers, name)
-        _check_arguments(kind, config.kwargs)
+        _check_kwargs(kind, config.kwargs)
         given = dict(config.kwargs)
         if name == "ReduceLROnPlateau":
             given.setdefault("mode", "max")  # higher metrics are better
@@ -228,7 +228,7 @@ def _iterations(value: Any, per_unit: int) -> Any:
     return max(round(value * per_unit), 1)
 
 
-def _check_arguments(kind: type, given: Mapping[str, Any]) -> None:
+def _check_kwargs(kind: type, given: Mapping[str, Any]) -> None:
     """Raise for an argument that the class does not accept."""
     parameters = inspect.signature(kind).parameters
     accepted = [name for name in parameters if name not in ("optimizer", "params")]

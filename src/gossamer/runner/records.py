@@ -2,7 +2,7 @@
 
 A line has `kind` (`train`, `test` or `set`), `iteration`, `epoch`, `seconds` of training so far, and the values. Each
 line is valid JSON: numbers outside of JSON are the texts `NaN`, `Infinity` and `-Infinity`. In long runs older lines
-are thinned out, so that the file stays small.
+are downsampled, so that the file stays small.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ METRICS, EVENTS = "metrics.jsonl", "tensorboard"
 logger = logging.getLogger(__name__)
 
 FULL = 100_000
-"""Iterations of which all lines are kept; older lines are thinned out."""
+"""Iterations of which all lines are kept; older lines are downsampled."""
 WINDOW = 100
 """Iterations of a window of older lines, of which the last line of each kind is kept."""
 OFTEN = 50_000
-"""Iterations between two times at which older lines are thinned out."""
+"""Iterations between two times at which older lines are downsampled."""
 
 LONGEST = 128_000_000
 """Bytes of a metrics file that are read; the longest runs need far fewer."""
@@ -59,12 +59,12 @@ class Records:
     ) -> None:
         self.path = folder / METRICS
         kept = [line for line in _lines(self.path) if 0 < resumed >= line["iteration"]]
-        self._thinned_at = resumed - resumed % OFTEN
+        self._downsampled_at = resumed - resumed % OFTEN
         before = max((float(line.get("seconds", 0)) for line in kept), default=0.0)
         self._clock, self._zero = clock, clock() - before
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file: IO[str] = self._rewritten(thinned(kept, self._thinned_at))
+            self._file: IO[str] = self._rewritten(downsampled(kept, self._downsampled_at))
         except OSError as error:
             raise _cannot_write(self.path, error) from None
         self._events = _open_events(folder / EVENTS, resumed) if tensorboard else None
@@ -95,10 +95,10 @@ class Records:
         try:
             self._file.write(_text(line))
             self._file.flush()
-            if iteration >= self._thinned_at + OFTEN:
-                self._thinned_at = iteration - iteration % OFTEN
+            if iteration >= self._downsampled_at + OFTEN:
+                self._downsampled_at = iteration - iteration % OFTEN
                 self._file.close()
-                self._file = self._rewritten(thinned(_lines(self.path), self._thinned_at))
+                self._file = self._rewritten(downsampled(_lines(self.path), self._downsampled_at))
         except OSError as error:
             raise _cannot_write(self.path, error) from None
         for name, value in numbers.items() if kind != "set" else ():
@@ -123,8 +123,8 @@ class Records:
             logger.warning("TensorBoard events end here: %s", error.strerror or error)
 
 
-def thinned(lines: Sequence[dict[str, Any]], now: int) -> list[dict[str, Any]]:
-    """The lines to keep when a run is at iteration `now`; thinning repeatedly or once gives the same result.
+def downsampled(lines: Sequence[dict[str, Any]], now: int) -> list[dict[str, Any]]:
+    """The lines to keep when a run is at iteration `now`; downsampling repeatedly or once gives the same result.
 
     Tests, levels of sparsity, the first line of each kind and all of the last `FULL` iterations are kept. Of older
     lines the last one of its kind in each window of `WINDOW` iterations is kept.

@@ -60,7 +60,7 @@ from gossamer.runner.trust import check_links
 from gossamer.runner.weights import read_weights
 
 if TYPE_CHECKING:
-    from gossamer.runner.trainer import Runner
+    from gossamer.runner.trainer import Trainer
 
 logger = logging.getLogger("gossamer")
 PAGE = "report.html"
@@ -98,47 +98,47 @@ def report(
     return path
 
 
-def note_start(runner: Runner) -> None:
+def note_start(trainer: Trainer) -> None:
     """Record what the report needs from before the training, on rank 0."""
-    if not runner.distributed.first or not runner.config.runtime.report.enable or runner.iteration >= runner.length:
+    if not trainer.distributed.first or not trainer.config.runtime.report.enable or trainer.iteration >= trainer.length:
         return
 
     def note() -> None:
-        if runner.start_weights is not None:
-            start = WeightsNote(layers=runner.start_weights, origin=origin_of(runner))
-            write_note(runner.folder, "start", start)
-        note_plan(runner)
+        if trainer.start_weights is not None:
+            start = WeightsNote(layers=trainer.start_weights, origin=origin_of(trainer))
+            write_note(trainer.folder, "start", start)
+        note_plan(trainer)
 
-    _guarded(runner, note)
+    _guarded(trainer, note)
 
 
-def report_end(runner: Runner, *, complete: bool) -> None:
+def report_end(trainer: Trainer, *, complete: bool) -> None:
     """Write the report of a run that ends, complete or not, on rank 0."""
-    if not runner.distributed.first or not runner.config.runtime.report.enable:
+    if not trainer.distributed.first or not trainer.config.runtime.report.enable:
         return
     if complete:
-        _guarded(runner, lambda: _note_end(runner))
-    _guarded(runner, lambda: _page(runner))
+        _guarded(trainer, lambda: _note_end(trainer))
+    _guarded(trainer, lambda: _page(trainer))
 
 
-def _page(runner: Runner) -> None:
+def _page(trainer: Trainer) -> None:
     """Write the page, unless the run failed before its first record."""
-    if read_records(runner.folder) or runner.checkpoints.latest() is not None:
-        report([runner.folder])
+    if read_records(trainer.folder) or trainer.checkpoints.latest() is not None:
+        report([trainer.folder])
 
 
-def _note_end(runner: Runner) -> None:
-    end = WeightsNote(layers=weights_of(runner.outcome), iteration=runner.iteration)
-    write_note(runner.folder, "end", end)
-    setting = runner.config.runtime.report.sensitivity
+def _note_end(trainer: Trainer) -> None:
+    end = WeightsNote(layers=weights_of(trainer.outcome), iteration=trainer.iteration)
+    write_note(trainer.folder, "end", end)
+    setting = trainer.config.runtime.report.sensitivity
     if setting is not False:
-        with runner.display.testing(100) as show:
-            note_sensitivity(runner, lambda label, share: show(int(100 * share)), bounded=setting == "auto")
+        with trainer.display.testing(100) as show:
+            note_sensitivity(trainer, lambda label, share: show(int(100 * share)), bounded=setting == "auto")
 
 
-def _guarded(runner: Runner, act: Callable[[], object]) -> None:
+def _guarded(trainer: Trainer, act: Callable[[], object]) -> None:
     """Log a warning if `act` fails; an interrupt is raised again."""
-    remedy = f"write it again with gossamer report {shlex.quote(str(runner.folder))}"
+    remedy = f"write it again with gossamer report {shlex.quote(str(trainer.folder))}"
     try:
         act()
     except KeyboardInterrupt:

@@ -97,7 +97,7 @@ class Sparsifier:
         """A counter that increases whenever a mask changes; None if the method does not count changes."""
         return None
 
-    def targets(self) -> Mapping[str, float]:
+    def target_sparsities(self) -> Mapping[str, float]:
         """The final sparsity by weight, where it is known before training."""
         return {}
 
@@ -190,15 +190,15 @@ class MSBenchSparsifier(Sparsifier):
         final = self.scheduler.final_sparsity
         if final is None:
             return at_end or not self.scheduler.learns
-        shares = self._scheduled(iteration - 1)
-        return not shares or any(_reached(share, final) for share in shares)
+        sparsities = self._scheduled(iteration - 1)
+        return not sparsities or any(_reached(sparsity, final) for sparsity in sparsities)
 
     def planned(self, iteration: int) -> float | None:
         """Masks change at the start of an iteration, so those of the last iteration hold."""
         if self.scheduler.learns and self.scheduler.final_sparsity is None:
             return None
-        shares = self._scheduled(max(iteration - 1, 0))
-        return next((share for share in shares if share is not None), self.scheduler.final_sparsity)
+        sparsities = self._scheduled(max(iteration - 1, 0))
+        return next((sparsity for sparsity in sparsities if sparsity is not None), self.scheduler.final_sparsity)
 
     def planned_in(self, iteration: int) -> float | None:
         return self.planned(iteration + 1)
@@ -208,7 +208,7 @@ class MSBenchSparsifier(Sparsifier):
         self._modifiers = self._modifiers or list(self.scheduler.modifiers())
         return [modifier.sparsity_at(float(iteration)) for modifier in self._modifiers if modifier.prunes]
 
-    def targets(self) -> Mapping[str, float]:
+    def target_sparsities(self) -> Mapping[str, float]:
         return self.scheduler.final_sparsities()
 
     def state_dict(self) -> dict[str, Any]:
@@ -308,16 +308,18 @@ class RecipeSparsifier(Sparsifier):
     def planned(self, iteration: int) -> float | None:
         return self._mean(self.manager.planned(iteration))
 
-    def _mean(self, shares: Mapping[str, float]) -> float | None:
+    def _mean(self, sparsities: Mapping[str, float]) -> float | None:
         """The sparsity of all pruned weights together; None if some of them have no target of their own."""
-        if not shares or set(shares) != set(self.pruned()):
+        if not sparsities or set(sparsities) != set(self.pruned()):
             return None
-        return sum(share * self._sizes[name] for name, share in shares.items()) / sum(self._sizes[n] for n in shares)
+        return sum(sparsity * self._sizes[name] for name, sparsity in sparsities.items()) / sum(
+            self._sizes[n] for n in sparsities
+        )
 
     def mask_changes(self) -> int | None:
         return self.manager.mask_changes
 
-    def targets(self) -> Mapping[str, float]:
+    def target_sparsities(self) -> Mapping[str, float]:
         return self.manager.targets()
 
     def thinned(self, model: nn.Module) -> bool:
