@@ -31,6 +31,8 @@ class ZeroMasks:
         self._stale: set[str] = set()
         self.changes = 0
         """Increases whenever a mask changes."""
+        self.before_zeroing: Callable[[Tensor, Tensor], None] | None = None
+        """Called with a weight and its mask before the masked weights are zeroed."""
 
     def hold(self, holder: int, name: str, keep: Tensor, weight: Tensor, ended: Collection[int] = ()) -> None:
         """Let `holder` keep only these weights; the masks of `ended` holders on that weight go."""
@@ -145,6 +147,8 @@ class ZeroMasks:
             zeros = self._zeros[name]
             if zeros.device != weight.device:
                 zeros = self._move(name, weight.device)
+            if self.before_zeroing is not None:
+                self.before_zeroing(weight, zeros)
             zero_where(weight, zeros)
         return out
 
