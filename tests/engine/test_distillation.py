@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from gossamer import GossamerError, Manager
-from gossamer.modifiers.run import Distributed
+from gossamer.modifiers.distributed import Distributed
 from gossamer.sparseml import ScheduledModifierManager
 from tests.loops import STEPS_PER_EPOCH, batch, loss_at, network, sgd, through_disk, train, zeros
 from tests.ranks import in_ranks

@@ -21,7 +21,8 @@ from gossamer.model import get_parameter, has_parameter, left_dense, prunable
 from gossamer.model.additions import Substitution
 from gossamer.model.parameters import empties_a_norm
 from gossamer.modifiers.base import EXCLUDED, SPARED_EMBEDDINGS, Modifier
-from gossamer.modifiers.run import Data, Distributed
+from gossamer.modifiers.distributed import Distributed
+from gossamer.modifiers.run import Data
 
 if TYPE_CHECKING:
     from gossamer.engine.run import TrainingRun

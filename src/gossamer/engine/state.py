@@ -20,7 +20,7 @@ from gossamer.engine.removals import REMOVALS, Removal, check_has_filters_of, du
 from gossamer.engine.snapshot import shaped_tensors
 from gossamer.errors import GossamerError
 from gossamer.model.parameters import empties_a_norm
-from gossamer.modifiers.state import BITS, LARGEST_SETTING, LARGEST_STEP, Item, Layout, Spec, short
+from gossamer.modifiers.state import BITS, LARGEST_SETTING, LARGEST_STEP, Item, Spec, StateLayout, short
 from gossamer.sparse import pack
 
 if TYPE_CHECKING:
@@ -326,7 +326,7 @@ def _plan_modifier(
     """Parse the saved state of one modifier against recipe and model; appends a message for each part it drops."""
     device = next((spec.device for spec in specs.values()), torch.device("cpu"))
     unchanged = {n for n, was in (saved.parameters or {}).items() if n in specs and specs[n].shape == was.shape}
-    layout = Layout(bound.bound_names, specs, device, unchanged)
+    layout = StateLayout(bound.bound_names, specs, device, unchanged)
     masks: dict[str, Tensor] = {}
     reported: set[str] = set()
     for name, item in saved.masks.items():

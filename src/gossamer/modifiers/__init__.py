@@ -1,4 +1,4 @@
-"""What a recipe can do: one family per file, one class per modifier. A class is imported when it is first used."""
+"""What a recipe can do: one kind of method per file, one class per modifier. Classes are imported on first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -20,7 +20,7 @@ from gossamer.errors import FieldError, GossamerError, ModifierError, Problem, n
 from gossamer.model import ALL_PRUNABLE, expects_every_gradient
 from gossamer.model.parameters import KEYWORDS, KEYWORDS_TO_EXCLUDE, problem_of_name
 from gossamer.modifiers.run import Run
-from gossamer.modifiers.state import Item, Layout, StateField
+from gossamer.modifiers.state import Item, StateField, StateLayout
 from gossamer.quantities import Epoch
 from gossamer.sparse import Pattern
 
@@ -85,9 +85,22 @@ class Outlook(NamedTuple):
 class Modifier(BaseModel):
     """One thing that a recipe does to a training run, between two epochs.
 
-    A subclass overrides the hooks it needs. Order within one optimizer step:
-    `before_step` (with gradients), the step, `after_step`, then, with the next
-    step's number, `end`, `start` or `update`, and finally masks are applied.
+    A subclass overrides the hooks that it needs:
+
+    | hook | called |
+    |---|---|
+    | `bind` | before anything changes |
+    | `start`, `update`, `end` | at `start_epoch`, between, and at `end_epoch` |
+    | `before_step`, `after_step` | around each optimizer step while active |
+    | `restore` | while active, after a state was loaded |
+    | `undo` | while active, before a state is loaded, and when a failed call is rolled back |
+    | `finish` | when the run ends while active: `end` is not called then |
+    | `discard` | in place of `finish` if nothing was trained: must not change weights |
+    | `finalized` | last, when the run has ended, for every modifier that has started |
+
+    Order within one optimizer step: `before_step` (with gradients), the step, `after_step`, and all masked weights are
+    zeroed. Then time advances: `end`, `start` or `update` of the modifiers that are due, and after each of them the
+    weights whose mask it changed are zeroed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, defer_build=True)
@@ -255,7 +268,7 @@ class Modifier(BaseModel):
     def check_state(self, item: Item, state: Mapping[str, Any]) -> None:
         """Raise `GossamerError` if parsed fields contradict each other; `item` has their path for the message."""
 
-    def parse_state(self, run: Run, item: Item, layout: Layout, *, active: bool) -> dict[str, Any]:
+    def parse_state(self, run: Run, item: Item, layout: StateLayout, *, active: bool) -> dict[str, Any]:
         """The new `run.state`; changes nothing, and raises `GossamerError` for values that do not fit."""
         fields = self.state_fields(run)
         required = [key for key, declared in fields.items() if declared.required and active]
@@ -309,24 +322,24 @@ def to_step(epoch: float, steps_per_epoch: float) -> int:
     return round(max(epoch, 0.0) * steps_per_epoch)
 
 
-def optimizer_settings(run: Run) -> dict[Tensor, tuple[float, float]]:
-    """The optimizer's learning rate and momentum (Adam: first beta) of each parameter."""
-    found: dict[Tensor, tuple[float, float]] = {}
+def sgd_options(run: Run) -> dict[Tensor, tuple[float, float]]:
+    """By parameter: the optimizer's learning rate and momentum (Adam: first beta), for `sgd_step`."""
+    result: dict[Tensor, tuple[float, float]] = {}
     for group in run.optimizer.param_groups:
-        setting = float(group["lr"]), float(group.get("momentum", group.get("betas", (0.0,))[0]))
-        found.update(dict.fromkeys(group["params"], setting))
-    return found
+        options = float(group["lr"]), float(group.get("momentum", group.get("betas", (0.0,))[0]))
+        result.update(dict.fromkeys(group["params"], options))
+    return result
 
 
 def sgd_step(
-    value: Tensor, gradient: Tensor, momenta: dict[str, Tensor], key: str, settings: tuple[float, float], decay: float
+    value: Tensor, gradient: Tensor, momenta: dict[str, Tensor], key: str, options: tuple[float, float], decay: float
 ) -> None:
     """One step of `torch.optim.SGD` on a tensor in place; its momentum is in `momenta` under `key`."""
     buffers = [momenta[key].to(value) if key in momenta else None]
     sgd(
         *([value], [gradient], buffers),
-        lr=settings[0],
-        momentum=settings[1],
+        lr=options[0],
+        momentum=options[1],
         weight_decay=decay,
         dampening=0.0,
         nesterov=False,

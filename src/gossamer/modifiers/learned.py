@@ -21,7 +21,7 @@ from torch.optim.adam import adam
 from gossamer.errors import FieldError, ModifierError, Problem
 from gossamer.model import get_module
 from gossamer.model.recalibration import BATCHES, recalibrate, running_means
-from gossamer.modifiers.base import EndEpoch, ParamNames, Run, optimizer_settings, sgd_step, to_step
+from gossamer.modifiers.base import EndEpoch, ParamNames, Run, sgd_options, sgd_step, to_step
 from gossamer.modifiers.pruning import PruningModifier
 from gossamer.modifiers.state import LARGEST_SETTING, Item, Spec, StateField, by_target, same_names, tensors, vector
 from gossamer.quantities import (
@@ -203,11 +203,11 @@ class STRPruningModifier(LearnedPruningModifier):
         """One step on each s, with the arithmetic of `torch.optim.SGD`."""
         thresholds: dict[str, Tensor] = run.state["thresholds"]
         momenta: dict[str, Tensor] = run.state["momenta"]
-        settings = optimizer_settings(run)
+        options = sgd_options(run)
         decay = self.st_decay if self.final_sparsity is None else 0.0
         for name in self.names(run):
             gradient, weight = run.weights.gradient(name), run.weights.parameter(name)
-            rate, momentum = settings.get(weight, (None, 0.0))
+            rate, momentum = options.get(weight, (None, 0.0))
             rate = rate if self.st_lr is None else self.st_lr
             if gradient is not None and rate is not None:
                 s = thresholds[name] = thresholds[name].to(weight.device)

@@ -17,7 +17,7 @@ from gossamer.model import named_modules, prunable
 from gossamer.model.tracing.tracer import batch_arguments
 from gossamer.model.weights import check_values
 from gossamer.modifiers.base import Modifier, Run, to_step
-from gossamer.modifiers.state import Item, Layout, Spec, StateField
+from gossamer.modifiers.state import Item, Spec, StateField, StateLayout
 from gossamer.quantities import CountOrZero, Epoch
 from gossamer.quantization import Rules, Scheme, scheme_of
 from gossamer.quantization.schemes import BITS
@@ -270,7 +270,7 @@ class QuantizationModifier(Modifier):
             )
 
 
-def _ranges(item: Item, layout: Layout) -> dict[str, Tensor]:
+def _ranges(item: Item, layout: StateLayout) -> dict[str, Tensor]:
     """By call site: the minimum and maximum."""
     return {site: entry.tensor(Spec((2,), torch.float32, layout.device)) for site, entry in item.entries().items()}
 

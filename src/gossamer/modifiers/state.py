@@ -62,7 +62,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """What the state of one modifier is parsed against: its targets, and the model after loading."""
 
     targets: Sequence[str]
@@ -225,7 +225,7 @@ class Item:
 class StateField:
     """How one key of `run.state` is parsed, and whether an active modifier needs it."""
 
-    parse: Callable[[Item, Layout], Any]
+    parse: Callable[[Item, StateLayout], Any]
     required: bool = False
 
 
@@ -260,7 +260,7 @@ def vector(*, required: bool = False) -> StateField:
 def by_target(parse: Callable[[Item, Spec], Any], *, required: bool = False) -> StateField:
     """A mapping from targets to values that `parse` returns; names that are no longer targets are ignored."""
 
-    def parsed(item: Item, layout: Layout) -> dict[str, Any]:
+    def parsed(item: Item, layout: StateLayout) -> dict[str, Any]:
         known = set(layout.targets)
         entries = {name: entry for name, entry in item.entries().items() if name in known and name in layout.tensors}
         return {name: parse(entry, layout.tensors[name]) for name, entry in entries.items()}
@@ -273,7 +273,7 @@ def tensors(
     least: float = -LARGEST,
     most: float = LARGEST,
     *,
-    of: Callable[[Layout], Collection[str]] = lambda layout: layout.targets,
+    of: Callable[[StateLayout], Collection[str]] = lambda layout: layout.targets,
     required: bool = False,
 ) -> StateField:
     """A mapping from targets, or the names that `of` returns, to tensors with the `spec` of their weight."""
@@ -288,10 +288,10 @@ def masks(*, required: bool = False) -> StateField:
 def _fitting(
     spec: Callable[[Spec], Spec],
     parse: Callable[[Item, Spec], Any],
-    of: Callable[[Layout], Collection[str]],
+    of: Callable[[StateLayout], Collection[str]],
     required: bool,
 ) -> StateField:
-    def parsed(item: Item, layout: Layout) -> dict[str, Any]:
+    def parsed(item: Item, layout: StateLayout) -> dict[str, Any]:
         known, found = set(of(layout)), dict[str, Any]()
         for name, entry in item.entries().items():
             if name not in known or name not in layout.tensors:
@@ -307,7 +307,7 @@ def _fitting(
     return StateField(parsed, required)
 
 
-def _vector(item: Item, layout: Layout) -> Tensor:
+def _vector(item: Item, layout: StateLayout) -> Tensor:
     shape = item.shape()
     if len(shape) != 1:
         raise GossamerError(f"{item.where}: expected one dimension, found shape {shape}")

@@ -23,7 +23,7 @@ from gossamer.modifiers.base import (
     to_step,
 )
 from gossamer.modifiers.gradual import GMPruningModifier
-from gossamer.modifiers.state import Item, Layout, Spec, StateField
+from gossamer.modifiers.state import Item, Spec, StateField, StateLayout
 from gossamer.quantities import Epoch
 
 
@@ -99,7 +99,7 @@ class LayerPruningModifier(Modifier):
     def state_fields(self, run: Run) -> Mapping[str, StateField]:
         return {"layers": StateField(lambda item, layout: self._parse_layers(run, item, layout), required=True)}
 
-    def _parse_layers(self, run: Run, item: Item, layout: Layout) -> dict[str, dict[str, Tensor]]:
+    def _parse_layers(self, run: Run, item: Item, layout: StateLayout) -> dict[str, dict[str, Tensor]]:
         """The weights to restore layers with; the model's own where the saved ones do not fit."""
         saved, replaced, weights = item.entries(), self.replaced_layers(run), dict[str, dict[str, Tensor]]()
         for name in run.targets:

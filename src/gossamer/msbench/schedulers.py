@@ -24,7 +24,7 @@ from gossamer.modifiers.learned import (
     note_statistics,
     warn_of_stale_statistics,
 )
-from gossamer.modifiers.state import Item, Layout, vector
+from gossamer.modifiers.state import Item, StateLayout, vector
 from gossamer.msbench import sparsers
 from gossamer.msbench.base import KWARGS, BaseScheduler, logger
 from gossamer.msbench.config import Config
@@ -491,7 +491,7 @@ class ProbMaskPruneScheduler(BaseScheduler):
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         entries = Item(state, "load_state_dict").entries()
         saved = entries["statistics"].fields([], STATISTICS) if "statistics" in entries else {}
-        statistics = {key: vector().parse(item, Layout(self.names, {})) for key, item in saved.items()}
+        statistics = {key: vector().parse(item, StateLayout(self.names, {})) for key, item in saved.items()}
         problems = super().load_state_dict(state)
         self._statistics = statistics or self._statistics
         return problems

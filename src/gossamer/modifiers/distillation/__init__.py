@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gossamer.errors import FieldError, GossamerError, ModifierError, Problem, nearest
 from gossamer.model import named_modules
 from gossamer.modifiers.base import Modifier, Run
-from gossamer.modifiers.state import LARGEST_SETTING, Item, Layout, Spec, StateField
+from gossamer.modifiers.state import LARGEST_SETTING, Item, Spec, StateField, StateLayout
 from gossamer.quantities import Factor, Share, Temperature
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class PerLayerDistillationModifier(TeacherModifier):
         return list(zip(ours, theirs, strict=True))
 
 
-def _matrices(item: Item, layout: Layout, keys: Collection[str]) -> dict[str, Tensor]:
+def _matrices(item: Item, layout: StateLayout, keys: Collection[str]) -> dict[str, Tensor]:
     """Projections by pair of layers; how many channels these have shows when they are called."""
     found: dict[str, Tensor] = {}
     for key, entry in item.entries().items():

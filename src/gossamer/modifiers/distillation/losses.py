@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.errors import ModifierError
 from gossamer.model import get_module
-from gossamer.modifiers.base import Run, locating_errors, optimizer_settings, sgd_step
+from gossamer.modifiers.base import Run, locating_errors, sgd_options, sgd_step
 from gossamer.modifiers.distillation.outputs import Key, Path, classes, pairs
 from gossamer.modifiers.distillation.passes import Distillation, DistillationLoss, TrainingPass
 from gossamer.modifiers.distillation.teacher import LayerHook, Teacher
@@ -304,12 +304,12 @@ class FeatureLoss(DistillationLoss):
         pulled, self._gradients = self._gradients, {}
         gradients = [pulled[key] if key in pulled else torch.zeros_like(held[key]) for key in held]
         self.run.distributed.average(gradients)
-        settings = optimizer_settings(self.run)
-        first = next(iter(settings.values()), (0.0, 0.0))
+        options = sgd_options(self.run)
+        first = next(iter(options.values()), (0.0, 0.0))
         layers = {pair.key: get_module(self.run.module, pair.student) for pair in self.layers}
         for (key, matrix), gradient in zip(held.items(), gradients, strict=True):
             if key in layers and bool(gradient.isfinite().all()):
-                own = next((settings[weight] for weight in layers[key].parameters() if weight in settings), first)
+                own = next((options[weight] for weight in layers[key].parameters() if weight in options), first)
                 sgd_step(matrix, gradient, momenta, key, own, 0.0)
 
 
