@@ -130,9 +130,12 @@ class ZeroMasks:
 
     def regrown(self, module: nn.Module) -> bool:
         """Whether masked weights of the model are not zero."""
-        weights = {name: get_parameter(module, name).detach() for name in self._zeros if has_parameter(module, name)}
+        names = [name for name in self._zeros if has_parameter(module, name)]
+        pairs = [(get_parameter(module, name).detach(), self._zeros[name]) for name in names]
+        # The shapes differ if filters were removed by other means.
         return any(
-            bool(weight.masked_select(self._zeros[name].to(weight.device)).any()) for name, weight in weights.items()
+            weight.shape == zeros.shape and bool(weight.masked_select(zeros.to(weight.device)).any())
+            for weight, zeros in pairs
         )
 
     def _apply(self, module: nn.Module, names: Iterable[str]) -> set[str]:
