@@ -9,11 +9,13 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 
 from gossamer import Manager
 from tests.loops import PRUNABLE, STEPS_PER_EPOCH, batch, loss_at, network, sgd, through_disk, train, zeros
@@ -192,19 +194,38 @@ def test_a_manager_that_is_dropped_early_is_reported(caplog: pytest.LogCaptureFi
     del manager
     (message,) = caplog.messages
     assert message.startswith("a manager was dropped without finalize(): ")
-    assert "5 of 32 steps (epoch 1.25 of 8)" in message
+    assert f"5 of 32 steps (epoch 1.25 of 8), sparsity {share(model):.1%} of 80.0%" in message
+    assert "resume" not in message
 
 
-@pytest.mark.parametrize(("steps", "saved"), [(0, False), (5, True), (ALL, False)])
-def test_a_dropped_manager_is_not_reported_when_nothing_was_trained_or_all_of_it_or_it_was_saved(
-    steps: int, saved: bool, caplog: pytest.LogCaptureFixture
+def test_a_manager_whose_optimizer_never_stepped_is_reported_when_it_is_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, _, manager = attached()
+    train(model, sgd(model), range(5))
+    del manager
+    assert "the optimizer passed to modify() never stepped" in caplog.text
+
+
+@pytest.mark.parametrize("steps", [0, ALL])
+def test_a_dropped_manager_is_not_reported_when_nothing_was_trained_or_all_of_it(
+    steps: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, optimizer, manager = attached()
     train(model, optimizer, range(steps))
-    if saved:
-        manager.state_dict()
     del manager
     assert caplog.messages == []
+
+
+def test_a_run_that_was_saved_where_it_stopped_is_reported_as_one_to_resume(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, manager = attached(steps_per_epoch=8 * STEPS_PER_EPOCH)
+    for epoch in range(8):
+        train(model, optimizer, range(epoch * STEPS_PER_EPOCH, (epoch + 1) * STEPS_PER_EPOCH))
+        manager.state_dict()
+    del manager
+    (message,) = caplog.messages
+    assert f"32 of 256 steps (epoch 1 of 8), sparsity {share(model):.1%} of 80.0%" in message
+    assert "to resume the run, load the state that was saved at this step" in message
 
 
 def test_a_run_whose_manager_was_never_kept_is_reported_once_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
@@ -217,6 +238,29 @@ def test_a_run_whose_manager_was_never_kept_is_reported_once_when_it_is_over(cap
     gc.collect()
     (message,) = caplog.messages
     assert "without finalize(): the recipe was not carried out to its end: 5 of 32 steps" in message
+
+
+def test_a_finalized_run_keeps_no_masks() -> None:
+    model, optimizer, manager = attached()
+    train(model, optimizer, range(ALL))
+    assert manager._run is not None
+    masks = weakref.ref(manager._run.masks)
+    manager.finalize()
+    gc.collect()
+    assert masks() is None
+
+
+@pytest.mark.parametrize("inside_an_operation", [False, True])
+def test_a_run_that_is_dropped_while_fake_tensors_are_in_use_is_reported(
+    inside_an_operation: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer, manager = attached()
+    train(model, optimizer, range(3))
+    with FakeTensorMode() as mode, in_kernel_invocation_manager(mode) if inside_an_operation else nullcontext():
+        del manager, optimizer, model
+        gc.collect()
+    (message,) = caplog.messages
+    assert "a manager was dropped without finalize(): the recipe was not carried out to its end: 3 of" in message
 
 
 def test_nothing_is_kept_alive() -> None:

@@ -245,6 +245,66 @@ def test_a_state_without_shapes_of_parameters_is_loaded() -> None:
     assert fingerprint(model) == fingerprint(again)
 
 
+HOLD = "  - !ConstantPruningModifier {params: __ALL_PRUNABLE__, start_epoch: 2}\n"
+SEVERAL = (
+    ENDING.replace("0.9", "0.5").replace("start_epoch: 0", "start_epoch: 1").replace("end_epoch: 1", "end_epoch: 2")
+)
+
+
+@pytest.mark.parametrize("lost", [[WEIGHT], PRUNABLE])
+@pytest.mark.parametrize("together", [False, True])
+def test_finalize_warns_about_sparsity_that_a_loaded_state_lost(
+    caplog: pytest.LogCaptureFixture, lost: list[str], together: bool
+) -> None:
+    recipe = f"modifiers:\n{ENDING}"
+    recipe = recipe.replace("params:", "global_sparsity: true, params:") if together else recipe
+    _, _, manager = started(recipe, steps=6)
+    state = of_an_old_version(manager.state_dict())
+    for name in lost:
+        del state["modifiers"][GMP]["masks"][name]
+    model, optimizer, second = resumed(recipe, state)
+    train(model, optimizer, range(6, 8))
+    caplog.clear()
+    second.finalize()
+    (message,) = caplog.messages
+    first = "0.weight" if together else lost[0]
+    assert f"weights are less sparse than its targets: sparsity of '{first}'" in message
+    assert "of 90.0%" in message
+
+
+@pytest.mark.parametrize("more", ["", HOLD, SEVERAL, HOLD.replace("}", ", end_epoch: 2.25}")])
+@pytest.mark.parametrize("together", [False, True])
+def test_finalize_does_not_warn_after_a_sound_state(
+    caplog: pytest.LogCaptureFixture, more: str, together: bool
+) -> None:
+    recipe = f"modifiers:\n{ENDING}{more}"
+    recipe = (
+        recipe.replace("{params:", "{global_sparsity: true, params:") if together and "Const" not in more else recipe
+    )
+    _, _, manager = started(recipe, steps=10)
+    for state in (manager.state_dict(), of_an_old_version(manager.state_dict())):
+        model, optimizer, second = resumed(recipe, state)
+        train(model, optimizer, range(10, 14))
+        caplog.clear()
+        second.finalize()
+        assert caplog.messages == []
+
+
+@pytest.mark.parametrize("steps", [3, 6])
+def test_a_step_far_beyond_the_recipe_is_reported(steps: int) -> None:
+    _, _, manager = started(f"modifiers:\n{ENDING}", steps=steps)
+    state = deepcopy(manager.state_dict())
+    assert manager.load_state_dict(state) == []
+    assert manager.load_state_dict({**state, "step": 10**9}) == [
+        "the state is at step 1000000000 and the recipe ends at step 4: check that the state is of this run"
+    ]
+
+
+def test_training_on_after_the_recipe_is_not_reported() -> None:
+    _, _, manager = started(f"modifiers:\n{ENDING}", steps=12)
+    assert manager.load_state_dict(manager.state_dict()) == []
+
+
 def test_a_modifier_of_ones_own_that_cannot_be_restored_changes_nothing() -> None:
     @register
     class Unrestorable(Modifier):

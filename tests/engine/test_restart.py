@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from copy import deepcopy
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 from weakref import WeakMethod
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR
 
 from gossamer.engine.learning_rate import SchedulerReset
 from gossamer.errors import GossamerError
@@ -206,6 +207,61 @@ def test_containers_start_over_and_what_is_not_plain_stays_the_very_same() -> No
         assert scheduler.counts.default_factory is list
         assert scheduler.window.maxlen == 2
         assert isinstance(scheduler.marks, Counter)
+
+
+class Phase(Enum):
+    WARM_UP = 1
+    DECAY = 2
+
+
+class Limits(NamedTuple):
+    low: float
+    high: float
+
+
+class Phased(LRScheduler):
+    """A scheduler whose rate depends on an enum member and a counter."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.phase, self.steps, self.limits = Phase.WARM_UP, Counter[int](), Limits(0.5, 1.0)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        self.steps[self.last_epoch // 2] += 1
+        if self.last_epoch == 2:
+            self.phase = Phase.DECAY
+        factor = (self.limits.low if self.phase is Phase.DECAY else self.limits.high) / len(self.steps)
+        return [base * factor for base in self.base_lrs]
+
+
+def test_enum_members_and_counters_start_over() -> None:
+    held = optimizer()
+    scheduler = Phased(held)
+    reset = SchedulerReset(scheduler)
+    first = course(scheduler, held, 5)
+    reset.reset()
+    assert course(scheduler, held, 5) == first
+
+
+def test_enum_members_and_counters_of_a_saved_beginning_are_gone_back_to() -> None:
+    held = optimizer()
+    scheduler = Phased(held)
+    saved = through_disk(SchedulerReset(scheduler).state_dict())
+    first = course(scheduler, held, 5)
+    reset = SchedulerReset(scheduler)  # in the middle, as after loading the scheduler's state
+    reset.load_state_dict(saved)
+    reset.reset()
+    assert (scheduler.phase, scheduler.steps, scheduler.limits) == (Phase.WARM_UP, Counter({0: 1}), Limits(0.5, 1.0))
+    assert course(scheduler, held, 5) == first
+
+
+@pytest.mark.parametrize("steps", [3, {1.5: 1}, {"a": "b"}, {0: float("nan")}])
+def test_a_saved_counter_that_does_not_count_is_refused(steps: Any) -> None:
+    reset = SchedulerReset(Phased(optimizer()))
+    state = reset.state_dict()
+    state["scheduler"]["steps"] = steps
+    with pytest.raises(GossamerError, match=r"^state\.restart\.scheduler\.steps: expected"):
+        reset.load_state_dict(state)
 
 
 def test_what_the_user_set_in_the_optimizer_besides_the_rate_stays() -> None:

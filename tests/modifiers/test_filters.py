@@ -417,13 +417,22 @@ def test_filters_of_plain_parameters_are_pruned_too() -> None:
     assert len(removed(model, "first")) == 4
 
 
-def test_no_layer_loses_all_its_filters_under_one_threshold() -> None:
+def test_no_layer_loses_all_its_filters_under_one_threshold(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     first = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()]
     model = nn.Sequential(*first, nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 2))
     model[3].weight.data.mul_(1e-3)
     Manager(recipe(f"params: __ALL_PRUNABLE__, mask_type: filter, global_sparsity: true, {HALF}")).apply(model)
     assert (len(removed(model, "3.weight")), len(removed(model, "0.weight"))) == (7, 1)
+    assert "prunes every filter" not in caplog.text
+
+
+def test_a_layer_that_loses_all_its_filters_under_one_threshold_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    text = FILTERS.replace("final_sparsity: 0.5", "global_sparsity: true, final_sparsity: 0.99")
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    Manager(text).apply(model)
+    assert "GMPruningModifier prunes every filter of '0.weight', '2.weight'" in caplog.text
+    assert caplog.text.count("set max_layer_sparsity") == 1
 
 
 class Heads(nn.Module):

@@ -176,6 +176,8 @@ class _Weights(_View):
 
     def write(self, name: str, values: Tensor) -> None:
         parameter = self.parameter(name)
+        if self._run.before_attach is not None:
+            self._run.before_attach.record([parameter])
         with torch.no_grad():
             parameter.copy_(values)
         self._run.masks.touched(name)

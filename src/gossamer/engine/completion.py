@@ -5,14 +5,17 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from gossamer.engine.planned_sparsity import final_sparsities
+from gossamer.engine.masks import ZeroMasks
+from gossamer.engine.planned_sparsity import final_sparsities, kept_sparsities
 from gossamer.engine.timing import Timing
+from gossamer.errors import MAX_SUGGESTED
 from gossamer.model import get_parameter, has_parameter
 from gossamer.modifiers.base import Modifier
 from gossamer.sparse import Channel, Filter
@@ -23,7 +26,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("gossamer")
 
 TOLERANCE = 0.05
-"""The share of a recipe's steps that may be missing when they would no longer change the sparsity of the model."""
+"""The share of a recipe's steps that may be missing when they would no longer change the sparsity of the model.
+
+Also how far below its target a sparsity may be when all modifiers have ended.
+"""
 REACHED = 0.005
 """How far below its target a sparsity counts as reached before the last update."""
 _TRAINING_ONLY = ("epoch", "learning_rate", "distillation")
@@ -50,6 +56,12 @@ class RunProgress:
     """Whether a state was loaded."""
     reported: bool = False
     """Whether the run has ended with `finalize`, or was reported."""
+    pruned: PrunedWeights | None = None
+    """What to count zeros in when the manager is dropped; None if that is not reported."""
+
+    def end(self) -> None:
+        """Report nothing from now on, and release the masks."""
+        self.reported, self.pruned = True, None
 
     def move(self, step: int) -> None:
         self.step, self.furthest = step, max(self.furthest, step)
@@ -102,17 +114,60 @@ def _changes_the_model_after(step: int, modifier: Modifier, timing: Timing) -> b
     return (modifier.sparsity_at(epoch) or 0.0) < final - REACHED
 
 
-def reached_sparsity(run: TrainingRun) -> str:
-    """`, sparsity 40.0% of 80.0%`; empty without a target, and under masks of filters or channels."""
-    planned = final_sparsities(run.modifiers)
-    weights = {name: get_parameter(run.module, name).detach() for name in planned if has_parameter(run.module, name)}
-    structured = any(isinstance(bound.modifier.pattern, Filter | Channel) for bound in run.modifiers)
-    if not weights or structured:
-        return ""
-    total = max(sum(weight.numel() for weight in weights.values()), 1)
-    target = sum(planned[name] * weight.numel() for name, weight in weights.items()) / total
-    kept = sum(int(weight.count_nonzero()) for weight in weights.values())
-    return f", sparsity {1 - kept / total:.1%} of {target:.1%}"
+@dataclass(frozen=True)
+class PrunedWeights:
+    """The weights that a recipe prunes, without a reference that keeps the model alive."""
+
+    module: weakref.ref[nn.Module]
+    masks: ZeroMasks
+    targets: dict[str, float]
+    """By parameter: the final sparsity; empty under masks of filters or channels, which are not shares of weights."""
+
+    @classmethod
+    def of(cls, run: TrainingRun) -> PrunedWeights:
+        structured = any(isinstance(bound.modifier.pattern, Filter | Channel) for bound in run.modifiers)
+        return cls(weakref.ref(run.module), run.masks, {} if structured else final_sparsities(run.modifiers))
+
+    def regrown(self) -> bool:
+        """Whether masked weights are not zero."""
+        module = self.module()
+        return module is not None and self.masks.regrown(module)
+
+    def reached(self) -> str:
+        """`, sparsity 40.0% of 80.0%`; empty without a target or a model."""
+        module = self.module()
+        if module is None:
+            return ""
+        names = [name for name in self.targets if has_parameter(module, name)]
+        weights = {name: get_parameter(module, name).detach() for name in names}
+        total = sum(weight.numel() for weight in weights.values())
+        if not total:
+            return ""
+        target = sum(self.targets[name] * weight.numel() for name, weight in weights.items()) / total
+        kept = sum(int(weight.count_nonzero()) for weight in weights.values())
+        return f", sparsity {1 - kept / total:.1%} of {target:.1%}"
+
+
+def report_lost_sparsity(run: TrainingRun) -> str | None:
+    """For a complete run: the parameters that a loaded state left without masks; None without any."""
+    if not (run.progress.restored and run.progress.stepped):
+        return None
+    lost: list[str] = []
+    for names, target in kept_sparsities(run.modifiers):
+        if all(has_parameter(run.module, name) for name in names):
+            weights = [get_parameter(run.module, name).detach() for name in names]
+            size = max(sum(weight.numel() for weight in weights), 1)
+            sparsity = 1 - sum(int(weight.count_nonzero()) for weight in weights) / size
+            if sparsity < target - max(TOLERANCE, len(names) / size):  # each layer rounds to whole weights
+                lost.append(f"'{names[0]}'{' and others' if names[1:] else ''} {sparsity:.1%} of {target:.1%}")
+    if not lost:
+        return None
+    more = f" and {len(lost) - MAX_SUGGESTED} more" if len(lost) > MAX_SUGGESTED else ""
+    return (
+        f"the recipe was carried out, but weights are less sparse than its targets: sparsity of "
+        f"{', '.join(lost[:MAX_SUGGESTED])}{more}. A state was loaded that did not hold their masks: "
+        "load the state of this model and recipe"
+    )
 
 
 def report_if_dropped(manager: object, run: TrainingRun) -> None:
@@ -121,6 +176,7 @@ def report_if_dropped(manager: object, run: TrainingRun) -> None:
     A manager without a reference, as in `optimizer = Manager(recipe).modify(…)`, is dropped before the first step; its
     run exists as long as the optimizer.
     """
+    run.progress.pruned = PrunedWeights.of(run)
     _open[run] = run.progress
     for owner in (manager, run):
         weakref.finalize(owner, _report_dropped, run.progress).atexit = False
@@ -130,20 +186,45 @@ _open: weakref.WeakKeyDictionary[object, RunProgress] = weakref.WeakKeyDictionar
 """By run: what is checked at exit."""
 
 
+_LONGEST_WAIT = 1.0
+"""Seconds that the garbage collector waits for a report: its thread may need a lock that the waiting one holds."""
+
+
 def _report_dropped(progress: RunProgress) -> None:
-    """A run that was saved at its last step may be resumed and is not reported."""
-    if progress.reported or not progress.stepped or progress.saved_step == progress.step:
+    """Report from the garbage collector, which may run inside any operation of torch.
+
+    While a model is traced, even counting zeros would be traced, or computed without data. Such modes are those of a
+    thread, so the report is made in a new one.
+    """
+    if progress.reported:
         return
-    if (report := progress.report()) is not None:
-        logger.warning("a manager was dropped without finalize(): %s", report)
-        progress.reported = True
+    thread = threading.Thread(target=_warn_of_dropped, args=(progress,), daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter exits, and `_report_at_exit` has reported
+        return
+    thread.join(_LONGEST_WAIT)
+
+
+def _warn_of_dropped(progress: RunProgress) -> None:
+    pruned = progress.pruned
+    if progress.reported or pruned is None:
+        return
+    regrown = not progress.stepped and pruned.regrown()
+    if not progress.stepped and not regrown:
+        return
+    if (report := progress.report(pruned.reached(), regrown)) is not None:
+        saved = progress.stepped and progress.saved_step == progress.step
+        resume = "; to resume the run, load the state that was saved at this step" if saved else ""
+        logger.warning("a manager was dropped without finalize(): %s%s", report, resume)
+        progress.end()
 
 
 @atexit.register
 def _report_at_exit() -> None:
     if getattr(sys, "last_value", None) is None:  # the exception that ends a program is reported already
         for progress in list(_open.values()):
-            _report_dropped(progress)
+            _warn_of_dropped(progress)  # no thread can be started at exit
 
 
 _REGROWN = 0.05

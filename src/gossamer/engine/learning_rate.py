@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from enum import Enum
 from numbers import Number
 from typing import Any, NamedTuple, cast
 
@@ -96,7 +97,7 @@ def _on_cpu(rate: object) -> bool:
 # the scheduler is given and restored in place, so that no scheduler needs to know how to restart. Functions,
 # optimizers and other objects that it holds are left alone.
 
-_VALUES = (Number, str, type(None))
+_VALUES = (Number, str, Enum, type(None))
 _CONTAINERS = (list, tuple, dict, set, deque)
 _CYCLED = ("momentum", "betas")
 """The options that a scheduler with `cycle_momentum` sets besides the learning rate."""
@@ -104,7 +105,7 @@ _COUNTS = ("last_epoch", "_step_count")
 """Attributes that are integers, at least −1."""
 _CONFIGURED = (
     *("T_max", "T_0", "T_mult", "step_size", "total_iters", "total_size", "step_ratio", "total_steps"),
-    *("_milestones", "_schedule_phases", "mode_worse"),
+    *("milestones", "_milestones", "_schedule_phases", "mode_worse"),
 )
 """Attributes that never change; not loaded from a state, which could make a scheduler divide by zero."""
 
@@ -161,7 +162,7 @@ class SchedulerReset:
                 set_option(group, key, deepcopy(value))
 
     def state_dict(self) -> dict[str, Any]:
-        """The initial state, as far as it consists of numbers, text, lists and dictionaries of these."""
+        """The initial state, as far as it consists of numbers, text, enum members, counters, lists and dictionaries."""
         return {"scheduler": _saved(self._initial), "groups": _saved(self._groups), "due": self.due}
 
     def parse_state(self, item: Item) -> SchedulerResetState:
@@ -262,6 +263,11 @@ def _scaled(values: Sequence[Any], bases: Sequence[Any], rates: Sequence[float])
 
 
 def _saved(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, Counter):
+        counts = cast(Mapping[Any, Any], value).items()
+        return {key: count for key, count in counts if type(key) in (int, str) and type(count) in (int, float)}
     if isinstance(value, Mapping):
         entries = cast(Mapping[Any, Any], value).items()
         return {key: _saved(item) for key, item in entries if isinstance(key, str) and type(item) is not set}
@@ -269,9 +275,16 @@ def _saved(value: Any) -> Any:
 
 
 def _parsed(item: Item, initial: Any, key: str = "") -> Any:
-    """A saved value in the place of the scheduler's own, if that is a number, or a list or dictionary of numbers."""
+    """A saved value in the place of the scheduler's own, if that is a number, or a list or dictionary of numbers.
+
+    Members of an enum, which are saved by name, and counters, whose keys change, are taken too.
+    """
     if key in _CONFIGURED or item.value is None:
         return initial
+    if isinstance(initial, Enum):
+        return type(initial).__members__.get(item.value, initial) if isinstance(item.value, str) else initial
+    if isinstance(initial, Counter):
+        return _parsed_counter(item)
     if type(initial) is dict:
         held, given = cast(dict[str, Any], initial), item.entries()
         return {name: _parsed(given[name], value, name) if name in given else value for name, value in held.items()}
@@ -279,7 +292,8 @@ def _parsed(item: Item, initial: Any, key: str = "") -> Any:
         mine, items = cast(list[Any], initial), item.items()
         if len(mine) != len(items):  # saved with other parameter groups
             return mine
-        return type(mine)(_parsed(one, held, key) for one, held in zip(items, mine, strict=True))
+        parsed = [_parsed(one, held, key) for one, held in zip(items, mine, strict=True)]
+        return type(mine)(*parsed) if hasattr(mine, "_fields") else type(mine)(parsed)  # _fields: a named tuple
     if isinstance(initial, Tensor):
         return item.tensor(Spec(tuple(initial.shape), initial.dtype, initial.device))
     if isinstance(initial, bool):
@@ -293,3 +307,14 @@ def _parsed(item: Item, initial: Any, key: str = "") -> Any:
     least = 1e-6 if key == "T_i" else 0.0 if "lr" in key else -LARGEST_STEP
     number = item.number(least, LARGEST_SETTING if "lr" in key else LARGEST_STEP)
     return item.value if isinstance(item.value, int) else number
+
+
+def _parsed_counter(item: Item) -> Counter[Any]:
+    if not isinstance(item.value, Mapping):
+        raise item.error("a mapping")
+    counts = cast(Mapping[Any, Any], item.value)
+    for key, count in counts.items():
+        if type(key) not in (int, str):
+            raise GossamerError(f"{item.where}: expected numbers or text as keys, found {type(key).__name__}")
+        Item(count, item.where).number(-LARGEST_STEP, LARGEST_STEP)
+    return Counter(counts)

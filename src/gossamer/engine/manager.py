@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from gossamer.engine.completion import reached_sparsity, report_if_dropped, warn_of_regrowth
+from gossamer.engine.completion import PrunedWeights, report_if_dropped, report_lost_sparsity, warn_of_regrowth
 from gossamer.engine.optimizer import counting_scaler
 from gossamer.engine.planned_sparsity import final_sparsities, planned_sparsities, target_sparsities
 from gossamer.engine.run import MetricLogger, TrainingRun, is_driven
@@ -232,9 +232,11 @@ class Manager:
         run.finish(keep_weights=untrained)
         if module is not None and not untrained:
             self.apply_masks(module)
-        progress.reported = True
-        if warn and trains and (report := progress.report(reached_sparsity(run), regrown)) is not None:
-            logger.warning("%s", report)
+        progress.end()
+        if warn and trains:
+            report = progress.report(PrunedWeights.of(run).reached(), regrown) or report_lost_sparsity(run)
+            if report is not None:
+                logger.warning("%s", report)
         self._run, self._finished = None, True
 
     def apply(

@@ -31,6 +31,8 @@ class ZeroMasks:
         self._stale: set[str] = set()
         self.changes = 0
         """Increases whenever a mask changes."""
+        self.before_zeroing: Callable[[Tensor, Tensor], None] | None = None
+        """Called with a weight and its mask before the masked weights are zeroed."""
 
     def hold(self, holder: int, name: str, keep: Tensor, weight: Tensor, ended: Collection[int] = ()) -> None:
         """Let `holder` keep only these weights; the masks of `ended` holders on that weight go."""
@@ -128,9 +130,12 @@ class ZeroMasks:
 
     def regrown(self, module: nn.Module) -> bool:
         """Whether masked weights of the model are not zero."""
-        weights = {name: get_parameter(module, name).detach() for name in self._zeros if has_parameter(module, name)}
+        names = [name for name in self._zeros if has_parameter(module, name)]
+        pairs = [(get_parameter(module, name).detach(), self._zeros[name]) for name in names]
+        # The shapes differ if filters were removed by other means.
         return any(
-            bool(weight.masked_select(self._zeros[name].to(weight.device)).any()) for name, weight in weights.items()
+            weight.shape == zeros.shape and bool(weight.masked_select(zeros.to(weight.device)).any())
+            for weight, zeros in pairs
         )
 
     def _apply(self, module: nn.Module, names: Iterable[str]) -> set[str]:
@@ -145,6 +150,8 @@ class ZeroMasks:
             zeros = self._zeros[name]
             if zeros.device != weight.device:
                 zeros = self._move(name, weight.device)
+            if self.before_zeroing is not None:
+                self.before_zeroing(weight, zeros)
             zero_where(weight, zeros)
         return out
 

@@ -5,9 +5,11 @@ Under masks of filters or channels it is the sparsity in these: the number of re
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from gossamer.engine.binding import BoundModifier
+from gossamer.sparse import NM, Unstructured
 
 
 def target_sparsities(modifiers: Iterable[BoundModifier]) -> dict[str, float]:
@@ -31,6 +33,27 @@ def planned_sparsities(modifiers: Iterable[BoundModifier], step: int) -> dict[st
         epoch = _epoch_at(bound, step)
         for name in (name for name in bound.bound_names if name in result):
             result[name] = max(result[name], _sparsity(bound, name, epoch) or 0.0)
+    return result
+
+
+def kept_sparsities(modifiers: Iterable[BoundModifier]) -> list[tuple[list[str], float]]:
+    """The sparsities that are left when the recipe has ended: of one parameter, or of those that share a threshold.
+
+    Does not include parameters that several modifiers prune, and patterns of whole blocks, filters or channels.
+    """
+    pruning = [bound for bound in modifiers if bound.modifier.prunes]
+    alone = target_sparsities(pruning)
+    changing = [bound for bound in pruning if not (bound.modifier.only_holds and bound.modifier.end_epoch == -1)]
+    pruned_by = Counter(name for bound in changing for name in bound.bound_names)
+    result: list[tuple[list[str], float]] = []
+    for bound in pruning:
+        sparsity = bound.modifier.sparsity_at(bound.modifier.last_epoch)
+        if not sparsity or not isinstance(bound.modifier.pattern, Unstructured | NM):
+            continue
+        single = [name for name in bound.bound_names if name in alone]
+        result += [([name], alone[name]) for name in single if pruned_by[name] == 1]
+        if not single and bound.bound_names and all(pruned_by[name] == 1 for name in bound.bound_names):
+            result.append((list(bound.bound_names), sparsity))
     return result
 
 

@@ -32,6 +32,7 @@ from gossamer.engine.samplers import no_losses
 from gossamer.engine.snapshot import Snapshot, shaped_tensors
 from gossamer.errors import MAX_SUGGESTED, GossamerError, Problem, RecipeError, SparsityError
 from gossamer.model import get_parameter, torch_mask, unwrap, weight_of
+from gossamer.model.parameters import get_tensor
 from gossamer.modifiers.base import Modifier, locating_errors
 from gossamer.recipe import Recipe
 
@@ -149,13 +150,16 @@ class TrainingRun:
     def begin(self, step: int) -> None:
         """Do what is due up to `step`; a failure leaves model and optimizer as they were."""
         self.before_attach = before = Snapshot(self)
+        self.masks.before_zeroing = before.record_zeroing
         try:
             self.take_over_masks()
             self.advance(step)
         except Exception:
             before.roll_back()
             raise
-        before.keep_changed()
+        finally:
+            self.masks.before_zeroing = None
+        before.stop_recording()
 
     def take_over_masks(self) -> None:
         """Write the zeros of `torch.nn.utils.prune` into the weights that it masks; the model computes the same."""
@@ -322,7 +326,7 @@ class TrainingRun:
     def permute(self, modifier: str, names: Sequence[str], n: int, m: int) -> None:
         """Reorder channels so that n:m keeps more weights; masks and the state of optimizer and modifiers follow."""
         from gossamer.engine.state import map_weight_tensors
-        from gossamer.model.permute import find_permutation
+        from gossamer.model.permute import find_permutation, followers
 
         permutation = find_permutation(
             self.module, names, n, m, example_inputs=self.example_inputs, optimizer=self.optimizer
@@ -340,11 +344,15 @@ class TrainingRun:
                 modifier,
                 self.step,
             )
-        if self.before_attach is not None:
-            self.before_attach.keep_moments()
-        permutation.apply(self.module, self.optimizer, self.masks.by_name())
+        models = [self.module]
         if self._copied_teacher is not None and not self._copied_teacher.released:
-            permutation.apply(self._copied_teacher.module)
+            models.append(self._copied_teacher.module)
+        if self.before_attach is not None:
+            moved = [get_tensor(model, name) for model in models for name in permutation.moves]
+            self.before_attach.record(one for tensor in moved for one in followers(tensor, self.optimizer))
+        permutation.apply(self.module, self.optimizer, self.masks.by_name())
+        for model in models[1:]:
+            permutation.apply(model)
         shapes = {name: tuple(get_parameter(self.module, name).shape) for name in permutation.moves}
         for bound in self.modifiers:
             bound.state = map_weight_tensors(bound.state, shapes, permutation.of)
@@ -423,7 +431,7 @@ class TrainingRun:
         resume = plan_resume(self, parsed)
         if not resume.may_fail(self.modifiers):
             return self._resume(resume)
-        snapshot = Snapshot(self, with_moments=True)
+        snapshot = Snapshot(self, whole=True)
         try:
             return self._resume(resume)
         except BaseException:

@@ -1,11 +1,12 @@
-"""A copy of a run, its model and its optimizer at one moment, to roll back to.
+"""A record of a run, its model and its optimizer at one moment, to roll back to.
 
 One is taken when a recipe is attached, and one when a state is loaded into a run and a modifier may fail to start.
+Attaching copies a tensor only when something is about to write it, so that a large model is not held twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,15 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Saved:
-    """A tensor with its values and its version, the number of writes in place."""
+    """Values of a tensor before it was written, and its version, the number of writes in place."""
 
     tensor: Tensor
     values: Tensor
-    version: int
+    """All of them, or those at `positions`."""
+    positions: Tensor | None = None
+    moments: tuple[dict[str, Any], dict[str, Any]] | None = None
+    """Of a parameter that was cut: the optimizer's dictionary for it, and what that held."""
+    version: int = -1
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Saved:
-        return cls(tensor, tensor.detach().clone(), tensor._version)  # pyright: ignore[reportPrivateUsage]
+    def __post_init__(self) -> None:
+        self.mark_untouched()
 
     @property
     def untouched(self) -> bool:
@@ -41,7 +45,7 @@ class _Saved:
 
     @property
     def cut(self) -> bool:
-        return self.tensor.shape != self.values.shape
+        return self.positions is None and self.tensor.shape != self.values.shape
 
     def mark_untouched(self) -> None:
         """Count writes from now on only."""
@@ -51,28 +55,41 @@ class _Saved:
         if self.cut:
             self.tensor.grad = None
             self.tensor.data = self.values.to(self.tensor.device)
-        else:
+        elif self.positions is None:
             self.tensor.copy_(self.values)
+        else:
+            self.tensor[self.positions.to(self.tensor.device)] = self.values.to(self.tensor.device)
+        if self.moments is not None:
+            held, before = self.moments
+            held.clear()
+            held.update(before)
 
 
 class Snapshot:
-    """The values of all tensors, and the state of the run; of the optimizer's state if `with_moments`, or later."""
+    """The state of a run, and the values of tensors from before they are written.
 
-    def __init__(self, run: TrainingRun, *, with_moments: bool = False) -> None:
+    Whoever writes a tensor calls `record`, `record_zeroing` or `record_cut`; with `whole`, all tensors of the model and
+    of the optimizer are copied at once.
+    """
+
+    def __init__(self, run: TrainingRun, *, whole: bool = False) -> None:
         self._run = run
+        self._recording = True
+        self._saved: list[_Saved] = []
+        """In the order of the writes."""
         teacher = None if run.distillation is None else run.distillation.teacher
         self._teacher = None if teacher is None else (teacher, teacher.module, teacher.released)
         layers = [layer for bound in run.modifiers for layer in bound.modifier.replaced_layers(bound).values()]
         modules = [run.module, *layers, *([teacher.module] if teacher is not None and teacher.own else [])]
         tensors = {id(tensor): tensor for module in modules for _, tensor in shaped_tensors(module)}
-        self._trained = [(tensor, tensor.requires_grad, tensor.grad) for tensor in tensors.values()]
-        gradients = [tensor.grad for tensor in tensors.values() if tensor.grad is not None]
-        self._saved = [_Saved.of(tensor) for tensor in (*tensors.values(), *gradients)]
-        self._moments_kept = False
+        # A tensor that was made in inference mode has no version, and nothing can write it outside that mode.
+        tensors = [tensor for tensor in tensors.values() if not tensor.is_inference()]
+        self._trained = [(tensor, tensor.requires_grad, tensor.grad) for tensor in tensors]
         self._moments: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
-        """The optimizer's dictionary for each parameter, and a copy of it."""
-        if with_moments:
-            self.keep_moments()
+        """With `whole`: the optimizer's dictionary for each parameter, and a copy of it."""
+        if whole:
+            self.record([*tensors, *(tensor.grad for tensor in tensors if tensor.grad is not None)])
+            self._moments = {id(key): (held, deepcopy(held)) for key, held in self._states.items()}
         self._group_options = group_options(run.optimizer)
         self._modifiers: list[tuple[Status, dict[str, Any], dict[str, Any], dict[str, str]]]
         self._modifiers = [
@@ -86,27 +103,41 @@ class Snapshot:
             [] if run.before_attach is None else [one for one in run.before_attach._saved if one.untouched]
         )
 
-    def keep_moments(self) -> None:
-        """Copy the optimizer's state too, which only moving or removing channels changes."""
-        if not self._moments_kept:
-            self._moments_kept = True
-            states: Mapping[Any, dict[str, Any]] = {} if self._run.optimizer is None else self._run.optimizer.state
-            self._moments = {id(key): (held, deepcopy(held)) for key, held in states.items()}
+    @property
+    def _states(self) -> Mapping[Any, dict[str, Any]]:
+        return {} if self._run.optimizer is None else self._run.optimizer.state
 
-    def keep_changed(self) -> None:
-        """Drop what has not changed; `roll_back_untouched` restores what nothing else writes from now on."""
-        if not self._moments_kept:  # removing channels replaces data, which is not a write in place
-            self._saved = [one for one in self._saved if not one.untouched]
+    def record(self, tensors: Iterable[Tensor]) -> None:
+        """Copy tensors that are about to be written."""
+        if self._recording:
+            copied = {id(one.tensor) for one in self._saved if one.positions is None}
+            self._saved += [_Saved(one, one.detach().clone()) for one in tensors if id(one) not in copied]
+
+    def record_zeroing(self, tensor: Tensor, zeros: Tensor) -> None:
+        """Copy the values of a tensor that are about to be zeroed, unless they are zero already."""
+        values = tensor.detach()[zeros]
+        if bool(values.any()):
+            self._saved.append(_Saved(tensor, values, zeros.clone()))
+
+    def record_cut(self, tensor: Tensor, before: Tensor) -> None:
+        """Keep the values of a tensor that has new, smaller data; the optimizer's state is cut next."""
+        if self._recording:
+            held = self._states.get(tensor)
+            self._saved.append(_Saved(tensor, before, moments=None if held is None else (held, dict(held))))
+
+    def stop_recording(self) -> None:
+        """Ignore later writes; `roll_back_untouched` restores what they leave."""
+        self._recording = False
         for one in self._saved:
             one.mark_untouched()
 
     def uncut(self) -> dict[str, Tensor]:
         """By name: the tensors of the model that `roll_back_untouched` will restore to another shape."""
-        values = {id(one.tensor): one.values for one in self._saved if one.cut and one.untouched}
+        values = {id(one.tensor): one.values for one in reversed(self._saved) if one.cut and one.untouched}
         return {name: values[id(tensor)] for name, tensor in named_state(self._run.module) if id(tensor) in values}
 
     def roll_back_untouched(self) -> None:
-        """Restore the tensors that nothing has written since `keep_changed`."""
+        """Restore the tensors that nothing has written since `stop_recording`."""
         self._restore_tensors([one for one in self._saved if one.untouched])
 
     def roll_back(self) -> None:
@@ -139,14 +170,13 @@ class Snapshot:
     def _restore_tensors(self, tensors: list[_Saved]) -> None:
         cut = any(one.cut for one in tensors)
         with torch.no_grad():
-            for one in tensors:
+            for one in reversed(tensors):
                 one.restore()
         if cut:
             from gossamer.model.thin.cuts import resize
 
             resize(self._run.module, {name: tuple(tensor.shape) for name, tensor in shaped_tensors(self._run.module)})
-        states: Mapping[Any, dict[str, Any]] = {} if self._run.optimizer is None else self._run.optimizer.state
-        for key, held in states.items():
+        for key, held in self._states.items():
             kept = self._moments.get(id(key))
             if kept is not None and held is kept[0]:  # not when a state was loaded into the optimizer
                 held.clear()

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from gossamer.engine.run import TrainingRun
 
 STATE_FORMAT = 1
+_FAR_BEYOND = 100
+"""A state whose step is more than this many times the length of the recipe is reported."""
 
 
 @dataclass(frozen=True)
@@ -270,6 +272,7 @@ def plan_resume(run: TrainingRun, state: RunState) -> ResumePlan:
             problems.append(f"{bound.key} is not in the state and starts from the beginning")
         else:
             resumed.append(_plan_modifier(bound, state.modifiers[key], specs, problems))
+    problems += _step_beyond_recipe(run.modifiers, resumed, step)
     unknown = [key for key in state.modifiers if key not in keys]
     problems += [f"{key} is in the state but not in the recipe, and is dropped" for key in unknown]
     scheduler_reset = None
@@ -283,6 +286,15 @@ def plan_resume(run: TrainingRun, state: RunState) -> ResumePlan:
     return ResumePlan(
         step, state.skipped_steps, state.groups, removals, resumed, scheduler_reset, teacher, teacher_problem, problems
     )
+
+
+def _step_beyond_recipe(modifiers: Sequence[BoundModifier], resumed: Sequence[ModifierPlan], step: int) -> list[str]:
+    """A message about a step that a run of this recipe does not reach, or only long after the recipe's end."""
+    last = max((bound.timing.last for bound in modifiers), default=0)
+    ends = [bound.timing.end for bound, new in zip(modifiers, resumed, strict=True) if new.status == "active"]
+    if not 0 < last * _FAR_BEYOND < step and not any(end is not None and end < step for end in ends):
+        return []
+    return [f"the state is at step {step} and the recipe ends at step {last}: check that the state is of this run"]
 
 
 def _expected_tensors(run: TrainingRun, state: RunState) -> tuple[dict[str, Spec], list[Removal]]:

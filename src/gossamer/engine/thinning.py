@@ -28,14 +28,12 @@ def thin_run(run: TrainingRun, bound: BoundModifier, names: Collection[str]) -> 
     from gossamer.model.thin import thin
 
     module, modifier = run.module, bound.modifier.name
-    before = {name: tuple(tensor.shape) for name, tensor in shaped_tensors(module)}
+    before = {name: tensor.detach() for name, tensor in shaped_tensors(module)}
     odd = unordered_state(run.optimizer, {name: get_tensor(module, name) for name in before})
     if odd:
         key = next(iter(odd.values()))
         logger.warning("%s removes nothing: the optimizer's '%s' cannot be cut with its weight", modifier, key)
         return
-    if run.before_attach is not None:
-        run.before_attach.keep_moments()
     try:
         thinned = thin(module, run.example_inputs, names=names)
     except GossamerError as error:
@@ -57,7 +55,10 @@ def thin_run(run: TrainingRun, bound: BoundModifier, names: Collection[str]) -> 
             modifier,
             run.step,
         )
-    cuts, shapes = thinned.cuts, {name: before[name] for name in thinned.cuts.kept}
+    cuts, shapes = thinned.cuts, {name: tuple(before[name].shape) for name in thinned.cuts.kept}
+    if run.before_attach is not None:
+        for name in shapes:
+            run.before_attach.record_cut(get_tensor(module, name), before[name])
     bound.state.setdefault(REMOVALS, []).append(Removal(cuts, shapes).state())
     for name, shape in shapes.items():
         cuts.cut_state(run.optimizer, name, get_tensor(module, name), torch.Size(shape))

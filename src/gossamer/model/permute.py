@@ -137,21 +137,21 @@ class Permutation:
 
         All of it or, when something interrupts, nothing.
         """
-        followers = [
+        moved = [
             (name, follower)
             for name in self.moves
-            for follower in _followers(get_tensor(model, name), optimizer, (companions or {}).get(name, ()))
+            for follower in followers(get_tensor(model, name), optimizer, (companions or {}).get(name, ()))
         ]
         at, before = 0, None
         try:
-            for number, (name, follower) in enumerate(followers):
+            for number, (name, follower) in enumerate(moved):
                 at, before = number, follower.clone()
                 follower.copy_(self.of(name, before))
         except BaseException:
             if before is not None:
-                followers[at][1].copy_(before)
+                moved[at][1].copy_(before)
             back = self.inverse
-            for name, follower in followers[:at]:
+            for name, follower in moved[:at]:
                 follower.copy_(back.of(name, follower))
             raise
 
@@ -159,7 +159,7 @@ class Permutation:
 # Optimizer state
 
 
-def _followers(tensor: Tensor, optimizer: Optimizers, companions: Iterable[Tensor]) -> list[Tensor]:
+def followers(tensor: Tensor, optimizer: Optimizers, companions: Iterable[Tensor] = ()) -> list[Tensor]:
     """A parameter or buffer, and what is in the same order."""
     states = [value for _, value in state_of(optimizer, tensor) if value.shape == tensor.shape]
     return [tensor, *(() if tensor.grad is None else (tensor.grad,)), *companions, *states]

@@ -298,12 +298,27 @@ class PruningModifier(Modifier):
             units = {name: self.pattern.unit_scores(score) for name, score in rows.items()}
             numels = {name: score.numel() for name, score in rows.items()}
             parts = filters.pools.keep(units, sparsity, self.caps(run), numels)
+            if not isinstance(sparsity, Mapping):
+                self._warn_of_emptied(run, [name for name, part in parts.items() if part.numel() and not part.any()])
             kept = {name: self.pattern.expand(part, rows[name].shape) for name, part in parts.items()}
         elif isinstance(sparsity, Mapping):
             kept = {name: self.pattern.mask(score, sparsity[name]) for name, score in rows.items()}
         else:
             kept = global_masks(rows, self.pattern, sparsity, self.caps(run))
         return {name: self._rows(run, name, keep).contiguous() for name, keep in kept.items()}
+
+    def _warn_of_emptied(self, run: Run, names: Sequence[str]) -> None:
+        """Warn once per layer that all its filters or channels are pruned, so that the output is constant."""
+        reported: set[str] = run.scratch.setdefault("emptied", set())
+        if new := [name for name in names if name not in reported]:
+            reported.update(new)
+            logger.warning(
+                "%s prunes every %s of %s: the other layers have too few to reach the sparsity over all layers; "
+                "set max_layer_sparsity, or a lower sparsity",
+                self.name,
+                "channel" if isinstance(self.pattern, Channel) else "filter",
+                ", ".join(f"'{name}'" for name in new),
+            )
 
     def caps(self, run: Run) -> float | Mapping[str, float]:
         """With one threshold over all layers: the largest sparsity of every layer, or by layer."""
