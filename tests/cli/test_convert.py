@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,20 @@ def test_a_config_may_be_one_part_of_a_training_config(run: Run) -> None:
 
 def test_a_script_is_read_and_not_executed(run: Run) -> None:
     Path("train.py").write_text(PYTHON)
+    result = run("convert", "train.py", "--steps-per-epoch", "100")
+    assert result.exit_code == 0, result.output
+    modifier = checked(run, result.stdout)[0]
+    assert (modifier.end_epoch, modifier.exclude) == (12, ["fc"])
+
+
+def test_constants_of_a_script_may_use_other_constants_and_be_merged(run: Run) -> None:
+    script = """
+        iterations = 1200
+        base = {'total_iters': iterations, 'no_prune_layer': 'conv1'}
+        scheduler = {'type': 'AmbaLevelPruneScheduler', 'kwargs': {**base, 'no_prune_layer': 'fc'}}
+        sparsity_config = {'scheduler': scheduler}
+    """
+    Path("train.py").write_text(textwrap.dedent(script))
     result = run("convert", "train.py", "--steps-per-epoch", "100")
     assert result.exit_code == 0, result.output
     modifier = checked(run, result.stdout)[0]

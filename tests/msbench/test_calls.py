@@ -148,6 +148,13 @@ def test_the_sparsity_of_methods_that_decide_it_themselves_cannot_be_set(config:
         scheduler.update_sparsity_per_layer(model, 0.5)
 
 
+@pytest.mark.parametrize("config", [str_config(), probmask(), admm(), ampere()], ids=kind)
+def test_only_levels_can_be_analysed(config: dict[str, Any]) -> None:
+    scheduler, model = prepared(config)
+    with pytest.raises(GossamerError, match=f"sparse_analysis: {kind(config)} has no levels to analyse"):
+        scheduler.sparse_analysis(model)
+
+
 def test_two_schedulers_on_two_models_do_not_disturb_each_other() -> None:
     one, first = prepared(levels())
     other, second = prepared(levels(sparsity_table=[50]), network(seed=1))

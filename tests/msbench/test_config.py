@@ -59,9 +59,12 @@ WRONG: list[tuple[Any, str]] = [
     ({**PROBMASK, **scheduler("ProbMaskPruneScheduler", **STAMPS)}, "scheduler.kwargs.prune_rate: missing key"),
     (scheduler("ADMMScheduler"), "sparsity: ADMMScheduler needs"),
     # Values that make no sense
-    (levels(sparsity_table=[]), "sparsity_table: list should have at least 1 item"),
+    (levels(sparsity_table=[]), "sparsity_table: expected sparsities in percent, as in .*found none"),
     (levels(sparsity_table=[30, 100]), r"sparsity_table\[1\]: expected a number < 100"),
-    (levels(sparsity_table=[50, 30]), "sparsit.*rise.*found"),
+    (
+        levels(sparsity_table=[50, 30]),
+        r"expected percents that rise, as in \[30, 50, 70\], found \[50.0, 30.0\]",
+    ),
     (levels(total_iters=2), "total_iters: 2 iterations are too few for 3 levels"),
     (levels("NMMaskGenerator"), "2:4 means 0.5, found 0.9"),
     ({**levels(), "fuse_bn": True}, "fuse_bn: not supported; fuse with torch.nn.utils.fusion before"),
@@ -159,6 +162,7 @@ def test_leaves_that_the_model_does_not_have_are_refused_when_it_is_prepared(lea
         {**levels(), "mask_generator": {}},
         {**levels(), "mask_generator": {"type": "NormalMaskGenerator", "kwargs": None}},
         levels(sparsity_table=(30, 60)),
+        levels(sparsity_table=None),
         levels(total_iters=12.0),
         scheduler("AmbaLevelPruneScheduler"),
     ],

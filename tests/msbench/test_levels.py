@@ -228,13 +228,30 @@ def test_no_folder_means_no_checkpoints() -> None:
     assert not Path("checkpoints").exists()
 
 
-def test_training_on_after_the_last_level_writes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("prunes", [True, False])
+def test_training_on_after_the_last_level_writes_nothing_more(prunes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, model = prepared(levels())
     loop(scheduler, model, optimizer := sgd(model), range(TOTAL))
     written: list[Any] = []
     monkeypatch.setattr(torch, "save", lambda *_: written.append(_))
-    loop(scheduler, model, optimizer, range(TOTAL, TOTAL + 5))
+    for iteration in range(TOTAL, TOTAL + 5):
+        if prunes:
+            scheduler.prune_model(model, iteration)
+        loss_at(model, iteration).backward()
+        optimizer.step()
     assert written == []
+
+
+def test_the_last_checkpoint_has_the_last_step_of_every_optimizer() -> None:
+    scheduler, model = prepared(levels())
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.05) for layer in map(model.get_submodule, ("3", "0"))]
+    for iteration in range(TOTAL):
+        scheduler.prune_model(model, iteration)
+        loss_at(model, iteration).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    state = torch.load("checkpoints/global_sparse_rate_0.9.pth.tar", weights_only=True)["model"]
+    assert all(torch.equal(state[name], value) for name, value in model.named_parameters())
 
 
 # How layers share a level

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gossamer.errors import GossamerError
 from gossamer.msbench.sparsers import fake_sparse_modules
 from tests.loops import batch, sgd
 from tests.msbench.configs import ampere, levels, loop, prepared, probmask, str_config, trained
@@ -73,6 +74,21 @@ def test_a_model_for_one_batch_size_is_written_for_that_one(caplog: pytest.LogCa
     written = scheduler.export_sparse_onnx(model, inputs, "model")
     assert "the file supports only the batch size of the example" in caplog.text
     assert torch.allclose(computed(written, inputs), model(inputs).detach(), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [list, torch.Size])
+def test_a_list_of_whole_numbers_is_the_shape_of_the_input(kind: Any) -> None:
+    scheduler, model = prepared(levels(), nn.Sequential(nn.Linear(8, 4)).double())
+    scheduler.prune_model(model, 0)
+    written = scheduler.export_sparse_onnx(model, kind([3, 8]), "shape")
+    inputs = torch.randn(3, 8, dtype=torch.float64)
+    assert torch.allclose(computed(written, inputs), model(inputs).detach())
+
+
+def test_a_list_that_is_not_a_shape_is_refused() -> None:
+    scheduler, model = prepared(levels())
+    with pytest.raises(GossamerError, match=r"export_sparse_onnx: \[1, -1\] is not a shape"):
+        scheduler.export_sparse_onnx(model, [1, -1], "model")
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import types
 from copy import deepcopy
 from typing import Any
 
@@ -144,7 +145,7 @@ class Hooked(Base):
 
 class KeepsSecondInEvaluation(Base):
     def train(self, mode: bool = True) -> KeepsSecondInEvaluation:
-        super().train(mode)
+        Base.train(self, mode)
         self.second.eval()
         return self
 
@@ -164,6 +165,22 @@ class Scaled(Base):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x) * self.scale)
+
+
+class ScaledByItsClass(Base):
+    scale = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x) * self.scale)
+
+
+class ReplacedTrain(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.train = types.MethodType(KeepsSecondInEvaluation.train, self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
 
 
 class FromAfar(Base):
@@ -191,6 +208,8 @@ UNFIT = {
     KeepsSecondInEvaluation: "'KeepsSecondInEvaluation' overrides train() or eval(), which a graph would not call",
     OtherOrder: "a graph would have its parameters in another order, which optimizer states depend on",
     Scaled: "'Scaled' computes with its attribute 'scale', which a graph would fix",
+    ScaledByItsClass: "'ScaledByItsClass' computes with its attribute 'scale', which a graph would fix",
+    ReplacedTrain: "'ReplacedTrain' overrides train() or eval(), which a graph would not call",
     FromAfar: "its forward pass uses 'first.weight' without calling the layer",
     TiedFromAfar: "its forward pass uses 'table' without calling the layer",
 }
@@ -224,6 +243,18 @@ def test_obstacles_in_a_module_count_unless_it_is_a_leaf(caplog: pytest.LogCaptu
         assert "not traced with torch.fx: '0' " in caplog.text
         _, model = prepared({**levels(), "leaf_module": [kind]}, nn.Sequential(kind(), nn.Linear(8, 8)))
         assert isinstance(model, GraphModule)
+
+
+def test_a_property_that_fails_does_not_stop_the_preparation() -> None:
+    class Broken(Base):
+        @property
+        def sum(self) -> float:
+            raise RuntimeError("not yet")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x)).sum(0)
+
+    assert isinstance(prepared(levels(), Broken())[1], GraphModule)
 
 
 @pytest.mark.parametrize("config", [levels(sparsity_table=[50]), str_config(-2.0)], ids=["levels", "STR"])

@@ -159,6 +159,20 @@ def test_metadata_can_be_set_in_every_layout(text: str) -> None:
     assert all(f"# {word}" in recipe.text for word in ("the first", "flow", "the end") if text is TEXT)
 
 
+def test_metadata_of_a_list_keeps_its_comments() -> None:
+    text = "# what\n- !EpochRangeModifier {start_epoch: 0, end_epoch: 3}  # why\n"
+    head, item = text.splitlines()
+    assert load(text).with_metadata({"a": 1}).text == f"{head}\nmodifiers:\n{item}\n\nmetadata: {{a: 1}}\n"
+
+
+def test_the_variables_of_a_recipe_cannot_be_changed() -> None:
+    recipe = load("n: 3\nmodifiers: [!EpochRangeModifier {start_epoch: 0, end_epoch: eval(n)}]")
+    for each in (recipe, recipe.with_metadata(1), Recipe.of(recipe.modifiers, recipe.variables)):
+        with pytest.raises(TypeError):
+            each.variables["n"] = 4  # pyright: ignore[reportIndexIssue]
+        assert copy.deepcopy(each) == each
+
+
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_modifiers_can_be_added_in_every_layout(text: str) -> None:
     before = load(text)

@@ -26,6 +26,7 @@ def value(expression: str, variables: str = "") -> object:
         ("+3 - -2", 5),
         ("1e-5 * 1.e3", 0.01),
         (".5 + 1_000", 1000.5),
+        ("007 + 08.5", 15.5),
         ("min(3, 1, 2)", 1),
         ("max(1)", 1),
         ("abs(-2.5)", 2.5),
@@ -44,6 +45,17 @@ def test_arithmetic_is_that_of_python(expression: str, expected: float) -> None:
 def test_names_may_be_used_before_they_are_defined() -> None:
     recipe = load("a: eval(b * 2)\nb: eval(c + 1)\nc: 3\n" + RANGE)
     assert dict(recipe.variables) == {"a": 8, "b": 4, "c": 3}
+
+
+def test_a_long_chain_of_variables_is_computed_in_either_direction() -> None:
+    links = [f"v{i}: eval(v{i + 1} + 1)\n" for i in range(1000)] + ["v1000: 0\n"]
+    assert load("".join(links) + RANGE).variables["v0"] == 1000
+    assert load("".join(reversed(links)) + RANGE).variables["v0"] == 1000
+
+
+@pytest.mark.parametrize("name", ["lambda", "class", "in", "True", "n0", "ﬁ", "größe"])
+def test_a_variable_may_have_any_name(name: str) -> None:
+    assert value(f"max({name} * 2, 1)", f"'{name}': 3\nn1: 9\n") == 6
 
 
 def test_a_bare_name_may_be_a_list_or_text() -> None:
@@ -75,7 +87,8 @@ def test_text_that_is_tagged_as_text_is_not_computed() -> None:
         ("", "is not an expression"),
         ("1 +", "is not an expression"),
         ("1) + eval(2", "is not an expression"),
-        ("²", "is not an expression"),
+        ("(1, 2)", "is not an expression"),
+        ("²", "unknown variable '²'"),
         ("1 / 0", "division by zero"),
         ("0 ** -1", "division by zero"),
         ("(-8) ** 0.5", "not a real number"),
@@ -87,7 +100,13 @@ def test_text_that_is_tagged_as_text_is_not_computed() -> None:
         ("min()", "has no value"),
         ("abs(1, 2)", "has no value"),
         ("sum(1)", "unknown function 'sum'"),
-        ("__import__('os')", "unknown function"),
+        ("__import__('os')", "not allowed"),
+        ("__import__(1)", "unknown function"),
+        ("max(*items)", "is not an expression"),
+        ("True + 1", "unknown variable 'True'"),
+        ("0x10", "'0x10' is not allowed"),
+        ("round(1, 2, 3)", r"has no value: round\(\) takes at most 2"),
+        ("-" * 990 + "1", "nested too deeply"),
         ("a.b", "not allowed"),
         ("a.b()", "not allowed"),
         ("a[0]", "not allowed"),
@@ -95,7 +114,7 @@ def test_text_that_is_tagged_as_text_is_not_computed() -> None:
         ("1 == 1", "not allowed"),
         ("'a' * 3", "not allowed"),
         ("lambda: 1", "not allowed"),
-        ("1 if 1 else 2", "not allowed"),
+        ("1 if 1 else 2", "is not an expression"),
         ("1 << 3", "not allowed"),
         ("x + 1", "defined by itself: x -> x"),
         ("text + 1", "expected a number in variable 'text', found 'abc'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,16 @@ def test_markdown_without_readable_front_matter_is_refused(tmp_path: Path, text:
         load(path)
 
 
+@pytest.mark.parametrize("body", ["<!--" * 100_000, "modifiers" * 50_000])
+@pytest.mark.parametrize("ending", [".md", ".txt"])
+def test_text_after_the_front_matter_is_read_in_linear_time(tmp_path: Path, ending: str, body: str) -> None:
+    path = tmp_path / f"recipe{ending}"
+    path.write_text(f"<!-- a -->\n---\n{RANGE}---\n{body}")
+    start = time.process_time()
+    assert load(path).max_epochs == 3
+    assert time.process_time() - start < 2
+
+
 def test_a_missing_file_is_named_with_its_nearest_neighbour(file: Path) -> None:
     wrong = file.with_name("recipes.yaml")
     assert one_problem(wrong) == one_problem(str(wrong)) == f"{wrong}: no such file; nearest: 'recipe.yaml'"
@@ -142,5 +153,11 @@ def test_streams_that_do_not_work_are_refused(file: Path) -> None:
     file.write_bytes(b"\xff")
     with file.open(encoding="utf-8") as opened:
         assert "expected UTF-8 text" in one_problem(opened)
+
+    class NoText:
+        def read(self, _: int) -> int:
+            return 3
+
+    assert "expected text or bytes from the open file, found int" in one_problem(NoText())
     assert "found int" in one_problem(3)
     assert "found NoneType" in one_problem(None)

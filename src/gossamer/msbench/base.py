@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from pydantic import ValidationError
@@ -48,6 +48,9 @@ from gossamer.msbench.generators import MaskGenerator
 from gossamer.msbench.tracing import as_graph_module, check_leaves
 from gossamer.recipe import Recipe
 from gossamer.validation import problems_of
+
+if TYPE_CHECKING:
+    from gossamer.analysis.layers import LayerReport
 
 M = TypeVar("M", bound=Modifier)
 logger = logging.getLogger("gossamer.msbench")
@@ -224,16 +227,24 @@ class BaseScheduler:
     def export_sparse_onnx(self, model: nn.Module, dummy_input: Any, onnx_name: str | os.PathLike[str]) -> str:
         """Write `onnx_name`.onnx with the zeros in the weights, and return its path; the model is not changed.
 
-        The batch dimension is dynamic. If the model supports only one batch size, so does the file, with a warning.
+        A list of whole numbers as `dummy_input` is the shape of a tensor. The batch dimension is dynamic. If the model
+        supports only one batch size, so does the file, with a warning.
         """
         from gossamer.export import to_onnx
 
         copy = self.export_sparse_model(duplicate(unwrap(model)))
+        inputs: Any = dummy_input
+        sizes: list[Any] = list(inputs) if isinstance(dummy_input, list | torch.Size) else []
+        if sizes and all(type(size) is int for size in sizes):
+            if min(sizes) < 1:
+                raise GossamerError(f"export_sparse_onnx: {sizes} is not a shape")
+            like = next(copy.parameters(), torch.empty(0))
+            inputs = torch.zeros(sizes, dtype=like.dtype, device=like.device)
         target = f"{os.fspath(onnx_name).removesuffix('.onnx')}.onnx"
         try:
-            return str(to_onnx(copy, target, dummy_input))
+            return str(to_onnx(copy, target, inputs))
         except GossamerError as error:
-            path = to_onnx(copy, target, dummy_input, dynamic_batch=False)  # raises if the batch is not the cause
+            path = to_onnx(copy, target, inputs, dynamic_batch=False)  # raises if the batch is not the cause
             logger.warning("%s: the file supports only the batch size of the example: %s", target, error)
             return str(path)
 
@@ -280,6 +291,10 @@ class BaseScheduler:
         model = self.prepared
         order = [*prunable(model), *left_dense(model)] if model is not None else []
         return {layer_path(name): reasons[name] for name in order if name in reasons}
+
+    def sparse_analysis(self, model: nn.Module) -> LayerReport:
+        """The effect of the config on each layer; for levels."""
+        raise GossamerError(f"sparse_analysis: {type(self).__name__} has no levels to analyse")
 
     def recipe(self, steps_per_epoch: float = 1.0) -> Recipe:
         """The config as a recipe; a manager that runs it ends with the same weights."""

@@ -1,7 +1,7 @@
 """Read the config of MSBench, or the arguments of ASP, from a file.
 
-Files are YAML, JSON, or Python scripts that assign the config. Scripts are never run: only literals, and names of
-constants that are literals, are read.
+Files are YAML, JSON, or Python scripts that assign the config. Scripts are never run: literals and names of constants
+are evaluated here, because `ast.literal_eval` has no names and no limits on size and depth.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from gossamer.errors import GossamerError, Location, Problem, within
-from gossamer.recipe.nodes import MAX_NODES, check_tags, parse, plain_value
+from gossamer.recipe.nodes import MAX_DEPTH, MAX_NODES, check_tags, parse, plain_value
 from gossamer.recipe.source import SourceProblems, open_source
 
 _SUFFIXES = (".yaml", ".yml", ".json", ".py")
-_LITERALS = (ast.Dict, ast.List, ast.Tuple, ast.Set, ast.Constant, ast.expr_context, ast.unaryop)
 _MAX_SHOWN = 60
 _MAX_BITS = 1024
 
@@ -48,9 +47,10 @@ def _read_script(path: Path, text: str) -> dict[str, Any]:
     except (RecursionError, MemoryError):
         raise GossamerError("nested too deeply") from None
     for node in ast.walk(tree):
-        keys = [key.value for key in node.keys if isinstance(key, ast.Constant)] if isinstance(node, ast.Dict) else []
-        if "scheduler" in keys or "asp" in keys:
-            return _Literals(path, text, _constants(tree)).evaluate(node)
+        if isinstance(node, ast.Dict):
+            keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
+            if "scheduler" in keys or "asp" in keys:
+                return _Script(path, text, _constants(tree)).value(node)
     raise GossamerError("no dict with the key 'scheduler'; assign one, as in sparsity_config = {…}")
 
 
@@ -63,46 +63,75 @@ def _constants(tree: ast.Module) -> dict[str, ast.expr]:
     }
 
 
-class _Literals(ast.NodeTransformer):
-    """Replaces names of constants by their literals, and `torch.nn.Linear` by its name; raises for any other code."""
+class _Script:
+    """Evaluates literals of a script, with names of constants expanded, up to a size and a depth."""
 
     def __init__(self, path: Path, text: str, constants: Mapping[str, ast.expr]) -> None:
         self._path = path
         self._text = text
-        self._constants: Mapping[str, ast.expr] = constants
+        self._constants = constants
         self._left = MAX_NODES
+        self._depth = 0
+        self._expanding: set[str] = set()
 
-    def evaluate(self, node: ast.AST) -> Any:
-        literal = self.visit(node)
-        try:
-            return ast.literal_eval(literal)
-        except (ValueError, TypeError) as error:
-            raise self._error(node, f"not a literal: {error}") from None
-
-    def visit(self, node: ast.AST) -> Any:
+    def value(self, node: ast.expr) -> Any:
         self._left -= 1
         if self._left < 0:
             raise self._error(node, f"the config has more than {MAX_NODES:,} values when its names are expanded")
-        if isinstance(node, ast.Name) and node.id in self._constants:
-            constants, self._constants = self._constants, {}  # constants have no names in them
-            literal = self.visit(constants[node.id])
-            self._constants: Mapping[str, ast.expr] = constants
-            return literal
-        if isinstance(node, ast.Attribute) and _is_torch_name(node):
-            return ast.copy_location(ast.Constant(node.attr), node)  # in a whitelist
-        is_number = isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant)
-        if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value.bit_length() > _MAX_BITS:
-            raise self._error(node, f"expected a number, found one of {node.value.bit_length():,} bits")
-        is_merged = isinstance(node, ast.Dict) and None in node.keys  # {**others}
-        if is_merged or not (is_number or isinstance(node, _LITERALS)):
-            written = " ".join((ast.get_source_segment(self._text, node) or "").split())
-            message = f"'{written[:_MAX_SHOWN]}' is code, and scripts are not executed"
-            raise self._error(node, message, fix="write the value there")
-        return self.generic_visit(node)
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise self._error(node, f"the config is nested more than {MAX_DEPTH} levels deep")
+        value = self._value(node)
+        self._depth -= 1
+        return value
 
-    def _error(self, node: ast.AST, message: str, fix: str = "") -> GossamerError:
-        location = Location(str(self._path), getattr(node, "lineno", None))
-        return GossamerError(Problem(message, location=location, fix=fix))
+    def _value(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Dict):
+            return self._dict(node)
+        if isinstance(node, ast.List | ast.Tuple):
+            return [self.value(item) for item in node.elts]
+        if isinstance(node, ast.Set):
+            return {self._hashable(item, "a name") for item in node.elts}
+        if isinstance(node, ast.Name) and node.id in self._constants and node.id not in self._expanding:
+            self._expanding.add(node.id)
+            value = self.value(self._constants[node.id])
+            self._expanding.remove(node.id)
+            return value
+        if isinstance(node, ast.Attribute) and _is_torch_name(node):
+            return node.attr  # torch.nn.Linear in a whitelist
+        try:
+            value = ast.literal_eval(node)
+        except (ValueError, TypeError):
+            message = f"'{self._shown(node)}' is code, and scripts are not executed"
+            raise self._error(node, message, fix="write the value there") from None
+        if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+            raise self._error(node, f"expected a number, found one of {value.bit_length():,} bits")
+        return value
+
+    def _dict(self, node: ast.Dict) -> dict[Any, Any]:
+        entries: dict[Any, Any] = {}
+        for key, value in zip(node.keys, node.values, strict=True):
+            inner = self.value(value)
+            if key is not None:
+                entries[self._hashable(key, "a name as key")] = inner
+            elif isinstance(inner, dict):  # {**others}
+                entries |= inner
+            else:
+                raise self._error(value, f"expected a dict after '**', found '{self._shown(value)}'")
+        return entries
+
+    def _hashable(self, node: ast.expr, expected: str) -> Any:
+        value = self.value(node)
+        if isinstance(value, dict | list | set):
+            raise self._error(node, f"expected {expected}, found '{self._shown(node)}'")
+        return value
+
+    def _shown(self, node: ast.expr) -> str:
+        written = " ".join((ast.get_source_segment(self._text, node) or "").split())
+        return written if len(written) <= _MAX_SHOWN else f"{written[: _MAX_SHOWN - 3]}..."
+
+    def _error(self, node: ast.expr, message: str, fix: str = "") -> GossamerError:
+        return GossamerError(Problem(message, location=Location(str(self._path), node.lineno), fix=fix))
 
 
 def _is_torch_name(node: ast.Attribute) -> bool:

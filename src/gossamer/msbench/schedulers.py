@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, distributed, nn
 
 from gossamer.asp import ASP, parse_calculator
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
 # Levels
 
 Algorithm = Literal[0, 1, "uniform", "energy", "erk", "global"]
-DEFAULT_TABLE: Any = (30, 40, 50, 60, 70, 80, 90)
+DEFAULT_TABLE: list[float] = [30, 40, 50, 60, 70, 80, 90]
 ALGORITHMS = ("uniform", "energy")
 """The meaning of the numbers of `prun_algo`."""
 
@@ -73,7 +74,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         config: Config,
         *,
         total_iters: Count = 10000,
-        sparsity_table: Annotated[list[Percent], Field(min_length=1)] = DEFAULT_TABLE,
+        sparsity_table: list[Percent] | None = None,
         prun_algo: Algorithm = 1,
         prun_algo_tuning: Factor = 0.5,
         dw_no_prune: bool = False,
@@ -90,8 +91,9 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         **excluded: Any,
     ) -> None:
         super().__init__(config, **excluded)
-        self._check(sparsity_table, total_iters)
-        self.table = [round(percent / 100, 12) for percent in sparsity_table]  # 0.3, not 0.30000000000000004
+        table = DEFAULT_TABLE if sparsity_table is None else sparsity_table
+        self._check(table, total_iters)
+        self.table = [round(percent / 100, 12) for percent in table]  # 0.3, not 0.30000000000000004
         self.total_iters, self.tuning = total_iters, prun_algo_tuning
         allocation = ALGORITHMS[prun_algo] if isinstance(prun_algo, int) else prun_algo
         # With 2:4 all layers have the same sparsity.
@@ -103,13 +105,19 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         self.save_dir = None if save_dir is None else Path(save_dir)
         self.example = default_input_custom if default_input_custom is not None else default_input_shape
         self.init_lr, self.verbose = init_lr, verbose
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] | None = None
+        """From the last iteration on: the optimizers whose step in it was saved."""
         self._check_modifiers()
 
     def _check(self, table: Sequence[float], total_iters: int) -> None:
         problems = Problems()
-        if 0 < max(table) < 1:
-            message = f"expected percents, as in 30 for a share of 0.3, found {list(table)}"
-            problems.add(message, *SCHEDULER_KWARGS, "sparsity_table")
+        key = (*SCHEDULER_KWARGS, "sparsity_table")
+        if not table:
+            problems.add("expected sparsities in percent, as in [30, 50, 70], found none", *key)
+        elif 0 < max(table) < 1:
+            problems.add(f"expected percents, as in 30 for a share of 0.3, found {table}", *key)
+        elif any(after <= before for before, after in pairwise(table)):
+            problems.add(f"expected percents that rise, as in [30, 50, 70], found {table}", *key)
         if total_iters < len(table):
             problems.add(
                 f"{total_iters} iterations are too few for {len(table)} levels", *SCHEDULER_KWARGS, "total_iters"
@@ -146,7 +154,7 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         return self.total_iters
 
     def advance(self, model: nn.Module, iteration: int) -> None:
-        """A level is saved when it ends; the last one again after each optimizer step of the last iteration."""
+        """A level is saved when it ends; the last one again after the step of each optimizer in the last iteration."""
         if not self._begun and self.writes_analysis:
             self._write_analysis(self.sparse_analysis(model))
         before, after = self.level, max(n for n, start in enumerate(self.level_starts) if start <= iteration)
@@ -160,15 +168,18 @@ class AmbaLevelPruneScheduler(BaseScheduler):
         reached = self.iteration is not None and self.iteration + 1 >= self.total_iters
         if iteration + 1 >= self.total_iters and not reached:
             self._save_level(model, after)
+            self._stepped = weakref.WeakSet()
 
     @property
     def level(self) -> int | None:
         """The current level, from 0; None before the first."""
         return self._bound.state.get("level") if self._begun and self._bound is not None else None
 
-    def after_step(self) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        super()._after_step(optimizer)
         model, level = self.prepared, self.level
-        if self.iteration == self.total_iters - 1 and model is not None and level is not None:
+        if self._stepped is not None and optimizer not in self._stepped and model is not None and level is not None:
+            self._stepped.add(optimizer)
             self._save_level(model, level)
 
     def sparse_analysis(self, model: nn.Module) -> LayerReport:

@@ -8,6 +8,7 @@ by its module and name, so both stay.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import random
@@ -110,7 +111,8 @@ def _check_modules(model: nn.Module, leaves: Sequence[Leaf]) -> None:
         shown = path or type(model).__name__
         if module._forward_hooks or module._forward_pre_hooks:  # pyright: ignore[reportPrivateUsage]
             raise _NotSameModelError(f"'{shown}' has forward hooks, which a graph would not call")
-        if type(module).train is not nn.Module.train or type(module).eval is not nn.Module.eval:
+        methods = ((module.train, nn.Module.train), (module.eval, nn.Module.eval))
+        if any(getattr(method, "__func__", None) is not own for method, own in methods):
             raise _NotSameModelError(f"'{shown}' overrides train() or eval(), which a graph would not call")
         if number := _float_read(module):
             raise _NotSameModelError(f"'{shown}' computes with its attribute '{number}', which a graph would fix")
@@ -119,10 +121,13 @@ def _check_modules(model: nn.Module, leaves: Sequence[Leaf]) -> None:
 
 
 def _float_read(module: nn.Module) -> str | None:
-    """A float attribute that forward reads; other numbers are sizes and flags, which rarely change."""
+    """A float of the module or its class that forward reads; other numbers are sizes and flags, which rarely change."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    names = code.co_names if code is not None else ()
-    return next((name for name in names if isinstance(vars(module).get(name), float)), None)
+    for name in code.co_names if code is not None else ():
+        with contextlib.suppress(Exception):  # a property is the user's code
+            if isinstance(getattr(module, name), float):
+                return name
+    return None
 
 
 def _check_same(model: nn.Module, result: fx.GraphModule) -> None:

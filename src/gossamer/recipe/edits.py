@@ -87,7 +87,11 @@ def set_metadata(source: Source, metadata: object) -> Source:
     root = outline_of(source).root
     value = plain_data(metadata)
     if isinstance(root, ListNode):
-        raise recipe_error(source.name, "a list has no place for metadata")
+        start, end = source.text.rfind("\n", 0, root.start) + 1, _end_of_line(source.text, root.end)
+        if root.flow or root.anchor or source.text[start : root.start].strip():
+            raise recipe_error(source.name, "metadata cannot be added to this layout")
+        lines = "\n".join(entry("metadata", value, 0))
+        return _applied(source, [_Edit(start, start, "modifiers:\n"), _Edit(end, end, f"\n\n{lines}")])
     own = {pair.key: pair for pair in pairs(root, SourceProblems(source))}
     if "metadata" in own:
         return _applied(source, [_set_entry(source.text, root, own["metadata"], value)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -48,8 +49,7 @@ class Content:
     """The parts of a recipe."""
 
     modifiers: tuple[Modifier, ...]
-    variables: Mapping[str, Any]
-    """The variables of the whole recipe, computed; those of stages are not included."""
+    _variables: Mapping[str, Any]
     metadata: Any = None
     version: Any = None
     stages: Stages = ()
@@ -58,6 +58,11 @@ class Content:
     """The locations of each modifier; empty unless the recipe was read from text."""
     warnings: tuple[Problem, ...] = ()
     """Fields and keys without effect; `str(warning)` has the file and line."""
+
+    @property
+    def variables(self) -> Mapping[str, Any]:
+        """The variables of the whole recipe, computed; those of stages are not included."""
+        return MappingProxyType(self._variables)
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,7 +197,7 @@ class Recipe(Content):
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def _compared(self) -> tuple[object, ...]:
-        return (self.modifiers, self.variables, self.metadata, self.version, self.stages)
+        return (self.modifiers, self._variables, self.metadata, self.version, self.stages)
 
     def __str__(self) -> str:
         return self.text
@@ -212,7 +212,7 @@ def _from_source(source: Source) -> Recipe:
 
 def _from_objects(content: Content, name: str, write: Callable[[], str] | None = None) -> Recipe:
     warnings = [problem.within(modifier.name) for modifier in content.modifiers for problem in warnings_of(modifier)]
-    parts = content.modifiers, content.variables, content.metadata, content.version, content.stages
+    parts = content.modifiers, dict(content.variables), content.metadata, content.version, content.stages
     return Recipe(*parts, warnings=tuple(warnings), name=name, _write=write)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, NoReturn, cast
 
 from gossamer.errors import Location, Problem, Problems, RecipeError, nearest
 from gossamer.io import open_regular
@@ -27,7 +27,7 @@ _ZOO_CLOSED = "SparseZoo is closed; `gossamer recipe list` lists the built-in re
 _FENCE = re.compile(r"^---[ \t]*(?:\n|\Z)", re.MULTILINE)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _CODE_BLOCK = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-_MORE_YAML = re.compile(r"^\w*modifiers\w*[ \t]*:|^[ \t]*- !\w", re.MULTILINE)
+_MORE_YAML = re.compile(r"^(?=\w*modifiers)\w+[ \t]*:|^[ \t]*- !\w", re.MULTILINE)
 _LOOKS_LIKE_TEXT = re.compile(r"[\n\r{\[]|(?:^|\s)![A-Za-z]|:\s|:$|^\s*-\s|^\s*$")
 _UNREADABLE = re.compile("[^\t\n\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -97,7 +97,11 @@ def open_source(given: str | os.PathLike[str] | IO[str] | IO[bytes]) -> Source:
         named: object = getattr(given, "name", None)
         name = named if isinstance(named, str) else UNNAMED
         with _read_errors(name):
-            return _source(name, given.read(MAX_BYTES + 1))
+            content = cast(object, given.read(MAX_BYTES + 1))
+            if not isinstance(content, str | bytes):
+                found = type(content).__name__
+                raise recipe_error(name, f"expected text or bytes from the open file, found {found}")
+            return _source(name, content)
     path = os.fsdecode(given)
     if path.startswith("zoo:"):
         raise recipe_error(path, _ZOO_CLOSED)
@@ -165,7 +169,8 @@ def _front_matter(name: str, text: str) -> tuple[int, int]:
     suffix = Path(name).suffix.lower()
     if suffix in (".yaml", ".yml"):
         return 0, len(text)
-    outside = _COMMENT.sub(lambda comment: re.sub(r"\S", " ", comment[0]), text)
+    end = text.rfind("-->") + 3  # the search for the end of a comment that is not closed would take quadratic time
+    outside = _COMMENT.sub(lambda comment: re.sub(r"\S", " ", comment[0]), text[:end]) + text[end:]
     opening = _FENCE.search(outside)
     closing = _FENCE.search(text, opening.end()) if opening else None
     if suffix in (".md", ".markdown"):

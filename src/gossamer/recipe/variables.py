@@ -1,7 +1,7 @@
 """Variables of a recipe: `Scope` computes those in the file, and `parse_overrides` reads those that the user gives.
 
-`eval(...)` is arithmetic. Python parses it, and `evaluate` computes the few nodes that it allows; nothing is executed,
-and results are bounded.
+`eval(...)` is arithmetic. Python parses it after names are replaced by placeholders, and `evaluate` computes the few
+nodes that it allows; nothing is executed, and results are bounded.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from enum import Enum
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final, cast
 
 from gossamer.errors import MAX_SUGGESTED, GossamerError, format_value, nearest
@@ -37,7 +38,11 @@ from gossamer.recipe.writer import plain_data
 _NAME = re.compile(r"[^\W\d]\w*")
 _OVERRIDES = "<variables>"
 _NEXT_OVERRIDE = re.compile(r",(?=\s*[^\s,=\[\]{}]+\s*=)")
-
+_TOKEN = re.compile(
+    r"(?P<integer>[0-9][0-9_]*)(?![\w.])"
+    r"|(?:[0-9][0-9_]*\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?(?![\w.])"
+    r"|(?P<name>[^\W\d]\w*)|[-+*/%(), ]|(?P<unknown>[\w.]+|.)"
+)
 
 MAX_LENGTH = 1000
 MAX_INTEGER = 2**63
@@ -85,7 +90,17 @@ class Scope:
 
     def variables(self) -> dict[str, object]:
         """This scope's own variables, computed."""
+        for name in self._order():
+            self._variable(name)
         return {name: self._variable(name) for name in self._variables}
+
+    def _order(self) -> list[str]:
+        """Variables after those that they use, so that a long chain of variables needs no deep recursion."""
+        uses = {name: names_in(pair.value) & self._variables.keys() for name, pair in self._variables.items()}
+        try:
+            return list(TopologicalSorter(uses).static_order())
+        except CycleError:
+            return list(self._variables)
 
     def value(self, node: Node) -> object:
         """The value of a node with every `eval(...)` in it computed, or BROKEN."""
@@ -171,11 +186,13 @@ def evaluate(expression: str, lookup: Callable[[str], object]) -> object:
     if len(text) > MAX_LENGTH:
         raise ExpressionError(f"expected at most {MAX_LENGTH} characters in eval(...), found {len(text)}")
     try:
-        node = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        source, names = _parsable(text)
+        node = ast.parse(source, mode="eval").body
+        return lookup(names[node.id]) if isinstance(node, ast.Name) else _computed(node, names, lookup)
+    except (SyntaxError, MemoryError):  # MemoryError: of a parser that is nested too deeply
         raise ExpressionError(f"'eval({shown})' is not an expression") from None
-    try:
-        return lookup(node.id) if isinstance(node, ast.Name) else _computed(node, text, lookup)
+    except RecursionError:
+        raise ExpressionError(f"'eval({shown})' is nested too deeply") from None
     except ZeroDivisionError:
         raise ExpressionError(f"division by zero in 'eval({shown})'") from None
     except OverflowError:
@@ -184,28 +201,50 @@ def evaluate(expression: str, lookup: Callable[[str], object]) -> object:
         raise ExpressionError(f"'eval({shown})' has no value: {error}") from None
 
 
-def _computed(node: ast.expr, text: str, lookup: Callable[[str], object]) -> Number:
+def _parsable(text: str) -> tuple[str, dict[str, str]]:
+    """An expression that Python can parse, and the names that it has placeholders for.
+
+    A variable may be called `lambda` or `class`, and Python would normalize other names; integers may begin with 0.
+    """
+    names: dict[str, str] = {}
+
+    def replace(token: re.Match[str]) -> str:
+        if token["unknown"]:
+            raise ExpressionError(f"{token[0][:60]!r} is not allowed in eval(...), which is for arithmetic")
+        if token["integer"]:
+            return str(int(token[0].replace("_", "")))
+        if token["name"]:
+            placeholder = f"n{len(names)}"
+            names[placeholder] = token[0]
+            return placeholder
+        return token[0]
+
+    return _TOKEN.sub(replace, text), names
+
+
+def _computed(node: ast.expr, names: Mapping[str, str], lookup: Callable[[str], object]) -> Number:
     match node:
         case ast.Constant(value=int() | float() as value):
             return _bounded(value)
-        case ast.Name(id=name):
-            value = lookup(name)
+        case ast.Name(id=placeholder):
+            value = lookup(names[placeholder])
             if not isinstance(value, int | float):
-                raise ExpressionError(f"expected a number in variable '{name}', found {format_value(value)}")
+                found = format_value(value)
+                raise ExpressionError(f"expected a number in variable '{names[placeholder]}', found {found}")
             return _bounded(value)
         case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _SIGNS:
-            return _SIGNS[type(sign)](_computed(operand, text, lookup))
+            return _SIGNS[type(sign)](_computed(operand, names, lookup))
         case ast.BinOp(left=left, op=symbol, right=right) if type(symbol) in _OPERATORS:
             compute = _OPERATORS[type(symbol)]
-            return _bounded(compute(_computed(left, text, lookup), _computed(right, text, lookup)))
-        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
+            return _bounded(compute(_computed(left, names, lookup), _computed(right, names, lookup)))
+        case ast.Call(func=ast.Name(id=placeholder), args=arguments, keywords=[]):
+            name = names[placeholder]
             if name not in _FUNCTIONS:
                 known = ", ".join(_FUNCTIONS)
                 raise ExpressionError(f"unknown function '{name}'{nearest(name, _FUNCTIONS)}; known: {known}")
-            return _bounded(_FUNCTIONS[name](*[_computed(argument, text, lookup) for argument in arguments]))
-        case _:
-            part = ast.get_source_segment(text, node) or ""
-            raise ExpressionError(f"{part[:60]!r} is not allowed in eval(...), which is for arithmetic")
+            return _bounded(_FUNCTIONS[name](*[_computed(argument, names, lookup) for argument in arguments]))
+        case _:  # such as a tuple
+            raise SyntaxError
 
 
 def _bounded(value: Number) -> Number:
@@ -223,10 +262,11 @@ def _power(base: Number, exponent: Number) -> Number:
     return base**exponent
 
 
-def _rounded(value: Number, digits: Number | None = None) -> Number:
-    if digits is not None and (not isinstance(digits, int) or abs(digits) > 20):
-        raise ValueError(f"expected a small whole number of digits, found {digits}")
-    return round(value, digits)
+def _rounded(*arguments: Any) -> Number:
+    for digits in arguments[1:]:
+        if not isinstance(digits, int) or abs(digits) > 20:
+            raise ValueError(f"expected a small whole number of digits, found {digits}")
+    return round(*arguments)
 
 
 _SIGNS: dict[type, Callable[[Number], Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}

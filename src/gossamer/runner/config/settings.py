@@ -245,6 +245,7 @@ class _Reader:
 
     def _read_mapping(self, node: MapNode, document: _Document, key: Key, depth: int) -> Values:
         values: Values = {}
+        firsts: dict[str, Location] = {}
         bases: list[Node] = []
         for key_node, value in node.entries:
             name_node, at = unaliased(key_node), document.locate(key_node)
@@ -255,8 +256,10 @@ class _Reader:
                 parts = unaliased(value)
                 bases += parts.items if isinstance(parts, ListNode) else [value]
             elif name in values:
-                self._problems.add("duplicate key; keep one of them", name, location=at)
+                first = f", first in line {firsts[name].line}" if at.line else ""  # options have no lines
+                self._problems.add(f"duplicate key{first}; keep one of them", name, location=at)
             else:
+                firsts[name] = at
                 values[name] = self._read(value, document, (*key, name), depth + 1, key_node)
         for part in bases:
             base = self._read(part, document, key, depth + 1)
