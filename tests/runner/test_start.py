@@ -188,6 +188,14 @@ def test_another_batch_size_is_reported_for_the_data_come_in_another_order(tmp_p
 # What does not fit
 
 
+def test_a_scheduler_or_an_average_that_comes_or_goes_is_reported(tmp_path: Path, runs: Path) -> None:
+    copied_run(runs / "stopped", tmp_path / "run")
+    resumed(tmp_path / "run", "trainer.lr_scheduler=null", "ema.enable=true")
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "the config has no lr_scheduler, and the saved run had one" in log
+    assert "the config has ema, and the saved run had none" in log
+
+
 @pytest.mark.parametrize("way", ["resume_model", "pretrain_model"])
 def test_another_number_of_classes_is_reported_with_its_remedy(way: str, tmp_path: Path, runs: Path) -> None:
     given = f"saver.{way}={runs / 'stopped'}"
