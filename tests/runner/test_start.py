@@ -199,10 +199,17 @@ def test_a_scheduler_or_an_average_that_comes_or_goes_is_reported(tmp_path: Path
 @pytest.mark.parametrize("way", ["resume_model", "pretrain_model"])
 def test_another_number_of_classes_is_reported_with_its_remedy(way: str, tmp_path: Path, runs: Path) -> None:
     given = f"saver.{way}={runs / 'stopped'}"
-    with pytest.raises(GossamerError, match=r"'9.weight' has the shape \(10, 128\).*; change net or num_classes"):
+    with pytest.raises(GossamerError, match=r"'9.weight' has the shape \(10, 128\).*number of classes.*num_classes"):
         trained(config(tmp_path), "num_classes=12", given)
-    with pytest.raises(GossamerError, match=r"'9.weight' has the shape \(10, 128\)"):
+    with pytest.raises(GossamerError, match=r"10 outputs against 12.*number of classes; .*num_classes"):
         evaluated(config(tmp_path), "num_classes=12", given)
+
+
+@pytest.mark.parametrize("way", ["resume_model", "pretrain_model"])
+def test_a_first_layer_of_another_width_is_not_put_down_to_classes(way: str, tmp_path: Path, runs: Path) -> None:
+    with pytest.raises(GossamerError, match=r"'0\.weight' has the shape") as caught:
+        trained(config(tmp_path), "net.kwargs={width: 8}", f"saver.{way}={runs / 'stopped'}")
+    assert "classes" not in str(caught.value)
 
 
 def test_layers_that_are_named_are_not_taken_from_the_weights(tmp_path: Path, runs: Path) -> None:

@@ -335,8 +335,11 @@ def test_a_run_continues_where_nothing_can_be_remembered(
 ) -> None:
     state.write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING, "gossamer"):
+        remember(tmp_path, [])
+        assert not caplog.text
         remember(tmp_path, ["my.nets:small"])
     assert "cannot remember that this run is yours" in caplog.text
+    assert "need --import my.nets" in caplog.text
     assert remembered(tmp_path) == frozenset()
 
 
