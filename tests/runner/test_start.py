@@ -185,6 +185,24 @@ def test_another_batch_size_is_reported_for_the_data_come_in_another_order(tmp_p
     assert "WARNING" in (tmp_path / "run" / "log.txt").read_text()
 
 
+def test_extra_state_of_a_module_holds_values_of_numpy_and_python(tmp_path: Path) -> None:
+    states: list[dict[str, Any]] = []
+    for name in ("whole", "parts"):
+        folder = tmp_path / name
+        folder.mkdir()
+        path = config(folder, net={"type": "tests.runner.nets:counting"})
+        if name == "parts":
+            interrupted(path, 8, "saver.export=[]")
+            resumed(folder / "run")
+        else:
+            trained(path, "saver.export=[]")
+        states.append(final_state(folder / "run")["model"]["0._extra_state"])
+    whole, parts = states
+    assert whole["counts"].sum() > 0
+    assert whole["counts"].tolist() == parts["counts"].tolist()
+    assert {**whole, "counts": None} == {**parts, "counts": None}
+
+
 # What does not fit
 
 
