@@ -48,7 +48,7 @@ from gossamer.model import (
 )
 from gossamer.model.additions import MASK, PRUNED, buffer_name, drop_buffers
 from gossamer.model.parameters import TIED, empties_a_norm
-from gossamer.model.permute import Permutation, find_permutation
+from gossamer.model.permute import Permutation, find_permutation, state_of
 from gossamer.model.weights import is_conv1d, stored, unprunable
 from gossamer.sparse import NM, measured_sparsity, parse_nm, zero_where
 
@@ -120,6 +120,7 @@ class ASP:
         3 details. Masks that the model already has, from an earlier call or a checkpoint, stay in force.
         """
         expect_model(model, "init_model_for_pruning")
+        _expect(verbosity, int, "verbosity", "number from 0 to 3")
         owner = unwrap(model)
         pruner = Pruner(weakref.ref(owner), parse_calculator(mask_calculator), mask_calculator, verbosity)
         allowed, pruner.graph_folder = cls._saving
@@ -143,10 +144,7 @@ class ASP:
     @classmethod
     def init_optimizer_for_pruning(cls, optimizer: torch.optim.Optimizer, *, model: nn.Module | None = None) -> None:
         """Mask gradients before and weights after each step of the optimizer, whose parameters identify the model."""
-        given = cast(object, optimizer)
-        if not isinstance(given, torch.optim.Optimizer):
-            kind = type(given).__name__
-            raise GossamerError(f"init_optimizer_for_pruning: expected a torch.optim.Optimizer, found {kind}")
+        _expect(optimizer, torch.optim.Optimizer, "init_optimizer_for_pruning", "torch.optim.Optimizer")
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         pruners = [cls._pruner(model)] if model is not None or not cls._pruners else list(cls._pruners.values())
         own = [one for one in pruners if any(id(parameter) in held for parameter in one.model().parameters())]
@@ -394,7 +392,7 @@ class Pruner:
             if bool(get_parameter(self.model(), name).detach().isnan().any()):
                 raise GossamerError(f"'{name}' cannot be pruned: it holds NaN; repair the weights first")
         if self.graph_folder is not None:
-            self.graph_folder.mkdir(parents=True, exist_ok=True)
+            _make_folder(self.graph_folder)
         again = self.enabled
         sparse = {name: get_parameter(self.model(), name).detach().clone() for name in self.weights if again}
         for name in sparse:
@@ -480,6 +478,8 @@ class Pruner:
 
     def hook(self, optimizer: torch.optim.Optimizer) -> None:
         """Mask gradients before and weights after each step of the optimizer."""
+        if optimizer not in self.optimizers:
+            self._warn_of_old_moments(optimizer)
         self.unhook(optimizer)
 
         def before(_: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -527,6 +527,15 @@ class Pruner:
                 self._masks.release(_HOLDER, name)
             else:
                 self._masks.hold(_HOLDER, name, mask, get_parameter(self.model(), name))
+
+    def _warn_of_old_moments(self, optimizer: torch.optim.Optimizer) -> None:
+        moves = [] if self.permutation is None else list(self.permutation.moves)
+        if any(state_of(optimizer, get_parameter(self.model(), name)) for name in moves):
+            self._log(
+                1,
+                "the optimizer was not known when the channels were permuted: its state is in the old order; "
+                "call init_optimizer_for_pruning before compute_sparse_masks",
+            )
 
     # Reports
 
@@ -613,7 +622,7 @@ def _mask_buffers(model: nn.Module, names: Iterable[str]) -> dict[str, list[Tens
 
 def _save_graph(permutation: Permutation, path: Path) -> None:
     """Write which layers share channels, and what each gains, as JSON and a plot beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(path.parent)
     content = {
         "note": permutation.untraceable or permutation.note,
         "groups": list(permutation.groups),
@@ -626,6 +635,13 @@ def _save_graph(permutation: Permutation, path: Path) -> None:
     from gossamer.report.plots import plot_permutation
 
     plot_permutation(permutation, path.with_suffix(".png"))
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise GossamerError(f"{folder}: the folder for the graph cannot be created: {error.strerror}") from error
 
 
 # Which weights
@@ -647,8 +663,12 @@ def _leaves_by_type(
 ) -> dict[type[nn.Module], list[str]]:
     """The names of the weights of each layer type that may be pruned."""
     _expect_list(whitelist, "whitelist", "layer types")
+    for kind, names in custom.items():
+        _expect_list(names, f"custom_layer_dict: {kind.__name__}", "parameter names")
     known = LAYERS | {kind: list(names) for kind, names in custom.items()}
     for kind in whitelist:
+        if not isinstance(cast(object, kind), type):
+            raise GossamerError(f"whitelist: expected types of layers, such as nn.Linear, found {kind!r}")
         if kind not in known:
             raise GossamerError(
                 f"whitelist: the weights of {kind!r} are not known; name them in custom_layer_dict, "
@@ -731,6 +751,11 @@ def _leaves_of(layer: nn.Module, leaves: Mapping[type[nn.Module], Sequence[str]]
                     close = nearest(name, own)
                     raise GossamerError(f"custom_layer_dict: {kind.__name__} has no parameter '{name}'{close}")
             yield from names
+
+
+def _expect(given: object, kind: type, call: str, name: str) -> None:
+    if not isinstance(given, kind):
+        raise GossamerError(f"{call}: expected a {name}, found {type(given).__name__}")
 
 
 def _expect_list(given: object, field: str, what: str) -> None:

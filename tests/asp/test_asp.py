@@ -567,9 +567,11 @@ def test_the_mask_of_a_tied_weight_lies_in_the_layer_that_was_chosen() -> None:
     ("arguments", "sentence"),
     [
         ({"whitelist": nn.Linear}, "whitelist: expected a list of layer types"),
-        ({"whitelist": ["Linear"]}, "whitelist: the weights of 'Linear' are not known"),
+        ({"whitelist": ["Linear"]}, "whitelist: expected types of layers, such as nn.Linear, found 'Linear'"),
         ({"allowed_layer_names": "02"}, "allowed_layer_names: expected a list of layer names, found '02'"),
         ({"custom_layer_dict": {nn.LayerNorm: ["wieght"]}}, "LayerNorm has no parameter 'wieght'; nearest: 'weight'"),
+        ({"custom_layer_dict": {nn.LayerNorm: "weight"}}, "LayerNorm: expected a list of parameter names"),
+        ({"verbosity": "high"}, "verbosity: expected a number from 0 to 3, found str"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_told_in_one_sentence(arguments: dict, sentence: str) -> None:
@@ -596,7 +598,7 @@ def test_a_folder_that_cannot_be_made_fails_before_anything_is_changed(tmp_path)
     ASP.set_permutation_saving_params(True, True, tmp_path / "file" / "graphs")
     try:
         ASP.init_model_for_pruning(model, verbosity=0)
-        with pytest.raises(NotADirectoryError):
+        with pytest.raises(GossamerError, match="the folder for the graph cannot be created"):
             ASP.compute_sparse_masks()
     finally:
         ASP.set_permutation_saving_params(True)
@@ -650,3 +652,28 @@ def test_masks_of_a_tied_weight_are_permuted_with_it() -> None:
     model(tokens).sum().backward()
     optimizer.step()
     assert torch.allclose(model(tokens), before, atol=1e-5)
+
+
+def test_an_optimizer_with_moments_that_comes_after_a_permutation_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = network(hidden=64)
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, 2)
+    ASP.init_model_for_pruning(model, verbosity=1)
+    ASP.compute_sparse_masks()
+    with caplog.at_level(logging.WARNING, "gossamer.asp"):
+        ASP.init_optimizer_for_pruning(optimizer)
+    assert "call init_optimizer_for_pruning before compute_sparse_masks" in caplog.text
+
+
+def test_an_optimizer_that_was_known_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = network(hidden=64)
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, 2)
+    ASP.prune_trained_model(model, optimizer)
+    train(model, optimizer, 2)
+    with caplog.at_level(logging.WARNING, "gossamer.asp"):
+        ASP.init_optimizer_for_pruning(optimizer)
+        ASP.init_model_for_pruning(model, verbosity=1)
+    assert "old order" not in caplog.text

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from gossamer.cli import app
 from gossamer.errors import GossamerError
 from gossamer.io import write_sealed
-from gossamer.runner._encoding import encode
+from gossamer.runner._encoding import DecodingError, decode, encode
 from gossamer.runner.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -134,7 +134,9 @@ def states(checkpoint: Checkpoint) -> st.SearchStrategy[dict[str, Any]]:
             [torch.zeros((1,) * 70), torch.ones(2, dtype=torch.complex64), torch.zeros(624, dtype=torch.int64)]
         ),
     )
-    others = st.sampled_from([np.arange(3), (), (1, 2), {1, 2}])
+    others = st.sampled_from(
+        [np.float64("nan"), np.arange(3), (), (1, 2), b"x", torch.float32, torch.device("cpu"), {1, 2}]
+    )
     state = {key: value for key, value in checkpoint.state.items() if key != "config"}
     return mutated(state, st.one_of(hostile, tensors, others), most=2)
 
@@ -142,13 +144,25 @@ def states(checkpoint: Checkpoint) -> st.SearchStrategy[dict[str, Any]]:
 def values(document: dict[str, Any]) -> st.SearchStrategy[Any]:
     """Malformed values, and sound values of every kind that a state may hold, in wrong places."""
     names = st.sampled_from([*document["entries"], "missing"])
+    dtypes = st.sampled_from(["|O", "f4,O", "|V8", "<M8[s]", "<U2", "|u1", "|b1", "<f4", "<i8", "O", "f4", ">c16"])
+    shapes = st.lists(st.sampled_from([0, 1, 2, 8, 624, 5056, 2**31, 2**62, -1]), max_size=3)
     return st.one_of(
         hostile,
         names.map(lambda name: {"tensor": name}),
         names.map(lambda name: {"tensor": [name, "channels_last"]}),
+        st.tuples(names, dtypes, shapes).map(lambda parts: {"array": list(parts)}),
+        st.tuples(dtypes, st.sampled_from(["", "00", "00" * 8, "ff" * 8, "x"])).map(
+            lambda pair: {"number": list(pair)}
+        ),
+        st.sampled_from(["float32", "load", "__class__", "cuda:0", "cuda:999", "nope"]).map(
+            lambda name: {"dtype": name}
+        ),
+        st.sampled_from(["cpu", "cuda:1", "cuda:999999999999", "nope", "float32"]).map(lambda name: {"device": name}),
+        hostile.map(lambda value: {"set": [value]}),
         hostile.map(lambda value: {"dict": [[value, 1]]}),
-        st.sampled_from([{"int": "0x" + "f" * 5000}, {"int": "1"}, {"float": "7ff0000000000000"}, {"array": []}]),
-        st.sampled_from([{"tuple": []}, {"dict": {}}, {"ordered": {"a": 1}}, {"dict": [[1, 2]]}, {"x": 1}]),
+        hostile.map(lambda value: {"size": [value]}),
+        st.sampled_from([{"int": "0x" + "f" * 5000}, {"int": "1"}, {"float": "7ff0000000000000"}, {"bytes": "00"}]),
+        st.sampled_from([{"tuple": []}, {"dict": {}}, {"ordered": {"a": 1}}, {"counter": [[1, 2]]}, {"x": 1}]),
     )
 
 
@@ -269,22 +283,38 @@ MISSING: Any = object()
 TORCH = "@/random/0/torch"
 
 UNREADABLE: dict[str, tuple[Change, str]] = {
+    "an array of pointers": (in_state("dict", "best", value={"array": [TORCH, "|O", [632]]}), "is an array of '|O'"),
+    "an array of records": (in_state("dict", "best", value={"array": [TORCH, "f4,O", [1]]}), "is an array of 'f4,O'"),
+    "an array that is too long": (
+        in_state("dict", "random", 0, "dict", "torch", value={"array": [TORCH, "<f8", [2**40]]}),
+        "of another size than its 5056 bytes",
+    ),
     "a tensor that is used twice": (in_state("dict", "best", value={"tensor": TORCH}), "used already"),
     "a tensor that nothing uses": (
         in_state("dict", "random", 0, "dict", "torch", value=None),
         f"nothing uses the tensor '{TORCH}'",
     ),
-    "a list for a key": (in_state("dict", "best", value={"dict": [[[1], 2]]}), "a key that is neither text nor"),
+    "a number of two": (in_state("dict", "best", value={"number": ["<f8", "00"]}), "a number of 1 bytes instead of 8"),
+    "a function of torch": (in_state("dict", "best", value={"dtype": "load"}), "is not a dtype: 'load'"),
+    "a device that is none": (in_state("dict", "best", value={"device": "cuda:999"}), "is not a device: 'cuda:999'"),
+    "a set of lists": (in_state("dict", "best", value={"set": [[1]]}), "has a list in a set"),
+    "a list for a key": (in_state("dict", "best", value={"dict": [[[1], 2]]}), "has a list for a key"),
     "a key twice": (in_state("dict", "best", value={"dict": [[1, 2], [1, 3]]}), "has a key twice"),
-    "an unknown kind": (in_state("dict", "best", value={"object": "os.system"}), "is not a value of the type 'object'"),
+    "an unknown kind": (in_state("dict", "best", value={"object": "os.system"}), "has the unknown type 'object'"),
+    "a large key": (
+        in_state("dict", "best", value={"dict": [[{"int": "0x" + "f" * 5000}, {"x": 1}]]}),
+        "state['best']",
+    ),
     "a state that is a number": (in_metadata("state", "1"), "nothing uses the tensor"),
     "a state that is nested deeply": (in_metadata("state", DEEP), "nested too deeply"),
     "no state": (in_metadata("state", MISSING), "it has no 'state'"),
+    "metrics that are nested deeply": (in_metadata("metrics", DEEP), "nested too deeply"),
     "metrics that are text": (in_metadata("metrics", '{"dict": {"top1": "x"}}'), "its 'metrics' is not numbers"),
     "an epoch that is text": (in_metadata("epoch", "x"), "its 'epoch' is not a number of epochs"),
     "an epoch that is not a number": (in_metadata("epoch", "nan"), "its 'epoch' is not a number of epochs"),
     "a negative iteration": (in_metadata("iteration", "-4"), "its 'iteration' is not"),
     "an iteration of 5000 digits": (in_metadata("iteration", "9" * 5000), "its 'iteration' is not"),
+    "no iteration": (in_metadata("iteration", MISSING), "it has no 'iteration'"),
     "more zeros than weights": (in_metadata("weights", '{"linear": [1, 2]}'), "its 'weights' is not counts"),
     "a name that a terminal obeys": (in_metadata("metrics", '{"dict": {"\\u001b[2J": 1.0}}'), "its 'metrics' is not"),
 }
@@ -313,6 +343,7 @@ USELESS: dict[str, tuple[tuple[Any, ...], Any, str]] = {
         "its 'random' is not a list of random states",
     ),
     "an optimizer that is none": (("optimizer",), {"x": 1}, "its 'optimizer' is not the state of an optimizer"),
+    "an entry that is text": (("optimizer", "state", 0), "x", "its 'optimizer' is not the state of an optimizer"),
     "an entry of another shape": (
         ("optimizer", "state", 0, "momentum_buffer"),
         torch.zeros(3),
@@ -330,6 +361,7 @@ USELESS: dict[str, tuple[tuple[Any, ...], Any, str]] = {
         "x",
         "a wrong value in group 0 for 'momentum'",
     ),
+    "no learning rate": (("optimizer", "param_groups", 0, "lr"), MISSING, "no 'lr' in group 0"),
     "a learning rate that no weight can hold": (("optimizer", "param_groups", 0, "lr"), 1e308, "for 'lr'"),
     "a negative learning rate": (
         ("optimizer", "param_groups", 0, "lr"),
@@ -337,6 +369,7 @@ USELESS: dict[str, tuple[tuple[Any, ...], Any, str]] = {
         "a setting in group 0 that is not allowed: Invalid learning rate",
     ),
     "a schedule from the future": (("lr_scheduler", "last_epoch"), 10**9, "is not one of 4 steps"),
+    "rates that are text": (("lr_scheduler", "rates"), ["x"], "has a wrong 'rates'"),
     "a schedule with rates that are text": (("lr_scheduler", "inner", "base_lrs"), ["x"], "has a wrong 'base_lrs'"),
     "no model": (("model",), MISSING, "its 'model' is not a state dict of tensors"),
     "a model that is numbers": (("model", "0.weight"), 1.0, "its 'model' is not a state dict of tensors"),
@@ -372,6 +405,19 @@ def spoil(path: Path, change: Change) -> None:
     seal(path, sealed)
 
 
+@pytest.mark.parametrize(("dtype", "shape"), [("|O", [1]), ("f4,O", [1]), ("|V8", [1]), ("O", [1]), ("<U2", [1])])
+def test_arrays_that_hold_no_numbers_are_refused(dtype: str, shape: list[int]) -> None:
+    with pytest.raises(DecodingError, match=r"^state is an array of '.*'; arrays are of numbers$"):
+        decode({"array": ["w", dtype, shape]}, {"w": torch.arange(8, dtype=torch.uint8)})
+
+
+def test_arrays_do_not_share_memory_with_the_file() -> None:
+    tensor = torch.zeros(8, dtype=torch.uint8)
+    found = decode({"array": ["w", "<f8", [1]]}, {"w": tensor})
+    tensor.fill_(255)
+    assert found.tolist() == [0.0]
+
+
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_what_cannot_be_read_is_refused_with_file_and_part(name: str, pristine: Path) -> None:
     change, words = UNREADABLE[name]
@@ -383,7 +429,7 @@ def test_what_cannot_be_read_is_refused_with_file_and_part(name: str, pristine: 
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [*USELESS, "an unknown kind", "an epoch that is text"])
+@pytest.mark.parametrize("name", [*USELESS, "an array of pointers", "an epoch that is text"])
 def test_a_run_continues_from_the_good_checkpoint_beside(name: str, pristine: Path) -> None:
     folder = fresh(pristine)
     path = folder / "checkpoints" / LAST
@@ -473,7 +519,9 @@ def test_another_config_is_not_put_down_to_the_checkpoints(pristine: Path) -> No
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [BEFORE, LAST]
 
 
-@pytest.mark.parametrize("value", [torch.zeros(3), "x", {"a": 1}, {1: torch.ones(1)}])
+@pytest.mark.parametrize(
+    "value", [torch.zeros(0), torch.zeros(3), np.arange(3), "x", [1], {"a": 1}, {1: torch.ones(1)}]
+)
 def test_averaged_weights_that_are_none_are_refused(value: Any, pristine: Path) -> None:
     path = fresh(pristine) / "checkpoints" / LAST
     state = put(read_checkpoint(path).state, ("ema",), value)
@@ -483,7 +531,7 @@ def test_averaged_weights_that_are_none_are_refused(value: Any, pristine: Path) 
 
 
 @pytest.mark.parametrize("command", ["eval", "resume", "export", "analyze"])
-@pytest.mark.parametrize("name", ["an unknown kind", "an epoch that is text"])
+@pytest.mark.parametrize("name", ["an array of pointers", "an array of records", "an epoch that is text"])
 def test_commands_refuse_a_crafted_checkpoint_in_one_sentence(command: str, name: str, pristine: Path) -> None:
     folder = fresh(pristine)
     for path in (folder / "checkpoints").iterdir():

@@ -168,6 +168,8 @@ def test_operations_that_depend_on_the_order_of_channels_hold_them(run: Callable
 @pytest.mark.parametrize(
     "run",
     [
+        lambda self, x: x.flip(1),
+        lambda self, x: x.flip(2),
         lambda self, x: x.roll(3, 1),
         lambda self, x: F.channel_shuffle(x, 4),
         lambda self, x: F.group_norm(x, 2),
@@ -183,6 +185,8 @@ def test_operations_that_depend_on_the_order_of_channels_hold_them(run: Callable
         lambda self, x: x + torch.zeros_like(x).normal_() * 0,
     ],
     ids=[
+        "flipped",
+        "flipped_image",
         "rolled",
         "shuffled",
         "group_norm",
@@ -338,15 +342,19 @@ def test_a_tensor_joined_to_itself_moves_in_both_places():
     checked(lambda self, x: self.wide(torch.cat([x, F.relu(x)], 1)), ["wide.weight"], wide=conv(32, 16))
 
 
-@pytest.mark.parametrize(
-    ("groups", "kind"), [(2, nn.Conv2d), (4, nn.Conv2d), (16, nn.Conv2d), (16, nn.ConvTranspose2d)]
-)
+@pytest.mark.parametrize("groups", [2, 4, 16])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
 def test_grouped_and_depthwise_convolutions_move_within_groups(groups: int, kind: Any):
     width = 16 if groups == 16 else 32
-    layers = {"a": kind(16, width, 3, padding=1, groups=groups), "b": nn.Conv2d(width, 16, 1, groups=2)}
+    layers = {"a": kind(16, width, 3, padding=1, groups=groups), "b": kind(width, 16, 1, groups=2)}
     found = keeps(written(lambda self, x: self.b(F.relu(self.a(x))), **layers), image(), moving=True)
     if groups == 2:
         assert {"a.weight", "b.weight"} <= {layer.name for layer in found.layers if layer.reason is None}
+
+
+def test_pixel_shuffle_holds_what_it_mixes_with_pixels():
+    model = written(lambda self, x: F.avg_pool2d(self.b(F.pixel_shuffle(self.a(x), 2)), 2), a=conv(16, 64), b=conv())
+    keeps(model, image(), moving=["a.weight", "last.weight"])
 
 
 def test_gated_units_move_both_halves():

@@ -505,3 +505,25 @@ def test_an_interruption_while_reordering_leaves_everything_as_it_was(monkeypatc
     with pytest.raises(KeyboardInterrupt):
         found.apply(model)
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_object_with_slots_is_put_back():
+    class Counter:
+        __slots__ = ("calls", "last")
+
+        def __init__(self) -> None:
+            self.calls, self.last = 0, None
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counter, self.a, self.b = Counter(), conv(8), conv()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.counter.calls += 1
+            self.counter.last = self.a(x)
+            return self.b(self.counter.last)
+
+    model = randomised(Counting())
+    assert find_permutation(model, ["b.weight"], example_inputs=image()).untraceable is None
+    assert (model.counter.calls, model.counter.last) == (0, None)

@@ -178,3 +178,11 @@ def test_an_argument_that_a_detector_would_take_and_forget_is_reported() -> None
     for kind in ("retinanet_resnet18_fpn", "fasterrcnn_mobilenet_v3_large_320_fpn"):
         with pytest.raises(GossamerError, match=r"^net\.kwargs\.min_sise: unknown argument; nearest: 'min_size'"):
             build_net(Net(type=kind, kwargs={"min_sise": 64}), 3)
+
+
+def test_a_detector_of_ones_own_with_another_number_of_classes_is_refused(monkeypatch):
+    module = ModuleType("own_detector")
+    module.make = lambda: build_net(Net(type="retinanet_resnet18_fpn"), 7)
+    monkeypatch.setitem(sys.modules, "own_detector", module)
+    with pytest.raises(GossamerError, match="has 7 classes, but the config has 3"):
+        build_net(Net(type="own_detector:make"), 3)

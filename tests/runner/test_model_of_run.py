@@ -182,7 +182,7 @@ def test_a_damaged_best_checkpoint_is_refused_and_never_another_model(
         done = run(*command)
         assert done.exit_code == 1, done.output
         assert "best.safetensors" in done.output
-        assert "remove it to use the last checkpoint" in " ".join(done.output.split())
+        assert "remove it to use the last checkpoint instead" in " ".join(done.output.split())
     shown = run("compare", copy)
     assert ("best 12" in shown.output) if where else (shown.exit_code == 1), shown.output
 
@@ -200,9 +200,15 @@ def test_damage_to_a_file_that_is_both_best_and_last_is_reported_with_what_helps
     content[-1] ^= 1
     last.write_bytes(content)
     assert best.samefile(last)
-    done = run("eval", tmp_path / "run")
-    assert done.exit_code == 1, done.output
-    assert f"gossamer resume {tmp_path / 'run'}" in " ".join(done.output.split())
+    for removed in ([], [best]):
+        for path in removed:
+            path.unlink()
+        done = run("eval", tmp_path / "run")
+        message = " ".join(done.output.split())
+        assert done.exit_code == 1, done.output
+        assert "remove it" not in message
+        assert f"gossamer resume {tmp_path / 'run'}" in message
+        assert f"--weights {checkpoints / 'iter_00000012.safetensors'}" in message
     assert run("eval", tmp_path / "run", "--weights", checkpoints / "iter_00000012.safetensors").exit_code == 0
     done = run("resume", tmp_path / "run")
     assert done.exit_code == 0, done.output
@@ -346,3 +352,13 @@ WARNS = """
 modifiers:
   - !ConstantPruningModifier {params: __ALL_PRUNABLE__, exclude: ['re:nowhere']}
 """
+
+
+def test_without_an_intact_checkpoint_the_message_says_to_start_again(tmp_path: Path) -> None:
+    kept = Checkpoints(tmp_path, keep=1)
+    path = kept.save({"model": {"w": torch.ones(3)}}, iteration=1, epoch=0.0, metrics={}, best=True)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(
+        GossamerError, match=r"damaged: .*; it is the model of the run: no other .* is intact; start again"
+    ):
+        kept.load_model()

@@ -185,16 +185,49 @@ def test_another_batch_size_is_reported_for_the_data_come_in_another_order(tmp_p
     assert "WARNING" in (tmp_path / "run" / "log.txt").read_text()
 
 
+def test_extra_state_of_a_module_holds_values_of_numpy_and_python(tmp_path: Path) -> None:
+    states: list[dict[str, Any]] = []
+    for name in ("whole", "parts"):
+        folder = tmp_path / name
+        folder.mkdir()
+        path = config(folder, net={"type": "tests.runner.nets:counting"})
+        if name == "parts":
+            interrupted(path, 8, "saver.export=[]")
+            resumed(folder / "run")
+        else:
+            trained(path, "saver.export=[]")
+        states.append(final_state(folder / "run")["model"]["0._extra_state"])
+    whole, parts = states
+    assert whole["counts"].sum() > 0
+    assert whole["counts"].tolist() == parts["counts"].tolist()
+    assert {**whole, "counts": None} == {**parts, "counts": None}
+
+
 # What does not fit
+
+
+def test_a_scheduler_or_an_average_that_comes_or_goes_is_reported(tmp_path: Path, runs: Path) -> None:
+    copied_run(runs / "stopped", tmp_path / "run")
+    resumed(tmp_path / "run", "trainer.lr_scheduler=null", "ema.enable=true")
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "the config has no lr_scheduler, and the saved run had one" in log
+    assert "the config has ema, and the saved run had none" in log
 
 
 @pytest.mark.parametrize("way", ["resume_model", "pretrain_model"])
 def test_another_number_of_classes_is_reported_with_its_remedy(way: str, tmp_path: Path, runs: Path) -> None:
     given = f"saver.{way}={runs / 'stopped'}"
-    with pytest.raises(GossamerError, match=r"'9.weight' has the shape \(10, 128\).*; change net or num_classes"):
+    with pytest.raises(GossamerError, match=r"'9.weight' has the shape \(10, 128\).*number of classes.*num_classes"):
         trained(config(tmp_path), "num_classes=12", given)
-    with pytest.raises(GossamerError, match=r"'9.weight' has the shape \(10, 128\)"):
+    with pytest.raises(GossamerError, match=r"10 outputs against 12.*number of classes; .*num_classes"):
         evaluated(config(tmp_path), "num_classes=12", given)
+
+
+@pytest.mark.parametrize("way", ["resume_model", "pretrain_model"])
+def test_a_first_layer_of_another_width_is_not_put_down_to_classes(way: str, tmp_path: Path, runs: Path) -> None:
+    with pytest.raises(GossamerError, match=r"'0\.weight' has the shape") as caught:
+        trained(config(tmp_path), "net.kwargs={width: 8}", f"saver.{way}={runs / 'stopped'}")
+    assert "classes" not in str(caught.value)
 
 
 def test_layers_that_are_named_are_not_taken_from_the_weights(tmp_path: Path, runs: Path) -> None:

@@ -335,8 +335,11 @@ def test_a_run_continues_where_nothing_can_be_remembered(
 ) -> None:
     state.write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING, "gossamer"):
+        remember(tmp_path, [])
+        assert not caplog.text
         remember(tmp_path, ["my.nets:small"])
     assert "cannot remember that this run is yours" in caplog.text
+    assert "need --import my.nets" in caplog.text
     assert remembered(tmp_path) == frozenset()
 
 
@@ -392,30 +395,33 @@ def test_an_exported_file_writes_nothing_outside_of_the_output(name: str, tmp_pa
     before = sorted(tmp_path.rglob("*"))
     done = run("export", "f.safetensors", "--format", "bitmask", "-o", "files/in/here")
     assert done.exit_code == 1
-    assert "its description of the model cannot be read, name: " in " ".join(done.output.split())
+    assert "name: expected a name, found" in " ".join(done.output.split())
     assert sorted(tmp_path.rglob("*")) == before
     assert target.read_text() == "precious"
 
 
 @pytest.mark.parametrize(
-    ("key", "text"),
+    ("key", "text", "message"),
     [
-        ("input", "[1, 3, -32, 32]"),
-        ("input", "[1, 3, 1000000, 1000000]"),
-        ("input", f"[{10**400}]"),
-        ("input", "[" * 5000),
-        ("num_classes", "-1"),
-        ("num_classes", "99999999999"),
-        ("net", '{"type": 3}'),
-        ("net", "[" * 5000),
+        ("input", "[1, 3, -32, 32]", "expected the sizes of an input"),
+        ("input", "[1, 3, 1000000, 1000000]", "expected the sizes of an input"),
+        ("input", f"[{10**400}]", "expected the sizes of an input"),
+        ("input", "[true]", "expected the sizes of an input"),
+        ("input", "[" * 5000, "expected the sizes of an input"),
+        ("num_classes", "-1", "expected a number of classes, found '-1'"),
+        ("num_classes", "99999999999", "there are more classes than"),
+        ("net", '{"type": 3}', "expected a type and its kwargs"),
+        ("net", "[" * 5000, "expected a type and its kwargs"),
     ],
 )
-def test_what_a_file_says_of_its_model_is_checked_when_it_is_read(tmp_path: Path, key: str, text: str) -> None:
+def test_what_a_file_says_of_its_model_is_checked_when_it_is_read(
+    tmp_path: Path, key: str, text: str, message: str
+) -> None:
     about = {"net": json.dumps({"type": "squeezenet1_1", "kwargs": {}}), "num_classes": "2", key: text}
     save(nn.Linear(2, 2), tmp_path / "f.safetensors", "bitmask", about=about)
     with pytest.raises(GossamerError) as error:
         load_model(str(tmp_path / "f.safetensors"))
-    assert f"its description of the model cannot be read, {key}: " in str(error.value)
+    assert f"its description of the model cannot be read, {key}: {message}" in str(error.value)
     assert len(str(error.value)) < 600
 
 

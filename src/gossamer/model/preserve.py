@@ -96,7 +96,24 @@ def _opened(thing: Any) -> tuple[Iterable[Any], Callable[[], None] | None]:
         case types.CellType():
             return _cell(thing)
         case _:
-            return (getattr(thing, "__dict__", None),), None
+            return _object(thing)
+
+
+def _object(thing: Any) -> tuple[Iterable[Any], Callable[[], None] | None]:
+    """An object's attributes, slots included."""
+    slots = [name for kind in type(thing).__mro__ for name in _slots(vars(kind).get("__slots__", ()))]
+    before = {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
+
+    def undo() -> None:
+        for name, value in before.items():
+            object.__setattr__(thing, name, value)
+
+    return (getattr(thing, "__dict__", None), *before.values()), undo if before else None
+
+
+def _slots(declared: Any) -> list[str]:
+    names = [declared] if isinstance(declared, str) else list(declared)
+    return [name for name in names if not name.startswith("__")]
 
 
 def _cell(cell: types.CellType) -> tuple[Iterable[Any], Callable[[], None] | None]:

@@ -220,8 +220,13 @@ class AmbaLevelPruneScheduler(BaseScheduler):
             return
         model = unwrap(model)
         path = self.save_dir / f"global_sparse_rate_{self.table[level]}.pth.tar"
+        try:
+            own = model.state_dict()
+        except Exception as error:  # of the model's own code
+            reason = f"{type(error).__name__}: {error}"
+            raise GossamerError(f"{path}: the model's state_dict() fails ({reason}); set save_dir to null") from error
         state = {
-            "model": model.state_dict(),
+            "model": own,
             "prune_step": level,
             "sparse_rate": self.table[level],
             "sparsities": {layer_path(name): measured_sparsity(weight_of(model, name)) for name in self.names},

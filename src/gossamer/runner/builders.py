@@ -69,6 +69,7 @@ def build_net(net: Net, num_classes: int, task: str | None = None, *, trust: Tru
         raise GossamerError(
             f"{net.type} is not a detector; give a custom detector a method network(images)", "net", "type"
         )
+    _check_classes(net, model, num_classes)
     return model
 
 
@@ -246,6 +247,24 @@ def _torchvision_task(name: str, make: Any) -> TaskName:
             f"{name} is a {modules[0]} model; the runner trains classifiers and detectors", "net", "type"
         )
     return "classification"
+
+
+def _check_classes(net: Net, model: Any, num_classes: int) -> None:
+    """Raise if the last layer of a detector has another number of classes; classifiers are checked on a batch."""
+    outputs = _detector_outputs(model)
+    if outputs is not None and outputs != num_classes + 1:
+        message = f"{net.type} has {outputs - 1} classes, but the config has {num_classes}"
+        raise GossamerError(f"{message}; num_classes does not count the background", "num_classes")
+
+
+def _detector_outputs(model: Any) -> int | None:
+    """The number of classes of a torchvision detector, with the background; None for other models."""
+    head = getattr(getattr(model, "head", None), "classification_head", None)
+    for name in ("num_classes", "num_columns"):
+        if isinstance(getattr(head, name, None), int):
+            return int(getattr(head, name))
+    score = getattr(getattr(getattr(model, "roi_heads", None), "box_predictor", None), "cls_score", None)
+    return int(score.out_features) if isinstance(score, nn.Linear) else None
 
 
 # Hooks

@@ -463,12 +463,18 @@ class Checkpoints:
         except NewerCheckpointError:
             raise
         except CheckpointError as error:
-            run = shlex.quote(str(self.folder.parent))
-            fix = (
-                "it is the model of the run: remove it to use the last checkpoint, name another one with --weights, "
-                f"or train again from the last intact one with gossamer resume {run}"
-            )
-            raise CheckpointError(error.path, error.reason, fix) from error
+            raise CheckpointError(error.path, error.reason, f"it is the model of the run: {self._remedy()}") from error
+
+    def _remedy(self) -> str:
+        """The remedy depends on which files are intact: the best is often a hard link to one of the others."""
+        paths = self.all()
+        intact = next((path for path in reversed(paths) if _is_intact(path)), None)
+        if intact is None:
+            return "no other checkpoint is intact; start again with gossamer train"
+        if intact == paths[-1]:
+            return "remove it to use the last checkpoint instead, or name one with --weights"
+        run, file = shlex.quote(str(self.folder.parent)), shlex.quote(str(intact))
+        return f"train again from the last intact one with gossamer resume {run}, or use it with --weights {file}"
 
     def _best_value(self, metric: str) -> float | None:
         """The metric of the best checkpoint; None if there is none that can be read."""
@@ -512,6 +518,14 @@ def _checked(about: Description) -> Description:
         reason = f"its name says iteration {_iteration(about.path)}, its content iteration {about.iteration}"
         raise CheckpointError(about.path, reason, _ANOTHER)
     return about
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        read_checkpoint(path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _iteration(path: Path) -> int:

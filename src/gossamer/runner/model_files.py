@@ -164,6 +164,12 @@ MAX_ELEMENTS = 2**26
 _MAX_TEXT = 10_000
 _MAX_CLASSES = 10**5
 """Of a model whose tensors are smaller than that."""
+_EXPECTED = {
+    "name": "a name",
+    "net": "a type and its kwargs",
+    "num_classes": "a number of classes",
+    "input": f"the sizes of an input of up to {MAX_ELEMENTS:,} numbers",
+}
 
 
 def _checked_name(text: str) -> str:
@@ -178,7 +184,7 @@ def _without_downloads(net: Net) -> Net:
 
 def _checked_input(sizes: tuple[int, ...]) -> tuple[int, ...]:
     if math.prod(sizes) > MAX_ELEMENTS:
-        raise ValueError(f"an input has at most {MAX_ELEMENTS:,} numbers")
+        raise ValueError("it is too large")
     return sizes
 
 
@@ -192,7 +198,7 @@ class ModelDescription(BaseModel):
     num_classes: Annotated[int, Field(ge=1)] | None = None
     input: (
         Annotated[
-            Json[Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1, max_length=8)]],
+            Json[Annotated[tuple[Annotated[int, Field(ge=1, strict=True)], ...], Field(min_length=1, max_length=8)]],
             AfterValidator(_checked_input),
         ]
         | None
@@ -209,7 +215,7 @@ def read_description(path: Path) -> ModelDescription:
     from gossamer.export.weights import THINNED, open_weights
 
     with open_weights(path) as weights:
-        known = {key: weights.about[key] for key in ("name", "net", "num_classes", "input") if key in weights.about}
+        known = {key: weights.about[key] for key in _EXPECTED if key in weights.about}
         thinned = THINNED.items() <= weights.about.items()
         largest = max((size for entry in weights.tensors.values() for size in entry.shape), default=0)
     try:
@@ -219,9 +225,16 @@ def read_description(path: Path) -> ModelDescription:
         if (description.num_classes or 0) > max(largest, _MAX_CLASSES):
             raise ValueError("num_classes: there are more classes than the model has weights")
     except ValueError as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else None
-        reason = str(error) if first is None else f"{first['loc'][0]}: {first['msg']}"
+        reason = _reason(error, known) if isinstance(error, ValidationError) else str(error)
         fix = f"name the model, and add --weights {path}"
         message = f"its description of the model cannot be read, {reason}"
         raise GossamerError(Problem(message, location=Location(str(path)), fix=fix)) from None
     return description
+
+
+def _reason(error: ValidationError, known: Mapping[str, str]) -> str:
+    """The first problem of a description."""
+    first = error.errors()[0]
+    key = str(first["loc"][0])
+    fault = f": {first['ctx']['error']}" if first["type"] == "value_error" and "ctx" in first else ""
+    return f"{key}: expected {_EXPECTED[key]}, found {known[key][:40]!r}{fault}"

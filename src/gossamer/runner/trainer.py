@@ -759,6 +759,15 @@ class Trainer:
         self.iteration, self.best = checkpoint.iteration, saved.best
         self.saved_at = self.iteration
         restore_optimizer(self.optimizer, saved.optimizer)
+        for part, state, key in (
+            (self.lr_scheduler, saved.lr_scheduler, "lr_scheduler"),
+            (self.scaler, saved.scaler, "scaler"),
+            (self.average, saved.ema, "ema"),
+        ):
+            if part is None and state is not None:
+                logger.warning("the config has no %s, and the saved run had one", key)
+            elif part is not None and state is None:
+                logger.warning("the config has %s, and the saved run had none", key)
         if self.lr_scheduler is not None and saved.lr_scheduler is not None:
             self.lr_scheduler.check(saved.lr_scheduler, self.iteration)
             self.lr_scheduler.load_state_dict(saved.lr_scheduler)

@@ -192,8 +192,11 @@ def remember(folder: Path, paths: Sequence[str]) -> None:
         path.chmod(0o600)
         _forget(path.parent)
     except OSError as error:
+        options = " ".join(f"--import {name}" for name in dict.fromkeys(path.partition(":")[0] for path in paths))
+        needed = f"need {options}" if options else "refuse links in it that lead to the outside"
         reason = f"{path}: {error.strerror or error}"
-        logger.warning("cannot remember that this run is yours (%s); later commands on it need --import", reason)
+        log = logger.warning if options else logger.info
+        log("cannot remember that this run is yours (%s); later commands on it %s", reason, needed)
 
 
 def state_folder() -> Path:

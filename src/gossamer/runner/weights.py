@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import shlex
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -73,7 +73,8 @@ def load_state(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> Non
     """As `load_weights`, for weights that `read_weights` has read from `path`."""
     state = without_additions(dict(state))
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()} if is_thinned(path) else {}
-    _check_state(state, shrunk(model.state_dict(), shapes), path, "use weights of this model")
+    fix = "use weights of this model"
+    _check_state(state, shrunk(model.state_dict(), shapes), path, fix, fix)
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     shrink_to(model, shapes)
     if len(dtypes) == 1:
@@ -99,8 +100,11 @@ def load_pretrained(
         )
     taken = {name: tensor for name, tensor in own.items() if not (skipped and name.startswith(skipped))}
     state = {name: tensor for name, tensor in state.items() if not (skipped and name.startswith(skipped))}
-    fix = "change net or num_classes to what was trained, or list what to skip in saver.pretrain_except"
-    _check_state(state, taken, path, fix)
+    different = _different_shapes(state, taken)
+    layer = different[0].rpartition(".")[0] if different else ""
+    key = _decisive_key(different, state, taken)
+    shape_fix = f"change {key} to what was trained, or skip the layer with saver.pretrain_except: ['{layer}.']"
+    _check_state(state, taken, path, "change net, or list what to skip in saver.pretrain_except", shape_fix)
     shrink_to(model, shapes)
     model.load_state_dict({**model.state_dict(), **state})
 
@@ -113,7 +117,8 @@ def load_backbone(model: nn.Module, path: Path) -> None:
     own, state = body.state_dict(), read_weights(path)
     state = {name: tensor for name, tensor in state.items() if name in own}
     with within("weights_backbone"):
-        _check_state(state, own, path, "use weights of the network in the backbone")
+        fix = "use weights of the network in the backbone"
+        _check_state(state, own, path, fix, fix)
     body.load_state_dict(state)
 
 
@@ -125,19 +130,21 @@ def check_fits(model: nn.Module, checkpoint: Checkpoint, *, sparse: bool | None)
             f"{checkpoint.path}: was saved by a {kinds[0]} run, which a {kinds[1]} one cannot continue; "
             f"start from its weights with saver.pretrain_model"
         )
-    own = model.state_dict()
-    for name, saved in checkpoint.weights.items():
+    own, weights = model.state_dict(), checkpoint.weights
+    if different := _different_shapes(weights, own):
+        fix = f"change {_decisive_key(different, weights, own)} to what was trained"
+        raise MisfitError(checkpoint.path, _describe_shapes(different, weights, own), fix)
+    for name, saved in weights.items():
         tensor = own.get(name)
         if tensor is None or name.endswith("_extra_state"):
             continue
-        if saved.shape != tensor.shape:
-            fix = "change net or num_classes to what was trained"
-            raise MisfitError(checkpoint.path, _different_shapes(name, saved, tensor), fix)
         if (saved.is_floating_point(), saved.is_complex()) != (tensor.is_floating_point(), tensor.is_complex()):
             raise MisfitError(checkpoint.path, f"'{name}' holds {dtype_name(saved.dtype)}", "use another checkpoint")
 
 
-def _check_state(state: Mapping[str, Tensor], own: Mapping[str, Tensor], path: Path, fix: str) -> None:
+def _check_state(
+    state: Mapping[str, Tensor], own: Mapping[str, Tensor], path: Path, name_fix: str, shape_fix: str
+) -> None:
     """Raise unless a state has the names and shapes of the model, and floats where the model has them."""
     missing = [name for name in own if name not in state]
     unknown = [name for name in state if name not in own]
@@ -148,18 +155,39 @@ def _check_state(state: Mapping[str, Tensor], own: Mapping[str, Tensor], path: P
             else f"its '{unknown[0]}' is not in the model{nearest(unknown[0], own)}"
         )
         counts = f"({len(missing)} names missing, {len(unknown)} unknown)"
-        raise GossamerError(f"{path}: these are weights of another model: {first} {counts}; {fix}")
+        raise GossamerError(f"{path}: these are weights of another model: {first} {counts}; {name_fix}")
+    if different := _different_shapes(state, own):
+        raise GossamerError(f"{path}: {_describe_shapes(different, state, own)}; {shape_fix}")
     for name, tensor in state.items():
-        if tensor.shape != own[name].shape:
-            raise GossamerError(f"{path}: {_different_shapes(name, tensor, own[name])}; {fix}")
         # A conversion to float would lose the meaning of integers.
         if own[name].is_floating_point() and not tensor.is_floating_point():
             dtypes = f"{dtype_name(tensor.dtype)} in the file and {dtype_name(own[name].dtype)} in the model"
             raise GossamerError(f"{path}: '{name}' is {dtypes}; use weights that were saved as floats")
 
 
-def _different_shapes(name: str, saved: Tensor, own: Tensor) -> str:
-    return f"'{name}' has the shape {tuple(saved.shape)}, and the model's has {tuple(own.shape)}"
+def _different_shapes(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+    return [
+        name
+        for name, tensor in own.items()
+        if name in state and not name.endswith("_extra_state") and state[name].shape != tensor.shape
+    ]
+
+
+def _describe_shapes(different: Sequence[str], state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
+    name = different[0]
+    shapes = f"'{name}' has the shape {tuple(state[name].shape)}, and the model's has {tuple(own[name].shape)}"
+    if _decisive_key(different, state, own) == "net":
+        return shapes
+    counts = f"{state[name].shape[0]} outputs against {own[name].shape[0]}"
+    return f"{shapes}: {counts}, as from another number of classes"
+
+
+def _decisive_key(different: Sequence[str], state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> str:
+    """The setting at fault: num_classes if only the outputs of later layers differ, and net otherwise."""
+    others = any(
+        state[name].ndim != own[name].ndim or state[name].shape[1:] != own[name].shape[1:] for name in different
+    )
+    return "net" if not different or different[0] == next(iter(own)) or others else "num_classes"
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -329,7 +329,10 @@ def state_of(given: nn.Module | Mapping[str, Any], path: Path) -> State:
     """
     if isinstance(given, nn.Module):
         model = strip(copied(given, path)) if is_substituted(given) else given
-        entries = clean_state(unwrap(model).state_dict())
+        try:
+            entries = clean_state(unwrap(model).state_dict())
+        except Exception as error:  # of the model's own code
+            raise file_error(path, f"the model's state_dict() fails: {first_line(error)}") from error
         axes = {name: 0 if is_transposed(model, name) else 1 for name in prunable(model)}
     else:
         entries = _from_mapping(given, path)

@@ -224,11 +224,9 @@ def _attention(call: Call) -> list[ChannelLayout] | None:
 # Convolutions
 
 
-def _convolution(call: Call) -> ChannelLayout | None:
+def _convolution(call: Call) -> ChannelLayout:
     x, weight = call["input"], call["weight"]
     groups, transposed = int(call["groups"]), bool(call["transposed"])
-    if transposed and 1 < groups < x.shape[1]:
-        return None
     why = f"{call.title} moves over this dimension"
     layout = call.fix_dims(call.layout("input"), [d for d in range(x.dim()) if d != 1], why)
     why_fixed = _entering(call, "input").why_fixed
@@ -237,6 +235,8 @@ def _convolution(call: Call) -> ChannelLayout | None:
         leaving = _depthwise(call, entering, weight)
     elif groups == 1:
         leaving = _dense(call, entering, weight, int(transposed))
+    elif transposed:
+        leaving = _grouped_transposed(call, entering, weight, groups)
     else:
         leaving = _grouped(call, entering, weight, groups)
     if isinstance(call.get("bias"), Tensor):
@@ -286,6 +286,31 @@ def _grouped(call: Call, entering: Operand, weight: Tensor, groups: int) -> Chan
     out = tuple(entry for entry in call.tensors.layout(weight) if entry.dims == (0,))
     _split_by_group(call, out, groups)
     return out
+
+
+def _grouped_transposed(call: Call, entering: Operand, weight: Tensor, groups: int) -> ChannelLayout:
+    """The weight is (in, out per group): its rows are input channels, and see the outputs of their own group."""
+    rows, width = int(weight.shape[0]), int(weight.shape[1])
+    _split_by_group(call, entering.layout, groups)
+    if call.tensors.is_unused(weight):
+        into, out = call.channels.fresh(0, rows), call.channels.fresh(0, groups * width)
+        outside = _split_by_group(call, (out,), groups)
+        assert outside is not None
+        call.tensors.set_state_layout(weight, (into, _seen_by_rows(outside, weight, groups)))
+    layout = call.tensors.layout(weight)
+    seen = next((entry for entry in layout if entry.dims == (0, 1)), None)
+    outside = None
+    if seen is not None:
+        first = slice(None, None, rows // groups)
+        outside = DimChannels((0, 1), seen.atoms[first], seen.copies[first])
+    _share_grouped(call, outside, weight, groups, f"{call.title} uses a weight that is used otherwise too")
+    into = tuple(entry for entry in layout if entry.dims == (0,))
+    call.join([entering, Operand(into, (rows,), why_fixed=_why_unknown_weight(call))], (rows,))
+    if outside is None:
+        return ()
+    call.channels.fix(outside, [0], _why_in_group(call))
+    out = DimChannels((0,), outside.atoms.reshape(-1), outside.copies.reshape(-1))
+    return (call.channels.constrain(out),)
 
 
 def _share_grouped(call: Call, inside: DimChannels | None, weight: Tensor, groups: int, why: Why) -> None:
@@ -603,6 +628,13 @@ def _split(call: Call) -> list[ChannelLayout]:
 # Order and repetition
 
 
+def _flip(call: Call) -> ChannelLayout:
+    layout = call.layout("self")
+    for dim in call["dims"]:
+        layout = call.layouts.gathered(layout, dim % call["self"].dim(), slice(None, None, -1))
+    return layout
+
+
 def _roll(call: Call) -> ChannelLayout | None:
     x: Tensor = call["self"]
     if not call["dims"]:
@@ -709,6 +741,7 @@ _RULES: dict[str, Rule] = {
     "unbind": _unbind,
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), _split),
     **dict.fromkeys(("chunk", "unsafe_chunk"), _split),
+    "flip": _flip,
     "roll": _roll,
     "repeat": _repeat,
     **dict.fromkeys(("channel_shuffle", "native_channel_shuffle"), _channel_shuffle),
