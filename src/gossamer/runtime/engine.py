@@ -17,7 +17,7 @@ from torch.nn import functional
 from gossamer.errors import GossamerError
 from gossamer.runtime._onnx_functions import FUNCTIONS
 from gossamer.runtime.file import BUILTINS, load_plan, save_plan
-from gossamer.runtime.graph import Convolution, Graph, Linear, Node, Ref, simplify, trace
+from gossamer.runtime.graph import Convolution, Elementwise, Graph, Linear, Node, Ref, simplify, trace
 from gossamer.runtime.operators import SparseLayer
 from gossamer.runtime.plan import Binding, Plan, TorchStep, build_plan
 from gossamer.runtime.tuning import tune
@@ -236,15 +236,21 @@ _BUILTINS = {name: getattr(operator, name) for name in BUILTINS}
 def _compute(node: Node, value: Callable[[Any], Any]) -> Any:
     """A node by torch."""
     args = [value(arg) for arg in node.args]
-    if isinstance(node, Convolution | Linear):
-        weight, bias = value(Ref(node.weight)), value(Ref(node.bias))
-        if isinstance(node, Linear):
-            result = functional.linear(args[0], weight.flatten(1), bias)
+    if isinstance(node, Convolution | Linear | Elementwise):
+        if isinstance(node, Elementwise):
+            result = args[0]
+        elif isinstance(node, Linear):
+            result = functional.linear(args[0], value(Ref(node.weight)).flatten(1), value(Ref(node.bias)))
         else:
+            weight = value(Ref(node.weight))
             weight = weight.reshape(*weight.shape[:2], *node.size)
             options = (node.stride, node.padding, node.dilation, node.groups)
-            result = functional.conv2d(args[0], weight, bias, *options)
-        return _FUNCTIONS[node.activation](result if args[1] is None else result + args[1])
+            result = functional.conv2d(args[0], weight, value(Ref(node.bias)), *options)
+        result = _FUNCTIONS[node.activation](result if args[1] is None else result + args[1])
+        if node.steps is None:
+            return result
+        size, zero, least, most = node.steps
+        return ((torch.round(result / size) + zero).clamp(least, most) - zero) * size
     namespace, name, *overload = node.op.split(".")
     if namespace == "builtin":
         return _BUILTINS[name](*args)

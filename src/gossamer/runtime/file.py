@@ -34,7 +34,7 @@ from gossamer.io import (
     write_sealed,
 )
 from gossamer.runtime._onnx_functions import FUNCTIONS
-from gossamer.runtime.graph import Attention, Convolution, Graph, Linear, Node, Ref
+from gossamer.runtime.graph import ACTIVATIONS, Attention, Convolution, Elementwise, Graph, Linear, Node, Ref
 from gossamer.runtime.plan import Plan, build_plan
 from gossamer.runtime.tuning import Choice, choices, set_choices
 from gossamer.runtime.weights import SparseWeight
@@ -43,7 +43,12 @@ from gossamer.version import __version__
 KIND, VERSION = "gossamer-engine", 1
 _LARGEST = 2**24
 """The largest size, stride or number of heads in a file."""
-_LAYERS: dict[str, type[Node]] = {"convolution": Convolution, "linear": Linear, "attention": Attention}
+_LAYERS: dict[str, type[Node]] = {
+    "convolution": Convolution,
+    "linear": Linear,
+    "elementwise": Elementwise,
+    "attention": Attention,
+}
 _NAMES = """
 __and__ _assert_tensor_metadata _native_batch_norm_legit_no_training _softmax _to_copy _unsafe_view abs
 adaptive_avg_pool2d add addmm alias amax amin any arange argmax avg_pool2d bitwise_and bitwise_not bitwise_or
@@ -177,14 +182,23 @@ def _decode_node(entry: Mapping[str, Any]) -> Node:
     node = kind(**given)
     _text(node.output)
     for item in fields(node):
-        value = getattr(node, item.name)
+        value: Any = getattr(node, item.name)
         if item.name in ("weight", "bias"):
             _text(value)
         elif item.name in ("groups", "heads"):
             _size(value)
+        elif item.name == "activation" and value is not None and value not in ACTIVATIONS.values():
+            raise ValueError(f"'{node.output}': unknown activation {value!r}")
+        elif item.name == "steps" and value is not None:
+            numbers = cast(Sequence[Any], value)
+            if len(numbers) != 4 or not all(type(number) is float for number in numbers) or not numbers[0] > 0:
+                raise ValueError(f"'{node.output}': steps are {value}")
+        elif item.name == "scale" and type(value) is not float:
+            raise ValueError(f"'{node.output}': scale is {value!r}")
         elif item.name in ("size", "stride", "dilation", "padding"):
             least = 0 if item.name == "padding" else 1
-            if len(value) != 2 or not all(type(one) is int and least <= one <= _LARGEST for one in value):
+            pair = cast(Sequence[Any], value)
+            if len(pair) != 2 or not all(type(one) is int and least <= one <= _LARGEST for one in pair):
                 raise ValueError(f"'{node.output}': {item.name} is {value}")
     return node
 

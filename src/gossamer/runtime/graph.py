@@ -35,6 +35,10 @@ class Ref:
     name: str
 
 
+Steps = tuple[float, float, float, float]
+"""Integers that values are rounded to: the size of a step, the integer of 0, the least and the largest integer."""
+
+
 @dataclass(frozen=True)
 class Node:
     """One operator: its name, its arguments with `Ref`s, and the name of its result."""
@@ -63,6 +67,8 @@ class Convolution(Node):
     dilation: tuple[int, int] = (1, 1)
     groups: int = 1
     activation: str | None = None
+    steps: Steps | None = None
+    """What the result is rounded to."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,16 @@ class Linear(Node):
     weight: str = ""
     bias: str = ""
     activation: str | None = None
+    steps: Steps | None = None
+
+
+@dataclass(frozen=True)
+class Elementwise(Node):
+    """An activation of the sum of one or two values of the same shape."""
+
+    op: str = "elementwise"
+    activation: str | None = None
+    steps: Steps | None = None
 
 
 @dataclass(frozen=True)
@@ -179,7 +195,7 @@ def _plain(value: Any) -> Any:
 
 # Simplification
 
-Layer = Convolution | Linear
+Layer = Convolution | Linear | Elementwise
 
 
 def simplify(graph: Graph) -> Graph:
@@ -264,22 +280,29 @@ def _with_norm(conv: Convolution, norm: Node, constants: dict[str, Tensor]) -> C
 
 
 def _merged(graph: Graph) -> Graph:
-    """Merge additions and activations into the layers in front of them."""
+    """Merge additions, activations and rounding to integers into the layers in front of them."""
     users, nodes = graph.users(), dict[str, Node]()
     for node in graph.nodes:
-        merged = _with_addition(node, nodes, users, graph) or _with_activation(node, nodes, users)
+        merged = (
+            _with_addition(node, nodes, users, graph)
+            or _with_activation(node, nodes, users)
+            or _with_rounding(node, nodes, users, graph)
+        )
         if merged is None:
             nodes[node.output] = node
         else:
-            layer, source = merged
-            del nodes[source]
+            layer, sources = merged
+            for source in sources:
+                del nodes[source]
             nodes[node.output] = layer
     return replace(graph, nodes=list(nodes.values()))
 
 
-def _with_addition(
-    node: Node, nodes: Mapping[str, Node], users: Counter[str], graph: Graph
-) -> tuple[Layer, str] | None:
+Merged = tuple[Layer, list[str]]
+"""A layer, and the nodes that it replaces besides the one at hand."""
+
+
+def _with_addition(node: Node, nodes: Mapping[str, Node], users: Counter[str], graph: Graph) -> Merged | None:
     if node.op != "aten.add.Tensor" or node.kwargs or not all(isinstance(arg, Ref) for arg in node.args):
         return None
     first, second = (cast(Ref, arg) for arg in node.args)
@@ -287,20 +310,54 @@ def _with_addition(
         return None
     for own, other in ((second, first), (first, second)):
         layer = nodes.get(own.name)
-        if isinstance(layer, Layer) and layer.activation is None and layer.args[1] is None and users[own.name] == 1:
-            return replace(layer, output=node.output, args=(layer.args[0], other)), own.name
-    return None
+        if not isinstance(layer, Convolution | Linear) or not _is_open(layer) or users[own.name] != 1:
+            continue
+        if layer.args[1] is None and layer.activation is None:
+            return replace(layer, output=node.output, args=(layer.args[0], other)), [own.name]
+    return Elementwise(output=node.output, args=(first, second)), []
 
 
-def _with_activation(node: Node, nodes: Mapping[str, Node], users: Counter[str]) -> tuple[Layer, str] | None:
+def _is_open(layer: Layer) -> bool:
+    """Whether a layer's result is not rounded, so that more can be merged into it."""
+    return layer.steps is None
+
+
+def _with_activation(node: Node, nodes: Mapping[str, Node], users: Counter[str]) -> Merged | None:
     activation = activation_of(node)
     if activation is None:
         return None
-    source = cast(Ref, node.args[0]).name
-    layer = nodes.get(source)
-    if isinstance(layer, Layer) and layer.activation is None and users[source] == 1:
-        return replace(layer, output=node.output, activation=activation), source
-    return None
+    source = cast(Ref, node.args[0])
+    layer = nodes.get(source.name)
+    if isinstance(layer, Layer) and _is_open(layer) and layer.activation is None and users[source.name] == 1:
+        return replace(layer, output=node.output, activation=activation), [source.name]
+    return Elementwise(output=node.output, args=(source, None), activation=activation), []
+
+
+def _with_rounding(node: Node, nodes: Mapping[str, Node], users: Counter[str], graph: Graph) -> Merged | None:
+    """ONNX's QuantizeLinear with DequantizeLinear behind it, for one step size of the whole tensor."""
+    if node.op != "onnx.DequantizeLinear":
+        return None
+    rounded = nodes.get(cast(Ref, node.args[0]).name)
+    if rounded is None or rounded.op != "onnx.QuantizeLinear" or users[rounded.output] != 1:
+        return None
+    steps = _steps(rounded, graph)
+    if steps is None or steps != _steps(node, graph):
+        return None
+    source = cast(Ref, rounded.args[0])
+    layer = nodes.get(source.name)
+    if isinstance(layer, Layer) and _is_open(layer) and users[source.name] == 1:
+        return replace(layer, output=node.output, steps=steps), [source.name, rounded.output]
+    return Elementwise(output=node.output, args=(source, None), steps=steps), [rounded.output]
+
+
+def _steps(node: Node, graph: Graph) -> Steps | None:
+    scale, zero = (graph.constants.get(ref.name) for ref in (*node.args[1:3], Ref(""), Ref(""))[:2])
+    if not isinstance(scale, Tensor) or scale.numel() != 1 or (zero is not None and not isinstance(zero, Tensor)):
+        return None
+    if zero is not None and zero.numel() != 1:
+        return None
+    bounds = torch.iinfo(torch.uint8 if zero is None else zero.dtype)
+    return (float(scale), 0.0 if zero is None else float(zero), float(bounds.min), float(bounds.max))
 
 
 def activation_of(node: Node) -> str | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gossamer.runtime._code import Kernel
 from gossamer.runtime._compiler import kernel_address
+from gossamer.runtime.graph import Steps
 from gossamer.runtime.kernels import convolution, planes, tokens
 from gossamer.runtime.layout import LANES, Layout, Margins
 from gossamer.runtime.weights import Array, SparseWeight
@@ -84,6 +85,10 @@ def _addresses(arrays: Arrays) -> dict[str, int]:
     return {name: array.ctypes.data for name, array in arrays.items()}
 
 
+def _steps(steps: Steps | None) -> Arrays:
+    return {} if steps is None else {"steps": np.array(steps, np.float32)}
+
+
 @lru_cache(maxsize=256)
 def _valid(layout: Layout) -> Array:
     """One bit per position of the vectors that cover an image: whether it belongs to it."""
@@ -134,6 +139,8 @@ class SparseLayer(Operator):
     """Around the input."""
     groups: int = 1
     activation: str | None = None
+    steps: Steps | None = None
+    """What the result is rounded to."""
     phase_channels: int = 0
     """Channels of one phase."""
     vectors: int = 8
@@ -216,7 +223,7 @@ class SparseLayer(Operator):
             groups = min(-(-8 * threads // (tiles * target.images)), max(1, blocks // 8))
         group_blocks = -(-blocks // groups)
         groups = -(-blocks // group_blocks)
-        arrays = {**self.weights(source.layout), "valid": _valid(layout)}
+        arrays = {**self.weights(source.layout), "valid": _valid(layout), **_steps(self.steps)}
         residual = len(self.inputs) > 1
         values = {
             **_addresses(arrays),
@@ -233,7 +240,7 @@ class SparseLayer(Operator):
             "tail": layout.tail,
             "items": target.images * tiles * groups,
         }
-        kernel = (layout.lanes, wide, self.rows, self.activation, residual, self.indexed)
+        kernel = (layout.lanes, wide, self.rows, self.activation, residual, self.indexed, self.steps is not None)
         return _call(kernel_address(convolution.sparse_convolution, *kernel), convolution.FIELDS, values, arrays)
 
 
@@ -279,6 +286,7 @@ class MapPlanes(Operator):
     gated: bool = False
     """Whether the last input is a gate `(batch, channels, 1, 1)`."""
     activation: str | None = None
+    steps: Steps | None = None
     scale: Tensor | None = None
     shift: Tensor | None = None
     target_channel: int = 0
@@ -289,7 +297,7 @@ class MapPlanes(Operator):
 
     def call(self, places: Places, threads: int, scratch: int) -> Call:
         source, target = places[self.inputs[0]], places[self.output]
-        arrays = {"valid": _valid(target.layout)}
+        arrays = {"valid": _valid(target.layout), **_steps(self.steps)}
         if self.scale is not None and self.shift is not None:
             arrays |= {"scale": self.scale.numpy(), "shift": self.shift.numpy()}
         gated = self.gated
@@ -307,7 +315,7 @@ class MapPlanes(Operator):
             "items": target.images * source.layout.channels,
         }
         values["y"] += 4 * self.target_channel * target.layout.plane
-        kernel = (target.layout.lanes, self.activation, self.scale is not None, residual, gated)
+        kernel = (target.layout.lanes, self.activation, self.scale is not None, residual, gated, self.steps is not None)
         return _call(kernel_address(planes.map_planes, *kernel), planes.MAP_FIELDS, values, arrays)
 
 

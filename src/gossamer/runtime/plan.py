@@ -18,11 +18,11 @@ from gossamer.errors import GossamerError
 from gossamer.runtime.graph import (
     Attention,
     Convolution,
+    Elementwise,
     Graph,
     Linear,
     Node,
     Ref,
-    activation_of,
     norm_factors,
     norm_of,
     pair,
@@ -296,10 +296,9 @@ class _Builder:
             found = self._linear(node)
         elif isinstance(node, Attention):
             found = self._attention(node)
-        elif node.op == "aten.add.Tensor" and not node.kwargs:
-            found = self._map(node, list(node.args))
-        elif activation_of(node) is not None:
-            found = self._map(node, [node.args[0]], activation=activation_of(node))
+        elif isinstance(node, Elementwise):
+            sources = [arg for arg in node.args if arg is not None]
+            found = self._map(node, sources, activation=node.activation, steps=node.steps)
         elif node.op == "builtin.getitem":
             found = self._norm(node)
         elif node.op == "aten.layer_norm.default":
@@ -314,8 +313,7 @@ class _Builder:
             found = self._mean(node)
         else:
             found = None
-        activation = getattr(node, "activation", None) or activation_of(node)
-        if activation in ("relu", "relu6"):
+        if getattr(node, "activation", None) in ("relu", "relu6"):
             self._nonnegative.add(node.output)
         if found is not None:
             self._activations[node.output] = value
@@ -425,6 +423,7 @@ class _Builder:
             margin,
             groups=node.groups,
             activation=node.activation,
+            steps=node.steps,
             phase_channels=cast(int, incoming.channels),
         )
         return [*before, layer]
@@ -439,7 +438,8 @@ class _Builder:
             return None
         names = [source, *([added.name] if isinstance(added, Ref) else [])]
         bias = self._bias(node.bias, weight.shape[0])
-        return [SparseLayer(names, node.output, weight, bias, [Tap(0, 0, 0)], activation=node.activation)]
+        window = [Tap(0, 0, 0)]
+        return [SparseLayer(names, node.output, weight, bias, window, activation=node.activation, steps=node.steps)]
 
     def _can_add(self, added: Any, outgoing: Activation) -> bool:
         """Whether what a layer adds to its result is nothing, or an activation of the same shape."""

@@ -80,7 +80,7 @@ def set_choices(plan: Plan, chosen: Mapping[str, Choice]) -> None:
 def _shape(op: SparseLayer) -> tuple[object, ...]:
     """What the time of a layer depends on, besides its layouts; the share of zeros to a few percent."""
     density = round(8 * math.log2(1 + op.weight.count))
-    return (op.weight.shape, density, op.groups, op.activation, len(op.inputs), tuple(op.window))
+    return (op.weight.shape, density, op.groups, op.activation, op.steps is None, len(op.inputs), tuple(op.window))
 
 
 class _Scratch:

@@ -12,11 +12,11 @@ from __future__ import annotations
 from llvmlite import ir
 
 from gossamer.runtime._code import F32, I1, I16, I32, I64, POINTER, Function, Kernel, Value, Variable, integer
-from gossamer.runtime.kernels.epilogue import activate
+from gossamer.runtime.kernels.epilogue import activate, round_to_steps
 
 FIELDS = (
     *("x", "x_image", "x_plane", "y", "y_image", "y_plane", "r", "r_image", "r_plane"),  # bytes in the arena
-    *("starts", "offsets", "values", "bias", "valid"),  # addresses of constants
+    *("starts", "offsets", "values", "bias", "steps", "valid"),  # addresses of constants
     *("blocks", "chunks", "tiles", "wide_tiles", "groups", "group_blocks", "head", "tail"),
 )
 _BUSY = 8
@@ -24,16 +24,21 @@ _BUSY = 8
 
 
 def sparse_convolution(
-    lanes: int, vectors: int, rows: int, activation: str | None, residual: bool, indexed: bool
+    lanes: int, vectors: int, rows: int, activation: str | None, residual: bool, indexed: bool, rounded: bool
 ) -> ir.Module:
     """The kernel for tiles of `vectors` and `vectors - 1` vectors, and blocks of `rows` output channels.
 
-    `indexed` weights have the number of a plane, in 16 bits, instead of a distance.
+    `indexed` weights have the number of a plane, in 16 bits, instead of a distance. `rounded` results are those of
+    integers.
     """
     module = ir.Module("sparse_convolution")
     kernel = Kernel(module, FIELDS)
-    wide = _tile(module, "wide", lanes, vectors, rows, activation, residual, indexed)
-    narrow = _tile(module, "narrow", lanes, vectors - 1, rows, activation, residual, indexed) if vectors > 1 else None
+    wide = _tile(module, "wide", lanes, vectors, rows, activation, residual, indexed, rounded)
+    narrow = (
+        _tile(module, "narrow", lanes, vectors - 1, rows, activation, residual, indexed, rounded)
+        if vectors > 1
+        else None
+    )
     build = kernel.build
     with kernel.each_item() as item:
         group, tile, image = kernel.split(item, kernel["groups"], kernel["tiles"])
@@ -88,6 +93,7 @@ def _tile(
     activation: str | None,
     residual: bool,
     indexed: bool,
+    rounded: bool,
 ) -> ir.Function:
     """A function that computes blocks `first` to `last` of output channels for one tile."""
     f = _Tile(module, name)
@@ -157,7 +163,10 @@ def _tile(
                         value = total.get()
                         if residual:
                             value = build.fadd(value, f.load(added, vector, k * step, align=step))
-                        total.set(keep_valid(f, activate(f, value, activation), valid, k))
+                        value = activate(f, value, activation)
+                        if rounded:
+                            value = round_to_steps(f, value, f.pointer("steps"))
+                        total.set(keep_valid(f, value, valid, k))
                     clear_margins(f, output, head, tail, vectors, lanes)
             for output, own in zip(outputs, sums, strict=True):
                 for k, total in enumerate(own):

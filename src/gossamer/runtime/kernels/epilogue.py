@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from gossamer.runtime._code import I32, Function, Value
+from gossamer.runtime._code import F32, I32, Function, Value
 
 
 def activate(f: Function, value: Value, activation: str | None) -> Value:
@@ -40,6 +40,18 @@ def activate(f: Function, value: Value, activation: str | None) -> Value:
     if activation == "gelu":
         return build.fmul(build.fmul(value, constant(0.5)), build.fadd(constant(1.0), error_function(f, value)))
     raise ValueError(activation)
+
+
+def round_to_steps(f: Function, value: Value, steps: Value) -> Value:
+    """The value of the nearest integer, as after quantization and dequantization; `steps` points to four floats."""
+    kind, build = value.type, f.build
+    lanes = kind.count
+    size, zero, least, most = (f.splat(f.load(steps, F32, 4 * k), lanes) for k in range(4))
+    integer = f.call(f"llvm.rint.v{lanes}f32", kind, build.fdiv(value, size))
+    integer = build.fadd(integer, zero)
+    integer = build.select(build.fcmp_ordered("<", integer, least), least, integer)
+    integer = build.select(build.fcmp_ordered(">", integer, most), most, integer)
+    return build.fmul(build.fsub(integer, zero), size)
 
 
 def exponential(f: Function, value: Value) -> Value:

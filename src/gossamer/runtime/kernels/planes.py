@@ -6,7 +6,7 @@ from llvmlite import ir
 
 from gossamer.runtime._code import F32, I32, I64, Kernel, Value, integer
 from gossamer.runtime.kernels.convolution import clear_margins, keep_valid
-from gossamer.runtime.kernels.epilogue import activate
+from gossamer.runtime.kernels.epilogue import activate, round_to_steps
 from gossamer.runtime.layout import LANES
 
 _VECTOR = ir.VectorType(F32, LANES)
@@ -77,11 +77,13 @@ def _every(kernel: Kernel, pointer: Value, stride: int, indices: Value, mask: Va
 
 MAP_FIELDS = (
     *("x", "x_image", "x_plane", "y", "y_image", "y_plane", "r", "r_image", "r_plane"),
-    *("scale", "shift", "gate", "gate_image", "gate_plane", "valid", "channels", "vectors", "head", "tail"),
+    *("scale", "shift", "gate", "gate_image", "gate_plane", "steps", "valid", "channels", "vectors", "head", "tail"),
 )
 
 
-def map_planes(lanes: int, activation: str | None, affine: bool, residual: bool, gated: bool) -> ir.Module:
+def map_planes(
+    lanes: int, activation: str | None, affine: bool, residual: bool, gated: bool, rounded: bool
+) -> ir.Module:
     """`activation(x · scale[c] + shift[c] + r)`, times a gate per plane; without any of them a copy."""
     module = ir.Module("map_planes")
     vector, step = ir.VectorType(F32, lanes), 4 * lanes
@@ -107,6 +109,8 @@ def map_planes(lanes: int, activation: str | None, affine: bool, residual: bool,
             if residual:
                 value = build.fadd(value, kernel.load(r, vector, kernel.mul(k, step), align=step))
             value = activate(kernel, value, activation)
+            if rounded:
+                value = round_to_steps(kernel, value, kernel.pointer("steps"))
             if gated:
                 value = build.fmul(value, gate)
             value = keep_valid(kernel, value, kernel.at(valid, kernel.mul(k, lanes // 8)), 0)
