@@ -75,6 +75,6 @@ def test_kernels_are_vectorized_for_other_cpus(triple: str, cpu: str, multiply: 
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     machine = llvm.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
-    for module in (sparse_convolution(16, 2, 1, "relu", True, False), attention(2, True)):
+    for module in (sparse_convolution(16, 2, 1, "relu", True, False, False), attention(2, True)):
         assembly = machine.emit_assembly(_compiler.optimized(str(module), machine))
         assert assembly.count(multiply) >= 8
