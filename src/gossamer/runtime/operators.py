@@ -166,22 +166,27 @@ class SparseLayer(Operator):
         tiles = -(-layout.vectors // self.vectors)
         return tiles, -(-layout.vectors // tiles)
 
+    def _shared(self, layout: Layout) -> int:
+        """Output channels that share loads; a single position has nothing to share."""
+        return self.rows if layout.lanes > 1 else 1
+
     def weights(self, source: Layout) -> Arrays:
         """The weights in the kernel's order, with distances for the input's layout."""
-        rows, per_group, _ = self.weight.shape
-        # Inputs of one position are small enough for the first-level cache as a whole.
-        chunk = self.chunk if source.lanes > 1 and self.groups == 1 else per_group
-        key = (chunk, self.rows, None if self.indexed else (source.plane, source.pitch))
+        count, per_group, _ = self.weight.shape
+        rows, chunk = self._shared(source), self.chunk
+        if source.lanes == 1 or self.groups > 1:
+            chunk = per_group  # inputs of one position fit the first-level cache as a whole
+        key = (chunk, rows, None if self.indexed else (source.plane, source.pitch))
         if key in self._weights:
             return self._weights[key]
-        if self.rows == 1:
+        if rows == 1:
             block, c, position = np.nonzero(self.weight.mask)
             values = self.weight.values
         else:
-            dense = self.weight.dense().numpy().reshape(rows // self.rows, self.rows, per_group, -1)
+            dense = self.weight.dense().numpy().reshape(count // rows, rows, per_group, -1)
             block, c, position = np.nonzero(dense.any(axis=1))
             values = dense[block, :, c, position]
-        blocks, chunks = rows // self.rows, -(-per_group // chunk)
+        blocks, chunks = count // rows, -(-per_group // chunk)
         channel = c + block // (blocks // self.groups) * per_group
         where = np.array([[tap.phase, tap.down, tap.right] for tap in self.window])[position]
         plane = where[:, 0] * self.phase_channels + channel
@@ -216,7 +221,8 @@ class SparseLayer(Operator):
 
     def call(self, places: Places, threads: int, scratch: int) -> Call:
         source, target = places[self.inputs[0]], places[self.output]
-        layout, blocks = target.layout, self.weight.shape[0] // self.rows
+        layout, rows = target.layout, self._shared(target.layout)
+        blocks = self.weight.shape[0] // rows
         tiles, wide = self.tile(layout)
         groups = 1
         if threads > 1:
@@ -240,7 +246,7 @@ class SparseLayer(Operator):
             "tail": layout.tail,
             "items": target.images * tiles * groups,
         }
-        kernel = (layout.lanes, wide, self.rows, self.activation, residual, self.indexed, self.steps is not None)
+        kernel = (layout.lanes, wide, rows, self.activation, residual, self.indexed, self.steps is not None)
         return _call(kernel_address(convolution.sparse_convolution, *kernel), convolution.FIELDS, values, arrays)
 
 

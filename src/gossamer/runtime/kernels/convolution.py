@@ -131,7 +131,7 @@ def _tile(
                 """Add the products of one weight per row."""
                 if indexed:
                     plane = build.zext(f.load(offsets, I16, f.mul(i, 2), align=2), I64)
-                    source = f.at(x, build.mul(plane, x_plane))
+                    source = f.at(x, build.mul(plane, integer(4) if lanes == 1 else x_plane))
                 else:
                     source = f.at(x, build.sext(f.load(offsets, I32, f.mul(i, 4)), I64))
                 weights = f.at(values, f.mul(i, 4 * rows))
