@@ -25,7 +25,7 @@ START := --set saver.pretrain_model=$(DEMO)/start
 BOTH := --runtime onnxruntime --runtime gossamer
 RUNS := $(DEMO)/dense $(DEMO)/levels $(DEMO)/two-of-four $(DEMO)/filters $(DEMO)/int8
 
-demo: $(STAMP) ## make a ResNet-18 sparse, smaller and faster in four ways, on digits, and compare (about five minutes)
+demo: $(STAMP) ## make a ResNet-18 sparse, smaller and faster in four ways, on digits, and compare (about six minutes)
 	@rm -rf $(DEMO)
 	@echo; echo "1. A ResNet-18, trained on scikit-learn's digits: what all the others start from"
 	$(TRAIN) configs/cls/resnet/res18.yaml --set saver.save_dir=$(DEMO)/start
