@@ -177,3 +177,34 @@ def test_compiling_leaves_the_mode_of_every_module() -> None:
     model[1].eval()
     runtime.compile(model, torch.randn(2, 3, 8, 8), threads=1, tuned=False)
     assert [module.training for module in model] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.ReLU()), (3, 8)),
+        (nn.Sequential(nn.Conv3d(3, 4, 2), nn.BatchNorm3d(4)), (3, 5, 5, 5)),
+        (nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU()), (6,)),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).double(), (3, 8, 8)),
+    ],
+    ids=["1-d", "3-d", "rows", "float64"],
+)
+def test_batch_norm_of_any_rank_and_dtype_equals_torch(model: nn.Module, shape: tuple[int, ...]) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+    dtype = next(model.parameters()).dtype
+    engine = runtime.compile(model.eval(), torch.randn(2, *shape, dtype=dtype), threads=1, tuned=False)
+    check(model, engine, torch.randn(4, *shape, dtype=dtype))
+
+
+def test_a_model_that_cannot_be_traced_is_one_error() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    for example in (torch.randn(1, 4, 8, 8), (1, 3, 8, 8)):
+        with pytest.raises(GossamerError, match="example"):
+            runtime.compile(model, example)
+    with pytest.raises(GossamerError, match=r"expected a torch\.nn\.Module, found str"):
+        runtime.compile("model.pt", torch.randn(1))
+    with pytest.raises(GossamerError, match="threads: expected a number of at least 1, found 0"):
+        runtime.compile(model, torch.randn(1, 3, 8, 8), threads=0, tuned=False)

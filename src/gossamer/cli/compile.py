@@ -9,6 +9,7 @@ from typer import Argument, Option
 
 from gossamer.cli.console import err, reports_errors, say, show_json
 from gossamer.cli.options import AsJson, Classes, Data, Imports, Input, Sets, Weights, load_model
+from gossamer.errors import GossamerError
 
 
 @reports_errors
@@ -35,6 +36,17 @@ def compile_model(
     engine: Any
     with err.status("compiling"):
         if model.endswith(".onnx"):
+            given = {
+                "--weights": weights,
+                "--input": input_shape,
+                "--num-classes": classes,
+                "--set": sets,
+                "--data": data,
+            }
+            if unused := [name for name, value in given.items() if value]:
+                raise GossamerError(
+                    f"{unused[0]}: not used for an ONNX file, which has its weights and shapes; drop it"
+                )
             engine = runtime.InferenceSession(model).engine
         else:
             loaded = load_model(model, weights, data, input_shape, sets or [], classes, imports)

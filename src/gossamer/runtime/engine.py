@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gossamer.errors import GossamerError
+from gossamer.errors import GossamerError, short_error
 from gossamer.runtime._onnx_functions import FUNCTIONS
 from gossamer.runtime.file import BUILTINS, load_plan, save_plan
 from gossamer.runtime.graph import Convolution, Elementwise, Graph, Linear, Node, Ref, simplify, trace
@@ -33,28 +33,39 @@ def compile(
     to call; other sizes are fixed. `threads` is torch's number of threads by default. `tuned=False` skips the
     measurements that choose how each layer is computed.
     """
-    example = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
+    example = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+    if not isinstance(cast(object, model), nn.Module):
+        raise GossamerError(f"model: expected a torch.nn.Module, found {type(model).__name__}")
+    if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(example)):
+        raise GossamerError("example_inputs: expected a tensor, or a tuple of arguments with a tensor")
     training = [module for module in model.modules() if module.training]
     try:
         with torch.no_grad():
             graph = simplify(trace(model.eval(), example))
+    except GossamerError:
+        raise
+    except Exception as error:  # any model, any reason
+        message = f"torch.export cannot trace the model with these example inputs: {short_error(error)}"
+        raise GossamerError(f"{message}; check their shapes with model(*example_inputs)") from error
     finally:
         for module in training:
             module.training = True
     plan = build_plan(graph)
     seconds = tune(plan, _sizes(graph, pytree.tree_leaves(example))) if tuned else {}
-    return Engine(plan, threads or torch.get_num_threads(), seconds)
+    return Engine(plan, torch.get_num_threads() if threads is None else threads, seconds)
 
 
 def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Engine:
     """An engine that `Engine.save` wrote. The file is data: it is checked, and nothing in it is executed."""
-    return Engine(load_plan(path), threads or torch.get_num_threads())
+    return Engine(load_plan(path), torch.get_num_threads() if threads is None else threads)
 
 
 class Engine:
     """A compiled model. Calls from several threads at once are independent of each other."""
 
     def __init__(self, plan: Plan, threads: int = 1, seconds: Mapping[str, float] | None = None) -> None:
+        if type(threads) is not int or threads < 1:
+            raise GossamerError(f"threads: expected a number of at least 1, found {threads!r}")
         self.threads = threads
         self._plan, self._seconds = plan, seconds or {}
         self._bindings: dict[tuple[object, ...], Binding] = {}

@@ -200,7 +200,7 @@ Layer = Convolution | Linear | Elementwise
 
 def simplify(graph: Graph) -> Graph:
     """Fold batch norm, and merge layers with what follows them."""
-    return _merged(_with_attention(_folded(graph)))
+    return _without_unused_constants(_merged(_with_attention(_folded(graph))))
 
 
 def _folded(graph: Graph) -> Graph:
@@ -431,3 +431,12 @@ def without_unused(graph: Graph) -> Graph:
 
 
 _CHECKS = ("aten._assert_scalar.default",)
+
+
+def _without_unused_constants(graph: Graph) -> Graph:
+    """The graph without constants that nothing uses, such as weights whose batch norm is folded."""
+    used = {*(name for node in graph.nodes for name in node.inputs), *_names(graph.outputs)}
+    used.update(
+        name for node in graph.nodes if isinstance(node, Convolution | Linear) for name in (node.weight, node.bias)
+    )
+    return replace(graph, constants={name: value for name, value in graph.constants.items() if name in used})

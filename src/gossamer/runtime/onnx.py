@@ -50,7 +50,7 @@ class InferenceSession:
         plan = build_plan(simplify(graph))
         sizes = {size: 1 for name in graph.inputs for size in graph.shapes[name] if isinstance(size, str)}
         seconds = tune(plan, sizes) if tuned else {}
-        self.engine = Engine(plan, threads or torch.get_num_threads(), seconds)
+        self.engine = Engine(plan, torch.get_num_threads() if threads is None else threads, seconds)
         self._graph = graph
 
     def get_inputs(self) -> list[Argument]:

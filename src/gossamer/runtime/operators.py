@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -53,7 +54,7 @@ class Call:
 
 
 @dataclass
-class Operator:
+class Operator(ABC):
     """One kernel call; `inputs` and `output` are names of activations."""
 
     inputs: list[str]
@@ -71,9 +72,9 @@ class Operator:
         """Bytes of memory that each thread needs for itself."""
         return 0
 
+    @abstractmethod
     def call(self, places: Places, threads: int, scratch: int) -> Call:
         """The kernel and its table for activations at these places; `scratch` is an offset in the arena."""
-        raise NotImplementedError
 
 
 def _call(address: int, fields: Sequence[str], values: Mapping[str, int], keep: object) -> Call:

@@ -325,7 +325,7 @@ class _Builder:
     def _map(self, node: Node, sources: list[Any], **options: Any) -> list[Operator] | None:
         names = [source.name for source in sources if isinstance(source, Ref)]
         value = self._activation(node.output)
-        if len(names) != len(sources) or any(self._activation(name) != value for name in names):
+        if value is None or len(names) != len(sources) or any(self._activation(name) != value for name in names):
             return None
         return [MapPlanes(names, node.output, **options)]
 
@@ -349,7 +349,10 @@ class _Builder:
         norm = norm_of(node, self._nodes)
         if norm is None:
             return None
+        value = self._activation(node.output)
         factor, shift = norm_factors(norm, self._tensors)
+        if value is None or value.kind == "tokens" or value.channels != len(factor):
+            return None  # the channels of (batch, channels, length) are not the last dimension
         return self._map(node, [norm.args[0]], scale=factor.float(), shift=shift.float())
 
     def _layer_norm(self, node: Node) -> list[Operator] | None:

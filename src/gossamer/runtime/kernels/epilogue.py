@@ -7,38 +7,44 @@ from llvmlite import ir
 from gossamer.runtime._code import F32, I32, Function, Value
 
 
+def _constant(kind: Value, number: float) -> Value:
+    return ir.Constant(kind, [number] * kind.count)
+
+
+def _fma(f: Function, a: Value, b: Value, c: Value) -> Value:
+    """a · b + c with one rounding."""
+    return f.call(f"llvm.fma.v{a.type.count}f32", a.type, a, b, c)
+
+
+def _bounded(f: Function, value: Value, least: float, most: float | None) -> Value:
+    """The value within bounds; NaN stays, as in torch."""
+    low = _constant(value.type, least)
+    value = f.build.select(f.build.fcmp_ordered("<", value, low), low, value)
+    if most is None:
+        return value
+    high = _constant(value.type, most)
+    return f.build.select(f.build.fcmp_ordered(">", value, high), high, value)
+
+
 def activate(f: Function, value: Value, activation: str | None) -> Value:
     """The activation of a vector of floats."""
-    kind = value.type
-    lanes = kind.count
-    build = f.build
-
-    def constant(number: float) -> Value:
-        return ir.Constant(kind, [number] * lanes)
-
-    def bounded(vector: Value, least: float, most: float | None) -> Value:
-        # An ordered comparison that keeps NaN, as torch does.
-        vector = build.select(build.fcmp_ordered("<", vector, constant(least)), constant(least), vector)
-        if most is None:
-            return vector
-        return build.select(build.fcmp_ordered(">", vector, constant(most)), constant(most), vector)
-
+    kind, build = value.type, f.build
+    one = _constant(kind, 1.0)
     if activation is None:
         return value
     if activation == "relu":
-        return bounded(value, 0.0, None)
+        return _bounded(f, value, 0.0, None)
     if activation == "relu6":
-        return bounded(value, 0.0, 6.0)
-    if activation == "hardswish":
-        gate = bounded(build.fadd(value, constant(3.0)), 0.0, 6.0)
-        return build.fmul(value, build.fmul(gate, constant(1 / 6)))
-    if activation == "hardsigmoid":
-        return build.fmul(bounded(build.fadd(value, constant(3.0)), 0.0, 6.0), constant(1 / 6))
+        return _bounded(f, value, 0.0, 6.0)
+    if activation in ("hardswish", "hardsigmoid"):
+        gate = _bounded(f, build.fadd(value, _constant(kind, 3.0)), 0.0, 6.0)
+        gate = build.fmul(gate, _constant(kind, 1 / 6))
+        return gate if activation == "hardsigmoid" else build.fmul(value, gate)
     if activation in ("sigmoid", "silu"):
-        numerator = value if activation == "silu" else constant(1.0)
-        return build.fdiv(numerator, build.fadd(constant(1.0), exponential(f, build.fneg(value))))
+        numerator = value if activation == "silu" else one
+        return build.fdiv(numerator, build.fadd(one, exponential(f, build.fneg(value))))
     if activation == "gelu":
-        return build.fmul(build.fmul(value, constant(0.5)), build.fadd(constant(1.0), error_function(f, value)))
+        return build.fmul(build.fmul(value, _constant(kind, 0.5)), build.fadd(one, error_function(f, value)))
     raise ValueError(activation)
 
 
@@ -58,22 +64,13 @@ def exponential(f: Function, value: Value) -> Value:
     """eˣ as 2ⁿ·e^r with |r| ≤ ln 2 / 2 and a polynomial of degree 6 for e^r; relative error below 2e-7."""
     kind, build = value.type, f.build
     lanes = kind.count
-
-    def constant(number: float) -> Value:
-        return ir.Constant(kind, [number] * lanes)
-
-    def fma(a: Value, b: Value, c: Value) -> Value:
-        return f.call(f"llvm.fma.v{lanes}f32", kind, a, b, c)
-
-    low, high = constant(-87.33654), constant(88.72283)
-    x = build.select(build.fcmp_ordered("<", value, low), low, value)
-    x = build.select(build.fcmp_ordered(">", x, high), high, x)
-    n = f.call(f"llvm.rint.v{lanes}f32", kind, build.fmul(x, constant(1.4426950408889634)))
-    r = fma(n, constant(-0.693145751953125), x)
-    r = fma(n, constant(-1.428606765330187e-06), r)
-    p = constant(1.0 / 720)
+    x = _bounded(f, value, -87.33654, 88.72283)
+    n = f.call(f"llvm.rint.v{lanes}f32", kind, build.fmul(x, _constant(kind, 1.4426950408889634)))
+    r = _fma(f, n, _constant(kind, -0.693145751953125), x)
+    r = _fma(f, n, _constant(kind, -1.428606765330187e-06), r)
+    p = _constant(kind, 1.0 / 720)
     for coefficient in (1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
-        p = fma(p, r, constant(coefficient))
+        p = _fma(f, p, r, _constant(kind, coefficient))
     integers = ir.VectorType(I32, lanes)
     shifted = build.shl(build.fptosi(n, integers), ir.Constant(integers, [23] * lanes))
     result = build.bitcast(build.add(build.bitcast(p, integers), shifted), kind)
@@ -83,18 +80,11 @@ def exponential(f: Function, value: Value) -> Value:
 def error_function(f: Function, value: Value) -> Value:
     """erf(x / √2) by Abramowitz and Stegun, equation 7.1.26; absolute error below 1.5e-7."""
     kind, build = value.type, f.build
-    lanes = kind.count
-
-    def constant(number: float) -> Value:
-        return ir.Constant(kind, [number] * lanes)
-
-    def fma(a: Value, b: Value, c: Value) -> Value:
-        return f.call(f"llvm.fma.v{lanes}f32", kind, a, b, c)
-
-    x = f.call(f"llvm.fabs.v{lanes}f32", kind, build.fmul(value, constant(0.7071067811865476)))
-    t = build.fdiv(constant(1.0), fma(constant(0.3275911), x, constant(1.0)))
-    p = constant(1.061405429)
+    lanes, one = kind.count, _constant(kind, 1.0)
+    x = f.call(f"llvm.fabs.v{lanes}f32", kind, build.fmul(value, _constant(kind, 0.7071067811865476)))
+    t = build.fdiv(one, _fma(f, _constant(kind, 0.3275911), x, one))
+    p = _constant(kind, 1.061405429)
     for coefficient in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
-        p = fma(p, t, constant(coefficient))
+        p = _fma(f, p, t, _constant(kind, coefficient))
     tail = build.fmul(build.fmul(p, t), exponential(f, build.fneg(build.fmul(x, x))))
-    return f.call(f"llvm.copysign.v{lanes}f32", kind, build.fsub(constant(1.0), tail), value)
+    return f.call(f"llvm.copysign.v{lanes}f32", kind, build.fsub(one, tail), value)

@@ -14,6 +14,14 @@ _INDICES = ir.VectorType(I32, LANES)
 _STEP = 4 * LANES
 _ZERO = ir.Constant(_VECTOR, None)
 
+
+def _plane(kernel: Kernel, name: str, image: Value, channel: Value) -> Value:
+    """Where a channel of an image begins."""
+    image_bytes, plane_bytes = kernel[f"{name}_image"], kernel[f"{name}_plane"]
+    offset = kernel.add(kernel[name], kernel.mul(image, image_bytes), kernel.mul(channel, plane_bytes))
+    return kernel.at(kernel.arena, offset)
+
+
 SPLIT_FIELDS = (
     *("x", "x_image", "x_plane", "x_pitch", "height", "width"),
     *("y", "y_image", "y_plane", "y_pitch", "phase_bytes"),
@@ -33,9 +41,7 @@ def split_phases(stride: int) -> ir.Module:
     lane = ir.Constant(_INDICES, list(range(LANES)))
     with kernel.each_item() as item:
         channel, image = kernel.split(item, kernel["channels"])
-        x = kernel.add(kernel["x"], build.mul(image, kernel["x_image"]), build.mul(channel, kernel["x_plane"]))
-        y = kernel.add(kernel["y"], build.mul(image, kernel["y_image"]), build.mul(channel, kernel["y_plane"]))
-        x, y = kernel.at(kernel.arena, x), kernel.at(kernel.arena, y)
+        x, y = (_plane(kernel, name, image, channel) for name in "xy")
         with kernel.loop(integer(0), kernel["phases"]) as phase:
             entry = kernel.at(kernel.pointer("phase_table"), kernel.mul(phase, 16))
             down, right = kernel.field(entry, 0), kernel.field(entry, 1)
@@ -91,16 +97,11 @@ def map_planes(
     build = kernel.build
     with kernel.each_item() as item:
         channel, image = kernel.split(item, kernel["channels"])
-
-        def base(name: str) -> Value:
-            offset = kernel.add(kernel[name], build.mul(image, kernel[f"{name}_image"]))
-            return kernel.at(kernel.arena, kernel.add(offset, build.mul(channel, kernel[f"{name}_plane"])))
-
-        x, y, r = base("x"), base("y"), base("r")
+        x, y, r = (_plane(kernel, name, image, channel) for name in "xyr")
         here = kernel.mul(channel, 4)
         scale = kernel.splat(kernel.load(kernel.pointer("scale"), F32, here), lanes) if affine else None
         shift = kernel.splat(kernel.load(kernel.pointer("shift"), F32, here), lanes) if affine else None
-        gate = kernel.splat(kernel.load(base("gate"), F32), lanes) if gated else None
+        gate = kernel.splat(kernel.load(_plane(kernel, "gate", image, channel), F32), lanes) if gated else None
         valid, vectors = kernel.pointer("valid"), kernel["vectors"]
         with kernel.loop(integer(0), vectors) as k:
             value = kernel.load(x, vector, kernel.mul(k, step), align=step)
@@ -131,12 +132,10 @@ def mean_planes() -> ir.Module:
     build = kernel.build
     with kernel.each_item() as item:
         channel, image = kernel.split(item, kernel["channels"])
-        x = kernel.add(kernel["x"], build.mul(image, kernel["x_image"]), build.mul(channel, kernel["x_plane"]))
-        y = kernel.add(kernel["y"], build.mul(image, kernel["y_image"]), build.mul(channel, kernel["y_plane"]))
-        pointer = kernel.at(kernel.arena, x)
+        x, y = (_plane(kernel, name, image, channel) for name in "xy")
         total = kernel.variable(_VECTOR, _ZERO)
         with kernel.loop(integer(0), kernel["vectors"]) as k:
-            value = kernel.load(pointer, _VECTOR, kernel.mul(k, _STEP), align=_STEP)
+            value = kernel.load(x, _VECTOR, kernel.mul(k, _STEP), align=_STEP)
             value = keep_valid(kernel, value, kernel.at(kernel.pointer("valid"), kernel.mul(k, LANES // 8)), 0)
             total.set(build.fadd(total.get(), value))
         values = total.get()
@@ -152,7 +151,7 @@ def mean_planes() -> ir.Module:
         single = build.extract_element(values, ir.Constant(I32, 0))
         single = build.fmul(single, kernel.load(kernel.pointer("factor"), F32))
         result = build.insert_element(_ZERO, single, ir.Constant(I32, 0))
-        kernel.store(result, kernel.at(kernel.arena, y), align=_STEP)
+        kernel.store(result, y, align=_STEP)
     kernel.close()
     return module
 
@@ -170,9 +169,7 @@ def maximum_planes() -> ir.Module:
     build = kernel.build
     with kernel.each_item() as item:
         channel, image = kernel.split(item, kernel["channels"])
-        x = kernel.add(kernel["x"], build.mul(image, kernel["x_image"]), build.mul(channel, kernel["x_plane"]))
-        y = kernel.add(kernel["y"], build.mul(image, kernel["y_image"]), build.mul(channel, kernel["y_plane"]))
-        x, y = kernel.at(kernel.arena, x), kernel.at(kernel.arena, y)
+        x, y = (_plane(kernel, name, image, channel) for name in "xy")
         offsets, valid, vectors = kernel.pointer("offsets"), kernel.pointer("valid"), kernel["vectors"]
         most = kernel.variable(_VECTOR, _ZERO)
         with kernel.loop(integer(0), vectors) as k:
