@@ -208,3 +208,10 @@ def test_a_model_that_cannot_be_traced_is_one_error() -> None:
         runtime.compile("model.pt", torch.randn(1))
     with pytest.raises(GossamerError, match="threads: expected a number of at least 1, found 0"):
         runtime.compile(model, torch.randn(1, 3, 8, 8), threads=0, tuned=False)
+
+
+def test_more_inputs_than_16_bits_count_equal_torch() -> None:
+    model = pruned(nn.Sequential(nn.Linear(70_000, 3)), 0.99)
+    engine = runtime.compile(model, torch.randn(2, 70_000), threads=1, tuned=False)
+    for batch in (1, 3):
+        check(model, engine, torch.randn(batch, 70_000))

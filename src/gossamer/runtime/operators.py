@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 from torch import Tensor
 
+from gossamer.errors import GossamerError
 from gossamer.runtime._code import Kernel
 from gossamer.runtime._compiler import kernel_address
 from gossamer.runtime.graph import Steps
@@ -156,8 +157,10 @@ class SparseLayer(Operator):
 
     @property
     def indexed(self) -> bool:
-        """Whether a plane's number is enough to find an input."""
-        return len(self.window) == 1 and self.window[0].down == self.window[0].right == 0
+        """Whether a plane's number, in 16 bits, is enough to find an input."""
+        first, planes = self.window[0], self.weight.shape[1] * self.groups
+        planes += first.phase * self.phase_channels
+        return len(self.window) == 1 and first.down == first.right == 0 and planes <= 1 << 16
 
     def margins(self) -> dict[str, Margins]:
         return {self.inputs[0]: self.margin}
@@ -192,6 +195,8 @@ class SparseLayer(Operator):
         where = np.array([[tap.phase, tap.down, tap.right] for tap in self.window])[position]
         plane = where[:, 0] * self.phase_channels + channel
         offsets = 4 * (plane * source.plane + where[:, 1] * source.pitch + where[:, 2])
+        if not self.indexed and offsets.size and int(np.abs(offsets).max()) >= 1 << 31:
+            raise GossamerError(f"'{self.inputs[0]}': one image has more than 2 GB, which kernels do not support")
         group = (c // chunk) * blocks + block
         order = np.argsort(group, kind="stable")
         counts = np.bincount(group, minlength=chunks * blocks).reshape(chunks, blocks)
