@@ -79,6 +79,11 @@ def _processor() -> tuple[str, str]:
     return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten() + ",-prefer-256-bit"
 
 
+def has_vnni() -> bool:
+    """Whether the CPU multiplies and adds four pairs of 8-bit integers with one 512-bit instruction."""
+    return "+avx512vnni" in _processor()[1].split(",")
+
+
 @cache
 def _machine() -> Any:
     llvm.initialize_native_target()

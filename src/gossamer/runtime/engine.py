@@ -18,6 +18,7 @@ from gossamer.errors import GossamerError, short_error
 from gossamer.runtime._onnx_functions import FUNCTIONS
 from gossamer.runtime.file import BUILTINS, load_plan, save_plan
 from gossamer.runtime.graph import Convolution, Elementwise, Graph, Linear, Node, Ref, simplify, trace
+from gossamer.runtime.integer_layers import IntegerLayer
 from gossamer.runtime.operators import SparseLayer
 from gossamer.runtime.plan import Binding, Plan, TorchStep, build_plan
 from gossamer.runtime.tuning import tune
@@ -93,7 +94,7 @@ class Engine:
     @property
     def weight_bytes(self) -> int:
         """Memory that the weights of native layers take."""
-        return sum(op.weight_bytes for op in self._layers)
+        return sum(op.weight_bytes for op in self._plan.operators if isinstance(op, SparseLayer | IntegerLayer))
 
     @property
     def _layers(self) -> list[SparseLayer]:
@@ -118,9 +119,9 @@ class Engine:
                 continue
             for op in step.operators:
                 line = f"{op.output[:32]:32} {type(op).__name__:16}"
-                if isinstance(op, SparseLayer):
+                if isinstance(op, SparseLayer | IntegerLayer):
                     share = op.weight.zeros
-                    tile = f"{op.vectors} {op.chunk} {op.rows}"
+                    tile = f"{op.vectors} {op.chunk} {op.rows}" if isinstance(op, SparseLayer) else "8-bit"
                     taken = self._seconds.get(op.output)
                     shape = "×".join(map(str, op.weight.shape))
                     line += f" {shape:>20} {share:>7.1%} {tile:>12} {'' if taken is None else f'{1e3 * taken:8.3f}':>8}"

@@ -75,6 +75,9 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         if isinstance(value, SparseWeight):
             tensors[f"{name}#values"] = torch.from_numpy(value.values)
             tensors[f"{name}#bits"] = torch.from_numpy(value.bits)
+            if value.scale is not None:
+                tensors[f"{name}#values"] = torch.from_numpy(value.integers()[value.mask])
+                tensors[f"{name}#scale"] = torch.from_numpy(value.scale)
         else:
             tensors[name] = value
     sparse = {name: value.shape for name, value in graph.constants.items() if isinstance(value, SparseWeight)}
@@ -141,11 +144,23 @@ def _graph(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Graph:
         sizes = [_size(size) for size in shape]
         rows, columns, window = sizes
         bits, values = tensors[f"{name}#bits"].numpy(), tensors[f"{name}#values"].numpy()
-        if bits.dtype != np.uint8 or values.dtype != np.float32 or bits.shape != (-(-math.prod(sizes) // 8),):
+        scale = tensors[f"{name}#scale"].numpy() if f"{name}#scale" in tensors else None
+        kind = np.float32 if scale is None else np.int8
+        if bits.dtype != np.uint8 or values.dtype != kind or bits.shape != (-(-math.prod(sizes) // 8),):
             raise ValueError(f"'{name}' is not a sparse weight")
-        weight = SparseWeight((rows, columns, window), bits, values)
+        if scale is not None:
+            if scale.dtype != np.float32 or scale.shape != (rows,) or not (np.isfinite(scale) & (scale > 0)).all():
+                raise ValueError(f"'{name}' has no scale for {rows} rows")
+            if np.count_nonzero(values == -128):
+                raise ValueError(f"'{name}' has integers below -127")
+        weight = SparseWeight((rows, columns, window), bits, values, scale)
         if values.shape != (weight.count,) or np.count_nonzero(weight.mask) != weight.count:
             raise ValueError(f"'{name}' has {values.size} values for {weight.count} positions")
+        if scale is not None:
+            if values.shape != (weight.count,):
+                raise ValueError(f"'{name}' has {values.size} values for {weight.count} positions")
+            factors = scale[np.nonzero(weight.mask)[0]]
+            weight = SparseWeight(weight.shape, bits, values.astype(np.float32) * factors, scale)
         constants[name] = weight
     shapes = {name: tuple(_dim(size) for size in shape) for name, shape in content["shapes"].items()}
     dtypes = {name: DTYPES_BY_NAME[dtype] for name, dtype in content["dtypes"].items()}

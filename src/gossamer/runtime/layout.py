@@ -8,9 +8,25 @@ positions therefore covers the image, and a convolution reads its neighbours at 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+Dim = int | str
+"""A size, or the name of one that differs from call to call."""
+Kind = Literal["image", "tokens", "rows", "mask"]
+"""`(batch, channels, height, width)`, `(batch, tokens, channels)`, `(batch, channels)`, or a mask of attention."""
 LANES = 16
 """Positions per vector: 16 floats are 64 bytes, a cache line."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A planar activation: what it holds, and its sizes."""
+
+    kind: Kind
+    images: Dim
+    channels: Dim | tuple[Dim, ...]
+    height: Dim
+    width: Dim
 
 
 @dataclass(frozen=True)

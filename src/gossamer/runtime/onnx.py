@@ -137,8 +137,20 @@ def _add(graph: Graph, node: Any, attributes: dict[str, Any]) -> None:
         values = [None if ref is None else constants[ref.name] for ref in inputs]
         if len(node.output) == 1 and made[-1].op.startswith("onnx."):
             constants[node.output[0]] = FUNCTIONS[node.op_type](*values, **made[-1].kwargs)
+            if node.op_type == "DequantizeLinear":
+                _keep_scale(graph, node.output[0], values, attributes.get("axis", 1))
             return
     graph.nodes += made
+
+
+def _keep_scale(graph: Graph, name: str, values: Sequence[Any], axis: int) -> None:
+    """Remember the factors of a weight of 8-bit integers around 0, one or one for each slice of the first axis."""
+    integers, scale, zero = cast(tuple[Any, Any, Any], (*values, None)[:3])
+    symmetric = integers.dtype == torch.int8 and (zero is None or not bool(zero.any()))
+    if symmetric and (scale.numel() == 1 or axis % integers.dim() == 0):
+        graph.scales[name] = scale
+    elif symmetric and integers.dim() == 2:
+        graph.scales[f"{name}/columns"] = scale
 
 
 def _shown(attributes: Mapping[str, Any]) -> str:
@@ -195,19 +207,26 @@ def _gemm(graph: Graph, output: str, inputs: list[Any], attributes: dict[str, An
     scaled = attributes.get("alpha", 1.0) != 1.0 or attributes.get("beta", 1.0) != 1.0 or attributes.get("transA", 0)
     if not isinstance(weight, Tensor) or scaled:
         return None
-    return [_linear(graph, output, inputs[0], weight if attributes.get("transB", 0) else weight.T, inputs[2:])]
+    columns = not attributes.get("transB", 0)
+    return [_linear(graph, output, inputs[0], inputs[1].name, columns, inputs[2:])]
 
 
 def _matmul(graph: Graph, output: str, inputs: list[Any], attributes: dict[str, Any]) -> list[Node] | None:
     weight = graph.constants.get(inputs[1].name)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         return None
-    return [_linear(graph, output, inputs[0], weight.T, [])]
+    return [_linear(graph, output, inputs[0], inputs[1].name, True, [])]
 
 
-def _linear(graph: Graph, output: str, source: Ref, weight: Tensor, bias: Sequence[Any]) -> Node:
-    name = f"{output}.weight"
-    graph.constants[name] = weight.contiguous()
+def _linear(graph: Graph, output: str, source: Ref, factor: str, columns: bool, bias: Sequence[Any]) -> Node:
+    """A linear layer; `columns` says whether output channels are the columns of the factor."""
+    name, weight = f"{output}.weight", cast(Tensor, graph.constants[factor])
+    graph.constants[name] = (weight.T if columns else weight).contiguous()
+    scale = graph.scales.get(factor)
+    if columns and (scale is None or scale.numel() != 1):
+        scale = graph.scales.get(f"{factor}/columns")
+    if scale is not None:
+        graph.scales[name] = scale
     return Node("aten.linear.default", output, (source, Ref(name), bias[0] if bias else None))
 
 

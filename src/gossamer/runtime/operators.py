@@ -78,12 +78,12 @@ class Operator(ABC):
         """The kernel and its table for activations at these places; `scratch` is an offset in the arena."""
 
 
-def _call(address: int, fields: Sequence[str], values: Mapping[str, int], keep: object) -> Call:
+def table_call(address: int, fields: Sequence[str], values: Mapping[str, int], keep: object) -> Call:
     """The values in the order of the fields; what a kernel variant does not read is 0."""
     return Call(address, np.array([values.get(name, 0) for name in (*Kernel.COMMON, *fields)], np.int64), keep)
 
 
-def _addresses(arrays: Arrays) -> dict[str, int]:
+def addresses(arrays: Arrays) -> dict[str, int]:
     return {name: array.ctypes.data for name, array in arrays.items()}
 
 
@@ -92,7 +92,7 @@ def _steps(steps: Steps | None) -> Arrays:
 
 
 @lru_cache(maxsize=256)
-def _valid(layout: Layout) -> Array:
+def valid_positions(layout: Layout) -> Array:
     """One bit per position of the vectors that cover an image: whether it belongs to it."""
     positions = np.arange(layout.vectors * layout.lanes)
     inside = (positions % layout.pitch < layout.width) & (positions // layout.pitch < layout.height)
@@ -235,10 +235,10 @@ class SparseLayer(Operator):
             groups = min(-(-8 * threads // (tiles * target.images)), max(1, blocks // 8))
         group_blocks = -(-blocks // groups)
         groups = -(-blocks // group_blocks)
-        arrays = {**self.weights(source.layout), "valid": _valid(layout), **_steps(self.steps)}
+        arrays = {**self.weights(source.layout), "valid": valid_positions(layout), **_steps(self.steps)}
         residual = len(self.inputs) > 1
         values = {
-            **_addresses(arrays),
+            **addresses(arrays),
             **source.fields("x"),
             **target.fields("y"),
             **(places[self.inputs[1]].fields("r") if residual else {}),
@@ -253,7 +253,7 @@ class SparseLayer(Operator):
             "items": target.images * tiles * groups,
         }
         kernel = (layout.lanes, wide, rows, self.activation, residual, self.indexed, self.steps is not None)
-        return _call(kernel_address(convolution.sparse_convolution, *kernel), convolution.FIELDS, values, arrays)
+        return table_call(kernel_address(convolution.sparse_convolution, *kernel), convolution.FIELDS, values, arrays)
 
 
 @dataclass
@@ -264,6 +264,8 @@ class SplitPhases(Operator):
     phases: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     margin: Margins = field(default_factory=Margins)
     """Of the result."""
+    fill: int = 0
+    """The element outside of the input."""
 
     def same_pitch(self) -> list[str]:
         return [self.output]
@@ -272,7 +274,7 @@ class SplitPhases(Operator):
         source, target, margin = places[self.inputs[0]], places[self.output], self.margin
         arrays = {"phase_table": np.array(self.phases, np.int64)}
         values = {
-            **_addresses(arrays),
+            **addresses(arrays),
             **source.fields("x"),
             **target.fields("y"),
             "x_pitch": source.layout.pitch,
@@ -286,9 +288,10 @@ class SplitPhases(Operator):
             "rows": target.layout.height + margin.below,
             "left": margin.left,
             "columns": target.layout.width + margin.right,
+            "fill": self.fill,
             "items": target.images * source.layout.channels,
         }
-        return _call(kernel_address(planes.split_phases, self.stride), planes.SPLIT_FIELDS, values, arrays)
+        return table_call(kernel_address(planes.split_phases, self.stride), planes.SPLIT_FIELDS, values, arrays)
 
 
 @dataclass
@@ -309,13 +312,13 @@ class MapPlanes(Operator):
 
     def call(self, places: Places, threads: int, scratch: int) -> Call:
         source, target = places[self.inputs[0]], places[self.output]
-        arrays = {"valid": _valid(target.layout), **_steps(self.steps)}
+        arrays = {"valid": valid_positions(target.layout), **_steps(self.steps)}
         if self.scale is not None and self.shift is not None:
             arrays |= {"scale": self.scale.numpy(), "shift": self.shift.numpy()}
         gated = self.gated
         residual = len(self.inputs) > 1 + gated
         values = {
-            **_addresses(arrays),
+            **addresses(arrays),
             **source.fields("x"),
             **target.fields("y"),
             **(places[self.inputs[1]].fields("r") if residual else {}),
@@ -328,7 +331,7 @@ class MapPlanes(Operator):
         }
         values["y"] += 4 * self.target_channel * target.layout.plane
         kernel = (target.layout.lanes, self.activation, self.scale is not None, residual, gated, self.steps is not None)
-        return _call(kernel_address(planes.map_planes, *kernel), planes.MAP_FIELDS, values, arrays)
+        return table_call(kernel_address(planes.map_planes, *kernel), planes.MAP_FIELDS, values, arrays)
 
 
 @dataclass
@@ -339,6 +342,10 @@ class MaximumPool(Operator):
     margin: Margins = field(default_factory=Margins)
     """Around the input."""
     phase_channels: int = 0
+    packed: bool = False
+    """Whether the planes hold integers, four channels each."""
+    fill: int = 0
+    """The element around the result."""
 
     def margins(self) -> dict[str, Margins]:
         return {self.inputs[0]: self.margin}
@@ -349,9 +356,9 @@ class MaximumPool(Operator):
             4 * (tap.phase * self.phase_channels * source.plane + tap.down * source.pitch + tap.right)
             for tap in self.window
         ]
-        arrays = {"offsets": np.array(offsets, np.int32), "valid": _valid(target.layout)}
+        arrays = {"offsets": np.array(offsets, np.int32), "valid": valid_positions(target.layout)}
         values = {
-            **_addresses(arrays),
+            **addresses(arrays),
             **places[self.inputs[0]].fields("x"),
             **target.fields("y"),
             "taps": len(self.window),
@@ -359,9 +366,10 @@ class MaximumPool(Operator):
             "vectors": target.layout.vectors,
             "head": target.layout.head,
             "tail": target.layout.tail,
+            "fill": self.fill,
             "items": target.images * target.layout.channels,
         }
-        return _call(kernel_address(planes.maximum_planes), planes.MAXIMUM_FIELDS, values, arrays)
+        return table_call(kernel_address(planes.maximum_planes, self.packed), planes.MAXIMUM_FIELDS, values, arrays)
 
 
 @dataclass
@@ -374,16 +382,16 @@ class MeanPool(Operator):
     def call(self, places: Places, threads: int, scratch: int) -> Call:
         source, target = places[self.inputs[0]], places[self.output]
         area = source.layout.height * source.layout.width
-        arrays = {"factor": np.array([1 / area], np.float32), "valid": _valid(source.layout)}
+        arrays = {"factor": np.array([1 / area], np.float32), "valid": valid_positions(source.layout)}
         values = {
-            **_addresses(arrays),
+            **addresses(arrays),
             **source.fields("x"),
             **target.fields("y"),
             "channels": source.layout.channels,
             "vectors": source.layout.vectors,
             "items": target.images * source.layout.channels,
         }
-        return _call(kernel_address(planes.mean_planes), planes.MEAN_FIELDS, values, arrays)
+        return table_call(kernel_address(planes.mean_planes), planes.MEAN_FIELDS, values, arrays)
 
 
 @dataclass
@@ -400,17 +408,17 @@ class LayerNorm(Operator):
             "scale": self.scale.numpy(),
             "shift": self.shift.numpy(),
             "settings": np.array([1 / target.layout.channels, self.epsilon], np.float32),
-            "valid": _valid(target.layout),
+            "valid": valid_positions(target.layout),
         }
         values = {
-            **_addresses(arrays),
+            **addresses(arrays),
             **places[self.inputs[0]].fields("x"),
             **target.fields("y"),
             "channels": target.layout.channels,
             "vectors": target.layout.vectors,
             "items": target.images * target.layout.vectors,
         }
-        return _call(kernel_address(tokens.layer_norm, target.layout.lanes), tokens.NORM_FIELDS, values, arrays)
+        return table_call(kernel_address(tokens.layer_norm, target.layout.lanes), tokens.NORM_FIELDS, values, arrays)
 
 
 @dataclass
@@ -435,9 +443,9 @@ class AttentionHeads(Operator):
         q, k, v = (places[name] for name in self.inputs[:3])
         target = places[self.output]
         layout, wide = target.layout, self._wide(target.layout)
-        arrays = {"scale": np.array([self.scale], np.float32), "valid": _valid(layout)}
+        arrays = {"scale": np.array([self.scale], np.float32), "valid": valid_positions(layout)}
         values = {
-            **_addresses(arrays),
+            **addresses(arrays),
             **q.fields("q"),
             **k.fields("k"),
             **v.fields("v"),
@@ -459,6 +467,6 @@ class AttentionHeads(Operator):
                 "mask_head": 4 * mask.layout.plane * k.layout.width if self.mask_heads > 1 else 0,
                 "mask_row": 4 * mask.layout.plane,
             }
-        return _call(
+        return table_call(
             kernel_address(tokens.attention, wide, len(self.inputs) > 3), tokens.ATTENTION_FIELDS, values, arrays
         )

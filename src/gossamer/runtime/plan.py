@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +27,9 @@ from gossamer.runtime.graph import (
     norm_of,
     pair,
 )
-from gossamer.runtime.layout import LANES, Layout, Margins
+from gossamer.runtime.integer_layers import quads
+from gossamer.runtime.integer_plan import IntegerPlan, Integers, Window
+from gossamer.runtime.layout import LANES, Activation, Dim, Layout, Margins
 from gossamer.runtime.operators import (
     AttentionHeads,
     LayerNorm,
@@ -45,22 +47,7 @@ from gossamer.runtime.operators import (
 from gossamer.runtime.program import SLOT, Program
 from gossamer.runtime.weights import SparseWeight
 
-Dim = int | str
-"""A size, or the name of one that differs from call to call."""
-Kind = Literal["image", "tokens", "rows", "mask"]
-"""`(batch, channels, height, width)`, `(batch, tokens, channels)`, `(batch, channels)`, or a mask of attention."""
 _PAGE = 4096
-
-
-@dataclass(frozen=True)
-class Activation:
-    """A planar activation: what it holds, and its sizes."""
-
-    kind: Kind
-    images: Dim
-    channels: Dim | tuple[Dim, ...]
-    height: Dim
-    width: Dim
 
 
 @dataclass
@@ -237,6 +224,9 @@ class _Builder:
         self._nonnegative: set[str] = set()
         self._sizes = {size for name in graph.inputs for size in graph.shapes.get(name, ())}
         """The sizes that are known when an engine is called."""
+        self._integers = IntegerPlan(
+            graph, self._activations, self._activation, self._weight, self._bias, self._integer_window
+        )
 
     def plan(self) -> Plan:
         steps: list[Step] = []
@@ -247,6 +237,9 @@ class _Builder:
                 continue
             operators = self._operators(node)
             if operators is None:
+                copies = self._integers.floats(node.inputs)
+                segment.operators += copies
+                inside.update(copy.output for copy in copies)
                 if inside.intersection(node.inputs):
                     steps.append(segment)
                     segment, inside = NativeStep(), set[str]()
@@ -254,6 +247,7 @@ class _Builder:
                 continue
             segment.operators += operators
             inside.add(node.output)
+        segment.operators += self._integers.floats(ref.name for ref in self._graph.outputs if isinstance(ref, Ref))
         steps += [segment] if segment.operators else []
         used = {name for step in steps if isinstance(step, NativeStep) for op in step.operators for name in op.inputs}
         made = {op.output for step in steps if isinstance(step, NativeStep) for op in step.operators}
@@ -290,7 +284,10 @@ class _Builder:
         value = self._activation(node.output)
         if value is None:
             return None
-        if isinstance(node, Convolution):
+        integers = self._integers.operators(node)
+        if integers is not None:
+            found = integers
+        elif isinstance(node, Convolution):
             found = self._convolution(node)
         elif isinstance(node, Linear):
             found = self._linear(node)
@@ -320,6 +317,7 @@ class _Builder:
             for name in (name for operator in found for name in operator.inputs):
                 if name not in self._activations:
                     self._activations[name] = cast(Activation, self._activation(name))
+            found = [*self._integers.floats(name for operator in found for name in operator.inputs), *found]
         return found
 
     def _map(self, node: Node, sources: list[Any], **options: Any) -> list[Operator] | None:
@@ -391,14 +389,15 @@ class _Builder:
         source = given["input"].name
         if source not in self._nonnegative:
             return None
-        size = pair(given["size"])
+        size, held = pair(given["size"]), self._integers.held(source)
         stride = pair(given.get("stride") or size)
-        window = self._window(
-            source, node.output, size, stride, pair(given.get("padding", 0)), pair(given.get("dilation", 1))
-        )
+        padding, dilation = pair(given.get("padding", 0)), pair(given.get("dilation", 1))
+        window = self._window(source, node.output, size, stride, padding, dilation, held)
         if window is None:
             return None
         self._nonnegative.add(node.output)
+        if held is not None:
+            return self._integers.maximum(source, node.output, window)
         before, name, positions, margin = window
         channels = cast(int, cast(Activation, self._activation(source)).channels)
         return [*before, MaximumPool([name], node.output, positions, margin, channels)]
@@ -451,7 +450,7 @@ class _Builder:
     def _weight(self, name: str) -> SparseWeight:
         weight = self._graph.constants[name]
         if not isinstance(weight, SparseWeight):
-            weight = self._graph.constants[name] = SparseWeight.of(weight)
+            weight = self._graph.constants[name] = SparseWeight.of(weight, self._graph.scales.get(name))
         return weight
 
     def _bias(self, name: str, rows: int) -> Tensor:
@@ -479,6 +478,13 @@ class _Builder:
             return None
         return [AttentionHeads([*names, name], node.output, node.heads, node.scale, cast(int, heads))]
 
+    def _integer_window(self, node: Convolution, held: Integers) -> Window | None:
+        source = cast(Ref, node.args[0]).name
+        incoming, outgoing = self._activation(source), cast(Activation, self._activation(node.output))
+        if incoming is None or not _has_size(node, incoming, outgoing):
+            return None
+        return self._window(source, node.output, node.size, node.stride, node.padding, node.dilation, held)
+
     def _window(
         self,
         source: str,
@@ -487,23 +493,25 @@ class _Builder:
         stride: tuple[int, int],
         padding: tuple[int, int],
         dilation: tuple[int, int],
-    ) -> tuple[list[Operator], str, list[Tap], Margins] | None:
+        held: Integers | None = None,
+    ) -> Window | None:
         """What to run before, the activation to read, the window's positions in it, and the margins that it needs."""
         incoming, outgoing = self._activation(source), cast(Activation, self._activation(output))
         if incoming is None or stride[0] != stride[1]:
             return None
-        step = stride[0]
+        step, name = stride[0], source if held is None else held.name
         rows = taps(size[0], step, padding[0], dilation[0])
         columns = taps(size[1], step, padding[1], dilation[1])
         if step == 1:
             window = [Tap(0, row[1], column[1]) for row in rows for column in columns]
             sizes = [cast(int, size) for value in (outgoing, incoming) for size in (value.height, value.width)]
             grown = (sizes[0] - sizes[2], sizes[1] - sizes[3])
-            return [], source, window, window_margins(window, grown)
-        key = (source, step, outgoing.height, outgoing.width)
+            return [], name, window, window_margins(window, grown)
+        key = (name, step, outgoing.height, outgoing.width)
         split, before = self._splits.get(key), list[Operator]()
         if split is None:
-            split = SplitPhases([source], f"{source}/{step}@{outgoing.height}x{outgoing.width}", stride=step)
+            split = SplitPhases([name], f"{name}/{step}@{outgoing.height}x{outgoing.width}", stride=step)
+            split.fill = 0 if held is None else held.fill
             self._splits[key] = split
             before.append(split)
         for phase in ((row[0], column[0]) for row in rows for column in columns):
@@ -513,7 +521,8 @@ class _Builder:
         window = [Tap(phase((row[0], column[0])), row[1], column[1]) for row in rows for column in columns]
         margin = window_margins(window)
         split.margin = split.margin.union(margin)
-        channels = cast(int, incoming.channels) * len(split.phases)
+        channels = cast(int, incoming.channels)
+        channels = (channels if held is None else quads(channels)) * len(split.phases)
         self._activations[split.output] = Activation(
             "image", incoming.images, channels, outgoing.height, outgoing.width
         )

@@ -19,19 +19,23 @@ class SparseWeight:
     says which value each of the kernel's is.
     """
 
-    def __init__(self, shape: tuple[int, int, int], bits: Array, values: Array) -> None:
-        self.shape, self.bits = shape, bits
+    def __init__(self, shape: tuple[int, int, int], bits: Array, values: Array, scale: Array | None = None) -> None:
+        self.shape, self.bits, self.scale = shape, bits, scale
+        """`scale` holds one factor per row if the weight is of integers times factors."""
         self._values: Array | None = values
         self._lent: tuple[Array, tuple[int, int]] | None = None
 
     @classmethod
-    def of(cls, weight: Tensor) -> SparseWeight:
-        """The weight of a layer, `(out, in, …)`."""
+    def of(cls, weight: Tensor, scale: Tensor | None = None) -> SparseWeight:
+        """The weight of a layer, `(out, in, …)`; the scale is kept if the weight is of 8-bit integers times it."""
         dense = weight.detach().flatten(2) if weight.dim() > 2 else weight.detach().unsqueeze(2)
         array: Array = dense.contiguous().numpy()
         mask = array != 0
         shape = (array.shape[0], array.shape[1], array.shape[2])
-        return cls(shape, np.packbits(mask), array[mask])
+        factors = None if scale is None else np.broadcast_to(scale.detach().numpy().reshape(-1), shape[:1]).copy()
+        if factors is not None and not _are_integers(array / factors[:, None, None]):
+            factors = None
+        return cls(shape, np.packbits(mask), array[mask], factors)
 
     @property
     def mask(self) -> Array:
@@ -67,6 +71,11 @@ class SparseWeight:
         array[self.mask] = self.values
         return torch.from_numpy(array)
 
+    def integers(self) -> Array:
+        """The weight without its scale, as 8-bit integers."""
+        assert self.scale is not None
+        return np.rint(self.dense().numpy() / self.scale[:, None, None]).astype(np.int8)
+
     def order(self, chunk: int) -> Array:
         """By position in a kernel's list, chunk by chunk of input channels: the index of its value."""
         rows, columns, _ = np.nonzero(self.mask)
@@ -80,3 +89,9 @@ class SparseWeight:
     @property
     def nbytes(self) -> int:
         return self.bits.nbytes + (0 if self._values is None else self._values.nbytes)
+
+
+def _are_integers(values: Array) -> bool:
+    """Whether all values are close to integers from -127 to 127."""
+    nearest = np.rint(values)
+    return bool((np.abs(nearest) <= 127).all() and (np.abs(values - nearest) < 1e-2).all())

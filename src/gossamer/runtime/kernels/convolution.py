@@ -175,19 +175,22 @@ def _tile(
     return f.function
 
 
-def keep_valid(f: Function, value: Value, valid: Value, k: int) -> Value:
-    """Zeros where a position of the `k`-th vector does not belong to the image."""
+def keep_valid(f: Function, value: Value, valid: Value, k: int, fill: Value | None = None) -> Value:
+    """Zeros, or `fill`, where a position of the `k`-th vector does not belong to the image."""
     lanes = value.type.count
     if lanes == 1:
         return value  # activations of one position have no others
     bits = f.load(valid, ir.IntType(lanes), k * lanes // 8, align=lanes // 8)
-    return f.build.select(f.build.bitcast(bits, ir.VectorType(I1, lanes)), value, ir.Constant(value.type, None))
+    fill = ir.Constant(value.type, None) if fill is None else fill
+    return f.build.select(f.build.bitcast(bits, ir.VectorType(I1, lanes)), value, fill)
 
 
-def clear_margins(f: Function, output: Value, head: Value, tail: Value, vectors: int, lanes: int) -> None:
-    """Write `head` vectors of zeros in front of a tile and `tail` behind it."""
-    zero, step = ir.Constant(ir.VectorType(F32, lanes), None), 4 * lanes
+def clear_margins(
+    f: Function, output: Value, head: Value, tail: Value, vectors: int, lanes: int, fill: Value | None = None
+) -> None:
+    """Write `head` vectors of zeros, or of `fill`, in front of a tile and `tail` behind it."""
+    fill, step = ir.Constant(ir.VectorType(F32, lanes), None) if fill is None else fill, 4 * lanes
     with f.loop(integer(0), head) as k:
-        f.store(zero, output, f.build.neg(f.mul(f.add(k, integer(1)), step)), align=step)
+        f.store(fill, output, f.build.neg(f.mul(f.add(k, integer(1)), step)), align=step)
     with f.loop(integer(0), tail) as k:
-        f.store(zero, output, f.mul(f.add(k, integer(vectors)), step), align=step)
+        f.store(fill, output, f.mul(f.add(k, integer(vectors)), step), align=step)

@@ -7,6 +7,7 @@ from llvmlite import ir
 from gossamer.runtime._code import F32, I32, I64, Kernel, Value, integer
 from gossamer.runtime.kernels.convolution import clear_margins, keep_valid
 from gossamer.runtime.kernels.epilogue import activate, round_to_steps
+from gossamer.runtime.kernels.integers import larger_bytes
 from gossamer.runtime.layout import LANES
 
 _VECTOR = ir.VectorType(F32, LANES)
@@ -25,20 +26,22 @@ def _plane(kernel: Kernel, name: str, image: Value, channel: Value) -> Value:
 SPLIT_FIELDS = (
     *("x", "x_image", "x_plane", "x_pitch", "height", "width"),
     *("y", "y_image", "y_plane", "y_pitch", "phase_bytes"),
-    *("channels", "phases", "phase_table", "above", "rows", "left", "columns"),
+    *("channels", "phases", "phase_table", "above", "rows", "left", "columns", "fill"),
 )
 
 
 def split_phases(stride: int) -> ir.Module:
     """Every `stride`-th row and column as planes of their own, so that a strided convolution reads neighbours.
 
-    For phase (a, b), position (y, x) of its plane is (stride·y + a, stride·x + b) of the input, or zero outside of it.
+    For phase (a, b), position (y, x) of its plane is (stride·y + a, stride·x + b) of the input, and the element `fill`
+    outside of it.
     The table lists the phases that a convolution needs as pairs of 64-bit integers.
     """
     module = ir.Module("split_phases")
     kernel = Kernel(module, SPLIT_FIELDS)
     build = kernel.build
     lane = ir.Constant(_INDICES, list(range(LANES)))
+    fill = build.bitcast(kernel.splat(build.trunc(kernel["fill"], I32), LANES), _VECTOR)
     with kernel.each_item() as item:
         channel, image = kernel.split(item, kernel["channels"])
         x, y = (_plane(kernel, name, image, channel) for name in "xy")
@@ -59,24 +62,23 @@ def split_phases(stride: int) -> ir.Module:
                     indices = build.add(kernel.splat(build.trunc(start, I32), LANES), lanes)
                     mask = build.icmp_unsigned("<", indices, kernel.splat(width, LANES))
                     value = _every(kernel, kernel.at(source, kernel.mul(start, 4)), stride, indices, mask, source)
-                    kernel.store(value, target, kernel.mul(column, 4))
+                    kernel.store(build.select(mask, value, fill), target, kernel.mul(column, 4))
     kernel.close()
     return module
 
 
 def _every(kernel: Kernel, pointer: Value, stride: int, indices: Value, mask: Value, source: Value) -> Value:
-    """Every `stride`-th float; positions that the mask leaves out are not read for strides other than 2."""
+    """Every `stride`-th element; positions that the mask leaves out are not read for strides other than 2."""
     build = kernel.build
     if stride == 2:
         low, high = kernel.load(pointer, _VECTOR), kernel.load(pointer, _VECTOR, _STEP)
         even = ir.Constant(_INDICES, list(range(0, 2 * LANES, 2)))
-        return build.select(mask, build.shuffle_vector(low, high, even), _ZERO)
+        return build.shuffle_vector(low, high, even)
     value = _ZERO
     for k in range(LANES):
         inside = build.extract_element(mask, ir.Constant(I32, k))
         index = build.select(inside, build.extract_element(indices, ir.Constant(I32, k)), ir.Constant(I32, 0))
         single = kernel.load(source, F32, kernel.mul(build.zext(index, I64), 4))
-        single = build.select(inside, single, ir.Constant(F32, 0.0))
         value = build.insert_element(value, single, ir.Constant(I32, k))
     return value
 
@@ -158,15 +160,19 @@ def mean_planes() -> ir.Module:
 
 MAXIMUM_FIELDS = (
     *("x", "x_image", "x_plane", "y", "y_image", "y_plane"),
-    *("offsets", "taps", "valid", "channels", "vectors", "head", "tail"),
+    *("offsets", "taps", "valid", "channels", "vectors", "head", "tail", "fill"),
 )
 
 
-def maximum_planes() -> ir.Module:
-    """The maximum over positions at fixed distances, for inputs without negative values: the margins hold zeros."""
+def maximum_planes(packed: bool) -> ir.Module:
+    """The maximum over positions at fixed distances, for inputs without negative values: the margins hold zeros.
+
+    `packed` planes hold four channels of 8-bit integers.
+    """
     module = ir.Module("maximum_planes")
     kernel = Kernel(module, MAXIMUM_FIELDS)
     build = kernel.build
+    fill = build.bitcast(kernel.splat(build.trunc(kernel["fill"], I32), LANES), _VECTOR)
     with kernel.each_item() as item:
         channel, image = kernel.split(item, kernel["channels"])
         x, y = (_plane(kernel, name, image, channel) for name in "xy")
@@ -178,11 +184,14 @@ def maximum_planes() -> ir.Module:
                 distance = build.sext(kernel.load(offsets, I32, kernel.mul(tap, 4)), I64)
                 value = kernel.load(kernel.at(x, distance), _VECTOR, kernel.mul(k, _STEP))
                 best = most.get()
-                larger = build.or_(build.fcmp_ordered(">", value, best), build.fcmp_unordered("uno", value, value))
-                most.set(build.select(larger, value, best))  # NaN stays, as in torch
-            value = keep_valid(kernel, most.get(), kernel.at(valid, kernel.mul(k, LANES // 8)), 0)
+                if packed:
+                    most.set(larger_bytes(kernel, value, best))
+                else:
+                    larger = build.or_(build.fcmp_ordered(">", value, best), build.fcmp_unordered("uno", value, value))
+                    most.set(build.select(larger, value, best))  # NaN stays, as in torch
+            value = keep_valid(kernel, most.get(), kernel.at(valid, kernel.mul(k, LANES // 8)), 0, fill)
             kernel.store(value, y, kernel.mul(k, _STEP), align=_STEP)
-        clear_margins(kernel, y, kernel["head"], integer(0), 0, LANES)
-        clear_margins(kernel, kernel.at(y, kernel.mul(vectors, _STEP)), integer(0), kernel["tail"], 0, LANES)
+        clear_margins(kernel, y, kernel["head"], integer(0), 0, LANES, fill)
+        clear_margins(kernel, kernel.at(y, kernel.mul(vectors, _STEP)), integer(0), kernel["tail"], 0, LANES, fill)
     kernel.close()
     return module
