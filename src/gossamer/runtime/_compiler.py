@@ -84,6 +84,11 @@ def has_vnni() -> bool:
     return "+avx512vnni" in _processor()[1].split(",")
 
 
+def has_expand() -> bool:
+    """Whether the CPU has AVX-512's instructions that spread packed values over the lanes of a mask."""
+    return "+avx512f" in _processor()[1].split(",")
+
+
 @cache
 def _machine() -> Any:
     llvm.initialize_native_target()

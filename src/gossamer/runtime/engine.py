@@ -112,7 +112,7 @@ class Engine:
 
     def summary(self) -> str:
         """One line per operator: what computes it, the zeros of its weight, and the time measured for one image."""
-        lines = [f"{'output':32} {'operator':16} {'weight':>20} {'zeros':>7} {'tile':>12} {'ms':>8}"]
+        lines = [f"{'output':32} {'operator':16} {'weight':>20} {'zeros':>7} {'tile':>16} {'ms':>8}"]
         for step in self._plan.steps:
             if isinstance(step, TorchStep):
                 lines.append(f"{step.node.output[:32]:32} torch: {step.node.op}")
@@ -121,12 +121,14 @@ class Engine:
                 line = f"{op.output[:32]:32} {type(op).__name__:16}"
                 if isinstance(op, SparseLayer | IntegerLayer):
                     share = op.weight.zeros
-                    tile = f"{op.vectors} {op.chunk} {op.rows}" if isinstance(op, SparseLayer) else "8-bit"
+                    tile = "8-bit"
+                    if isinstance(op, SparseLayer):
+                        tile = f"{op.vectors} {op.chunk} {op.rows}{f' {op.form}' if op.takes_vectors else ''}"
                     taken = self._seconds.get(op.output)
                     shape = "×".join(map(str, op.weight.shape))
-                    line += f" {shape:>20} {share:>7.1%} {tile:>12} {'' if taken is None else f'{1e3 * taken:8.3f}':>8}"
+                    line += f" {shape:>20} {share:>7.1%} {tile:>16} {'' if taken is None else f'{1e3 * taken:8.3f}':>8}"
                 lines.append(line)
-        return "\n".join(lines)
+        return "\n".join([*lines, f"weights: {self.weight_bytes:,} bytes in memory"])
 
     def _bind(self, sizes: Mapping[str, int]) -> Binding:
         key = (self.threads, *sorted(sizes.items()))

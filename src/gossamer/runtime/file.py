@@ -36,7 +36,7 @@ from gossamer.io import (
 from gossamer.runtime._onnx_functions import FUNCTIONS
 from gossamer.runtime.graph import ACTIVATIONS, Attention, Convolution, Elementwise, Graph, Linear, Node, Ref
 from gossamer.runtime.plan import Plan, build_plan
-from gossamer.runtime.tuning import Choice, choices, set_choices
+from gossamer.runtime.tuning import Choice, choices, forms, set_choices, set_forms
 from gossamer.runtime.weights import SparseWeight
 from gossamer.version import __version__
 
@@ -89,6 +89,7 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         "dtypes": {name: DTYPES[dtype] for name, dtype in graph.dtypes.items()},
         "sparse": sparse,
         "choices": choices(plan),
+        "forms": forms(plan),
         "output_structure": pytree.treespec_dumps(graph.out_spec),
     }
     metadata = {
@@ -133,6 +134,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
         graph = _graph(content, tensors)
         plan = build_plan(graph)
         set_choices(plan, cast(dict[str, Choice], content["choices"]))
+        set_forms(plan, cast(dict[str, str], content.get("forms", {})))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError, RuntimeError) as error:
         raise GossamerError(f"{source}: not a valid engine ({type(error).__name__}: {error})") from error
     return plan

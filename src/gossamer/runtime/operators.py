@@ -5,18 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 from torch import Tensor
 
 from gossamer.errors import GossamerError
 from gossamer.runtime._code import Kernel
-from gossamer.runtime._compiler import kernel_address
+from gossamer.runtime._compiler import has_expand, kernel_address
 from gossamer.runtime.graph import Steps
-from gossamer.runtime.kernels import convolution, planes, tokens
+from gossamer.runtime.kernels import convolution, planes, tokens, vectors
 from gossamer.runtime.layout import LANES, Layout, Margins
-from gossamer.runtime.weights import Array, SparseWeight
+from gossamer.runtime.vectors import restored, vector_weights
+from gossamer.runtime.weights import Array, SparseWeight, ordered
 
 Arrays = dict[str, Array]
 
@@ -151,6 +152,9 @@ class SparseLayer(Operator):
     """Input channels at a time."""
     rows: int = 1
     """Output channels that share the loads of their inputs."""
+    form: str = "slices"
+    """How a linear layer holds its weight for a single row, see `kernels.vectors`."""
+    _vectors: dict[str, Arrays] = field(default_factory=dict[str, Arrays], repr=False)
     _weights: dict[tuple[int, int, object], Arrays] = field(
         default_factory=dict[tuple[int, int, object], Arrays], repr=False
     )
@@ -161,6 +165,11 @@ class SparseLayer(Operator):
         first, planes = self.window[0], self.weight.shape[1] * self.groups
         planes += first.phase * self.phase_channels
         return len(self.window) == 1 and first.down == first.right == 0 and planes <= 1 << 16
+
+    @property
+    def takes_vectors(self) -> bool:
+        """Whether the matrix × vector kernels compute single rows."""
+        return self.window == [Tap(0, 0, 0)] and self.groups == 1 and self.weight.count > 0
 
     def margins(self) -> dict[str, Margins]:
         return {self.inputs[0]: self.margin}
@@ -212,21 +221,55 @@ class SparseLayer(Operator):
 
     @property
     def weight_bytes(self) -> int:
-        arrays = (array for found in self._weights.values() for array in found.values())
+        held = (*self._weights.values(), *self._vectors.values())
+        arrays = (array for found in held for array in found.values())
         return self.weight.nbytes + sum(array.nbytes for array in arrays)
 
     def forget(self) -> None:
         """Drop the kernel's weights of choices that were only tried."""
         self._weights.clear()
+        self._vectors.clear()
 
     def release(self) -> None:
         """Drop weights that are held twice, once the layer's choices are made."""
-        if len(self._weights) == 1:
+        if self._vectors:
+            ((form, arrays),) = self._vectors.items()
+            self.weight.lend(arrays["values"], partial(restored, form=form))
+        elif len(self._weights) == 1:
             ((chunk, rows, _), arrays), *_ = self._weights.items()
-            self.weight.lend(arrays["values"], chunk, rows)
+            if rows == 1:
+                self.weight.lend(arrays["values"], partial(ordered, chunk=chunk))
+
+    def _vector_call(self, places: Places, threads: int) -> Call:
+        """The call for single rows."""
+        source, target = places[self.inputs[0]], places[self.output]
+        if self.form not in self._vectors:
+            self._vectors[self.form] = vector_weights(self.weight, self.bias.numpy(), self.form)
+        arrays = {**self._vectors[self.form], **_steps(self.steps)}
+        together, residual = vectors.BLOCKS[self.form], len(self.inputs) > 1
+        blocks = len(arrays["rows"]) // LANES
+        groups = 1 if threads == 1 else min(8 * threads, blocks // together)
+        group_blocks = -(-blocks // (groups * together)) * together
+        groups = -(-blocks // group_blocks)
+        values = {
+            **addresses(arrays),
+            **source.fields("x"),
+            **target.fields("y"),
+            **(places[self.inputs[1]].fields("r") if residual else {}),
+            "blocks": blocks,
+            "columns": self.weight.shape[1],
+            "groups": groups,
+            "group_blocks": group_blocks,
+            "items": target.images * groups,
+        }
+        wide = arrays["where"].dtype == np.uint32
+        kernel = (self.form, self.activation, residual, self.steps is not None, wide, has_expand())
+        return table_call(kernel_address(vectors.matrix_vector, *kernel), vectors.FIELDS, values, arrays)
 
     def call(self, places: Places, threads: int, scratch: int) -> Call:
         source, target = places[self.inputs[0]], places[self.output]
+        if target.layout.lanes == 1 and self.takes_vectors:
+            return self._vector_call(places, threads)
         layout, rows = target.layout, self._shared(target.layout)
         blocks = self.weight.shape[0] // rows
         tiles, wide = self.tile(layout)

@@ -27,7 +27,7 @@ from gossamer.runtime.graph import (
     norm_of,
     pair,
 )
-from gossamer.runtime.integer_layers import quads
+from gossamer.runtime.integer_layers import IntegerLayer, MapIntegers, quads
 from gossamer.runtime.integer_plan import IntegerPlan, Integers, Window
 from gossamer.runtime.layout import LANES, Activation, Dim, Layout, Margins
 from gossamer.runtime.operators import (
@@ -109,11 +109,14 @@ class Plan:
             own, root = margins[name], pitches.root(name)
             margin = own.left + own.right if name in split else max(own.left, own.right)
             needed[root] = max(needed[root], _size(self.activations[name].width, sizes) + margin)
+        # Lanes of attention and of integers are tokens, even if there is one only.
+        wide = AttentionHeads | IntegerLayer | MapIntegers
+        single = ("rows",) if any(isinstance(operator, wide) for operator in self.operators) else ("rows", "tokens")
         found: dict[str, Layout] = {}
         for name in pitches.names():
             value = self.activations[name]
             channels, height, width = (_size(size, sizes) for size in (value.channels, value.height, value.width))
-            if value.kind == "rows" and width == 1:
+            if value.kind in single and width == 1:
                 found[name] = Layout.single(channels)
                 continue
             slack = LANES if name in split else 0

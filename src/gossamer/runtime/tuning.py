@@ -12,6 +12,7 @@ from gossamer.runtime.layout import Layout
 from gossamer.runtime.operators import Operator, Place, SparseLayer
 from gossamer.runtime.plan import Plan
 from gossamer.runtime.program import SLOT, Program
+from gossamer.runtime.vectors import FORMS
 
 _WIDTHS = (2, 3, 4, 6, 8, 12, 14, 16, 20)
 """Widths of tiles to try, in vectors."""
@@ -45,6 +46,7 @@ def tune(plan: Plan, sizes: Mapping[str, int]) -> dict[str, float]:
     """Choose tile, chunk and shared rows of every sparse layer by measurement; returns seconds by operator."""
     scratch = _Scratch(plan.layouts(sizes))
     known: dict[object, tuple[Choice, float]] = {}
+    forms: dict[object, tuple[str, float]] = {}
     found: dict[str, float] = {}
     for op in plan.operators:
         if isinstance(op, SparseLayer):
@@ -52,6 +54,12 @@ def tune(plan: Plan, sizes: Mapping[str, int]) -> dict[str, float]:
             if key not in known:
                 known[key] = _best(op, scratch)
             (op.vectors, op.chunk, op.rows), found[op.output] = known[key]
+            if op.takes_vectors:
+                if _shape(op) not in forms:
+                    forms[_shape(op)] = _best_form(op)
+                op.form, seconds = forms[_shape(op)]
+                if scratch.layouts[op.output].lanes == 1:
+                    found[op.output] = seconds
             op.forget()
     return found
 
@@ -59,6 +67,20 @@ def tune(plan: Plan, sizes: Mapping[str, int]) -> dict[str, float]:
 def choices(plan: Plan) -> dict[str, Choice]:
     """By output: what was chosen for each sparse layer."""
     return {op.output: (op.vectors, op.chunk, op.rows) for op in plan.operators if isinstance(op, SparseLayer)}
+
+
+def forms(plan: Plan) -> dict[str, str]:
+    """By output: the form of each linear layer's weight for single rows."""
+    return {op.output: op.form for op in plan.operators if isinstance(op, SparseLayer) and op.takes_vectors}
+
+
+def set_forms(plan: Plan, chosen: Mapping[str, str]) -> None:
+    """Use these forms. Raises `ValueError` for one that kernels do not have."""
+    for op in plan.operators:
+        if isinstance(op, SparseLayer) and op.takes_vectors:
+            if chosen[op.output] not in FORMS:
+                raise ValueError(f"'{op.output}': no kernel for {chosen[op.output]!r}")
+            op.form = chosen[op.output]
 
 
 def set_choices(plan: Plan, chosen: Mapping[str, Choice]) -> None:
@@ -129,6 +151,18 @@ def _best(op: SparseLayer, scratch: _Scratch) -> tuple[Choice, float]:
     for chunk in chunks:
         attempt(best()[0], chunk, best()[2])
     return best(), times[best()]
+
+
+def _best_form(op: SparseLayer) -> tuple[str, float]:
+    """The fastest form of a linear layer's weight for a single row, and its time."""
+    rows, columns, _ = op.weight.shape
+    names = [*op.inputs, op.output]
+    scratch = _Scratch({name: Layout.single(columns if k == 0 else rows) for k, name in enumerate(names)})
+    times: dict[str, float] = {}
+    for op.form in FORMS:
+        times[op.form] = scratch.time(op)
+        op.forget()
+    return min(times.items(), key=lambda item: item[1])
 
 
 def _shared_rows(op: SparseLayer) -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,14 @@ Array = NDArray[Any]
 class SparseWeight:
     """A weight `(out, in, window)` of 32-bit floats.
 
-    Kernels have an order of their own. While a kernel holds the values, they are not held here a second time: `order`
-    says which value each of the kernel's is.
+    Kernels have an order of their own. While a kernel holds the values, they are not held here a second time.
     """
 
     def __init__(self, shape: tuple[int, int, int], bits: Array, values: Array, scale: Array | None = None) -> None:
         self.shape, self.bits, self.scale = shape, bits, scale
         """`scale` holds one factor per row if the weight is of integers times factors."""
         self._values: Array | None = values
-        self._lent: tuple[Array, tuple[int, int]] | None = None
+        self._lent: tuple[Array, Callable[[SparseWeight, Array], Array]] | None = None
 
     @classmethod
     def of(cls, weight: Tensor, scale: Tensor | None = None) -> SparseWeight:
@@ -60,11 +60,8 @@ class SparseWeight:
         if self._values is not None:
             return self._values
         assert self._lent is not None
-        values, (chunk, rows) = self._lent
-        assert rows == 1
-        result = np.empty_like(values.reshape(-1))
-        result[self.order(chunk)] = values.reshape(-1)
-        return result
+        values, restore = self._lent
+        return restore(self, values)
 
     def dense(self) -> Tensor:
         array = np.zeros(self.shape, np.float32)
@@ -76,15 +73,9 @@ class SparseWeight:
         assert self.scale is not None
         return np.rint(self.dense().numpy() / self.scale[:, None, None]).astype(np.int8)
 
-    def order(self, chunk: int) -> Array:
-        """By position in a kernel's list, chunk by chunk of input channels: the index of its value."""
-        rows, columns, _ = np.nonzero(self.mask)
-        return np.argsort((columns // chunk) * self.shape[0] + rows, kind="stable")
-
-    def lend(self, values: Array, chunk: int, rows: int) -> None:
-        """Drop the values here, which a kernel now holds in the order of `chunk`."""
-        if rows == 1:
-            self._values, self._lent = None, (values, (chunk, rows))
+    def lend(self, values: Array, restore: Callable[[SparseWeight, Array], Array]) -> None:
+        """Drop the values here, which a kernel now holds in an order of its own; `restore` brings them back."""
+        self._values, self._lent = None, (values, restore)
 
     @property
     def nbytes(self) -> int:
@@ -95,3 +86,11 @@ def _are_integers(values: Array) -> bool:
     """Whether all values are close to integers from -127 to 127."""
     nearest = np.rint(values)
     return bool((np.abs(nearest) <= 127).all() and (np.abs(values - nearest) < 1e-2).all())
+
+
+def ordered(weight: SparseWeight, values: Array, chunk: int) -> Array:
+    """The values of a weight, row by row, from those of a kernel that takes chunks of input channels."""
+    rows, columns, _ = np.nonzero(weight.mask)
+    result = np.empty_like(values.reshape(-1))
+    result[np.argsort((columns // chunk) * weight.shape[0] + rows, kind="stable")] = values.reshape(-1)
+    return result
