@@ -69,7 +69,7 @@ def _gather(x: Tensor, indices: Tensor, axis: int = 0) -> Tensor:
     axis %= x.dim()
     chosen = torch.where(indices < 0, indices + x.shape[axis], indices)
     found = x.index_select(axis, chosen.reshape(-1))
-    return found.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
+    return found.reshape([*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]])
 
 
 def _unsqueeze(x: Tensor, axes: Integers) -> Tensor:
@@ -175,7 +175,7 @@ def _concat(*parts: Tensor, axis: int) -> Tensor:
 
 def _constant_of_shape(shape: Tensor, value: Any = None) -> Tensor:
     filled = torch.zeros(1) if value is None else tensor_of(constant({"value": value}))
-    return filled.expand(integers(shape)).clone() if filled.dim() else filled
+    return filled.reshape(()).expand(integers(shape)).clone()
 
 
 def _divide(a: Tensor, b: Tensor) -> Tensor:
@@ -184,6 +184,23 @@ def _divide(a: Tensor, b: Tensor) -> Tensor:
 
 def _same(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x
+
+
+def _gather_elements(x: Tensor, indices: Tensor, axis: int = 0) -> Tensor:
+    """One element of `x` for every index along an axis."""
+    shape = [size if dim == axis % x.dim() else indices.shape[dim] for dim, size in enumerate(x.shape)]
+    chosen = torch.where(indices < 0, indices + x.shape[axis], indices)
+    return x[tuple(slice(size) for size in shape)].gather(axis, chosen)
+
+
+def _gather_nd(x: Tensor, indices: Tensor, batch_dims: int = 0) -> Tensor:
+    if batch_dims:
+        raise GossamerError("GatherND with batch_dims is not supported")
+    return x[tuple(indices.unbind(-1))]
+
+
+def _modulo(a: Tensor, b: Tensor, fmod: int = 0) -> Tensor:
+    return torch.fmod(a, b) if fmod else torch.remainder(a, b)
 
 
 def _hard_sigmoid(x: Tensor, alpha: float = 0.2, beta: float = 0.5) -> Tensor:
@@ -237,11 +254,14 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Expand": _expand,
     "Flatten": _flatten,
     "Gather": _gather,
+    "GatherElements": _gather_elements,
+    "GatherND": _gather_nd,
     "Gemm": _gemm,
     "Greater": torch.gt,
     "GreaterOrEqual": torch.ge,
     "HardSigmoid": _hard_sigmoid,
     "Identity": _same,
+    "IsNaN": torch.isnan,
     "LayerNormalization": _layer_norm,
     "Less": torch.lt,
     "LessOrEqual": torch.le,
@@ -249,6 +269,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "MatMul": torch.matmul,
     "Max": _largest,
     "Min": _smallest,
+    "Mod": _modulo,
     "Neg": torch.neg,
     "Not": torch.logical_not,
     "Or": torch.logical_or,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gossamer.errors import GossamerError, short_error
-from gossamer.runtime._onnx_functions import FUNCTIONS
-from gossamer.runtime.file import BUILTINS, load_plan, save_plan
-from gossamer.runtime.graph import Convolution, Elementwise, Graph, Linear, Node, Ref, simplify, trace
+from gossamer.runtime.attention import with_attention
+from gossamer.runtime.evaluate import call_operator
+from gossamer.runtime.file import load_plan, save_plan
+from gossamer.runtime.formulas import with_formulas
+from gossamer.runtime.graph import Attention, Convolution, Elementwise, Graph, Linear, Node, Ref, simplify, trace
 from gossamer.runtime.integer_layers import IntegerLayer
 from gossamer.runtime.operators import SparseLayer
 from gossamer.runtime.plan import Binding, Plan, TorchStep, build_plan
+from gossamer.runtime.trial import trials
 from gossamer.runtime.tuning import tune
 from gossamer.runtime.weights import SparseWeight
 
@@ -42,7 +44,8 @@ def compile(
     training = [module for module in model.modules() if module.training]
     try:
         with torch.no_grad():
-            graph = simplify(trace(model.eval(), example))
+            traced = trace(model.eval(), example)
+            graph = simplify(with_formulas(with_attention(traced, trials(traced))))
     except GossamerError:
         raise
     except Exception as error:  # any model, any reason
@@ -230,7 +233,7 @@ class _Call:
             self._plan.activations[name].kind == "mask"
         ):  # (batch, heads, queries, keys) as (batch, queries, heads · keys)
             value = torch.zeros(()).where(value, -3e38) if value.dtype == torch.bool else value.clamp(min=-3e38)
-            value = value.transpose(1, 2).flatten(2)
+            value = value[(None,) * (4 - value.dim())].transpose(1, 2).flatten(2)
         self._view(name).copy_(value)
 
 
@@ -244,7 +247,6 @@ _FUNCTIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
     "hardsigmoid": functional.hardsigmoid,
     "sigmoid": functional.sigmoid,
 }
-_BUILTINS = {name: getattr(operator, name) for name in BUILTINS}
 
 
 def _compute(node: Node, value: Callable[[Any], Any]) -> Any:
@@ -265,10 +267,16 @@ def _compute(node: Node, value: Callable[[Any], Any]) -> Any:
             return result
         size, zero, least, most = node.steps
         return ((torch.round(result / size) + zero).clamp(least, most) - zero) * size
-    namespace, name, *overload = node.op.split(".")
-    if namespace == "builtin":
-        return _BUILTINS[name](*args)
-    if namespace == "onnx":
-        return FUNCTIONS[name](*args, **node.kwargs)
-    function = getattr(getattr(torch.ops.aten, name), overload[0])
-    return function(*args, **{key: value(item) for key, item in node.kwargs.items()})
+    if isinstance(node, Attention):
+        return _attention(node, *args)
+    return call_operator(node, value)
+
+
+def _attention(node: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of `(batch, tokens, heads · size)`; a mask of a causal node holds all that a query does not see."""
+    q = query.unflatten(2, (node.heads, -1)).transpose(1, 2)
+    k, v = (one.unflatten(2, (node.key_heads, -1)).transpose(1, 2) for one in (key, value))
+    k, v = (one.repeat_interleave(node.heads // node.key_heads, 1) for one in (k, v))
+    causal = node.causal and mask is None
+    found = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=node.scale)
+    return found.transpose(1, 2).flatten(2)

@@ -34,6 +34,7 @@ from gossamer.io import (
     write_sealed,
 )
 from gossamer.runtime._onnx_functions import FUNCTIONS
+from gossamer.runtime.evaluate import BUILTINS
 from gossamer.runtime.graph import ACTIVATIONS, Attention, Convolution, Elementwise, Graph, Linear, Node, Ref
 from gossamer.runtime.plan import Plan, build_plan
 from gossamer.runtime.tuning import Choice, choices, forms, set_choices, set_forms
@@ -56,13 +57,12 @@ bmm cat ceil chunk clamp clone constant_pad_nd conv1d conv2d cos cumsum div embe
 flatten flip floor full full_like gather ge gelu group_norm gt hardsigmoid hardswish hardtanh index
 index_select layer_norm le lift_fresh_copy linear log logical_and logical_not logical_or lt masked_fill matmul
 max_pool2d maximum mean minimum mm mul ne neg new_ones new_zeros ones ones_like pad permute pow relu repeat
-reshape roll round rsqrt scalar_tensor scaled_dot_product_attention select sigmoid silu sin slice
+reshape rms_norm roll round rsqrt scalar_tensor scaled_dot_product_attention select sigmoid silu sin slice
 slice_scatter softmax split split_with_sizes sqrt squeeze stack sub sum sym_size tanh topk transpose tril triu
-unbind unsqueeze upsample_bilinear2d upsample_nearest2d view where zeros zeros_like
+unbind unflatten unsqueeze upsample_bilinear2d upsample_nearest2d view where zeros zeros_like
 """
 OPERATORS = frozenset(_NAMES.split())
 """ATen operators that a file may contain: functions of their arguments without other effects."""
-BUILTINS = ("getitem", "mul", "add", "sub", "floordiv", "truediv", "neg")
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -202,7 +202,7 @@ def _decode_node(entry: Mapping[str, Any]) -> Node:
         value: Any = getattr(node, item.name)
         if item.name in ("weight", "bias"):
             _text(value)
-        elif item.name in ("groups", "heads"):
+        elif item.name in ("groups", "heads", "key_heads"):
             _size(value)
         elif item.name == "activation" and value is not None and value not in ACTIVATIONS.values():
             raise ValueError(f"'{node.output}': unknown activation {value!r}")

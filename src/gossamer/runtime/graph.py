@@ -1,8 +1,7 @@
 """The graph of a model as plain data, and the simplifications that do not depend on the CPU.
 
 A graph comes from `torch.export`. Its operators keep their ATen names. Convolutions and linear layers become nodes of
-their own: batch norm is folded, and an addition and an activation that follow are part of the node. Attention with
-the views around it becomes one node.
+their own: batch norm is folded, and an addition and an activation that follow are part of the node.
 """
 
 from __future__ import annotations
@@ -97,8 +96,11 @@ class Attention(Node):
 
     op: str = "attention"
     heads: int = 1
+    key_heads: int = 1
+    """Of key and value; `heads` is a multiple."""
     scale: float = 1.0
     causal: bool = False
+    """Whether a query sees the keys up to its own position only."""
 
 
 @dataclass
@@ -203,7 +205,7 @@ Layer = Convolution | Linear | Elementwise
 
 def simplify(graph: Graph) -> Graph:
     """Fold batch norm, and merge layers with what follows them."""
-    return _without_unused_constants(_merged(_with_attention(_folded(graph))))
+    return _without_unused_constants(_merged(_folded(graph)))
 
 
 def _folded(graph: Graph) -> Graph:
@@ -371,58 +373,6 @@ def activation_of(node: Node) -> str | None:
     if name == "relu6" and node.args[1:] != (0.0, 6.0):
         return None
     return None if name == "gelu" and node.kwargs.get("approximate", "none") != "none" else name
-
-
-def _with_attention(graph: Graph) -> Graph:
-    """Replace scaled dot-product attention, with the views that separate and join heads, by one node."""
-    users, nodes = graph.users(), {node.output: node for node in graph.nodes}
-    replaced: dict[str, Node] = {}
-    for node in graph.nodes:
-        if node.op != "aten.view.default" or not isinstance(node.args[0], Ref):
-            continue
-        swapped = nodes.get(node.args[0].name)
-        if swapped is None or not _swaps_heads(swapped):
-            continue
-        product = nodes.get(swapped.args[0].name)
-        if product is None or product.op != "aten.scaled_dot_product_attention.default":
-            continue
-        if users[swapped.output] != 1 or users[product.output] != 1:
-            continue
-        sources = [_before_heads(ref, nodes, graph) for ref in product.args[:3]]
-        shape, width = graph.shapes[product.output], graph.shapes[node.output]
-        options = {**dict(zip(("mask", "dropout", "causal"), product.args[3:], strict=False)), **product.kwargs}
-        if None in sources or len(width) != 3 or options.get("enable_gqa") or options.get("dropout"):
-            continue
-        scale = options.get("scale")
-        replaced[node.output] = Attention(
-            output=node.output,
-            args=(*(Ref(cast(str, source)) for source in sources), options.get("mask", options.get("attn_mask"))),
-            heads=cast(int, shape[1]),
-            scale=cast(int, shape[3]) ** -0.5 if scale is None else scale,
-            causal=bool(options.get("causal", options.get("is_causal", False))),
-        )
-    result = replace(graph, nodes=[replaced.get(node.output, node) for node in graph.nodes])
-    return without_unused(result)
-
-
-def _swaps_heads(node: Node) -> bool:
-    return node.op == "aten.transpose.int" and sorted(node.args[1:]) == [1, 2]
-
-
-def _before_heads(ref: Any, nodes: Mapping[str, Node], graph: Graph) -> str | None:
-    """The value `(batch, tokens, heads · size)` that views turned into `(batch, heads, tokens, size)`."""
-    swapped = nodes.get(ref.name)
-    if swapped is None or not _swaps_heads(swapped):
-        return None
-    view = nodes.get(swapped.args[0].name)
-    if view is None or view.op != "aten.view.default":
-        return None
-    source, shape = view.args[0].name, graph.shapes[view.output]
-    before = graph.shapes[source]
-    heads, size = shape[2:]
-    if len(before) != 3 or before[:2] != shape[:2] or before[2] != cast(int, heads) * cast(int, size):
-        return None
-    return source
 
 
 def without_unused(graph: Graph) -> Graph:

@@ -21,9 +21,12 @@ from torch import Tensor
 from gossamer.errors import GossamerError, nearest
 from gossamer.export.onnx.model_files import read_model
 from gossamer.runtime._onnx_functions import FUNCTIONS, constant, dtype_of, integers, tensor_of
+from gossamer.runtime.attention import with_attention
 from gossamer.runtime.engine import Engine
+from gossamer.runtime.formulas import with_formulas, without_repetitions
 from gossamer.runtime.graph import Graph, Node, Ref, simplify, without_unused
 from gossamer.runtime.plan import build_plan
+from gossamer.runtime.trial import fill_shapes, trials
 from gossamer.runtime.tuning import tune
 from gossamer.runtime.weights import SparseWeight
 
@@ -47,7 +50,10 @@ class InferenceSession:
 
     def __init__(self, path: str | os.PathLike[str], *, threads: int | None = None, tuned: bool = True) -> None:
         graph, self._outputs = read_graph(path)
-        plan = build_plan(simplify(graph))
+        pair = trials(graph)
+        if pair is not None:
+            fill_shapes(graph, pair)
+        plan = build_plan(simplify(with_formulas(with_attention(without_repetitions(graph), pair))))
         sizes = {size: 1 for name in graph.inputs for size in graph.shapes[name] if isinstance(size, str)}
         seconds = tune(plan, sizes) if tuned else {}
         self.engine = Engine(plan, torch.get_num_threads() if threads is None else threads, seconds)

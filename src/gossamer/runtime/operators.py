@@ -439,11 +439,12 @@ class MeanPool(Operator):
 
 @dataclass
 class LayerNorm(Operator):
-    """Layer norm over the channels of every token."""
+    """Layer norm over the channels of every token, or RMS norm, which does not subtract the mean."""
 
     scale: Tensor
     shift: Tensor
     epsilon: float
+    centered: bool = True
 
     def call(self, places: Places, threads: int, scratch: int) -> Call:
         target = places[self.output]
@@ -461,7 +462,8 @@ class LayerNorm(Operator):
             "vectors": target.layout.vectors,
             "items": target.images * target.layout.vectors,
         }
-        return table_call(kernel_address(tokens.layer_norm, target.layout.lanes), tokens.NORM_FIELDS, values, arrays)
+        address = kernel_address(tokens.layer_norm, target.layout.lanes, self.centered)
+        return table_call(address, tokens.NORM_FIELDS, values, arrays)
 
 
 @dataclass
@@ -469,7 +471,9 @@ class AttentionHeads(Operator):
     """Attention; `inputs` are query, key, value and, if there is one, the mask `(batch, heads · keys, 1, queries)`."""
 
     heads: int = 1
+    key_heads: int = 1
     scale: float = 1.0
+    causal: bool = False
     mask_heads: int = 1
 
     def same_pitch(self) -> list[str]:
@@ -496,6 +500,7 @@ class AttentionHeads(Operator):
             "scratch": scratch,
             "scratch_bytes": self.scratch(places),
             "heads": self.heads,
+            "shared": self.heads // self.key_heads,
             "size": layout.channels // self.heads,
             "keys": k.layout.width,
             "tiles": -(-layout.vectors // wide),
@@ -511,5 +516,8 @@ class AttentionHeads(Operator):
                 "mask_row": 4 * mask.layout.plane,
             }
         return table_call(
-            kernel_address(tokens.attention, wide, len(self.inputs) > 3), tokens.ATTENTION_FIELDS, values, arrays
+            kernel_address(tokens.attention, wide, len(self.inputs) > 3, self.causal),
+            tokens.ATTENTION_FIELDS,
+            values,
+            arrays,
         )

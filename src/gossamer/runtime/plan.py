@@ -301,7 +301,7 @@ class _Builder:
             found = self._map(node, sources, activation=node.activation, steps=node.steps)
         elif node.op == "builtin.getitem":
             found = self._norm(node)
-        elif node.op == "aten.layer_norm.default":
+        elif node.op in ("aten.layer_norm.default", "aten.rms_norm.default"):
             found = self._layer_norm(node)
         elif node.op == "aten.cat.default":
             found = self._concatenation(node)
@@ -357,9 +357,12 @@ class _Builder:
         return self._map(node, [norm.args[0]], scale=factor.float(), shift=shift.float())
 
     def _layer_norm(self, node: Node) -> list[Operator] | None:
-        names = ("input", "shape", "weight", "bias", "eps")
+        centered = node.op == "aten.layer_norm.default"
+        names = ("input", "shape", "weight", "bias", "eps") if centered else ("input", "shape", "weight", "eps")
         given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         value = cast(Activation, self._activation(node.output))
+        if not centered and given.get("eps") is None:
+            return None
         if value.kind == "image" or tuple(given["shape"]) != (value.channels,):
             return None
         constants, channels = self._tensors, cast(int, value.channels)
@@ -368,7 +371,7 @@ class _Builder:
             return None
         scale = torch.ones(channels) if weight is None else constants[weight.name]
         shift = torch.zeros(channels) if bias is None else constants[bias.name]
-        return [LayerNorm([given["input"].name], node.output, scale, shift, given.get("eps", 1e-5))]
+        return [LayerNorm([given["input"].name], node.output, scale, shift, given.get("eps", 1e-5), centered)]
 
     def _concatenation(self, node: Node) -> list[Operator] | None:
         sources = [part for part in node.args[0] if isinstance(part, Ref)]
@@ -464,22 +467,28 @@ class _Builder:
 
     def _attention(self, node: Attention) -> list[Operator] | None:
         names = [cast(Ref, arg).name for arg in node.args[:3]]
+        query, key, value = (self._activation(name) for name in names)
+        output = cast(Activation, self._activation(node.output))
+        if query is None or key is None or value is None or any(v.kind != "tokens" for v in (query, key, value)):
+            return None
+        width, shared = cast(int, output.channels), node.heads // node.key_heads
+        if query != output or width % node.heads or node.heads % node.key_heads or key != value:
+            return None
+        if key.images != query.images or key.channels != width // shared or width % shared:
+            return None
+        options = (node.heads, node.key_heads, node.scale, node.causal)
         mask = node.args[3]
-        if any(self._activation(name) is None for name in names) or node.causal:
-            return None
         if not isinstance(mask, Ref):
-            return [AttentionHeads(names, node.output, node.heads, node.scale)]
+            return [AttentionHeads(names, node.output, *options)]
         shape = self._graph.shapes[mask.name]
-        if len(shape) != 4 or shape[1] not in (1, node.heads):
+        batch, heads, queries, keys = (1,) * (4 - len(shape)) + shape
+        fits = batch in (1, query.images) and heads in (1, node.heads)
+        if not fits or queries not in (1, query.width) or keys != key.width:
             return None
-        batch, heads, queries, keys = shape
         name = f"{mask.name}/mask"
-        self._activations[name] = Activation("mask", batch, (heads, keys), 1, queries)
+        self._activations[name] = Activation("mask", batch, (heads, keys), 1, query.width)
         self._packed[name] = mask.name
-        query = cast(Activation, self._activation(names[0]))
-        if queries != query.width:
-            return None
-        return [AttentionHeads([*names, name], node.output, node.heads, node.scale, cast(int, heads))]
+        return [AttentionHeads([*names, name], node.output, *options, cast(int, heads))]
 
     def _integer_window(self, node: Convolution, held: Integers) -> Window | None:
         source = cast(Ref, node.args[0]).name

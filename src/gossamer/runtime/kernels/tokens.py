@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from gossamer.runtime._code import F32, I64, Kernel, Value, integer
+from gossamer.runtime._code import F32, I32, I64, Kernel, Value, integer
 from gossamer.runtime.kernels.convolution import keep_valid
 from gossamer.runtime.kernels.epilogue import exponential
 from gossamer.runtime.layout import LANES
@@ -14,6 +14,7 @@ from gossamer.runtime.layout import LANES
 _VECTOR = ir.VectorType(F32, LANES)
 _STEP = 4 * LANES
 _ZERO = ir.Constant(_VECTOR, None)
+_LANE: Value = ir.Constant(ir.VectorType(I32, LANES), list(range(LANES)))
 
 NORM_FIELDS = (
     *("x", "x_image", "x_plane", "y", "y_image", "y_plane"),
@@ -22,8 +23,11 @@ NORM_FIELDS = (
 _UNROLL = 4
 
 
-def layer_norm(lanes: int) -> ir.Module:
-    """Layer norm over channels, `(x − mean) / √(var + ε) · scale + shift`; settings are 1 / channels and ε."""
+def layer_norm(lanes: int, centered: bool = True) -> ir.Module:
+    """Layer norm over channels, `(x − mean) / √(var + ε) · scale + shift`; settings are 1 / channels and ε.
+
+    Without centering it is RMS norm: the mean is taken for 0.
+    """
     module = ir.Module("layer_norm")
     kind, step = ir.VectorType(F32, lanes), 4 * lanes
     kernel = Kernel(module, NORM_FIELDS)
@@ -55,7 +59,7 @@ def layer_norm(lanes: int) -> ir.Module:
             total = build.fadd(build.fadd(sums[0].get(), sums[1].get()), build.fadd(sums[2].get(), sums[3].get()))
             return build.fmul(total, share)
 
-        mean = mean_of(build.fadd)
+        mean = mean_of(build.fadd) if centered else ir.Constant(kind, None)
 
         def squared(value: Value, total: Value) -> Value:
             distance = build.fsub(value, mean)
@@ -79,17 +83,18 @@ def layer_norm(lanes: int) -> ir.Module:
 ATTENTION_FIELDS = (
     *("q", "q_image", "q_plane", "k", "k_image", "k_plane", "v", "v_image", "v_plane", "y", "y_image", "y_plane"),
     *("mask", "mask_image", "mask_head", "mask_row", "scratch", "scratch_bytes"),
-    *("scale", "valid", "heads", "size", "keys", "tiles", "vectors"),
+    *("scale", "valid", "heads", "shared", "size", "keys", "later", "tiles", "vectors"),
 )
 _KEYS = 6
 """Keys, or channels of the result, that are computed together."""
 
 
-def attention(wide: int, masked: bool) -> ir.Module:
+def attention(wide: int, masked: bool, causal: bool = False) -> ir.Module:
     """softmax(scale · q kᵀ + mask) v for tiles of `wide` vectors of queries.
 
     A tile's scores lie in scratch memory of the thread, one row per key. Scores, exponentials and sums have a query in
-    every lane.
+    every lane. `shared` heads read the same key and value. In causal attention query i sees the keys up to
+    i + `later`, and a tile stops at the last key that one of its queries sees.
     """
     module = ir.Module("attention")
     kernel = Kernel(module, ATTENTION_FIELDS)
@@ -101,15 +106,19 @@ def attention(wide: int, masked: bool) -> ir.Module:
         # The last tile overlaps with the one in front of it rather than reaching over the end.
         vector = kernel.call("llvm.smin.i64", I64, kernel.mul(tile, wide), build.sub(kernel["vectors"], integer(wide)))
         position = kernel.mul(vector, _STEP)
-        channel = build.mul(head, size)
+        own, common = build.mul(head, size), build.mul(build.sdiv(head, kernel["shared"]), size)
+        last = build.add(kernel.mul(vector, LANES), kernel["later"])  # the last key that the first query sees
+        if causal:
+            keys = kernel.call("llvm.smin.i64", I64, keys, build.add(last, integer(wide * LANES)))
 
-        def base(name: str) -> Value:
+        def base(name: str, channel: Value) -> Value:
             offset = kernel.add(
                 kernel[name], build.mul(image, kernel[f"{name}_image"]), build.mul(channel, kernel[f"{name}_plane"])
             )
             return kernel.at(kernel.arena, offset)
 
-        q, k, v, y = kernel.at(base("q"), position), base("k"), base("v"), kernel.at(base("y"), position)
+        q, y = (kernel.at(base(name, own), position) for name in "qy")
+        k, v = (base(name, common) for name in "kv")
         q_plane, k_plane, v_plane, y_plane = (kernel[f"{name}_plane"] for name in "qkvy")
         scratch = kernel.add(kernel["scratch"], build.mul(kernel.thread, kernel["scratch_bytes"]))
         scores = kernel.at(kernel.arena, scratch)
@@ -137,6 +146,11 @@ def attention(wide: int, masked: bool) -> ir.Module:
                     value = build.fmul(total.get(), scale)
                     if masked:
                         value = build.fadd(value, kernel.load(masks, _VECTOR, j * _STEP, align=_STEP))
+                    if causal:
+                        seen = build.sub(build.add(last, integer(j * LANES)), kernel.add(first, integer(index)))
+                        seen = kernel.splat(build.trunc(seen, I32), LANES)
+                        seen = build.icmp_signed(">=", build.add(seen, _LANE), ir.Constant(_LANE.type, None))
+                        value = build.select(seen, value, lowest)
                     kernel.store(value, line, j * _STEP, align=_STEP)
                     best = most[j].get()
                     most[j].set(build.select(build.fcmp_ordered(">", value, best), value, best))
