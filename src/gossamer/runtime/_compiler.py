@@ -50,7 +50,7 @@ def _object_code(text: str) -> bytes:
         code = compile_text(text, machine)
         if folder is not None:
             with suppress(OSError), atomic_write(folder / name) as path:
-                path.write_bytes(hashlib.sha256(code).digest() + code)
+                path.write_bytes(_digest(name, code) + code)
     return code
 
 
@@ -139,4 +139,9 @@ def _read(path: Path) -> bytes | None:
     except OSError:
         return None
     code = content[_DIGEST:]
-    return code if hashlib.sha256(code).digest() == content[:_DIGEST] else None
+    return code if _digest(path.name, code) == content[:_DIGEST] else None
+
+
+def _digest(name: str, code: bytes) -> bytes:
+    """Of a file's name too, which stands for the kernel and the CPU: a copy under another name is not used."""
+    return hashlib.sha256(name.encode() + code).digest()

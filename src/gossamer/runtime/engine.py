@@ -27,6 +27,10 @@ from gossamer.runtime.tuning import tune
 from gossamer.runtime.weights import SparseWeight
 
 
+_tracing = threading.Lock()
+"""torch.export works in one thread at a time."""
+
+
 def compile(
     model: nn.Module, example_inputs: Tensor | tuple[Any, ...], *, threads: int | None = None, tuned: bool = True
 ) -> Engine:
@@ -43,7 +47,7 @@ def compile(
         raise GossamerError("example_inputs: expected a tensor, or a tuple of arguments with a tensor")
     training = [module for module in model.modules() if module.training]
     try:
-        with torch.no_grad():
+        with _tracing, torch.no_grad():
             traced = trace(model.eval(), example)
             graph = simplify(with_formulas(with_attention(traced, trials(traced))))
     except GossamerError:

@@ -1,0 +1,177 @@
+"""Engines that run for long, in several threads and processes, or on a cache that is not as they left it."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from llvmlite import binding as llvm
+from torch import Tensor, nn
+
+from gossamer import runtime
+from gossamer.runtime import _compiler
+from tests.runtime.models import Residual, pruned
+
+_PAGES = Path("/proc/self/statm")
+
+
+def _resident() -> int:
+    return int(_PAGES.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _small() -> nn.Module:
+    return pruned(nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 3), nn.Tanh()), 0.5)
+
+
+@pytest.mark.skipif(not _PAGES.exists(), reason="reads resident memory from /proc")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_ten_thousand_calls_do_not_grow_resident_memory(threads: int) -> None:
+    engine = runtime.compile(_small(), torch.randn(2, 2, 9, 9), threads=threads, tuned=False)
+    inputs = [torch.randn(batch, 2, 9, 9) for batch in (1, 3, 2)]
+
+    def call(count: int) -> None:
+        for number in range(count):
+            engine(inputs[number % 3])
+
+    call(500)
+    before = _resident()
+    call(10_000)
+    assert _resident() - before < 2 << 20
+    assert len(engine._arenas) == 1
+
+
+def test_engines_in_several_threads_at_once_do_not_disturb_each_other() -> None:
+    models = [_small(), pruned(Residual()), pruned(nn.Sequential(nn.Linear(40, 30), nn.GELU(), nn.Linear(30, 5)))]
+    inputs = [torch.randn(3, 2, 9, 9), torch.randn(2, 3, 17, 19), torch.randn(5, 40)]
+
+    def work(number: int) -> bool:
+        """Compile, bind and run while other threads do the same."""
+        model, x = models[number % 3], inputs[number % 3]
+        engine = runtime.compile(model, x, threads=2, tuned=False) if number < 6 else shared[number % 3]
+        found = [engine(x) for _ in range(10)]
+        return all(torch.equal(one, found[0]) for one in found) and torch.allclose(
+            found[0], expected[number % 3], atol=1e-4
+        )
+
+    shared = [runtime.compile(model, x, threads=2, tuned=False) for model, x in zip(models, inputs, strict=True)]
+    with torch.no_grad():
+        expected = [model(x) for model, x in zip(models, inputs, strict=True)]
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(work, range(18)))
+
+
+def _run_pickled(content: bytes, x: Tensor, results: object) -> None:
+    """In a new process."""
+    torch.set_num_threads(1)
+    results.put(pickle.loads(content)(x).tolist())
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+def test_a_pickled_engine_runs_in_another_process(method: str) -> None:
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"no {method} on this system")
+    x = torch.randn(2, 2, 9, 9)
+    engine = runtime.compile(_small(), x, threads=2, tuned=False)
+    expected = engine(x)  # helper threads run, which a forked process does not have
+    context = multiprocessing.get_context(method)
+    results = context.SimpleQueue()
+    process = context.Process(target=_run_pickled, args=(pickle.dumps(engine), x, results))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    assert torch.equal(torch.tensor(results.get()), expected)
+
+
+PROGRAM = """
+import torch
+from torch import nn
+from gossamer import runtime
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.GELU(), nn.Conv2d(8, 6, 3), nn.ReLU()).eval()
+x = torch.randn(2, 3, 19, 23)
+engine = runtime.compile(model, x, threads=1, tuned=False)
+with torch.inference_mode():
+    assert (engine(x) - model(x)).abs().max() < 1e-5
+"""
+
+
+def _run(cache: Path, program: str = PROGRAM) -> None:
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ, "XDG_CACHE_HOME": str(cache)})
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="needs file modes")
+def test_a_read_only_cache_is_read_and_not_written(tmp_path: Path) -> None:
+    _run(tmp_path)
+    folder = tmp_path / "gossamer" / "kernels"
+    before, removed = _contents(folder), min(folder.iterdir())
+    removed.unlink()
+    folder.chmod(0o500)
+    # A superuser may write anywhere: the program then stands for a user who may not.
+    program = PROGRAM.replace("import torch\n", "import os, torch\nos.access = lambda path, mode: mode != os.W_OK\n", 1)
+    try:
+        _run(tmp_path, program)
+    finally:
+        folder.chmod(0o700)
+    assert _contents(folder) == {name: code for name, code in before.items() if name != removed.name}
+
+
+@pytest.fixture
+def other_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], bytes]:
+    """Object code of a small module as the compiler keeps it for a CPU with these features."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text = (
+        "define float @run(float %a, float %b, float %c) { %d = fmul float %a, %b %e = fadd float %d, %c ret float %e }"
+    )
+    text = f'target triple = "{llvm.get_default_triple()}"\n{text}'
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+
+    def compiled(features: str) -> bytes:
+        machine = llvm.Target.from_default_triple().create_target_machine(
+            cpu="x86-64", features=features, opt=3, jit=True
+        )
+        monkeypatch.setattr(_compiler, "_processor", lambda: ("x86-64", features))
+        monkeypatch.setattr(_compiler, "_machine", lambda: machine)
+        return _compiler._object_code(text)
+
+    return compiled
+
+
+@pytest.mark.skipif(llvm.get_default_triple().split("-")[0] != "x86_64", reason="for x86")
+def test_code_for_a_cpu_with_other_features_is_compiled_again(
+    other_processor: Callable[[str], bytes], tmp_path: Path
+) -> None:
+    wide = other_processor("+avx512f")
+    assert other_processor("+sse2") != wide  # not what the cache holds for the other CPU
+    assert len(_contents(tmp_path / "gossamer" / "kernels")) == 2
+    assert other_processor("+avx512f") == wide
+
+
+@pytest.mark.skipif(llvm.get_default_triple().split("-")[0] != "x86_64", reason="for x86")
+def test_code_copied_under_the_name_of_another_kernel_is_not_run(
+    other_processor: Callable[[str], bytes], tmp_path: Path
+) -> None:
+    """A cache on a network drive, or one that someone mixed up: the file belongs to another CPU than its name says."""
+    wide, folder = other_processor("+avx512f"), tmp_path / "gossamer" / "kernels"
+    (own,) = folder.iterdir()
+    content = own.read_bytes()
+    narrow = other_processor("+sse2")
+    (other,) = [path for path in folder.iterdir() if path != own]
+    other.write_bytes(content)
+    assert other_processor("+sse2") == narrow != wide
+    assert hashlib.sha256(other.read_bytes()).digest() != hashlib.sha256(content).digest()
