@@ -1,7 +1,9 @@
-"""Sparse networks in `gossamer.runtime`, over the same networks dense in the best of torch and onnxruntime.
+"""Sparse networks in `gossamer.runtime`, over the same networks dense in the best of torch, onnxruntime and OpenVINO.
 
 Weights are random with zeros drawn uniformly in every layer but the first and the last; what the networks compute is of
 no use, how fast they do is the same. Contenders take turns. torch runs images in channels-last memory format.
+Beside each ratio: the ratio to onnxruntime with the same dense network in 8-bit integers, and the share of time outside
+of sparse layers.
 """
 
 from __future__ import annotations
@@ -11,10 +13,12 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import onnxruntime
 import torch
 import torchvision
@@ -22,8 +26,13 @@ from torch import Tensor, nn
 
 from benchmarks.measuring import Row, Watch, ratio_quartiles, rounds_of
 from gossamer import runtime
+from gossamer.runtime.operators import SparseLayer
+from gossamer.runtime.plan import NativeStep
+from gossamer.runtime.program import Program
 
 ROUNDS = 15
+PEERS = ("torch", "onnxruntime", "openvino")
+"""Dense, in 32-bit floats."""
 Inputs = tuple[Tensor, ...]
 
 
@@ -39,12 +48,14 @@ class Network:
 
 def runtime_speed(watch: Watch) -> Iterator[Row]:
     """One thread, single inputs, 90 % zeros."""
+    _report_missing()
     for network in networks():
         yield from _compare(watch, network, shares=[0.9], batches=[1], threads=[1])
 
 
 def runtime_speed_of_all(watch: Watch) -> Iterator[Row]:
     """Every network with 0, 80, 90 and 95 % zeros, one and two threads, batches of 1 and 16."""
+    _report_missing()
     for network in networks():
         yield from _compare(watch, network, shares=[0.0, 0.8, 0.9, 0.95], batches=[1, 16], threads=[1, 2])
 
@@ -108,14 +119,19 @@ def _compare(
     before = torch.get_num_threads()
     with TemporaryDirectory() as folder:
         file = _exported(dense, network, Path(folder))
+        integers = _quantized(file, network)
         for share in shares:
             engine = runtime.compile(with_zeros(dense, share), network.inputs(2), threads=1)
             for count in threads:
                 torch.set_num_threads(count)
-                session = _session(file, count)
+                session, integer_session = _session(file, count), _session(integers, count)
                 for batch in batches:
-                    contenders = _contenders(dense, engine, session, network.inputs(batch))
-                    engine.threads = count
+                    engine.threads, inputs = count, network.inputs(batch)
+                    contenders = _contenders(dense, engine, session, inputs)
+                    contenders["onnxruntime int8"] = _onnxruntime(integer_session, inputs)
+                    contenders |= _openvino(file, count, inputs)
+                    contenders["sparse layers"] = _sparse_layers(engine, inputs)
+                    # Further engines of the same network, such as int8 in blocks of four, are contenders here.
                     yield _row(watch, network, share, batch, count, contenders)
     torch.set_num_threads(before)
 
@@ -126,7 +142,6 @@ def _contenders(
     images = inputs[0].dim() == 4
     model = deepcopy(dense).to(memory_format=torch.channels_last) if images else dense
     arranged = tuple(value.contiguous(memory_format=torch.channels_last) for value in inputs) if images else inputs
-    feeds = {put.name: value.numpy() for put, value in zip(session.get_inputs(), inputs, strict=True)}
 
     def torch_dense() -> object:
         with torch.inference_mode():
@@ -135,7 +150,7 @@ def _contenders(
     return {
         "ours": lambda: engine(*inputs),
         "torch": torch_dense,
-        "onnxruntime": lambda: session.run(None, feeds),
+        "onnxruntime": _onnxruntime(session, inputs),
     }
 
 
@@ -149,7 +164,8 @@ def _row(
 ) -> Row:
     seconds = rounds_of(contenders, watch, f"{network.name}, {share:.0%} zeros", ROUNDS, warm_up=2)
     found = {name: statistics.median(values) for name, values in seconds.items()}
-    best = min(("torch", "onnxruntime"), key=lambda name: found[name])
+    best = min((name for name in PEERS if name in found), key=lambda name: found[name])
+    integers, outside = found["onnxruntime int8"] / found["ours"], 1 - found["sparse layers"] / found["ours"]
     aim = network.aims.get(share, 1 / 1.05 if share == 0 else 1.0)
     return Row(
         f"{network.name}, {share:.0%} zeros, batch {batch}, {threads} thread{'s' if threads > 1 else ''}",
@@ -157,7 +173,8 @@ def _row(
         1e3 * found[best],
         "ms",
         1 / aim,
-        note=f"{found[best] / found['ours']:.2f}× the speed of {best}; aim {aim:.2g}×",
+        note=f"{found[best] / found['ours']:.2f}× the speed of {best}, aim {aim:.2g}×; "
+        f"{integers:.2f}× that of onnxruntime in int8; {max(0.0, outside):.0%} of the time outside of sparse layers",
         spread=ratio_quartiles(seconds["ours"], seconds[best]),
     )
 
@@ -173,3 +190,78 @@ def _session(path: Path, threads: int) -> Any:
     options: Any = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def _onnxruntime(session: Any, inputs: Inputs) -> Callable[[], object]:
+    feeds = {put.name: value.numpy() for put, value in zip(session.get_inputs(), inputs, strict=True)}
+    return lambda: session.run(None, feeds)
+
+
+def _quantized(path: Path, network: Network) -> Path:
+    """The dense network in 8-bit integers: onnxruntime's static quantization, calibrated on random inputs."""
+    quantization: Any = import_module("onnxruntime.quantization")
+    target, names = path.with_name("integers.onnx"), [put.name for put in _session(path, 1).get_inputs()]
+    images = network.inputs(1)[0].dim() == 4
+
+    class Random(quantization.CalibrationDataReader):
+        def __init__(self) -> None:
+            self._left = 4
+
+        def get_next(self) -> dict[str, Any] | None:
+            self._left -= 1
+            values = (value.numpy() for value in network.inputs(2))
+            return dict(zip(names, values, strict=True)) if self._left >= 0 else None
+
+    quantization.quantize_static(
+        str(path),
+        str(target),
+        Random(),
+        quant_format=quantization.QuantFormat.QDQ,
+        per_channel=True,
+        activation_type=quantization.QuantType.QUInt8,
+        weight_type=quantization.QuantType.QInt8,
+        op_types_to_quantize=None if images else ["MatMul", "Gemm"],
+    )
+    return target
+
+
+def _report_missing() -> None:
+    if find_spec("openvino") is None:
+        print("Without OpenVINO, which is not installed: pip install -c constraints.txt -e '.[bench]'")
+
+
+def _openvino(path: Path, threads: int, inputs: Inputs) -> dict[str, Callable[[], object]]:
+    """OpenVINO in 32-bit floats, where it is installed."""
+    if find_spec("openvino") is None:
+        return {}
+    openvino: Any = import_module("openvino")
+    settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "NUM_STREAMS": 1}
+    model = openvino.Core().compile_model(str(path), "CPU", settings)
+    request, feeds = model.create_infer_request(), {k: value.numpy() for k, value in enumerate(inputs)}
+    return {"openvino": lambda: request.infer(feeds, share_inputs=True)}
+
+
+def _sparse_layers(engine: runtime.Engine, inputs: Inputs) -> Callable[[], object]:
+    """The sparse layers of an engine alone, on memory of their own."""
+    inner: Any = engine
+    sizes = {
+        size: actual
+        for name, value in zip(engine.graph.inputs, inputs, strict=True)
+        for size, actual in zip(engine.graph.shapes[name], value.shape, strict=True)
+        if isinstance(size, str)
+    }
+    binding, programs = inner._plan.bind(sizes, engine.threads), list[Program]()
+    for step, program in zip(inner._plan.steps, binding.programs, strict=True):
+        if isinstance(step, NativeStep):
+            chosen = [isinstance(operator, SparseLayer) for operator in step.operators]
+            program._operators = np.ascontiguousarray(program._operators[chosen])
+            programs.append(program)
+    memory = np.zeros(binding.arena_bytes + 4096, np.uint8)
+    arena = memory[-memory.ctypes.data % 4096 :]
+
+    def run() -> None:
+        arena[: binding.header] = 0
+        for program in programs:
+            program.run(arena.ctypes.data, engine.threads)
+
+    return run

@@ -13,7 +13,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from gossamer.export.examples import ExampleInputs
 from gossamer.export.onnx.model_files import read_model, size_of
 from gossamer.export.weights import is_model_file, read_state
 from gossamer.io import dtype_name
+
+if TYPE_CHECKING:
+    from gossamer.runtime import Engine
 
 Array = NDArray[Any]
 Run = Callable[[], Any]
@@ -214,6 +217,8 @@ def _load_openvino(path: Path, threads: int, trust: bool) -> Program:
 def _load_gossamer(path: Path, threads: int, trust: bool) -> Program:
     from gossamer import runtime
 
+    if path.suffix.lower() == ".gossamer":
+        return _from_engine(path, runtime.load(path, threads=threads))
     session = runtime.InferenceSession(path, threads=threads)
     names = {"float": "float32", "double": "float64"}
     slots: list[Slot] = []
@@ -226,6 +231,26 @@ def _load_gossamer(path: Path, threads: int, trust: bool) -> Program:
         return lambda: session.run(None, feeds)
 
     return Program(tuple(slots), bind, _as_arrays, partial(contents_of_onnx, path))
+
+
+def _from_engine(path: Path, engine: Engine) -> Program:
+    """A saved engine, whose choices were made when it was compiled."""
+    graph = engine.graph
+    slots = [
+        Slot(name, graph.shapes[name], dtype_name(graph.dtypes[name])) for name in graph.inputs if name in graph.shapes
+    ]
+    if len(slots) != len(graph.inputs):
+        raise GossamerError(f"{path}: takes arguments that are no tensors, which are not supported here")
+    for slot in slots:
+        _check_dtype(slot.dtype, str(path))
+    weights = [value if isinstance(value, Tensor) else value.dense() for value in graph.constants.values()]
+
+    def bind(arrays: Sequence[Array]) -> Run:
+        inputs = [torch.from_numpy(array) for array in arrays]
+        return lambda: engine.flat(inputs)
+
+    contents = contents_of_tensors(path.stat().st_size, weights)
+    return Program(tuple(slots), bind, _tensors_as_arrays, lambda: contents)
 
 
 def _onnx_slot(path: Path, name: str, shape: Sequence[int | str | None], dtype: str) -> Slot:
@@ -356,7 +381,7 @@ RUNTIMES = {
     for runtime in (
         Runtime("onnxruntime", "onnxruntime", "'gossamer[onnx]'", (".onnx",), _load_onnxruntime),
         Runtime("openvino", "openvino", "openvino", (".onnx",), _load_openvino),
-        Runtime("gossamer", "gossamer", "'gossamer[onnx]'", (".onnx",), _load_gossamer, skips_zeros=True),
+        Runtime("gossamer", "gossamer", "'gossamer[onnx]'", (".onnx", ".gossamer"), _load_gossamer, skips_zeros=True),
         Runtime("torch", "torch", "torch", (".pt2", ""), _load_torch),
         Runtime("load", "safetensors", "safetensors", (".safetensors",), _load_weights),
     )

@@ -22,7 +22,7 @@ from gossamer.runner.formatting import format_size
 if TYPE_CHECKING:
     from gossamer.benchmark import InMemory, Timing
 
-_FILES = (".onnx", ".pt2", ".safetensors")
+_FILES = (".onnx", ".gossamer", ".pt2", ".safetensors")
 _STYLES = {"faster": "green", "slower": "red", "same": "default", "unclear": "dim"}
 
 
@@ -32,7 +32,7 @@ def benchmark(
         list[str],
         Argument(
             metavar="FILE",
-            help="Exported files: .onnx, .pt2 or .safetensors; the first is the reference. "
+            help="Exported files: .onnx, .pt2 or .safetensors, or engines: .gossamer; the first is the reference. "
             "A MODEL (a torchvision name, package.module:function or a run) is timed in torch.",
         ),
     ],
@@ -44,7 +44,7 @@ def benchmark(
         list[str] | None,
         Option(
             metavar="NAME",
-            help="onnxruntime, openvino, torch, or load (reading weights); repeatable; all by default.",
+            help="onnxruntime, openvino, gossamer, torch, or load (reading weights); repeatable; all by default.",
         ),
     ] = None,
     shape: Annotated[

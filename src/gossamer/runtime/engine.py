@@ -26,7 +26,6 @@ from gossamer.runtime.trial import trials
 from gossamer.runtime.tuning import tune
 from gossamer.runtime.weights import SparseWeight
 
-
 _tracing = threading.Lock()
 """torch.export works in one thread at a time."""
 
@@ -97,6 +96,11 @@ class Engine:
             finally:
                 with self._lock:
                     self._arenas.append(arena)
+
+    @property
+    def graph(self) -> Graph:
+        """What the engine computes: inputs, nodes and constants."""
+        return self._plan.graph
 
     @property
     def weight_bytes(self) -> int:

@@ -11,7 +11,7 @@ import torch
 from gossamer.runtime._onnx_functions import FUNCTIONS
 from gossamer.runtime.graph import Node
 
-BUILTINS = ("getitem", "mul", "add", "sub", "floordiv", "truediv", "neg")
+BUILTINS = ("getitem", "mul", "add", "sub", "floordiv", "truediv", "mod", "neg", "eq", "ne", "ge", "gt", "le", "lt")
 """Python operators on sizes and on results with several parts."""
 _BUILTINS = {name: getattr(operator, name) for name in BUILTINS}
 

@@ -51,7 +51,7 @@ _LAYERS: dict[str, type[Node]] = {
     "attention": Attention,
 }
 _NAMES = """
-__and__ _assert_tensor_metadata _native_batch_norm_legit_no_training _softmax _to_copy _unsafe_view abs
+__and__ _assert_scalar _assert_tensor_metadata _native_batch_norm_legit_no_training _softmax _to_copy _unsafe_view abs
 adaptive_avg_pool2d add addmm alias amax amin any arange argmax avg_pool2d bitwise_and bitwise_not bitwise_or
 bmm cat ceil chunk clamp clone constant_pad_nd conv1d conv2d cos cumsum div embedding eq erf exp expand fill
 flatten flip floor full full_like gather ge gelu group_norm gt hardsigmoid hardswish hardtanh index
@@ -60,6 +60,14 @@ max_pool2d maximum mean minimum mm mul ne neg new_ones new_zeros ones ones_like 
 reshape rms_norm roll round rsqrt scalar_tensor scaled_dot_product_attention select sigmoid silu sin slice
 slice_scatter softmax split split_with_sizes sqrt squeeze stack sub sum sym_size tanh topk transpose tril triu
 unbind unflatten unsqueeze upsample_bilinear2d upsample_nearest2d view where zeros zeros_like
+
+_prelu_kernel celu elu glu hardshrink leaky_relu log_sigmoid log_softmax mish prelu selu softplus softshrink threshold
+_log_softmax adaptive_avg_pool1d adaptive_avg_pool3d adaptive_max_pool2d avg_pool1d avg_pool3d max_pool1d max_pool3d
+conv3d conv_transpose1d conv_transpose2d conv_transpose3d instance_norm native_group_norm native_layer_norm
+argmin baddbmm bitwise_xor channel_shuffle clamp_max clamp_min einsum expm1 isinf isnan linalg_vector_norm log1p
+log2 max min movedim pixel_shuffle pixel_unshuffle prod reciprocal remainder repeat_interleave rsub sign sort square
+std type_as upsample_bicubic2d upsample_linear1d upsample_nearest1d upsample_nearest3d upsample_trilinear3d var
+var_mean
 """
 OPERATORS = frozenset(_NAMES.split())
 """ATen operators that a file may contain: functions of their arguments without other effects."""
