@@ -120,7 +120,7 @@ def test_a_model_by_its_name_is_timed_in_torch(run: Run) -> None:
         ([DENSE, "--batch", str(10**12)], "--batch, --input: an input 'x' of float32 (1000000000000, 8, 9, 9)"),
         (
             ["notes.txt"],
-            "notes.txt: expected a file of gossamer export: .onnx, .pt2, .safetensors",
+            "notes.txt: expected a file of gossamer export or compile: .onnx, .gossamer, .pt2, .safetensors",
         ),
         (["my.pt2"], "my.pt2: loading a .pt2 can run code from the file; pass --trust if you trust it"),
     ],

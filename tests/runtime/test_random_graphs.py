@@ -100,7 +100,7 @@ class _Networks:
         return model, start
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_random_network_with_90_percent_zeros_equals_torch(data: st.DataObject) -> None:
     model, shape = _Networks(data.draw).network()

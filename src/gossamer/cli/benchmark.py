@@ -107,7 +107,7 @@ def _candidate(name: str, shapes: Mapping[str, Sequence[int]], imports: Sequence
     if path.suffix.lower() in _FILES:
         return path
     if path.is_file() and path.suffix.lower() not in (".yaml", ".yml", ".pt", ".pth"):
-        raise GossamerError(f"{name}: expected a file of gossamer export: {', '.join(_FILES)}")
+        raise GossamerError(f"{name}: expected a file of gossamer export or compile: {', '.join(_FILES)}")
     from gossamer.benchmark import InMemory
     from gossamer.models import load_model
 

@@ -67,7 +67,7 @@ conv3d conv_transpose1d conv_transpose2d conv_transpose3d instance_norm native_g
 argmin baddbmm bitwise_xor channel_shuffle clamp_max clamp_min einsum expm1 isinf isnan linalg_vector_norm log1p
 log2 max min movedim pixel_shuffle pixel_unshuffle prod reciprocal remainder repeat_interleave rsub sign sort square
 std type_as upsample_bicubic2d upsample_linear1d upsample_nearest1d upsample_nearest3d upsample_trilinear3d var
-var_mean
+var_mean zero
 """
 OPERATORS = frozenset(_NAMES.split())
 """ATen operators that a file may contain: functions of their arguments without other effects."""
