@@ -274,7 +274,7 @@ def test_a_runtime_that_is_missing_is_named_with_what_installs_it(
 
 def test_what_is_no_exported_file_is_refused(tmp_path: Path) -> None:
     for name, message in (
-        ("a.tflite", "expected a file of gossamer export: .onnx, .pt2 or .safetensors"),
+        ("a.tflite", "expected a file of gossamer export or compile: .onnx, .gossamer, .pt2 or .safetensors"),
         ("a.onnx", "file not found; write it with gossamer export"),
         ("a.safetensors", "file not found; write it with gossamer export"),
     ):

@@ -115,7 +115,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid"), reason="needs file modes")
-def test_a_read_only_cache_is_read_and_not_written(tmp_path: Path) -> None:
+def test_kernels_are_compiled_without_a_cache_that_is_read_only(tmp_path: Path) -> None:
     _run(tmp_path)
     folder = tmp_path / "gossamer" / "kernels"
     before, removed = _contents(folder), min(folder.iterdir())
