@@ -152,7 +152,9 @@ def _unsupported(candidate: Candidate) -> GossamerError:
     suffix, name = _suffix(candidate), name_of(candidate)
     supporting = [one for one in RUNTIMES.values() if suffix in one.suffixes]
     if not supporting:
-        return GossamerError(f"{name}: expected a file of gossamer export or compile: .onnx, .gossamer, .pt2 or .safetensors")
+        return GossamerError(
+            f"{name}: expected a file of gossamer export or compile: .onnx, .gossamer, .pt2 or .safetensors"
+        )
     if any(one.is_installed for one in supporting):
         names = " or ".join(one.name for one in supporting if one.is_installed)
         return GossamerError(f"{name}: no selected runtime supports it; add --runtime {names}")
