@@ -167,7 +167,7 @@ class _Rewriting:
             if factors.count(None) != 1:
                 break
             arg = node.args[factors.index(None)]
-            total *= cast(float, next(factor for factor in factors if factor is not None))
+            total *= next(factor for factor in factors if factor is not None)
         return arg, total
 
     # Where the heads come from
@@ -224,7 +224,8 @@ class _Rewriting:
             elif order == "heads" or held.shape[:-1] != shape:
                 continue
             else:
-                ordered = every.reshape(*(shape if len(shape) == 2 else (tokens, batch)), -1)
+                rows = cast(tuple[int, int], shape) if len(shape) == 2 else (tokens, batch)
+                ordered = every.reshape(*rows, -1)
                 ordered = ordered if order == "tokens" else ordered.transpose(0, 1)
             for shared in (count for count in range(1, own + 1) if own % count == 0):
                 if held.dim() == 4:

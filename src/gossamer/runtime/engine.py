@@ -282,9 +282,12 @@ def _compute(node: Node, value: Callable[[Any], Any]) -> Any:
 
 def _attention(node: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of `(batch, tokens, heads · size)`; a mask of a causal node holds all that a query does not see."""
-    q = query.unflatten(2, (node.heads, -1)).transpose(1, 2)
-    k, v = (one.unflatten(2, (node.key_heads, -1)).transpose(1, 2) for one in (key, value))
-    k, v = (one.repeat_interleave(node.heads // node.key_heads, 1) for one in (k, v))
+
+    def by_head(tokens: Tensor, heads: int) -> Tensor:
+        return tokens.reshape(*tokens.shape[:2], heads, -1).transpose(1, 2)
+
+    q, repeats = by_head(query, node.heads), node.heads // node.key_heads
+    k, v = (by_head(one, node.key_heads).repeat_interleave(repeats, 1) for one in (key, value))
     causal = node.causal and mask is None
     found = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=node.scale)
     return found.transpose(1, 2).flatten(2)

@@ -23,8 +23,8 @@ def without_repetitions(graph: Graph) -> Graph:
     """The graph with every computation once: exporters repeat masks and sizes in every layer."""
     known, same, nodes = dict[str, str](), dict[str, str](), list[Node]()
     kept = {ref.name for ref in graph.outputs if isinstance(ref, Ref)}
-    for node in graph.nodes:
-        node = replace(node, args=_renamed(node.args, same), kwargs=_renamed(node.kwargs, same))
+    for original in graph.nodes:
+        node = replace(original, args=_renamed(original.args, same), kwargs=_renamed(original.kwargs, same))
         key = f"{node.op} {node.args!r} {node.kwargs!r}"
         first = known.setdefault(key, node.output)
         if first != node.output and node.output not in kept and first not in kept:

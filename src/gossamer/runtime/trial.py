@@ -22,8 +22,10 @@ _SIZES = ((3, 5, 7, 11, 13, 17), (4, 6, 9, 14, 15, 19))
 _SHAPES_OF = ("onnx.Shape", "aten.sym_size.int", "onnx.Size")
 """Operators whose result depends on the shape of their input, not on its values."""
 _PRODUCTS = frozenset(
-    ("aten.linear.default", "aten.conv2d.default", "aten.matmul.default", "aten.scaled_dot_product_attention.default")
-    + ("onnx.MatMul", "onnx.Gemm", "onnx.Conv")
+    (
+        *("aten.linear.default", "aten.conv2d.default", "aten.matmul.default"),
+        *("aten.scaled_dot_product_attention.default", "onnx.MatMul", "onnx.Gemm", "onnx.Conv"),
+    )
 )
 
 
