@@ -20,6 +20,8 @@ from gossamer.runtime.vectors import restored, vector_weights
 from gossamer.runtime.weights import Array, SparseWeight, ordered
 
 Arrays = dict[str, Array]
+_Order = tuple[int, int, tuple[int, ...], object]
+"""Of a kernel's weights: channels per chunk, rows that share loads, the window's columns, and the layout."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,10 @@ def window_margins(window: Sequence[Tap], grown: tuple[int, int] = (0, 0)) -> Ma
     return Margins(max(0, -min(down)), max(0, below), max(0, -min(right)), max(0, beside))
 
 
+_SPARSE = 0.6
+"""The share of zeros from which rows hardly ever share loads."""
+
+
 @dataclass
 class SparseLayer(Operator):
     """A convolution or linear layer over its non-zero weights; `inputs` are the input and what is added, if any.
@@ -155,9 +161,7 @@ class SparseLayer(Operator):
     form: str = "slices"
     """How a linear layer holds its weight for a single row, see `kernels.vectors`."""
     _vectors: dict[str, Arrays] = field(default_factory=dict[str, Arrays], repr=False)
-    _weights: dict[tuple[int, int, object], Arrays] = field(
-        default_factory=dict[tuple[int, int, object], Arrays], repr=False
-    )
+    _weights: dict[_Order, Arrays] = field(default_factory=dict[_Order, Arrays], repr=False)
 
     @property
     def indexed(self) -> bool:
@@ -174,22 +178,50 @@ class SparseLayer(Operator):
     def margins(self) -> dict[str, Margins]:
         return {self.inputs[0]: self.margin}
 
-    def tile(self, layout: Layout) -> tuple[int, int]:
-        """The number of tiles and the width of the wider ones, as even as possible."""
-        tiles = -(-layout.vectors // self.vectors)
-        return tiles, -(-layout.vectors // tiles)
+    def columns(self, source: Layout, target: Layout) -> list[int]:
+        """The columns of the window that are taken one after the other, so that loads are aligned; [0] if not."""
+        found = sorted({tap.right for tap in self.window})
+        fits = (
+            len(found) > 1
+            and source.lanes == target.lanes > 1
+            and source.pitch == target.pitch
+            and target.pitch % LANES == 0
+            and target.pitch <= LANES * self.vectors
+            and found[-1] <= target.pitch - target.width
+            and -found[0] <= source.pitch - source.width
+            and all(tap.phase == 0 for tap in self.window)
+            and self._shared(target) == 1
+        )
+        return found if fits else [0]
+
+    def gain_of_aligned_rows(self, growth: float) -> float:
+        """About how many products fewer it costs to begin rows at cache lines, where that makes them this much longer.
+
+        Measured at 90 % zeros: with aligned loads, a 3x3 window takes 0.64 to 0.76 of the time per vector. Layers whose
+        rows share loads do not wait for them.
+        """
+        aligned = len({tap.right for tap in self.window}) > 1 and all(tap.phase == 0 for tap in self.window)
+        return self.weight.count * (1 - growth * (0.7 if aligned and self.weight.zeros > _SPARSE else 1))
+
+    def tile(self, source: Layout, target: Layout) -> tuple[int, int, int]:
+        """The number of tiles, the width of the wider ones, and by how much they are wider; as even as possible."""
+        step = target.pitch // LANES if len(self.columns(source, target)) > 1 else 1
+        units, most = -(-target.vectors // step), max(1, self.vectors // step)
+        tiles = -(-units // most)
+        return tiles, step * -(-units // tiles), step
 
     def _shared(self, layout: Layout) -> int:
         """Output channels that share loads; a single position has nothing to share."""
         return self.rows if layout.lanes > 1 else 1
 
-    def weights(self, source: Layout) -> Arrays:
+    def weights(self, source: Layout, columns: Sequence[int] = (0,)) -> Arrays:
         """The weights in the kernel's order, with distances for the input's layout."""
         count, per_group, _ = self.weight.shape
         rows, chunk = self._shared(source), self.chunk
         if source.lanes == 1 or self.groups > 1:
             chunk = per_group  # inputs of one position fit the first-level cache as a whole
-        key = (chunk, rows, None if self.indexed else (source.plane, source.pitch))
+        classes = tuple(columns.index(tap.right) if len(columns) > 1 else 0 for tap in self.window)
+        key = (chunk, rows, classes, None if self.indexed else (source.plane, source.pitch))
         if key in self._weights:
             return self._weights[key]
         if rows == 1:
@@ -203,13 +235,14 @@ class SparseLayer(Operator):
         channel = c + block // (blocks // self.groups) * per_group
         where = np.array([[tap.phase, tap.down, tap.right] for tap in self.window])[position]
         plane = where[:, 0] * self.phase_channels + channel
-        offsets = 4 * (plane * source.plane + where[:, 1] * source.pitch + where[:, 2])
+        right = 0 if len(columns) > 1 else where[:, 2]
+        offsets = 4 * (plane * source.plane + where[:, 1] * source.pitch + right)
         if not self.indexed and offsets.size and int(np.abs(offsets).max()) >= 1 << 31:
             raise GossamerError(f"'{self.inputs[0]}': one image has more than 2 GB, which kernels do not support")
-        group = (c // chunk) * blocks + block
+        group = ((c // chunk) * blocks + block) * len(columns) + np.array(classes)[position]
         order = np.argsort(group, kind="stable")
-        counts = np.bincount(group, minlength=chunks * blocks).reshape(chunks, blocks)
-        ends = np.cumsum(counts).reshape(chunks, blocks)
+        counts = np.bincount(group, minlength=chunks * blocks * len(columns)).reshape(chunks, -1)
+        ends = np.cumsum(counts).reshape(chunks, -1)
         found: Arrays = {
             "starts": np.concatenate([ends[:, :1] - counts[:, :1], ends], axis=1).astype(np.int32),
             "offsets": plane[order].astype(np.uint16) if self.indexed else offsets[order].astype(np.int32),
@@ -236,9 +269,9 @@ class SparseLayer(Operator):
             ((form, arrays),) = self._vectors.items()
             self.weight.lend(arrays["values"], partial(restored, form=form))
         elif len(self._weights) == 1:
-            ((chunk, rows, _), arrays), *_ = self._weights.items()
+            ((chunk, rows, columns, _), arrays), *_ = self._weights.items()
             if rows == 1:
-                self.weight.lend(arrays["values"], partial(ordered, chunk=chunk))
+                self.weight.lend(arrays["values"], partial(ordered, chunk=chunk, columns=columns))
 
     def _vector_call(self, places: Places, threads: int) -> Call:
         """The call for single rows."""
@@ -272,13 +305,14 @@ class SparseLayer(Operator):
             return self._vector_call(places, threads)
         layout, rows = target.layout, self._shared(target.layout)
         blocks = self.weight.shape[0] // rows
-        tiles, wide = self.tile(layout)
+        columns = self.columns(source.layout, layout)
+        tiles, wide, step = self.tile(source.layout, layout)
         groups = 1
         if threads > 1:
             groups = min(-(-8 * threads // (tiles * target.images)), max(1, blocks // 8))
         group_blocks = -(-blocks // groups)
         groups = -(-blocks // group_blocks)
-        arrays = {**self.weights(source.layout), "valid": valid_positions(layout), **_steps(self.steps)}
+        arrays = {**self.weights(source.layout, columns), "valid": valid_positions(layout), **_steps(self.steps)}
         residual = len(self.inputs) > 1
         values = {
             **addresses(arrays),
@@ -288,7 +322,7 @@ class SparseLayer(Operator):
             "blocks": blocks,
             "chunks": arrays["starts"].shape[0],
             "tiles": tiles,
-            "wide_tiles": layout.vectors - tiles * (wide - 1),
+            "wide_tiles": layout.vectors // step - tiles * (wide // step - 1),
             "groups": groups,
             "group_blocks": group_blocks,
             "head": layout.head,
@@ -296,6 +330,7 @@ class SparseLayer(Operator):
             "items": target.images * tiles * groups,
         }
         kernel = (layout.lanes, wide, rows, self.activation, residual, self.indexed, self.steps is not None)
+        kernel += ((*columns,), step)
         return table_call(kernel_address(convolution.sparse_convolution, *kernel), convolution.FIELDS, values, arrays)
 
 

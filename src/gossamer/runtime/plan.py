@@ -112,6 +112,11 @@ class Plan:
         # Lanes of attention and of integers are tokens, even if there is one only.
         wide = AttentionHeads | IntegerLayer | MapIntegers
         single = ("rows",) if any(isinstance(operator, wide) for operator in self.operators) else ("rows", "tokens")
+        work: dict[str, float] = defaultdict(float)
+        for layer in (operator for operator in self.operators if isinstance(operator, SparseLayer)):
+            root = pitches.root(layer.output)
+            work[root] += layer.gain_of_aligned_rows(_aligned(needed[root]) / needed[root])
+        needed |= {root: _aligned(needed[root]) for root, gain in work.items() if gain > 0}
         found: dict[str, Layout] = {}
         for name in pitches.names():
             value = self.activations[name]
@@ -185,6 +190,11 @@ def _size(size: Dim | tuple[Dim, ...], sizes: Mapping[str, int]) -> int:
             product *= _size(part, sizes)
         return product
     return sizes[size] if isinstance(size, str) else size
+
+
+def _aligned(pitch: int) -> int:
+    """A pitch with which every row begins at a cache line."""
+    return -(-pitch // LANES) * LANES
 
 
 def _up(size: int) -> int:

@@ -130,12 +130,12 @@ class _Scratch:
 
 
 def _best(op: SparseLayer, scratch: _Scratch) -> tuple[Choice, float]:
-    layout = scratch.layouts[op.output]
+    source, layout = scratch.layouts[op.inputs[0]], scratch.layouts[op.output]
     times: dict[Choice, float] = {}
 
     def attempt(width: int, chunk: int, rows: int) -> None:
         op.vectors, op.chunk, op.rows = width, chunk, rows
-        choice = (op.tile(layout)[1], chunk, rows)
+        choice = (op.tile(source, layout)[1], chunk, rows)
         if choice not in times:
             times[choice] = scratch.time(op)
 

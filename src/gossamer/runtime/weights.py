@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,9 +88,13 @@ def _are_integers(values: Array) -> bool:
     return bool((np.abs(nearest) <= 127).all() and (np.abs(values - nearest) < 1e-2).all())
 
 
-def ordered(weight: SparseWeight, values: Array, chunk: int) -> Array:
-    """The values of a weight, row by row, from those of a kernel that takes chunks of input channels."""
-    rows, columns, _ = np.nonzero(weight.mask)
+def ordered(weight: SparseWeight, values: Array, chunk: int, columns: Sequence[int]) -> Array:
+    """The values of a weight, row by row, from those of a kernel that takes chunks of input channels.
+
+    `columns` has the column of each position of the window: a row's values are listed column by column.
+    """
+    row, channel, position = np.nonzero(weight.mask)
+    group = (channel // chunk) * weight.shape[0] + row
     result = np.empty_like(values.reshape(-1))
-    result[np.argsort((columns // chunk) * weight.shape[0] + rows, kind="stable")] = values.reshape(-1)
+    result[np.argsort(group * len(columns) + np.array(columns)[position], kind="stable")] = values.reshape(-1)
     return result

@@ -5,6 +5,11 @@ with the inputs at that distance from the tile, and added to accumulators that s
 have their non-zero weights at the same positions share the loads of the inputs: dense layers, and zeros in blocks along
 output channels. Input channels come in chunks, so that what a tile reads stays in the first-level cache; between chunks
 the sums are kept in the output.
+
+A vector that is read at a distance which is no multiple of its size crosses two cache lines and costs two loads. Where
+rows begin at cache lines and a tile consists of whole rows, the weights of an output channel are therefore taken column
+by column of the window: all loads are aligned, and the sums are rotated between columns. What leaves a tile at one end
+and enters at the other belongs to the zeros between rows.
 """
 
 from __future__ import annotations
@@ -24,21 +29,26 @@ _BUSY = 8
 
 
 def sparse_convolution(
-    lanes: int, vectors: int, rows: int, activation: str | None, residual: bool, indexed: bool, rounded: bool
+    lanes: int,
+    vectors: int,
+    rows: int,
+    activation: str | None,
+    residual: bool,
+    indexed: bool,
+    rounded: bool,
+    columns: tuple[int, ...] = (0,),
+    difference: int = 1,
 ) -> ir.Module:
-    """The kernel for tiles of `vectors` and `vectors - 1` vectors, and blocks of `rows` output channels.
+    """The kernel for tiles of `vectors` and `vectors - difference` vectors, and blocks of `rows` output channels.
 
     `indexed` weights have the number of a plane, in 16 bits, instead of a distance. `rounded` results are those of
-    integers.
+    integers. With several `columns`, the weights of a block are listed by column, with distances of aligned loads.
     """
     module = ir.Module("sparse_convolution")
     kernel = Kernel(module, FIELDS)
-    wide = _tile(module, "wide", lanes, vectors, rows, activation, residual, indexed, rounded)
-    narrow = (
-        _tile(module, "narrow", lanes, vectors - 1, rows, activation, residual, indexed, rounded)
-        if vectors > 1
-        else None
-    )
+    options = (rows, activation, residual, indexed, rounded, columns)
+    wide = _tile(module, "wide", lanes, vectors, *options)
+    narrow = _tile(module, "narrow", lanes, vectors - difference, *options) if vectors > difference else None
     build = kernel.build
     with kernel.each_item() as item:
         group, tile, image = kernel.split(item, kernel["groups"], kernel["tiles"])
@@ -46,7 +56,8 @@ def sparse_convolution(
         last = kernel.call("llvm.smin.i64", I64, build.add(first, kernel["group_blocks"]), kernel["blocks"])
         is_wide = build.icmp_signed("<", tile, kernel["wide_tiles"])
         vector = kernel.add(
-            kernel.mul(tile, vectors - 1), kernel.call("llvm.smin.i64", I64, tile, kernel["wide_tiles"])
+            kernel.mul(tile, vectors - difference),
+            kernel.mul(kernel.call("llvm.smin.i64", I64, tile, kernel["wide_tiles"]), difference),
         )
         position = kernel.mul(vector, 4 * lanes)
 
@@ -94,11 +105,13 @@ def _tile(
     residual: bool,
     indexed: bool,
     rounded: bool,
+    columns: tuple[int, ...],
 ) -> ir.Function:
     """A function that computes blocks `first` to `last` of output channels for one tile."""
     f = _Tile(module, name)
     vector = ir.VectorType(F32, lanes)
     zero, step = ir.Constant(vector, None), 4 * lanes
+    align = step if len(columns) > 1 else 4
     x, y, r, valid, _, first, last, head, tail = f.arguments
     build = f.build
     starts, offsets, values, bias = (f.pointer(name) for name in ("starts", "offsets", "values", "bias"))
@@ -108,7 +121,7 @@ def _tile(
     # A narrow tile would wait for its few sums: several sums for each, added at the end, keep the multipliers busy.
     more = [[[f.variable(vector, zero) for _ in own] for own in sums] for _ in range(_BUSY // (vectors * rows) - 1)]
     with f.loop(integer(0), chunks) as chunk:
-        chunk_starts = f.at(starts, f.mul(f.mul(chunk, f.add(blocks, integer(1))), 4))
+        chunk_starts = f.at(starts, f.mul(f.mul(chunk, f.add(f.mul(blocks, len(columns)), integer(1))), 4))
         is_first = build.icmp_signed("==", chunk, integer(0))
         is_last = build.icmp_signed("==", chunk, f.add(chunks, integer(-1)))
         with f.loop(first, last) as block:
@@ -124,8 +137,7 @@ def _tile(
                     for output, own in zip(outputs, sums, strict=True):
                         for k, total in enumerate(own):
                             total.set(f.load(output, vector, k * step, align=step))
-            bounds = f.at(chunk_starts, f.mul(block, 4))
-            begin, end = (build.sext(f.load(bounds, I32, at), I64) for at in (0, 4))
+            bounds = f.at(chunk_starts, f.mul(block, 4 * len(columns)))
 
             def accumulate(i: Value, totals: list[list[Variable]]) -> None:
                 """Add the products of one weight per row."""
@@ -135,27 +147,31 @@ def _tile(
                 else:
                     source = f.at(x, build.sext(f.load(offsets, I32, f.mul(i, 4)), I64))
                 weights = f.at(values, f.mul(i, 4 * rows))
-                inputs = [f.load(source, vector, k * step) for k in range(vectors)]
+                inputs = [f.load(source, vector, k * step, align=align) for k in range(vectors)]
                 for k, own in enumerate(totals):
                     weight = f.splat(f.load(weights, F32, 4 * k), lanes)
                     for value, total in zip(inputs, own, strict=True):
                         total.set(f.call(f"llvm.fma.v{lanes}f32", vector, weight, value, total.get()))
 
-            if more:
-                several = 1 + len(more)
-                for total in (total for part in more for own in part for total in own):
-                    total.set(zero)
-                even = build.sub(end, build.srem(build.sub(end, begin), integer(several)))
-                with f.loop(begin, even, several) as i:
-                    for k, totals in enumerate([sums, *more]):
-                        accumulate(f.add(i, integer(k)), totals)
-                begin = even
-            with f.loop(begin, end) as i:
-                accumulate(i, sums)
-            for part in more:
-                for own, others in zip(sums, part, strict=True):
-                    for total, other in zip(own, others, strict=True):
-                        total.set(build.fadd(total.get(), other.get()))
+            turned = 0
+            for column, shift in enumerate(columns):
+                _rotate(f, sums, shift - turned)
+                turned = shift
+                begin, end = (build.sext(f.load(bounds, I32, 4 * (column + k)), I64) for k in range(2))
+                if more:
+                    several = 1 + len(more)
+                    even = build.sub(end, build.srem(build.sub(end, begin), integer(several)))
+                    with f.loop(begin, even, several) as i:
+                        for k, totals in enumerate([sums, *more]):
+                            accumulate(f.add(i, integer(k)), totals)
+                    begin = even
+                with f.loop(begin, end) as i:
+                    accumulate(i, sums)
+                for own, other in ((own, other) for part in more for own, other in zip(sums, part, strict=True)):
+                    for total, extra in zip(own, other, strict=True):
+                        total.set(build.fadd(total.get(), extra.get()))
+                        extra.set(zero)
+            _rotate(f, sums, -turned)
             with build.if_then(is_last):
                 for index, (output, own) in enumerate(zip(outputs, sums, strict=True)):
                     added = f.at(r, f.mul(f.add(row, integer(index)), r_plane))
@@ -173,6 +189,20 @@ def _tile(
                     f.store(total.get(), output, k * step, align=step)
     f.close()
     return f.function
+
+
+def _rotate(f: Function, sums: list[list[Variable]], lanes: int) -> None:
+    """Move the sums of each row of the block forward by this number of lanes; the last come first."""
+    if not lanes:
+        return
+    for own in sums:
+        values = [total.get() for total in own]
+        width: int = values[0].type.count
+        before, first = divmod(-lanes, width)
+        indices = ir.Constant(ir.VectorType(I32, width), list(range(first, first + width)))
+        for k, total in enumerate(own):
+            low, high = values[(k + before) % len(own)], values[(k + before + 1) % len(own)]
+            total.set(f.build.shuffle_vector(low, high, indices))
 
 
 def keep_valid(f: Function, value: Value, valid: Value, k: int, fill: Value | None = None) -> Value:
