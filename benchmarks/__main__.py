@@ -23,6 +23,7 @@ from benchmarks.create_accuracy import create_accuracy
 from benchmarks.detection_accuracy import detection_accuracy
 from benchmarks.file_size import file_size
 from benchmarks.import_time import import_time
+from benchmarks.integers import integer_speed
 from benchmarks.mask_size import mask_size
 from benchmarks.mask_update import mask_update, mask_update_of_patterns
 from benchmarks.measuring import Benchmark, Row, Watch
@@ -52,6 +53,7 @@ SHORT: dict[str, Benchmark] = {
     "runner-speed": runner_speed,
     "thinning": thinning,
     "runtime": runtime_speed,
+    "runtime-int8": integer_speed,
 }
 LONG: dict[str, Benchmark] = {
     "mask-update-patterns": mask_update_of_patterns,
