@@ -7,7 +7,8 @@ shared by several queries, and tokens that come before the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from gossamer.runtime.graph import Attention, Graph, Node, Ref, without_unused
 from gossamer.runtime.trial import Trial, values_of_sizes
 
+_ORDERS = ("tokens", "swapped", "rows", "swapped rows")
+"""`(batch, tokens, channels)`, `(tokens, batch, channels)`, and each with its first two dimensions as one."""
 _PRODUCT = ("onnx.MatMul", "aten.matmul.default")
 _SOFTMAX = ("onnx.Softmax", "aten.softmax.int")
 _VIEWS = frozenset(
@@ -88,6 +91,9 @@ class _Rewriting:
             product = self._product(node)
             if product is not None:
                 self._rewrite(node, product)
+        for node in self._graph.nodes:
+            if node.op == "aten.linear.default":
+                self._rewrite_rows(node)
         nodes = [new for node in self._graph.nodes for new in self._replaced.get(node.output, [node])]
         return without_unused(
             replace(self._graph, nodes=nodes, constants=self._constants, shapes=self._shapes, dtypes=self._dtypes)
@@ -216,27 +222,21 @@ class _Rewriting:
         batch, own, tokens, size = positions.shape
         start = int(positions[0, 0, 0, 0])
         every = torch.arange(held.numel()).reshape(held.shape)
-        for order, shape in _orders(batch, tokens):
-            if held.dim() == 4:
-                if order != "heads" or start or held.shape[0] != batch or held.shape[2:] != (tokens, size):
-                    continue
-                ordered = every
-            elif order == "heads" or held.shape[:-1] != shape:
-                continue
-            else:
-                rows = cast(tuple[int, int], shape) if len(shape) == 2 else (tokens, batch)
-                ordered = every.reshape(*rows, -1)
-                ordered = ordered if order == "tokens" else ordered.transpose(0, 1)
+        candidates = [("heads", every)] if held.dim() == 4 and not start else []
+        for order in _ORDERS:
+            value = _unordered(every, order, batch, tokens)
+            if value is not None:
+                candidates.append((order, value))
+        for order, value in candidates:
             for shared in (count for count in range(1, own + 1) if own % count == 0):
-                if held.dim() == 4:
-                    expected = ordered
+                if order == "heads":
+                    expected = value
                 else:
-                    part = ordered[..., start : start + own // shared * size]
+                    part = value[..., start : start + own // shared * size]
                     if part.shape[2] != own // shared * size:
                         continue
                     expected = part.reshape(batch, tokens, own // shared, size).transpose(1, 2)
-                expected = expected.repeat_interleave(shared, 1)
-                if expected.shape == positions.shape and torch.equal(expected, positions):
+                if torch.equal(expected.repeat_interleave(shared, 1), positions):
                     return _Source(base, order, start, shared * heads // own)
         return None
 
@@ -287,9 +287,7 @@ class _Rewriting:
         positions, held = self._positions(trial, base, views), trial.values[base]
         if positions is None or held.dim() != 3:
             return False
-        every = torch.arange(held.numel()).reshape(held.shape)
-        expected = every.transpose(0, 1) if order in ("swapped", "swapped rows") else every
-        return torch.equal(expected.flatten(0, 1) if order.endswith("rows") else expected, positions)
+        return torch.equal(_ordered(torch.arange(held.numel()).reshape(held.shape), order), positions)
 
     def _new(self, name: str, shape: tuple[int | str, ...]) -> str:
         self._shapes[name], self._dtypes[name] = shape, torch.float32
@@ -322,7 +320,7 @@ class _Rewriting:
         mask, causal = self._mask(product, shape, self._shapes[cast(Ref, refs[1]).name][1])
         if mask is False:
             return
-        ends = list(self._ends(node, heads, size))
+        end = self._end(node)
         output = self._new(f"{node.output}/tokens", (batch, tokens, width))
         scale = product.scale * factors[0] * factors[1]
         new.append(
@@ -330,28 +328,43 @@ class _Rewriting:
                 output=output,
                 args=(*refs, mask),
                 heads=heads,
-                key_heads=heads // key.shared,
+                shared=key.shared,
                 scale=scale,
                 causal=causal,
             )
         )
-        if ends:
-            end, order, width_after = ends[-1]
-            if order == "tokens":
-                new[-1] = replace(new[-1], output=end.output)
-                self._shapes[end.output] = (batch, tokens, width)
-            elif order == "layer":
-                layer = cast(Node, width_after)
-                new.append(replace(layer, output=end.output, args=(Ref(output), *layer.args[1:])))
-            self._replaced[end.output] = [*self._replaced.pop(node.output, []), *new]
+        if end is not None:
+            name, layer = end
+            if layer is None:
+                new[-1] = replace(new[-1], output=name)
+            else:
+                new.append(replace(layer, output=name, args=(Ref(output), *layer.args[1:])))
+            self._replaced[name] = new
             return
         split = self._new(f"{node.output}/split", (batch, tokens, heads, size))
         new.append(Node("aten.unflatten.int", split, (Ref(output), 2, (heads, size))))
         new.append(Node("aten.transpose.int", node.output, (Ref(split), 1, 2)))
         self._replaced[node.output] = new
 
-    def _ends(self, node: Node, heads: int, size: int) -> Iterator[tuple[Node, str, Node | None]]:
-        """Values behind attention that are `(batch, tokens, channels)`: of it, or of a linear layer behind it."""
+    def _rewrite_rows(self, layer: Node) -> None:
+        """Compute a linear layer between views that make rows of tokens and tokens of rows without the views."""
+        if len(self._shapes.get(layer.output, ())) != 2:
+            return
+        inside = self._unpermuted(layer.args[0], "rows")
+        views, here = list[Node](), layer.output
+        while inside is not None and self._users[here] == 1:
+            (user,) = self._consumers.get(here, [None])
+            if user is None or user.op not in _VIEWS or user.args[0] != Ref(here):
+                return
+            views.append(user)
+            here = user.output
+            if all(self._is_back(trial, layer.output, views, "rows") for trial in self._pair):
+                if self._shapes[here][:2] == self._shapes[inside.name][:2] and here not in self._replaced:
+                    self._replaced[here] = [replace(layer, output=here, args=(inside, *layer.args[1:]))]
+                return
+
+    def _end(self, node: Node) -> tuple[str, Node | None] | None:
+        """The value behind attention that is `(batch, tokens, channels)`, and the linear layer in between, if any."""
         views, layer, here, order = list[Node](), None, node.output, ""
         base = node.output
         while self._users[here] == 1 and len(consumers := self._consumers.get(here, [])) == 1:
@@ -362,29 +375,25 @@ class _Rewriting:
                 if layer is None:
                     order = self._joined(base, views)
                     if order == "tokens":
-                        yield user, "tokens", None
-                        return
+                        return here, None
                 elif all(self._is_back(trial, base, views, order) for trial in self._pair):
-                    yield user, "layer", layer
-                    return
+                    return here, layer
             elif user.op == "aten.linear.default" and user.args[0] == Ref(here) and layer is None and order:
                 layer, here, views = user, user.output, list[Node]()
                 base = here
             else:
-                return
+                break
+        return None
 
     def _joined(self, base: str, views: Sequence[Node]) -> str:
         """The order of dimensions that views give to the heads of attention, side by side; empty for another one."""
-        for order in ("tokens", "swapped", "swapped rows", "rows"):
+        for order in _ORDERS:
             same = True
             for trial in self._pair:
                 held = trial.values[base]
                 positions = self._positions(trial, base, views)
                 every = torch.arange(held.numel()).reshape(held.shape).transpose(1, 2).flatten(2)
-                every = every.transpose(0, 1) if order.startswith("swapped") else every
-                every = every.flatten(0, 1) if order.endswith("rows") else every
-                same = same and positions is not None and every.shape == positions.shape
-                same = same and torch.equal(every, cast(Tensor, positions))
+                same = same and positions is not None and torch.equal(_ordered(every, order), positions)
             if same:
                 return order
         return ""
@@ -394,10 +403,9 @@ class _Rewriting:
         positions, held = self._positions(trial, base, views), trial.values[base]
         if positions is None or positions.dim() != 3:
             return False
-        batch, tokens, channels = positions.shape
-        swapped = order.startswith("swapped")
-        every = torch.arange(held.numel()).reshape(*((tokens, batch) if swapped else (batch, tokens)), channels)
-        return torch.equal(every.transpose(0, 1) if swapped else every, positions)
+        every = torch.arange(held.numel()).reshape(held.shape)
+        value = _unordered(every, order, *positions.shape[:2])
+        return value is not None and torch.equal(value, positions)
 
     # Masks
 
@@ -444,11 +452,19 @@ def _is_lower_triangle(mask: Any) -> bool:
     return mask.is_floating_point() and bool(((mask == 0) == lower).all() and ((mask < -1e30) == ~lower).all())
 
 
-def _orders(batch: int, tokens: int) -> Mapping[str, tuple[int, ...]] | Any:
-    """By name: the dimensions in front of the channels."""
-    return (
-        ("tokens", (batch, tokens)),
-        ("swapped", (tokens, batch)),
-        ("swapped rows", (tokens * batch,)),
-        ("heads", ()),
-    )
+def _ordered(value: Tensor, order: str) -> Tensor:
+    """A value `(batch, tokens, channels)` with its dimensions in another order, or batch and tokens as one."""
+    value = value.transpose(0, 1) if order.startswith("swapped") else value
+    return value.flatten(0, 1) if order.endswith("rows") else value
+
+
+def _unordered(value: Tensor, order: str, batch: int, tokens: int) -> Tensor | None:
+    """A value in this order as `(batch, tokens, channels)`; None if it does not have its sizes."""
+    if order.startswith("swapped"):
+        found = _unordered(value, order.removeprefix("swapped").strip() or "tokens", tokens, batch)
+        return None if found is None else found.transpose(0, 1)
+    if value.dim() != (2 if order == "rows" else 3) or math.prod(value.shape[:-1]) != batch * tokens:
+        return None
+    if order == "tokens" and value.shape[0] != batch:
+        return None
+    return value.reshape(batch, tokens, -1)

@@ -17,7 +17,7 @@ from gossamer.errors import GossamerError, short_error
 from gossamer.runtime.attention import with_attention
 from gossamer.runtime.evaluate import call_operator
 from gossamer.runtime.file import load_plan, save_plan
-from gossamer.runtime.formulas import with_formulas
+from gossamer.runtime.formulas import with_formulas, with_linear_layers
 from gossamer.runtime.graph import Attention, Convolution, Elementwise, Graph, Linear, Node, Ref, simplify, trace
 from gossamer.runtime.integer_layers import IntegerLayer
 from gossamer.runtime.operators import SparseLayer
@@ -47,7 +47,7 @@ def compile(
     training = [module for module in model.modules() if module.training]
     try:
         with _tracing, torch.no_grad():
-            traced = trace(model.eval(), example)
+            traced = with_linear_layers(trace(model.eval(), example))
             graph = simplify(with_formulas(with_attention(traced, trials(traced))))
     except GossamerError:
         raise
@@ -283,11 +283,12 @@ def _compute(node: Node, value: Callable[[Any], Any]) -> Any:
 def _attention(node: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of `(batch, tokens, heads · size)`; a mask of a causal node holds all that a query does not see."""
 
-    def by_head(tokens: Tensor, heads: int) -> Tensor:
-        return tokens.reshape(*tokens.shape[:2], heads, -1).transpose(1, 2)
+    def split(value: Tensor, shared: int) -> Tensor:
+        batch, tokens, width = value.shape
+        heads = node.heads // shared
+        return value.reshape(batch, tokens, heads, width // heads).transpose(1, 2).repeat_interleave(shared, 1)
 
-    q, repeats = by_head(query, node.heads), node.heads // node.key_heads
-    k, v = (by_head(one, node.key_heads).repeat_interleave(repeats, 1) for one in (key, value))
+    q, k, v = split(query, 1), split(key, node.shared), split(value, node.shared)
     causal = node.causal and mask is None
     found = functional.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=node.scale)
     return found.transpose(1, 2).flatten(2)

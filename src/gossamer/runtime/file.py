@@ -210,7 +210,7 @@ def _decode_node(entry: Mapping[str, Any]) -> Node:
         value: Any = getattr(node, item.name)
         if item.name in ("weight", "bias"):
             _text(value)
-        elif item.name in ("groups", "heads", "key_heads"):
+        elif item.name in ("groups", "heads", "shared"):
             _size(value)
         elif item.name == "activation" and value is not None and value not in ACTIVATIONS.values():
             raise ValueError(f"'{node.output}': unknown activation {value!r}")
@@ -218,6 +218,8 @@ def _decode_node(entry: Mapping[str, Any]) -> Node:
             numbers = cast(Sequence[Any], value)
             if len(numbers) != 4 or not all(type(number) is float for number in numbers) or not numbers[0] > 0:
                 raise ValueError(f"'{node.output}': steps are {value}")
+        elif item.name == "causal" and type(value) is not bool:
+            raise ValueError(f"'{node.output}': causal is {value!r}")
         elif item.name == "scale" and type(value) is not float:
             raise ValueError(f"'{node.output}': scale is {value!r}")
         elif item.name in ("size", "stride", "dilation", "padding"):

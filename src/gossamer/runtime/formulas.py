@@ -19,12 +19,28 @@ _POWER = ("onnx.Pow", "aten.pow.Tensor_Scalar")
 _ROOT = ("onnx.Sqrt", "aten.sqrt.default")
 
 
+def with_linear_layers(graph: Graph) -> Graph:
+    """Linear layers instead of `addmm` with constants, which GPT-2 uses with transposed weights."""
+    constants, nodes = dict(graph.constants), list[Node]()
+    for node in graph.nodes:
+        if node.op == "aten.addmm.default" and not node.kwargs:
+            bias, x, factor = node.args
+            weight, vector = constants.get(factor.name), constants.get(bias.name)
+            if isinstance(weight, Tensor) and isinstance(vector, Tensor) and tuple(vector.shape) == weight.shape[1:]:
+                name = f"{node.output}.weight"
+                constants[name] = weight.T.contiguous()
+                nodes.append(Node("aten.linear.default", node.output, (x, Ref(name), bias)))
+                continue
+        nodes.append(node)
+    return replace(graph, nodes=nodes, constants=constants)
+
+
 def without_repetitions(graph: Graph) -> Graph:
     """The graph with every computation once: exporters repeat masks and sizes in every layer."""
     known, same, nodes = dict[str, str](), dict[str, str](), list[Node]()
     kept = {ref.name for ref in graph.outputs if isinstance(ref, Ref)}
-    for original in graph.nodes:
-        node = replace(original, args=_renamed(original.args, same), kwargs=_renamed(original.kwargs, same))
+    for given in graph.nodes:
+        node = replace(given, args=_renamed(given.args, same), kwargs=_renamed(given.kwargs, same))
         key = f"{node.op} {node.args!r} {node.kwargs!r}"
         first = known.setdefault(key, node.output)
         if first != node.output and node.output not in kept and first not in kept:

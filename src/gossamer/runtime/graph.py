@@ -96,8 +96,8 @@ class Attention(Node):
 
     op: str = "attention"
     heads: int = 1
-    key_heads: int = 1
-    """Of key and value; `heads` is a multiple."""
+    shared: int = 1
+    """Heads that read the same key and value."""
     scale: float = 1.0
     causal: bool = False
     """Whether a query sees the keys up to its own position only."""

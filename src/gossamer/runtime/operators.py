@@ -376,6 +376,8 @@ class SplitPhases(Operator):
 class MapPlanes(Operator):
     """`activation(x · scale + shift + r) · gate`; `inputs` are x and, if there are any, r and the gate."""
 
+    product: bool = False
+    """Whether r is a factor."""
     gated: bool = False
     """Whether the last input is a gate `(batch, channels, 1, 1)`."""
     activation: str | None = None
@@ -408,7 +410,8 @@ class MapPlanes(Operator):
             "items": target.images * source.layout.channels,
         }
         values["y"] += 4 * self.target_channel * target.layout.plane
-        kernel = (target.layout.lanes, self.activation, self.scale is not None, residual, gated, self.steps is not None)
+        affine, rounded = self.scale is not None, self.steps is not None
+        kernel = (target.layout.lanes, self.activation, affine, residual, gated, rounded, self.product)
         return table_call(kernel_address(planes.map_planes, *kernel), planes.MAP_FIELDS, values, arrays)
 
 
@@ -506,7 +509,8 @@ class AttentionHeads(Operator):
     """Attention; `inputs` are query, key, value and, if there is one, the mask `(batch, heads · keys, 1, queries)`."""
 
     heads: int = 1
-    key_heads: int = 1
+    shared: int = 1
+    """Heads that read the same key and value."""
     scale: float = 1.0
     causal: bool = False
     mask_heads: int = 1
@@ -535,7 +539,7 @@ class AttentionHeads(Operator):
             "scratch": scratch,
             "scratch_bytes": self.scratch(places),
             "heads": self.heads,
-            "shared": self.heads // self.key_heads,
+            "shared": self.shared,
             "size": layout.channels // self.heads,
             "keys": k.layout.width,
             "tiles": -(-layout.vectors // wide),

@@ -341,9 +341,11 @@ class _Builder:
         return [MapPlanes(names, node.output, **options)]
 
     def _gate(self, node: Node) -> list[Operator] | None:
-        """A product with one factor per channel, as in squeeze-and-excitation."""
+        """A product of two values, or with one factor per channel as in squeeze-and-excitation."""
         names = [arg.name for arg in node.args if isinstance(arg, Ref)]
         value = cast(Activation, self._activation(node.output))
+        if len(names) == 2 and all(self._activation(name) == value for name in names):
+            return [MapPlanes(names, node.output, product=True)]
         for name, gate in (names, names[::-1]) if len(names) == 2 else ():
             factor = self._activation(gate)
             sizes = None if factor is None else (factor.images, factor.channels, factor.height, factor.width)
@@ -481,12 +483,12 @@ class _Builder:
         output = cast(Activation, self._activation(node.output))
         if query is None or key is None or value is None or any(v.kind != "tokens" for v in (query, key, value)):
             return None
-        width, shared = cast(int, output.channels), node.heads // node.key_heads
-        if query != output or width % node.heads or node.heads % node.key_heads or key != value:
+        width = cast(int, output.channels)
+        if query != output or key != value or key.images != query.images:
             return None
-        if key.images != query.images or key.channels != width // shared or width % shared:
+        if width % node.heads or node.heads % node.shared or key.channels != width // node.shared:
             return None
-        options = (node.heads, node.key_heads, node.scale, node.causal)
+        options = (node.heads, node.shared, node.scale, node.causal)
         mask = node.args[3]
         if not isinstance(mask, Ref):
             return [AttentionHeads(names, node.output, *options)]

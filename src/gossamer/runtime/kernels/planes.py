@@ -90,9 +90,18 @@ MAP_FIELDS = (
 
 
 def map_planes(
-    lanes: int, activation: str | None, affine: bool, residual: bool, gated: bool, rounded: bool
+    lanes: int,
+    activation: str | None,
+    affine: bool,
+    residual: bool,
+    gated: bool,
+    rounded: bool,
+    product: bool = False,
 ) -> ir.Module:
-    """`activation(x · scale[c] + shift[c] + r)`, times a gate per plane; without any of them a copy."""
+    """`activation(x · scale[c] + shift[c] + r)`, times a gate per plane; without any of them a copy.
+
+    In a product, r is a factor.
+    """
     module = ir.Module("map_planes")
     vector, step = ir.VectorType(F32, lanes), 4 * lanes
     kernel = Kernel(module, MAP_FIELDS)
@@ -110,7 +119,8 @@ def map_planes(
             if affine:
                 value = kernel.call(f"llvm.fma.v{lanes}f32", vector, value, scale, shift)
             if residual:
-                value = build.fadd(value, kernel.load(r, vector, kernel.mul(k, step), align=step))
+                other = kernel.load(r, vector, kernel.mul(k, step), align=step)
+                value = build.fmul(value, other) if product else build.fadd(value, other)
             value = activate(kernel, value, activation)
             if rounded:
                 value = round_to_steps(kernel, value, kernel.pointer("steps"))
